@@ -1,0 +1,148 @@
+"""The data dictionary: every column of every table, with its unit, formula and source.
+
+One place. `RunFolder.commit` refuses a row with a column that has no entry here, and `docs/columns.md` is generated
+from it. A name in braces is a family: `token_{mean,var}` stands for `token_mean` and `token_var`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+
+TABLES = {
+    "steps": ("step",),
+    "updates": ("step", "update"),
+    "layers": ("step", "site"),
+}
+"""Each table and the columns that name one of its rows."""
+
+GSPO = "GSPO (2507.18071)"
+R3 = "R3 (2510.11370)"
+RSPO = "RSPO (2510.23027)"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One entry. `tables` are those the column may appear in, separated by spaces."""
+
+    name: str
+    tables: str
+    unit: str
+    formula: str
+    source: str = ""
+
+
+DICTIONARY: dict[str, tuple[Column, ...]] = {
+    "Keys": (
+        Column("step", "steps updates layers", "index", "batch of rollouts, from 1; 0 is the cold start"),
+        Column("update", "updates", "index", "optimizer step within a step, from 1: the mini-batch index"),
+        Column("site", "layers", "index", "routing site in forward order, from 0"),
+        Column("layer", "layers", "index", "absolute decoder layer of the site"),
+    ),
+    "Learning": (
+        Column("reward", "steps", "0–1", "mean reward of the step's rollouts"),
+        Column("exact", "steps", "share", "rollouts with reward 1"),
+        Column("reward_std", "steps", "0–1", "standard deviation of the rewards over the step"),
+        Column("groups_without_signal", "steps", "share", "groups whose rewards are all equal: their advantages are 0"),
+        Column("response_tokens", "steps", "tokens", "mean response length, EOS included"),
+        Column("truncated", "steps", "share", "responses cut off by max_new_tokens"),
+        Column("entropy", "steps updates", "nats", "mean over response tokens of −Σ p log p at the run's temperature"),
+        Column("lr", "steps updates", "1", "learning rate of the optimizer step"),
+        Column("eval_exact_{greedy,sampled}", "steps", "share", "exact matches on the fixed held-out prompts"),
+        Column("eval_reward_{greedy,sampled}", "steps", "0–1", "mean reward on the fixed held-out prompts"),
+        Column("eval_n", "steps", "prompts", "held-out prompts evaluated"),
+        Column("loss", "updates", "1", "the minimised objective, before the step"),
+        Column("kl_ref", "steps updates", "nats", "mean k3 KL to the reference policy, where the arm has one"),
+        Column("grad_norm", "steps updates", "1", "global L2 norm before clipping; in steps the mean over updates"),
+        Column("grad_clipped", "steps updates", "share", "updates whose gradient norm was clipped"),
+    ),
+    "Importance ratios (natural log-ratio of the arm's own ratio; token_: r, sequence_: s, its geometric mean)": (
+        Column("{token,sequence}_n", "steps updates", "count", "response tokens, or sequences, behind the row"),
+        Column("{token,sequence}_log_ratio_{mean,var}", "steps updates", "nats, nats²", "mean and variance of log r"),
+        Column("token_log_ratio_var_within", "steps updates", "nats²", "mean over sequences of the variance inside one",
+               "SAPO (2511.20347)"),
+        Column("{token,sequence}_log_ratio_q{01,10,50,90,99,999}", "steps updates", "nats",
+               "quantile of log r: 0.01, 0.10, 0.50, 0.90, 0.99, 0.999"),
+        Column("{token,sequence}_log_ratio_max", "steps updates", "nats", "largest |log r|"),
+        Column("{token,sequence}_ess", "steps updates", "share", "(Σ r)² / (n Σ r²): effective sample size over n"),
+        Column("{token,sequence}_kl_{k1,k3}", "steps updates", "nats", "k1 = −log r; k3 = r − 1 − log r; means"),
+        Column("{token,sequence}_ratio_mean", "steps updates", "1", "mean of r (expected: 1) or s (expected: ≤ 1)"),
+    ),
+    "Clipping (over tokens, or sequences, with non-zero advantage)": (
+        Column("clip_{tokens,sequences}", "steps updates", "share", "elements that lose their gradient",
+               f"{GSPO}, Fig. 2: a clipped response counts with all its tokens"),
+        Column("clip_{tokens,sequences}_{high,low}", "steps updates", "share", "of those, by the upper or lower bound"),
+        Column("clip_range_{low,high}", "steps", "1", "ratios are clipped to [1 − low, 1 + high]"),
+    ),
+    "Volatility (natural routes of the same tokens before and after; S, S′ the chosen sets, k their size)": (
+        Column("slot_change{,_prompt}", "steps updates layers", "share", "1 − |S ∩ S′| / k",
+               f"our reading of {GSPO}, section 5.3, which gives no formula"),
+        Column("set_change{,_prompt}", "steps updates layers", "share", "1[S ≠ S′]", R3),
+        Column("any_layer_change{,_prompt}", "steps updates", "share", "tokens with S ≠ S′ at any site", R3),
+        Column("layers_changed{,_prompt}", "steps updates", "sites", "sites with S ≠ S′ per token", R3),
+        Column("gate_mass_moved{,_prompt}", "steps updates layers", "0–1", "Σ of old gates over S \\ S′"),
+        Column("jaccard_distance{,_prompt}", "steps updates layers", "0–1", "1 − |S ∩ S′| / |S ∪ S′|"),
+        Column("router_shift{,_prompt}", "steps updates layers", "nats",
+               "mean |log p′(e) − log p(e)| over the experts e the token used", RSPO),
+        Column("volatility_tokens{,_prompt}", "steps updates layers", "tokens", "tokens compared: the n of the family"),
+    ),
+    "Replay (probe of whole responses, new weights, old routes)": (
+        Column("replay_gap_{mean,std,max}", "steps", "nats", "log π(natural) − log π(replayed) per token; max of |·|"),
+        Column("pull", "steps updates layers", "share", "slots where the router, under replay, would pick another"),
+        Column("coverage", "steps updates layers", "share", "token × site slots whose experts replay forced"),
+        Column("probe_{responses,tokens}", "steps", "count", "size of the probe"),
+    ),
+    "Noise floor (same weights scored again: permuted rows, other micro-batches, extra padding)": (
+        Column("noise_floor_logprob", "steps", "nats", "largest |Δ log-prob|"),
+        Column("noise_floor_{slot,set}_change", "steps", "share", "routes that differ (slot_change, set_change)"),
+        Column("first_update_log_ratio_max", "steps", "nats", "largest |log r| of mini-batch 1: 0 but for noise"),
+    ),
+    "Attribution (per mini-batch about to be updated; D natural, R replayed log-ratio, J = D − R, same weights)": (
+        Column("attribution_n", "updates", "tokens", "tokens not yet trained on, behind the sums"),
+        Column("attribution_sum_{d,r}", "updates", "nats", "Σ D and Σ R; sums are pooled before anything is divided"),
+        Column("attribution_sum_{dd,rr,jj,rj}", "updates", "nats²", "Σ D², Σ R², Σ J², Σ R·J"),
+        Column("attribution_top_share", "updates", "share", "part of Σ D² carried by the top 0.1 % of tokens"),
+    ),
+    "Cost (ignored when two runs are compared)": (
+        Column("seconds_{sample,score,update,measure,evaluate,save,step}", "steps", "s", "wall-clock of the phase"),
+        Column("memory_peak_mb", "steps", "MB", "peak resident memory of the process so far"),
+    ),
+}
+
+
+def expand(name: str) -> list[str]:
+    """The names of a family: `a_{x,y}` gives `a_x` and `a_y`; several braces give all combinations."""
+    parts = [p[1:-1].split(",") if p.startswith("{") else [p] for p in re.split(r"(\{[^}]*\})", name)]
+    return ["".join(choice) for choice in itertools.product(*parts)]
+
+
+COLUMNS: dict[str, Column] = {n: c for group in DICTIONARY.values() for c in group for n in expand(c.name)}
+"""Every single column name and the entry that explains it, in the order in which tables show them."""
+
+
+def unknown(table: str, names: set[str]) -> set[str]:
+    """Those of the names that the dictionary does not allow in this table."""
+    return {n for n in names if n not in COLUMNS or table not in COLUMNS[n].tables.split()}
+
+
+def timing(name: str) -> bool:
+    """Whether a column may differ between two runs that are otherwise identical."""
+    return name.startswith(("seconds_", "memory_"))
+
+
+def markdown() -> str:
+    """The dictionary as the page `docs/columns.md`."""
+    lines = [
+        "# Data dictionary",
+        "",
+        "Generated by `make docs/columns.md` from `moe_rl/columns.py`. Tables: `steps` (a row per step), `updates`",
+        "(step × update), `layers` (step × site). A name in braces is a family of columns. A missing value means that",
+        "the quantity was not measured in that row.",
+    ]
+    for title, columns in DICTIONARY.items():
+        lines += ["", f"## {title}", "", "| column | tables | unit | formula | source |", "|---|---|---|---|---|"]
+        for c in columns:
+            cells = (f"`{c.name}`", c.tables, c.unit, c.formula, c.source)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,146 @@
+"""What a run is, as data: plain frozen dataclasses, hashed into the run's manifest.
+
+Nothing here imports torch, so that declaring, listing and hashing studies stays instant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One row of the comparison. GRPO with Routing Replay is `Arm(name="replay", loss="grpo", routes="old_policy")`."""
+
+    name: str
+    loss: str = "grpo"
+    """`grpo`, `gspo` or `gspo_token` of `moe_rl.losses`, or a user's own `pkg.module:function`."""
+    routes: str = "live"
+    """Routes of ratio and gradient: a source of `moe_rl.routing.sources`, or a user's own `pkg.module:function`."""
+    clip: tuple[float, float] | None = None
+    """(low, high): ratios are clipped to [1 - low, 1 + high]. None takes the preset of the loss."""
+    anchor: str = "policy"
+    """Denominator of the ratio: `policy` (recomputed by the trainer) or `engine` (the rollout's own log-probs)."""
+    kl: float = 0.0
+    """Coefficient of the k3 KL to the reference policy (the cold start)."""
+    entropy: float = 0.0
+    """Coefficient of an entropy bonus."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model. A preset of `moe_rl.models`, or any Hugging Face checkpoint directory or name."""
+
+    name: str = "qwen3_moe-tiny"
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Changes to a preset's Hugging Face configuration, e.g. `{"num_experts": 32}`."""
+    device: str = "cpu"
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColdStart:
+    """Supervised training until a target success rate. Ignored for a checkpoint with `target=0`."""
+
+    target: float = 0.35
+    """Mean reward, sampled at the run's temperature, at which it stops; 0 turns the cold start off."""
+    seed: int = 0
+    """Initial weights and order of examples: a factor of its own, since runs that share one cold start say nothing
+    about other starts."""
+    max_steps: int = 3000
+    batch_size: int = 64
+    lr: float = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW and its surroundings."""
+
+    lr: float = 2e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    """Global L2 norm to which gradients are clipped; 0 turns clipping off."""
+    router_lr_scale: float = 1.0
+    """Learning-rate factor of the router weights; 0 freezes them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """The measuring budget (see the README's section on cost)."""
+
+    probe: int = 32
+    """Responses per step on which quantities that need an extra forward are measured."""
+    detail_every: int = 10
+    """Steps between detailed measurements: per-update volatility, attribution by mini-batch index, noise floor."""
+    full: bool = False
+    """Measure every response at every step and print what that costs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that determines a run, and nothing else."""
+
+    arm: Arm
+    seed: int = 0
+    """Prompts, sampling noise, mini-batch split and probe; shared by all arms of a study."""
+    task: str = "running_sums"
+    """`running_sums`, `reasoning_gym:<dataset>`, `jsonl:<file>`, or `pkg.module:Class`."""
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+    model: ModelConfig = ModelConfig()
+    cold_start: ColdStart = ColdStart()
+    optimizer: Optimizer = Optimizer()
+    measure: Measure = Measure()
+    engine: str = "hf"
+    policy: str = "hf"
+    steps: int = 100
+    prompts_per_step: int = 32
+    group_size: int = 8
+    mini_batches: int = 8
+    micro_batch: int = 64
+    """Most rows in one forward with gradient."""
+    activation_checkpointing: bool = False
+    temperature: float = 1.0
+    max_new_tokens: int = 16
+    stop: tuple[str, ...] = ()
+    eval_every: int = 10
+    eval_prompts: int = 128
+    save_every: int = 25
+    """Steps between resume checkpoints."""
+    hf_checkpoints: tuple[int, ...] = ()
+    """Steps after which the weights are also saved as a Hugging Face checkpoint, in the run's folder."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @property
+    def hash(self) -> str:
+        """Of everything but `steps`, so that more steps extend a run."""
+        d = {k: v for k, v in self.to_dict().items() if k != "steps"}
+        return hashlib.sha256(json.dumps(d, sort_keys=True).encode()).hexdigest()[:16]
+
+    def replace(self, **changes: Any) -> RunConfig:
+        """A copy with changes. Dotted keys reach inside: `run.replace(**{"optimizer.lr": 1e-4})`."""
+        new = self
+        for key, value in changes.items():
+            head, _, tail = key.partition(".")
+            if not any(f.name == head for f in dataclasses.fields(new)):
+                raise ConfigError(f"a run has no setting {head!r}; it has {', '.join(f.name for f in dataclasses.fields(new))}")
+            if tail:
+                inner = getattr(new, head)
+                if isinstance(inner, Mapping):
+                    value = {**inner, tail: value}
+                elif any(f.name == tail for f in dataclasses.fields(inner)):
+                    value = dataclasses.replace(inner, **{tail: value})
+                else:
+                    raise ConfigError(f"{head} has no setting {tail!r}; it has {', '.join(f.name for f in dataclasses.fields(inner))}")
+            new = dataclasses.replace(new, **{head: value})
+        return new

@@ -1,0 +1,145 @@
+"""The tables of many runs as pandas frames, and the first place at which two runs part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow.parquet as pq
+
+from moe_rl.columns import TABLES, timing
+from moe_rl.errors import RunError
+from moe_rl.runs import differing, read_manifest, run_folders, state
+
+LABELS = ["study", "arm", "factors", "seed", "code"]
+"""Columns that every frame starts with: which run a row belongs to, and the code that wrote it."""
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Rows of all runs of a study, one frame per table; `runs` has a row per run, `left_out` the unfinished ones."""
+
+    runs: pd.DataFrame
+    steps: pd.DataFrame
+    updates: pd.DataFrame
+    layers: pd.DataFrame
+    left_out: tuple[str, ...] = ()
+
+    def cell(self, factors: str) -> Frames:
+        """The rows of one combination of factors."""
+        return Frames(*(f[f["factors"] == factors] for f in (self.runs, self.steps, self.updates, self.layers)))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first row in which two runs part; `column` is None where only one run has the row at all."""
+
+    table: str
+    row: dict[str, int]
+    column: str | None
+    a: Any
+    b: Any
+
+
+def load_study(root: Path, *, unfinished: bool = False, mix_code: bool = False) -> Frames:
+    """The frames of every finished run below `root` (a study, an arm or a run).
+
+    With `unfinished`, runs that still go on or were interrupted contribute the rows of their last commit. Raises
+    RunError when there is no run, or when runs were written by different versions of the code, unless `mix_code`.
+    """
+    runs, tables, left_out = [], {name: [] for name in TABLES}, []
+    for path in run_folders(root):
+        manifest, now = read_manifest(path), state(path)
+        if now["state"] != "finished" and not unfinished:
+            left_out.append(f"{path} ({now['state']}, step {now['step']} of {now['steps']})")
+            continue
+        labels = labels_of(path) | {"code": " then ".join(manifest["code"])}
+        runs.append(labels | {"path": str(path), "state": now["state"], "step": now["step"], "hash": manifest["hash"],
+                              "seconds": manifest.get("seconds"), "weights": manifest.get("weights_digest")})
+        for name in TABLES:
+            frame = read_table(path, name)
+            tables[name].append(frame.assign(**labels)[[*LABELS, *frame.columns]])
+    if not runs:
+        why = f"; unfinished: {'; '.join(left_out)}" if left_out else ""
+        raise RunError(f"no finished run below {root}{why}")
+    frame = pd.DataFrame(runs)
+    mixed = frame.groupby("study")["code"].nunique().max() > 1 or frame["code"].str.contains(" then ").any()
+    if mixed and not mix_code:
+        counts = ", ".join(f"{n} by {code}" for code, n in frame["code"].value_counts().items())
+        raise RunError(f"the runs below {root} were written by different versions of the code ({counts}), so their "
+                       "numbers may not be comparable; run them again in another --out, or pool them with --mix-code")
+    return Frames(frame, *(_concatenate(tables[name]) for name in TABLES), left_out=tuple(left_out))
+
+
+def read_table(path: Path, name: str) -> pd.DataFrame:
+    """One table of one run: the published one, else that of the last commit; empty before the first."""
+    commits = sorted((path / "commit").glob("step=*"))
+    folder = path if state(path)["state"] == "finished" or not commits else commits[-1]
+    file = folder / f"{name}.parquet"
+    if not file.exists():
+        return pd.DataFrame(columns=list(TABLES[name]))
+    frame = pq.read_table(file, partitioning=None).to_pandas()
+    return frame if len(frame.columns) else pd.DataFrame(columns=list(TABLES[name]))
+
+
+def labels_of(path: Path) -> dict[str, Any]:
+    """Study, arm, factors and seed of a run, from its path."""
+    study, arm, factors, seed = Path(path).absolute().parts[-4:]
+    return {"study": study, "arm": arm, "factors": factors, "seed": int(seed.removeprefix("seed="))}
+
+
+def settings_that_differ(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
+    """Everything but numbers in which two runs differ: configuration, code, packages, threads, final weights."""
+    keys = ("config", "code", "packages", "device", "threads", "finished", "weights_digest")
+    left, right = ({k: _manifest(path).get(k) for k in keys} for path in (a, b))
+    return differing(left, right)
+
+
+def diff(a: Path, b: Path) -> Difference | None:
+    """The earliest row in which two runs part, or None. Equality is exact; `seconds_*` and `memory_*` are ignored.
+
+    Within a step the rows are compared in the order in which they arise: updates, then sites, then the step's own.
+    """
+    _manifest(a), _manifest(b)
+    names = ("updates", "layers", "steps")
+    found = [d for name in names for d in _first(name, read_table(a, name), read_table(b, name))]
+    return min(found, key=lambda d: d.row["step"], default=None)
+
+
+def _first(name: str, a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Difference]:
+    keys = list(TABLES[name])
+    columns = [c for c in dict.fromkeys([*a.columns, *b.columns]) if c not in keys and not timing(c)]
+    both = a.reindex(columns=[*keys, *columns]).merge(
+        b.reindex(columns=[*keys, *columns]), on=keys, how="outer", suffixes=(" a", " b"), indicator=True
+    ).sort_values(keys, kind="stable")
+    parted = both["_merge"] != "both"
+    for c in columns:
+        x, y = both[f"{c} a"], both[f"{c} b"]
+        parted |= ~((x == y) | (x.isna() & y.isna()))
+    if not parted.any():
+        return
+    row = both[parted].iloc[0]
+    where = {k: int(row[k]) for k in keys}
+    if row["_merge"] != "both":
+        yield Difference(name, where, None, *((row["_merge"] == side) for side in ("left_only", "right_only")))
+        return
+    for c in columns:
+        x, y = row[f"{c} a"], row[f"{c} b"]
+        if not (x == y or (pd.isna(x) and pd.isna(y))):
+            yield Difference(name, where, c, x, y)
+            return
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    manifest = read_manifest(Path(path))
+    if manifest is None:
+        raise RunError(f"{path} is not a run: it has no manifest.json")
+    return manifest
+
+
+def _concatenate(frames: list[pd.DataFrame]) -> pd.DataFrame:
+    frames = [f for f in frames if len(f)] or frames[:1]
+    return pd.concat(frames, ignore_index=True)

@@ -1,0 +1,111 @@
+"""Whether and how fast a run learned: smoothing, collapse, and one-number summaries of a curve. NumPy only.
+
+A curve is a sequence of values per step, step 0 first; the functions that take `steps` also accept sparse curves such
+as an evaluation every tenth step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moe_rl.errors import ConfigError
+
+SPAN = 10
+"""Span of the moving average that collapse looks at; the best average counts from step SPAN on."""
+PATIENCE = 20
+"""Consecutive steps a dip must last to be a collapse."""
+FRACTION = 0.5
+"""Of the best earlier average, below which a step is a dip."""
+
+
+@dataclass(frozen=True)
+class Collapse:
+    """What became of a run's reward."""
+
+    step: int | None
+    """First step of the first collapse; None when there was none."""
+    recovered: bool
+    """There was a collapse, and none is under way at the end: to be counted apart from lasting ones."""
+    censored: bool
+    """The curve ends inside a dip still too short to be called: neither a collapse nor its absence."""
+
+
+def ema(values: ArrayLike, span: float) -> NDArray[np.float64]:
+    """Exponential moving average: m[0] = x[0], m[t] = a·x[t] + (1 - a)·m[t-1], a = 2 / (span + 1); unit of the values.
+
+    As `pandas.Series.ewm(span=span, adjust=False).mean()`, except that a NaN stays NaN from there on.
+    """
+    values = _curve(values)
+    average = np.empty_like(values)
+    a = 2.0 / (span + 1.0)
+    for t, x in enumerate(values):
+        average[t] = x if t == 0 else a * x + (1 - a) * average[t - 1]
+    return average
+
+
+def collapse(steps: ArrayLike, rewards: ArrayLike) -> Collapse:
+    """Whether and when the reward collapsed, from the rewards of consecutive steps.
+
+    A step is a dip when its EMA10(reward) < 0.5 · the best EMA10 of earlier steps, from step 10 on. A collapse is a run
+    of at least 20 dips, and its step is the first of them. A reward that is not finite is a collapse at that step and
+    does not recover. Entropy is no part of the event: on a task that can be solved, success is low entropy.
+    """
+    steps, rewards = np.asarray(steps, dtype=np.int64), _curve(rewards)
+    if len(steps) != len(rewards) or (np.diff(steps) != 1).any():
+        raise ConfigError(f"collapse needs one reward for each of consecutive steps: got {len(rewards)} for {steps}")
+    broken = np.flatnonzero(~np.isfinite(rewards))
+    end = int(broken[0]) if broken.size else len(rewards)
+    runs = _runs(_dips(steps[:end], ema(rewards[:end], SPAN)))
+    collapses = [run for run in runs if run[1] - run[0] >= PATIENCE]
+    first = int(steps[collapses[0][0]]) if collapses else None
+    if broken.size:
+        return Collapse(step=int(steps[end]) if first is None else first, recovered=False, censored=False)
+    under_way = bool(runs) and runs[-1][1] == end
+    lasting = under_way and runs[-1] in collapses
+    return Collapse(step=first, recovered=first is not None and not lasting, censored=under_way and not lasting)
+
+
+def area_under_curve(steps: ArrayLike, values: ArrayLike) -> float:
+    """Trapezoid area divided by the steps it spans, so in the unit of the values: the mean height of the curve."""
+    x, y = _curve(steps), _curve(values)
+    if len(x) != len(y) or not len(x) or (np.diff(x) <= 0).any():
+        raise ConfigError(f"a curve needs increasing steps and a value for each: got {len(x)} steps, {len(y)} values")
+    return float((np.diff(x) * (y[1:] + y[:-1]) / 2).sum() / (x[-1] - x[0])) if len(x) > 1 else float(y[0])
+
+
+def steps_to(steps: ArrayLike, values: ArrayLike, threshold: float) -> int | None:
+    """First step whose value is at least the threshold; None when none is (censored at the last step).
+
+    One lucky batch counts: pass `ema(values, span)` for a curve that must stay up.
+    """
+    reached = np.flatnonzero(_curve(values) >= threshold)
+    return int(np.asarray(steps)[reached[0]]) if reached.size else None
+
+
+def second_half_mean(values: ArrayLike) -> float:
+    """Mean of the values from index len // 2 on, in their unit: where the run ended up, without its start."""
+    values = _curve(values)
+    return float(values[len(values) // 2 :].mean()) if len(values) else float("nan")
+
+
+def _curve(values: ArrayLike) -> NDArray[np.float64]:
+    values = np.asarray(values, dtype=np.float64)
+    if values.ndim != 1:
+        raise ConfigError(f"a curve is one value per step, but this has shape {values.shape}: pass one run at a time")
+    return values
+
+
+def _dips(steps: NDArray[np.int64], average: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Where the average is below FRACTION of the best earlier one; nothing is before step SPAN."""
+    best = np.maximum.accumulate(np.where(steps >= SPAN, average, 0.0))
+    earlier = np.concatenate([[0.0], best[:-1]]) if len(best) else best
+    return average < FRACTION * earlier
+
+
+def _runs(flags: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """(start, stop) of every run of true flags."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
+    return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]

@@ -1,0 +1,275 @@
+"""How much routes change, and how experts are used: sums per site, so that pooling over batches is exact.
+
+S and S' are the expert sets of one (token, site) before and after. Ids are int tensors (batch, time, site, k) with -1
+where unknown (`RoutingTrace.ids()`); a site that uses fewer than k experts leaves its last slots -1. A row unknown in
+either trace is excluded and counted. GSPO (arXiv 2507.18071, section 5.3) says that "roughly 10% of the experts" change
+and gives no formula: `slot_change` is the natural reading, the others are what else it may mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Ids = Int[Tensor, "batch time site k"]
+Mask = Bool[Tensor, "batch time"]
+PerSite = Float[Tensor, " site"]
+
+
+class Pooled:
+    """Sums whose `+` pools two sets of tokens. Nothing is divided before `row` or `site_rows`; 0 / 0 is NaN."""
+
+    def __add__(self, other: Self) -> Self:
+        names = [f.name for f in dataclasses.fields(self)]
+        return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+@dataclass(frozen=True)
+class RouteChange(Pooled):
+    """Changes of S to S', summed over tokens. Made by `route_change`."""
+
+    n: PerSite
+    """Tokens compared at each site."""
+    unknown: PerSite
+    """Tokens of the mask left out because a trace does not know them."""
+    slot_change: PerSite
+    """Σ 1 - |S ∩ S'| / k."""
+    set_change: PerSite
+    """Σ 1[S ≠ S']; R3, arXiv 2510.11370."""
+    jaccard_distance: PerSite
+    """Σ 1 - |S ∩ S'| / |S ∪ S'|."""
+    gate_mass_moved: PerSite
+    """Σ over tokens of Σ of the gates, before, of S \\ S'."""
+    gated: PerSite
+    """Tokens whose gates are known: the n of gate_mass_moved."""
+    tokens: Float[Tensor, ""]
+    """Tokens known at every site: the n of the next two."""
+    any_layer_change: Float[Tensor, ""]
+    """Σ 1[S ≠ S' at any site]; R3."""
+    layers_changed: Float[Tensor, ""]
+    """Σ number of sites with S ≠ S'; R3."""
+
+    def row(self) -> dict[str, float]:
+        """Means over tokens, or over tokens and sites, as columns of a table."""
+        return {
+            **{name: float(x.sum() / n.sum()) for name, (x, n) in self._means().items()},
+            "any_layer_change": float(self.any_layer_change / self.tokens),
+            "layers_changed": float(self.layers_changed / self.tokens),
+            "volatility_tokens": float(self.tokens),
+            "volatility_unknown": float(self.unknown.sum()),
+        }
+
+    def site_rows(self) -> list[dict[str, float]]:
+        """Means over tokens, one row per site."""
+        means = {name: x / n for name, (x, n) in self._means().items()}
+        return _site_rows(means | {"volatility_tokens": self.n, "volatility_unknown": self.unknown})
+
+    def _means(self) -> dict[str, tuple[Tensor, Tensor]]:
+        counted = {name: (getattr(self, name), self.n) for name in ("slot_change", "set_change", "jaccard_distance")}
+        return counted | {"gate_mass_moved": (self.gate_mass_moved, self.gated)}
+
+
+def route_change(
+    before: Ids, after: Ids, mask: Mask, gates: Float[Tensor, "batch time site k"] | None = None
+) -> RouteChange:
+    """Compare two routings of the same tokens where `mask` is true. `gates` are the combine weights of `before`."""
+    before, after = before[mask], after[mask]  # token, site, k
+    known = (before[..., 0] >= 0) & (after[..., 0] >= 0)
+    stays = torch.zeros_like(before, dtype=torch.bool)
+    for slot in range(after.shape[-1]):  # k passes, so that no (token, site, k, k) tensor is needed
+        stays |= before == after[..., slot, None]
+    used = before >= 0
+    overlap = (stays & used).sum(-1)
+    size, size_after = used.sum(-1), (after >= 0).sum(-1)
+    largest = torch.maximum(size, size_after).clamp(min=1)
+    changed = known & (overlap < largest)
+    whole = known.all(-1)
+
+    def per_site(x: Tensor) -> PerSite:
+        return torch.where(known, x, 0).double().sum(0)
+
+    none = torch.zeros_like(known)
+    moved = none if gates is None else torch.where(used & ~stays, gates[mask], 0).sum(-1, dtype=torch.float64)
+    return RouteChange(
+        n=per_site(known),
+        unknown=(~known).double().sum(0),
+        slot_change=per_site(1 - overlap.double() / largest),
+        set_change=per_site(changed),
+        jaccard_distance=per_site(1 - overlap.double() / (size + size_after - overlap).clamp(min=1)),
+        gate_mass_moved=per_site(moved),
+        gated=per_site(none if gates is None else known),
+        tokens=whole.double().sum(),
+        any_layer_change=(changed.any(-1) & whole).double().sum(),
+        layers_changed=(changed.sum(-1) * whole).double().sum(),
+    )
+
+
+@dataclass(frozen=True)
+class ResponseChange(Pooled):
+    """Changes of the experts a whole response uses, summed over responses. Made by `response_change`."""
+
+    responses: PerSite
+    """Responses with a known token at the site."""
+    response_set_change: PerSite
+    """Σ 1 - |U ∩ U'| / |U|, U the union of S over the response: "experts activated for the same response"."""
+    response_usage_change: PerSite
+    """Σ ½ Σ_e |f_e - f'_e|, f_e the share of the response's slots that expert e fills: total variation."""
+
+    def row(self) -> dict[str, float]:
+        n = self.responses.sum()
+        return {name: float(x.sum() / n) for name, x in self._sums().items()}
+
+    def site_rows(self) -> list[dict[str, float]]:
+        return _site_rows({name: x / self.responses for name, x in self._sums().items()})
+
+    def _sums(self) -> dict[str, PerSite]:
+        return {name: getattr(self, name) for name in ("response_set_change", "response_usage_change")}
+
+
+def response_change(before: Ids, after: Ids, mask: Mask, num_experts: int) -> ResponseChange:
+    """Compare which experts each response uses, over its rows known in both. `num_experts`: the most at any site."""
+    known = mask[..., None] & (before[..., 0] >= 0) & (after[..., 0] >= 0)
+    old, new = (_usage(ids, known, num_experts) for ids in (before, after))  # batch, site, expert
+    union = (old > 0).sum(-1)
+    kept = ((old > 0) & (new > 0)).sum(-1)
+    shares = [usage / usage.sum(-1, keepdim=True).clamp(min=1) for usage in (old, new)]
+    present = union > 0
+    return ResponseChange(
+        responses=present.double().sum(0),
+        response_set_change=((union - kept).double() / union.clamp(min=1)).sum(0),
+        response_usage_change=((shares[0] - shares[1]).abs().sum(-1) / 2).sum(0),
+    )
+
+
+@dataclass(frozen=True)
+class RouterShift(Pooled):
+    """How far the router moved at the experts it had chosen, summed over tokens. Made by `router_shift`."""
+
+    n: PerSite
+    unknown: PerSite
+    shift: PerSite
+    """Σ over tokens of the mean over their experts of |log p' - log p|, in nats."""
+    tokens: Float[Tensor, ""]
+    """Tokens known at every site: the n of the next two."""
+    ratio: Float[Tensor, ""]
+    """Σ over tokens of γ = Π_site mean_e exp(-|log p'(e) - log p(e)|), in (0, 1]."""
+    ratio_low: Float[Tensor, ""]
+    """Tokens with γ < 0.7, the threshold below which RSPO's code drops a token."""
+
+    def row(self) -> dict[str, float]:
+        return {
+            "router_shift": float(self.shift.sum() / self.n.sum()),
+            "router_shift_ratio": float(self.ratio / self.tokens),
+            "router_shift_ratio_low": float(self.ratio_low / self.tokens),
+        }
+
+    def site_rows(self) -> list[dict[str, float]]:
+        return _site_rows({"router_shift": self.shift / self.n})
+
+
+def router_shift(
+    old_logprobs_at_old_ids: Float[Tensor, "batch time site k"],
+    new_logprobs_at_old_ids: Float[Tensor, "batch time site k"],
+    mask: Mask,
+) -> RouterShift:
+    """Router shift of RSPO (arXiv 2510.23027), from the router's log-probs (full softmax) at the *old* ids.
+
+    NaN marks an unused slot; a row of NaN is unknown. RSPO uses γ, floored, as a weight; here it is only measured.
+    """
+    shift = (new_logprobs_at_old_ids[mask].double() - old_logprobs_at_old_ids[mask].double()).abs()
+    known = ~shift.isnan().all(-1)
+    whole = known.all(-1)
+    gamma = (-shift).exp().nanmean(-1)[whole].prod(-1)
+    return RouterShift(
+        n=known.double().sum(0),
+        unknown=(~known).double().sum(0),
+        shift=shift.nanmean(-1).nansum(0),
+        tokens=whole.double().sum(),
+        ratio=gamma.sum(),
+        ratio_low=(gamma < 0.7).double().sum(),
+    )
+
+
+@dataclass(frozen=True)
+class Load:
+    """How often each expert is used. `+` pools two batches. Made by `load_statistics`."""
+
+    counts: Float[Tensor, "site expert"]
+    """Slots each expert filled; 0 beyond a site's own number of experts."""
+    num_experts: tuple[int, ...]
+    """Of each site."""
+
+    def __add__(self, other: Load) -> Load:
+        return Load(self.counts + other.counts, self.num_experts)
+
+    def row(self) -> dict[str, float]:
+        """Means over sites of `site_rows`."""
+        rows = self.site_rows()
+        return {name: sum(r[name] for r in rows) / len(rows) for name in rows[0]}
+
+    def site_rows(self) -> list[dict[str, float]]:
+        """Per site, f_e the share of slots of expert e among E: `load_entropy` = -Σ f log f / log E (1 is balanced),
+        `load_max_violation` = max f / mean f - 1 (arXiv 2408.15664), `load_cv` = std f / mean f (population), and
+        `load_dead_experts`, the number with f_e < 0.01 / E."""
+        return [self._site_row(counts[:e]) for counts, e in zip(self.counts.cpu(), self.num_experts, strict=True)]
+
+    @staticmethod
+    def _site_row(counts: Float[Tensor, " expert"]) -> dict[str, float]:
+        experts, total = len(counts), float(counts.sum())
+        relative = counts / total * experts if total else torch.full_like(counts, math.nan)  # 1 is a fair share
+        entropy = -torch.xlogy(relative / experts, relative / experts).sum()
+        return {
+            "load_entropy": float(entropy) / math.log(experts) if experts > 1 else math.nan,
+            "load_max_violation": float(relative.max()) - 1,
+            "load_cv": float(relative.std(correction=0)),
+            "load_dead_experts": float((relative < 0.01).sum()) if total else math.nan,
+        }
+
+
+def load_statistics(ids: Ids, num_experts: int | Sequence[int], mask: Mask) -> Load:
+    """Expert usage where `mask` is true. `num_experts`: of all sites, or of each."""
+    sites = ids.shape[2]
+    per_site = (num_experts,) * sites if isinstance(num_experts, int) else tuple(num_experts)
+    known = mask[..., None] & (ids[..., 0] >= 0)
+    return Load(_usage(ids, known, max(per_site)).sum(0), per_site)
+
+
+def margin_summary(
+    margins: Float[Tensor, "batch time site"], mask: Mask, thresholds: Sequence[float] = (0.01, 0.1)
+) -> list[dict[str, float]]:
+    """Per site, of the gap between the k-th and the (k+1)-th router score, in the unit of the scores: `margin_n`,
+    quantiles `margin_q01`, `_q10`, `_q50`, `_q90`, and `margin_below_<threshold>`, the share below each threshold.
+
+    NaN marks an unknown margin. Quantiles cannot be pooled: call it once, on everything it shall describe.
+    """
+    rows = []
+    for values in margins[mask].double().cpu().numpy().T:
+        values = values[~np.isnan(values)]
+        row = {"margin_n": float(len(values))}
+        for name, q in (("01", 0.01), ("10", 0.1), ("50", 0.5), ("90", 0.9)):
+            row[f"margin_q{name}"] = float(np.quantile(values, q)) if len(values) else math.nan
+        for limit in thresholds:
+            row[f"margin_below_{limit:g}"] = float((values < limit).mean()) if len(values) else math.nan
+        rows.append(row)
+    return rows
+
+
+def _usage(ids: Ids, known: Bool[Tensor, "batch time site"], num_experts: int) -> Float[Tensor, "batch site expert"]:
+    """Slots each expert fills in the known rows of each batch row."""
+    batch, _, sites, _ = ids.shape
+    counted = (known[..., None] & (ids >= 0)).transpose(1, 2).flatten(2).double()
+    index = ids.clamp(min=0).long().transpose(1, 2).flatten(2)
+    return counted.new_zeros(batch, sites, num_experts).scatter_add_(2, index, counted)
+
+
+def _site_rows(columns: dict[str, PerSite]) -> list[dict[str, float]]:
+    values = {name: column.tolist() for name, column in columns.items()}
+    return [dict(zip(values, site, strict=True)) for site in zip(*values.values(), strict=True)]

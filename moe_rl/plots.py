@@ -1,0 +1,241 @@
+"""Figures from tables alone. One colour per arm everywhere, every seed drawn, interval, method and n named.
+
+Each figure is a function `(frames, arms) -> Figure`; `arms` is the study's order, which fixes the colours. `frames`
+holds one combination of factors. A figure whose columns nobody measured raises RunError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from moe_rl.errors import ConfigError, RunError
+from moe_rl.frames import Frames
+from moe_rl.stats import Band, band
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's palette, told apart by people with any common colour blindness."""
+STYLE = {
+    "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "grid.color": "#e6e6e6", "grid.linewidth": 0.8, "legend.frameon": False, "lines.linewidth": 2,
+    "savefig.dpi": 160, "svg.hashsalt": "moe_rl",
+}
+SHARES = {"replayed": "left under replay\nVar(R)", "routes": "route changes\nVar(J)",
+          "both": "both together\n2 Cov(R, J)"}
+POINTS = 25
+"""Most points of a curve over steps: more are averaged within windows of equal length, so that bands stay readable."""
+styled = matplotlib.rc_context(STYLE)
+
+
+@styled
+def learning(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Training reward and held-out exact match over steps (GSPO, arXiv 2507.18071, Fig. 1 and 3, per step)."""
+    figure, axes = _figure(3, "Does it learn, and does it last?", sharey=True)
+    panels = {"reward": "Training reward", "eval_exact_greedy": "Held-out exact match, greedy",
+              "eval_exact_sampled": "Held-out exact match, sampled"}
+    for ax, (column, title) in zip(axes, panels.items(), strict=True):
+        frame, window = windows(frames.steps, column) if column == "reward" else (frames.steps, "")
+        note = _curves(ax, frame, column, "step", arms, marker="o" if column != "reward" else "")
+        ax.set(title=title, xlabel="step" + window)
+    axes[0].set_ylabel("mean reward, share of prompts")
+    return _finish(figure, axes, note)
+
+
+@styled
+def clipping(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Fraction of response tokens that lose their gradient, over steps and by mini-batch (GSPO, Fig. 2), log axis."""
+    figure, axes = _figure(2, "How much does clipping take away?", sharey=True)
+    over_steps, window = windows(frames.steps, "clip_tokens")
+    note = _curves(axes[0], over_steps, "clip_tokens", "step", arms)
+    axes[0].set(title="Over training", xlabel="step" + window, ylabel="clipped share of response tokens")
+    by_update = _mean_by(frames.updates, "clip_tokens", "update")
+    _curves(axes[1], by_update[by_update["update"] > 1], "clip_tokens", "update", arms, marker="o")
+    axes[1].set(title="By mini-batch, mean over steps", xlabel="mini-batch index (the first is 0 by construction)")
+    axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    for ax in axes:
+        ax.set_yscale("symlog", linthresh=1e-4, linscale=0.5)
+        ax.set_ylim(0, 1)
+    return _finish(figure, axes, note)
+
+
+@styled
+def expert_change(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Share of expert slots that change over one step, over training and per routing site (GSPO, section 5.3)."""
+    figure, axes = _figure(2, "How many experts change in one step?", sharey=True)
+    over_steps, window = windows(frames.steps, "slot_change")
+    note = _curves(axes[0], over_steps, "slot_change", "step", arms)
+    axes[0].set(title="Over training, all sites", xlabel="step" + window)
+    axes[0].set_ylabel("expert slots changed, 1 − |S ∩ S′| / k")
+    _curves(axes[1], _mean_by(frames.layers, "slot_change", "site"), "slot_change", "site", arms, marker="o")
+    axes[1].set(title="Per routing site, mean over steps", xlabel="routing site, in forward order")
+    axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    for ax in axes:
+        ax.axhline(0.1, color="#666666", linewidth=1.2, linestyle=":", label="“roughly 10 %”: GSPO paper, 48 layers")
+        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        ax.set_ylim(bottom=0)
+    return _finish(figure, axes, note)
+
+
+@styled
+def ratio_spread(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Standard deviation of the token log-ratio by mini-batch index, natural and with the old routes replayed.
+
+    Sums are pooled over steps within a seed before dividing; tokens are measured before they are trained on.
+    """
+    figure, axes = _figure(len(arms), "How far do log-ratios spread as mini-batches go by?", sharey=True)
+    spread = attribution(frames.updates, by=["update"])
+    for ax, arm in zip(axes, arms, strict=True):
+        for column, line, name in (("natural_std", "-", "natural"), ("replayed_std", "--", "replayed")):
+            face = None if column == "natural_std" else "white"
+            note = _curves(ax, spread, column, "update", [arm], colour_of=arms, marker="o", linestyle=line, face=face,
+                           label=name)
+        ax.set(title=arm, xlabel="mini-batch index")
+        ax.title.set_color(COLOURS[list(arms).index(arm) % len(COLOURS)])
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.set_ylim(bottom=0)
+        ax.legend(loc="upper left")
+    axes[0].set_ylabel("std of log-ratio, nats per token")
+    return _finish(figure, axes, note, legend=False)
+
+
+@styled
+def variance_shares(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Which part of Var(log r) is associated with route changes: Var(R), Var(J), 2 Cov(R, J) as shares of Var(D).
+
+    They sum to 1; a share can exceed 1 and the covariance can be negative. The first mini-batch is left out.
+    """
+    figure, (ax,) = _figure(1, "What is the variance of log-ratios associated with?", width=7.5)
+    shares = attribution(frames.updates[frames.updates["update"] > 1], by=[])
+    for i, arm in enumerate(arms):
+        rows = shares[shares["arm"] == arm].dropna(subset=list(SHARES))
+        if rows.empty:
+            continue
+        b = band(rows[list(SHARES)].to_numpy())
+        x = np.arange(len(SHARES)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
+        note = _note(b, "bar")
+        ax.bar(x, b.mean, 0.72 / len(arms), color=COLOURS[i % len(COLOURS)], alpha=0.8, label=arm)
+        ax.errorbar(x, b.mean, [b.mean - b.low, b.high - b.mean], fmt="none", ecolor="black", capsize=3, linewidth=1.2)
+        for seed, row in rows.set_index("seed")[list(SHARES)].iterrows():
+            ax.plot(x, row, "o", color="white", markeredgecolor="black", markersize=4, gid=f"{arm} seed={seed}")
+    if not ax.patches:
+        raise RunError("no run has attribution sums with a variance to share, so there is nothing to draw; train for "
+                       "more steps or measure in more detail (--set measure.detail_every=1)")
+    ax.axhline(0, color="black", linewidth=1)
+    ax.set_xticks(range(len(SHARES)), list(SHARES.values()))
+    ax.grid(axis="x", visible=False)
+    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.set_ylabel("share of Var(log r), natural")
+    return _finish(figure, [ax], note)
+
+
+def attribution(updates: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Pool the attribution sums of each run (and each value of `by`), then divide.
+
+    With D natural, R replayed, J = D − R: `natural_std`, `replayed_std` in nats, and the shares `replayed`, `routes`,
+    `both` of Var(D), NaN where Var(D) < 1e-12.
+    """
+    names = ["n", *(f"sum_{s}" for s in ("d", "r", "dd", "rr", "jj", "rj"))]
+    _need(updates, *(f"attribution_{n}" for n in names))
+    measured = updates.dropna(subset=["attribution_n"])
+    total = measured.groupby(["arm", "seed", *by])[[f"attribution_{n}" for n in names]].sum().reset_index()
+    n, d, r, dd, rr, jj, rj = (total[f"attribution_{name}"] for name in names)
+    var_d, var_r = dd / n - (d / n) ** 2, rr / n - (r / n) ** 2
+    var_j, cov = jj / n - ((d - r) / n) ** 2, rj / n - (r / n) * ((d - r) / n)
+    safe = var_d.where(var_d >= 1e-12)
+    return total.assign(natural_std=np.sqrt(var_d.clip(lower=0)), replayed_std=np.sqrt(var_r.clip(lower=0)),
+                        replayed=var_r / safe, routes=var_j / safe, both=2 * cov / safe)
+
+
+def windows(steps: pd.DataFrame, column: str) -> tuple[pd.DataFrame, str]:
+    """Means of a column within windows of steps, per run, at most POINTS of them; and how to say so on the axis."""
+    _need(steps, column)
+    measured = steps.dropna(subset=[column])
+    width = -(-measured["step"].nunique() // POINTS) if len(measured) else 1
+    window = (measured["step"] - measured["step"].min()) // width
+    keys = [measured["arm"], measured["seed"], window.rename("window")]
+    means = measured.groupby(keys)[["step", column]].mean().reset_index()
+    return means, f" (each point: mean of {width} steps)" if width > 1 else ""
+
+
+def draw(name: str) -> Callable[[Frames, Sequence[str]], Figure]:
+    """The figure function of a name. Raises ConfigError for an unknown one."""
+    known = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares")
+    if name not in known:
+        raise ConfigError(f"there is no figure {name!r}; choose from {', '.join(known)}")
+    return globals()[name]
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write `<name>.png` and `<name>.svg`, the same bytes for the same tables; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(paths[0], metadata={"Software": None})
+        figure.savefig(paths[1], metadata={"Date": None, "Creator": None})
+    return paths
+
+
+def _figure(panels: int, title: str, width: float = 0.0, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width or 4.2 * max(panels, 2), 4.4), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
+    axes = figure.subplots(1, panels, sharey=sharey, squeeze=False)[0]
+    figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
+    return figure, list(axes)
+
+
+def _curves(ax: Axes, frame: pd.DataFrame, column: str, x: str, arms: Sequence[str], *, marker: str = "",
+            linestyle: str = "-", face: str | None = None, label: str = "", colour_of: Sequence[str] = ()) -> str:
+    """Per arm: every seed thin, their mean thick, the interval as a band. Returns the note that names it."""
+    _need(frame, column, x)
+    note = ""
+    for arm in arms:
+        rows = frame[frame["arm"] == arm].dropna(subset=[column])
+        values = rows.pivot(index="seed", columns=x, values=column).dropna(axis=1)  # where every seed was measured
+        if values.empty:
+            continue
+        colour = COLOURS[list(colour_of or arms).index(arm) % len(COLOURS)]
+        b = band(values.to_numpy())
+        for seed, row in values.iterrows():
+            ax.plot(row.index, row, color=colour, alpha=0.35, linewidth=0.8, linestyle=linestyle,
+                    gid=f"{arm} seed={seed} {column}")
+        ax.fill_between(values.columns, b.low, b.high, color=colour, alpha=0.15, linewidth=0)
+        ax.plot(values.columns, b.mean, color=colour, linestyle=linestyle, marker=marker, markersize=4.5,
+                markerfacecolor=face or colour, label=label or arm, gid=f"{arm} mean {column}")
+        note = _note(b, "band")
+    if not note:
+        raise RunError(f"no run has measured {column!r}, so there is nothing to draw")
+    return note
+
+
+def _note(b: Band, what: str) -> str:
+    seeds = f"n = {b.n} seed{'s' * (b.n > 1)}"
+    if b.n == 1:
+        return f"{seeds}: no interval"
+    each = "thin lines: each seed" if what == "band" else "dots: each seed"
+    return f"mean over {seeds}; {'band' if what == 'band' else 'whisker'}: {b.method} interval; {each}"
+
+
+def _finish(figure: Figure, axes: list[Axes], note: str, legend: bool = True) -> Figure:
+    if legend:
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.supxlabel(note, fontsize=9, color="#555555")
+    return figure
+
+
+def _mean_by(frame: pd.DataFrame, column: str, by: str) -> pd.DataFrame:
+    _need(frame, column, by)
+    return frame.dropna(subset=[column]).groupby(["arm", "seed", by])[column].mean().reset_index()
+
+
+def _need(frame: pd.DataFrame, *columns: str) -> None:
+    if missing := [c for c in columns if c not in frame.columns]:
+        raise RunError(f"no run has measured {', '.join(missing)}, so there is nothing to draw")

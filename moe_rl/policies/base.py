@@ -1,0 +1,35 @@
+"""The verbs every training engine honours. Nothing outside a policy may ask it for logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from moe_rl.losses import Objective
+from moe_rl.routing.trace import RoutingTrace
+from moe_rl.types import Batch, Scored, Updated
+
+
+class Policy(Protocol):
+    """π_θ: scores batches, takes optimizer steps, hands out weights. All verbs are collective where there are ranks."""
+
+    def score(self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False) -> Scored:
+        """Log-probs, entropy and routes of a batch without gradient; natural routing when `routes` is None.
+
+        `scores` asks for router scores as well, which cost memory: for probes.
+        """
+
+    def update(self, batch: Batch, old: Scored, objective: Objective, routes: RoutingTrace | None = None) -> Updated:
+        """One optimizer step on one mini-batch, live or under replayed routes."""
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Hugging Face names and full tensors, for the rollout engine."""
+
+    def save(self, folder: Path) -> None:
+        """Write everything that resuming needs."""
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote."""

@@ -1,0 +1,187 @@
+"""A Hugging Face model as a policy: score and update on one device, live or under replayed routes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from moe_rl.config import Optimizer
+from moe_rl.errors import ConfigError, Diverged
+from moe_rl.losses import Objective, sequence_mean_weights
+from moe_rl.routing.hooks import RouterScores, record_routing, replay_routing
+from moe_rl.routing.sites import router_parameters
+from moe_rl.routing.trace import RoutingTrace
+from moe_rl.types import Batch, Scored, Updated
+
+PerToken = Float[Tensor, "batch time"]
+WEIGHTS, MOMENTS = "model.safetensors", "optimizer.pt"
+
+
+class HFPolicy:
+    """Owns the module and its AdamW. The module stays in eval mode (no dropout, no router jitter), gradients on.
+
+    `temperature` divides the logits, as the rollout engine's does. `micro_batch` bounds the rows of one forward with
+    gradient; a sequence is never split. `activation_checkpointing` is False, "reentrant" or "non-reentrant".
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        temperature: float = 1.0,
+        micro_batch: int = 64,
+        score_batch: int = 256,
+        activation_checkpointing: bool | str = False,
+    ):
+        self.model = model.eval()
+        self.settings = optimizer
+        self.temperature = temperature
+        self.micro_batch, self.score_batch = micro_batch, score_batch
+        self.device = next(model.parameters()).device
+        self.optimizer = _adamw(model, optimizer)
+        if activation_checkpointing:
+            _checkpoint_activations(model, reentrant=activation_checkpointing == "reentrant")
+
+    # ------------------------------------------------------------------ the verbs
+    @torch.no_grad()
+    def score(self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False) -> Scored:
+        """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. See `Policy.score`."""
+        parts = []
+        for rows in _slices(len(batch), self.score_batch):
+            part = batch.rows(rows)
+            forced = None if routes is None else routes.rows(rows)
+            with self._routed(part, forced, scores) as routed:
+                outputs = self._forward(part)
+            parts.append((*outputs, *routed))
+        return Scored(*_join(parts, batch))
+
+    def update(self, batch: Batch, old: Scored, objective: Objective, routes: RoutingTrace | None = None) -> Updated:
+        """One AdamW step on a mini-batch. Micro-batches only add: the weights of the loss span the whole mini-batch."""
+        weights = sequence_mean_weights(batch.response_mask)
+        self.optimizer.zero_grad(set_to_none=True)
+        parts, loss = [], 0.0
+        for rows in _slices(len(batch), self.micro_batch):
+            part = batch.rows(rows).to(self.device)
+            time = part.tokens.shape[1]
+            old_logprobs, weight = (x[rows, :time].to(self.device) for x in (old.logprobs, weights))
+            with self._routed(part, None if routes is None else routes.rows(rows)) as routed:
+                logprobs, entropy = self._forward(part, entropy_gradient=objective.entropy != 0)
+                out = objective(logprobs, entropy, old_logprobs, part, weight)
+                out.loss.backward()
+            loss += out.loss.item()
+            parts.append((logprobs.detach(), entropy.detach(), *routed[:2], out.lost))
+        limit = self.settings.grad_clip or float("inf")
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
+        if not math.isfinite(norm):
+            raise Diverged(f"the gradient norm is {norm}: a step would destroy the weights. Lower the learning rate.")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Updated(*_join(parts, batch), loss=loss, grad_norm=norm, grad_clipped=norm > limit)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors of the state dict, as transformers names them in memory."""
+        yield from self.model.state_dict().items()
+
+    def save(self, folder: Path) -> None:
+        """Write weights (safetensors) and optimizer moments; bit-exact."""
+        from safetensors.torch import save_model
+
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(self.model, str(folder / WEIGHTS))
+        torch.save(self.optimizer.state_dict(), folder / MOMENTS)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote into this policy."""
+        from safetensors.torch import load_model
+
+        load_model(self.model, str(folder / WEIGHTS), device=str(self.device))
+        self.optimizer.load_state_dict(torch.load(folder / MOMENTS, map_location=self.device, weights_only=True))
+
+    # ------------------------------------------------------------------ how
+    @contextmanager
+    def _routed(self, part: Batch, routes: RoutingTrace | None, scores: bool = False) -> Iterator[list]:
+        """Scope of one forward (and its backward); when it ends the list holds routes used, preferred, and scores."""
+        routed: list[RoutingTrace | RouterScores | None] = []
+        inputs = part.tokens[:, :-1].to(self.device)
+        followed = part.attention_mask[:, 1:].to(self.device)  # inputs whose output is a real token
+        forced = None
+        if routes is not None:
+            forced = replace(routes.rows(slice(None), inputs.shape[1]).to(self.device), attention_mask=followed)
+        with replay_routing(self.model, forced) as replay, record_routing(self.model, scores) as recording:
+            yield routed
+        routed.append(recording.trace(inputs, followed))
+        routed.append(replay.preferred if replay else None)
+        routed.append(recording.scores(len(part)) if scores else None)
+
+    def _forward(self, part: Batch, entropy_gradient: bool = False) -> tuple[PerToken, PerToken]:
+        """Log-probs and entropy of the response tokens, 0 elsewhere.
+
+        The last token is never an input: nothing depends on it. Right padding under a causal mask reaches no real
+        token, so no attention mask is needed. Logits are made only where the next token belongs to a response.
+        """
+        tokens, mask = part.tokens.to(self.device), part.response_mask.to(self.device)
+        first = max(1, int(mask.any(0).long().argmax()))
+        keep = tokens.shape[1] - first
+        logits = self.model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=keep).logits
+        log_p = (logits.float() / self.temperature).log_softmax(-1)
+        chosen = log_p.gather(-1, tokens[:, first:, None])[..., 0]
+        with nullcontext() if entropy_gradient else torch.no_grad():
+            entropy = -(log_p.exp() * log_p).sum(-1)
+        return tuple(nn.functional.pad(x.where(mask[:, first:], 0.0), (first, 0)) for x in (chosen, entropy))
+
+
+def _slices(rows: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+def _join(parts: list[tuple], batch: Batch) -> list:
+    """Concatenate each kind of part over rows, widened to the batch's time axis, on the batch's device."""
+
+    def widen(x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (0, batch.tokens.shape[1] - x.shape[1])).to(batch.tokens.device)
+
+    def join(kind: tuple) -> Tensor | RoutingTrace | RouterScores | None:
+        if isinstance(kind[0], Tensor):
+            return torch.cat([widen(x) for x in kind])
+        if isinstance(kind[0], RouterScores):
+            return RouterScores.cat(kind, batch.tokens.shape[1])
+        return None if kind[0] is None else RoutingTrace.cat(kind, batch.tokens, batch.attention_mask)
+
+    return [join(kind) for kind in zip(*parts, strict=True)]
+
+
+def _adamw(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
+    """AdamW with the routers in a group of their own, at `router_lr_scale` times the learning rate (0 = frozen)."""
+    routers = {id(p) for p in router_parameters(model)}
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ConfigError("the model has no trainable parameter.")
+    groups = [
+        {"params": [p for p in trainable if id(p) not in routers], "lr": settings.lr},
+        {"params": [p for p in trainable if id(p) in routers], "lr": settings.lr * settings.router_lr_scale},
+    ]
+    return torch.optim.AdamW(
+        groups, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True
+    )
+
+
+def _checkpoint_activations(model: nn.Module, reentrant: bool) -> None:
+    """Turn on transformers' activation checkpointing, which it only does in train mode.
+
+    The flag is set on the checkpointed layers alone, not on what is inside them: dropout and jitter stay off.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+    if reentrant:
+        model.enable_input_require_grads()
+

@@ -1,0 +1,32 @@
+"""What the trainer asks of whatever turns prompts into completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from moe_rl.types import Prompt, Rollout, Sampling
+
+
+class RolloutEngine(Protocol):
+    """Draws completions. The same prompts, group size, key and weights give the same completions, bit for bit."""
+
+    reports_routes: bool
+    """Whether rollouts carry the routes the engine used."""
+
+    def generate(
+        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling
+    ) -> list[Rollout]:
+        """`group_size` completions of every prompt, prompt-major: all of prompt 0, then all of prompt 1.
+
+        Noise is drawn per completion from `key` + (position of the prompt, number of the sample), so that arms which
+        share a key share their noise, and no completion depends on how rows were batched.
+        """
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over the policy's weights, given by Hugging Face name."""
+
+    def close(self) -> None:
+        """Give back processes, devices and memory. The engine cannot be used afterwards."""

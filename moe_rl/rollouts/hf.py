@@ -1,0 +1,306 @@
+"""Rollouts from a Hugging Face model in this process: sampling with a KV cache, in batches, routes recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from moe_rl.errors import ConfigError, RunError
+from moe_rl.routing import Layout, Recording, RoutingTrace, record_routing
+from moe_rl.types import Prompt, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class HFEngine:
+    """Samples from `model` itself. Give it the policy's module and it always has the policy's weights, at no cost;
+    give it a copy (another dtype, say) and `load` keeps the copy up to date.
+
+    A completion ends at the tokenizer's EOS, at one of the generation config's, or at a stop string. `max_rows` bounds
+    the completions sampled at once; it changes memory and speed, and results by no more than float rounding.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        record_routes: bool = True,
+        max_rows: int = 512,
+    ):
+        self.model, self.tokenizer = model, tokenizer
+        self.reports_routes = record_routes
+        self.max_rows = max_rows
+        self.device = next(model.parameters()).device
+        self.ends = torch.tensor(sorted(_end_tokens(model, tokenizer)), dtype=torch.long, device=self.device)
+
+    # ------------------------------------------------------------------ the verbs
+    def generate(
+        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling
+    ) -> list[Rollout]:
+        """`group_size` completions of every prompt, prompt-major; see `RolloutEngine.generate`.
+
+        Prompts are batched with others of about their length and padded on the left. Log-probabilities are float32,
+        of softmax(logits / temperature), under `greedy` too (where the token is the arg max).
+        """
+        _check_request(prompts, group_size, sampling)
+        groups: list[list[Rollout]] = [[] for _ in prompts]
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
+        at_once = max(1, self.max_rows // group_size)
+        with torch.no_grad(), _eval_mode(self.model), self._recorder() as recording:
+            for start in range(0, len(by_length), at_once):
+                chosen = by_length[start : start + at_once]
+                part = [prompts[i] for i in chosen]
+                noise = torch.cat([draw_noise((*key, i), group_size, sampling.max_new_tokens) for i in chosen])
+                drawn = self._draw(part, group_size, noise.to(self.device), sampling, recording)
+                rollouts = self._hand_out(part, group_size, drawn, sampling, recording)
+                for n, i in enumerate(chosen):
+                    groups[i] = rollouts[n * group_size : (n + 1) * group_size]
+        return [rollout for group in groups for rollout in group]
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy weights into the model, casting to its dtype. Tensors that *are* the model's own are left alone, so this
+        costs nothing when the engine shares the policy's module. Raises RunError for names that do not match."""
+        mine = self.model.state_dict()
+        given = set()
+        for name, tensor in weights:
+            if name not in mine:
+                raise RunError(f"the policy has a weight {name!r} that the engine's model lacks: not the same model.")
+            given.add(name)
+            if tensor.data_ptr() != mine[name].data_ptr():
+                mine[name].copy_(tensor.detach())
+        if missing := sorted(set(mine) - given):
+            raise RunError(f"the policy gave no {missing[0]!r} ({len(missing)} missing): not the same model.")
+
+    def close(self) -> None:
+        """Nothing to give back: the module belongs to whoever made it."""
+
+    # ------------------------------------------------------------------ how
+    def _recorder(self):  # noqa: ANN202 - a context manager of Recording | None
+        return record_routing(self.model) if self.reports_routes else nullcontext()
+
+    def _draw(
+        self,
+        prompts: list[Prompt],
+        group_size: int,
+        noise: Float[Tensor, "rows new"],
+        sampling: Sampling,
+        recording: Recording | None,
+    ) -> Drawn:
+        """Prefill every prompt once, repeat the cache per sample, then decode until every row has ended."""
+        padded, mask = _pad_left(prompts, self.device)
+        start = padded.shape[1]
+        drawn = Drawn.empty(padded, mask, group_size, sampling.max_new_tokens, recording and recording.layout)
+        ragged = not bool(mask.all())  # without padding no mask is needed, which is faster
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+        inputs = {"attention_mask": mask.long(), "position_ids": positions} if ragged else {}
+        output = self.model(input_ids=padded, use_cache=True, logits_to_keep=1, **inputs)
+        drawn.keep_routes(slice(None), slice(0, start), recording, group_size)
+        cache = output.past_key_values
+        sample = torch.arange(len(prompts), device=self.device).repeat_interleave(group_size)
+        cache.reorder_cache(sample)
+        logits = output.logits[:, -1][sample]
+        rows = torch.arange(len(sample), device=self.device)  # of the completions still being drawn
+        for t in range(sampling.max_new_tokens):
+            token, logprob = draw_tokens(logits, noise[rows, t], sampling)
+            drawn.tokens[rows, start + t] = token
+            drawn.logprobs[rows, t] = logprob
+            ended = torch.isin(token, self.ends) | self._stopped(drawn.tokens[rows, start : start + t + 1], sampling)
+            drawn.lengths[rows] += 1
+            drawn.finished[rows] = ended
+            if t + 1 == sampling.max_new_tokens or bool(ended.all()):
+                break
+            if bool(ended.any()):
+                alive = (~ended).nonzero()[:, 0]
+                rows, token = rows[alive], token[alive]
+                cache.reorder_cache(alive)
+            inputs = drawn.decode_inputs(rows, start + t + 1) if ragged else {}
+            output = self.model(input_ids=token[:, None], past_key_values=cache, use_cache=True, **inputs)
+            drawn.keep_routes(rows, slice(start + t, start + t + 1), recording)
+            logits = output.logits[:, -1]
+        return drawn
+
+    def _stopped(self, tokens: Int[Tensor, "rows time"], sampling: Sampling) -> Bool[Tensor, " rows"]:
+        """Rows whose text now holds a stop string. Only a window that must contain a fresh one is decoded."""
+        if not sampling.stop:
+            return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        window = max(len(stop.encode()) for stop in sampling.stop) + 4  # a token is at least a byte; 4 to spare
+        texts = self._decode(tokens[:, -window:].tolist())
+        hits = [any(stop in text for stop in sampling.stop) for text in texts]
+        return torch.tensor(hits, device=tokens.device)
+
+    def _decode(self, tokens: list[list[int]]) -> list[str]:
+        """Special tokens stay visible: skipped ones would let `3<pad>02` pass for the answer 302."""
+        return self.tokenizer.batch_decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _hand_out(
+        self, prompts: list[Prompt], group_size: int, drawn: Drawn, sampling: Sampling, recording: Recording | None
+    ) -> list[Rollout]:
+        """Cut every row out of the buffers; tensors are views of them."""
+        drawn = drawn.cpu()
+        ends = set(self.ends.tolist())
+        width = drawn.tokens.shape[1] - drawn.logprobs.shape[1]
+        lengths, finished = drawn.lengths.tolist(), drawn.finished.tolist()
+        tokens = [row[width : width + n] for row, n in zip(drawn.tokens.tolist(), lengths, strict=True)]
+        texts = self._decode([row[:-1] if row[-1] in ends else row for row in tokens])
+        rollouts = []
+        for b, text in enumerate(texts):
+            prompt, n = prompts[b // group_size], lengths[b]
+            rollouts.append(
+                Rollout(
+                    prompt=prompt,
+                    tokens=tuple(tokens[b]),
+                    logprobs=drawn.logprobs[b, :n],
+                    text=_before_stop(text, sampling.stop),
+                    finished=finished[b],
+                    routes=drawn.trace(b, slice(width - len(prompt.tokens), width + n - 1), recording),
+                )
+            )
+        return rollouts
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a batch of completions has so far: one buffer per quantity, prompts left-padded, filled in place."""
+
+    tokens: Int[Tensor, "rows time"]
+    """Prompt and completion."""
+    mask: Bool[Tensor, "rows time"]
+    """False at the prompt's padding only."""
+    logprobs: Float[Tensor, "rows new"]
+    lengths: Int[Tensor, " rows"]
+    """Completion tokens so far."""
+    finished: Bool[Tensor, " rows"]
+    routes: Int[Tensor, "rows time site k"] | None
+
+    @staticmethod
+    def empty(
+        prompts: Int[Tensor, "prompts start"],
+        mask: Bool[Tensor, "prompts start"],
+        group_size: int,
+        new: int,
+        layout: Layout | None,
+    ) -> Drawn:
+        rows, device = len(prompts) * group_size, prompts.device
+        pad = (0, new)
+        tokens = nn.functional.pad(prompts, pad).repeat_interleave(group_size, 0)
+        routes = None
+        if layout is not None:
+            shape = (*tokens.shape, len(layout.sites), layout.top_k)
+            routes = torch.full(shape, layout.unknown, dtype=layout.dtype, device=device)
+        return Drawn(
+            tokens=tokens,
+            mask=nn.functional.pad(mask, pad, value=True).repeat_interleave(group_size, 0),
+            logprobs=torch.zeros(rows, new, device=device),
+            lengths=torch.zeros(rows, dtype=torch.long, device=device),
+            finished=torch.zeros(rows, dtype=torch.bool, device=device),
+            routes=routes,
+        )
+
+    def decode_inputs(self, rows: Int[Tensor, " rows"], time: int) -> dict[str, Tensor]:
+        """Mask and position of the token at `time - 1`, for rows whose prompts were padded."""
+        mask = self.mask[rows, :time].long()
+        return {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1}
+
+    def keep_routes(
+        self, rows: Int[Tensor, " rows"] | slice, time: slice, recording: Recording | None, repeat: int = 1
+    ) -> None:
+        """Store the routes of the last forward; `repeat` rows share those of one prompt."""
+        if recording is not None:
+            ids = recording.take().unflatten(0, (-1, time.stop - time.start))
+            self.routes[rows, time] = ids.repeat_interleave(repeat, 0) if repeat > 1 else ids
+
+    def cpu(self) -> Drawn:
+        buffers = {name: None if x is None else x.cpu() for name, x in vars(self).items()}
+        return Drawn(**buffers | {"tokens": buffers["tokens"].to(torch.int32)})
+
+    def trace(self, row: int, time: slice, recording: Recording | None) -> RoutingTrace | None:
+        """The routes of one row, without its padding."""
+        if recording is None:
+            return None
+        tokens, mask, ids = (x[row : row + 1, time] for x in (self.tokens, self.mask, self.routes))
+        return RoutingTrace.from_ids(ids, recording.layout, tokens=tokens, attention_mask=mask, check=False)
+
+
+# ---------------------------------------------------------------------- drawing
+def draw_noise(key: tuple[int, ...], samples: int, length: int) -> Float[Tensor, "samples length"]:
+    """Uniform numbers in [0, 1), float64. Sample i has the same ones however many samples there are."""
+    return torch.from_numpy(np.random.default_rng(key).random((samples, length)))
+
+
+def draw_tokens(
+    logits: Float[Tensor, "rows vocabulary"], noise: Float[Tensor, " rows"], sampling: Sampling
+) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """The token at which the cumulative probability first exceeds the noise, and its log-probability.
+
+    log p = log softmax(logits / temperature), in float32; probabilities are added up in float64, so that no token of a
+    large vocabulary loses its share to rounding. With `greedy` the arg max instead.
+    """
+    logprobs = (logits.float() / sampling.temperature).log_softmax(-1)
+    if sampling.greedy:
+        token = logits.argmax(-1)
+    else:
+        cumulative = logprobs.double().exp_().cumsum(-1)
+        total = cumulative[:, -1:]
+        threshold = torch.minimum(noise[:, None] * total, total.nextafter(torch.zeros_like(total)))  # stay below it
+        token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    return token, logprobs.gather(-1, token[:, None])[:, 0]
+
+
+# ---------------------------------------------------------------------- small parts
+def _end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """EOS of the tokenizer and of the model's generation config, which may name several."""
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    named = named if isinstance(named, list) else [named]
+    return {token for token in (*named, tokenizer.eos_token_id) if token is not None}
+
+
+def _check_request(prompts: list[Prompt], group_size: int, sampling: Sampling) -> None:
+    if not prompts:
+        raise ConfigError("zero prompts were given, so there is nothing to complete.")
+    if group_size < 1 or sampling.max_new_tokens < 1:
+        raise ConfigError(
+            f"group size {group_size} and max_new_tokens {sampling.max_new_tokens} must both be at least 1."
+        )
+    if not sampling.temperature > 0:
+        raise ConfigError(f"temperature {sampling.temperature} must be above 0; for the arg max use greedy.")
+    for i, prompt in enumerate(prompts):
+        if not prompt.tokens:
+            raise ConfigError(f"prompt {i} ({prompt.text[:40]!r}) has no token ids; encode it with the tokenizer.")
+
+
+def _pad_left(
+    prompts: list[Prompt], device: torch.device
+) -> tuple[Int[Tensor, "prompts start"], Bool[Tensor, "prompts start"]]:
+    """Left, so that every row's next token is in the last column. The pad token is never attended to; 0 will do."""
+    width = max(len(prompt.tokens) for prompt in prompts)
+    pads = [width - len(prompt.tokens) for prompt in prompts]
+    rows = [(0,) * pad + prompt.tokens for pad, prompt in zip(pads, prompts, strict=True)]
+    mask = torch.arange(width)[None] >= torch.tensor(pads)[:, None]
+    return torch.tensor(rows, device=device), mask.to(device)
+
+
+def _before_stop(text: str, stops: tuple[str, ...]) -> str:
+    """The text up to the first stop string."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(found)] if found else text
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout and no router jitter; a layer set to train for activation checkpointing would also drop its cache."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

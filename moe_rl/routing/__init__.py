@@ -1,0 +1,17 @@
+"""Record and replay the experts that a Mixture-of-Experts model uses."""
+
+from moe_rl.routing.hooks import Recording, Replay, RouterScores, record_routing, replay_routing
+from moe_rl.routing.sites import layout_of
+from moe_rl.routing.trace import Layout, RoutingTrace, Site
+
+__all__ = [
+    "Layout",
+    "Recording",
+    "Replay",
+    "RouterScores",
+    "RoutingTrace",
+    "Site",
+    "layout_of",
+    "record_routing",
+    "replay_routing",
+]

@@ -1,0 +1,80 @@
+"""Which routes an update replays: a function from a batch and its natural scoring to a trace, or None for live routing.
+
+`Arm.routes` names one of these, or a user's own `pkg.module:function` of the same signature. Options are given by
+`functools.partial`. Placebos force routes that carry no information about the tokens they are forced on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from moe_rl.errors import RoutingError
+from moe_rl.routing.trace import RoutingTrace
+from moe_rl.types import Batch, Scored
+
+RouteSource = Callable[[Batch, Scored], RoutingTrace | None]
+
+
+def live(batch: Batch, natural: Scored) -> None:
+    """No replay: every forward routes as its own weights say."""
+    return None
+
+
+def old_policy(batch: Batch, natural: Scored) -> RoutingTrace:
+    """Routing Replay (GSPO, arXiv 2507.18071, section 5.3; "R2"): the routes of π_old in the training engine."""
+    return natural.routes
+
+
+def rollout(batch: Batch, natural: Scored) -> RoutingTrace:
+    """Rollout Routing Replay ("R3", arXiv 2510.11370): the routes that the inference engine used while sampling."""
+    if batch.rollout_routes is None:
+        raise RoutingError(
+            "routes='rollout' replays the engine's routes, but the rollouts carry none. "
+            "Use an engine that reports routes, or routes='old_policy'."
+        )
+    return batch.rollout_routes
+
+
+def shuffled(batch: Batch, natural: Scored) -> RoutingTrace:
+    """Placebo: every response gets the routes of a response to *another prompt*, position by position.
+
+    Later positions of the same prompt would leak the sampled token. A position that the other response does not have
+    routes freely. Raises RoutingError for a batch of one prompt.
+    """
+    groups = batch.prompt_index.unique()
+    if len(groups) < 2:
+        raise RoutingError("routes='shuffled' takes routes from another prompt, but the batch has only one.")
+    rows = [(batch.prompt_index == g).nonzero()[:, 0] for g in groups]
+    donor = torch.empty_like(batch.prompt_index)
+    for mine, theirs in zip(rows, rows[1:] + rows[:1], strict=True):
+        donor[mine] = theirs[torch.arange(len(mine)) % len(theirs)]
+    routes = natural.routes
+    experts = routes.experts[donor.to(routes.experts.device)]
+    padding = ~routes.attention_mask[..., None, None]
+    return replace(routes, experts=experts.masked_fill(padding, routes.layout.unknown))
+
+
+def random_sets(batch: Batch, natural: Scored, *, seed: int = 0) -> RoutingTrace:
+    """Placebo: uniformly random distinct experts wherever the natural route is known.
+
+    Drawn from `seed` and the batch's own tokens, so that a resumed run draws the same.
+    """
+    routes = natural.routes
+    generator = torch.Generator().manual_seed(hash((seed, int(batch.tokens.sum()), batch.tokens.shape)) % 2**63)
+    experts = torch.full_like(routes.experts, routes.layout.unknown, device="cpu")
+    for s, site in enumerate(routes.layout.sites):
+        order = torch.rand(*routes.shape[:2], site.num_experts, generator=generator).argsort(-1)
+        experts[:, :, s, : site.top_k] = order[..., : site.top_k].to(experts.dtype)
+    return replace(routes, experts=experts.to(routes.experts.device).masked_fill(~routes.known[..., None], routes.layout.unknown))
+
+
+SOURCES: dict[str, RouteSource] = {
+    "live": live,
+    "old_policy": old_policy,
+    "rollout": rollout,
+    "shuffled": shuffled,
+    "random_sets": random_sets,
+}

@@ -1,0 +1,275 @@
+"""`RoutingTrace`: which experts every token of a batch used, at every site. Immutable, compact, checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from moe_rl.errors import RoutingError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place that routes."""
+
+    name: str
+    """Module path inside the model, e.g. `model.layers.3.mlp.gate`."""
+    decoder_layer: int
+    """Absolute index of the decoder layer; dense layers count."""
+    num_experts: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sites of one architecture, in forward order: what the site axis of a trace means."""
+
+    sites: tuple[Site, ...]
+    architecture: str
+    """Fingerprint of the architecture (family and sizes); weights of one architecture share it."""
+
+    @property
+    def top_k(self) -> int:
+        """Width of the k axis: the largest top-k of any site."""
+        return max(site.top_k for site in self.sites)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """One byte per id up to 255 experts (255 marks an unknown row), else two (-1 marks it)."""
+        return torch.uint8 if max(site.num_experts for site in self.sites) <= 255 else torch.int16
+
+    @property
+    def unknown(self) -> int:
+        return 255 if self.dtype == torch.uint8 else -1
+
+    def require(self, other: Layout, what: str) -> None:
+        """Raise unless `other` is this layout."""
+        if self.architecture != other.architecture or len(self.sites) != len(other.sites):
+            raise RoutingError(
+                f"{what} comes from another model: it has {len(other.sites)} routing sites of architecture "
+                f"{other.architecture}, the model has {len(self.sites)} of {self.architecture}. "
+                "Record the routes again with this model."
+            )
+        for mine, theirs in zip(self.sites, other.sites, strict=True):
+            if mine != theirs:
+                raise RoutingError(f"{what} does not fit the model: it has {theirs}, the model has {mine}.")
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingTrace:
+    """Expert ids of a padded batch. `==` compares ids in order; `same_sets` ignores their order within a row.
+
+    A row (batch, time, site) is *unknown* at padding, at the last token of a rollout (it was never an input) and
+    wherever an engine reported nothing; under replay such a row routes freely.
+    """
+
+    experts: Int[Tensor, "batch time site k"]
+    """Ids in selection order, in `layout.dtype`. Sites that use fewer than k slots leave the last ones unknown."""
+    attention_mask: Bool[Tensor, "batch time"]
+    """True at tokens, False at padding (on either side)."""
+    layout: Layout
+    tokens: Int[Tensor, "batch time"] | None = None
+    """The tokens that were routed; when present, replay checks that the model reads the same ones."""
+    weight_version: str | None = None
+    """Which weights routed, in the words of whoever recorded it."""
+
+    # ------------------------------------------------------------------ making one
+    @staticmethod
+    def from_ids(
+        ids: Int[Tensor, "batch time site k"],
+        layout: Layout,
+        *,
+        tokens: Int[Tensor, "batch time"] | None = None,
+        attention_mask: Bool[Tensor, "batch time"] | None = None,
+        weight_version: str | None = None,
+        check: bool = True,
+    ) -> RoutingTrace:
+        """A trace of ids in any integer dtype, -1 where unknown. Raises RoutingError for ids that cannot be routes.
+
+        `check=False` is for ids that a model's own top-k just produced, in `layout.dtype` already.
+        """
+        if attention_mask is None:
+            attention_mask = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
+        if check:
+            _check_ids(ids, layout)
+            if layout.dtype == torch.uint8 and ids.dtype != torch.uint8:
+                ids = ids.masked_fill(ids < 0, layout.unknown)
+        tokens = None if tokens is None else tokens.to(torch.int32)
+        return RoutingTrace(ids.to(layout.dtype), attention_mask.bool(), layout, tokens, weight_version)
+
+    @staticmethod
+    def stack(
+        traces: list[RoutingTrace], tokens: Int[Tensor, "batch time"], attention_mask: Bool[Tensor, "batch time"]
+    ) -> RoutingTrace:
+        """One-row traces of unequal length as one right-padded trace over `tokens`.
+
+        A trace may be shorter than its row (the last sampled token has no route); the rest is unknown.
+        """
+        for b, trace in enumerate(traces):
+            traces[0].layout.require(trace.layout, f"trace {b}")
+            if trace.tokens is not None and not torch.equal(trace.tokens[0], tokens[b, : trace.shape[1]].int()):
+                raise RoutingError(f"trace {b} holds the routes of other tokens than row {b} of the batch.")
+        return RoutingTrace.cat(traces, tokens, attention_mask)
+
+    @staticmethod
+    def cat(
+        traces: Sequence[RoutingTrace], tokens: Int[Tensor, "batch time"], attention_mask: Bool[Tensor, "batch time"]
+    ) -> RoutingTrace:
+        """Right-padded traces of consecutive rows as one trace over `tokens`, on its device."""
+        layout = traces[0].layout
+        wide = [
+            nn.functional.pad(t.experts, (0, 0, 0, 0, 0, tokens.shape[1] - t.shape[1]), value=layout.unknown)
+            for t in traces
+        ]
+        experts = torch.cat(wide).to(tokens.device)
+        return RoutingTrace(experts, attention_mask, layout, tokens.to(torch.int32), traces[0].weight_version)
+
+    # ------------------------------------------------------------------ reading it
+    @property
+    def shape(self) -> torch.Size:
+        """(batch, time, site, k)"""
+        return self.experts.shape
+
+    def ids(self) -> Int[Tensor, "batch time site k"]:
+        """Ids as int64, -1 where unknown."""
+        ids = self.experts.long()
+        return ids.masked_fill_(ids == self.layout.unknown, -1)
+
+    @property
+    def known(self) -> Bool[Tensor, "batch time site"]:
+        return self.experts[..., 0] != self.layout.unknown
+
+    @property
+    def coverage(self) -> float:
+        """Share of (token, site) pairs whose route is known; padding does not count."""
+        tokens = int(self.attention_mask.sum()) * len(self.layout.sites)
+        return int((self.known & self.attention_mask[..., None]).sum()) / tokens if tokens else float("nan")
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, RoutingTrace)
+            and self.layout == other.layout
+            and torch.equal(self.experts, other.experts)
+            and torch.equal(self.attention_mask, other.attention_mask)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def same_sets(self, other: RoutingTrace) -> Bool[Tensor, "batch time site"]:
+        """Where both chose the same experts, in whatever order; unknown equals unknown only."""
+        self.layout.require(other.layout, "the other trace")
+        return (self.experts.sort(-1).values == other.experts.sort(-1).values).all(-1)
+
+    # ------------------------------------------------------------------ cutting it
+    def rows(self, index: Int[Tensor, " rows"] | slice, time: int | None = None) -> RoutingTrace:
+        """The given rows and their first `time` columns."""
+        tokens = None if self.tokens is None else self.tokens[index][:, :time]
+        mask = self.attention_mask[index][:, :time]
+        return replace(self, experts=self.experts[index][:, :time], attention_mask=mask, tokens=tokens)
+
+    def align(self, attention_mask: Bool[Tensor, "batch time"]) -> RoutingTrace:
+        """The same routes under another padding: token i of a row moves to the i-th True of `attention_mask`."""
+        attention_mask = attention_mask.bool()
+        mine, theirs = self.attention_mask.sum(1), attention_mask.sum(1)
+        if not torch.equal(mine, theirs):
+            raise RoutingError(
+                f"cannot align: rows of the trace hold {mine.tolist()} tokens, rows of the mask {theirs.tolist()}."
+            )
+        experts = self.experts.new_full((*attention_mask.shape, *self.shape[2:]), self.layout.unknown)
+        experts[attention_mask] = self.experts[self.attention_mask]
+        tokens = None
+        if self.tokens is not None:
+            tokens = self.tokens.new_zeros(attention_mask.shape)
+            tokens[attention_mask] = self.tokens[self.attention_mask]
+        return replace(self, experts=experts, attention_mask=attention_mask, tokens=tokens)
+
+    def to(self, device: torch.device | str) -> RoutingTrace:
+        tokens = None if self.tokens is None else self.tokens.to(device)
+        return replace(
+            self, experts=self.experts.to(device), attention_mask=self.attention_mask.to(device), tokens=tokens
+        )
+
+    # ------------------------------------------------------------------ keeping it
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file: ids and tokens of real tokens only, packed; everything else in the header."""
+        from safetensors.torch import save_file
+
+        mask = self.attention_mask
+        tensors = {"experts": self.experts[mask].cpu().contiguous(), "attention_mask": mask.cpu().contiguous()}
+        if self.tokens is not None:
+            tensors["tokens"] = self.tokens[mask].cpu().contiguous()
+        header = {
+            "moe_rl_trace": str(FORMAT),
+            "layout": json.dumps(asdict(self.layout)),
+            "weight_version": json.dumps(self.weight_version),
+        }
+        save_file(tensors, str(path), metadata=header)
+
+    @staticmethod
+    def load(path: str | Path) -> RoutingTrace:
+        """Read what `save` wrote. Raises RoutingError for a missing, foreign, corrupted or newer file."""
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(path).is_file():
+            raise RoutingError(f"no trace file at {path}.")
+        try:
+            with safe_open(str(path), "pt") as file:
+                header = file.metadata() or {}
+                if "moe_rl_trace" not in header:
+                    raise RoutingError(f"{path} is a safetensors file, but not a routing trace of moe_rl.")
+                if int(header["moe_rl_trace"]) > FORMAT:
+                    raise RoutingError(
+                        f"{path} has trace format {header['moe_rl_trace']}; this version reads up to {FORMAT}: "
+                        "upgrade moe_rl."
+                    )
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            raw = json.loads(header["layout"])
+            layout = Layout(tuple(Site(**site) for site in raw["sites"]), raw["architecture"])
+            mask = tensors["attention_mask"]
+            experts = torch.full((*mask.shape, *tensors["experts"].shape[1:]), layout.unknown, dtype=layout.dtype)
+            experts[mask] = tensors["experts"]
+            tokens = None
+            if "tokens" in tensors:
+                tokens = torch.zeros(mask.shape, dtype=torch.int32)
+                tokens[mask] = tensors["tokens"]
+            _check_ids(experts, layout)
+        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IndexError, OSError) as error:
+            if isinstance(error, RoutingError) and "trace" in str(error):
+                raise
+            raise RoutingError(f"{path} is not a readable routing trace ({error}); record it again.") from error
+        return RoutingTrace(experts, mask, layout, tokens, json.loads(header["weight_version"]))
+
+
+def _check_ids(ids: Int[Tensor, "batch time site k"], layout: Layout) -> None:
+    """Raise unless every row is unknown, or holds distinct ids in range (so an all-zero row with k > 1 is refused)."""
+    if ids.dim() != 4 or ids.shape[2:] != (len(layout.sites), layout.top_k):
+        raise RoutingError(
+            f"routes have shape {tuple(ids.shape)}; expected [batch, time, {len(layout.sites)} sites, {layout.top_k}]."
+        )
+    unknown = 255 if ids.dtype == torch.uint8 else -1
+    for s, site in enumerate(layout.sites):
+        row = ids[:, :, s, : site.top_k].long()
+        free = (row == unknown).all(-1)
+        bad = ((row < 0) | (row >= site.num_experts)).any(-1) & ~free
+        if bool(bad.any()):
+            b, t = bad.nonzero()[0].tolist()
+            raise RoutingError(
+                f"{site.name}: row {b}, token {t} has experts {row[b, t].tolist()}, but ids run from 0 to "
+                f"{site.num_experts - 1}; mark a missing route with -1 in every slot."
+            )
+        ordered = row.sort(-1).values
+        twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~free
+        if bool(twice.any()):
+            b, t = twice.nonzero()[0].tolist()
+            raise RoutingError(
+                f"{site.name}: row {b}, token {t} names an expert twice: {row[b, t].tolist()}. An all-zero row is how "
+                "some engines write a missing route; mark it with -1."
+            )

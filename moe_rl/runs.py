@@ -1,0 +1,270 @@
+"""Runs on disk: a folder per run that survives a SIGKILL at any instant (`frames` reads many of them at once).
+
+    runs/<study>/<arm>/<factors>/seed=<n>/
+        manifest.json     configuration and its hash, seed, code and package versions, device, seconds
+        progress.json     state, step, seconds per step; replaced at every step
+        commit/step=<n>/  tables and checkpoint, committed together: written aside, fsynced, renamed
+        steps.parquet, updates.parquet, layers.parquet      published when the run has finished
+
+No torch here: listing, plotting and comparing runs stays instant.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from moe_rl.columns import COLUMNS, TABLES, unknown
+from moe_rl.errors import RunError
+from moe_rl.versions import code_version, git_state, package_versions
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Tables:
+    """The rows a run has written so far. A value that was not measured is simply absent from its row."""
+
+    steps: list[Row] = field(default_factory=list)
+    updates: list[Row] = field(default_factory=list)
+    layers: list[Row] = field(default_factory=list)
+
+
+class RunFolder:
+    """One run's folder, locked while this object is open. Use `with RunFolder.open(...) as folder`."""
+
+    def __init__(self, path: Path, lock: Any, manifest: dict[str, Any]) -> None:
+        self.path, self.manifest, self._lock = path, manifest, lock
+        self._opened = time.time()
+
+    @classmethod
+    def open(cls, path: Path, config: Mapping[str, Any], hash: str) -> RunFolder:
+        """Create the folder of a run, or go on with it.
+
+        Raises RunError when the folder holds another configuration (naming the keys that differ; `steps` may), when it
+        holds something that is not a run, or when another process is running it. Nothing is overwritten then.
+        """
+        check(path, config, hash)
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path)
+        for leftover in [*path.glob(".tmp-*"), *path.glob("commit/.tmp-*")]:
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        manifest = read_manifest(path) or {"created": time.time(), "hash": hash, "seed": config.get("seed"), "code": []}
+        config = dict(config)
+        config["steps"] = max(config.get("steps", 0), manifest.get("config", config).get("steps", 0))
+        codes = [*manifest["code"], *({code_version()} - set(manifest["code"]))]
+        manifest |= {"config": config, "code": codes, "git": git_state(), "packages": package_versions(),
+                     "device": config.get("model", {}).get("device", "cpu"),
+                     "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count()}
+        folder = cls(path, lock, manifest)
+        _write_json(path / "manifest.json", manifest)
+        return folder
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.close()
+
+    @property
+    def step(self) -> int:
+        """Of the last commit; 0 before the first."""
+        commit = _latest_commit(self.path)
+        return _step(commit) if commit else 0
+
+    def latest(self) -> tuple[int, Tables, Path | None]:
+        """The last commit: its step, its tables, the folder of its checkpoint. (0, empty, None) before the first."""
+        commit = _latest_commit(self.path)
+        if commit is None:
+            return 0, Tables(), None
+        tables = Tables(**{t: [{k: v for k, v in row.items() if v is not None} for row in _read(commit, t).to_pylist()]
+                           for t in TABLES})
+        return _step(commit), tables, commit / "checkpoint"
+
+    def commit(self, step: int, tables: Tables, save: Callable[[Path], None]) -> None:
+        """Tables and checkpoint of `step` in one atomic change; `save` writes the checkpoint into the folder it gets.
+
+        A kill at any instant leaves either the previous commit or this one. A step that is committed already is left
+        as it is. Raises RunError for a column that the data dictionary does not explain.
+        """
+        commits = self.path / "commit"
+        aside, final = commits / f".tmp-{step}", commits / f"step={step:06d}"
+        if final.exists():
+            return
+        (aside / "checkpoint").mkdir(parents=True)
+        for name in TABLES:
+            pq.write_table(to_table(name, getattr(tables, name)), aside / f"{name}.parquet")
+        save(aside / "checkpoint")
+        for file in aside.rglob("*"):
+            _fsync(file)
+        _fsync(aside)
+        aside.rename(final)
+        _fsync(commits)
+        _fsync(self.path)
+        for old in set(commits.iterdir()) - {final}:
+            shutil.rmtree(old)
+
+    def progress(self, step: int, **values: Any) -> None:
+        """Where the run is, for `list` and the live display: atomically replaced, not fsynced."""
+        steps, now = self.manifest["config"]["steps"], time.time()
+        state = {"step": step, "steps": steps, "started": self._opened, "updated": now, "pid": os.getpid(), **values}
+        _write_json(self.path / "progress.json", state, fsync=False)
+
+    def finish(self, **extra: Any) -> None:
+        """Publish the last commit's tables at the run's root and mark the run finished; `extra` joins the manifest."""
+        commit = _latest_commit(self.path)
+        if commit is None:
+            raise RunError(f"{self.path} has no commit, so there is nothing to finish; commit the last step first")
+        for name in TABLES:
+            aside = self.path / f".tmp-{name}.parquet"
+            shutil.copyfile(commit / f"{name}.parquet", aside)
+            _fsync(aside)
+            aside.rename(self.path / f"{name}.parquet")
+        rows = _read(commit, "steps")
+        seconds = sum(s or 0 for s in rows["seconds_step"].to_pylist()) if "seconds_step" in rows.column_names else None
+        self.manifest |= {"finished": _step(commit), "finished_at": time.time(), "seconds": seconds, **extra}
+        _write_json(self.path / "manifest.json", self.manifest)
+
+
+def check(path: Path, config: Mapping[str, Any], hash: str) -> None:
+    """Raise RunError where the folder cannot become, or go on with, a run of this configuration. Changes nothing."""
+    if path.exists() and not path.is_dir():
+        raise RunError(f"{path} is a file, where a run needs a folder; choose another --out")
+    manifest = read_manifest(path)
+    if manifest is None:
+        found = {p.name for p in path.iterdir() if not p.name.startswith(".tmp-")} if path.is_dir() else set()
+        if foreign := sorted(found - {"lock", "log.txt"}):
+            raise RunError(f"{path} holds {', '.join(foreign[:3])} but no manifest.json, so it is not a run; "
+                           "nothing was touched: choose another --out")
+    elif manifest["hash"] != hash:
+        changes = "; ".join(f"{k}: {a!r} there, {b!r} now" for k, (a, b) in
+                            differing(manifest["config"], config).items() if k != "steps")
+        raise RunError(f"{path} holds a run of another configuration ({changes or 'another version of its settings'}); "
+                       "nothing was overwritten: choose another --out or remove that folder")
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The run's manifest, or None where there is none. Raises RunError for a file that is not one."""
+    return _read_json(path / "manifest.json", ("hash", "config", "code"))
+
+
+def state(path: Path, steps: int | None = None) -> dict[str, Any]:
+    """What a run is doing: its progress and `state`, one of waiting, running, failed, interrupted, finished.
+
+    `steps` is the length asked for, by default the one in the manifest.
+    """
+    manifest, progress = read_manifest(path), _read_json(path / "progress.json", ("step",)) or {"step": 0}
+    if manifest is None:
+        return {**progress, "state": "waiting", "steps": steps}
+    steps = steps or manifest["config"]["steps"]
+    if _locked(path):
+        name = "running"
+    elif manifest.get("finished", -1) >= steps:
+        name, progress["step"] = "finished", manifest["finished"]
+    else:
+        name = "failed" if "error" in progress else "interrupted"
+    left = (steps - progress["step"]) * progress["seconds_per_step"] if progress.get("seconds_per_step") else None
+    return {**progress, "state": name, "steps": steps, "seconds_left": 0.0 if name == "finished" else left}
+
+
+def run_folders(root: Path) -> Iterator[Path]:
+    """Every run below a root, a study, an arm, or the run itself, in the order of their paths."""
+    depths = ("manifest.json", "seed=*/manifest.json", "*/seed=*/manifest.json", "*/*/seed=*/manifest.json",
+              "*/*/*/seed=*/manifest.json")
+    yield from sorted({m.parent for pattern in depths for m in Path(root).glob(pattern)})
+
+
+def to_table(name: str, rows: list[Row]) -> pa.Table:
+    """Rows as an Arrow table: columns in the order of the data dictionary, absent values null (NaN stays NaN)."""
+    names = {key for row in rows for key in row}
+    if bad := unknown(name, names):
+        raise RunError(f"table {name!r} got columns that moe_rl/columns.py does not explain: {', '.join(sorted(bad))}; "
+                       "add an entry with unit and formula for each")
+    return pa.table({c: pa.array([row.get(c) for row in rows]) for c in COLUMNS if c in names})
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted keys at which two nested configurations differ, with both values (None where one has no such key)."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in dict.fromkeys([*a, *b]):
+        x, y = a.get(key), b.get(key)
+        if isinstance(x, Mapping) and isinstance(y, Mapping):
+            found |= differing(x, y, f"{prefix}{key}.")
+        elif x != y:
+            found[prefix + key] = (x, y)
+    return found
+
+
+def _lock(path: Path) -> Any:
+    lock = (path / "lock").open("a")
+    for _ in range(20):  # `list` holds the lock for an instant; a killed parent's workers need one to notice
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            time.sleep(0.1)
+    lock.close()
+    raise RunError(f"another process is running {path}; wait for it or choose another --out")
+
+
+def _locked(path: Path) -> bool:
+    try:
+        with (path / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+
+
+def _step(commit: Path) -> int:
+    return int(commit.name.removeprefix("step="))
+
+
+def _latest_commit(path: Path) -> Path | None:
+    return max((path / "commit").glob("step=*"), key=_step, default=None)
+
+
+def _read(folder: Path, table: str) -> pa.Table:
+    return pq.read_table(folder / f"{table}.parquet", partitioning=None)  # else "seed=0" in the path becomes a column
+
+
+def _read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        content = None
+    if not isinstance(content, dict) or not set(keys) <= set(content):
+        raise RunError(f"{file} is damaged or was not written by moe_rl; nothing was touched: choose another --out")
+    return content
+
+
+def _write_json(file: Path, content: Mapping[str, Any], fsync: bool = True) -> None:
+    aside = file.with_name(f".tmp-{file.name}")
+    aside.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    if fsync:
+        _fsync(aside)
+    aside.rename(file)
+    if fsync:
+        _fsync(file.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,131 @@
+"""Intervals over seeds, rates, paired tests. Arrays in, numbers with their method and n out; no torch, no tables.
+
+The unit of replication is the seed: a step, a prompt or a token is never counted as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from moe_rl.errors import ConfigError
+
+FEW = 8
+"""Below this many seeds a Student-t interval is used: a bootstrap of so few values is too narrow."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its interval. `low` and `high` are NaN where there is none; `method` says why."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+    method: str
+
+    def __str__(self) -> str:
+        if np.isnan(self.low):
+            return f"{self.mean:.3g} [no interval]"
+        return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+@dataclass(frozen=True)
+class Paired:
+    """A difference between two arms over the seeds they share."""
+
+    difference: Interval
+    p: float
+    p_smallest: float
+    """The smallest p this number of seeds can give: with 3 seeds no difference, however large, goes below 0.25."""
+    n: int
+    method: str
+
+
+def interval(values: Sequence[float], confidence: float = 0.95, seed: int = 0) -> Interval:
+    """Mean over seeds and its confidence interval; the arguments of `band`, for one quantity."""
+    b = band(np.asarray(values, dtype=float)[:, None], confidence, seed)
+    return Interval(float(b.mean[0]), float(b.low[0]), float(b.high[0]), b.n, b.method)
+
+
+@dataclass(frozen=True)
+class Band:
+    """An interval at every column of a matrix: what `interval` is for one."""
+
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    n: int
+    method: str
+
+
+def band(values: np.ndarray, confidence: float = 0.95, seed: int = 0) -> Band:
+    """Mean and confidence interval of each column of `values` [seed, column].
+
+    Under 8 seeds mean ± t(n−1) · sd / √n (Student); from 8 on a BCa bootstrap of the mean (Efron 1987, 9,999 resamples,
+    its generator seeded with `seed`). One seed has no interval. Columns in which all seeds agree have zero width.
+    """
+    values = np.asarray(values, dtype=float)
+    n = values.shape[0]
+    if n == 0:
+        raise ConfigError("an interval over no seeds is undefined; run at least one seed")
+    mean = values.mean(0)
+    if n == 1:
+        return Band(mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan), 1, "one seed, no interval")
+    if n < FEW:
+        half = stats.t.ppf((1 + confidence) / 2, n - 1) * values.std(0, ddof=1) / np.sqrt(n)
+        return Band(mean, mean - half, mean + half, n, f"{confidence:.0%} Student t")
+    low, high = mean.copy(), mean.copy()
+    varied = np.ptp(values, axis=0) > 0  # BCa divides by the spread; NaN columns stay NaN
+    if varied.any():
+        result = stats.bootstrap((values[:, varied],), np.mean, confidence_level=confidence, n_resamples=9999,
+                                 method="BCa", axis=0, rng=np.random.default_rng(seed), batch=500)
+        low[varied], high[varied] = result.confidence_interval
+    return Band(mean, low, high, n, f"{confidence:.0%} BCa bootstrap")
+
+
+def rate(events: int, n: int, confidence: float = 0.95) -> Interval:
+    """A share of runs with its exact interval (Clopper and Pearson 1934, two-sided)."""
+    low, high = stats.binomtest(events, n).proportion_ci(confidence, method="exact")
+    return Interval(events / n, float(low), float(high), n, f"{confidence:.0%} Clopper–Pearson")
+
+
+def paired(a: Mapping[int, float], b: Mapping[int, float], confidence: float = 0.95, seed: int = 0) -> Paired:
+    """a − b over the seeds (keys) both have, tested by flipping signs within pairs.
+
+    Two-sided p = share of the 2^n sign patterns whose |mean| is at least the observed one: exact up to 16 seeds, above
+    that 65,535 random patterns. The observed pattern counts, so p is at least 2 / 2^n.
+    """
+    shared = sorted(set(a) & set(b))
+    if not shared:
+        raise ConfigError(f"no seed is shared: one arm has {sorted(a)}, the other {sorted(b)}; pairs need equal seeds")
+    d = np.array([a[s] - b[s] for s in shared])
+    n, exact = len(d), len(d) <= 16
+    if exact:
+        signs = 1 - 2 * ((np.arange(2**n)[:, None] >> np.arange(n)) & 1)
+    else:
+        signs = np.random.default_rng(seed).choice([-1, 1], size=(65_536, n))
+        signs[0] = 1
+    reached = np.abs((signs * d).mean(1)) >= np.abs(d.mean()) * (1 - 1e-12)  # rounding must not lose the pattern itself
+    kind = "exact" if exact else "65,535 random"
+    return Paired(interval(d, confidence, seed), float(reached.mean()), 2 / len(signs), n, f"{kind} sign flips")
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p-values adjusted for the number of comparisons (Holm 1979): p(i) · (m − i), kept rising, at most 1."""
+    order = np.argsort(p, kind="stable")
+    adjusted = np.maximum.accumulate(np.asarray(p, dtype=float)[order] * (len(order) - np.arange(len(order))))
+    result = np.empty(len(order))
+    result[order] = np.minimum(adjusted, 1)
+    return result.tolist()
+
+
+def iqm(values: Sequence[float]) -> float:
+    """Interquartile mean: the mean without the lowest and the highest quarter (Agarwal et al. 2021, 2108.13264).
+
+    It hides failures of fewer than a quarter of the runs: report the rate of collapses beside it.
+    """
+    return float(stats.trim_mean(values, 0.25))

@@ -1,0 +1,191 @@
+"""A study is a declaration: a question, arms × factors × seeds, and what will be shown and decided.
+
+    study = Study(name="routing_replay", question="…", arms=(grpo, replay, gspo), base=RunConfig(arm=grpo), …)
+
+A user's own file does the same from anywhere: `moe-rl run my_study.py`. No torch here; `workers` carries a study out.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import itertools
+import re
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_rl.config import Arm, RunConfig
+from moe_rl.errors import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a study: where it lives and what it is."""
+
+    path: Path
+    config: RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Arms × factors × seeds, and what they are for."""
+
+    name: str
+    question: str
+    hypothesis: str
+    arms: tuple[Arm, ...]
+    """In the order in which tables and figures show them; an arm keeps its colour."""
+    base: RunConfig
+    """Settings of every run; its arm and seed are replaced."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    factors: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Dotted settings and their values, e.g. `{"cold_start.seed": (0, 1)}`: every combination is run."""
+    figures: tuple[str, ...] = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares")
+    """Functions of `moe_rl.plots`."""
+    decision_rule: str = ""
+    differs_from_paper: str = ""
+    caution: str = ""
+    """What the summary says under its table, so that nobody reads more into it than there is."""
+    cost: str = ""
+    seconds_per_step: float | None = None
+    """Of one core, for the estimate that `--dry-run` prints."""
+    trainer: str = "moe_rl.trainer:train"
+    """What carries out a run: `train(run, folder, *, cache, on_step)`, imported in the worker process."""
+
+    def __post_init__(self) -> None:
+        names = [arm.name for arm in self.arms]
+        for name in (self.name, *names):
+            if not NAME.fullmatch(name):
+                raise ConfigError(f"{name!r} becomes the name of a folder: use letters, digits, '.', '_' and '-' only")
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"study {self.name!r} needs arms with names of their own, but has {names}")
+        if "steps" in self.factors or "seed" in self.factors or any(k.split(".")[0] == "arm" for k in self.factors):
+            raise ConfigError("steps, seed and arm cannot be factors: use --steps, `seeds` and `arms`")
+
+    def runs(self, out: Path, seeds: Sequence[int] | None = None, steps: int | None = None) -> list[Planned]:
+        """Every run and its folder `out/<study>/<arm>/<factors>/seed=<n>`: seed by seed, so that arms advance together.
+
+        Raises ConfigError for settings no run can have.
+        """
+        seeds = self.seeds if seeds is None else tuple(seeds)
+        if not seeds or len(set(seeds)) < len(seeds):
+            raise ConfigError(f"a study needs at least one seed, each once, but got {list(seeds)}")
+        planned = []
+        for seed, values, arm in itertools.product(seeds, itertools.product(*self.factors.values()), self.arms):
+            chosen = dict(zip(self.factors, values, strict=True))
+            config = self.base.replace(arm=arm, seed=seed, steps=self.base.steps if steps is None else steps, **chosen)
+            _check_counts(config)
+            cell = ",".join(f"{k}={re.sub(r'[^A-Za-z0-9._+-]', '_', str(v))}" for k, v in chosen.items()) or "base"
+            planned.append(Planned(out / self.name / arm.name / cell / f"seed={seed}", config))
+        return planned
+
+
+def cautions(config: RunConfig) -> list[str]:
+    """Settings under which a comparison says nothing, each with what to do about it."""
+    found, arm = [], config.arm
+    if config.mini_batches == 1:
+        found.append("mini_batches=1: with one update per step every ratio is 1, so clipping and replay do nothing and "
+                     "all arms coincide; use at least 2")
+    if arm.loss.startswith("gspo") and arm.clip and max(arm.clip) >= 0.1:
+        found.append(f"arm {arm.name!r}: a clip range of {arm.clip} on sequence ratios never clips; they spread by "
+                     "1/√length less than token ratios, so use about 0.01 for short responses")
+    if arm.routes != "live" and config.model.overrides.get("output_router_logits"):
+        found.append(f"arm {arm.name!r}: a load-balancing loss under replay pushes routers away from the routes that "
+                     "are forced; turn output_router_logits off")
+    if config.group_size == 1:
+        found.append("group_size=1: a group of one has advantage 0, so nothing is learned; use at least 2")
+    return found
+
+
+def load_study_file(source: str) -> Study:
+    """The `study` object of a Python file or of a module `pkg.module`. Its folder becomes importable.
+
+    Raises ConfigError when there is no such file, when it cannot be imported, or when it declares no study.
+    """
+    path = Path(source)
+    try:
+        if path.suffix == ".py":
+            if not path.is_file():
+                raise ConfigError(f"there is no study file {source}; see `ls studies` or name a module")
+            sys.path.insert(0, str(path.resolve().parent))
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[path.stem] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+    except ConfigError:
+        raise
+    except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{line.filename}:{line.lineno}: " if path.suffix == ".py" else ""
+        raise ConfigError(f"the study {source} cannot be imported: {where}{type(error).__name__}: {error}") from error
+    study = getattr(module, "study", None)
+    if not isinstance(study, Study):
+        raise ConfigError(f"{source} declares no study; it needs a line `study = Study(...)`")
+    return study
+
+
+def parse_settings(config: RunConfig, settings: Sequence[str]) -> dict[str, Any]:
+    """`["optimizer.lr=1e-4"]` as typed values for `RunConfig.replace`: each gets the type of its dataclass field.
+
+    Raises ConfigError for an unknown setting or a value of another type.
+    """
+    typed = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set takes key=value, e.g. optimizer.lr=1e-4, but got {setting!r}")
+        if key.split(".")[0] in ("arm", "seed", "steps"):
+            raise ConfigError(f"{key} is not set with --set: arms belong to the study file; use --seeds and --steps")
+        typed[key] = _typed(config, key, text)
+    config.replace(**typed)
+    return typed
+
+
+def _typed(config: RunConfig, key: str, text: str) -> Any:
+    node, *path = key.split(".")
+    owner, name = config, node
+    for name_below in path:
+        owner, name = getattr(owner, name, None), name_below
+    if isinstance(owner, Mapping):
+        kinds: tuple[Any, ...] = (object,)
+    elif not dataclasses.is_dataclass(owner) or name not in (hints := typing.get_type_hints(type(owner))):
+        known = ", ".join(f.name for f in dataclasses.fields(owner)) if dataclasses.is_dataclass(owner) else "none"
+        raise ConfigError(f"there is no setting {key!r}; known here: {known}")
+    else:
+        hint = hints[name]
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = tuple(typing.get_origin(k) or k for k in kinds)
+    if str in kinds:
+        return text
+    try:
+        value = ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
+    except (ValueError, SyntaxError):
+        value = text
+    if float in kinds and type(value) is int:
+        value = float(value)
+    if object not in kinds and type(value) not in kinds:
+        wanted = " or ".join(k.__name__ for k in kinds)
+        raise ConfigError(f"{key} needs a value of type {wanted}, but got {text!r}")
+    return value
+
+
+def _check_counts(config: RunConfig) -> None:
+    for name in ("steps", "prompts_per_step", "group_size", "mini_batches", "micro_batch", "max_new_tokens"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name}={getattr(config, name)}: a run needs at least 1, or there is nothing to do")
+    rows = config.prompts_per_step * config.group_size
+    if config.mini_batches > rows:
+        raise ConfigError(f"mini_batches={config.mini_batches} is more than the {rows} rollouts of a step "
+                          f"({config.prompts_per_step} prompts × {config.group_size}); some would be empty")

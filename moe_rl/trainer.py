@@ -1,0 +1,227 @@
+"""The loop. It knows protocols only: a task, a policy, a rollout engine; an arm is data (loss, routes, anchor)."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_rl.advantages import group_advantages
+from moe_rl.config import RunConfig
+from moe_rl.errors import ConfigError, Diverged
+from moe_rl.losses import Objective
+from moe_rl.measure import Probe, ratio_row, update_row
+from moe_rl.policies.base import Policy
+from moe_rl.rollouts.base import RolloutEngine
+from moe_rl.routing.sources import RouteSource
+from moe_rl.runs import RunFolder
+from moe_rl.seeds import NOISE, PROMPTS, SPLIT, derive
+from moe_rl.tasks.base import Task, checked_reward, draw
+from moe_rl.types import Batch, Prompt, Rollout, Sampling, Scored, collate
+
+Row = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a run is made of. `execute.py` builds them from a RunConfig; a user may build their own."""
+
+    task: Task
+    policy: Policy
+    engine: RolloutEngine
+    objective: Objective
+    source: RouteSource
+    encode: Callable[[list[Prompt]], list[Prompt]]
+    """Fills in the token ids of prompts."""
+    pad_token: int
+    held_out: list[Prompt]
+    """Encoded prompts of the evaluation; never trained on."""
+    reference: Policy | None = None
+    """Scores the batch for the KL term, where the arm has one."""
+    export: Callable[[int], None] | None = None
+    """Called after every step that the run wants as a Hugging Face checkpoint."""
+
+
+def train(run: RunConfig, parts: Parts, folder: RunFolder, on_step: Callable[[Row], None] | None = None) -> None:
+    """Run, or go on with, `run` in `folder` until `run.steps`; resumes at the last commit and ends identical.
+
+    Each step draws prompts, samples completions, scores them under π_old, and takes one update per mini-batch. Raises
+    Diverged, after committing what was measured, when gradients stop being finite.
+    """
+    for text in warn_void(run):
+        warnings.warn(text, stacklevel=2)
+    start, tables, checkpoint = folder.latest()
+    if checkpoint is None:
+        tables.steps.append({"step": 0, **evaluate(run, parts)})
+    else:
+        parts.policy.load(checkpoint)
+    parts.engine.load(parts.policy.weights())
+    for step in range(start + 1, run.steps + 1):
+        clock = Clock()
+        try:
+            row, updates, layers = train_step(run, parts, step, clock)
+        except Diverged as error:
+            folder.commit(step - 1, tables, parts.policy.save)
+            folder.finish(diverged=str(error))
+            raise
+        if step % run.eval_every == 0 or step == run.steps:
+            with clock("evaluate"):
+                row |= evaluate(run, parts)
+        if step in run.hf_checkpoints and parts.export:
+            parts.export(step)
+        tables.steps.append(row | clock.columns() | {"memory_peak_mb": peak_memory_mb()})
+        tables.updates.extend(updates)
+        tables.layers.extend(layers)
+        if step % run.save_every == 0 or step == run.steps:
+            folder.commit(step, tables, parts.policy.save)
+        folder.progress(step, reward=row["reward"], seconds_step=clock.seconds["step"])
+        if on_step:
+            on_step(tables.steps[-1])
+    folder.finish()
+
+
+def train_step(run: RunConfig, parts: Parts, step: int, clock: Clock) -> tuple[Row, list[Row], list[Row]]:
+    """One batch of rollouts and its updates: rows for `steps`, `updates` and `layers`."""
+    policy, arm = parts.policy, run.arm
+    with clock("sample"):
+        batch = roll_out(run, parts, step)
+    with clock("score"):
+        natural = policy.score(batch)
+        routes = parts.source(batch, natural)
+        # Both sides of a ratio use the same routes: only live arms and R2 may reuse the natural scoring.
+        old = natural if routes is None or routes is natural.routes else policy.score(batch, routes)
+        if arm.anchor == "engine":
+            old = replace(old, logprobs=batch.rollout_logprobs)
+        if parts.reference is not None:
+            batch = replace(batch, ref_logprobs=parts.reference.score(batch).logprobs)
+    split = mini_batches(len(batch), run.mini_batches, derive(run.seed, SPLIT, step))
+    with clock("measure"):
+        detail = step % run.measure.detail_every == 0
+        probe = Probe(policy, batch, natural, split, run.measure, detail)
+    rows = []
+    log_ratio, lost = torch.zeros_like(old.logprobs), torch.zeros(old.logprobs.shape, dtype=torch.int8)
+    for number, index in enumerate(split):
+        part = batch.rows(index)
+        width = part.tokens.shape[1]
+        old_part, natural_part = old.rows(index, width), natural.rows(index, width)
+        with clock("measure"):
+            detail_row = probe.before_update(number)
+        with clock("update"):
+            updated = policy.update(part, old_part, parts.objective, routes and routes.rows(index, width))
+        with clock("measure"):
+            row = update_row(part, old_part, updated, natural_part, replays=routes is not None)
+            detail_row |= probe.after_update(number)
+            log_ratio[index, :width] = updated.logprobs - old_part.logprobs
+            lost[index, :width] = updated.lost
+        rows.append({"step": step, "update": number + 1, "lr": run.optimizer.lr} | row | detail_row)
+    with clock("sample"):
+        parts.engine.load(policy.weights())
+    with clock("measure"):
+        probed, sites = probe.after_step()
+        row = {"step": step, **batch_row(batch, natural), **ratio_row(batch, log_ratio, lost), **probed}
+        for name in ("grad_norm", "grad_clipped"):
+            row[name] = sum(r[name] for r in rows) / len(rows)
+        row["first_update_log_ratio_max"] = rows[0]["token_log_ratio_max"]
+    return row, rows, [{"step": step} | site for site in sites]
+
+
+def roll_out(run: RunConfig, parts: Parts, step: int) -> Batch:
+    """The step's prompts, their completions, rewards and advantages."""
+    excluding = {prompt.text for prompt in parts.held_out}
+    prompts = parts.encode(draw(parts.task, run.prompts_per_step, derive(run.seed, PROMPTS, step), excluding))
+    rollouts = parts.engine.generate(
+        prompts, run.group_size, key=(run.seed, NOISE, step), sampling=sampling_of(run)
+    )
+    rewards = [checked_reward(parts.task, r.prompt, r.text) for r in rollouts]
+    groups = [i for i in range(len(prompts)) for _ in range(run.group_size)]
+    batch = collate(rollouts, groups, rewards, parts.pad_token)
+    return replace(batch, advantages=group_advantages(batch.rewards, batch.prompt_index))
+
+
+def mini_batches(rows: int, count: int, seed: int) -> list[Tensor]:
+    """A random split of the rows into `count` parts whose sizes differ by at most one."""
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+    return list(order.tensor_split(count))
+
+
+def batch_row(batch: Batch, natural: Scored) -> Row:
+    """What was sampled, and how well it did."""
+    groups = batch.rewards.view(-1, int((batch.prompt_index == batch.prompt_index[0]).sum()))
+    return {
+        "reward": batch.rewards.double().mean().item(),
+        "exact": exact(batch.rewards),
+        "reward_std": batch.rewards.double().std(correction=0).item(),
+        "groups_without_signal": (batch.advantages.view_as(groups) == 0).all(1).double().mean().item(),
+        "response_tokens": batch.response_mask.sum(1).double().mean().item(),
+        "truncated": (~batch.finished).double().mean().item(),
+        "entropy": natural.entropy[batch.response_mask].double().mean().item(),
+    }
+
+
+def evaluate(run: RunConfig, parts: Parts) -> Row:
+    """Reward and exact match on the held-out prompts, greedy and sampled; the same noise at every evaluation."""
+    row: Row = {"eval_n": len(parts.held_out)}
+    for name, greedy in (("greedy", True), ("sampled", False)):
+        sampling = replace(sampling_of(run), greedy=greedy)
+        rollouts = parts.engine.generate(parts.held_out, 1, key=(run.seed, NOISE, 0), sampling=sampling)
+        rewards = torch.tensor([checked_reward(parts.task, r.prompt, r.text) for r in rollouts])
+        row |= {f"eval_reward_{name}": rewards.double().mean().item(), f"eval_exact_{name}": exact(rewards)}
+    return row
+
+
+def exact(rewards: Tensor) -> float:
+    """Share of rewards that are 1, up to rounding."""
+    return (rewards >= 1 - 1e-6).double().mean().item()
+
+
+def sampling_of(run: RunConfig) -> Sampling:
+    return Sampling(run.temperature, run.max_new_tokens, tuple(run.stop))
+
+
+def warn_void(run: RunConfig) -> list[str]:
+    """What would make this run's comparison void, one sentence each. Raises ConfigError where it cannot run at all."""
+    rows = run.prompts_per_step * run.group_size
+    if run.mini_batches > rows:
+        raise ConfigError(f"{run.mini_batches} mini-batches cannot be cut from {rows} rollouts per step.")
+    found = []
+    if run.mini_batches == 1 and run.arm.anchor == "policy":
+        found.append(
+            "one update per step: every importance ratio is exactly 1, so losses, clipping and replay do not differ. "
+            "Use mini_batches >= 2."
+        )
+    if run.group_size == 1:
+        found.append("group_size=1: group-relative advantages are all 0, so nothing is learned. Use group_size >= 2.")
+    return found
+
+
+@dataclass
+class Clock:
+    """Seconds per phase of one step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def columns(self) -> Row:
+        self.seconds["step"] = time.perf_counter() - self.started
+        return {f"seconds_{phase}": value for phase, value in self.seconds.items()}
+
+
+def peak_memory_mb() -> float:
+    """Peak resident memory of this process so far, in MB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1e6 if sys.platform == "darwin" else 1e3)

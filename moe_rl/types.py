@@ -1,0 +1,194 @@
+"""The data that flows through `moe_rl`: frozen dataclasses, explained field by field.
+
+Axis legend, used in every signature of the package:
+
+    batch   rows of a batch: prompts × group, or any part of them
+    time    token positions, right-padded; position 0 is the first prompt token
+    site    places that route, in forward order (a decoder layer may hold more than one)
+    k       experts per token at a site
+
+`logprobs[b, t]` is log p(tokens[b, t] | tokens[b, <t]), so column 0 is always 0.
+`experts[b, t]` are the experts used when token t was the *input*: the row that produced token t+1. The routes that
+decide a response are therefore rows prompt_len-1 … len-2, and the last token of a sequence has no route of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from moe_rl.routing.hooks import RouterScores
+    from moe_rl.routing.trace import RoutingTrace
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question. Example: `Prompt(text="372=", answer="302", entry={"digits": [3, 7, 2]})`."""
+
+    text: str
+    """What the model is asked, before any chat template."""
+    answer: str | None = None
+    """A reference completion, which the cold start imitates; None where the task knows none."""
+    entry: Mapping[str, Any] = field(default_factory=dict)
+    """The dataset's own record, for its own scorer."""
+    tokens: tuple[int, ...] = ()
+    """Token ids of the prompt as the model reads it; empty until a tokenizer has encoded it."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn. Engine and policy both divide logits by `temperature`, so that a ratio compares one
+    distribution with itself."""
+
+    temperature: float = 1.0
+    max_new_tokens: int = 32
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion, besides the tokenizer's EOS; the text handed to the scorer excludes them."""
+    greedy: bool = False
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled completion."""
+
+    prompt: Prompt
+    tokens: tuple[int, ...]
+    """Completion token ids, the EOS included when one was sampled."""
+    logprobs: Float[Tensor, " response"]
+    """Log-probability of each completion token under the distribution it was drawn from, in nats."""
+    text: str
+    """The completion as text, without EOS and stop string."""
+    finished: bool
+    """False when `max_new_tokens` cut the completion off."""
+    routes: RoutingTrace | None = None
+    """Routes the engine used, batch 1 and time len(prompt) + len(tokens) - 1: the last token was never an input."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rollouts of one step, right-padded, or some of their rows. Built by `collate`."""
+
+    tokens: Int[Tensor, "batch time"]
+    attention_mask: Bool[Tensor, "batch time"]
+    """True at prompt and response tokens."""
+    response_mask: Bool[Tensor, "batch time"]
+    """True at response tokens, EOS included."""
+    prompt_index: Int[Tensor, " batch"]
+    """Which prompt of the step a row answers; rows of equal index form a group."""
+    rollout_logprobs: Float[Tensor, "batch time"]
+    """The engine's log-probabilities; 0 outside the response."""
+    rewards: Float[Tensor, " batch"]
+    advantages: Float[Tensor, " batch"]
+    finished: Bool[Tensor, " batch"]
+    rollout_routes: RoutingTrace | None = None
+    ref_logprobs: Float[Tensor, "batch time"] | None = None
+    """Log-probabilities under the reference policy, when the objective has a KL term."""
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def rows(self, index: Int[Tensor, " rows"] | slice) -> Batch:
+        """The given rows, without the columns that are padding in all of them."""
+        mask = self.attention_mask[index]
+        time = int(mask.sum(1).max()) if mask.shape[0] else 0
+
+        def cut(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[index][:, :time]
+
+        return Batch(
+            tokens=cut(self.tokens),
+            attention_mask=cut(self.attention_mask),
+            response_mask=cut(self.response_mask),
+            prompt_index=self.prompt_index[index],
+            rollout_logprobs=cut(self.rollout_logprobs),
+            rewards=self.rewards[index],
+            advantages=self.advantages[index],
+            finished=self.finished[index],
+            rollout_routes=None if self.rollout_routes is None else self.rollout_routes.rows(index, time),
+            ref_logprobs=cut(self.ref_logprobs),
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        here = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{name: None if value is None else value.to(device) for name, value in here.items()})
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a forward without gradient says about a batch."""
+
+    logprobs: Float[Tensor, "batch time"]
+    """Of the batch's tokens, at the run's temperature; 0 outside the response."""
+    entropy: Float[Tensor, "batch time"]
+    """Of the distribution each response token was drawn from, in nats; 0 outside the response."""
+    routes: RoutingTrace
+    """Routes used in this forward: the model's own when it was natural, the given ones when it replayed."""
+    preferred: RoutingTrace | None = None
+    """Under replay, what each router would have picked from the hidden states that replay produced upstream."""
+    scores: RouterScores | None = None
+    """Gates, margins and router log-probabilities, on request."""
+
+    def rows(self, index: Int[Tensor, " rows"] | slice, time: int) -> Scored:
+        """The given rows and the first `time` columns, to go with `Batch.rows`; without router scores."""
+        return Scored(
+            self.logprobs[index][:, :time],
+            self.entropy[index][:, :time],
+            self.routes.rows(index, time),
+            None if self.preferred is None else self.preferred.rows(index, time),
+        )
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What one optimizer step reports about its mini-batch, measured before the weights moved."""
+
+    logprobs: Float[Tensor, "batch time"]
+    entropy: Float[Tensor, "batch time"]
+    routes: RoutingTrace
+    preferred: RoutingTrace | None
+    lost: Int[Tensor, "batch time"]
+    """+1 where the upper clip bound removed a token's gradient, -1 where the lower one did, else 0."""
+    loss: float
+    grad_norm: float
+    """Global L2 norm before clipping."""
+    grad_clipped: bool
+
+
+def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[float], pad_token: int) -> Batch:
+    """Right-pad rollouts into one batch; advantages are zero until `advantages.py` fills them.
+
+    Routes are kept when every rollout carries them. The batch lives on the CPU.
+    """
+    from moe_rl.routing.trace import RoutingTrace
+
+    lengths = [len(r.prompt.tokens) + len(r.tokens) for r in rollouts]
+    shape = (len(rollouts), max(lengths))
+    tokens = torch.full(shape, pad_token, dtype=torch.long)
+    attention_mask = torch.zeros(shape, dtype=torch.bool)
+    response_mask = torch.zeros(shape, dtype=torch.bool)
+    logprobs = torch.zeros(shape)
+    for b, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
+        start = len(rollout.prompt.tokens)
+        tokens[b, :length] = torch.tensor(rollout.prompt.tokens + rollout.tokens)
+        attention_mask[b, :length] = True
+        response_mask[b, start:length] = True
+        logprobs[b, start:length] = rollout.logprobs
+    routed = all(r.routes is not None for r in rollouts)
+    return Batch(
+        tokens=tokens,
+        attention_mask=attention_mask,
+        response_mask=response_mask,
+        prompt_index=torch.tensor(prompt_index),
+        rollout_logprobs=logprobs,
+        rewards=torch.tensor(rewards, dtype=torch.float32),
+        advantages=torch.zeros(len(rollouts)),
+        finished=torch.tensor([r.finished for r in rollouts]),
+        rollout_routes=RoutingTrace.stack([r.routes for r in rollouts], tokens, attention_mask) if routed else None,
+    )

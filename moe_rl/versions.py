@@ -1,0 +1,55 @@
+"""Which code and which packages wrote a run."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+READERS = [f"{name}.py" for name in ("__main__", "cli", "columns", "frames", "plots", "runs", "stats", "study", "summary",
+                                     "versions", "workers")]
+"""Modules that only read or move finished numbers: a change in them does not make another code version."""
+
+
+@cache
+def code_version() -> str:
+    """Package version and a hash of the sources that can change a run's numbers: equal code, equal version."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        if file.parent != package or file.name not in READERS:
+            digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    try:
+        version = importlib.metadata.version("moe_rl")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        version = "source"
+    return f"{version}+{digest.hexdigest()[:10]}"
+
+
+@cache
+def git_state() -> dict[str, Any] | None:
+    """Commit and whether the package has uncommitted changes; None outside a checkout of its own."""
+    package = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=package, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if not git("ls-files", "--", "."):  # installed below somebody else's checkout, e.g. in its .venv
+            return None
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+@cache
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide numbers."""
+    names = ("torch", "transformers", "tokenizers", "numpy", "pyarrow")
+    installed = {d.name.lower(): d.version for d in importlib.metadata.distributions() if d.name}
+    return {"python": platform.python_version(), "platform": platform.platform(),
+            **{n: installed[n] for n in names if n in installed}}

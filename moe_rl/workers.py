@@ -1,0 +1,237 @@
+"""Carries a study out: a process per run, one thread each, with a live display. Killed at any moment, it can go on.
+
+A worker is `python -m moe_rl.workers`. It reads its job from stdin and dies when stdin closes, so no worker outlives
+the study that started it, however that ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from moe_rl import runs
+from moe_rl.errors import ConfigError, MoeRlError, RunError
+from moe_rl.study import Planned, Study
+from moe_rl.versions import code_version
+
+ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+QUIET = 15.0
+"""Seconds between lines about running runs when nobody watches a terminal."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that ended without finishing; `expected` errors are the user's to mend and need no traceback."""
+
+    path: Path
+    message: str
+    expected: bool
+
+
+def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: int | None = None,
+              mix_code: bool = False, console: Console | None = None) -> list[Failure]:
+    """Run what is not finished, at most `jobs` (default: all cores) at a time; returns the failures.
+
+    Everything that can be seen to be wrong raises before a process starts: folders of another configuration, runs of
+    other code unless `mix_code`. A failing run does not stop the others, except for an expected error before its first
+    step: then no further run is started, since it would most likely fail alike.
+    """
+    console, jobs = console or Console(), jobs or os.cpu_count() or 1
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs}: at least one run must be allowed at a time")
+    for p in planned:
+        runs.check(p.path, p.config.to_dict(), p.config.hash)
+        _check_code(p.path, mix_code)
+    waiting = [p for p in planned if runs.state(p.path, p.config.steps)["state"] != "finished"]
+    console.print(f"{study.name}: {len(planned)} runs, {len(planned) - len(waiting)} finished, "
+                  f"{min(jobs, len(waiting))} at a time")
+    running: dict[subprocess.Popen, Planned] = {}
+    failures: list[Failure] = []
+    try:
+        with Display(planned, console) as display:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    p = waiting.pop(0)
+                    running[start(p, study.trainer, cache)] = p
+                time.sleep(0.2)
+                for process in [p for p in running if p.poll() is not None]:
+                    if failure := _outcome(process, p := running.pop(process)):
+                        failures.append(failure)
+                        display.say(f"[red]failed[/] {p.path}" + ("" if failure.expected else f"\n{failure.message}"))
+                        if failure.expected and not runs.state(p.path)["step"]:
+                            waiting.clear()
+                display.update()
+    finally:
+        for process in running:
+            process.kill()  # runs survive it, and it cannot be ignored
+            process.wait()
+    return failures
+
+
+def start(planned: Planned, trainer: str, cache: Path) -> subprocess.Popen:
+    """Start the worker of one run; its output goes to `log.txt` in the run's folder."""
+    planned.path.mkdir(parents=True, exist_ok=True)
+    with (planned.path / "log.txt").open("ab") as log:
+        process = subprocess.Popen([sys.executable, "-m", "moe_rl.workers"], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, stderr=log, env=os.environ | ONE_THREAD)
+    with contextlib.suppress(BrokenPipeError):  # a worker that died at once is reported when it is polled
+        pickle.dump((sys.path, planned, trainer, cache), process.stdin)
+        process.stdin.flush()
+    return process
+
+
+def work() -> int:
+    """The worker process: one run, from the job on stdin. An error goes to stdout as JSON, all else to the log."""
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    sys.path[:], planned, trainer, cache = _job()
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    try:
+        with runs.RunFolder.open(planned.path, planned.config.to_dict(), planned.config.hash) as folder:
+            watch = Watch(folder)
+            try:
+                load(trainer)(planned.config, folder, cache=cache, on_step=watch)
+                if folder.manifest.get("finished", -1) < planned.config.steps:
+                    raise RunError(f"{trainer} returned before {planned.path} was finished")
+            except BaseException as error:
+                folder.progress(watch.step, error=str(error) or type(error).__name__)
+                raise
+        return 0
+    except MoeRlError as error:
+        message, expected = str(error), True
+    except BaseException:
+        message, expected = traceback.format_exc(), False
+    print(message, file=sys.stderr)
+    json.dump({"message": message[-20_000:], "expected": expected}, report)
+    report.flush()
+    return 2 if expected else 1
+
+
+class Watch:
+    """Called with the row of every step; writes `progress.json`."""
+
+    def __init__(self, folder: runs.RunFolder) -> None:
+        self.folder, self.step, self.pace, self.last = folder, folder.step, None, None
+        folder.progress(self.step)
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        now, self.step = time.monotonic(), row["step"]
+        if self.last is not None:  # the first interval holds the cold start
+            self.pace = now - self.last if self.pace is None else 0.9 * self.pace + 0.1 * (now - self.last)
+        self.last = now
+        self.folder.progress(self.step, seconds_per_step=self.pace, reward=row.get("reward"))
+
+
+class Display:
+    """A bar per run on a terminal, plain lines elsewhere."""
+
+    def __init__(self, planned: Sequence[Planned], console: Console) -> None:
+        self.console, self.planned, self.told = console, planned, {}
+        self.bars = Progress(
+            TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[text]}"),
+            console=console, refresh_per_second=4,
+        )
+        self.rows = [self.bars.add_task(_name(p.path), total=p.config.steps, text="") for p in planned]
+
+    def __enter__(self) -> Display:
+        if self.console.is_terminal:
+            self.bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.console.is_terminal:
+            self.update()
+            self.bars.stop()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def update(self) -> None:
+        """Read every run's progress and show it."""
+        for row, p in zip(self.rows, self.planned, strict=True):
+            now = runs.state(p.path, p.config.steps)
+            text = now["state"] if now["step"] or now["state"] != "running" else "preparing"
+            if now.get("reward") is not None:
+                text += f" · reward {now['reward']:.2f}"
+            if now["state"] == "running" and now.get("seconds_left"):
+                text += f" · {duration(now['seconds_left'])} left"
+            self.bars.update(row, completed=min(now["step"], p.config.steps), text=text)
+            if not self.console.is_terminal:
+                self._line(p, now, text)
+
+    def _line(self, p: Planned, now: dict[str, Any], text: str) -> None:
+        said, when = self.told.get(p.path, (None, 0.0))
+        due = now["state"] == "running" and time.monotonic() - when > QUIET
+        if now["state"] != "waiting" and (now["state"] != said or due):
+            self.told[p.path] = (now["state"], time.monotonic())
+            self.say(f"{_name(p.path)}  {now['step']}/{p.config.steps}  {text}")
+
+
+def duration(seconds: float) -> str:
+    """A length of time as people say it."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def load(spec: str) -> Any:
+    """The object that `pkg.module:name` names. Raises ConfigError when there is none."""
+    module, colon, name = spec.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{spec!r} names nothing that can be imported ({error}); write pkg.module:name") from error
+
+
+def _check_code(path: Path, mix_code: bool) -> None:
+    manifest = runs.read_manifest(path)
+    if manifest and not mix_code and manifest["code"] != [code_version()]:
+        raise RunError(f"{path} was written by code {' then '.join(manifest['code'])}, this is {code_version()}: their "
+                       "numbers may not be comparable; choose another --out, or go on knowingly with --mix-code")
+
+
+def _outcome(process: subprocess.Popen, planned: Planned) -> Failure | None:
+    text = process.stdout.read()
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    if process.returncode == 0:
+        return None
+    if not text:
+        signals = {s.value: s.name for s in signal.Signals}
+        cause = signals.get(-process.returncode, f"exit code {process.returncode}")
+        return Failure(planned.path, f"the worker ended by {cause}; see {planned.path / 'log.txt'}", False)
+    return Failure(planned.path, **json.loads(text))
+
+
+def _name(path: Path) -> str:
+    return "  ".join(part for part in path.parts[-3:] if part != "base")
+
+
+def _job() -> tuple[Any, ...]:
+    return pickle.load(sys.stdin.buffer)
+
+
+def _die_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(work())

@@ -1,0 +1,65 @@
+"""Tiny models of real families, shared by the tests. One torch thread: two on two busy cores stall each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+SMALL = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES = {
+    "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
+        "first_k_dense_replace": 1, "n_shared_experts": 1, "q_lora_rank": None, "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+    },
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16},
+    "glm4_moe": {
+        "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 1, "n_shared_experts": 1,
+    },
+}  # fmt: skip
+
+
+def build(family: str, seed: int = 0, **overrides):
+    """A tiny random model with routing that is neither uniform nor degenerate."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family], **overrides})
+        model = AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(("gate.weight", "router.weight")):
+                    parameter.normal_(0, 0.5)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0, 0.2)
+    return model
+
+
+def perturb(model, scale: float = 0.1, seed: int = 1) -> None:
+    """Move every weight a little, so that live routes differ."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale * parameter.std())
+
+
+@pytest.fixture
+def qwen():
+    return build("qwen3_moe")
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(3, 48, (4, 9), generator=torch.Generator().manual_seed(7))

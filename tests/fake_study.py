@@ -1,0 +1,114 @@
+"""A study whose trainer makes numbers up, deterministically: what the study runner and the figures are tested with.
+
+`train` behaves as the real one does — it commits, goes on from the last commit, publishes — and is slow enough, its
+writes included, to be killed anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from moe_rl.config import Arm, RunConfig
+from moe_rl.errors import ConfigError
+from moe_rl.runs import Row, RunFolder, Tables
+from moe_rl.study import Study
+
+GRPO = Arm(name="grpo")
+REPLAY = Arm(name="grpo-replay", routes="old_policy")
+GSPO = Arm(name="gspo", loss="gspo", clip=(0.01, 0.013))
+SITES = 6
+
+
+def fake_step(config: RunConfig, step: int, weights: np.ndarray) -> tuple[Row, list[Row], list[Row]]:
+    """The rows of one step, plausible to look at, and determined by arm, seed, step and weights."""
+    arm = {"grpo": 0, "grpo-replay": 1, "gspo": 2}.get(config.arm.name, 3)
+    rng = np.random.default_rng((config.seed, step, arm))
+    progress = step / 100
+    gain = (0.05, 0.02, 0.42)[arm % 3]
+    learnt = 0.36 + gain * (1 - np.exp(-3 * progress)) + 0.03 * np.sin(config.seed + 6 * progress)
+    clip = (2e-3, 1e-3, 0.12)[arm % 3]
+    row = {
+        "step": step, "reward": float(np.clip(learnt + rng.normal(0, 0.03), 0, 1)), "entropy": 0.4 * np.exp(-progress),
+        "groups_without_signal": 0.1, "clip_tokens": float(clip * rng.lognormal(0, 0.3)),
+        "clip_sequences": float(clip * rng.lognormal(0, 0.3)), "token_log_ratio_var": 0.004 * rng.lognormal(0, 0.2),
+        "slot_change": float(0.06 + 0.05 * progress + rng.normal(0, 0.004)), "replay_gap_std": 0.03,
+        "set_change": float(0.1 + 0.08 * progress), "seconds_step": time.perf_counter() % 1,
+        "memory_peak_mb": 500.0, "response_tokens": 13.0, "truncated": 0.0, "exact": learnt, "lr": 2e-4,
+        "grad_norm": float(np.abs(weights).mean()), "grad_clipped": 0.5,
+    }
+    if step % 10 == 0 or step == 1:
+        row |= {"eval_exact_greedy": float(np.clip(learnt + 0.06 + rng.normal(0, 0.01), 0, 1)),
+                "eval_exact_sampled": float(np.clip(learnt + rng.normal(0, 0.01), 0, 1))}
+    updates = []
+    for update in range(1, config.mini_batches + 1):
+        d2 = (update - 1) * (8 if arm == 1 else 10) * rng.lognormal(0, 0.2)
+        r2 = (0.45 + 0.05 * config.seed) * d2
+        updates.append({
+            "step": step, "update": update, "loss": rng.normal(), "clip_tokens": float(clip * (update - 1) / 4),
+            "token_log_ratio_var": d2 / 2000,
+            "attribution_n": 2000, "attribution_sum_d": 0.1, "attribution_sum_r": 0.1, "attribution_sum_dd": d2,
+            "attribution_sum_rr": r2, "attribution_sum_jj": d2 - r2 + 0.1 * d2, "attribution_sum_rj": -0.05 * d2,
+        })
+    layers = [{"step": step, "site": s, "layer": s, "slot_change": float(row["slot_change"] * (0.7 + 0.1 * s)),
+               "set_change": float(row["set_change"] * (0.7 + 0.1 * s))} for s in range(SITES)]
+    return row, updates, layers
+
+
+def train(config: RunConfig, folder: RunFolder, *, cache: Path, on_step: Callable[[Row], None] | None = None) -> None:
+    """As `moe_rl.trainer.train`, without a model. `task` makes it fail on request."""
+    if config.task == "broken" and config.arm.name == "gspo":
+        raise ZeroDivisionError("a bug in the trainer")
+    if config.task == "unknown":
+        raise ConfigError("there is no task 'unknown'; choose running_sums")
+    nap = float(os.environ.get("FAKE_NAP", "0"))
+    done, tables, checkpoint = folder.latest()
+    weights = np.load(checkpoint / "weights.npy") if checkpoint else np.random.default_rng(config.seed).normal(size=100)
+
+    def save(path: Path) -> None:
+        np.save(path / "weights.npy", weights)
+        time.sleep(nap)  # a kill may fall between the two files of a checkpoint
+        (path / "optimizer.txt").write_text("state")
+
+    for step in range(done + 1, config.steps + 1):
+        row, updates, layers = fake_step(config, step, weights)
+        weights = weights * 0.99 + np.random.default_rng((config.seed, step)).normal(size=100)
+        tables.steps.append(row)
+        tables.updates.extend(updates)
+        tables.layers.extend(layers)
+        time.sleep(nap)
+        if step % config.save_every == 0 or step == config.steps:
+            folder.commit(step, tables, save)
+        if on_step:
+            on_step(row)
+    folder.finish(weights_digest=hashlib.sha256(weights.tobytes()).hexdigest())
+
+
+def fake_tables(config: RunConfig) -> Tables:
+    """All rows of a run, at once."""
+    tables = Tables()
+    for step in range(1, config.steps + 1):
+        row, updates, layers = fake_step(config, step, np.ones(3))
+        tables.steps.append(row)
+        tables.updates.extend(updates)
+        tables.layers.extend(layers)
+    return tables
+
+
+study = Study(
+    name="fake",
+    question="Does the study runner work?",
+    hypothesis="It does.",
+    arms=(GRPO, REPLAY, GSPO),
+    base=RunConfig(arm=GRPO, steps=12, save_every=3, mini_batches=4, prompts_per_step=4, group_size=4),
+    seeds=(0, 1),
+    caution="Made-up numbers.",
+    cost="nothing",
+    seconds_per_step=0.01,
+    trainer="fake_study:train",
+)

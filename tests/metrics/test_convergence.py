@@ -1,0 +1,102 @@
+"""Smoothing, collapse and summaries of curves, on curves whose answer is known."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from moe_rl.errors import ConfigError
+from moe_rl.metrics.convergence import Collapse, area_under_curve, collapse, ema, second_half_mean, steps_to
+
+
+def judge(*parts):
+    """Collapse of a curve given as (value, steps) pieces, the first step being step 1."""
+    rewards = np.concatenate([np.full(n, value) for value, n in parts])
+    return collapse(np.arange(1, len(rewards) + 1), rewards)
+
+
+def test_ema_by_hand():
+    """Span 3 has a = 1/2."""
+    assert ema([4.0, 0.0, 2.0], 3).tolist() == [4.0, 2.0, 2.0]
+
+
+def test_ema_is_that_of_pandas():
+    x = np.random.default_rng(0).normal(size=200)
+    np.testing.assert_allclose(ema(x, 10), pd.Series(x).ewm(span=10, adjust=False).mean(), rtol=0, atol=1e-12)
+
+
+def test_ema_stays_nan_after_a_nan():
+    assert np.isnan(ema([1.0, math.nan, 1.0], 10)).tolist() == [False, True, True]
+
+
+def test_a_fall_to_zero_collapses_when_its_average_has_halved():
+    """From level 1 to 0 after step 40 the EMA10 is (9/11)^j: .548 at j = 3, .448 at j = 4, so step 44."""
+    assert judge((1.0, 40), (0.0, 30)) == Collapse(step=44, recovered=False, censored=False)
+
+
+def test_a_healthy_curve_and_a_curve_at_half_its_best_do_not_collapse():
+    rising = np.linspace(0.1, 0.9, 100)
+    assert collapse(np.arange(100), rising) == Collapse(step=None, recovered=False, censored=False)
+    assert judge((1.0, 40), (0.5, 60)).step is None  # a dip is *below* half the best
+
+
+def test_a_collapse_takes_twenty_dips_in_a_row():
+    """Zero from step 41: dips from step 44. Up again at step s, the average passes one half within 4 steps."""
+    assert judge((1.0, 40), (0.0, 22)) == Collapse(step=None, recovered=False, censored=True)  # 44 … 62: 19 dips
+    assert judge((1.0, 40), (0.0, 23)) == Collapse(step=44, recovered=False, censored=False)  # 44 … 63: 20 dips
+    assert judge((1.0, 40), (0.0, 10), (1.0, 40)) == Collapse(step=None, recovered=False, censored=False)
+
+
+def test_a_collapse_that_recovers_is_marked_as_such():
+    assert judge((1.0, 40), (0.0, 30), (1.0, 40)) == Collapse(step=44, recovered=True, censored=False)
+    twice = judge((1.0, 40), (0.0, 30), (1.0, 40), (0.0, 40))
+    assert twice == Collapse(step=44, recovered=False, censored=False)
+
+
+def test_the_first_steps_are_no_best_that_a_run_could_fall_from():
+    """A first reward of 1 that never comes again leaves the EMA10 at (9/11)^9 = 0.16 on step 10, below the rest."""
+    assert judge((1.0, 1), (0.2, 80)).step is None
+    assert judge((0.2, 5)) == Collapse(step=None, recovered=False, censored=False)
+
+
+def test_a_reward_that_is_not_finite_is_a_collapse_at_once():
+    assert judge((0.5, 3), (math.nan, 1), (0.5, 50)) == Collapse(step=4, recovered=False, censored=False)
+    assert judge((1.0, 40), (0.0, 30), (math.inf, 1)).step == 44
+
+
+def test_a_run_without_reward_does_not_collapse():
+    assert judge((0.0, 60)).step is None
+    assert collapse([], []).step is None
+
+
+def test_collapse_refuses_steps_with_gaps():
+    with pytest.raises(ConfigError, match="consecutive"):
+        collapse([1, 2, 4], [0.1, 0.2, 0.3])
+
+
+def test_area_is_the_mean_height_between_unequal_steps():
+    """Trapezoids of 1·(0 + 1)/2 and 3·(1 + 0)/2 over 4 steps."""
+    assert area_under_curve([0, 1, 4], [0.0, 1.0, 0.0]) == pytest.approx(0.5)
+    assert area_under_curve([5], [0.25]) == 0.25
+    for steps, values in (([0, 0], [1.0, 1.0]), ([0], [1.0, 1.0]), ([], [])):
+        with pytest.raises(ConfigError):
+            area_under_curve(steps, values)
+
+
+def test_steps_to_a_threshold_is_the_first_that_reaches_it():
+    assert steps_to([0, 10, 20, 30], [0.1, 0.5, 0.4, 0.9], 0.5) == 10
+    assert steps_to([0, 10], [0.1, 0.2], 0.5) is None
+
+
+def test_second_half_starts_at_half_the_length():
+    assert second_half_mean([9.0, 9.0, 1.0, 2.0]) == 1.5
+    assert second_half_mean([9.0, 1.0, 2.0]) == 1.5
+    assert math.isnan(second_half_mean([]))
+
+
+def test_torch_is_not_imported():
+    code = "import moe_rl.metrics.convergence, moe_rl.metrics.attribution, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,185 @@
+"""The Hugging Face policy against the model itself: what it scores, what an update does, what it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_rl.config import Arm, Optimizer
+from moe_rl.errors import Diverged
+from moe_rl.losses import objective_of
+from moe_rl.policies.hf import HFPolicy
+from moe_rl.routing import record_routing
+from moe_rl.routing.sites import router_parameters
+from moe_rl.routing.sources import old_policy, random_sets, rollout, shuffled
+from moe_rl.types import Prompt, Rollout, collate
+from tests.conftest import FAMILIES, build, perturb
+
+
+def make_batch(prompts=4, group=3, seed=0):
+    """Prompts and responses of unequal length, without an engine: random tokens, rewards and advantages."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high):
+        n = int(torch.randint(low, high, (1,), generator=generator))
+        return tuple(torch.randint(3, 48, (n,), generator=generator).tolist())
+
+    rollouts = []
+    for _ in range(prompts):
+        prompt = Prompt("", tokens=draw(2, 6))
+        for _ in range(group):
+            tokens = draw(1, 8)
+            rollouts.append(Rollout(prompt, tokens, torch.zeros(len(tokens)), "", True))
+    index = [p for p in range(prompts) for _ in range(group)]
+    batch = collate(rollouts, index, [0.0] * len(rollouts), 0)
+    return replace(batch, advantages=torch.randn(len(rollouts), generator=generator))
+
+
+@pytest.fixture
+def batch():
+    return make_batch()
+
+
+def policy_of(model, **settings):
+    optimizer = Optimizer(**{"lr": 1e-3, **settings.pop("optimizer", {})})
+    return HFPolicy(model, optimizer, **settings)
+
+
+GRPO = objective_of(Arm(name="grpo"))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_the_models_own_log_probabilities(family, temperature, batch):
+    model = build(family)
+    scored = policy_of(model, temperature=temperature, score_batch=5).score(batch)
+    for b in range(len(batch)):
+        n = int(batch.attention_mask[b].sum())
+        with torch.no_grad(), record_routing(model) as recording:
+            logits = model(batch.tokens[b : b + 1, :n]).logits[0]
+        log_p = (logits / temperature).log_softmax(-1)
+        expected = torch.zeros(batch.tokens.shape[1])
+        expected[1:n] = log_p[:-1].gather(1, batch.tokens[b, 1:n, None])[:, 0]
+        expected[~batch.response_mask[b]] = 0
+        torch.testing.assert_close(scored.logprobs[b], expected, atol=2e-6, rtol=1e-5)
+        entropy = torch.distributions.Categorical(log_p.exp()).entropy()
+        where = batch.response_mask[b].nonzero()[:, 0]
+        torch.testing.assert_close(scored.entropy[b, where], entropy[where - 1], atol=2e-6, rtol=1e-5)
+        routes = recording.trace(batch.tokens[b : b + 1, :n])
+        assert torch.equal(scored.routes.experts[b, : n - 1], routes.experts[0, : n - 1])
+        assert not scored.routes.known[b, n - 1 :].any(), "the last token and padding route nothing that counts"
+
+
+@pytest.mark.parametrize("source", [None, old_policy, shuffled, random_sets])
+def test_ratios_of_the_first_mini_batch_are_one_under_any_routes(source, batch):
+    """The placebos too, because both sides of the ratio use the same routes."""
+    policy = policy_of(build("qwen3_moe"))
+    natural = policy.score(batch)
+    routes = source(batch, natural) if source else None
+    old = natural if routes is None or routes is natural.routes else policy.score(batch, routes)
+    rows = torch.tensor([7, 2, 9, 4])
+    part = batch.rows(rows)
+    width = part.tokens.shape[1]
+    updated = policy.update(part, old.rows(rows, width), GRPO, routes and routes.rows(rows, width))
+    assert (updated.logprobs - old.rows(rows, width).logprobs).abs().max() < 1e-5
+    if source in (shuffled, random_sets):
+        assert (natural.logprobs - old.logprobs).abs().max() > 1e-3, "the placebo must matter"
+
+
+def test_an_update_does_not_depend_on_the_micro_batch(batch):
+    weights = []
+    for micro_batch in (1, 5, 64):
+        policy = policy_of(build("qwen3_moe"), micro_batch=micro_batch, optimizer={"eps": 1e-3})
+        policy.update(batch, policy.score(batch), GRPO)
+        weights.append(torch.cat([w.flatten() for _, w in policy.weights()]))
+    torch.testing.assert_close(weights[0], weights[2], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(weights[1], weights[2], atol=1e-6, rtol=1e-5)
+
+
+def test_an_update_moves_along_the_gradient_of_the_objective(batch):
+    """Against autograd on the model itself, with plain SGD-like AdamW reversed out: only the direction is compared."""
+    model = build("qwen3_moe")
+    policy = policy_of(model, optimizer={"grad_clip": 0.0})
+    old = policy.score(batch)
+    before = {n: w.clone() for n, w in policy.weights()}
+    policy.update(batch, old, GRPO)
+    reference = build("qwen3_moe")
+    logits = reference(batch.tokens).logits.log_softmax(-1)
+    logprobs = torch.zeros_like(old.logprobs)
+    logprobs[:, 1:] = logits[:, :-1].gather(2, batch.tokens[:, 1:, None])[..., 0]
+    lengths = batch.response_mask.sum(1)
+    per_sequence = (logprobs * batch.response_mask).sum(1) / lengths * batch.advantages
+    (-per_sequence.mean()).backward()  # ratios are 1, so the gradient is that of the advantage-weighted log-probs
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is None or parameter.grad.abs().max() < 1e-5:
+            continue
+        step = dict(policy.weights())[name] - before[name]
+        clear = parameter.grad.abs() > 1e-5  # AdamW's first step is -lr · sign(gradient)
+        torch.testing.assert_close(step[clear], -1e-3 * parameter.grad.sign()[clear], atol=2e-5, rtol=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("replayed", [False, True])
+def test_activation_checkpointing_changes_no_weight(mode, replayed, batch):
+    weights = []
+    for checkpointing in (False, mode):
+        model = build("qwen3_moe")
+        policy = policy_of(model, activation_checkpointing=checkpointing, micro_batch=5)
+        routes = policy.score(batch).routes
+        perturb(model)
+        routes = routes if replayed else None
+        policy.update(batch, policy.score(batch, routes), GRPO, routes)
+        weights.append(dict(policy.weights()))
+    for name in weights[0]:
+        assert torch.equal(weights[0][name], weights[1][name]), name
+
+
+def test_saved_and_loaded_it_goes_on_bit_for_bit(tmp_path, batch):
+    policy = policy_of(build("qwen3_moe"))
+    policy.update(batch, policy.score(batch), GRPO)
+    policy.save(tmp_path)
+    other = policy_of(build("qwen3_moe", seed=9))
+    other.load(tmp_path)
+    for p in (policy, other):
+        p.update(batch, p.score(batch), GRPO)
+    for (name, a), (_, b) in zip(policy.weights(), other.weights(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_frozen_router_does_not_move_and_the_rest_does(batch):
+    model = build("qwen3_moe")
+    routers = {id(p) for p in router_parameters(model)}
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    policy = policy_of(model, optimizer={"router_lr_scale": 0.0})
+    policy.update(batch, policy.score(batch), GRPO)
+    moved = {n: not torch.equal(p, before[n]) for n, p in model.named_parameters()}
+    assert [n for n, p in model.named_parameters() if id(p) in routers] == [n for n in moved if "gate.weight" in n]
+    assert not any(moved[n] for n in moved if "gate.weight" in n)
+    assert any(moved[n] for n in moved if "experts" in n)
+
+
+def test_the_reported_gradient_norm_is_taken_before_clipping(batch):
+    norms = []
+    for clip in (0.0, 1e-4):
+        policy = policy_of(build("qwen3_moe"), optimizer={"grad_clip": clip})
+        norms.append(policy.update(batch, policy.score(batch), GRPO))
+    assert norms[0].grad_norm == norms[1].grad_norm > 1e-4
+    assert not norms[0].grad_clipped and norms[1].grad_clipped
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(batch):
+    policy = policy_of(build("qwen3_moe"))
+    old = policy.score(batch)
+    broken = replace(batch, advantages=batch.advantages / 0)
+    before = {n: w.clone() for n, w in policy.weights()}
+    with pytest.raises(Diverged, match="gradient norm"):
+        policy.update(broken, old, GRPO)
+    assert all(torch.equal(w, before[n]) for n, w in policy.weights())
+
+
+def test_rollout_replay_needs_routes_from_the_engine(batch):
+    policy = policy_of(build("qwen3_moe"))
+    with pytest.raises(ValueError, match="rollouts carry none"):
+        rollout(batch, policy.score(batch))

@@ -1,0 +1,102 @@
+"""Statistics against textbook numbers, closed forms and brute force."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from moe_rl import stats
+from moe_rl.errors import ConfigError
+
+
+def test_three_seeds_give_the_textbook_student_interval():
+    # mean 2, sd 1, t(2, 0.975) = 4.302653: 2 ± 4.302653 / √3
+    got = stats.interval([1, 2, 3])
+    assert (got.mean, got.n, got.method) == (2, 3, "95% Student t")
+    assert got.low == pytest.approx(2 - 2.484138, abs=1e-6)
+    assert got.high == pytest.approx(2 + 2.484138, abs=1e-6)
+
+
+def test_one_seed_has_no_interval_and_says_so():
+    got = stats.interval([0.5])
+    assert got.mean == 0.5 and np.isnan(got.low) and np.isnan(got.high)
+    assert got.method == "one seed, no interval" and "no interval" in str(got)
+
+
+def test_from_eight_seeds_on_the_bootstrap_is_used_and_is_reproducible():
+    values = np.random.default_rng(0).normal(size=8)
+    got = stats.interval(values)
+    assert got.method == "95% BCa bootstrap" and got == stats.interval(values)
+    assert got.low < got.mean < got.high
+    assert stats.interval(values[:7]).method == "95% Student t"
+
+
+def test_bootstrap_interval_of_many_normal_values_is_the_normal_interval():
+    values = np.random.default_rng(1).normal(size=400)
+    got, half = stats.interval(values), 1.96 * values.std(ddof=1) / 20
+    assert got.high - got.mean == pytest.approx(half, rel=0.06)
+    assert got.mean - got.low == pytest.approx(half, rel=0.06)
+
+
+def test_seeds_that_agree_have_an_interval_of_zero_width():
+    for n in (3, 9):
+        got = stats.interval([0.25] * n)
+        assert (got.low, got.high) == (0.25, 0.25)
+
+
+def test_a_nan_seed_is_not_dropped_silently():
+    assert np.isnan(stats.interval([1, float("nan"), 2]).mean)
+
+
+def test_band_is_the_interval_of_every_column():
+    values = np.random.default_rng(2).normal(size=(5, 4))
+    b = stats.band(values)
+    for j in range(4):
+        one = stats.interval(values[:, j])
+        assert (b.mean[j], b.low[j], b.high[j]) == pytest.approx((one.mean, one.low, one.high), abs=1e-15)
+
+
+def test_no_seed_is_an_error():
+    with pytest.raises(ConfigError, match="no seeds"):
+        stats.interval([])
+
+
+@pytest.mark.parametrize("n, high", [(3, 0.7076), (5, 0.5218), (8, 0.3694), (10, 0.3085), (20, 0.1684)])
+def test_no_collapse_in_n_runs_bounds_the_rate_as_in_the_tables(n, high):
+    got = stats.rate(0, n)
+    assert got.low == 0 and got.high == pytest.approx(high, abs=1e-4)
+    assert got.high == pytest.approx(1 - 0.025 ** (1 / n), abs=1e-9)  # closed form of Clopper–Pearson at zero events
+
+
+def test_sign_flip_test_counts_patterns_by_hand():
+    # differences 1, 2, 3: only +++ and --- reach |mean| 2, so p = 2/8
+    got = stats.paired({0: 2, 1: 3, 2: 4}, {0: 1, 1: 1, 2: 1})
+    assert got.p == got.p_smallest == 0.25
+    assert (got.n, got.difference.mean, got.method) == (3, 2, "exact sign flips")
+
+
+def test_sign_flip_test_agrees_with_brute_force():
+    d = np.random.default_rng(3).normal(0.3, 1, size=9)
+    flips = [abs(np.mean(np.array(s) * d)) for s in itertools.product([1, -1], repeat=9)]
+    brute = np.mean([f >= abs(d.mean()) - 1e-15 for f in flips])
+    assert stats.paired(dict(enumerate(d)), dict.fromkeys(range(9), 0.0)).p == brute
+
+
+def test_pairs_are_the_shared_seeds_only():
+    got = stats.paired({0: 1.0, 1: 5.0, 7: 100.0}, {1: 4.0, 0: 0.0, 8: -100.0})
+    assert got.n == 2 and got.difference.mean == 1
+    with pytest.raises(ConfigError, match="no seed is shared"):
+        stats.paired({0: 1.0}, {1: 1.0})
+
+
+def test_holm_of_the_textbook_example():
+    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert stats.holm([0.9, 0.8]) == [1, 1]
+    assert stats.holm([]) == []
+
+
+def test_iqm_is_the_mean_of_the_middle_half():
+    assert stats.iqm([0, 1, 2, 100]) == 1.5
+    assert stats.iqm([-50, 0, 1, 2, 3, 4, 5, 1000]) == 2.5
