@@ -11,16 +11,18 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from jaxtyping import Float
 from torch import Tensor
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.models import LoadedModel, completion_tokens, encode_prompts, save_checkpoint
+from moe_rl.models import LoadedModel, completion_tokens, encode_prompts, no_progress_bars, save_checkpoint
 from moe_rl.seeds import derive
 from moe_rl.tasks.base import Task, checked_reward, draw, held_out
 from moe_rl.types import Prompt, Rollout, Sampling
@@ -73,19 +75,17 @@ def cold_start(
     evaluation = {p.text for p in held_out(task, run.eval_prompts)}
     stop_prompts = draw(task, STOP_PROMPTS, derive(STOPPING, settings.seed), evaluation)
     stop_prompts = encode_prompts(stop_prompts, loaded.tokenizer)
-    examples = _examples(loaded, task, run, evaluation | {p.text for p in stop_prompts})
-    first = next(examples)
+    later = _examples(loaded, task, run, evaluation | {p.text for p in stop_prompts})
+    first = next(later)
     _check_reachable(first, loaded, run)
 
     identity = _identity(loaded, task, run, stop_prompts + first)
     folder = Path(cache_root) / "cold_starts" / _digest(identity)[:16]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    from filelock import FileLock
-
     with FileLock(folder.with_suffix(".lock")):  # a process killed inside gives it back
         if folder.exists():
             return _from_cache(folder, loaded, report)
-        result = _train(loaded, task, run, first, examples, stop_prompts, sample or _engine, report)
+        result = _train(loaded, task, run, chain([first], later), stop_prompts, sample or _engine, report)
         _write(folder, loaded, identity, result)
     return dataclasses.replace(result, path=folder)
 
@@ -105,8 +105,8 @@ def _check_reachable(examples: list[Prompt], loaded: LoadedModel, run: RunConfig
         raise ConfigError(f"cold_start.target is {target}; it is a success rate, so choose one in [0, 1] (0 = off).")
     if any(p.answer is None for p in examples):
         raise ConfigError(
-            f"task {run.task!r} has prompts without a reference answer, which a cold start cannot imitate; start from a "
-            "checkpoint that knows the task, with cold_start.target=0."
+            f"task {run.task!r} has prompts without a reference answer, so a cold start has nothing to imitate; start "
+            "from a checkpoint that knows the task, with cold_start.target=0."
         )
     lengths = [len(completion_tokens(p.answer or "", loaded.tokenizer)) - 1 for p in examples]
     fit = sum(n <= run.max_new_tokens for n in lengths) / len(lengths)
@@ -121,22 +121,20 @@ def _train(
     loaded: LoadedModel,
     task: Task,
     run: RunConfig,
-    first: list[Prompt],
     examples: Iterator[list[Prompt]],
     stop_prompts: list[Prompt],
     sample: Sample,
     report: Callable[[str], None],
 ) -> ColdStartResult:
-    """The loop. exp(sum of an answer's log-probs) is the chance of sampling that answer, so each training batch predicts
-    the success rate for nothing; sampling then decides."""
+    """The loop. exp(sum of an answer's log-probs) is the chance of sampling that answer, so each training batch
+    predicts the success rate for nothing; sampling then decides."""
     settings, model = run.cold_start, loaded.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
-    started, sampled, rate, best = time.process_time(), 0, 0.0, 0.0
-    pool = list(first)
-    for step in range(1, settings.max_steps + 1):
-        if not pool:
-            pool = next(examples)
-        batch, pool = pool[: settings.batch_size], pool[settings.batch_size :]
+    batches = (
+        chunk[i : i + settings.batch_size] for chunk in examples for i in range(0, len(chunk), settings.batch_size)
+    )
+    started, sampled, best = time.process_time(), 0, 0.0
+    for step, batch in zip(range(1, settings.max_steps + 1), batches, strict=False):
         optimizer.param_groups[0]["lr"] = settings.lr * min(1.0, step / WARM_UP)
         loss, predicted = _gradient(loaded, batch, run)
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
@@ -150,8 +148,8 @@ def _train(
             if rate >= settings.target:
                 return ColdStartResult(rate, step, time.process_time() - started, None)
     raise RunError(
-        f"the cold start of {run.model.name!r} on {run.task!r} reached a success rate of {rate:.1%} (best {best:.1%}) "
-        f"in {settings.max_steps} steps, not the target of {settings.target:.0%}: below it too few groups would have "
+        f"the cold start of {run.model.name!r} on {run.task!r} reached a success rate of {best:.1%} at best in "
+        f"{settings.max_steps} steps, not the target of {settings.target:.0%}: below it too few groups would have "
         "rewards that differ. Raise cold_start.max_steps, lower cold_start.target, or make the task easier."
     )
 
@@ -195,15 +193,17 @@ def _success_rate(
 ) -> float:
     """Share of full rewards among one completion per prompt, sampled as the run will sample."""
     sampling = Sampling(temperature=run.temperature, max_new_tokens=run.max_new_tokens, stop=run.stop)
-    key = derive(NOISE, run.cold_start.seed, step)
+    key = (NOISE, run.cold_start.seed, step)
     rollouts = sample(loaded.model, loaded.tokenizer, prompts, 1, key=key, sampling=sampling)
     return sum(checked_reward(task, r.prompt, r.text) >= 1.0 for r in rollouts) / len(rollouts)
 
 
-def _engine(model: Any, tokenizer: Any, prompts: list[Prompt], group_size: int, *, key: int, sampling: Sampling):
+def _engine(
+    model: Any, tokenizer: Any, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling
+) -> list[Rollout]:
     from moe_rl.rollouts.hf import HFEngine
 
-    return HFEngine(model, tokenizer).generate(prompts, group_size, key=key, sampling=sampling)
+    return HFEngine(model, tokenizer, record_routes=False).generate(prompts, group_size, key=key, sampling=sampling)
 
 
 def _identity(loaded: LoadedModel, task: Task, run: RunConfig, prompts: list[Prompt]) -> dict[str, Any]:
@@ -221,8 +221,16 @@ def _identity(loaded: LoadedModel, task: Task, run: RunConfig, prompts: list[Pro
         "eval_prompts": run.eval_prompts,
         "weights": weights.hexdigest(),
         "prompts": _digest([[p.tokens, p.answer] for p in prompts]),
-        "code": _digest([Path(f).read_text() for f in (__file__, inspect.getfile(type(task)))]),
+        "code": _digest([Path(__file__).read_text(), _source(type(task))]),
     }
+
+
+def _source(cls: type) -> str:
+    """The file that defines a class; its name alone where there is none, as in a notebook."""
+    try:
+        return Path(inspect.getfile(cls)).read_text()
+    except (TypeError, OSError):
+        return cls.__qualname__
 
 
 def _digest(value: Any) -> str:
@@ -244,7 +252,8 @@ def _from_cache(folder: Path, loaded: LoadedModel, report: Callable[[str], None]
 
     try:
         record = json.loads((folder / "cold_start.json").read_text())
-        saved = AutoModelForCausalLM.from_pretrained(folder, dtype=loaded.model.dtype, local_files_only=True)
+        with no_progress_bars():
+            saved = AutoModelForCausalLM.from_pretrained(folder, dtype=loaded.model.dtype, local_files_only=True)
         loaded.model.load_state_dict(saved.state_dict())
         result = ColdStartResult(record["rate"], record["steps"], record["seconds"], folder, cached=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from moe_rl.columns import TABLES, timing
 from moe_rl.errors import RunError
-from moe_rl.runs import differing, read_manifest, run_folders, state
+from moe_rl.runs import ENDED, differing, read_manifest, run_folders, state
 
 LABELS = ["study", "arm", "factors", "seed", "code"]
 """Columns that every frame starts with: which run a row belongs to, and the code that wrote it."""
@@ -30,7 +30,17 @@ class Frames:
 
     def cell(self, factors: str) -> Frames:
         """The rows of one combination of factors."""
-        return Frames(*(f[f["factors"] == factors] for f in (self.runs, self.steps, self.updates, self.layers)))
+        return self._where(lambda frame: frame["factors"] == factors)
+
+    def select(self, paths: Sequence[Path]) -> Frames:
+        """The rows of some runs, and of what was left out only those."""
+        wanted = {tuple(labels_of(path).values()) for path in paths}
+        kept = self._where(lambda f: [key in wanted for key in f[LABELS[:4]].itertuples(index=False, name=None)])
+        return replace(kept, left_out=tuple(t for t in self.left_out if t.startswith(tuple(f"{p} (" for p in paths))))
+
+    def _where(self, rows: Callable[[pd.DataFrame], Any]) -> Frames:
+        tables = (self.runs, self.steps, self.updates, self.layers)
+        return Frames(*(frame[rows(frame)] if len(frame) else frame for frame in tables))
 
 
 @dataclass(frozen=True)
@@ -53,12 +63,12 @@ def load_study(root: Path, *, unfinished: bool = False, mix_code: bool = False) 
     runs, tables, left_out = [], {name: [] for name in TABLES}, []
     for path in run_folders(root):
         manifest, now = read_manifest(path), state(path)
-        if now["state"] != "finished" and not unfinished:
+        if now["state"] not in ENDED and not unfinished:
             left_out.append(f"{path} ({now['state']}, step {now['step']} of {now['steps']})")
             continue
         labels = labels_of(path) | {"code": " then ".join(manifest["code"])}
         runs.append(labels | {"path": str(path), "state": now["state"], "step": now["step"], "hash": manifest["hash"],
-                              "seconds": manifest.get("seconds"), "weights": manifest.get("weights_digest")})
+                              "seconds": manifest.get("seconds"), "checkpoint": manifest.get("checkpoint")})
         for name in TABLES:
             frame = read_table(path, name)
             tables[name].append(frame.assign(**labels)[[*LABELS, *frame.columns]])
@@ -77,7 +87,7 @@ def load_study(root: Path, *, unfinished: bool = False, mix_code: bool = False) 
 def read_table(path: Path, name: str) -> pd.DataFrame:
     """One table of one run: the published one, else that of the last commit; empty before the first."""
     commits = sorted((path / "commit").glob("step=*"))
-    folder = path if state(path)["state"] == "finished" or not commits else commits[-1]
+    folder = path if state(path)["state"] in ENDED or not commits else commits[-1]
     file = folder / f"{name}.parquet"
     if not file.exists():
         return pd.DataFrame(columns=list(TABLES[name]))
@@ -92,8 +102,8 @@ def labels_of(path: Path) -> dict[str, Any]:
 
 
 def settings_that_differ(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
-    """Everything but numbers in which two runs differ: configuration, code, packages, threads, final weights."""
-    keys = ("config", "code", "packages", "device", "threads", "finished", "weights_digest")
+    """Everything but numbers in which two runs differ: configuration, code, packages, threads, final checkpoint."""
+    keys = ("config", "code", "packages", "device", "threads", "finished", "checkpoint")
     left, right = ({k: _manifest(path).get(k) for k in keys} for path in (a, b))
     return differing(left, right)
 

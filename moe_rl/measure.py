@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from moe_rl.config import Measure
 from moe_rl.metrics import ratios, volatility
 from moe_rl.policies.base import Policy
+from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, Updated
 
 Row = dict[str, float]
@@ -33,8 +34,11 @@ def prompt_rows(batch: Batch) -> Bool[Tensor, "batch time"]:
     return nn.functional.pad(batch.attention_mask[:, 1:], (0, 1)) & ~response_rows(batch)
 
 
-def update_row(part: Batch, old: Scored, updated: Updated, natural: Scored, replays: bool) -> Row:
-    """One optimizer step: ratios and clipping of its mini-batch, and how far its routes had moved before the step."""
+def update_row(part: Batch, old: Scored, updated: Updated, natural: Scored, forced: RoutingTrace | None) -> Row:
+    """One optimizer step: ratios and clipping of its mini-batch, and how far its routes had moved before the step.
+
+    `forced` are the routes that the arm replays on this mini-batch, None when it is live.
+    """
     rows = response_rows(part)
     row = {
         "loss": updated.loss,
@@ -43,9 +47,8 @@ def update_row(part: Batch, old: Scored, updated: Updated, natural: Scored, repl
         "entropy": _mean(updated.entropy, part.response_mask),
         **ratio_row(part, updated.logprobs - old.logprobs, updated.lost),
     }
-    if replays:
-        forced, preferred = updated.routes, updated.preferred
-        row["pull"] = volatility.route_change(forced.ids(), preferred.ids(), rows).row()["slot_change"]
+    if forced is not None:
+        row["pull"] = volatility.route_change(forced.ids(), updated.preferred.ids(), rows).row()["slot_change"]
         row["coverage"] = forced.known[rows | prompt_rows(part)].double().mean().item()
     else:
         change = volatility.route_change(natural.routes.ids(), updated.routes.ids(), rows).row()

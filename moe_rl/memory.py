@@ -6,6 +6,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from moe_rl.config import RunConfig
@@ -47,8 +48,9 @@ def estimate_memory(run: RunConfig, prompt_tokens: int) -> MemoryEstimate:
     """The memory of a run whose longest prompt has `prompt_tokens` tokens; nothing is loaded, the weights are counted
     on the meta device.
 
-    With P parameters of b bytes, L layers, width h, vocabulary V, k experts of width w per token, time T = prompt_tokens
-    + max_new_tokens, R = prompts × group rollouts and M = min(micro_batch, ceil(R / mini_batches)) rows per forward:
+    With P parameters of b bytes, L layers, width h, vocabulary V, k experts of width w per token, time
+    T = prompt_tokens + max_new_tokens, R = prompts × group rollouts and M = min(micro_batch, ceil(R / mini_batches))
+    rows per forward:
 
         weights = gradients = P b,  optimizer = 2 P b,  reference = P b with a KL term
         activations = M T (L A + 3 V) b,  A = 8 h + 5 heads head_dim + k (4 w + 2 h);
@@ -107,8 +109,6 @@ def available_memory(device: str = "cpu") -> int:
     """Free bytes of a CUDA device, or the bytes this machine can give to a process without swapping."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(torch.device(device))[0]
-    import psutil
-
     return psutil.virtual_memory().available
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,7 +122,7 @@ def load(model_config: ModelConfig, seed: int) -> LoadedModel:
     if model_config.name in PRESETS:
         config = hf_config(model_config)
         with torch.random.fork_rng(devices=[]):  # drawn on the CPU, so that every device starts from the same weights
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which would also seed CUDA
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         tokenizer = byte_tokenizer(config.vocab_size)
     else:
@@ -200,8 +200,23 @@ def completion_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a Hugging Face checkpoint; `AutoModelForCausalLM.from_pretrained(folder)` returns the same bits."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with no_progress_bars():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Silences those of transformers, which would break up a study's own display."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -243,9 +258,7 @@ def _placement(model_config: ModelConfig) -> tuple[torch.device, torch.dtype]:
     return device, dtype
 
 
-def _from_checkpoint(
-    model_config: ModelConfig, dtype: torch.dtype
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _from_checkpoint(model_config: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     name = model_config.name
@@ -267,13 +280,14 @@ def _from_checkpoint(
 
 def _from_hub(auto_class: type, name: str, dtype: torch.dtype | None = None) -> Any:
     """`auto_class.from_pretrained`, with a folder or name that is not there reported in one sentence."""
-    is_hub_name = name.count("/") <= 1 and not name.startswith((".", "/", "~")) and os.sep not in name.replace("/", "")
-    if not Path(name).expanduser().is_dir():
-        if not is_hub_name or "/" not in name:
-            unknown("model preset or checkpoint folder", name, PRESETS)
+    path = Path(name).expanduser()
+    owner, slash, repository = name.partition("/")
+    on_hub = slash and "/" not in repository and owner not in ("", ".", "..", "~") and not Path(owner).is_dir()
+    if not path.is_dir() and not on_hub:
+        unknown("model preset or checkpoint folder", name, PRESETS)
     settings = {} if dtype is None else {"dtype": dtype}
     try:
-        return auto_class.from_pretrained(str(Path(name).expanduser()), trust_remote_code=False, **settings)
+        return auto_class.from_pretrained(str(path), trust_remote_code=False, **settings)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"{name!r} cannot be loaded as a Hugging Face causal-LM checkpoint: {reason}") from error

@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.frames import Frames
+from moe_rl.metrics.attribution import AttributionSums
 from moe_rl.stats import Band, band
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -29,7 +30,7 @@ STYLE = {
     "savefig.dpi": 160, "svg.hashsalt": "moe_rl",
 }
 SHARES = {"replayed": "left under replay\nVar(R)", "routes": "route changes\nVar(J)",
-          "both": "both together\n2 Cov(R, J)"}
+          "covariance": "both together\n2 Cov(R, J)"}
 POINTS = 25
 """Most points of a curve over steps: more are averaged within windows of equal length, so that bands stay readable."""
 styled = matplotlib.rc_context(STYLE)
@@ -55,7 +56,7 @@ def clipping(frames: Frames, arms: Sequence[str]) -> Figure:
     figure, axes = _figure(2, "How much does clipping take away?", sharey=True)
     over_steps, window = windows(frames.steps, "clip_tokens")
     note = _curves(axes[0], over_steps, "clip_tokens", "step", arms)
-    axes[0].set(title="Over training", xlabel="step" + window, ylabel="clipped share of response tokens")
+    axes[0].set(title="Over training", xlabel="step" + window, ylabel="clipped share of tokens with an advantage")
     by_update = _mean_by(frames.updates, "clip_tokens", "update")
     _curves(axes[1], by_update[by_update["update"] > 1], "clip_tokens", "update", arms, marker="o")
     axes[1].set(title="By mini-batch, mean over steps", xlabel="mini-batch index (the first is 0 by construction)")
@@ -97,8 +98,8 @@ def ratio_spread(frames: Frames, arms: Sequence[str]) -> Figure:
             face = None if column == "natural_std" else "white"
             note = _curves(ax, spread, column, "update", [arm], colour_of=arms, marker="o", linestyle=line, face=face,
                            label=name)
-        ax.set(title=arm, xlabel="mini-batch index")
-        ax.title.set_color(COLOURS[list(arms).index(arm) % len(COLOURS)])
+        ax.set_title(arm, color=COLOURS[list(arms).index(arm) % len(COLOURS)])
+        ax.set_xlabel("mini-batch index (the first is 0)")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.set_ylim(bottom=0)
         ax.legend(loc="upper left")
@@ -137,21 +138,15 @@ def variance_shares(frames: Frames, arms: Sequence[str]) -> Figure:
 
 
 def attribution(updates: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Pool the attribution sums of each run (and each value of `by`), then divide.
-
-    With D natural, R replayed, J = D − R: `natural_std`, `replayed_std` in nats, and the shares `replayed`, `routes`,
-    `both` of Var(D), NaN where Var(D) < 1e-12.
-    """
-    names = ["n", *(f"sum_{s}" for s in ("d", "r", "dd", "rr", "jj", "rj"))]
-    _need(updates, *(f"attribution_{n}" for n in names))
-    measured = updates.dropna(subset=["attribution_n"])
-    total = measured.groupby(["arm", "seed", *by])[[f"attribution_{n}" for n in names]].sum().reset_index()
-    n, d, r, dd, rr, jj, rj = (total[f"attribution_{name}"] for name in names)
-    var_d, var_r = dd / n - (d / n) ** 2, rr / n - (r / n) ** 2
-    var_j, cov = jj / n - ((d - r) / n) ** 2, rj / n - (r / n) * ((d - r) / n)
-    safe = var_d.where(var_d >= 1e-12)
-    return total.assign(natural_std=np.sqrt(var_d.clip(lower=0)), replayed_std=np.sqrt(var_r.clip(lower=0)),
-                        replayed=var_r / safe, routes=var_j / safe, both=2 * cov / safe)
+    """Pool the attribution sums of each run (and each value of `by`), then divide: `AttributionSums.shares`, with
+    `natural_std` and `replayed_std`, the standard deviations of D and R in nats."""
+    sums = ["attribution_n", *(f"attribution_sum_{s}" for s in ("d", "r", "dd", "rr", "jj", "rj"))]
+    _need(updates, *sums)
+    pooled = updates.dropna(subset=sums).groupby(["arm", "seed", *by])[sums].sum()
+    shares = [AttributionSums(*row).shares() for row in pooled.itertuples(index=False)]
+    found = pooled.reset_index().join(pd.DataFrame(shares, columns=["variance", *SHARES]))
+    return found.assign(natural_std=found["variance"] ** 0.5,
+                        replayed_std=(found["replayed"] * found["variance"]) ** 0.5)
 
 
 def windows(steps: pd.DataFrame, column: str) -> tuple[pd.DataFrame, str]:
@@ -198,13 +193,14 @@ def _curves(ax: Axes, frame: pd.DataFrame, column: str, x: str, arms: Sequence[s
     note = ""
     for arm in arms:
         rows = frame[frame["arm"] == arm].dropna(subset=[column])
-        values = rows.pivot(index="seed", columns=x, values=column).dropna(axis=1)  # where every seed was measured
+        every = rows.pivot(index="seed", columns=x, values=column)
+        values = every.dropna(axis=1)  # mean and interval only where every seed was measured: n never changes
         if values.empty:
             continue
         colour = COLOURS[list(colour_of or arms).index(arm) % len(COLOURS)]
         b = band(values.to_numpy())
-        for seed, row in values.iterrows():
-            ax.plot(row.index, row, color=colour, alpha=0.35, linewidth=0.8, linestyle=linestyle,
+        for seed, row in every.iterrows():
+            ax.plot(row.dropna().index, row.dropna(), color=colour, alpha=0.35, linewidth=0.8, linestyle=linestyle,
                     gid=f"{arm} seed={seed} {column}")
         ax.fill_between(values.columns, b.low, b.high, color=colour, alpha=0.15, linewidth=0)
         ax.plot(values.columns, b.mean, color=colour, linestyle=linestyle, marker=marker, markersize=4.5,
@@ -226,8 +222,11 @@ def _note(b: Band, what: str) -> str:
 def _finish(figure: Figure, axes: list[Axes], note: str, legend: bool = True) -> Figure:
     if legend:
         handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-    figure.supxlabel(note, fontsize=9, color="#555555")
+        box = figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), title=note,
+                            title_fontsize=9)
+        box.get_title().set_color("#555555")
+    else:
+        figure.supxlabel(note, fontsize=9, color="#555555")
     return figure
 
 

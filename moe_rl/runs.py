@@ -12,6 +12,7 @@ No torch here: listing, plotting and comparing runs stays instant.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -29,6 +30,8 @@ from moe_rl.errors import RunError
 from moe_rl.versions import code_version, git_state, package_versions
 
 Row = dict[str, Any]
+ENDED = ("finished", "diverged")
+"""States of a run that is not run again."""
 
 
 @dataclass
@@ -67,7 +70,7 @@ class RunFolder:
                      "device": config.get("model", {}).get("device", "cpu"),
                      "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count()}
         folder = cls(path, lock, manifest)
-        _write_json(path / "manifest.json", manifest)
+        write_json(path / "manifest.json", manifest)
         return folder
 
     def __enter__(self) -> RunFolder:
@@ -118,10 +121,13 @@ class RunFolder:
         """Where the run is, for `list` and the live display: atomically replaced, not fsynced."""
         steps, now = self.manifest["config"]["steps"], time.time()
         state = {"step": step, "steps": steps, "started": self._opened, "updated": now, "pid": os.getpid(), **values}
-        _write_json(self.path / "progress.json", state, fsync=False)
+        write_json(self.path / "progress.json", state, fsync=False)
 
     def finish(self, **extra: Any) -> None:
-        """Publish the last commit's tables at the run's root and mark the run finished; `extra` joins the manifest."""
+        """Publish the last commit's tables at the run's root and mark the run finished.
+
+        The manifest gains the step, the seconds of all steps, a digest of the final checkpoint, and `extra`.
+        """
         commit = _latest_commit(self.path)
         if commit is None:
             raise RunError(f"{self.path} has no commit, so there is nothing to finish; commit the last step first")
@@ -132,8 +138,9 @@ class RunFolder:
             aside.rename(self.path / f"{name}.parquet")
         rows = _read(commit, "steps")
         seconds = sum(s or 0 for s in rows["seconds_step"].to_pylist()) if "seconds_step" in rows.column_names else None
-        self.manifest |= {"finished": _step(commit), "finished_at": time.time(), "seconds": seconds, **extra}
-        _write_json(self.path / "manifest.json", self.manifest)
+        self.manifest |= {"finished": _step(commit), "finished_at": time.time(), "seconds": seconds,
+                          "checkpoint": _digest(commit / "checkpoint"), **extra}
+        write_json(self.path / "manifest.json", self.manifest)
 
 
 def check(path: Path, config: Mapping[str, Any], hash: str) -> None:
@@ -155,15 +162,16 @@ def check(path: Path, config: Mapping[str, Any], hash: str) -> None:
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """The run's manifest, or None where there is none. Raises RunError for a file that is not one."""
-    return _read_json(path / "manifest.json", ("hash", "config", "code"))
+    return read_json(path / "manifest.json", ("hash", "config", "code"))
 
 
 def state(path: Path, steps: int | None = None) -> dict[str, Any]:
-    """What a run is doing: its progress and `state`, one of waiting, running, failed, interrupted, finished.
+    """What a run is doing: its progress and `state`: waiting, running, failed, interrupted, finished or diverged.
 
-    `steps` is the length asked for, by default the one in the manifest.
+    `steps` is the length asked for, by default the one in the manifest. A diverged run has ended: its numbers stopped
+    being finite, which is a result.
     """
-    manifest, progress = read_manifest(path), _read_json(path / "progress.json", ("step",)) or {"step": 0}
+    manifest, progress = read_manifest(path), read_json(path / "progress.json", ("step",)) or {"step": 0}
     if manifest is None:
         return {**progress, "state": "waiting", "steps": steps}
     steps = steps or manifest["config"]["steps"]
@@ -171,10 +179,12 @@ def state(path: Path, steps: int | None = None) -> dict[str, Any]:
         name = "running"
     elif manifest.get("finished", -1) >= steps:
         name, progress["step"] = "finished", manifest["finished"]
+    elif "diverged" in manifest:
+        name, progress["step"] = "diverged", manifest["finished"]
     else:
         name = "failed" if "error" in progress else "interrupted"
     left = (steps - progress["step"]) * progress["seconds_per_step"] if progress.get("seconds_per_step") else None
-    return {**progress, "state": name, "steps": steps, "seconds_left": 0.0 if name == "finished" else left}
+    return {**progress, "state": name, "steps": steps, "seconds_left": 0.0 if name in ENDED else left}
 
 
 def run_folders(root: Path) -> Iterator[Path]:
@@ -236,11 +246,19 @@ def _latest_commit(path: Path) -> Path | None:
     return max((path / "commit").glob("step=*"), key=_step, default=None)
 
 
+def _digest(folder: Path) -> str:
+    """Of the names and bytes of all files: equal weights and optimizer states, equal digest."""
+    digest = hashlib.sha256()
+    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
+        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
 def _read(folder: Path, table: str) -> pa.Table:
     return pq.read_table(folder / f"{table}.parquet", partitioning=None)  # else "seed=0" in the path becomes a column
 
 
-def _read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
+def read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
     try:
         content = json.loads(file.read_text())
     except FileNotFoundError:
@@ -252,7 +270,7 @@ def _read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
     return content
 
 
-def _write_json(file: Path, content: Mapping[str, Any], fsync: bool = True) -> None:
+def write_json(file: Path, content: Mapping[str, Any], fsync: bool = True) -> None:
     aside = file.with_name(f".tmp-{file.name}")
     aside.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
     if fsync:

@@ -25,6 +25,7 @@ from typing import Any
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError
 
+TRAINER = "moe_rl.execute:execute"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -59,8 +60,8 @@ class Study:
     cost: str = ""
     seconds_per_step: float | None = None
     """Of one core, for the estimate that `--dry-run` prints."""
-    trainer: str = "moe_rl.trainer:train"
-    """What carries out a run: `train(run, folder, *, cache, on_step)`, imported in the worker process."""
+    trainer: str = TRAINER
+    """What carries out a run: `execute(run, folder, *, cache, on_step)`, imported in the worker process."""
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
@@ -88,23 +89,6 @@ class Study:
             cell = ",".join(f"{k}={re.sub(r'[^A-Za-z0-9._+-]', '_', str(v))}" for k, v in chosen.items()) or "base"
             planned.append(Planned(out / self.name / arm.name / cell / f"seed={seed}", config))
         return planned
-
-
-def cautions(config: RunConfig) -> list[str]:
-    """Settings under which a comparison says nothing, each with what to do about it."""
-    found, arm = [], config.arm
-    if config.mini_batches == 1:
-        found.append("mini_batches=1: with one update per step every ratio is 1, so clipping and replay do nothing and "
-                     "all arms coincide; use at least 2")
-    if arm.loss.startswith("gspo") and arm.clip and max(arm.clip) >= 0.1:
-        found.append(f"arm {arm.name!r}: a clip range of {arm.clip} on sequence ratios never clips; they spread by "
-                     "1/√length less than token ratios, so use about 0.01 for short responses")
-    if arm.routes != "live" and config.model.overrides.get("output_router_logits"):
-        found.append(f"arm {arm.name!r}: a load-balancing loss under replay pushes routers away from the routes that "
-                     "are forced; turn output_router_logits off")
-    if config.group_size == 1:
-        found.append("group_size=1: a group of one has advantage 0, so nothing is learned; use at least 2")
-    return found
 
 
 def load_study_file(source: str) -> Study:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,8 +53,8 @@ class Parts:
 def train(run: RunConfig, parts: Parts, folder: RunFolder, on_step: Callable[[Row], None] | None = None) -> None:
     """Run, or go on with, `run` in `folder` until `run.steps`; resumes at the last commit and ends identical.
 
-    Each step draws prompts, samples completions, scores them under π_old, and takes one update per mini-batch. Raises
-    Diverged, after committing what was measured, when gradients stop being finite.
+    Each step draws prompts, samples completions, scores them under π_old, and takes one update per mini-batch. A run
+    whose gradients stop being finite is finished there, with what was measured, and says so in its manifest.
     """
     for text in warn_void(run):
         warnings.warn(text, stacklevel=2)
@@ -70,9 +69,10 @@ def train(run: RunConfig, parts: Parts, folder: RunFolder, on_step: Callable[[Ro
         try:
             row, updates, layers = train_step(run, parts, step, clock)
         except Diverged as error:
+            warnings.warn(f"step {step}: {error}", stacklevel=2)
             folder.commit(step - 1, tables, parts.policy.save)
-            folder.finish(diverged=str(error))
-            raise
+            folder.finish(diverged=f"step {step}: {error}")
+            return
         if step % run.eval_every == 0 or step == run.steps:
             with clock("evaluate"):
                 row |= evaluate(run, parts)
@@ -83,7 +83,6 @@ def train(run: RunConfig, parts: Parts, folder: RunFolder, on_step: Callable[[Ro
         tables.layers.extend(layers)
         if step % run.save_every == 0 or step == run.steps:
             folder.commit(step, tables, parts.policy.save)
-        folder.progress(step, reward=row["reward"], seconds_step=clock.seconds["step"])
         if on_step:
             on_step(tables.steps[-1])
     folder.finish()
@@ -115,10 +114,11 @@ def train_step(run: RunConfig, parts: Parts, step: int, clock: Clock) -> tuple[R
         old_part, natural_part = old.rows(index, width), natural.rows(index, width)
         with clock("measure"):
             detail_row = probe.before_update(number)
+        forced = None if routes is None else routes.rows(index, width)
         with clock("update"):
-            updated = policy.update(part, old_part, parts.objective, routes and routes.rows(index, width))
+            updated = policy.update(part, old_part, parts.objective, forced)
         with clock("measure"):
-            row = update_row(part, old_part, updated, natural_part, replays=routes is not None)
+            row = update_row(part, old_part, updated, natural_part, forced)
             detail_row |= probe.after_update(number)
             log_ratio[index, :width] = updated.logprobs - old_part.logprobs
             lost[index, :width] = updated.lost

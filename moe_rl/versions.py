@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-READERS = [f"{name}.py" for name in ("__main__", "cli", "columns", "frames", "plots", "runs", "stats", "study", "summary",
-                                     "versions", "workers")]
+READERS = ["__main__.py", "cli.py", "columns.py", "frames.py", "plots.py", "report.py", "runs.py", "stats.py",
+           "study.py", "summary.py", "versions.py", "workers.py"]
 """Modules that only read or move finished numbers: a change in them does not make another code version."""
 
 

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from moe_rl import runs
-from moe_rl.errors import ConfigError, MoeRlError, RunError
-from moe_rl.study import Planned, Study
+from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError
+from moe_rl.study import TRAINER, Planned, Study
 from moe_rl.versions import code_version
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
@@ -58,7 +59,7 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
     for p in planned:
         runs.check(p.path, p.config.to_dict(), p.config.hash)
         _check_code(p.path, mix_code)
-    waiting = [p for p in planned if runs.state(p.path, p.config.steps)["state"] != "finished"]
+    waiting = [p for p in planned if runs.state(p.path, p.config.steps)["state"] not in runs.ENDED]
     console.print(f"{study.name}: {len(planned)} runs, {len(planned) - len(waiting)} finished, "
                   f"{min(jobs, len(waiting))} at a time")
     running: dict[subprocess.Popen, Planned] = {}
@@ -82,6 +83,32 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
             process.kill()  # runs survive it, and it cannot be ignored
             process.wait()
     return failures
+
+
+def preflight(study: Study, planned: Sequence[Planned]) -> list[str]:
+    """Why the comparison would be void, one sentence each, found before any process starts.
+
+    Raises ConfigError for a task, loss or route source that cannot be used. A study with a trainer of its own is left
+    to that trainer.
+    """
+    if study.trainer != TRAINER:
+        return []
+    from moe_rl.execute import source_of  # these import torch
+    from moe_rl.losses import objective_of
+    from moe_rl.tasks.base import load_task
+    from moe_rl.trainer import warn_void
+
+    found: dict[str, None] = {}
+    tasks = {json.dumps([p.config.task, dict(p.config.task_options)], sort_keys=True): p.config for p in planned}
+    for config in tasks.values():
+        load_task(config.task, config.task_options)
+    for config in (p.config for p in planned):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            objective_of(config.arm)
+            source_of(config.arm.routes)
+            found |= dict.fromkeys([*warn_void(config), *(str(w.message) for w in caught)])
+    return list(found)
 
 
 def start(planned: Planned, trainer: str, cache: Path) -> subprocess.Popen:
@@ -110,6 +137,8 @@ def work() -> int:
                 load(trainer)(planned.config, folder, cache=cache, on_step=watch)
                 if folder.manifest.get("finished", -1) < planned.config.steps:
                     raise RunError(f"{trainer} returned before {planned.path} was finished")
+            except Diverged as error:  # a result, which the trainer has committed
+                print(error, file=sys.stderr)
             except BaseException as error:
                 folder.progress(watch.step, error=str(error) or type(error).__name__)
                 raise
@@ -229,7 +258,8 @@ def _job() -> tuple[Any, ...]:
 
 
 def _die_with_parent() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # not sys.stdin: its lock would be held when the interpreter ends
+        pass
     os._exit(1)
 
 

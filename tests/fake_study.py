@@ -6,7 +6,6 @@ writes included, to be killed anywhere.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable
@@ -39,7 +38,7 @@ def fake_step(config: RunConfig, step: int, weights: np.ndarray) -> tuple[Row, l
         "clip_sequences": float(clip * rng.lognormal(0, 0.3)), "token_log_ratio_var": 0.004 * rng.lognormal(0, 0.2),
         "slot_change": float(0.06 + 0.05 * progress + rng.normal(0, 0.004)), "replay_gap_std": 0.03,
         "set_change": float(0.1 + 0.08 * progress), "seconds_step": time.perf_counter() % 1,
-        "memory_peak_mb": 500.0, "response_tokens": 13.0, "truncated": 0.0, "exact": learnt, "lr": 2e-4,
+        "memory_peak_mb": 500.0, "response_tokens": 13.0, "truncated": 0.0, "exact": learnt,
         "grad_norm": float(np.abs(weights).mean()), "grad_clipped": 0.5,
     }
     if step % 10 == 0 or step == 1:
@@ -52,8 +51,9 @@ def fake_step(config: RunConfig, step: int, weights: np.ndarray) -> tuple[Row, l
         updates.append({
             "step": step, "update": update, "loss": rng.normal(), "clip_tokens": float(clip * (update - 1) / 4),
             "token_log_ratio_var": d2 / 2000,
-            "attribution_n": 2000, "attribution_sum_d": 0.1, "attribution_sum_r": 0.1, "attribution_sum_dd": d2,
-            "attribution_sum_rr": r2, "attribution_sum_jj": d2 - r2 + 0.1 * d2, "attribution_sum_rj": -0.05 * d2,
+            "lr": 2e-4, "attribution_n": 2000, "attribution_sum_d": 0.1, "attribution_sum_r": 0.1,
+            "attribution_sum_dd": d2, "attribution_sum_rr": r2,
+            "attribution_sum_jj": d2 - r2 + 0.1 * d2, "attribution_sum_rj": -0.05 * d2,
         })
     layers = [{"step": step, "site": s, "layer": s, "slot_change": float(row["slot_change"] * (0.7 + 0.1 * s)),
                "set_change": float(row["set_change"] * (0.7 + 0.1 * s))} for s in range(SITES)]
@@ -61,7 +61,7 @@ def fake_step(config: RunConfig, step: int, weights: np.ndarray) -> tuple[Row, l
 
 
 def train(config: RunConfig, folder: RunFolder, *, cache: Path, on_step: Callable[[Row], None] | None = None) -> None:
-    """As `moe_rl.trainer.train`, without a model. `task` makes it fail on request."""
+    """As `moe_rl.execute.execute`, without a model. `task` makes it fail on request."""
     if config.task == "broken" and config.arm.name == "gspo":
         raise ZeroDivisionError("a bug in the trainer")
     if config.task == "unknown":
@@ -86,7 +86,7 @@ def train(config: RunConfig, folder: RunFolder, *, cache: Path, on_step: Callabl
             folder.commit(step, tables, save)
         if on_step:
             on_step(row)
-    folder.finish(weights_digest=hashlib.sha256(weights.tobytes()).hexdigest())
+    folder.finish()
 
 
 def fake_tables(config: RunConfig) -> Tables:

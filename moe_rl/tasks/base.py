@@ -71,9 +71,8 @@ def draw(task: Task, count: int, seed: int, excluding: Collection[str] = ()) -> 
         if not prompts:
             raise ConfigError(f"{type(task).__name__}.prompts({count * factor}, {seed}) returned no prompts at all.")
         if not all(isinstance(p, Prompt) for p in prompts):
-            raise ConfigError(
-                f"{type(task).__name__}.prompts must return moe_rl.types.Prompt objects, not {type(prompts[0]).__name__}."
-            )
+            kind = type(prompts[0]).__name__
+            raise ConfigError(f"{type(task).__name__}.prompts must return moe_rl.types.Prompt objects, not {kind}.")
         fresh = [p for p in prompts if p.text not in excluded]
         if len(fresh) >= count:
             return fresh[:count]
@@ -82,8 +81,8 @@ def draw(task: Task, count: int, seed: int, excluding: Collection[str] = ()) -> 
         factor *= 2
     raise ConfigError(
         f"{type(task).__name__} has too few prompts: {count} were asked for, but of {len(prompts)} drawn "
-        f"({len({p.text for p in prompts})} different) only {len(fresh)} are not among the {len(excluded)} held out for "
-        "another purpose. Ask for fewer evaluation prompts, or give the task more data."
+        f"({len({p.text for p in prompts})} different) only {len(fresh)} are not among the {len(excluded)} held out "
+        "for another purpose. Ask for fewer evaluation prompts, or give the task more data."
     )
 
 
@@ -102,7 +101,7 @@ def checked_reward(task: Task, prompt: Prompt, completion: str) -> float:
     if not 0.0 <= value <= 1.0:
         raise ConfigError(
             f"{type(task).__name__}.reward returned {reward!r} for the completion {completion[:80]!r} of the prompt "
-            f"{prompt.text[:80]!r}; a reward must be a number in [0, 1], since advantages and rates are computed from it."
+            f"{prompt.text[:80]!r}; a reward must be a number in [0, 1], since advantages and rates are made of it."
         )
     return value
 
@@ -114,7 +113,9 @@ def construct(cls: type, options: Mapping[str, Any], spec: str) -> Task:
     except TypeError as error:
         raise ConfigError(f"task {spec!r} cannot be built with the options {dict(options)!r}: {error}") from error
     if not isinstance(task, Task):
-        raise ConfigError(f"{spec!r} is no task: a task has the methods prompts(count, seed) and reward(prompt, completion).")
+        raise ConfigError(
+            f"{spec!r} is no task: it needs the methods prompts(count, seed) and reward(prompt, completion)."
+        )
     return task
 
 

@@ -1,0 +1,158 @@
+"""RoutingTrace as a value: what it refuses, how it is cut and moved, and that a file gives back what was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_rl.errors import RoutingError
+from moe_rl.routing import Layout, RoutingTrace, Site
+
+
+def layout(experts=8, k=2, sites=3):
+    return Layout(tuple(Site(f"layers.{i}.gate", i, experts, k) for i in range(sites)), "tiny-0")
+
+
+def random_trace(batch=3, time=5, seed=0, lengths=None, **kwargs):
+    """Routes of right-padded rows, unknown at padding."""
+    shape = layout(**kwargs)
+    generator = torch.Generator().manual_seed(seed)
+    site = shape.sites[0]
+    order = torch.rand(batch, time, len(shape.sites), site.num_experts, generator=generator).argsort(-1)
+    ids = order[..., : site.top_k]
+    mask = torch.arange(time)[None] < torch.tensor(lengths or [time] * batch)[:, None]
+    ids[~mask] = -1
+    tokens = torch.randint(0, 99, (batch, time), generator=generator) * mask
+    return RoutingTrace.from_ids(ids, shape, tokens=tokens, attention_mask=mask, weight_version="step 3")
+
+
+@pytest.mark.parametrize("experts, dtype", [(8, torch.uint8), (255, torch.uint8), (256, torch.int16), (600, torch.int16)])
+def test_an_id_takes_one_byte_up_to_255_experts(experts, dtype):
+    trace = random_trace(experts=experts)
+    assert trace.experts.dtype == dtype
+    ids = trace.ids()
+    assert ids.min() >= 0 and ids.max() < experts
+
+
+def test_the_largest_id_is_not_mistaken_for_unknown():
+    ids = torch.tensor([[[[254, 0]]]])
+    trace = RoutingTrace.from_ids(ids, layout(experts=255, sites=1))
+    assert trace.known.all() and torch.equal(trace.ids(), ids)
+
+
+def test_coverage_counts_tokens_not_padding():
+    trace = random_trace(lengths=[5, 3, 2])
+    assert trace.coverage == 1
+    experts = trace.experts.clone()
+    experts[0, 0] = trace.layout.unknown
+    holes = RoutingTrace.from_ids(experts, trace.layout, attention_mask=trace.attention_mask)
+    assert holes.coverage == 0.9
+    assert holes.known.sum() == 9 * 3
+
+
+@pytest.mark.parametrize("lengths", [None, [5, 3, 1]])
+@pytest.mark.parametrize("experts", [8, 300])
+def test_a_file_gives_back_what_was_saved(tmp_path, lengths, experts):
+    trace = random_trace(lengths=lengths, experts=experts)
+    trace.save(tmp_path / "t.safetensors")
+    back = RoutingTrace.load(tmp_path / "t.safetensors")
+    assert back == trace and back.weight_version == "step 3" and torch.equal(back.tokens, trace.tokens)
+
+
+def test_a_file_holds_known_tokens_times_sites_times_k_bytes(tmp_path):
+    trace = random_trace(batch=50, time=200, lengths=[20] * 50)
+    trace.save(tmp_path / "t.safetensors")
+    routes, tokens, mask = 50 * 20 * 3 * 2, 50 * 20 * 4, 50 * 200
+    assert (tmp_path / "t.safetensors").stat().st_size < routes + tokens + mask + 1024
+
+
+def damaged(path: Path, how: str) -> Path:
+    trace = random_trace()
+    trace.save(path)
+    if how == "missing":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[:-7])
+    elif how == "text":
+        path.write_text("not a trace")
+    elif how == "foreign":
+        save_file({"weight": torch.zeros(3)}, path, metadata={"format": "pt"})
+    elif how == "newer":
+        path.write_bytes(path.read_bytes().replace(b'"moe_rl_trace":"1"', b'"moe_rl_trace":"9"'))
+    elif how == "ids":
+        raw = bytearray(path.read_bytes())
+        start = raw.index(trace.experts.numpy().tobytes())
+        raw[start] = 77
+        path.write_bytes(raw)
+    return path
+
+
+@pytest.mark.parametrize(
+    "how, says",
+    [("missing", "no trace file"), ("cut", "not a readable"), ("text", "not a readable"), ("newer", "format 9"),
+     ("foreign", "not a routing trace"), ("ids", "ids run from 0 to 7")],
+)  # fmt: skip
+def test_a_damaged_file_is_refused_with_its_reason(tmp_path, how, says):
+    with pytest.raises(RoutingError, match=says):
+        RoutingTrace.load(damaged(tmp_path / "t.safetensors", how))
+
+
+@pytest.mark.parametrize(
+    "ids, says",
+    [([8, 0], r"ids run from 0 to 7"), ([-1, 0], "ids run from 0 to 7"), ([3, 3], "names an expert twice"),
+     ([0, 0], "all-zero row")],
+)  # fmt: skip
+def test_impossible_ids_are_refused(ids, says):
+    rows = random_trace().ids()
+    rows[1, 2, 0] = torch.tensor(ids)
+    with pytest.raises(RoutingError, match=says) as error:
+        RoutingTrace.from_ids(rows, layout())
+    assert "row 1, token 2" in str(error.value)
+
+
+def test_a_wrong_number_of_sites_is_refused():
+    with pytest.raises(RoutingError, match="expected .* 4 sites"):
+        RoutingTrace.from_ids(random_trace().ids(), layout(sites=4))
+
+
+def test_equality_is_ordered_and_same_sets_is_not():
+    trace = random_trace()
+    swapped = RoutingTrace.from_ids(trace.ids().flip(-1), trace.layout)
+    assert trace == random_trace() and trace != swapped
+    assert trace.same_sets(swapped).all()
+
+
+def test_align_round_trips_between_left_and_right_padding():
+    right = random_trace(lengths=[5, 3, 2])
+    left = right.align(right.attention_mask.flip(1))
+    assert torch.equal(left.experts[1, 2:], right.experts[1, :3])
+    assert not left.known[2, :3].any()
+    assert left.align(right.attention_mask) == right
+    assert torch.equal(left.align(right.attention_mask).tokens, right.tokens)
+
+
+def test_align_refuses_another_number_of_tokens():
+    trace = random_trace(lengths=[5, 3, 2])
+    with pytest.raises(RoutingError, match="cannot align"):
+        trace.align(torch.ones(3, 5, dtype=torch.bool))
+
+
+def test_stacked_rows_are_unknown_past_their_end_and_checked_against_the_tokens():
+    rows = random_trace(lengths=[5, 3, 4])
+    pieces = [rows.rows(slice(b, b + 1), n - 1) for b, n in enumerate([5, 3, 4])]
+    whole = RoutingTrace.stack(pieces, rows.tokens, rows.attention_mask)
+    for b, n in enumerate([5, 3, 4]):
+        assert torch.equal(whole.experts[b, : n - 1], rows.experts[b, : n - 1])
+        assert not whole.known[b, n - 1 :].any()
+    with pytest.raises(RoutingError, match="other tokens than row 0"):
+        RoutingTrace.stack(pieces, rows.tokens + 1, rows.attention_mask)
+
+
+def test_sites_with_fewer_experts_per_token_leave_slots_unknown():
+    shape = Layout((Site("a", 0, 4, 1), Site("b", 1, 8, 2)), "mixed")
+    ids = torch.tensor([[[[3, -1], [5, 0]]]])
+    trace = RoutingTrace.from_ids(ids, shape)
+    assert trace.known.all() and torch.equal(trace.ids(), ids)

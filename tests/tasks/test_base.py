@@ -1,0 +1,130 @@
+"""Which task a name means, and that nothing unusable gets past the door."""
+
+from __future__ import annotations
+
+import math
+import sys
+from itertools import pairwise
+
+import pytest
+
+from moe_rl.errors import ConfigError
+from moe_rl.tasks.base import Task, checked_reward, draw, held_out, load_task
+from moe_rl.tasks.running_sums import RunningSums
+from moe_rl.types import Prompt
+
+
+class Finite:
+    """Five prompts, in turn."""
+
+    def prompts(self, count, seed):
+        return [Prompt(text=str((seed + i) % 5), answer="x") for i in range(count)]
+
+    def reward(self, prompt, completion):
+        return {"nan": math.nan, "two": 2.0, "none": None, "true": True}.get(completion, 0.25)
+
+
+@pytest.mark.parametrize(
+    "spec, said",
+    [
+        ("runing_sums", "Did you mean running_sums?"),
+        ("reasoning-gym:spell_backward", "Did you mean reasoning_gym:<dataset>?"),
+        ("jsonl", "jsonl:<file>"),
+        ("jsonl:", "jsonl:<file>"),
+        ("reasoning_gym", "reasoning_gym:<dataset>"),
+        ("", "running_sums"),
+        ("reasoning_gym:spel_backward", "Did you mean spell_backward"),
+        ("no_such_package.tasks:Mine", "no module 'no_such_package'"),
+        ("moe_rl.tasks.running_sums:RuningSums", "Did you mean RunningSums"),
+        ("moe_rl.config:Arm", "cannot be built"),
+        ("moe_rl.tasks.running_sums:Prompt", "cannot be built"),
+    ],
+)
+def test_an_unknown_task_is_one_sentence_with_the_choices(spec, said):
+    with pytest.raises(ConfigError) as error:
+        load_task(spec, {})
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_wrong_option_is_named():
+    with pytest.raises(ConfigError, match="digit"):
+        load_task("running_sums", {"digit": 3})
+
+
+def test_a_task_of_ones_own_is_found_in_the_working_directory(tmp_path, monkeypatch):
+    package = tmp_path / "my_own_tasks"
+    package.mkdir()
+    (package / "deep.py").write_text(
+        "from moe_rl.types import Prompt\n"
+        "class Echo:\n"
+        "    def __init__(self, word='a'): self.word = word\n"
+        "    def prompts(self, count, seed): return [Prompt(text=self.word)] * count\n"
+        "    def reward(self, prompt, completion): return 1.0\n"
+        "class NoTask: pass\n"
+    )
+    (package / "broken.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    task = load_task("my_own_tasks.deep:Echo", {"word": "b"})
+    assert isinstance(task, Task)
+    assert task.prompts(1, 0)[0].text == "b"
+    with pytest.raises(ConfigError, match="is no task"):
+        load_task("my_own_tasks.deep:NoTask", {})
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):  # the user's bug, with its traceback
+        load_task("my_own_tasks.broken:Echo", {})
+
+
+def test_draw_leaves_out_what_is_excluded_and_keeps_the_order():
+    assert [p.text for p in draw(Finite(), 4, 0, excluding={"1", "3"})] == ["0", "2", "4", "0"]
+    task = RunningSums(digits=2)
+    everything = task.prompts(300, 5)
+    excluded = {p.text for p in everything[:50]}
+    assert draw(task, 40, 5, excluded) == [p for p in everything if p.text not in excluded][:40]
+
+
+def test_draw_of_an_exhausted_task_says_how_many_there_are():
+    with pytest.raises(ConfigError, match=r"2 were asked for.*5 different.*only 0.*5 held out"):
+        draw(Finite(), 2, 0, excluding=set("01234"))
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_zero_prompts_are_refused(count):
+    with pytest.raises(ConfigError, match="at least 1"):
+        draw(RunningSums(), count, 0)
+
+
+def test_a_task_without_prompts_is_refused():
+    class Empty(Finite):
+        def prompts(self, count, seed):
+            return []
+
+    class Strings(Finite):
+        def prompts(self, count, seed):
+            return ["1"] * count
+
+    with pytest.raises(ConfigError, match="no prompts"):
+        draw(Empty(), 3, 0)
+    with pytest.raises(ConfigError, match="not str"):
+        draw(Strings(), 3, 0)
+
+
+def test_held_out_prompts_are_the_same_for_everyone():
+    assert held_out(RunningSums(), 8) == held_out(RunningSums(), 16)[:8]
+
+
+def test_a_reward_outside_the_unit_interval_is_refused():
+    task, prompt = Finite(), Prompt(text="q")
+    assert checked_reward(task, prompt, "") == 0.25
+    assert checked_reward(task, prompt, "true") == 1.0
+    for bad in ("nan", "two", "none"):
+        with pytest.raises(ConfigError, match=r"a number in \[0, 1\]"):
+            checked_reward(task, prompt, bad)
+
+
+@pytest.mark.parametrize("spec", ["running_sums", "reasoning_gym:spell_backward"])
+def test_neighbouring_seeds_share_no_prompts(spec):
+    task = load_task(spec, {})
+    drawn = [{p.text for p in task.prompts(20, seed)} for seed in range(5)]
+    assert all(len(a & b) <= 1 for a, b in pairwise(drawn))
+    assert task.prompts(20, 3) == task.prompts(20, 3)

@@ -1,0 +1,195 @@
+"""The whole loop on a tiny model: what arms share, what replay changes, and that an interrupted run ends identical."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+import torch
+
+from moe_rl import frames
+from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig
+from moe_rl.errors import Diverged
+from moe_rl.execute import build, execute
+from moe_rl.runs import RunFolder
+from moe_rl.trainer import mini_batches, roll_out
+
+TINY = RunConfig(
+    arm=Arm(name="grpo"),
+    task="tests.even_task:EvenCharacters",
+    model=ModelConfig(overrides={"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 258}),
+    cold_start=ColdStart(target=0.0),
+    optimizer=Optimizer(lr=2e-3),
+    measure=Measure(probe=8, detail_every=2),
+    steps=4,
+    prompts_per_step=4,
+    group_size=4,
+    mini_batches=4,
+    max_new_tokens=6,
+    eval_every=2,
+    eval_prompts=6,
+    save_every=2,
+)
+ARMS = {
+    "grpo": Arm(name="grpo"),
+    "replay": Arm(name="replay", routes="old_policy"),
+    "r3": Arm(name="r3", routes="rollout"),
+    "shuffled": Arm(name="shuffled", routes="shuffled"),
+    "random": Arm(name="random", routes="random_sets"),
+    "gspo": Arm(name="gspo", loss="gspo", clip=(0.01, 0.013)),
+    "gspo_token": Arm(name="gspo_token", loss="gspo_token", clip=(0.01, 0.013)),
+    "kl": Arm(name="kl", kl=0.1, entropy=0.01),
+}
+
+
+def carry_out(run, path, on_step=None):
+    with RunFolder.open(path, run.to_dict(), run.hash) as folder:
+        execute(run, folder, cache=path.parent, on_step=on_step)
+    return {name: frames.read_table(path, name) for name in ("steps", "updates", "layers")}
+
+
+def weights(path):
+    return torch.load(next(path.glob("commit/*/checkpoint/optimizer.pt"))), next(
+        path.glob("commit/*/checkpoint/model.safetensors")
+    ).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Tables of one small run of every arm."""
+    root = tmp_path_factory.mktemp("arms")
+    return {name: carry_out(TINY.replace(arm=arm), root / name) for name, arm in ARMS.items()}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_first_mini_batch_ratios_are_one_in_every_arm(finished, arm):
+    steps = finished[arm]["steps"]
+    assert (steps["first_update_log_ratio_max"].dropna() < 1e-5).all()
+    later = finished[arm]["updates"].query("update > 1")
+    assert (later["token_log_ratio_max"] > 1e-4).any(), "later mini-batches must be off-policy, or nothing is compared"
+
+
+def test_arms_start_from_the_same_rollouts(finished):
+    first = {name: tables["steps"].iloc[:2][["reward", "response_tokens", "eval_exact_sampled"]]
+             for name, tables in finished.items()}  # fmt: skip
+    for name, rows in first.items():
+        pd.testing.assert_frame_equal(rows, first["grpo"], obj=name)
+
+
+def test_only_replay_arms_report_coverage_and_it_is_complete(finished):
+    for name, tables in finished.items():
+        replays = ARMS[name].routes != "live"
+        assert ("coverage" in tables["updates"]) == replays
+        if name in ("replay", "r3", "random"):
+            assert (tables["updates"]["coverage"] == 1).all()
+    assert (finished["shuffled"]["updates"]["coverage"] < 1).any(), "other prompts are shorter: those rows route freely"
+
+
+def test_replay_of_the_rollout_is_replay_of_the_old_policy_when_the_engine_is_the_policy(finished):
+    """One set of weights in fp32 routes alike while sampling and while scoring, so R2 and R3 coincide."""
+    for table in ("steps", "updates"):
+        a, b = (finished[arm][table] for arm in ("replay", "r3"))
+        for column in ("reward", "slot_change", "token_log_ratio_var", "pull"):
+            if column in a:
+                pd.testing.assert_series_equal(a[column], b[column], rtol=1e-4, atol=1e-6)
+
+
+def test_gspo_and_gspo_token_are_the_same_run(finished):
+    a, b = finished["gspo"]["steps"], finished["gspo_token"]["steps"]
+    pd.testing.assert_series_equal(a["reward"], b["reward"])
+
+
+def test_details_are_measured_when_due(finished):
+    steps, updates = finished["grpo"]["steps"].set_index("step"), finished["grpo"]["updates"]
+    due = steps["noise_floor_set_change"].notna()
+    assert list(steps.index[due]) == [2, 4]
+    assert (steps["noise_floor_set_change"].dropna() == 0).all() and (steps["noise_floor_logprob"].dropna() < 1e-5).all()
+    measured = updates[updates["attribution_n"].notna()]
+    assert set(measured["step"]) == {2, 4} and set(measured["update"]) == {2, 3, 4}
+    assert set(updates[updates["slot_change"].notna()]["step"]) == {2, 4}
+    assert steps["slot_change"].notna().sum() == 4, "the step's own volatility is measured at every step"
+
+
+def test_with_one_update_per_step_all_arms_coincide(tmp_path):
+    """N = 1: every ratio is 1, so clipping, the unit of the ratio and replay change neither value nor gradient."""
+    rewards = {}
+    for name in ("grpo", "replay", "gspo"):
+        run = TINY.replace(arm=ARMS[name], mini_batches=1, steps=3)
+        with pytest.warns(UserWarning, match="mini_batches=1"):
+            rewards[name] = carry_out(run, tmp_path / name)["steps"]
+    for name in ("replay", "gspo"):
+        for column in ("reward", "eval_reward_greedy", "entropy"):
+            pd.testing.assert_series_equal(rewards[name][column], rewards["grpo"][column], rtol=1e-4)
+
+
+def test_an_interrupted_run_ends_identical(tmp_path):
+    run = TINY.replace(arm=ARMS["replay"])
+    whole = carry_out(run, tmp_path / "whole")
+
+    def interrupt(row):
+        if row["step"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(run, tmp_path / "cut", interrupt)
+    cut = carry_out(run, tmp_path / "cut")
+    assert frames.diff(tmp_path / "whole", tmp_path / "cut") is None
+    assert len(cut["steps"]) == len(whole["steps"]) == 5
+    assert weights(tmp_path / "whole")[1] == weights(tmp_path / "cut")[1]
+
+
+def test_more_steps_extend_a_run_as_if_it_had_never_stopped(tmp_path):
+    carry_out(TINY.replace(steps=2), tmp_path / "grown")
+    carry_out(TINY, tmp_path / "grown")
+    carry_out(TINY.replace(eval_every=2), tmp_path / "whole")
+    assert frames.diff(tmp_path / "grown", tmp_path / "whole") is None
+
+
+def test_measuring_changes_no_weight(tmp_path):
+    """The same run with the least and the most measurement: identical weights."""
+    least = TINY.replace(measure=Measure(probe=4, detail_every=100))
+    most = TINY.replace(measure=Measure(full=True, detail_every=1))
+    carry_out(least, tmp_path / "least")
+    carry_out(most, tmp_path / "most")
+    assert weights(tmp_path / "least")[1] == weights(tmp_path / "most")[1]
+
+
+def test_a_diverged_run_keeps_its_rows_and_says_so(tmp_path, monkeypatch):
+    from moe_rl.policies.hf import HFPolicy
+
+    update, calls = HFPolicy.update, []
+
+    def explode(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) > 9:
+            raise Diverged("the gradient norm is nan")
+        return update(self, *args, **kwargs)
+
+    monkeypatch.setattr(HFPolicy, "update", explode)
+    steps = carry_out(TINY, tmp_path / "run")["steps"]
+    assert list(steps["step"]) == [0, 1, 2]
+    with RunFolder.open(tmp_path / "run", TINY.to_dict(), TINY.hash) as folder:
+        assert "gradient norm" in folder.manifest["diverged"]
+
+
+def test_any_step_can_be_saved_as_a_hugging_face_checkpoint(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    carry_out(TINY.replace(hf_checkpoints=(1, 4)), tmp_path / "run")
+    saved = [AutoModelForCausalLM.from_pretrained(tmp_path / f"run/checkpoints/step={n:06d}") for n in (1, 4)]
+    assert not torch.equal(*(m.model.layers[0].mlp.gate.weight for m in saved))
+
+
+def test_mini_batches_partition_the_rows():
+    split = mini_batches(10, 4, seed=3)
+    assert sorted(torch.cat(split).tolist()) == list(range(10))
+    assert {len(part) for part in split} == {2, 3}
+    assert all(torch.equal(a, b) for a, b in zip(split, mini_batches(10, 4, seed=3), strict=True))
+
+
+def test_a_step_never_trains_on_held_out_prompts(tmp_path):
+    parts = build(TINY, tmp_path, tmp_path)
+    evaluation = {p.tokens for p in parts.held_out}
+    for step in range(5):
+        batch = roll_out(TINY, parts, step)
+        rows = {tuple(t[m & ~r].tolist()) for t, m, r in zip(batch.tokens, batch.attention_mask, batch.response_mask)}
+        assert not rows & evaluation
