@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -11,9 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moe_rl import report
+from moe_rl import ranks, report
 from moe_rl.errors import ConfigError, MoeRlError
-from moe_rl.study import Study, load_study_file, parse_settings
+from moe_rl.study import Planned, Study, load_study_file, parse_settings
 
 EXAMPLES = {
     "run": """examples:
@@ -23,6 +24,8 @@ EXAMPLES = {
   moe-rl run studies/routing_replay.py --steps 200        extends finished runs from their last checkpoint
   moe-rl run studies/routing_replay.py --out trial --seeds 0 --steps 20 \\
       --task reasoning_gym:spell_backward --set max_new_tokens=24 --set optimizer.lr=1e-4
+  torchrun --nproc-per-node 2 -m moe_rl run studies/routing_replay.py --policy megatron --ep 2
+                                                          on Megatron-core, all processes together on run after run
   moe-rl run my_study.py                                  your own study, from any folder""",
     "plot": """examples:
   moe-rl plot runs/routing_replay                         PNG and SVG into runs/routing_replay/figures
@@ -46,11 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.action(options)
     except MoeRlError as error:
-        print(f"moe-rl: {error}", file=sys.stderr)
+        print(f"moe-rl: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
         print("moe-rl: interrupted; the same command goes on from the last commits", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,6 +78,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, default=Path("runs"), help="where runs live (default: runs)")
     p.add_argument("--jobs", type=int, help="runs at a time, one thread each (default: all cores)")
     p.add_argument("--task", help="another task: reasoning_gym:spell_backward, jsonl:pairs.jsonl, pkg.module:Class")
+    p.add_argument("--policy", choices=("hf", "megatron"), help="training engine (default: the study's)")
+    for size, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert-tensor")):
+        p.add_argument(f"--{size}", type=int, help=f"{what} parallel size, for --policy megatron under torchrun")
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
                    help="another setting, dotted, e.g. optimizer.lr=1e-4; may be repeated")
     _pooling(p)
@@ -98,19 +107,24 @@ def run(options: argparse.Namespace) -> int:
     """Plan, check, run, summarise, draw."""
     from moe_rl.workers import preflight, run_study
 
-    console = Console()
+    console = Console(quiet=ranks.rank() > 0)
     study = load_study_file(options.study)
     changes = parse_settings(study.base, options.settings) | ({"task": options.task} if options.task else {})
+    changes |= _layout(options)
     study = Study(**{**vars(study), "base": study.base.replace(**changes)})
     planned = study.runs(options.out, _seeds(options.seeds), options.steps)
     report.check_figures(study.figures)
-    cautions = preflight(study, planned)
+    if ranks.launched():
+        ranks.join(study.base.model.device)
+    cautions = ranks.once(lambda: preflight(study, planned))
     if options.dry_run:
         report.print_plan(console, study, planned, options.jobs)
     for caution in cautions:
         console.print(f"[yellow]warning[/] {caution}", highlight=False)
     if options.dry_run:
         return 0
+    if ranks.launched():
+        return _run_on_ranks(options, study, planned, console)
     report.write_declaration(study, options.out)
     failures = run_study(study, planned, cache=options.out / ".cache", jobs=options.jobs, mix_code=options.mix_code,
                          console=console)
@@ -120,6 +134,17 @@ def run(options: argparse.Namespace) -> int:
         report.print_study(console, options.out / study.name, mix_code=options.mix_code,
                            only=[p.path for p in planned])
     return 0 if not failures else 2 if all(f.expected for f in failures) else 1
+
+
+def _run_on_ranks(options: argparse.Namespace, study: Study, planned: list[Planned], console: Console) -> int:
+    """All ranks carry out the runs; rank 0 writes and reports."""
+    ranks.once(lambda: report.write_declaration(study, options.out))
+    ranks.run_study(study, planned, cache=options.out / ".cache", mix_code=options.mix_code, console=console)
+    ranks.leave()
+    if ranks.rank() == 0:
+        report.print_study(console, options.out / study.name, mix_code=options.mix_code,
+                           only=[p.path for p in planned])
+    return 0
 
 
 def plot(options: argparse.Namespace) -> int:
@@ -203,6 +228,17 @@ def export(options: argparse.Namespace) -> int:
     return 0
 
 
+def _layout(options: argparse.Namespace) -> dict[str, object]:
+    """Settings that --policy, --tp, --pp, --ep and --etp stand for; data parallelism gets the processes left over."""
+    sizes = {size: getattr(options, size) for size in ("tp", "pp", "ep", "etp")}
+    given = {f"parallel.{size}": n for size, n in sizes.items() if n is not None}
+    if options.policy:
+        given["policy"] = options.policy
+    if options.policy == "megatron":
+        given["parallel.dp"] = max(1, ranks.world() // ((options.tp or 1) * (options.pp or 1)))
+    return given
+
+
 def _pooling(p: argparse.ArgumentParser) -> None:
     p.add_argument("--mix-code", action="store_true", help="pool runs written by different versions of the code")
 
@@ -214,4 +250,4 @@ def _seeds(text: str | None) -> list[int] | None:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"--seeds {text}: give a number N or a list such as 0,1,2") from error
-    return numbers if "," in text else list(range(numbers[0]))
+    return numbers if "," in text else list(range(max(numbers[0], 1)))  # --seeds 0 can only mean the seed 0

@@ -31,7 +31,7 @@ Sample = Callable[..., list[Rollout]]
 """sample(model, tokenizer, prompts, group_size, *, key, sampling) → one rollout per prompt and group member."""
 
 TRAINING, STOPPING, NOISE = 101, 102, 103  # streams of this file, beside those of `seeds`
-STOP_PROMPTS = 256  # standard error of the rate at most 3 %
+STOP_PROMPTS, STOP_SAMPLES = 64, 4  # few prompts, since a finite task has few to spare; the rate is good to about 3 %
 CHUNK = 8  # batches drawn from the task at a time
 WARM_UP = 50  # steps of rising learning rate
 GRAD_CLIP = 1.0
@@ -129,7 +129,7 @@ def _train(
     """The loop. exp(sum of an answer's log-probs) is the chance of sampling that answer, so each training batch
     predicts the success rate for nothing; sampling then decides."""
     settings, model = run.cold_start, loaded.model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0, fused=True)
     batches = (
         chunk[i : i + settings.batch_size] for chunk in examples for i in range(0, len(chunk), settings.batch_size)
     )
@@ -144,7 +144,8 @@ def _train(
         if near or step % SAMPLE_EVERY == 0 or step == settings.max_steps:
             rate, sampled = _success_rate(loaded, task, run, stop_prompts, sample, step), step
             best = max(best, rate)
-            report(f"cold start: step {step}, loss {loss:.3f}, success {rate:.1%} of {len(stop_prompts)} samples")
+            samples = STOP_PROMPTS * STOP_SAMPLES
+            report(f"cold start: step {step}, loss {loss:.3f}, success {rate:.1%} of {samples} samples")
             if rate >= settings.target:
                 return ColdStartResult(rate, step, time.process_time() - started, None)
     raise RunError(
@@ -191,10 +192,10 @@ def answer_logprobs(
 def _success_rate(
     loaded: LoadedModel, task: Task, run: RunConfig, prompts: list[Prompt], sample: Sample, step: int
 ) -> float:
-    """Share of full rewards among one completion per prompt, sampled as the run will sample."""
+    """Share of full rewards among some completions per prompt, sampled as the run will sample."""
     sampling = Sampling(temperature=run.temperature, max_new_tokens=run.max_new_tokens, stop=run.stop)
     key = (NOISE, run.cold_start.seed, step)
-    rollouts = sample(loaded.model, loaded.tokenizer, prompts, 1, key=key, sampling=sampling)
+    rollouts = sample(loaded.model, loaded.tokenizer, prompts, STOP_SAMPLES, key=key, sampling=sampling)
     return sum(checked_reward(task, r.prompt, r.text) >= 1.0 for r in rollouts) / len(rollouts)
 
 

@@ -71,6 +71,8 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
         Column("{token,sequence}_ratio_mean", "steps updates", "1", "mean of r (expected: 1) or s (expected: ≤ 1)"),
         Column("{token,sequence}_beyond_2", "steps updates", "share", "max(r, 1/r) > 2", f"F(2) of {R3}"),
         Column("first_update_log_ratio_max", "steps", "nats", "largest |log r| of mini-batch 1: 0 but for noise"),
+        Column("push_gap_max", "steps", "nats",
+               "largest |log p(engine) − log p(policy)| over a few completions right after the weights were pushed"),
     ),
     "Clipping (elements that lose their gradient; over those with non-zero advantage, _all: over all)": (
         Column("clip_{tokens,sequences}{,_all}", "steps updates", "share", "by either bound; sequence: all its tokens",

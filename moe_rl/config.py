@@ -86,6 +86,50 @@ class Measure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """How `policy="megatron"` is spread over dp × tp × pp processes, one per GPU."""
+
+    dp: int = 1
+    """Data parallel: each rank takes part of a mini-batch's rows."""
+    tp: int = 1
+    """Tensor parallel, with sequence parallelism: attention, embedding and output are cut."""
+    pp: int = 1
+    """Pipeline parallel: each stage holds consecutive layers."""
+    ep: int = 1
+    """Expert parallel: the experts of a layer are spread over `ep` of the dp × tp ranks."""
+    etp: int | None = None
+    """Ranks that share one expert. None: `tp` when ep = 1, else 1."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of Megatron-core's TransformerConfig, e.g. `{"moe_token_dispatcher_type": "allgather"}`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What draws the rollouts, and in which numerics. By default the policy's own module samples, so that engine and
+    policy agree to float rounding; anything else is an engine of its own, whose weights follow the policy's."""
+
+    name: str = "hf"
+    """`hf`, `vllm` (in this process), or the address of a server, e.g. `http://127.0.0.1:8000`."""
+    dtype: str | None = None
+    """In which the engine computes, e.g. `bfloat16`; None: the policy's."""
+    routes: str = "raise"
+    """What becomes of routes that are missing or impossible: `raise`, `unknown` (they route freely under replay and are
+    counted), or `off`: none are asked for."""
+    experts: str | None = None
+    """hf: another of transformers' implementations of the experts, `eager`, `batched_mm` or `grouped_mm`."""
+    int8: bool = False
+    """hf: matrices rounded to 8 bits, one scale per row; embeddings and routers are kept."""
+    router_noise: float = 0.0
+    """hf: noise on router weights in units of their standard deviation, new after every update."""
+    gpu_memory: float = 0.4
+    """vllm: share of the GPU's memory it may take."""
+    max_tokens: int | None = None
+    """vllm: prompt and completion it makes room for; None: as many as the model can take."""
+    dialect: str = "vllm"
+    """Server: `vllm`, `openai` or `sglang`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything that determines a run, and nothing else."""
 
@@ -99,8 +143,10 @@ class RunConfig:
     cold_start: ColdStart = ColdStart()
     optimizer: Optimizer = Optimizer()
     measure: Measure = Measure()
-    engine: str = "hf"
+    engine: EngineConfig = EngineConfig()
     policy: str = "hf"
+    """`hf`, or `megatron` (Megatron-core), laid out as `parallel` says."""
+    parallel: Parallel = Parallel()
     steps: int = 100
     prompts_per_step: int = 32
     group_size: int = 8
@@ -131,16 +177,17 @@ class RunConfig:
         """A copy with changes. Dotted keys reach inside: `run.replace(**{"optimizer.lr": 1e-4})`."""
         new = self
         for key, value in changes.items():
-            head, _, tail = key.partition(".")
-            if not any(f.name == head for f in dataclasses.fields(new)):
-                raise ConfigError(f"a run has no setting {head!r}; it has {', '.join(f.name for f in dataclasses.fields(new))}")
-            if tail:
-                inner = getattr(new, head)
-                if isinstance(inner, Mapping):
-                    value = {**inner, tail: value}
-                elif any(f.name == tail for f in dataclasses.fields(inner)):
-                    value = dataclasses.replace(inner, **{tail: value})
-                else:
-                    raise ConfigError(f"{head} has no setting {tail!r}; it has {', '.join(f.name for f in dataclasses.fields(inner))}")
-            new = dataclasses.replace(new, **{head: value})
+            new = _with(new, key, value)
         return new
+
+
+def _with(node: Any, key: str, value: Any, name: str = "a run") -> Any:
+    """`node` with one dotted setting changed; what lies below a mapping is one key of it."""
+    if isinstance(node, Mapping):
+        return {**node, key: value}
+    head, _, tail = key.partition(".")
+    known = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
+    if head not in known:
+        raise ConfigError(f"{name} has no setting {head!r}; it has {', '.join(known) or 'none, being a value'}")
+    below = _with(getattr(node, head), tail, value, head) if tail else value
+    return dataclasses.replace(node, **{head: below})

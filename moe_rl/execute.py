@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moe_rl import ranks
 from moe_rl.cold_start import cold_start
-from moe_rl.config import RunConfig
+from moe_rl.config import EngineConfig, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.losses import objective_of
 from moe_rl.memory import check_memory, estimate_memory
-from moe_rl.models import encode_prompts, load, save_checkpoint
+from moe_rl.models import encode_prompts, hf_config, load, save_checkpoint
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.rollouts.hf import HFEngine
+from moe_rl.policies.megatron_layout import check_layout
+from moe_rl.rollouts.choose import check_engine, engine_of
 from moe_rl.routing.sources import SOURCES, RouteSource
 from moe_rl.runs import RunFolder
 from moe_rl.tasks.base import held_out, load_task, unknown
@@ -26,15 +29,23 @@ def execute(
     run: RunConfig, folder: RunFolder, *, cache: Path, on_step: Callable[[dict[str, Any]], None] | None = None
 ) -> None:
     """Carry out a run in its folder, or go on with it; cold starts are shared through `cache`."""
-    train(run, build(run, folder.path, cache), folder, on_step)
+    parts = build(run, folder.path, cache)
+    try:
+        train(run, parts, folder, on_step)
+    finally:
+        parts.engine.close()
 
 
 def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
     """The parts that `run` names, its model past the cold start. Raises ConfigError before any compute is spent."""
-    if (run.engine, run.policy) != ("hf", "hf"):
-        raise ConfigError(f"engine={run.engine!r} and policy={run.policy!r}: only 'hf' is available for both.")
+    check_engine(run)
+    check_policy(run)
     source, objective = source_of(run.arm.routes), objective_of(run.arm)
     task = load_task(run.task, run.task_options)
+    if run.policy == "megatron":
+        from moe_rl.execute_megatron import build_on_ranks
+
+        return build_on_ranks(run, task, source, folder, cache)
     loaded = load(run.model, run.cold_start.seed)
     encode = partial(encode_prompts, tokenizer=loaded.tokenizer)
     evaluation = encode(held_out(task, run.eval_prompts))
@@ -59,7 +70,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
     return Parts(
         task=task,
         policy=policy,
-        engine=HFEngine(loaded.model, loaded.tokenizer),
+        engine=engine_of(run, loaded, policy.score, folder / "engine"),
         objective=objective,
         source=source,
         encode=encode,
@@ -68,6 +79,25 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         reference=reference,
         export=export,
     )
+
+
+def check_policy(run: RunConfig) -> None:
+    """Raise ConfigError where policy, layout, model and the processes that run do not fit each other."""
+    if run.policy not in ("hf", "megatron"):
+        unknown("policy", run.policy, ("hf", "megatron"))
+    if run.policy == "megatron":
+        if importlib.util.find_spec("megatron.core") is None:
+            raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")
+        if run.engine != EngineConfig():
+            raise ConfigError("policy='megatron' samples with the Hugging Face engine: leave the engine settings out.")
+        if run.engine != EngineConfig():
+            raise ConfigError(f"policy='megatron' samples with the plain Hugging Face engine on rank 0, not {run.engine}.")
+        check_layout(run.parallel, hf_config(run.model), ranks.world())
+    elif ranks.launched():
+        raise ConfigError(
+            f"torchrun started {ranks.world()} processes, but policy='hf' runs in one: leave torchrun out, or add "
+            "--policy megatron."
+        )
 
 
 def source_of(name: str) -> RouteSource:

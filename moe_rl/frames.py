@@ -139,7 +139,7 @@ def _first(name: str, a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Difference]:
     for c in columns:
         x, y = row[f"{c} a"], row[f"{c} b"]
         if not (x == y or (pd.isna(x) and pd.isna(y))):
-            yield Difference(name, where, c, x, y)
+            yield Difference(name, where, c, *(v.item() if hasattr(v, "item") else v for v in (x, y)))
             return
 
 

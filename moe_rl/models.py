@@ -33,6 +33,7 @@ _TINY = {
     "eos_token_id": 256,
     "pad_token_id": 257,
 }
+_NO_HEAD_DIM = {k: v for k, v in _TINY.items() if k != "head_dim"}  # for families that derive it
 _DEEPSEEK_LIKE = {  # one dense layer, shared expert, sigmoid scores with a selection bias, experts chosen within groups
     "intermediate_size": 128,
     "moe_intermediate_size": 32,
@@ -69,11 +70,14 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "pad_token_id": 63,
         },
     ),
-    "olmoe-tiny": ("olmoe", _TINY | {"intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4}),
+    "olmoe-tiny": (
+        "olmoe",
+        _NO_HEAD_DIM | {"intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
+    ),
     "mixtral-tiny": ("mixtral", _TINY | {"intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2}),
     "deepseek_v3-tiny": (
         "deepseek_v3",
-        {k: v for k, v in _TINY.items() if k != "head_dim"}
+        _NO_HEAD_DIM
         | _DEEPSEEK_LIKE
         | {
             "num_key_value_heads": 4,
@@ -265,6 +269,8 @@ def _from_checkpoint(model_config: ModelConfig, dtype: torch.dtype) -> tuple[Pre
     hf_config(model_config)  # the cheap part first: does it exist, does it take overrides
     tokenizer = _from_hub(AutoTokenizer, name)
     model = _from_hub(AutoModelForCausalLM, name, dtype)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes an empty one when it finds no files
+        raise ConfigError(f"{name!r} cannot be loaded: it has no tokenizer; save the model's tokenizer beside it.")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {name} has no EOS token, so no completion could ever end.")
     if tokenizer.pad_token_id is None:

@@ -31,6 +31,7 @@ STYLE = {
 }
 SHARES = {"replayed": "left under replay\nVar(R)", "routes": "route changes\nVar(J)",
           "covariance": "both together\n2 Cov(R, J)"}
+FIGURES = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares")
 POINTS = 25
 """Most points of a curve over steps: more are averaged within windows of equal length, so that bands stay readable."""
 styled = matplotlib.rc_context(STYLE)
@@ -91,9 +92,12 @@ def ratio_spread(frames: Frames, arms: Sequence[str]) -> Figure:
 
     Sums are pooled over steps within a seed before dividing; tokens are measured before they are trained on.
     """
-    figure, axes = _figure(len(arms), "How far do log-ratios spread as mini-batches go by?", sharey=True)
     spread = attribution(frames.updates, by=["update"])
-    for ax, arm in zip(axes, arms, strict=True):
+    present = [arm for arm in arms if (spread["arm"] == arm).any()]
+    if not present:
+        raise RunError("no run has measured attribution sums, so there is nothing to draw")
+    figure, axes = _figure(len(present), "How far do log-ratios spread as mini-batches go by?", sharey=True)
+    for ax, arm in zip(axes, present, strict=True):
         for column, line, name in (("natural_std", "-", "natural"), ("replayed_std", "--", "replayed")):
             face = None if column == "natural_std" else "white"
             note = _curves(ax, spread, column, "update", [arm], colour_of=arms, marker="o", linestyle=line, face=face,
@@ -101,8 +105,8 @@ def ratio_spread(frames: Frames, arms: Sequence[str]) -> Figure:
         ax.set_title(arm, color=COLOURS[list(arms).index(arm) % len(COLOURS)])
         ax.set_xlabel("mini-batch index (the first is 0)")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.set_ylim(bottom=0)
         ax.legend(loc="upper left")
+    axes[0].set_ylim(bottom=0)
     axes[0].set_ylabel("std of log-ratio, nats per token")
     return _finish(figure, axes, note, legend=False)
 
@@ -162,9 +166,8 @@ def windows(steps: pd.DataFrame, column: str) -> tuple[pd.DataFrame, str]:
 
 def draw(name: str) -> Callable[[Frames, Sequence[str]], Figure]:
     """The figure function of a name. Raises ConfigError for an unknown one."""
-    known = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares")
-    if name not in known:
-        raise ConfigError(f"there is no figure {name!r}; choose from {', '.join(known)}")
+    if name not in FIGURES:
+        raise ConfigError(f"there is no figure {name!r}; choose from {', '.join(FIGURES)}")
     return globals()[name]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from moe_rl import runs
@@ -84,21 +85,29 @@ def print_summary(console: Console, frames: Any, arms: Sequence[str], title: str
     from moe_rl.summary import MAIN, compare, summarise
 
     table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("mean [interval] over seeds")
-    cells = summarise(frames, arms)
+    table.add_column("mean over seeds, interval", no_wrap=True)
+    cells, methods = summarise(frames, arms), {}
     for arm in arms:
-        n = (frames.runs["arm"] == arm).sum()
+        n = int((frames.runs["arm"] == arm).sum())
         table.add_column(f"{arm}\nn = {n} seed{'s' * (n > 1)}", justify="right")
-    methods: dict[str, None] = {}
     for name, row in cells.iterrows():
-        table.add_row(str(name), *("–" if pd.isna(value) else str(value) for value in row))
+        table.add_row(str(name), *("–" if pd.isna(value) else escape(str(value)) for value in row))
         methods |= {value.method + (" (rate)" if name == cells.index[-1] else ""): None for value in row.dropna()}
     console.print(table)
-    console.print(f"Intervals: {'; '.join(methods)}.", highlight=False)
-    for b, a, result, p in compare(frames, arms):
-        console.print(f"{MAIN.name}: {b} − {a} = {result.difference} (paired by seed, n = {result.n}, "
-                      f"{result.difference.method}; {result.method}: p = {result.p:.3g}, Holm {p:.3g}; the smallest "
-                      f"possible with n = {result.n} is {result.p_smallest:.3g})", highlight=False)
+    console.print(f"Intervals: {'; '.join(methods)}. Means are over the second half of training, except at the end.\n",
+                  highlight=False)
+    pairs = compare(frames, arms)
+    if not pairs:
+        return
+    table = Table(title=f"{MAIN.name}: arms compared within seeds", title_justify="left", title_style="bold")
+    for column in ("difference", "mean, interval", "n", "p", "p, Holm", "smallest p"):
+        table.add_column(column, justify="left" if column == "difference" else "right", no_wrap=True)
+    for b, a, result, p in pairs:
+        table.add_row(f"{b} − {a}", escape(str(result.difference)), str(result.n), f"{result.p:.3g}", f"{p:.3g}",
+                      f"{result.p_smallest:.3g}")
+    console.print(table)
+    console.print(f"Intervals: {pairs[0][2].difference.method} of the differences. p: two-sided, {pairs[0][2].method}; "
+                  "the smallest p is what this n can reach at all.\n", highlight=False)
 
 
 def draw_figures(console: Console, frames: Any, arms: Sequence[str], names: Sequence[str], folder: Path) -> None:

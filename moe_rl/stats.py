@@ -5,6 +5,7 @@ The unit of replication is the seed: a step, a prompt or a token is never counte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,8 +30,10 @@ class Interval:
 
     def __str__(self) -> str:
         if np.isnan(self.low):
-            return f"{self.mean:.3g} [no interval]"
-        return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]"
+            return f"{self.mean:.3g} [–]"
+        half = (self.high - self.low) / 2  # its first digit is the last that means something
+        digits = min(max(-math.floor(math.log10(half)), 2), 9) if half > 1e-12 else 3
+        return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
 @dataclass(frozen=True)

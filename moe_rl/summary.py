@@ -29,16 +29,16 @@ class Metric:
 
 
 METRICS = (
-    Metric("training reward, second half", "reward", second_half_mean),
-    Metric("held-out exact match, greedy, end", "eval_exact_greedy", last),
-    Metric("held-out exact match, sampled, end", "eval_exact_sampled", last),
-    Metric("expert slots changed per step", "slot_change", second_half_mean),
-    Metric("token log-ratio variance, nats²", "token_log_ratio_var", second_half_mean),
-    Metric("clipped tokens, share", "clip_tokens", second_half_mean),
-    Metric("clipped sequences, share", "clip_sequences", second_half_mean),
-    Metric("replay gap, std, nats", "replay_gap_std", second_half_mean),
+    Metric("reward, second half", "reward", second_half_mean),
+    Metric("greedy exact match, end", "eval_exact_greedy", last),
+    Metric("sampled exact match, end", "eval_exact_sampled", last),
+    Metric("expert slots changed", "slot_change", second_half_mean),
+    Metric("log-ratio variance, nats²", "token_log_ratio_var", second_half_mean),
+    Metric("clipped tokens", "clip_tokens", second_half_mean),
+    Metric("clipped sequences", "clip_sequences", second_half_mean),
+    Metric("replay gap std, nats", "replay_gap_std", second_half_mean),
 )
-"""Means are over the second half of training."""
+"""Without `end`: means over the second half of training. Exact match is on the held-out prompts."""
 MAIN = METRICS[0]
 
 
@@ -62,7 +62,7 @@ def summarise(frames: Frames, arms: Sequence[str]) -> pd.DataFrame:
         values = per_run(frames, metric)
         if len(values):
             table[metric.name] = {a: interval(values[a].to_list()) for a in arms if a in values.index.levels[0]}
-    table["runs that collapsed"] = {arm: collapses(frames, arm) for arm in arms if (frames.runs["arm"] == arm).any()}
+    table["collapsed runs"] = {arm: collapses(frames, arm) for arm in arms if (frames.runs["arm"] == arm).any()}
     return pd.DataFrame.from_dict(table, orient="index").reindex(columns=list(arms))
 
 
@@ -70,10 +70,14 @@ def collapses(frames: Frames, arm: str) -> Interval:
     """Rate of runs whose reward collapsed (see `metrics.convergence.collapse`) or diverged; recovered ones count."""
     runs = frames.runs[frames.runs["arm"] == arm]
     steps = frames.steps[(frames.steps["arm"] == arm) & frames.steps.get("reward", pd.Series(dtype=float)).notna()]
-    curves = {seed: rows.sort_values("step")["reward"] for seed, rows in steps.groupby("seed")}
-    events = sum(run.state == "diverged" or (run.seed in curves and collapse(curves[run.seed]).step is not None)
+    curves = {seed: rows.sort_values("step") for seed, rows in steps.groupby("seed")}
+    events = sum(run.state == "diverged" or (run.seed in curves and _collapsed(curves[run.seed]))
                  for run in runs.itertuples())
     return rate(events, len(runs))
+
+
+def _collapsed(curve: pd.DataFrame) -> bool:
+    return collapse(curve["step"].to_numpy(), curve["reward"].to_numpy()).step is not None
 
 
 def compare(frames: Frames, arms: Sequence[str], metric: Metric = MAIN) -> list[tuple[str, str, Paired, float]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from moe_rl.tasks.base import Task, checked_reward, draw
 from moe_rl.types import Batch, Prompt, Rollout, Sampling, Scored, collate
 
 Row = dict[str, float]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,9 @@ class Parts:
     """Scores the batch for the KL term, where the arm has one."""
     export: Callable[[int], None] | None = None
     """Called after every step that the run wants as a Hugging Face checkpoint."""
+    once: Callable[[Callable[[], T]], T] = lambda function: function()  # noqa: E731
+    """Calls a function, with several ranks on rank 0 alone, and gives its result to all of them: for what samples,
+    rewards and evaluates."""
 
 
 def train(run: RunConfig, parts: Parts, folder: RunFolder, on_step: Callable[[Row], None] | None = None) -> None:
@@ -59,11 +64,11 @@ def train(run: RunConfig, parts: Parts, folder: RunFolder, on_step: Callable[[Ro
     for text in warn_void(run):
         warnings.warn(text, stacklevel=2)
     start, tables, checkpoint = folder.latest()
-    if checkpoint is None:
-        tables.steps.append({"step": 0, **evaluate(run, parts)})
-    else:
+    if checkpoint is not None:
         parts.policy.load(checkpoint)
     parts.engine.load(parts.policy.weights())
+    if checkpoint is None:
+        tables.steps.append({"step": 0, **parts.once(lambda: evaluate(run, parts))})
     for step in range(start + 1, run.steps + 1):
         clock = Clock()
         try:
@@ -75,7 +80,7 @@ def train(run: RunConfig, parts: Parts, folder: RunFolder, on_step: Callable[[Ro
             return
         if step % run.eval_every == 0 or step == run.steps:
             with clock("evaluate"):
-                row |= evaluate(run, parts)
+                row |= parts.once(lambda: evaluate(run, parts))
         if step in run.hf_checkpoints and parts.export:
             parts.export(step)
         tables.steps.append(row | clock.columns() | {"memory_peak_mb": peak_memory_mb()})
@@ -92,7 +97,7 @@ def train_step(run: RunConfig, parts: Parts, step: int, clock: Clock) -> tuple[R
     """One batch of rollouts and its updates: rows for `steps`, `updates` and `layers`."""
     policy, arm = parts.policy, run.arm
     with clock("sample"):
-        batch = roll_out(run, parts, step)
+        batch = parts.once(lambda: roll_out(run, parts, step))
     with clock("score"):
         natural = policy.score(batch)
         routes = parts.source(batch, natural)
@@ -124,10 +129,11 @@ def train_step(run: RunConfig, parts: Parts, step: int, clock: Clock) -> tuple[R
             lost[index, :width] = updated.lost
         rows.append({"step": step, "update": number + 1, "lr": run.optimizer.lr} | row | detail_row)
     with clock("sample"):
-        parts.engine.load(policy.weights())
+        push_gap = parts.engine.load(policy.weights())
     with clock("measure"):
         probed, sites = probe.after_step()
         row = {"step": step, **batch_row(batch, natural), **ratio_row(batch, log_ratio, lost), **probed}
+        row |= {} if push_gap is None else {"push_gap_max": push_gap}
         for name in ("grad_norm", "grad_clipped"):
             row[name] = sum(r[name] for r in rows) / len(rows)
         row["first_update_log_ratio_max"] = rows[0]["token_log_ratio_max"]

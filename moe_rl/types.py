@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Rollout:
 class Batch:
     """The rollouts of one step, right-padded, or some of their rows. Built by `collate`."""
 
-    tokens: Int[Tensor, "batch time"]
+    tokens: Integer[Tensor, "batch time"]
     attention_mask: Bool[Tensor, "batch time"]
     """True at prompt and response tokens."""
     response_mask: Bool[Tensor, "batch time"]
@@ -153,7 +153,7 @@ class Updated:
     entropy: Float[Tensor, "batch time"]
     routes: RoutingTrace
     preferred: RoutingTrace | None
-    lost: Int[Tensor, "batch time"]
+    lost: Integer[Tensor, "batch time"]
     """+1 where the upper clip bound removed a token's gradient, -1 where the lower one did, else 0."""
     loss: float
     grad_norm: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import platform
@@ -49,7 +50,8 @@ def git_state() -> dict[str, Any] | None:
 @cache
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide numbers."""
-    names = ("torch", "transformers", "tokenizers", "numpy", "pyarrow")
-    installed = {d.name.lower(): d.version for d in importlib.metadata.distributions() if d.name}
-    return {"python": platform.python_version(), "platform": platform.platform(),
-            **{n: installed[n] for n in names if n in installed}}
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in ("torch", "transformers", "tokenizers", "numpy", "pyarrow"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

@@ -58,7 +58,7 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
         raise ConfigError(f"--jobs {jobs}: at least one run must be allowed at a time")
     for p in planned:
         runs.check(p.path, p.config.to_dict(), p.config.hash)
-        _check_code(p.path, mix_code)
+        check_code(p.path, mix_code)
     waiting = [p for p in planned if runs.state(p.path, p.config.steps)["state"] not in runs.ENDED]
     console.print(f"{study.name}: {len(planned)} runs, {len(planned) - len(waiting)} finished, "
                   f"{min(jobs, len(waiting))} at a time")
@@ -93,7 +93,7 @@ def preflight(study: Study, planned: Sequence[Planned]) -> list[str]:
     """
     if study.trainer != TRAINER:
         return []
-    from moe_rl.execute import source_of  # these import torch
+    from moe_rl.execute import check_policy, source_of  # these import torch
     from moe_rl.losses import objective_of
     from moe_rl.tasks.base import load_task
     from moe_rl.trainer import warn_void
@@ -107,6 +107,7 @@ def preflight(study: Study, planned: Sequence[Planned]) -> list[str]:
             warnings.simplefilter("always")
             objective_of(config.arm)
             source_of(config.arm.routes)
+            check_policy(config)
             found |= dict.fromkeys([*warn_void(config), *(str(w.message) for w in caught)])
     return list(found)
 
@@ -229,7 +230,8 @@ def load(spec: str) -> Any:
         raise ConfigError(f"{spec!r} names nothing that can be imported ({error}); write pkg.module:name") from error
 
 
-def _check_code(path: Path, mix_code: bool) -> None:
+def check_code(path: Path, mix_code: bool) -> None:
+    """Raise RunError for a run that other code wrote, unless that is wanted."""
     manifest = runs.read_manifest(path)
     if manifest and not mix_code and manifest["code"] != [code_version()]:
         raise RunError(f"{path} was written by code {' then '.join(manifest['code'])}, this is {code_version()}: their "

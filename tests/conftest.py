@@ -1,10 +1,17 @@
-"""Tiny models of real families, shared by the tests. One torch thread: two on two busy cores stall each other."""
+"""Tiny models of real families, shared by the tests.
+
+Every annotated shape in `moe_rl` is checked at every call. One torch thread: two on two busy cores stall each other.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from jaxtyping import install_import_hook
 
+import tests.typecheck  # noqa: F401  the hook names it
+
+install_import_hook("moe_rl", "tests.typecheck.check")
 torch.set_num_threads(1)
 
 SMALL = {

@@ -107,6 +107,7 @@ study = Study(
     arms=(GRPO, REPLAY, GSPO),
     base=RunConfig(arm=GRPO, steps=12, save_every=3, mini_batches=4, prompts_per_step=4, group_size=4),
     seeds=(0, 1),
+    figures=("expert_change",),
     caution="Made-up numbers.",
     cost="nothing",
     seconds_per_step=0.01,

@@ -139,6 +139,18 @@ def test_padding_changes_nothing_whatever_it_holds(name):
     assert not padded_gradient[~wide_mask].any() and not output.log_ratio[~torch.tensor(wide_mask)].any()
 
 
+@pytest.mark.parametrize("name", ["grpo", "gspo_token"])
+def test_advantages_and_weights_in_the_padding_change_nothing(name):
+    new, old, _, mask = case()
+    advantages = np.random.default_rng(0).normal(size=mask.shape)
+    loss, gradient, _ = ours(name, new, old, advantages, mask, 0.1, 0.15)
+    weights = sequence_mean_weights(torch.tensor(mask)).masked_fill(~torch.tensor(mask), 7.0)
+    junk = np.where(mask, advantages, np.nan)
+    padded_loss, padded_gradient, _ = ours(name, new, old, junk, mask, 0.1, 0.15, weights=weights)
+    np.testing.assert_allclose(padded_loss, loss, **TIGHT)
+    np.testing.assert_allclose(padded_gradient, gradient, **TIGHT)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_order_of_sequences_changes_nothing(name):
     batch = case()

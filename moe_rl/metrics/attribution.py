@@ -97,7 +97,7 @@ class AttributionSums:
     def row(self) -> dict[str, float]:
         """The sums as columns of a table."""
         sums = {f"attribution_sum_{name}": getattr(self, name) for name in ("d", "r", "dd", "rr", "jj", "rj")}
-        return {"attribution_n": self.n, **sums, "attribution_top_share": self.top_share}
+        return {"attribution_n": float(self.n), **sums, "attribution_top_share": self.top_share}
 
 
 def _largest(values: NDArray[np.float64]) -> tuple[float, ...]:

@@ -33,7 +33,7 @@ class Collapse:
     """The curve ends inside a dip still too short to be called: neither a collapse nor its absence."""
 
 
-def ema(values: ArrayLike, span: float) -> NDArray[np.float64]:
+def ema(values: ArrayLike, span: int) -> NDArray[np.float64]:
     """Exponential moving average: m[0] = x[0], m[t] = a·x[t] + (1 - a)·m[t-1], a = 2 / (span + 1); unit of the values.
 
     As `pandas.Series.ewm(span=span, adjust=False).mean()`, except that a NaN stays NaN from there on.

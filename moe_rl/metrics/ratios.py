@@ -76,7 +76,7 @@ def attribution(
 
 def _spread(unit: str, log_ratio: NDArray[np.float64]) -> dict[str, float]:
     statistics = _moments(log_ratio) if len(log_ratio) else dict.fromkeys(_moments(np.zeros(1)), math.nan)
-    return {f"{unit}_n": len(log_ratio)} | {f"{unit}_{name}": float(value) for name, value in statistics.items()}
+    return {f"{unit}_n": float(len(log_ratio))} | {f"{unit}_{name}": value for name, value in statistics.items()}
 
 
 def _moments(log_ratio: NDArray[np.float64]) -> dict[str, float]:
@@ -84,7 +84,7 @@ def _moments(log_ratio: NDArray[np.float64]) -> dict[str, float]:
     ratio = np.exp(log_ratio)
     relative = np.exp(log_ratio - largest)  # the same effective sample size, without overflow
     fourth = ((log_ratio - mean) ** 4).mean()
-    return {
+    statistics = {
         "log_ratio_mean": mean,
         "log_ratio_var": variance,
         "log_ratio_kurtosis": fourth / variance**2 if variance >= NO_VARIANCE else math.nan,
@@ -96,6 +96,7 @@ def _moments(log_ratio: NDArray[np.float64]) -> dict[str, float]:
         "kl_k3": (np.expm1(log_ratio) - log_ratio).mean(),
         "beyond_2": (np.abs(log_ratio) > math.log(2)).mean(),
     }
+    return {name: float(value) for name, value in statistics.items()}
 
 
 def _share(part: Tensor, whole: Tensor) -> float:

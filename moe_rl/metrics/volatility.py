@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,12 +22,13 @@ from torch import Tensor
 Ids = Int[Tensor, "batch time site k"]
 Mask = Bool[Tensor, "batch time"]
 PerSite = Float[Tensor, " site"]
+Sums = TypeVar("Sums", bound="Pooled")
 
 
 class Pooled:
     """Sums whose `+` pools two sets of tokens. Nothing is divided before `row` or `site_rows`; 0 / 0 is NaN."""
 
-    def __add__(self, other: Self) -> Self:
+    def __add__(self: Sums, other: Sums) -> Sums:
         names = [f.name for f in dataclasses.fields(self)]
         return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in names})
 

@@ -25,8 +25,9 @@ class RolloutEngine(Protocol):
         share a key share their noise, and no completion depends on how rows were batched.
         """
 
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over the policy's weights, given by Hugging Face name."""
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> float | None:
+        """Take over the policy's weights, given by Hugging Face name. An engine that checks the push returns the
+        largest difference between its log-probs and the policy's, in nats."""
 
     def close(self) -> None:
         """Give back processes, devices and memory. The engine cannot be used afterwards."""

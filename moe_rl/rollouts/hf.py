@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
 from moe_rl.errors import ConfigError, RunError
@@ -40,7 +40,7 @@ class HFEngine:
         self.reports_routes = record_routes
         self.max_rows = max_rows
         self.device = next(model.parameters()).device
-        self.ends = torch.tensor(sorted(_end_tokens(model, tokenizer)), dtype=torch.long, device=self.device)
+        self.ends = torch.tensor(sorted(end_tokens(model, tokenizer)), dtype=torch.long, device=self.device)
 
     # ------------------------------------------------------------------ the verbs
     def generate(
@@ -51,7 +51,7 @@ class HFEngine:
         Prompts are batched with others of about their length and padded on the left. Log-probabilities are float32,
         of softmax(logits / temperature), under `greedy` too (where the token is the arg max).
         """
-        _check_request(prompts, group_size, sampling)
+        check_request(prompts, group_size, sampling)
         groups: list[list[Rollout]] = [[] for _ in prompts]
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
         at_once = max(1, self.max_rows // group_size)
@@ -159,7 +159,7 @@ class HFEngine:
                     prompt=prompt,
                     tokens=tuple(tokens[b]),
                     logprobs=drawn.logprobs[b, :n],
-                    text=_before_stop(text, sampling.stop),
+                    text=before_stop(text, sampling.stop),
                     finished=finished[b],
                     routes=drawn.trace(b, slice(width - len(prompt.tokens), width + n - 1), recording),
                 )
@@ -179,7 +179,7 @@ class Drawn:
     lengths: Int[Tensor, " rows"]
     """Completion tokens so far."""
     finished: Bool[Tensor, " rows"]
-    routes: Int[Tensor, "rows time site k"] | None
+    routes: Integer[Tensor, "rows time site k"] | None
 
     @staticmethod
     def empty(
@@ -256,14 +256,14 @@ def draw_tokens(
 
 
 # ---------------------------------------------------------------------- small parts
-def _end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """EOS of the tokenizer and of the model's generation config, which may name several."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     named = named if isinstance(named, list) else [named]
     return {token for token in (*named, tokenizer.eos_token_id) if token is not None}
 
 
-def _check_request(prompts: list[Prompt], group_size: int, sampling: Sampling) -> None:
+def check_request(prompts: list[Prompt], group_size: int, sampling: Sampling) -> None:
     if not prompts:
         raise ConfigError("zero prompts were given, so there is nothing to complete.")
     if group_size < 1 or sampling.max_new_tokens < 1:
@@ -288,7 +288,7 @@ def _pad_left(
     return torch.tensor(rows, device=device), mask.to(device)
 
 
-def _before_stop(text: str, stops: tuple[str, ...]) -> str:
+def before_stop(text: str, stops: tuple[str, ...]) -> str:
     """The text up to the first stop string."""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     return text[: min(found)] if found else text

@@ -1,9 +1,9 @@
-"""`record_routing` and `replay_routing`: the only code that touches a model's forward.
+"""`record_routing` and `replay_routing`: the scopes in which routes are read from a model's forward, or forced on it.
 
-Inside a scope every routing site's forward runs under a torch function mode that sees the site's own final top-k.
-Recording reads the ids there; replay answers `(scores.gather(ids), ids)` instead, so that the family's own code makes
-the combine weights from the live router's scores, and gradient reaches the router through them. There is no formula
-per family, no argument threaded through a model, and nothing left behind after the block.
+Inside a scope every routing site's forward runs under a torch function mode that sees the site's own final top-k
+(`intercept.py`). Recording reads the ids there; replay answers `(scores.gather(ids), ids)` instead, so that the
+family's own code makes the combine weights from the live router's scores, and gradient reaches the router through
+them. There is no formula per family, no argument threaded through a model, and nothing left behind after the block.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing.sites import RoutingModule, find_sites, make_layout
+from moe_rl.routing.intercept import checkpoints_bound, hooked
+from moe_rl.routing.scores import RouterScores, read_scores
+from moe_rl.routing.sites import find_sites, make_layout
 from moe_rl.routing.trace import Layout, RoutingTrace
-
-TOPK = (torch.topk, torch.Tensor.topk)
 
 
 # ---------------------------------------------------------------------- what a scope hands out
@@ -44,7 +43,7 @@ class Recording:
         self._ids = [[] for _ in self.layout.sites]
         self._scores = [[] for _ in self.layout.sites]
 
-    def take(self) -> Int[Tensor, "tokens site k"]:
+    def take(self) -> Integer[Tensor, "tokens site k"]:
         """Rows of the last forward, batch-major, in the layout's narrow dtype; then forget everything.
 
         For engines that gather or repeat rows between forwards, which `trace` could not put in order.
@@ -55,7 +54,7 @@ class Recording:
         return ids
 
     def trace(
-        self, input_ids: Int[Tensor, "batch time"], attention_mask: Bool[Tensor, "batch time"] | None = None
+        self, input_ids: Integer[Tensor, "batch time"], attention_mask: Bool[Tensor, "batch time"] | None = None
     ) -> RoutingTrace:
         """The routes of `input_ids`, from one forward or from a prefill and decode forwards of the same rows.
 
@@ -104,71 +103,63 @@ class Recording:
                 "run whole forwards of the recorded model inside it."
             )
 
-    def _stack(self, sites: Sequence[Tensor]) -> Int[Tensor, "tokens site k"]:
+    def _stack(self, sites: Sequence[Tensor]) -> Integer[Tensor, "tokens site k"]:
         return _stack_sites(sites, self.layout)
 
 
-@dataclass(frozen=True)
-class RouterScores:
-    """How sure the routers were, in one forward. Without gradient, float32."""
-
-    gates: Float[Tensor, "batch time site k"]
-    """Combine weights of the used experts, as the family computes them."""
-    log_probs: Float[Tensor, "batch time site k"]
-    """log softmax over all experts of the router's logits, at the used experts."""
-    margins: Float[Tensor, "batch time site"]
-    """k-th minus (k+1)-th choice score: in the router's own units, bias included, infinite where k = all experts."""
-    all_log_probs: tuple[Float[Tensor, "batch time experts"], ...]
-    """The whole log softmax, per site."""
-
-    @staticmethod
-    def cat(parts: Sequence[RouterScores], time: int) -> RouterScores:
-        """Scores of consecutive rows, their time axis widened with zeros."""
-
-        def join(tensors: Sequence[Tensor]) -> Tensor:
-            return torch.cat([nn.functional.pad(x, [0] * 2 * (x.dim() - 2) + [0, time - x.shape[1]]) for x in tensors])
-
-        return RouterScores(
-            gates=join([p.gates for p in parts]),
-            log_probs=join([p.log_probs for p in parts]),
-            margins=join([p.margins for p in parts]),
-            all_log_probs=tuple(join(site) for site in zip(*(p.all_log_probs for p in parts), strict=True)),
-        )
-
-    def log_probs_at(self, ids: Int[Tensor, "batch time site k"]) -> Float[Tensor, "batch time site k"]:
-        """Log-probabilities of other ids than the used ones (-1 allowed; its value means nothing)."""
-        return torch.stack([p.gather(-1, ids[:, :, s].clamp(min=0)) for s, p in enumerate(self.all_log_probs)], 2)
-
-
-@dataclass
+@dataclass(eq=False)
 class Replay:
     """A replay scope's view of what it does."""
 
     routes: RoutingTrace
     coverage: float
     """Share of (token, site) pairs that are forced; the rest routes freely."""
-    _preferred: list[Tensor | None]
-    """Per site, the [tokens, k] ids of the last forward's own top-k."""
-    _pending: int = 0
+    free: Integer[Tensor, " rows"]
+    """Tokens, batch-major, of which some site's route is unknown; padding among them."""
+    pending: int = 0
     """Checkpointed layers whose recomputation is still to come."""
+    _own: list[Callable[[], Tensor] | None] = field(default_factory=list)
+    """Per site, what computes the last forward's own top-k."""
+
+    @staticmethod
+    def of(trace: RoutingTrace) -> Replay:
+        if trace.coverage == 0:
+            raise RoutingError("the trace holds no known route, so replay would do nothing.")
+        free = (~trace.known.all(-1)).flatten().nonzero()[:, 0]
+        return Replay(trace, trace.coverage, free, _own=[None] * len(trace.layout.sites))
 
     @property
     def ran(self) -> bool:
-        return self._preferred[-1] is not None
+        return self._own[-1] is not None
 
     @property
     def preferred(self) -> RoutingTrace:
         """What each router would have picked in the last forward, given the hidden states that replay made upstream.
 
-        Not the natural routes: those need a forward without replay.
+        Not the natural routes: those need a forward without replay. Computed when asked for.
         """
         if not self.ran:
             raise RoutingError("no forward has run inside the replay scope yet.")
         layout = self.routes.layout
-        ids = _stack_sites(self._preferred, layout).unflatten(0, self.routes.shape[:2])
+        ids = _stack_sites([own() for own in self._own], layout).unflatten(0, self.routes.shape[:2])
         mask = self.routes.attention_mask.to(ids.device)
         ids = ids.masked_fill(~mask[..., None, None], layout.unknown)
         return RoutingTrace.from_ids(ids, layout, tokens=self.routes.tokens, attention_mask=mask, check=False)
+
+    # ------------------------------------------------------------------ for the sites
+    def ids(self, site: int, scores: Float[Tensor, "tokens experts"]) -> Integer[Tensor, "tokens k"]:
+        """A new tensor of the ids for the site whose choice scores these are; -1 where unknown."""
+        layout, (batch, time) = self.routes.layout, self.routes.shape[:2]
+        if scores.shape[0] != batch * time:
+            raise RoutingError(
+                f"{layout.sites[site].name}: the forward has {scores.shape[0]} tokens, "
+                f"the trace {batch} rows of {time}."
+            )
+        ids = self.routes.experts[:, :, site, : layout.sites[site].top_k].flatten(0, 1).to(scores.device).long()
+        return ids.masked_fill_(ids == layout.unknown, -1) if len(self.free) else ids
+
+    def saw(self, site: int, own: Callable[[], Tensor]) -> None:
+        self._own[site] = own
 
 
 # ---------------------------------------------------------------------- the two scopes
@@ -189,9 +180,9 @@ def record_routing(model: nn.Module, scores: bool = False) -> Iterator[Recording
     def listen(site: int, used: Tensor, choice: Tensor, output: Any) -> None:
         recording._ids[site].append(used.detach())
         if scores:
-            recording._scores[site] = [_read_scores(modules[site], used, choice, output)]
+            recording._scores[site] = [read_scores(modules[site], used, choice, output)]
 
-    with _hooked(modules, listener=listen):
+    with hooked(modules, listener=listen):
         yield recording
 
 
@@ -210,9 +201,7 @@ def replay_routing(model: nn.Module, trace: RoutingTrace | None) -> Iterator[Rep
         return
     modules = find_sites(model)
     make_layout(model, modules).require(trace.layout, "the trace")
-    replay = Replay(trace, trace.coverage, [None] * len(modules))
-    if replay.coverage == 0:
-        raise RoutingError("the trace holds no known route, so replay would do nothing.")
+    replay = Replay.of(trace)
 
     def check_input(_: nn.Module, args: tuple, kwargs: dict) -> None:
         if modules[0].module.forward.replays[-1] is replay:  # an inner scope's forward reads other tokens
@@ -220,174 +209,20 @@ def replay_routing(model: nn.Module, trace: RoutingTrace | None) -> Iterator[Rep
 
     check = model.register_forward_pre_hook(check_input, with_kwargs=True)
     try:
-        with _hooked(modules, replay=replay), _checkpoints_bound(model, modules, replay):
+        with hooked(modules, replay=replay), checkpoints_bound(model, modules, replay):
             yield replay
         if not replay.ran:
             raise RoutingError("replay reached no router: no forward of this model ran inside the block.")
-        if replay._pending:
+        if replay.pending:
             raise RoutingError(
-                f"{replay._pending} checkpointed layers were not backpropagated inside the replay block; outside it they "
-                "would be recomputed under other routes and the gradients would be wrong. Call backward inside."
+                f"{replay.pending} checkpointed layers were not backpropagated inside the replay block; outside it "
+                "they would be recomputed under other routes and the gradients would be wrong. Call backward inside."
             )
     finally:
         check.remove()
 
 
-# ---------------------------------------------------------------------- how a site's forward is intercepted
-class _SiteForward:
-    """Stands in for one routing module's `forward` while at least one scope is open on it."""
-
-    def __init__(self, spec: RoutingModule, index: int):
-        self.spec, self.index = spec, index
-        self.original = spec.module.forward
-        self.previous = spec.module.__dict__.get("forward")
-        self.listeners: list[Callable[..., None]] = []
-        self.replays: list[Replay] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        replay = self.replays[-1] if self.replays else None
-        recompute = _recomputing()
-        with _FinalTopK(self.spec, self.index, replay) as seen:
-            output = self.original(*args, **kwargs)
-        if seen.hits != 1:
-            raise RoutingError(
-                f"{self.spec.site.name} ({type(self.spec.module).__name__}) took {seen.hits} top-k over "
-                f"{self.spec.site.num_experts} experts where one was expected, so its routes can be neither recorded nor "
-                "replayed. A fused or compiled kernel may have replaced the router: switch it off."
-            )
-        if not recompute:
-            if replay is not None:
-                replay._preferred[self.index] = seen.natural
-            for listen in self.listeners:
-                listen(self.index, seen.used, seen.choice, output)
-        return output
-
-
-class _FinalTopK(TorchFunctionMode):
-    """Sees, and under replay answers, the one top-k over experts inside a routing site's forward."""
-
-    def __init__(self, spec: RoutingModule, index: int, replay: Replay | None):
-        super().__init__()
-        self.spec, self.index, self.replay = spec, index, replay
-        self.hits = 0
-        self.used = self.choice = self.natural = None
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in TOPK:
-            return func(*args, **kwargs)
-        scores = args[0] if args else kwargs["input"]
-        k = args[1] if len(args) > 1 else kwargs["k"]
-        site, groups = self.spec.site, self.spec.num_groups
-        within_groups = scores.dim() == 3 and scores.shape[1] == groups
-        if k == site.top_k and scores.shape[-1] == site.num_experts and not within_groups:
-            return self._select(func, args, kwargs, scores)
-        if self.replay is not None and groups > 1 and scores.dim() == 2 and scores.shape[-1] == groups:
-            return self._open_groups(scores, k)
-        return func(*args, **kwargs)
-
-    def _select(self, func: Callable, args: tuple, kwargs: dict, scores: Tensor) -> Any:
-        natural = func(*args, **kwargs)
-        self.hits += 1
-        self.choice = scores.detach()
-        self.used = self.natural = natural[1].reshape(-1, self.spec.site.top_k)
-        if self.replay is None:
-            return natural
-        self.used = self._forced(self.natural)
-        ids = self.used.view(natural[1].shape)
-        return torch.return_types.topk((scores.gather(-1, ids), ids))
-
-    def _forced(self, natural: Int[Tensor, "tokens k"]) -> Int[Tensor, "tokens k"]:
-        """The trace's ids, the router's own where the trace knows none."""
-        trace = self.replay.routes
-        batch, time = trace.shape[:2]
-        if natural.shape[0] != batch * time:
-            raise RoutingError(
-                f"{self.spec.site.name}: the forward has {natural.shape[0]} tokens, the trace {batch} rows of {time}."
-            )
-        ids = trace.experts[:, :, self.index, : natural.shape[1]].reshape(natural.shape).to(natural.device)
-        return torch.where(ids == trace.layout.unknown, natural, ids.long())
-
-    def _open_groups(self, scores: Float[Tensor, "tokens groups"], k: int) -> Any:
-        """Group-limited routers: open the groups of the forced experts, or the family's mask would zero their gates."""
-        trace = self.replay.routes
-        ids = trace.experts[:, :, self.index, : self.spec.site.top_k].flatten(0, 1).to(scores.device).long()
-        known = ids[:, :1] != trace.layout.unknown
-        group = torch.where(known, ids // (self.spec.site.num_experts // self.spec.num_groups), 0)
-        forced = torch.where(known, scores.detach().scatter(1, group, float("inf")), scores.detach())
-        chosen = forced.topk(k, dim=-1).indices
-        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
-
-
-@contextmanager
-def _hooked(
-    modules: tuple[RoutingModule, ...], listener: Callable[..., None] | None = None, replay: Replay | None = None
-) -> Iterator[None]:
-    """Put a listener or a replay on every site; take it off again, whatever happens inside."""
-    sites = []
-    for index, spec in enumerate(modules):
-        current = spec.module.__dict__.get("forward")
-        site = current if isinstance(current, _SiteForward) else _SiteForward(spec, index)
-        spec.module.forward = site
-        (site.listeners if listener else site.replays).append(listener or replay)
-        sites.append(site)
-    try:
-        yield
-    finally:
-        for site in sites:
-            (site.listeners if listener else site.replays).remove(listener or replay)
-            if site.listeners or site.replays:
-                continue
-            del site.spec.module.forward
-            if site.previous is not None:
-                site.spec.module.forward = site.previous
-
-
-@contextmanager
-def _checkpoints_bound(model: nn.Module, modules: tuple[RoutingModule, ...], replay: Replay) -> Iterator[None]:
-    """Bind every checkpointed layer's recomputation to this replay, and count those that are still to come.
-
-    Several micro-batches may be recomputed in any order inside nested scopes; each must meet its own routes.
-    """
-    layers = [m for m in model.modules() if "_gradient_checkpointing_func" in m.__dict__]
-
-    def bind(checkpoint: Callable) -> Callable:
-        def checkpointed(function: Callable, *args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return checkpoint(function, *args, **kwargs)
-            replay._pending += 1
-
-            def run(*inner: Any, **inner_kwargs: Any) -> Any:
-                replay._pending -= _recomputing()
-                sites = [spec.module.__dict__["forward"] for spec in modules]
-                for site in sites:
-                    site.replays.append(replay)
-                try:
-                    return function(*inner, **inner_kwargs)
-                finally:
-                    for site in sites:
-                        site.replays.pop()
-
-            return checkpoint(run, *args, **kwargs)
-
-        return checkpointed
-
-    originals = [layer._gradient_checkpointing_func for layer in layers]
-    for layer in layers:
-        layer._gradient_checkpointing_func = bind(layer._gradient_checkpointing_func)
-    try:
-        yield
-    finally:
-        for layer, original in zip(layers, originals, strict=True):
-            layer._gradient_checkpointing_func = original
-
-
 # ---------------------------------------------------------------------- small parts
-def _recomputing() -> bool:
-    """True inside a backward pass, that is, when activation checkpointing runs a forward again."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def _check_input(trace: RoutingTrace, args: tuple, kwargs: dict) -> None:
     """The forward must read the tokens that were routed, in the same padding."""
     tokens = kwargs.get("input_ids", args[0] if args else None)
@@ -401,31 +236,12 @@ def _check_input(trace: RoutingTrace, args: tuple, kwargs: dict) -> None:
         if not bool(same.all()):
             b, t = (~same).nonzero()[0].tolist()
             raise RoutingError(
-                f"the trace holds the routes of other tokens: row {b}, position {t} is token {int(tokens[b, t])} in the "
-                f"forward, {int(trace.tokens[b, t])} in the trace. Align paddings with trace.align(attention_mask)."
+                f"the trace holds the routes of other tokens: row {b}, position {t} is token {int(tokens[b, t])} in "
+                f"the forward, {int(trace.tokens[b, t])} in the trace. Align paddings with trace.align(attention_mask)."
             )
 
 
-def _read_scores(spec: RoutingModule, used: Tensor, choice: Tensor, output: Any) -> dict[str, Tensor]:
-    """Gates, log-probabilities and margins of one forward, from the router's own output and choice scores."""
-    experts, k = spec.site.num_experts, spec.site.top_k
-    choice = choice.reshape(-1, experts).float()
-    parts = [p.detach() for p in output if isinstance(p, Tensor)] if isinstance(output, tuple) else []
-    gates = next((p for p in parts if p.is_floating_point() and p.shape == used.shape), None)
-    if gates is None:
-        raise RoutingError(f"{type(spec.module).__name__} does not hand out combine weights; record without scores.")
-    logits = next((p for p in parts if p.is_floating_point() and p.shape == choice.shape), choice).float()
-    log_probs = logits.log_softmax(-1)
-    if k < experts:
-        top = choice.topk(k + 1, dim=-1).values
-        margins = top[:, -2] - top[:, -1]
-    else:
-        margins = choice.new_full(choice.shape[:1], float("inf"))
-    at_used = log_probs.gather(-1, used)
-    return {"gates": gates.float(), "log_probs": at_used, "margins": margins, "all_log_probs": log_probs}
-
-
-def _stack_sites(sites: Sequence[Tensor], layout: Layout) -> Int[Tensor, "tokens site k"]:
+def _stack_sites(sites: Sequence[Tensor], layout: Layout) -> Integer[Tensor, "tokens site k"]:
     """One [tokens, k] tensor per site as one tensor in the layout's narrow dtype."""
     return torch.stack([_pad_k(ids, layout.top_k, layout.unknown).to(layout.dtype) for ids in sites], 1)
 

@@ -1,13 +1,14 @@
 """Where a model routes: find every site of any supported Hugging Face family, without a list of models.
 
 Transformers names the router class of almost every family in `_can_record_outputs["router_logits"]`; a class whose
-name ends in Router, TopKGating or Gate is taken as well. The few families that route elsewhere are listed below.
+name ends in Router, TopKGating or Gate is taken as well. The few families that differ are listed below.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -16,17 +17,25 @@ from moe_rl.errors import RoutingError
 from moe_rl.routing.trace import Layout, Site
 
 ROUTER_NAME = re.compile(r"(Router|TopKGating|MoEV1Gate)$")
-WRAPPER_PREFIX = re.compile(r"^(base_model\.model\.|_orig_mod\.|_fsdp_wrapped_module\.|module\.)+")
+WRAPPERS = re.compile(r"^(base_model\.model\.|_orig_mod\.|_fsdp_wrapped_module\.|module\.)+")
+ADAPTERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+"""Path components that PEFT puts in: a model and its adapted version have the same sites."""
 
 SELECTS_OUTSIDE_ROUTER = {"DbrxRouter": "DbrxFFN"}
 """Routers that only return logits, with the class that takes the top-k."""
+SELECTS_BY_MAXIMA = {"PhimoeTopKRouter"}
+"""Routers that take one masked maximum per slot, without a top-k."""
 NOTHING_TO_FORCE = {"DeepseekV4HashRouter"}
 """Sites whose ids are a table look-up of the input ids."""
 UNSUPPORTED = {
-    "DogeCDMoE": "retrieves experts by product keys, without a router",
-    "NllbMoeTop2Router": "selects by argmax with capacity drops",
-    "SwitchTransformersTop1Router": "selects by argmax with capacity drops",
+    "DogeCDMoE": "it retrieves experts by product keys, without a router",
+    "NllbMoeTop2Router": "it selects by argmax and drops tokens beyond an expert's capacity",
+    "SwitchTransformersTop1Router": "it selects by argmax and drops tokens beyond an expert's capacity",
+    "Ernie4_5_VLMoeMoeBlock": "it has two routers per layer, each of which reads a part of the tokens only",
+    "DiffusionGemmaTextRouter": "it denoises blocks of tokens in several passes, so a token has no one route",
+    "Qwen3OmniMoeTalkerForConditionalGeneration": "it has two decoders that read different tokens; hook model.thinker",
 }
+"""Classes that cannot be recorded or replayed, and why."""
 
 
 @dataclass(frozen=True)
@@ -36,33 +45,36 @@ class RoutingModule:
     module: nn.Module
     site: Site
     num_groups: int
-    """Groups of a group-limited router; 1 for all others."""
+    """Groups of a group-limited router; 0 for all others."""
+
+    @property
+    def by_maxima(self) -> bool:
+        return type(self.module).__name__ in SELECTS_BY_MAXIMA
 
 
 def find_sites(model: nn.Module) -> tuple[RoutingModule, ...]:
-    """Every routing site of `model`, in forward order.
+    """Every routing site of `model`'s text decoder, in forward order.
 
     Multi-token-prediction layers are left out: they share layer numbers with the decoder and do not score tokens.
     Raises RoutingError for a dense model and, by name and with the reason, for a family that cannot be supported.
     """
     targets = _recorded_classes(model)
-    found = []
-    for name, module in model.named_modules():
+    candidates = {}
+    for name, module in _running_modules(model):
         kind = type(module).__name__
         if kind in UNSUPPORTED:
-            raise RoutingError(f"{kind} cannot be recorded or replayed: it {UNSUPPORTED[kind]}.")
-        routes = kind in targets or ROUTER_NAME.search(kind)
+            raise RoutingError(f"{kind} can be neither recorded nor replayed: {UNSUPPORTED[kind]}.")
         outside = kind in SELECTS_OUTSIDE_ROUTER or kind in NOTHING_TO_FORCE
-        if not routes or outside or re.search(r"(^|\.)mtp", name):
-            continue
-        num_experts = _num_experts(module)
-        site = Site(
-            name=WRAPPER_PREFIX.sub("", name),
-            decoder_layer=_decoder_layer(name),
-            num_experts=num_experts,
-            top_k=_first(module, "top_k", "num_experts_per_tok"),
-        )
-        found.append(RoutingModule(module, site, getattr(module, "num_group", None) or 1))
+        if (kind in targets or ROUTER_NAME.search(kind)) and not outside:
+            candidates[name] = module
+    decoder = set(_text_decoder(model).modules())
+    found = [
+        _describe(name, module)
+        for name, module in candidates.items()
+        if module in decoder
+        and not re.search(r"(^|\.)mtp", name)
+        and not any(other.startswith(f"{name}.") for other in candidates)  # a block recorded beside its own router
+    ]
     if not found:
         raise RoutingError(
             f"{type(model).__name__} has no routing site: it is a dense model, or routes in an unsupported way. "
@@ -78,6 +90,7 @@ def layout_of(model: nn.Module) -> Layout:
 
 def make_layout(model: nn.Module, sites: tuple[RoutingModule, ...]) -> Layout:
     config = getattr(model, "config", None)
+    config = getattr(config, "get_text_config", lambda: config)()
     sizes = [
         getattr(config, key, None) for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
     ]
@@ -86,9 +99,48 @@ def make_layout(model: nn.Module, sites: tuple[RoutingModule, ...]) -> Layout:
 
 
 def router_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that belong to the routing sites themselves, not to the experts beside them."""
-    found = [p for s in find_sites(model) for n, p in s.module.named_parameters() if "expert" not in n]
+    """Parameters of the routing sites themselves, adapters on them included, not of the experts beside them."""
+    sites = tuple(f"{s.site.name}." for s in find_sites(model))
+    found = [p for n, p in model.named_parameters() if plain_name(n).startswith(sites) and "experts" not in n]
     return list(dict.fromkeys(found))
+
+
+def plain_name(name: str) -> str:
+    """A module or parameter path without what PEFT, FSDP, DDP and torch.compile put in."""
+    return ADAPTERS.sub("", WRAPPERS.sub("", name))
+
+
+def _describe(name: str, module: nn.Module) -> RoutingModule:
+    site = Site(
+        name=plain_name(name),
+        decoder_layer=_decoder_layer(name),
+        num_experts=_num_experts(module),
+        top_k=_first(module, "top_k", "num_experts_per_tok", "top_k_experts"),
+    )
+    return RoutingModule(module, site, getattr(module, "num_group", None) or 0)
+
+
+def _running_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules, less those that PEFT keeps but does not run: the original beside an active trained copy, or the
+    copies beside an original whose adapters are off."""
+    idle = set()
+    for name, module in model.named_modules():
+        copies = getattr(module, "modules_to_save", None)
+        if isinstance(copies, nn.ModuleDict):
+            active = [] if module.disable_adapters else module.active_adapters[:1]
+            kept = [module.original_module, *copies.values()]
+            runs = copies[active[0]] if active else module.original_module
+            idle.update(m for k in kept if k is not runs for m in k.modules())
+        if module not in idle:
+            yield name, module
+
+
+def _text_decoder(model: nn.Module) -> nn.Module:
+    """The part that reads text, of models that also see or hear; their other routers do not score tokens."""
+    for module in model.modules():  # the first transformers model inside DDP, PEFT or the user's own wrapper
+        if hasattr(module, "get_decoder"):
+            return module.get_decoder()
+    return model
 
 
 def _recorded_classes(model: nn.Module) -> set[str]:

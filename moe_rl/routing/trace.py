@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Integer
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
@@ -71,12 +71,12 @@ class RoutingTrace:
     wherever an engine reported nothing; under replay such a row routes freely.
     """
 
-    experts: Int[Tensor, "batch time site k"]
+    experts: Integer[Tensor, "batch time site k"]
     """Ids in selection order, in `layout.dtype`. Sites that use fewer than k slots leave the last ones unknown."""
     attention_mask: Bool[Tensor, "batch time"]
     """True at tokens, False at padding (on either side)."""
     layout: Layout
-    tokens: Int[Tensor, "batch time"] | None = None
+    tokens: Integer[Tensor, "batch time"] | None = None
     """The tokens that were routed; when present, replay checks that the model reads the same ones."""
     weight_version: str | None = None
     """Which weights routed, in the words of whoever recorded it."""
@@ -84,10 +84,10 @@ class RoutingTrace:
     # ------------------------------------------------------------------ making one
     @staticmethod
     def from_ids(
-        ids: Int[Tensor, "batch time site k"],
+        ids: Integer[Tensor, "batch time site k"],
         layout: Layout,
         *,
-        tokens: Int[Tensor, "batch time"] | None = None,
+        tokens: Integer[Tensor, "batch time"] | None = None,
         attention_mask: Bool[Tensor, "batch time"] | None = None,
         weight_version: str | None = None,
         check: bool = True,
@@ -107,7 +107,7 @@ class RoutingTrace:
 
     @staticmethod
     def stack(
-        traces: list[RoutingTrace], tokens: Int[Tensor, "batch time"], attention_mask: Bool[Tensor, "batch time"]
+        traces: list[RoutingTrace], tokens: Integer[Tensor, "batch time"], attention_mask: Bool[Tensor, "batch time"]
     ) -> RoutingTrace:
         """One-row traces of unequal length as one right-padded trace over `tokens`.
 
@@ -121,7 +121,7 @@ class RoutingTrace:
 
     @staticmethod
     def cat(
-        traces: Sequence[RoutingTrace], tokens: Int[Tensor, "batch time"], attention_mask: Bool[Tensor, "batch time"]
+        traces: Sequence[RoutingTrace], tokens: Integer[Tensor, "batch time"], attention_mask: Bool[Tensor, "batch time"]
     ) -> RoutingTrace:
         """Right-padded traces of consecutive rows as one trace over `tokens`, on its device."""
         layout = traces[0].layout
@@ -138,7 +138,7 @@ class RoutingTrace:
         """(batch, time, site, k)"""
         return self.experts.shape
 
-    def ids(self) -> Int[Tensor, "batch time site k"]:
+    def ids(self) -> Integer[Tensor, "batch time site k"]:
         """Ids as int64, -1 where unknown."""
         ids = self.experts.long()
         return ids.masked_fill_(ids == self.layout.unknown, -1)
@@ -248,7 +248,7 @@ class RoutingTrace:
         return RoutingTrace(experts, mask, layout, tokens, json.loads(header["weight_version"]))
 
 
-def _check_ids(ids: Int[Tensor, "batch time site k"], layout: Layout) -> None:
+def _check_ids(ids: Integer[Tensor, "batch time site k"], layout: Layout) -> None:
     """Raise unless every row is unknown, or holds distinct ids in range (so an all-zero row with k > 1 is refused)."""
     if ids.dim() != 4 or ids.shape[2:] != (len(layout.sites), layout.top_k):
         raise RoutingError(

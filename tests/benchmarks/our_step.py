@@ -20,6 +20,7 @@ from workload import GROUP, MINI_BATCHES, NEW_TOKENS, PROMPT_TOKENS, PROMPTS  # 
 
 import moe_rl.policies.hf  # isort: skip
 from moe_rl.config import Arm, Optimizer, RunConfig  # isort: skip
+from moe_rl.experts_cpu import use_cpu_experts  # isort: skip
 from moe_rl.losses import objective_of  # isort: skip
 from moe_rl.policies.hf import HFPolicy  # isort: skip
 from moe_rl.rollouts.hf import HFEngine  # isort: skip
@@ -43,6 +44,7 @@ def parts() -> Parts:
     """Policy and engine on one model. Without an EOS every completion has exactly `NEW_TOKENS` tokens."""
     model, tokenizer = workload.model(), workload.tokenizer(eos=False)
     model.generation_config.eos_token_id = None
+    assert use_cpu_experts(model)
 
     def encode(prompts: list[Prompt]) -> list[Prompt]:
         return [replace(prompt, tokens=tuple(tokenizer(prompt.text)["input_ids"])) for prompt in prompts]

@@ -96,6 +96,11 @@ def test_a_site_with_fewer_slots_counts_its_own_experts_only():
     assert [s["gate_mass_moved"] for s in change.site_rows()] == [0.0, 0.5]
 
 
+def test_a_set_that_grows_changes_but_moves_no_gate_mass():
+    change = route_change(ids([[[[3, -1]]]]), ids([[[[4, 3]]]]), ALL[:, :1], torch.tensor([[[[1.0, 9.0]]]]))
+    assert (change.slot_change.item(), change.set_change.item(), change.gate_mass_moved.item()) == (0.5, 1.0, 0.0)
+
+
 def test_unknown_rows_are_left_out_and_counted():
     before = ids([[[[0, 1], [2, 3]], [[-1, -1], [4, 5]]]])
     after = ids([[[[0, 2], [-1, -1]], [[2, 3], [4, 6]]]])

@@ -8,7 +8,7 @@ from torch import nn
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing import layout_of, record_routing, replay_routing
-from moe_rl.routing.hooks import _SiteForward
+from moe_rl.routing.intercept import SiteForward
 from tests.conftest import FAMILIES, build, perturb
 
 
@@ -175,7 +175,7 @@ def test_hooks_are_gone_after_the_block_and_after_an_exception(model, tokens):
         model(tokens)
         1 / 0  # noqa: B018
     for module in model.modules():
-        assert "forward" not in module.__dict__ and not isinstance(module.forward, _SiteForward)
+        assert "forward" not in module.__dict__ and not isinstance(module.forward, SiteForward)
         assert not module._forward_pre_hooks
     live = model(tokens).logits
     assert not torch.equal(live, logits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 from moe_rl.errors import ConfigError
 from moe_rl.tasks.base import load_task
@@ -24,6 +25,13 @@ def test_partial_credit_is_the_scorers():
     prompt = task.prompts(1, 0)[0]
     assert len(prompt.answer) == 4
     assert task.reward(prompt, prompt.answer[:3] + "~") == 0.75
+
+
+def test_partial_credit_that_rounds_past_one_is_not_right():
+    task = load_task("reasoning_gym:spell_backward", {"min_word_len": 9, "max_word_len": 9})
+    prompt = task.prompts(1, 0)[0]
+    assert sum([1 / 9] * 9) > 1
+    assert 0.999 < torch.tensor(task.reward(prompt, prompt.answer + "uc"), dtype=torch.float32) < 1
 
 
 def test_wrong_options_are_refused_before_anything_runs():

@@ -1,0 +1,174 @@
+"""Several processes that carry out one run together: who is who, what rank 0 does for all, and whose folder it is.
+
+Started by torchrun. Every rank goes through the same program; what draws, samples, rewards or writes happens on rank 0
+and reaches the others through `once`. A rank that fails ends the job: torchrun stops the others.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from moe_rl import runs
+from moe_rl.config import RunConfig
+from moe_rl.errors import Diverged
+from moe_rl.runs import RunFolder, Tables
+from moe_rl.study import Planned, Study
+
+T = TypeVar("T")
+PATIENCE = timedelta(days=7)
+"""Others wait for rank 0 while it samples or trains a cold start; a dead rank is torchrun's to notice."""
+_messages: Any = None
+"""The group over which objects travel: gloo, also beside NCCL."""
+
+
+def launched() -> bool:
+    """Whether torchrun started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rank() -> int:
+    return int(os.environ["RANK"]) if launched() else 0
+
+
+def world() -> int:
+    return int(os.environ["WORLD_SIZE"]) if launched() else 1
+
+
+def join(device: str) -> None:
+    """Meet the other ranks; a process of its own is a world of one. `device` is the model's: cpu or cuda."""
+    global _messages
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    # That kernels are unfused without TransformerEngine, and that Megatron calls torch by old names.
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.c10d_logger")
+    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    if launched():
+        dist.init_process_group(backend, timeout=PATIENCE)
+        if rank():
+            warnings.simplefilter("ignore")  # rank 0 says it
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    _messages = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+
+def leave() -> None:
+    """Part from the other ranks, after everything went well."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier(_messages)
+        dist.destroy_process_group()
+
+
+def device(name: str) -> Any:
+    """This rank's device: each rank of a machine has a GPU of its own."""
+    import torch
+
+    if not name.startswith("cuda"):
+        return torch.device(name)
+    mine = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(mine)
+    return mine
+
+
+def once(function: Callable[[], T]) -> T:
+    """What `function()` returns on rank 0, on every rank. When it fails there, rank 0 raises and the others end."""
+    if world() == 1:
+        return function()
+    import torch.distributed as dist
+
+    answer: list[Any] = [None, True]
+    if rank() == 0:
+        try:
+            answer = [function(), False]
+        finally:
+            dist.broadcast_object_list(answer, 0, group=_messages)
+    else:
+        dist.broadcast_object_list(answer, 0, group=_messages)
+        if answer[1]:
+            sys.exit(2)
+    return answer[0]
+
+
+class SharedFolder:
+    """A run's folder as all ranks see it. Rank 0 has the real one; the others learn what it says, and take part in
+    writing checkpoints into it, so it must be on a file system that all ranks see."""
+
+    def __init__(self, folder: RunFolder | None):
+        self.folder = folder
+        self.path: Path = once(lambda: folder.path)
+
+    def latest(self) -> tuple[int, Tables, Path | None]:
+        return once(lambda: self.folder.latest())
+
+    def commit(self, step: int, tables: Tables, save: Callable[[Path], None]) -> None:
+        """Rank 0 commits; when it comes to the checkpoint, every rank saves its part."""
+        if self.folder is None:
+            if (target := once(lambda: None)) is not None:
+                save(target)
+            return
+        announced = []
+
+        def together(target: Path) -> None:
+            announced.append(once(lambda: target))
+            save(target)
+
+        self.folder.commit(step, tables, together)
+        if not announced:  # this step was committed before
+            once(lambda: None)
+
+    def finish(self, **extra: Any) -> None:
+        if self.folder is not None:
+            self.folder.finish(**extra)
+
+
+def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, mix_code: bool, console: Console) -> None:
+    """Carry out the runs one after the other, all ranks together. The first error ends the job."""
+    from moe_rl import workers
+
+    def unfinished() -> list[bool]:
+        for p in planned:
+            runs.check(p.path, p.config.to_dict(), p.config.hash)
+            workers.check_code(p.path, mix_code)
+        return [runs.state(p.path, p.config.steps)["state"] not in runs.ENDED for p in planned]
+
+    execute = workers.load(study.trainer)
+    waiting = [p for p, left in zip(planned, once(unfinished), strict=True) if left]
+    if rank():
+        for p in waiting:
+            execute(p.config, SharedFolder(None), cache=cache)
+        return
+    console.print(f"{study.name}: {len(planned)} runs, {len(planned) - len(waiting)} finished, {world()} ranks each")
+    with workers.Display(planned, console) as display:
+        for p in waiting:
+            with RunFolder.open(p.path, p.config.to_dict(), p.config.hash) as folder:
+                _lead(execute, p.config, folder, cache, display)
+
+
+def _lead(execute: Callable[..., None], config: RunConfig, folder: RunFolder, cache: Path, display: Any) -> None:
+    """Rank 0's part of a run: it also keeps the folder's progress and shows it."""
+    from moe_rl.workers import Watch
+
+    watch = Watch(folder)
+
+    def on_step(row: dict[str, Any]) -> None:
+        watch(row)
+        display.update()
+
+    try:
+        execute(config, SharedFolder(folder), cache=cache, on_step=on_step)
+    except Diverged:  # a result, which the trainer has committed
+        pass
+    except BaseException as error:
+        folder.progress(watch.step, error=str(error) or type(error).__name__)
+        raise

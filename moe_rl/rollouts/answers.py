@@ -1,0 +1,138 @@
+"""What an inference engine of its own sends back, read strictly and made into `Rollout`s."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_rl.errors import ConfigError, RoutingError, RunError
+from moe_rl.rollouts.hf import before_stop
+from moe_rl.routing.formats import RoutesRefused, decode_routes
+from moe_rl.routing.trace import Layout, RoutingTrace
+from moe_rl.types import Prompt, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROUTES = ("raise", "unknown", "off")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion as an engine reports it."""
+
+    tokens: Sequence[int]
+    """The completion, with the EOS or the stop string's tokens that ended it."""
+    logprobs: Sequence[float]
+    """Of these tokens, in nats, under the distribution they were drawn from."""
+    finished: bool
+    """Whether it ended by itself rather than at its length limit."""
+    routes: Any = None
+    """In any form that `decode_routes` reads."""
+
+
+class Reader:
+    """Makes rollouts of one model's answers. An answer that would train on something else than was sampled is an error.
+
+    `routes` says what becomes of routes that are missing or impossible (all zero, an expert twice, the wrong number of
+    rows): `raise` refuses them; `unknown` makes them unknown, so that replay routes there freely, and `refused` counts
+    them; with `off` no rollout has routes.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        layout: Layout,
+        ends: Collection[int],
+        *,
+        num_layers: int,
+        routes: str = "raise",
+    ):
+        if routes not in ROUTES:
+            raise ConfigError(f"engine.routes is {routes!r}; choose {', '.join(ROUTES)}.")
+        self.tokenizer, self.layout, self.ends = tokenizer, layout, frozenset(ends)
+        self.num_layers, self.routes = num_layers, routes
+        self.refused = 0
+        """Rows (token × site) whose routes were missing or impossible, so far."""
+
+    def read(self, prompts: Sequence[Prompt], answers: Sequence[Answer], sampling: Sampling) -> list[Rollout]:
+        """One rollout per answer. Raises RunError or RoutingError for an answer that cannot be one; warns once when
+        routes became unknown."""
+        before = self.refused
+        rollouts = [self._rollout(p, a, sampling) for p, a in zip(prompts, answers, strict=True)]
+        if refused := self.refused - before:
+            rows = sum(len(r.prompt.tokens) + len(r.tokens) - 1 for r in rollouts) * len(self.layout.sites)
+            warnings.warn(
+                f"the engine's routes are missing or impossible in {refused} of {rows} (token, site) rows: they became "
+                "unknown, replay routes freely there, and the columns engine_unknown and coverage count them.",
+                RoutesRefused,
+                stacklevel=3,
+            )
+        return rollouts
+
+    # ------------------------------------------------------------------ one answer
+    def _rollout(self, prompt: Prompt, answer: Answer, sampling: Sampling) -> Rollout:
+        tokens, logprobs = tuple(answer.tokens), list(answer.logprobs)
+        if not tokens or len(tokens) != len(logprobs) or len(tokens) > sampling.max_new_tokens:
+            raise RunError(
+                f"the engine answered with {len(tokens)} tokens and {len(logprobs)} log-probabilities where 1 to "
+                f"{sampling.max_new_tokens} of each were asked for; is its API another one?"
+            )
+        if not all(math.isfinite(x) and x <= 1e-4 for x in logprobs):
+            raise RunError(f"the engine reported {min(logprobs)} … {max(logprobs)} as log-probabilities.")
+        ended = tokens[-1] in self.ends
+        text = self._decode(tokens[:-1] if ended else tokens)
+        self._check_end(tokens, text, answer.finished, sampling)
+        return Rollout(
+            prompt=prompt,
+            tokens=tokens,
+            logprobs=torch.tensor(logprobs, dtype=torch.float32),
+            text=before_stop(text, sampling.stop),
+            finished=answer.finished,
+            routes=None if self.routes == "off" else self._routes(prompt.tokens + tokens, answer.routes),
+        )
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _check_end(self, tokens: tuple[int, ...], text: str, finished: bool, sampling: Sampling) -> None:
+        """Engine and trainer must agree on what ends a completion, or the policy never learns to end one."""
+        late = next((t for t in tokens[:-1] if t in self.ends), None)
+        if late is not None:
+            raise RunError(f"the engine sampled on after the end token {late}: start it with this model's tokenizer.")
+        stopped = tokens[-1] in self.ends or any(stop in text for stop in sampling.stop)
+        if finished != stopped:
+            raise RunError(
+                f"the engine says that a completion {'ended by itself' if finished else 'was cut off'}, but its last "
+                f"token is {tokens[-1]} (end tokens: {sorted(self.ends)}) and its text ends in {text[-20:]!r} (stop "
+                f"strings: {sampling.stop}): it leaves out or adds an end of its own."
+            )
+
+    def _routes(self, tokens: tuple[int, ...], payload: Any) -> RoutingTrace:
+        """Decoded routes. With `unknown`, rows that cannot be routes are unknown, all of them where nothing fits."""
+        layout = self.layout
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RoutesRefused)  # `read` says it once for all answers
+                invalid = "raise" if self.routes == "raise" else "unknown"
+                trace = decode_routes(
+                    payload, layout=layout, tokens=tokens, num_layers=self.num_layers, invalid=invalid
+                )
+        except RoutingError:
+            if self.routes == "raise":
+                raise
+            shape = (1, len(tokens) - 1, len(layout.sites), layout.top_k)
+            trace = RoutingTrace.from_ids(torch.full(shape, -1), layout, tokens=torch.tensor([tokens[:-1]]))
+        if self.routes == "raise" and trace.coverage < 1:
+            missing = int((~trace.known).sum())
+            raise RoutingError(
+                f"the engine reports no route for {missing} of {trace.known.numel()} (token, site) rows of a "
+                'completion; with engine.routes="unknown" they route freely under replay and are counted.'
+            )
+        self.refused += int((~trace.known).sum())
+        return trace

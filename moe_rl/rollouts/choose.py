@@ -1,0 +1,79 @@
+"""The rollout engine that a run's settings ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from moe_rl.config import EngineConfig, RunConfig
+from moe_rl.errors import ConfigError
+from moe_rl.models import LoadedModel
+from moe_rl.rollouts.answers import ROUTES
+from moe_rl.rollouts.base import RolloutEngine
+from moe_rl.rollouts.hf import HFEngine
+from moe_rl.rollouts.mismatch import MismatchedEngine
+from moe_rl.rollouts.push import Score, describe
+
+OF_HF = ("experts", "int8", "router_noise")
+OF_VLLM = ("gpu_memory", "max_tokens")
+
+
+def check_engine(run: RunConfig) -> None:
+    """Raise ConfigError, before any compute is spent, for engine settings that fit neither each other nor the run."""
+    engine, default = run.engine, EngineConfig()
+    server = engine.name.startswith(("http://", "https://"))
+    if engine.name not in ("hf", "vllm") and not server:
+        raise ConfigError(f"engine.name={engine.name!r}: choose hf, vllm, or the address of a server (http://…).")
+    applies = OF_HF if engine.name == "hf" else OF_VLLM if engine.name == "vllm" else ("dialect",)
+    for name in (*OF_HF, *OF_VLLM, "dialect"):
+        if name not in applies and getattr(engine, name) != getattr(default, name):
+            raise ConfigError(f"engine.{name}={getattr(engine, name)!r} has no effect with engine.name={engine.name!r}.")
+    if engine.routes not in ROUTES:
+        raise ConfigError(f"engine.routes={engine.routes!r}: choose {', '.join(ROUTES)}.")
+    if engine.routes == "off" and run.arm.routes == "rollout":
+        raise ConfigError("routes='rollout' replays the engine's routes, but engine.routes='off' asks for none.")
+    if engine.dtype is not None and not isinstance(getattr(torch, engine.dtype, None), torch.dtype):
+        raise ConfigError(f"engine.dtype={engine.dtype!r} is no dtype of torch; use bfloat16 or float32.")
+    if engine.router_noise < 0:
+        raise ConfigError(f"engine.router_noise={engine.router_noise} must not be negative.")
+
+
+def engine_of(run: RunConfig, loaded: LoadedModel, score: Score, folder: Path) -> RolloutEngine:
+    """The engine, which shares the policy's module when nothing about it differs. `score` is the policy's; `folder` is
+    where an engine of its own finds the model's description, and a server its weights."""
+    settings = run.engine
+    if settings.name == "hf":
+        if settings == EngineConfig(routes=settings.routes):
+            return HFEngine(loaded.model, loaded.tokenizer, record_routes=settings.routes != "off")
+        return MismatchedEngine(loaded.model, loaded.tokenizer, settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    describe(loaded.model, loaded.tokenizer, folder)
+    dtype = settings.dtype or run.model.dtype
+    if settings.name == "vllm":
+        from moe_rl.rollouts.vllm import VLLMEngine
+
+        return VLLMEngine(
+            folder,
+            loaded.tokenizer,
+            score,
+            dtype=dtype,
+            policy_dtype=run.model.dtype,
+            temperature=run.temperature,
+            routes=settings.routes,
+            max_tokens=settings.max_tokens,
+            memory=settings.gpu_memory,
+        )
+    from moe_rl.rollouts.http import ServerEngine
+
+    return ServerEngine(
+        settings.name,
+        folder,
+        loaded.tokenizer,
+        score,
+        dialect=settings.dialect,
+        dtype=dtype,
+        policy_dtype=run.model.dtype,
+        temperature=run.temperature,
+        routes=settings.routes,
+    )

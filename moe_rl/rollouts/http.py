@@ -1,0 +1,332 @@
+"""Rollouts from a vLLM or SGLang server: the same `Rollout`s as from the engines in this process.
+
+Three dialects: `vllm` (vLLM's token-in, token-out endpoint), `openai` (`/v1/completions`, as vLLM extends it with token
+ids and routes) and `sglang` (`/generate`). The first two are tested against a vLLM 0.30.0 server on loopback; SGLang
+does not run without a GPU, and its dialect is tested against payloads written after its documentation only.
+
+A vLLM server that `load` can push to is started with
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-return-routed-experts --logprobs-mode processed_logprobs \\
+        --worker-extension-cls moe_rl.rollouts.vllm.WorkerExtension
+
+and an SGLang server with `--enable-return-routed-experts`. Development mode lets anyone who reaches the port change the
+model: bind it to loopback or a private network.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from moe_rl.errors import ConfigError, MoeRlError, RunError
+from moe_rl.rollouts.answers import Answer, Reader
+from moe_rl.rollouts.hf import check_request, end_tokens
+from moe_rl.rollouts.push import (
+    PROBE_TOKENS,
+    Receipt,
+    Score,
+    Tolerance,
+    checkpoint_weights,
+    parity,
+    probe_prompts,
+    require_parity,
+    require_receipt,
+    skeleton,
+)
+from moe_rl.routing.sites import layout_of
+from moe_rl.seeds import derive
+from moe_rl.types import Prompt, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RETRIED = {408, 429, 500, 502, 503, 504}
+"""HTTP states that may pass. Any other refusal is final."""
+WEIGHTS_FILE = "model.safetensors"
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Without the environment's proxies, which would be asked for loopback too."""
+
+
+class BatchIncomplete(RunError):
+    """Some completions could not be had. `rollouts` are the others, in their places, None where one is missing."""
+
+    def __init__(self, message: str, rollouts: list[Rollout | None]):
+        super().__init__(message)
+        self.rollouts = rollouts
+
+
+class _Unreachable(RunError):
+    """No answer within all retries."""
+
+
+class ServerEngine:
+    """A server behind the verbs of `RolloutEngine`: one request per completion, `concurrency` at a time.
+
+    `folder` holds the model's config and tokenizer, and the server must be able to read it under the same path: `load`
+    writes the weights there. A request is tried 1 + `retries` times, waiting 0.5, 1, 2, … s in between, each `timeout`
+    seconds without a byte at most. What was received before a failure is kept: the same `generate` again asks for the
+    rest only. Noise is the server's own, seeded per completion from (key, prompt, sample).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        score: Score,
+        *,
+        dialect: str = "vllm",
+        dtype: str = "float32",
+        policy_dtype: str = "float32",
+        temperature: float = 1.0,
+        routes: str = "raise",
+        timeout: float = 600.0,
+        retries: int = 4,
+        concurrency: int = 64,
+    ):
+        if dialect not in DIALECTS:
+            raise ConfigError(f"engine.dialect is {dialect!r}; choose {', '.join(DIALECTS)}.")
+        self.url, self.dialect = url.rstrip("/"), DIALECTS[dialect]
+        self.timeout, self.retries, self.concurrency = timeout, retries, concurrency
+        self.folder, self.model = folder, skeleton(folder)
+        self.score, self.temperature = score, temperature
+        self.tolerance = Tolerance.of(dtype, policy_dtype)
+        self.ends = end_tokens(self.model, tokenizer)
+        layers = self.model.config.num_hidden_layers
+        self.reader = Reader(tokenizer, layout_of(self.model), self.ends, num_layers=layers, routes=routes)
+        self.reports_routes = routes != "off"
+        self.probes = probe_prompts(tokenizer, self.model.config.vocab_size)
+        self.pushes = 0
+        self.received: dict[tuple, Answer] = {}
+        """Answers of a batch that is not complete yet."""
+
+    # ------------------------------------------------------------------ the verbs
+    def generate(
+        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling
+    ) -> list[Rollout]:
+        """`group_size` completions of every prompt, prompt-major; see `RolloutEngine.generate`.
+
+        Raises BatchIncomplete, which carries what was received, when the server stays away or refuses a request, and
+        RunError when it was restarted and no longer holds the pushed weights.
+        """
+        check_request(prompts, group_size, sampling)
+        jobs = [((*key, i, n), prompt, sampling) for i, prompt in enumerate(prompts) for n in range(group_size)]
+        names = [(noise, prompt.tokens, sampling) for noise, prompt, _ in jobs]
+        failures = self._collect({name: job for name, job in zip(names, jobs, strict=True) if name not in self.received})
+        there = [n for n, name in enumerate(names) if name in self.received]
+        rollouts = self.reader.read(
+            [jobs[n][1] for n in there], [self.received[names[n]] for n in there], sampling
+        )
+        if failures:
+            placed: list[Rollout | None] = [None] * len(jobs)
+            for n, rollout in zip(there, rollouts, strict=True):
+                placed[n] = rollout
+            raise BatchIncomplete(
+                f"{len(there)} of {len(jobs)} completions were received from {self.url} and are kept: generate with the "
+                f"same key asks for the other {len(failures)} only. The first failure: {failures[0]}",
+                placed,
+            ) from failures[0]
+        self.dialect.check_version(self)
+        self.received.clear()
+        return rollouts
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> float:
+        """Write the weights to `folder`, let the server take them over, and check them as `VLLMEngine.load` does.
+        SGLang hands out no checksums: there the version in every answer and the comparison of completions must do."""
+        from safetensors.torch import save_file
+
+        sent = checkpoint_weights(self.model, weights)
+        save_file(sent, str(self.folder / WEIGHTS_FILE), metadata={"format": "pt"})
+        self.received.clear()
+        self.pushes += 1
+        self.dialect.push(self, sent)
+        sampling = Sampling(self.temperature, PROBE_TOKENS)
+        rollouts = self.generate(self.probes, 1, key=(self.pushes,), sampling=sampling)
+        found = parity(rollouts, self.score)
+        require_parity(found, self.tolerance, f"push {self.pushes} to {self.url}")
+        return found.logprob_max
+
+    def close(self) -> None:
+        """Nothing to give back: the server belongs to whoever started it."""
+
+    # ------------------------------------------------------------------ how
+    def _collect(self, jobs: Mapping[tuple, tuple]) -> list[MoeRlError]:
+        """Ask for all jobs at once, store every answer as it comes, and return what failed."""
+        failures: list[MoeRlError] = []
+        lost = threading.Event()  # the server is gone: the others need not find out one by one
+        with ThreadPoolExecutor(max(1, min(self.concurrency, len(jobs)))) as pool:
+            futures = {pool.submit(self._ask, *job, lost): name for name, job in jobs.items()}
+            for future in as_completed(futures):
+                try:
+                    self.received[futures[future]] = future.result()
+                except MoeRlError as error:
+                    if isinstance(error, _Unreachable):
+                        lost.set()
+                    failures.append(error)
+        return sorted(failures, key=lambda error: str(error).startswith("not asked"))
+
+    def _ask(self, noise: tuple[int, ...], prompt: Prompt, sampling: Sampling, lost: threading.Event) -> Answer:
+        body = self.dialect.request(prompt.tokens, sampling, derive(*noise), sorted(self.ends), self.reports_routes)
+        reply = self.post(self.dialect.path, body, lost)
+        try:
+            return self.dialect.answer(self, reply)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise RunError(
+                f"{self.url}{self.dialect.path} answered without {error}: {json.dumps(reply)[:300]}; is it another "
+                "dialect?"
+            ) from error
+
+    def post(self, path: str, body: dict[str, Any], lost: threading.Event | None = None) -> Any:
+        """The JSON that the server answers. Raises ConfigError when it refuses, RunError when it cannot be reached."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        for attempt in range(self.retries + 1):
+            if lost is not None and lost.is_set():
+                raise RunError("not asked for, since the server had stopped answering.")
+            if attempt:
+                time.sleep(0.5 * 2 ** (attempt - 1))
+            try:
+                with DIRECT.open(request, timeout=self.timeout) as response:
+                    text = response.read()
+                return json.loads(text) if text.strip() else {}
+            except urllib.error.HTTPError as error:
+                said = error.read()[:300].decode(errors="replace")
+                failure = f"HTTP {error.code}: {said}"
+                if error.code not in RETRIED:
+                    raise ConfigError(f"{self.url}{path} refuses the request ({failure}).") from error
+            except (OSError, HTTPException, ValueError) as error:  # no connection, timeout, half an answer
+                failure = repr(error)
+        raise _Unreachable(f"{self.url}{path} gave no answer in {self.retries + 1} tries; the last: {failure}.")
+
+
+# ---------------------------------------------------------------------- dialects
+@dataclass(frozen=True)
+class Dialect:
+    """How one kind of server is spoken to."""
+
+    path: str
+    request: Callable[[tuple[int, ...], Sampling, int, list[int], bool], dict[str, Any]]
+    """(prompt, sampling, seed, end tokens, routes wanted) → the body."""
+    answer: Callable[[ServerEngine, Any], Answer]
+    push: Callable[[ServerEngine, Mapping[str, Tensor]], None]
+    """Make the server take over the file of weights, and check what it says of them."""
+    check_version: Callable[[ServerEngine], None]
+    """Raise RunError when the server no longer holds the last push."""
+
+
+def _vllm_sampling(sampling: Sampling, seed: int, ends: list[int]) -> dict[str, Any]:
+    """Everything is said, since a server fills gaps from the model's generation config."""
+    return {
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        "max_tokens": sampling.max_new_tokens,
+        "seed": seed,
+        "stop": list(sampling.stop),
+        "stop_token_ids": ends,
+        "skip_special_tokens": False,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "logprobs": 0,
+    }
+
+
+def _openai_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends: list[int], _: bool) -> dict:
+    return {"prompt": list(prompt), "return_token_ids": True, **_vllm_sampling(sampling, seed, ends)}
+
+
+def _vllm_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends: list[int], _: bool) -> dict:
+    return {"token_ids": list(prompt), "sampling_params": _vllm_sampling(sampling, seed, ends)}
+
+
+def _choice(engine: ServerEngine, reply: Any) -> Answer:
+    """Both of vLLM's endpoints; log-probs lie where OpenAI puts those of completions, or those of chats."""
+    choice = reply["choices"][0]
+    found = choice["logprobs"]
+    logprobs = [token["logprob"] for token in found["content"]] if "content" in found else found["token_logprobs"]
+    finished = _finished(choice["finish_reason"])
+    return Answer(choice["token_ids"], logprobs, finished, choice.get("routed_experts"))
+
+
+def _finished(reason: str | None) -> bool:
+    if reason not in ("stop", "length"):
+        raise RunError(f"the server ended a completion with {reason!r} instead of 'stop' or 'length'.")
+    return reason == "stop"
+
+
+def _vllm_push(engine: ServerEngine, sent: Mapping[str, Tensor]) -> None:
+    file = str((engine.folder / WEIGHTS_FILE).resolve())
+    reply = engine.post("/collective_rpc", {"method": "moe_rl_push", "args": [file]})
+    engine.post("/reset_prefix_cache", {})
+    for found in reply["results"]:
+        require_receipt(Receipt(found["pushes"], found["checksums"]), sent, engine.pushes)
+
+
+def _vllm_version(engine: ServerEngine) -> None:
+    """A server that crashed and came back serves the weights it was started with."""
+    if engine.pushes:
+        taken = engine.post("/collective_rpc", {"method": "moe_rl_pushes"})["results"]
+        if any(int(count) != engine.pushes for count in taken):
+            raise RunError(
+                f"{engine.url} holds push {', '.join(map(str, taken))}, but {engine.pushes} were sent: it was restarted, "
+                "and these completions are of other weights. Load the weights again."
+            )
+
+
+def _sglang_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends: list[int], routes: bool) -> dict:
+    """The seed takes effect under `--enable-deterministic-inference` only."""
+    return {
+        "input_ids": list(prompt),
+        "return_logprob": True,
+        "return_routed_experts": routes,
+        "sampling_params": {
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "max_new_tokens": sampling.max_new_tokens,
+            "sampling_seed": seed % 2**31,
+            "stop": list(sampling.stop),
+            "stop_token_ids": ends,
+            "skip_special_tokens": False,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+        },
+    }
+
+
+def _sglang_answer(engine: ServerEngine, reply: Any) -> Answer:
+    meta = reply["meta_info"]
+    if engine.pushes and meta.get("weight_version") != str(engine.pushes):
+        raise RunError(
+            f"{engine.url} answers with weights {meta.get('weight_version')!r}, but push {engine.pushes} was sent: it "
+            "was restarted, or is too old to name its weights. Load the weights again."
+        )
+    pairs = meta["output_token_logprobs"]  # [log-prob, id, text or null]
+    routes = meta if meta.get("routed_experts") is not None else None
+    return Answer([p[1] for p in pairs], [p[0] for p in pairs], _finished(meta["finish_reason"]["type"]), routes)
+
+
+def _sglang_push(engine: ServerEngine, sent: Mapping[str, Tensor]) -> None:
+    body = {"model_path": str(engine.folder.resolve()), "weight_version": str(engine.pushes), "flush_cache": True}
+    reply = engine.post("/update_weights_from_disk", body)
+    if not reply.get("success"):
+        raise RunError(f"{engine.url} did not take over the weights: {json.dumps(reply)[:300]}.")
+
+
+DIALECTS = {
+    "vllm": Dialect("/inference/v1/generate", _vllm_request, _choice, _vllm_push, _vllm_version),
+    "openai": Dialect("/v1/completions", _openai_request, _choice, _vllm_push, _vllm_version),
+    "sglang": Dialect("/generate", _sglang_request, _sglang_answer, _sglang_push, lambda engine: None),
+}

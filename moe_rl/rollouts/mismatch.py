@@ -1,0 +1,88 @@
+"""A second numerics without a second engine: the same model sampled in other arithmetic, as a dial.
+
+Production samples with one engine and trains with another; at equal weights their routes and log-probs differ. Here
+the engine is a copy of the policy's model in another dtype, with another implementation of the experts, with weights
+rounded to 8 bits or with noise on its routers. What is measured between the two is what would be measured with vLLM.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from moe_rl.config import EngineConfig
+from moe_rl.errors import ConfigError
+from moe_rl.rollouts.hf import HFEngine
+from moe_rl.routing.sites import router_parameters
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KEPT = ("embed", "lm_head")
+"""Parts of a name of matrices that 8-bit checkpoints keep; routers are kept too."""
+
+
+class MismatchedEngine(HFEngine):
+    """Samples from a copy of `model` in the numerics that `settings` ask for; `load` keeps the copy up to date.
+
+    What is done to weights depends on their values only, so a resumed run meets the same ones.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: EngineConfig):
+        twin = copy.deepcopy(model).requires_grad_(False).eval()
+        if settings.experts is not None:
+            _set_experts(twin, settings.experts)
+        if settings.dtype is not None:
+            for parameter in twin.parameters():  # buffers stay: rotary frequencies are float32 in every checkpoint
+                parameter.data = parameter.data.to(getattr(torch, settings.dtype))
+        routers = {id(p) for p in router_parameters(twin)}
+        self.routers = {name for name, p in twin.named_parameters() if id(p) in routers and p.dim() > 1}
+        self.settings = settings
+        super().__init__(twin, tokenizer, record_routes=settings.routes != "off")
+        self.load(model.state_dict().items())
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy weights into the engine's model, rounded and disturbed as the settings say."""
+        super().load(self._distorted(weights))
+
+    def _distorted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            if name in self.routers:
+                yield name, with_noise(tensor, self.settings.router_noise)
+            elif self.settings.int8 and tensor.dim() > 1 and not any(part in name for part in KEPT):
+                yield name, to_int8_and_back(tensor)
+            else:
+                yield name, tensor
+
+
+def to_int8_and_back(weight: Float[Tensor, "... out in"]) -> Float[Tensor, "... out in"]:
+    """scale · round(w / scale), scale = max |w| / 127 over the last axis: symmetric 8-bit weights, one scale per row."""
+    scale = weight.detach().float().abs().amax(-1, keepdim=True) / 127
+    return ((weight.float() / scale).round() * scale).where(scale > 0, 0.0)
+
+
+def with_noise(weight: Float[Tensor, "experts hidden"], scale: float) -> Float[Tensor, "experts hidden"]:
+    """w + scale · std(w) · ε, ε standard normal and drawn from a seed that is the checksum of w: new after every
+    update, equal for equal weights. Router logits then carry noise of about `scale` times their own spread."""
+    if not scale:
+        return weight
+    weight = weight.detach().float().cpu()
+    seed = zlib.crc32(weight.contiguous().numpy().tobytes())
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+    return weight + scale * weight.std() * noise
+
+
+def _set_experts(model: nn.Module, name: str) -> None:
+    """Another of transformers' implementations of the experts: eager, batched_mm, grouped_mm."""
+    try:
+        model.set_experts_implementation(name)
+    except (AttributeError, ValueError) as error:
+        raise ConfigError(f"engine.experts={name!r} is no implementation for {type(model).__name__}: {error}") from error
+    if getattr(model.config, "_experts_implementation", None) != name:
+        raise ConfigError(f"engine.experts={name!r} has no effect on {type(model).__name__}: leave it out.")

@@ -1,0 +1,217 @@
+"""How a routing site's forward is intercepted: see its final selection, and under replay answer it.
+
+The site's forward runs under a torch function mode. The family's own code makes logits, scores and combine weights;
+only the ids that its final top-k returns are others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Integer
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from moe_rl.errors import RoutingError
+from moe_rl.routing.sites import RoutingModule
+
+if TYPE_CHECKING:
+    from moe_rl.routing.hooks import Replay
+
+TOPK = frozenset({torch.topk, torch.Tensor.topk})
+MASK = frozenset({torch.masked_fill, torch.Tensor.masked_fill})
+MAXIMUM = frozenset({torch.max, torch.Tensor.max})
+
+
+class SiteForward:
+    """Stands in for one routing module's `forward` while at least one scope is open on it."""
+
+    def __init__(self, spec: RoutingModule, index: int):
+        self.spec, self.index = spec, index
+        self.original = spec.module.forward
+        self.previous = spec.module.__dict__.get("forward")
+        self.selection = MaximaSelection if spec.by_maxima else Selection
+        self.listeners: list[Callable[..., None]] = []
+        self.replays: list[Replay] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        replay = self.replays[-1] if self.replays else None
+        with self.selection(self.spec, self.index, replay) as seen:
+            output = self.original(*args, **kwargs)
+        seen.require_complete()
+        if not recomputing():
+            if replay is not None:
+                replay.saw(self.index, seen.own)
+            for listen in self.listeners:
+                listen(self.index, seen.used, seen.choice, output)
+        return output
+
+
+class Selection(TorchFunctionMode):
+    """Sees, and under replay answers, the one top-k over experts inside a routing site's forward."""
+
+    def __init__(self, spec: RoutingModule, index: int, replay: Replay | None):
+        super().__init__()
+        self.spec, self.index, self.replay = spec, index, replay
+        self.hits = 0
+        self.used: Integer[Tensor, "tokens k"] | None = None
+        """The ids that go to the experts."""
+        self.choice: Tensor | None = None
+        """The scores that the router chooses by, groups masked."""
+        self.own: Callable[[], Tensor] | None = None
+        """Under replay: the ids the router would have picked; computed when called."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in TOPK and self._is_final(*args, **kwargs):
+            return self._select(func, *args, **kwargs)
+        if func in MASK and self.replay is not None and self.spec.num_groups and self._over_experts(args[0]):
+            # Group-limited routers: the mask would take the gates of forced experts in groups that are now closed.
+            self.choice = func(*args, **kwargs).detach()
+            return args[0]
+        return func(*args, **kwargs)
+
+    def _over_experts(self, scores: Tensor) -> bool:
+        return scores.shape[-1] == self.spec.site.num_experts
+
+    def _is_final(self, scores: Tensor, k: int, *_: Any, **__: Any) -> bool:
+        groups = self.spec.num_groups
+        within_groups = groups and scores.dim() == 3 and scores.shape[1] == groups
+        return k == self.spec.site.top_k and self._over_experts(scores) and not within_groups
+
+    def _select(self, func: Callable, scores: Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
+        self.hits += 1
+        if self.choice is None:
+            self.choice = scores.detach()
+        if self.replay is None:
+            picked = func(scores, k, *args, **kwargs)
+            self.used = picked[1].reshape(-1, k)
+            return picked
+        ids = self._force(lambda choice: func(choice, k, *args, **kwargs)[1]).view(*scores.shape[:-1], k)
+        return torch.return_types.topk((scores.gather(-1, ids), ids))
+
+    def _force(self, select: Callable[[Tensor], Tensor]) -> Integer[Tensor, "tokens k"]:
+        """The trace's ids; the router's own, which `select` takes from choice scores, where the trace knows none."""
+        flat = self.choice.reshape(-1, self.spec.site.num_experts)
+        ids = self.replay.ids(self.index, flat)
+        free = self.replay.free
+        if len(free):
+            ids[free] = torch.where(ids[free] < 0, select(flat[free]), ids[free])
+        self.own = partial(select, flat)
+        self.used = ids
+        return ids
+
+    def require_complete(self) -> None:
+        """Raise unless the one selection was seen."""
+        expected = self.spec.site.top_k if self.spec.by_maxima else 1
+        if self.hits != expected:
+            raise RoutingError(
+                f"{self.spec.site.name} ({type(self.spec.module).__name__}) took {self.hits} top-k over "
+                f"{self.spec.site.num_experts} experts where {expected} was expected, so its routes can be neither "
+                "recorded nor replayed. A fused or compiled kernel may have replaced the router: switch it off."
+            )
+
+
+class MaximaSelection(Selection):
+    """For routers that take one masked maximum per slot and weight it within a band of near-maximal scores.
+
+    A forced expert outside the band is let in, as one of equal standing; the rest of the band stays the router's.
+    """
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in MAXIMUM and self._over_experts(args[0]):
+            return self._maximum(func(*args, **kwargs), args[0])
+        if func in MASK and self.replay is not None and self._over_experts(args[0]):
+            scores, mask, value = args
+            return func(scores, mask.scatter(-1, self.used[:, self.hits - 1 : self.hits], False), value)
+        return func(*args, **kwargs)
+
+    def _maximum(self, natural: Any, scores: Tensor) -> Any:
+        self.hits += 1
+        k = self.spec.site.top_k
+        if self.spec.module.training:
+            raise RoutingError(
+                f"{self.spec.site.name} ({type(self.spec.module).__name__}) samples its experts in training mode, so "
+                "its routes cannot be replayed. Call eval() on the model; gradients flow all the same."
+            )
+        if self.hits == 1:
+            self.choice = scores.detach()
+            if self.replay is not None:
+                self._force(lambda choice: choice.topk(k, dim=-1).indices)
+        if self.replay is None:
+            self.used = natural[1] if self.hits == 1 else torch.cat([self.used, natural[1]], -1)
+            return natural
+        return torch.return_types.max((natural[0], self.used[:, self.hits - 1 : self.hits]))
+
+
+@contextmanager
+def hooked(
+    modules: tuple[RoutingModule, ...], listener: Callable[..., None] | None = None, replay: Replay | None = None
+) -> Iterator[None]:
+    """Put a listener or a replay on every site; take it off again, whatever happens inside."""
+    sites = []
+    for index, spec in enumerate(modules):
+        current = spec.module.__dict__.get("forward")
+        site = current if isinstance(current, SiteForward) else SiteForward(spec, index)
+        spec.module.forward = site
+        (site.listeners if listener else site.replays).append(listener or replay)
+        sites.append(site)
+    try:
+        yield
+    finally:
+        for site in sites:
+            (site.listeners if listener else site.replays).remove(listener or replay)
+            if site.listeners or site.replays:
+                continue
+            del site.spec.module.forward
+            if site.previous is not None:
+                site.spec.module.forward = site.previous
+
+
+@contextmanager
+def checkpoints_bound(model: nn.Module, modules: tuple[RoutingModule, ...], replay: Replay) -> Iterator[None]:
+    """Bind every checkpointed layer's recomputation to this replay, and count those that are still to come.
+
+    Several micro-batches may be recomputed in any order inside nested scopes; each must meet its own routes.
+    """
+    layers = [m for m in model.modules() if "_gradient_checkpointing_func" in m.__dict__]
+
+    def bind(checkpoint: Callable) -> Callable:
+        def checkpointed(function: Callable, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return checkpoint(function, *args, **kwargs)
+            replay.pending += 1
+
+            def run(*inner: Any, **inner_kwargs: Any) -> Any:
+                replay.pending -= recomputing()
+                sites = [spec.module.__dict__["forward"] for spec in modules]
+                for site in sites:
+                    site.replays.append(replay)
+                try:
+                    return function(*inner, **inner_kwargs)
+                finally:
+                    for site in sites:
+                        site.replays.pop()
+
+            return checkpoint(run, *args, **kwargs)
+
+        return checkpointed
+
+    originals = [layer._gradient_checkpointing_func for layer in layers]
+    for layer in layers:
+        layer._gradient_checkpointing_func = bind(layer._gradient_checkpointing_func)
+    try:
+        yield
+    finally:
+        for layer, original in zip(layers, originals, strict=True):
+            layer._gradient_checkpointing_func = original
+
+
+def recomputing() -> bool:
+    """True inside a backward pass, that is, when activation checkpointing runs a forward again."""
+    return torch._C._current_graph_task_id() != -1

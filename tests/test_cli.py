@@ -1,0 +1,263 @@
+"""The command: whole studies in real processes, killed and resumed; what it prints and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from moe_rl import cli, report, runs
+from moe_rl.config import RunConfig
+from moe_rl.frames import diff
+from moe_rl.runs import RunFolder, run_folders
+from tests import fake_study
+
+FAKE = str(Path(__file__).parent / "fake_study.py")
+RUN = ["run", FAKE, "--jobs", "2", "--mix-code"]
+"""`--mix-code`: the package may be edited while its tests run."""
+
+
+def moe_rl(*arguments: str, nap: float = 0.0, **options) -> subprocess.Popen:
+    """The command, as the leader of a process group of its own."""
+    return subprocess.Popen([sys.executable, "-m", "moe_rl", *arguments], start_new_session=True, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            env=os.environ | {"FAKE_NAP": str(nap), "COLUMNS": "200"}, **options)
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """The command in this process, which spares its imports; workers are processes all the same."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(arguments)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def fake_runs(out: Path, config: RunConfig = fake_study.study.base, seeds: tuple[int, ...] = (0, 1)) -> Path:
+    """The fake study, finished, without a process."""
+    for arm in fake_study.study.arms:
+        for seed in seeds:
+            one = config.replace(arm=arm, seed=seed)
+            path = out / "fake" / arm.name / "base" / f"seed={seed}"
+            with RunFolder.open(path, one.to_dict(), one.hash) as folder:
+                fake_study.train(one, folder, cache=out)
+    return out / "fake"
+
+
+def kill_again_and_again(kills: int, arguments: list[str], out: Path, longest: float, nap: float = 0.0) -> int:
+    """Start the study and SIGKILL its whole process group at random instants; how many kills met it unfinished.
+
+    Every third kill falls into the start; the others at most `longest` seconds after a run has begun or gone on.
+    """
+    rng, met = np.random.default_rng(0), 0
+    for i in range(kills):
+        process = moe_rl(*arguments, "--out", str(out), nap=nap)
+        while i % 3 and process.poll() is None and "running" not in {runs.state(p)["state"] for p in run_folders(out)}:
+            time.sleep(0.02)
+        time.sleep(rng.uniform(0, longest))
+        met += process.poll() is None
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return met
+
+
+@pytest.mark.parametrize("kills, arguments, longest", [(12, [*RUN, "--seeds", "0", "--steps", "40"], 0.5)])
+def test_a_study_killed_twelve_times_ends_identical_to_an_uninterrupted_one(tmp_path, kills, arguments, longest):
+    whole = fake_runs(tmp_path / "whole", fake_study.study.base.replace(steps=40), seeds=(0,))
+    met = kill_again_and_again(kills, arguments, tmp_path / "killed", longest, nap=0.04)
+    code, out, err = ended(moe_rl(*arguments, "--out", str(tmp_path / "killed")))
+    assert code == 0, err
+    assert met == kills, "the study was too quick to be killed: make it longer"
+    for a in run_folders(whole):
+        b = tmp_path / "killed" / a.relative_to(tmp_path / "whole")
+        assert diff(a, b) is None
+        assert runs.read_manifest(a)["checkpoint"] == runs.read_manifest(b)["checkpoint"]
+        assert not list(b.rglob(".tmp-*"))
+
+
+def test_workers_die_with_a_study_that_is_killed_alone(tmp_path):
+    process = moe_rl(*RUN, "--seeds", "0", "--steps", "1000", "--out", str(tmp_path), nap=0.05)
+    path = tmp_path / "fake" / "grpo" / "base" / "seed=0"
+    deadline = time.time() + 60
+    while runs.state(path)["state"] != "running" and time.time() < deadline:
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    while runs.state(path)["state"] == "running" and time.time() < deadline:
+        time.sleep(0.1)
+    assert runs.state(path)["state"] == "interrupted"
+
+
+def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
+    process = moe_rl(*RUN, "--seeds", "0", "--steps", "1000", "--out", str(tmp_path), nap=0.05)
+    path = tmp_path / "fake" / "grpo" / "base" / "seed=0"
+    while runs.state(path)["state"] != "running":
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    code, _, err = ended(process)
+    assert code == 130 and "the same command goes on" in err and "Traceback" not in err
+    assert runs.state(path)["state"] == "interrupted"
+
+
+def test_a_study_ends_with_its_summary_its_caution_and_its_figures(tmp_path, command):
+    code, out, err = command(*RUN, "--out", str(tmp_path), "--steps", "3")
+    assert (code, err) == (0, "")
+    assert "n = 2 seeds" in out and "95% Student t" in out and "Clopper" in out and "Holm" in out
+    assert "reward, second half" in out and "Made-up numbers." in out
+    figures = tmp_path / "fake" / "figures"
+    assert {p.name for p in figures.iterdir()} == {f"{n}.{e}" for n in fake_study.study.figures for e in ("png", "svg")}
+    assert all(str(figures / f"{n}.png") in out for n in fake_study.study.figures)
+    stamps = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("steps.parquet")}
+    code, out, _ = command(*RUN, "--out", str(tmp_path), "--steps", "3")
+    assert code == 0 and "6 runs, 6 finished" in out, "a finished run is skipped"
+    assert stamps == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("steps.parquet")}
+
+
+def test_a_run_that_breaks_does_not_stop_the_others(tmp_path, command):
+    code, out, err = command(*RUN, "--out", str(tmp_path), "--task", "broken", "--seeds", "0")
+    assert code == 1 and "ZeroDivisionError: a bug in the trainer" in err
+    assert "Traceback" in out and "fake_study.py" in out
+    states = {p.parent.parent.name: runs.state(p)["state"] for p in run_folders(tmp_path)}
+    assert states == {"grpo": "finished", "grpo-replay": "finished", "gspo": "failed"}
+    log = (tmp_path / "fake" / "gspo" / "base" / "seed=0" / "log.txt").read_text()
+    assert "ZeroDivisionError" in log
+
+
+def test_a_wrong_task_is_one_sentence_and_starts_no_more_runs(tmp_path, command):
+    code, out, err = command(*RUN, "--out", str(tmp_path), "--task", "unknown")
+    assert code == 2 and "Traceback" not in out + err
+    assert err.count("there is no task 'unknown'") == 1
+    assert len(list(run_folders(tmp_path))) == 2, "the two that ran when the first one failed"
+
+
+def test_one_seed_says_that_it_has_no_interval(tmp_path, capsys):
+    fake_runs(tmp_path, seeds=(0,))
+    assert cli.main(["run", FAKE, "--out", str(tmp_path), "--seeds", "0", "--mix-code"]) == 0
+    assert "no interval" in capsys.readouterr().out
+
+
+def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path, capsys):
+    assert cli.main(["run", FAKE, "--dry-run", "--out", str(tmp_path / "none"), "--seeds", "3", "--steps", "50"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("waiting 0/50") == 9 and "450 steps to go" in out and "Does the study runner work?" in out
+    assert not (tmp_path / "none").exists()
+
+
+def test_settings_reach_the_runs(tmp_path, command):
+    code, _, err = command(*RUN, "--out", str(tmp_path), "--seeds", "1", "--steps", "2",
+                           "--set", "optimizer.lr=1", "--set", "mini_batches=2")
+    assert code == 0, err
+    found = [runs.read_manifest(p) for p in run_folders(tmp_path)]
+    assert {(m["seed"], m["finished"], m["config"]["optimizer"]["lr"], m["config"]["mini_batches"]) for m in found} == {
+        (0, 2, 1.0, 2)}
+
+
+def test_another_configuration_in_the_same_place_is_refused_before_anything_starts(tmp_path, capsys):
+    folder = fake_runs(tmp_path)
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert cli.main([*RUN, "--out", str(tmp_path), "--set", "optimizer.lr=1"]) == 2
+    assert "optimizer.lr: 0.0002 there, 1.0 now" in capsys.readouterr().err
+    assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "study.json"}
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["run", "nowhere.py"], "no study file nowhere.py"),
+    (["run", FAKE, "--set", "optimizer.rate=1"], "optimizer.rate"),
+    (["run", FAKE, "--set", "prompts_per_step=0"], "prompts_per_step=0"),
+    (["run", FAKE, "--steps", "0"], "steps=0"),
+    (["run", FAKE, "--seeds", "a"], "--seeds a"),
+    (["run", FAKE, "--jobs", "-1"], "--jobs -1"),
+    (["plot", "nowhere"], "not the folder of a study"),
+    (["list", "nowhere"], "no run below nowhere"),
+    (["show", "nowhere"], "not a run"),
+    (["diff", "nowhere", "nowhere"], "not a run"),
+    (["export", "nowhere"], "no finished run below nowhere"),
+    (["run", "studies/routing_replay.py", "--task", "running_sum"], "Did you mean running_sums"),
+    (["run", "studies/routing_replay.py", "--task", "jsonl:nowhere.jsonl"], "nowhere.jsonl"),
+])
+def test_bad_input_is_one_sentence_and_exit_code_two(tmp_path, monkeypatch, capsys, arguments, words):
+    if arguments[1].startswith("studies"):
+        arguments[1] = str(Path(FAKE).parent.parent / arguments[1])
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.startswith("moe-rl: ") and err.count("\n") == 1
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_an_unknown_figure_is_noticed_before_anything_runs(tmp_path, capsys):
+    file = tmp_path / "typo_study.py"
+    file.write_text(f"import dataclasses, sys\nsys.path.insert(0, {str(Path(FAKE).parent)!r})\nimport fake_study\n"
+                    "study = dataclasses.replace(fake_study.study, figures=('lerning',))\n")
+    assert cli.main(["run", str(file), "--out", str(tmp_path / "runs")]) == 2
+    assert "no figure 'lerning'" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
+def test_list_shows_state_age_and_time_left(tmp_path, capsys):
+    fake_runs(tmp_path, seeds=(0,))
+    config = fake_study.study.base.replace(seed=1)
+    path = tmp_path / "fake" / "grpo" / "base" / "seed=1"
+    with RunFolder.open(path, config.to_dict(), config.hash) as folder:
+        folder.progress(2, seconds_per_step=60.0, reward=0.25)
+        assert cli.main(["list", str(tmp_path)]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[0].split() == ["run", "state", "step", "reward", "changed", "left"] and len(rows) == 5
+    running = next(row for row in rows if "seed=1" in row)
+    assert all(word in running for word in ("running", "2/12", "0.250", "0 s ago", "10 min"))
+    assert sum("finished" in row and "12/12" in row for row in rows) == 3
+
+
+def test_show_prints_configuration_versions_and_the_last_rows(tmp_path, capsys):
+    path = fake_runs(tmp_path, seeds=(0,)) / "gspo" / "base" / "seed=0"
+    assert cli.main(["show", str(path)]) == 0
+    out = capsys.readouterr().out
+    manifest = json.loads(out[: out.index("\n}\n") + 2])
+    assert manifest["config"]["arm"]["clip"] == [0.01, 0.013] and manifest["packages"]
+    assert "updates: 48 rows" in out and "eval_exact_greedy" not in out, "the last row has no evaluation"
+
+
+def test_diff_exits_with_one_and_names_the_row(tmp_path, capsys):
+    a, b = fake_runs(tmp_path / "a", seeds=(0,)), fake_runs(tmp_path / "b", seeds=(0, 1))
+    assert cli.main(["diff", str(a / "grpo/base/seed=0"), str(b / "grpo/base/seed=0")]) == 0
+    assert cli.main(["diff", str(a / "grpo/base/seed=0"), str(b / "grpo/base/seed=1")]) == 1
+    out = capsys.readouterr().out
+    assert "config.seed: 0 | 1" in out and "updates: step 1, update 1: loss = " in out
+
+
+def test_export_writes_every_digit(tmp_path, capsys):
+    folder = fake_runs(tmp_path, seeds=(0,))
+    assert cli.main(["export", str(folder), "--to", str(tmp_path / "csv"), "--mix-code"]) == 0
+    frame = pd.read_csv(tmp_path / "csv" / "steps.csv", float_precision="round_trip")
+    want = [row["reward"] for arm in ("grpo", "grpo-replay", "gspo") for row in fake_study.fake_tables(
+        fake_study.study.base.replace(arm=next(a for a in fake_study.study.arms if a.name == arm))).steps]
+    assert frame["reward"].to_list() == want and frame["arm"].unique().tolist() == ["grpo", "grpo-replay", "gspo"]
+
+
+def test_plot_needs_only_the_folder(tmp_path, capsys):
+    fake_runs(tmp_path, seeds=(0,))
+    report.write_declaration(fake_study.study, tmp_path)
+    assert cli.main(["plot", str(tmp_path / "fake"), "--mix-code"]) == 0
+    assert (tmp_path / "fake" / "figures" / "expert_change.svg").exists() and "Made-up" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["run", "plot", "list", "show", "diff", "export"])
+def test_help_has_examples(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    assert f"moe-rl {command}" in capsys.readouterr().out.split("examples:")[1]

@@ -1,0 +1,279 @@
+"""Run folders: what is committed survives, what differs is refused, and two runs part where they say."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from moe_rl import runs
+from moe_rl.config import RunConfig
+from moe_rl.errors import RunError
+from moe_rl.frames import diff, load_study, read_table, settings_that_differ
+from moe_rl.runs import RunFolder, Tables
+from tests import fake_study
+
+CONFIG = fake_study.study.base
+
+
+def path_of(root: Path, config: RunConfig) -> Path:
+    return root / "fake" / config.arm.name / "base" / f"seed={config.seed}"
+
+
+def open_run(root: Path, config: RunConfig = CONFIG) -> RunFolder:
+    return RunFolder.open(path_of(root, config), config.to_dict(), config.hash)
+
+
+def train(root: Path, config: RunConfig = CONFIG) -> Path:
+    with open_run(root, config) as folder:
+        fake_study.train(config, folder, cache=root)
+    return folder.path
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "lock"}
+
+
+def nothing(_: Path) -> None:
+    pass
+
+
+def test_a_commit_gives_back_exactly_its_rows_and_checkpoint(tmp_path):
+    rows = [{"step": 1, "reward": 0.1 + 0.2, "loss": 1}, {"step": 2, "reward": math.nan, "eval_n": 3}]
+    tables = Tables(steps=[{k: v for k, v in r.items() if k != "loss"} for r in rows],
+                    updates=[{"step": 1, "update": 1, "loss": -1e-300}])
+    with open_run(tmp_path) as folder:
+        folder.commit(2, tables, lambda p: (p / "weights").write_bytes(b"123"))
+    with open_run(tmp_path) as folder:
+        step, again, checkpoint = folder.latest()
+    assert step == 2 and (checkpoint / "weights").read_bytes() == b"123"
+    assert again.updates == tables.updates and again.layers == []
+    assert again.steps[0] == tables.steps[0] and again.steps[1].keys() == tables.steps[1].keys()
+    assert math.isnan(again.steps[1]["reward"]), "a measured NaN is not a missing value"
+
+
+def test_before_the_first_commit_there_is_nothing(tmp_path):
+    with open_run(tmp_path) as folder:
+        assert folder.latest() == (0, Tables(), None)
+
+
+def test_only_the_last_commit_is_kept(tmp_path):
+    with open_run(tmp_path) as folder:
+        for step in (3, 12, 100):
+            folder.commit(step, Tables(steps=[{"step": step}]), nothing)
+        assert [p.name for p in (folder.path / "commit").iterdir()] == ["step=000100"]
+        assert folder.latest()[0] == 100
+
+
+def test_a_column_without_an_entry_is_refused_and_nothing_is_committed(tmp_path):
+    with open_run(tmp_path) as folder:
+        folder.commit(1, Tables(steps=[{"step": 1}]), nothing)
+        with pytest.raises(RunError, match="no_such_column"):
+            folder.commit(2, Tables(steps=[{"step": 1, "no_such_column": 1.0}]), nothing)
+        assert folder.latest()[:2] == (1, Tables(steps=[{"step": 1}]))
+
+
+def test_a_checkpoint_that_fails_half_way_leaves_the_old_commit(tmp_path):
+    def broken(path: Path) -> None:
+        (path / "half").write_text("x")
+        raise OSError("disk full")
+
+    with open_run(tmp_path) as folder:
+        folder.commit(1, Tables(steps=[{"step": 1}]), nothing)
+        with pytest.raises(OSError, match="disk full"):
+            folder.commit(2, Tables(steps=[{"step": 1}, {"step": 2}]), broken)
+    with open_run(tmp_path) as folder:
+        assert folder.latest()[0] == 1
+        assert not list(folder.path.rglob(".tmp-*")), "leftovers are cleaned on open"
+
+
+def test_another_configuration_is_refused_with_its_keys_and_nothing_is_touched(tmp_path):
+    path = train(tmp_path)
+    before = files(path)
+    with pytest.raises(RunError) as error:
+        other = CONFIG.replace(**{"optimizer.lr": 1.0, "group_size": 9})
+        RunFolder.open(path, other.to_dict(), other.hash)
+    assert "optimizer.lr: 0.0002 there, 1.0 now" in str(error.value)
+    assert "group_size: 4 there, 9 now" in str(error.value) and "steps" not in str(error.value)
+    assert files(path) == before
+
+
+@pytest.mark.parametrize("name, content", [("notes.txt", "mine"), ("manifest.json", "{"), ("manifest.json", "[1]")])
+def test_a_foreign_folder_is_refused_and_not_touched(tmp_path, name, content):
+    path = path_of(tmp_path, CONFIG)
+    path.mkdir(parents=True)
+    (path / name).write_text(content)
+    with pytest.raises(RunError, match="nothing was touched"):
+        open_run(tmp_path)
+    assert files(path) == {name: content.encode()} and not (path / "lock").exists()
+
+
+def test_two_processes_cannot_run_one_folder(tmp_path):
+    with open_run(tmp_path), pytest.raises(RunError, match="another process"):
+        open_run(tmp_path)
+    open_run(tmp_path).__exit__()
+
+
+def test_more_steps_extend_a_finished_run_to_the_same_end(tmp_path):
+    long = train(tmp_path / "long", CONFIG.replace(steps=17))
+    train(tmp_path / "short", CONFIG.replace(steps=7))
+    short = train(tmp_path / "short", CONFIG.replace(steps=17))
+    assert diff(long, short) is None
+    a, b = (runs.read_manifest(p) for p in (long, short))
+    assert a["checkpoint"] == b["checkpoint"] and b["config"]["steps"] == b["finished"] == 17
+
+
+def test_fewer_steps_leave_a_finished_run_finished(tmp_path):
+    path = train(tmp_path)
+    assert runs.state(path, 5)["state"] == "finished" and runs.state(path, 13)["state"] == "interrupted"
+
+
+def test_the_manifest_says_with_what_the_run_was_made(tmp_path):
+    manifest = runs.read_manifest(train(tmp_path))
+    assert RunConfig.hash.fget(CONFIG) == manifest["hash"] and manifest["config"]["optimizer"]["lr"] == 2e-4
+    assert manifest["seed"] == 0 and manifest["device"] == "cpu" and manifest["finished"] == 12
+    assert manifest["packages"]["torch"] and manifest["packages"]["python"]
+    assert len(manifest["code"]) == 1 and manifest["seconds"] > 0
+
+
+def test_states_from_waiting_to_finished(tmp_path):
+    path = path_of(tmp_path, CONFIG)
+    assert runs.state(path, 12) == {"step": 0, "state": "waiting", "steps": 12}
+    with open_run(tmp_path) as folder:
+        folder.progress(4, seconds_per_step=2.0)
+        now = runs.state(path)
+        assert (now["state"], now["step"], now["seconds_left"]) == ("running", 4, 16.0)
+    assert runs.state(path)["state"] == "interrupted"
+    with open_run(tmp_path) as folder:
+        folder.progress(4, error="a bug")
+    assert runs.state(path)["state"] == "failed"
+    train(tmp_path)
+    assert (runs.state(path)["state"], runs.state(path)["seconds_left"]) == ("finished", 0.0)
+
+
+def test_a_diverged_run_has_ended(tmp_path):
+    with open_run(tmp_path) as folder:
+        folder.commit(3, Tables(steps=[{"step": 3}]), nothing)
+        folder.finish(diverged="gradients are not finite")
+    assert runs.state(folder.path)["state"] == "diverged"
+
+
+def commit_forever(path: Path) -> None:
+    with RunFolder.open(path, CONFIG.to_dict(), CONFIG.hash) as folder:
+        step, tables, _ = folder.latest()
+        while True:
+            step += 1
+            tables.steps.append({"step": step})
+            folder.commit(step, tables, lambda p, step=step: [(p / str(i)).write_text(str(step)) for i in range(5)])
+
+
+def test_sigkill_inside_commits_always_leaves_a_whole_one(tmp_path):
+    path, wait = path_of(tmp_path, CONFIG), np.random.default_rng(0)
+    context, reached = multiprocessing.get_context("fork"), 0
+    for _ in range(15):
+        process = context.Process(target=commit_forever, args=(path,))
+        process.start()
+        time.sleep(wait.uniform(0.05, 0.2))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        with open_run(tmp_path) as folder:
+            step, tables, checkpoint = folder.latest()
+            assert step >= reached and [r["step"] for r in tables.steps] == list(range(1, step + 1))
+            assert step == 0 or {(checkpoint / str(i)).read_text() for i in range(5)} == {str(step)}
+        reached = step
+    assert reached > 3, "too few commits to have been killed inside one"
+
+
+def test_study_frames_say_which_run_each_row_is_from(tmp_path):
+    for config in (CONFIG, CONFIG.replace(seed=3), CONFIG.replace(arm=fake_study.GSPO)):
+        train(tmp_path, config)
+    frames = load_study(tmp_path / "fake")
+    assert set(zip(frames.steps["arm"], frames.steps["seed"], strict=True)) == {("grpo", 0), ("grpo", 3), ("gspo", 0)}
+    assert len(frames.runs) == 3 and len(frames.steps) == 36 and len(frames.updates) == 36 * 4
+    assert frames.steps["code"].unique().tolist() == runs.read_manifest(path_of(tmp_path, CONFIG))["code"]
+    one = frames.steps.query("arm == 'gspo'")["reward"].to_list()
+    assert one == [r["reward"] for r in fake_study.fake_tables(CONFIG.replace(arm=fake_study.GSPO)).steps]
+
+
+def test_unfinished_runs_are_left_out_and_named(tmp_path):
+    train(tmp_path)
+    with open_run(tmp_path, CONFIG.replace(seed=1)) as folder:
+        folder.commit(2, Tables(steps=[{"step": 1, "reward": 0.5}]), nothing)
+    frames = load_study(tmp_path / "fake")
+    assert frames.steps["seed"].unique().tolist() == [0] and "seed=1 (interrupted" in frames.left_out[0]
+    assert load_study(tmp_path / "fake", unfinished=True).steps["seed"].unique().tolist() == [0, 1]
+
+
+def test_runs_of_different_code_are_never_pooled_silently(tmp_path, monkeypatch):
+    train(tmp_path)
+    monkeypatch.setattr(runs, "code_version", lambda: "0.0.1+other")
+    train(tmp_path, CONFIG.replace(seed=1))
+    with pytest.raises(RunError, match=r"different versions .*0\.0\.1\+other"):
+        load_study(tmp_path)
+    assert load_study(tmp_path, mix_code=True).runs["code"].nunique() == 2
+
+
+def test_a_run_resumed_by_other_code_says_so(tmp_path, monkeypatch):
+    train(tmp_path, CONFIG.replace(steps=3))
+    monkeypatch.setattr(runs, "code_version", lambda: "0.0.1+other")
+    path = train(tmp_path)
+    assert len(runs.read_manifest(path)["code"]) == 2
+    with pytest.raises(RunError, match=" then 0.0.1"):
+        load_study(path)
+
+
+def test_diff_names_the_first_row_and_column_in_which_runs_part(tmp_path, monkeypatch):
+    a = train(tmp_path / "a")
+    real = fake_study.fake_step
+
+    def changed(config, step, weights):
+        row, updates, layers = real(config, step, weights)
+        if step >= 5:
+            row["reward"] += 1e-16 + row["reward"] * 1e-15
+            layers[3]["set_change"] = 0.5
+        return row, updates, layers
+
+    monkeypatch.setattr(fake_study, "fake_step", changed)
+    b = train(tmp_path / "b")
+    found = diff(a, b)
+    assert (found.table, found.row, found.column) == ("layers", {"step": 5, "site": 3}, "set_change")
+    assert found.b == 0.5 and found.a == read_table(a, "layers").query("step == 5 and site == 3")["set_change"].item()
+
+
+def test_diff_ignores_time_and_memory_and_sees_missing_values_and_rows(tmp_path):
+    def run(name: str, rows: list[dict]) -> Path:
+        with open_run(tmp_path / name) as folder:
+            folder.commit(2, Tables(steps=rows), nothing)
+            folder.finish()
+        return folder.path
+
+    a = run("a", [{"step": 1, "reward": math.nan, "seconds_step": 1.0}, {"step": 2, "reward": 1.0}])
+    same = run("b", [{"step": 1, "reward": math.nan, "seconds_step": 9.0}, {"step": 2, "reward": 1.0}])
+    value = run("c", [{"step": 1, "reward": 0.0}, {"step": 2, "reward": 1.0}])
+    short = run("d", [{"step": 1, "reward": math.nan}])
+    column = run("e", [{"step": 1, "reward": math.nan}, {"step": 2, "reward": 1.0, "exact": 0.0}])
+    assert diff(a, same) is None
+    assert (diff(a, value).row, diff(a, value).b) == ({"step": 1}, 0.0)
+    assert (diff(a, short).row, diff(a, short).column, diff(a, short).a) == ({"step": 2}, None, True)
+    assert (diff(a, column).row, diff(a, column).column) == ({"step": 2}, "exact")
+
+
+def test_settings_that_differ_are_named_with_both_values(tmp_path):
+    a, b = train(tmp_path), train(tmp_path, CONFIG.replace(seed=4, **{"optimizer.lr": 0.5}))
+    found = settings_that_differ(a, b)
+    assert found["config.optimizer.lr"] == (2e-4, 0.5) and found["config.seed"] == (0, 4)
+    assert set(found) == {"config.optimizer.lr", "config.seed", "checkpoint"}
+
+
+def test_published_tables_are_plain_parquet_that_anyone_can_read(tmp_path):
+    path = train(tmp_path)
+    frame = pd.read_parquet(path / "updates.parquet", partitioning=None)
+    assert frame["update"].tolist() == [1, 2, 3, 4] * 12 and json.loads((path / "manifest.json").read_text())

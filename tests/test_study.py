@@ -1,0 +1,159 @@
+"""Declaring studies, planning their runs, and settings given as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from moe_rl.config import Arm, RunConfig
+from moe_rl.errors import ConfigError
+from moe_rl.study import Study, load_study_file, parse_settings
+from tests.fake_study import GRPO, GSPO, study
+
+BASE = RunConfig(arm=GRPO)
+
+
+def with_changes(**changes) -> Study:
+    return dataclasses.replace(study, **changes)
+
+
+def test_runs_are_arms_times_seeds_and_differ_in_nothing_else(tmp_path):
+    planned = study.runs(tmp_path)
+    assert [p.path.relative_to(tmp_path).as_posix() for p in planned] == [
+        f"fake/{arm}/base/seed={seed}" for seed in (0, 1) for arm in ("grpo", "grpo-replay", "gspo")
+    ]
+    for p in planned:
+        assert p.config == study.base.replace(arm=p.config.arm, seed=p.config.seed)
+
+
+def test_factors_are_crossed_and_named_in_the_path(tmp_path):
+    crossed = with_changes(factors={"optimizer.lr": (1e-4, 2e-4), "model.name": ("a/b",)}, arms=(GRPO,))
+    planned = crossed.runs(tmp_path, seeds=[7], steps=5)
+    assert [p.path.parts[-2] for p in planned] == [
+        "optimizer.lr=0.0001,model.name=a_b", "optimizer.lr=0.0002,model.name=a_b",
+    ]
+    assert [p.config.optimizer.lr for p in planned] == [1e-4, 2e-4]
+    assert {(p.config.model.name, p.config.seed, p.config.steps) for p in planned} == {("a/b", 7, 5)}
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"arms": ()}, "arms"),
+    ({"arms": (GRPO, GRPO)}, "names of their own"),
+    ({"name": "a/b"}, "name of a folder"),
+    ({"arms": (Arm(name="../up"),)}, "name of a folder"),
+    ({"factors": {"seed": (1, 2)}}, "cannot be factors"),
+])
+def test_a_study_that_cannot_be_stored_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        with_changes(**changes)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"prompts_per_step": 0}, "prompts_per_step=0"),
+    ({"group_size": -1}, "group_size=-1"),
+    ({"mini_batches": 17}, "17 is more than the 16 rollouts"),
+    ({"no_such": 1}, "no_such"),
+])
+def test_runs_without_work_are_refused_before_they_start(tmp_path, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        with_changes(base=study.base.replace(**changes)).runs(tmp_path)
+
+
+def test_seeds_must_be_there_and_different(tmp_path):
+    for seeds in ([], [1, 1]):
+        with pytest.raises(ConfigError, match="seed"):
+            study.runs(tmp_path, seeds=seeds)
+
+
+@pytest.mark.parametrize("text, key, value", [
+    ("optimizer.lr=1", "optimizer.lr", 1.0),
+    ("optimizer.lr=3e-4", "optimizer.lr", 3e-4),
+    ("optimizer.betas=0.9,0.95", "optimizer.betas", (0.9, 0.95)),
+    ("measure.full=true", "measure.full", True),
+    ("group_size=4", "group_size", 4),
+    ("task=jsonl:a=b.jsonl", "task", "jsonl:a=b.jsonl"),
+    ("model.overrides.num_experts=32", "model.overrides.num_experts", 32),
+    ("task_options.name=abc", "task_options.name", "abc"),
+])
+def test_settings_get_the_type_of_their_field(text, key, value):
+    got = parse_settings(BASE, [text])
+    assert got == {key: value} and type(got[key]) is type(value)
+
+
+@pytest.mark.parametrize("text, words", [
+    ("group_size=4.5", "type int, but got '4.5'"),
+    ("optimizer.lr=fast", "type float"),
+    ("measure.full=1", "type bool"),
+    ("optimizer.rate=1", "optimizer.rate.*known here: lr"),
+    ("nothing=1", "nothing"),
+    ("optimizer.lr.more=1", "no setting"),
+    ("group_size", "key=value"),
+    ("arm.clip=1,2", "study file"),
+    ("seed=3", "--seeds"),
+])
+def test_settings_of_another_type_or_name_are_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_settings(BASE, [text])
+
+
+def test_equal_numbers_written_differently_are_one_configuration():
+    a, b = (BASE.replace(**parse_settings(BASE, [f"optimizer.lr={text}"])) for text in ("1e-4", "0.0001"))
+    assert a.hash == b.hash != BASE.hash
+
+
+def test_a_study_file_anywhere_is_loaded_and_its_folder_is_importable(tmp_path):
+    (tmp_path / "beside_it.py").write_text("ARM = 'mine'\n")
+    (tmp_path / "own.py").write_text(
+        "from beside_it import ARM\nfrom moe_rl.config import Arm, RunConfig\nfrom moe_rl.study import Study\n"
+        "arm = Arm(name=ARM)\n"
+        "study = Study(name='own', question='', hypothesis='', arms=(arm,), base=RunConfig(arm=arm))\n"
+    )
+    assert load_study_file(str(tmp_path / "own.py")).arms[0].name == "mine"
+    assert load_study_file("own").name == "own", "as a module, now that its folder is importable"
+
+
+@pytest.mark.parametrize("content, words", [
+    ("x = 1", "declares no study"),
+    ("import not_installed_anywhere", "cannot be imported.*not_installed_anywhere"),
+    ("study = (", "SyntaxError"),
+    ("study = 3", "declares no study"),
+])
+def test_a_file_without_a_study_is_one_sentence(tmp_path, content, words):
+    (tmp_path / f"bad_{abs(hash(content))}.py").write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        load_study_file(str(next(tmp_path.glob("bad_*.py"))))
+
+
+def test_a_missing_study_file_is_named():
+    with pytest.raises(ConfigError, match="nowhere.py"):
+        load_study_file("nowhere.py")
+
+
+def test_the_study_of_this_repository_is_the_declared_comparison():
+    routing_replay = load_study_file("studies/routing_replay.py")
+    grpo, replay, gspo = routing_replay.arms
+    assert (grpo.loss, grpo.routes) == ("grpo", "live") and (replay.loss, replay.routes) == ("grpo", "old_policy")
+    assert (gspo.loss, gspo.routes) == ("gspo", "live") and max(gspo.clip) < 0.1
+    base = routing_replay.base
+    assert (base.prompts_per_step, base.group_size, base.mini_batches, base.steps) == (32, 8, 8, 100)
+    assert routing_replay.seeds == (0, 1, 2) and "not evidence" in routing_replay.caution
+
+
+def test_torch_is_not_imported_by_anything_that_only_reads_tables():
+    modules = ("columns", "runs", "frames", "stats", "plots", "study", "summary", "report", "workers", "cli")
+    code = f"import sys, {', '.join(f'moe_rl.{m}' for m in modules)}; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_listing_runs_does_not_import_pandas():
+    code = "import sys, moe_rl.cli, moe_rl.workers; print('pandas' in sys.modules, 'matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False False\n"
+
+
+def test_workers_do_not_differ_from_a_restart_in_their_hash(tmp_path):
+    assert GSPO.clip == (0.01, 0.013)
+    config = study.base.replace(arm=GSPO)
+    assert config.hash == config.replace(steps=99).hash != config.replace(seed=1).hash
