@@ -9,7 +9,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt -e ".[test,reasoning-gym,math]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[test,reasoning-gym,math,megatron]"
 	touch $(STAMP)
 
 study: $(STAMP)

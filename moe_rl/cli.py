@@ -1,4 +1,4 @@
-"""The command `moe-rl`: run | plot | list | show | diff | export."""
+"""The command `moe-rl`: run | plot | list | show | diff | export | volatility | view."""
 
 from __future__ import annotations
 
@@ -38,6 +38,15 @@ EXAMPLES = {
     "diff": """examples:
   moe-rl diff runs/routing_replay/gspo/base/seed=0 again/routing_replay/gspo/base/seed=0
 exit code: 0 when every value is equal (seconds_* and memory_* are ignored), 1 when the runs part""",
+    "volatility": """examples:
+  moe-rl volatility sft/ rl-step-500/ --data responses.jsonl
+  moe-rl volatility sft/ rl-step-500/ --data responses.jsonl --out moved --traces --device cuda --dtype bfloat16
+a line of the file: {"prompt": "2+2=", "response": "4"}, {"messages": [{"role": "user", "content": "2+2="}, …]}
+or {"text": "…"}. Every metric comes with its noise floor; the same command goes on after a kill.""",
+    "view": """examples:
+  moe-rl view volatility/traces/before/000000.safetensors volatility/traces/after/000000.safetensors
+  moe-rl view before.safetensors after.safetensors --row 3 --tokenizer sft/ --out flips.html
+trace files come from `moe-rl volatility --traces`, or from RoutingTrace.save(path, {"gates": gates}).""",
     "export": """examples:
   moe-rl export runs/routing_replay --to csv              csv/steps.csv, updates.csv, layers.csv, runs.csv""",
 }
@@ -62,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="moe-rl", description="A microscope for Mixture-of-Experts routing during RL.")
-    commands = top.add_subparsers(required=True, metavar="run|plot|list|show|diff|export")
+    commands = top.add_subparsers(required=True, metavar="run|plot|list|show|diff|export|volatility|view")
 
     def command(name: str, action: object, help: str) -> argparse.ArgumentParser:
         p = commands.add_parser(name, help=help, description=help, epilog=EXAMPLES[name],
@@ -100,6 +109,23 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--to", type=Path, default=Path("csv"), help="folder to write (default: csv)")
     p.add_argument("--unfinished", action="store_true", help="include the last commits of unfinished runs")
     _pooling(p)
+    p = command("volatility", volatility, "How far routing moved between two checkpoints, on your own texts.")
+    p.add_argument("before", help="a Hugging Face checkpoint: a folder, or a name on the hub")
+    p.add_argument("after", help="another of the same architecture and tokenizer")
+    p.add_argument("--data", required=True, help="JSONL: prompt and response, chat messages, or text per line")
+    p.add_argument("--out", type=Path, default=Path("volatility"), help="folder to write (default: volatility)")
+    p.add_argument("--device", default="cpu", help="cpu, cuda or cuda:<index> (default: cpu)")
+    p.add_argument("--dtype", default="float32", help="of the weights (default: float32)")
+    p.add_argument("--max-tokens", type=int, default=2048, help="longer texts are cut, and counted (default: 2048)")
+    p.add_argument("--batch-tokens", type=int, default=4096, help="tokens in one forward (default: 4096)")
+    p.add_argument("--traces", action="store_true", help="keep the routes of both, for `moe-rl view`")
+    p.add_argument("--trust-remote-code", action="store_true", help="run code that a checkpoint brings along")
+    p = command("view", view, "A web page of one response: where its routes differ between two trace files.")
+    p.add_argument("before", type=Path, help="a trace file")
+    p.add_argument("after", type=Path, help="a trace file of the same tokens")
+    p.add_argument("--row", type=int, help="which response of the files, from 0 (default: the one that changed most)")
+    p.add_argument("--tokenizer", help="checkpoint whose tokenizer spells the tokens (default: beside the traces)")
+    p.add_argument("--out", type=Path, default=Path("view.html"), help="page to write (default: view.html)")
     return top
 
 
@@ -237,6 +263,28 @@ def _layout(options: argparse.Namespace) -> dict[str, object]:
     if options.policy == "megatron":
         given["parallel.dp"] = max(1, ranks.world() // ((options.tp or 1) * (options.pp or 1)))
     return given
+
+
+def volatility(options: argparse.Namespace) -> int:
+    """Compare two checkpoints; tables and figures into `--out`."""
+    from moe_rl.volatility.measure import Comparison, measure_volatility
+    from moe_rl.volatility.report import print_report
+
+    comparison = Comparison(options.before, options.after, options.data, options.dtype, options.max_tokens,
+                            options.batch_tokens)
+    frames = measure_volatility(comparison, options.out, device=options.device, keep_traces=options.traces,
+                                trust_remote_code=options.trust_remote_code)
+    print_report(Console(), frames, options.out)
+    return 0
+
+
+def view(options: argparse.Namespace) -> int:
+    """Write the page."""
+    from moe_rl.view import write_page
+
+    row = write_page(options.before, options.after, options.out, row=options.row, tokenizer=options.tokenizer)
+    print(f"{options.out}: response {row}; open it in any browser")
+    return 0
 
 
 def _pooling(p: argparse.ArgumentParser) -> None:

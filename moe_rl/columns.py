@@ -102,6 +102,18 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
         Column("fresh_{slot_change,set_change,any_layer_change,layers_changed,jaccard_distance}", "updates", "as above",
                "π_old against the weights before this update, on its own mini-batch; live arms"),
     ),
+    "Engine mismatch (at equal weights, response tokens; log r = log p(policy) − log p(engine))": (
+        Column("engine_logprob_{mean,max}", "steps", "nats", "mean and largest |log r|"),
+        Column("engine_kl_k3", "steps", "nats", "mean of r − 1 − log r: KL(engine ‖ policy) per token",
+               "Schulman 2020"),
+        Column("engine_beyond_2", "steps", "share", "max(r, 1/r) > 2", f"F(2) of {R3}"),
+        Column("engine_{slot,set}_change", "steps layers", "share", "as slot_change, set_change: S policy, S′ engine"),
+        Column("engine_any_layer_change", "steps", "share", "tokens with S ≠ S′ at any site", R3),
+        Column("engine_unknown", "steps", "share",
+               "token × site pairs, prompts included, whose route the engine did not report or that were refused"),
+        Column("engine_{logprob_mean,logprob_max,kl_k3,beyond_2}_{natural,replayed}", "steps", "as above",
+               "the same on the probe: as the policy routes, and replaying the engine's routes"),
+    ),
     "Replay (old routes under the new weights; steps: on the probe, updates: on the mini-batch)": (
         Column("replay_gap_{mean,std,max}", "steps", "nats", "log π(natural) − log π(replayed) per token; max of |·|"),
         Column("pull", "steps updates", "share", "slots where the router, under replay, would pick another expert"),

@@ -50,13 +50,13 @@ class ColdStart:
     """Supervised training until a target success rate. Ignored for a checkpoint with `target=0`."""
 
     target: float = 0.35
-    """Mean reward, sampled at the run's temperature, at which it stops; 0 turns the cold start off."""
+    """Share of sampled completions with reward 1 at which it stops; 0 turns the cold start off."""
     seed: int = 0
     """Initial weights and order of examples: a factor of its own, since runs that share one cold start say nothing
     about other starts."""
     max_steps: int = 3000
     batch_size: int = 64
-    lr: float = 1e-3
+    lr: float = 2e-3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,11 @@ from moe_rl.trainer import Parts, train
 
 
 def execute(
-    run: RunConfig, folder: RunFolder, *, cache: Path, on_step: Callable[[dict[str, Any]], None] | None = None
+    run: RunConfig,
+    folder: RunFolder | ranks.SharedFolder,
+    *,
+    cache: Path,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
     """Carry out a run in its folder, or go on with it; cold starts are shared through `cache`."""
     parts = build(run, folder.path, cache)
@@ -88,8 +92,6 @@ def check_policy(run: RunConfig) -> None:
     if run.policy == "megatron":
         if importlib.util.find_spec("megatron.core") is None:
             raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")
-        if run.engine != EngineConfig():
-            raise ConfigError("policy='megatron' samples with the Hugging Face engine: leave the engine settings out.")
         if run.engine != EngineConfig():
             raise ConfigError(f"policy='megatron' samples with the plain Hugging Face engine on rank 0, not {run.engine}.")
         check_layout(run.parallel, hf_config(run.model), ranks.world())

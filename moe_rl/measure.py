@@ -62,6 +62,35 @@ def ratio_row(batch: Batch, log_ratio: Tensor, lost: Tensor) -> Row:
     return ratios.ratio_statistics(log_ratio, mask) | ratios.clip_fractions(lost, mask, batch.advantages)
 
 
+def engine_row(batch: Batch, natural: Scored) -> tuple[Row, list[Row]]:
+    """Engine and policy at equal weights, on all response tokens of a step: a row for `steps`, and one per site.
+
+    `natural` is the policy's scoring of the batch under the weights it was sampled with. log r is the policy's log-prob
+    minus the engine's, so that `engine_kl_k3` estimates KL(engine ‖ policy) per token.
+    """
+    row, sites = _engine_gap(batch, natural), [{} for _ in natural.routes.layout.sites]
+    if batch.rollout_routes is not None:
+        routes, rows = batch.rollout_routes, response_rows(batch)
+        change = volatility.route_change(natural.routes.ids(), routes.ids(), rows)
+        mean = change.row()
+        row |= {f"engine_{name}": mean[name] for name in ("slot_change", "set_change", "any_layer_change")}
+        row["engine_unknown"] = 1 - routes.known[rows | prompt_rows(batch)].double().mean().item()
+        for site, values in zip(sites, change.site_rows(), strict=True):
+            site |= {f"engine_{name}": values[name] for name in ("slot_change", "set_change")}
+    return row, sites
+
+
+def _engine_gap(batch: Batch, scored: Scored) -> Row:
+    log_ratio, mask = scored.logprobs - batch.rollout_logprobs, batch.response_mask
+    found = ratios.ratio_statistics(log_ratio, mask)
+    return {
+        "engine_logprob_mean": _mean(log_ratio.abs(), mask),
+        "engine_logprob_max": found["token_log_ratio_max"],
+        "engine_kl_k3": found["token_kl_k3"],
+        "engine_beyond_2": found["token_beyond_2"],
+    }
+
+
 CHANGE = ("slot_change", "set_change", "any_layer_change", "layers_changed", "jaccard_distance")
 
 
@@ -78,6 +107,7 @@ class Probe:
         self.batch = batch.rows(rows)
         self.old = natural.rows(rows, self.batch.tokens.shape[1])
         self.before = policy.score(self.batch, scores=True) if self.detail else None
+        self.engine = self._engine_replayed() if self.detail else {}
         self.routes = self.old.routes
         """Natural routes after the last update that was followed."""
 
@@ -112,6 +142,7 @@ class Probe:
             "probe_responses": len(self.batch),
             "probe_tokens": int(self.batch.response_mask.sum()),
             **self._replay_gap(after, replayed),
+            **self.engine,
         }
         sites: list[Row] = [{} for _ in after.routes.layout.sites]
         for suffix, rows in (("", response_rows(self.batch)), ("_prompt", prompt_rows(self.batch))):
@@ -126,6 +157,16 @@ class Probe:
         return row, sites
 
     # ------------------------------------------------------------------ parts of it
+    def _engine_replayed(self) -> Row:
+        """What is left of the engine's gap on the probe when the policy replays the engine's routes (R3)."""
+        if self.batch.rollout_routes is None:
+            return {}
+        natural = _engine_gap(self.batch, self.old)
+        replayed = _engine_gap(self.batch, self.policy.score(self.batch, self.batch.rollout_routes))
+        return {f"{name}_natural": value for name, value in natural.items()} | {
+            f"{name}_replayed": value for name, value in replayed.items()
+        }
+
     def _replay_gap(self, natural: Scored, replayed: Scored) -> Row:
         """log π(natural) - log π(replayed) under the new weights, and what routers would pick while upstream replays."""
         rows = response_rows(self.batch)

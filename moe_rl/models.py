@@ -111,18 +111,18 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
 
 
-def load(model_config: ModelConfig, seed: int) -> LoadedModel:
+def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) -> LoadedModel:
     """The preset, with weights drawn from `seed`, or the checkpoint that `model_config.name` names, whose weights are
     its own.
 
     A checkpoint is a directory written by `save_pretrained`, or a name on the Hugging Face hub; it brings its own
-    tokenizer and chat template, and code that it may bring is never run. The global random state is left as it was.
-    Raises ConfigError for an unknown name, a missing folder, an impossible device or dtype, or a setting that does not
-    exist.
+    tokenizer and chat template. Code that it may bring is run only if `trust_remote_code` says so. The global random
+    state is left as it was. Raises ConfigError for an unknown name, a missing folder, an impossible device or dtype, or
+    a setting that does not exist.
     """
     from transformers import AutoModelForCausalLM
 
-    device, dtype = _placement(model_config)
+    device, dtype = placement(model_config)
     if model_config.name in PRESETS:
         config = hf_config(model_config)
         with torch.random.fork_rng(devices=[]):  # drawn on the CPU, so that every device starts from the same weights
@@ -130,11 +130,11 @@ def load(model_config: ModelConfig, seed: int) -> LoadedModel:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         tokenizer = byte_tokenizer(config.vocab_size)
     else:
-        model, tokenizer = _from_checkpoint(model_config, dtype)
+        model, tokenizer = _from_checkpoint(model_config, dtype, trust_remote_code)
     return LoadedModel(model.to(device).eval(), tokenizer)
 
 
-def hf_config(model_config: ModelConfig) -> PreTrainedConfig:
+def hf_config(model_config: ModelConfig, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The Hugging Face configuration, overrides applied, without any weights being made or read."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -144,7 +144,7 @@ def hf_config(model_config: ModelConfig) -> PreTrainedConfig:
                 f"model {model_config.name!r} is a checkpoint, whose weights fix its shape, so the overrides "
                 f"{dict(model_config.overrides)!r} cannot apply; presets with overrides are {', '.join(PRESETS)}."
             )
-        return _from_hub(AutoConfig, model_config.name)
+        return _from_hub(AutoConfig, model_config.name, trust_remote_code)
     model_type, settings = PRESETS[model_config.name]
     config_class = CONFIG_MAPPING[model_type]
     known = set(config_class().to_dict()) | set(config_class.attribute_map) | set(settings)
@@ -246,7 +246,8 @@ def _letters_of_bytes() -> list[str]:
     return [chr(b if b in printable else next(others)) for b in range(256)]
 
 
-def _placement(model_config: ModelConfig) -> tuple[torch.device, torch.dtype]:
+def placement(model_config: ModelConfig) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of a configuration. Raises ConfigError for one that is not there."""
     dtype = getattr(torch, model_config.dtype, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(f"model dtype {model_config.dtype!r} is none; use float32 or bfloat16.")
@@ -262,15 +263,25 @@ def _placement(model_config: ModelConfig) -> tuple[torch.device, torch.dtype]:
     return device, dtype
 
 
-def _from_checkpoint(model_config: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint. Raises ConfigError when it has none."""
+    from transformers import AutoTokenizer
 
-    name = model_config.name
-    hf_config(model_config)  # the cheap part first: does it exist, does it take overrides
-    tokenizer = _from_hub(AutoTokenizer, name)
-    model = _from_hub(AutoModelForCausalLM, name, dtype)
+    tokenizer = _from_hub(AutoTokenizer, name, trust_remote_code)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes an empty one when it finds no files
         raise ConfigError(f"{name!r} cannot be loaded: it has no tokenizer; save the model's tokenizer beside it.")
+    return tokenizer
+
+
+def _from_checkpoint(
+    model_config: ModelConfig, dtype: torch.dtype, trust: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoModelForCausalLM
+
+    name = model_config.name
+    hf_config(model_config, trust)  # the cheap part first: does it exist, does it take overrides
+    tokenizer = load_tokenizer(name, trust)
+    model = _from_hub(AutoModelForCausalLM, name, trust, dtype)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {name} has no EOS token, so no completion could ever end.")
     if tokenizer.pad_token_id is None:
@@ -284,7 +295,7 @@ def _from_checkpoint(model_config: ModelConfig, dtype: torch.dtype) -> tuple[Pre
     return model, tokenizer
 
 
-def _from_hub(auto_class: type, name: str, dtype: torch.dtype | None = None) -> Any:
+def _from_hub(auto_class: type, name: str, trust: bool, dtype: torch.dtype | None = None) -> Any:
     """`auto_class.from_pretrained`, with a folder or name that is not there reported in one sentence."""
     path = Path(name).expanduser()
     owner, slash, repository = name.partition("/")
@@ -293,7 +304,7 @@ def _from_hub(auto_class: type, name: str, dtype: torch.dtype | None = None) -> 
         unknown("model preset or checkpoint folder", name, PRESETS)
     settings = {} if dtype is None else {"dtype": dtype}
     try:
-        return auto_class.from_pretrained(str(path), trust_remote_code=False, **settings)
+        return auto_class.from_pretrained(str(path), trust_remote_code=trust, **settings)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"{name!r} cannot be loaded as a Hugging Face causal-LM checkpoint: {reason}") from error

@@ -40,7 +40,7 @@ styled = matplotlib.rc_context(STYLE)
 @styled
 def learning(frames: Frames, arms: Sequence[str]) -> Figure:
     """Training reward and held-out exact match over steps (GSPO, arXiv 2507.18071, Fig. 1 and 3, per step)."""
-    figure, axes = _figure(3, "Does it learn, and does it last?", sharey=True)
+    figure, axes = new_figure(3, "Does it learn, and does it last?", sharey=True)
     panels = {"reward": "Training reward", "eval_exact_greedy": "Held-out exact match, greedy",
               "eval_exact_sampled": "Held-out exact match, sampled"}
     for ax, (column, title) in zip(axes, panels.items(), strict=True):
@@ -54,7 +54,7 @@ def learning(frames: Frames, arms: Sequence[str]) -> Figure:
 @styled
 def clipping(frames: Frames, arms: Sequence[str]) -> Figure:
     """Fraction of response tokens that lose their gradient, over steps and by mini-batch (GSPO, Fig. 2), log axis."""
-    figure, axes = _figure(2, "How much does clipping take away?", sharey=True)
+    figure, axes = new_figure(2, "How much does clipping take away?", sharey=True)
     over_steps, window = windows(frames.steps, "clip_tokens")
     note = _curves(axes[0], over_steps, "clip_tokens", "step", arms)
     axes[0].set(title="Over training", xlabel="step" + window, ylabel="clipped share of tokens with an advantage")
@@ -71,7 +71,7 @@ def clipping(frames: Frames, arms: Sequence[str]) -> Figure:
 @styled
 def expert_change(frames: Frames, arms: Sequence[str]) -> Figure:
     """Share of expert slots that change over one step, over training and per routing site (GSPO, section 5.3)."""
-    figure, axes = _figure(2, "How many experts change in one step?", sharey=True)
+    figure, axes = new_figure(2, "How many experts change in one step?", sharey=True)
     over_steps, window = windows(frames.steps, "slot_change")
     note = _curves(axes[0], over_steps, "slot_change", "step", arms)
     axes[0].set(title="Over training, all sites", xlabel="step" + window)
@@ -96,7 +96,7 @@ def ratio_spread(frames: Frames, arms: Sequence[str]) -> Figure:
     present = [arm for arm in arms if (spread["arm"] == arm).any()]
     if not present:
         raise RunError("no run has measured attribution sums, so there is nothing to draw")
-    figure, axes = _figure(len(present), "How far do log-ratios spread as mini-batches go by?", sharey=True)
+    figure, axes = new_figure(len(present), "How far do log-ratios spread as mini-batches go by?", sharey=True)
     for ax, arm in zip(axes, present, strict=True):
         for column, line, name in (("natural_std", "-", "natural"), ("replayed_std", "--", "replayed")):
             face = None if column == "natural_std" else "white"
@@ -117,7 +117,7 @@ def variance_shares(frames: Frames, arms: Sequence[str]) -> Figure:
 
     They sum to 1; a share can exceed 1 and the covariance can be negative. The first mini-batch is left out.
     """
-    figure, (ax,) = _figure(1, "What is the variance of log-ratios associated with?", width=7.5)
+    figure, (ax,) = new_figure(1, "What is the variance of log-ratios associated with?", width=7.5)
     shares = attribution(frames.updates[frames.updates["update"] > 1], by=[])
     for i, arm in enumerate(arms):
         rows = shares[shares["arm"] == arm].dropna(subset=list(SHARES))
@@ -181,7 +181,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     return paths
 
 
-def _figure(panels: int, title: str, width: float = 0.0, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+def new_figure(panels: int, title: str, width: float = 0.0, sharey: bool = False) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(width or 4.2 * max(panels, 2), 4.4), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
     axes = figure.subplots(1, panels, sharey=sharey, squeeze=False)[0]

@@ -153,6 +153,7 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, mix_code
         for p in waiting:
             with RunFolder.open(p.path, p.config.to_dict(), p.config.hash) as folder:
                 _lead(execute, p.config, folder, cache, display)
+            display.update()
 
 
 def _lead(execute: Callable[..., None], config: RunConfig, folder: RunFolder, cache: Path, display: Any) -> None:

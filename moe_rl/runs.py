@@ -249,7 +249,8 @@ def _latest_commit(path: Path) -> Path | None:
 def _digest(folder: Path) -> str:
     """Of the names and bytes of all files: equal weights and optimizer states, equal digest."""
     digest = hashlib.sha256()
-    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
+    files = (p for p in folder.rglob("*") if p.is_file() and p.name != ".metadata")  # torch's, which holds a random id
+    for file in sorted(files):
         digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
+from numpy.typing import ArrayLike
 from scipy import stats
 
 from moe_rl.errors import ConfigError
@@ -48,7 +50,7 @@ class Paired:
     method: str
 
 
-def interval(values: Sequence[float], confidence: float = 0.95, seed: int = 0) -> Interval:
+def interval(values: ArrayLike, confidence: float = 0.95, seed: int = 0) -> Interval:
     """Mean over seeds and its confidence interval; the arguments of `band`, for one quantity."""
     b = band(np.asarray(values, dtype=float)[:, None], confidence, seed)
     return Interval(float(b.mean[0]), float(b.low[0]), float(b.high[0]), b.n, b.method)
@@ -58,14 +60,14 @@ def interval(values: Sequence[float], confidence: float = 0.95, seed: int = 0) -
 class Band:
     """An interval at every column of a matrix: what `interval` is for one."""
 
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
+    mean: Float[np.ndarray, " column"]
+    low: Float[np.ndarray, " column"]
+    high: Float[np.ndarray, " column"]
     n: int
     method: str
 
 
-def band(values: np.ndarray, confidence: float = 0.95, seed: int = 0) -> Band:
+def band(values: Float[np.ndarray, "seed column"], confidence: float = 0.95, seed: int = 0) -> Band:
     """Mean and confidence interval of each column of `values` [seed, column].
 
     Under 8 seeds mean ± t(n−1) · sd / √n (Student); from 8 on a BCa bootstrap of the mean (Efron 1987, 9,999 resamples,
@@ -126,7 +128,7 @@ def holm(p: Sequence[float]) -> list[float]:
     return result.tolist()
 
 
-def iqm(values: Sequence[float]) -> float:
+def iqm(values: ArrayLike) -> float:
     """Interquartile mean: the mean without the lowest and the highest quarter (Agarwal et al. 2021, 2108.13264).
 
     It hides failures of fewer than a quarter of the runs: report the rate of collapses beside it.

@@ -7,14 +7,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
+from jaxtyping import Float
 
 from moe_rl.frames import Frames
 from moe_rl.metrics.convergence import collapse, second_half_mean
 from moe_rl.stats import Interval, Paired, holm, interval, paired, rate
 
 
-def last(values: Sequence[float]) -> float:
+def last(values: Float[np.ndarray, " step"]) -> float:
     """The last value that was measured."""
     return float(values[-1])
 
@@ -25,7 +27,7 @@ class Metric:
 
     name: str
     column: str
-    reduce: Callable[[Sequence[float]], float]
+    reduce: Callable[[Float[np.ndarray, " step"]], float]
 
 
 METRICS = (

@@ -19,8 +19,9 @@ from moe_rl.advantages import group_advantages
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.losses import Objective
-from moe_rl.measure import Probe, ratio_row, update_row
+from moe_rl.measure import Probe, engine_row, ratio_row, update_row
 from moe_rl.policies.base import Policy
+from moe_rl.ranks import SharedFolder
 from moe_rl.rollouts.base import RolloutEngine
 from moe_rl.routing.sources import RouteSource
 from moe_rl.runs import RunFolder
@@ -55,7 +56,9 @@ class Parts:
     rewards and evaluates."""
 
 
-def train(run: RunConfig, parts: Parts, folder: RunFolder, on_step: Callable[[Row], None] | None = None) -> None:
+def train(
+    run: RunConfig, parts: Parts, folder: RunFolder | SharedFolder, on_step: Callable[[Row], None] | None = None
+) -> None:
     """Run, or go on with, `run` in `folder` until `run.steps`; resumes at the last commit and ends identical.
 
     Each step draws prompts, samples completions, scores them under π_old, and takes one update per mini-batch. A run
@@ -132,7 +135,9 @@ def train_step(run: RunConfig, parts: Parts, step: int, clock: Clock) -> tuple[R
         push_gap = parts.engine.load(policy.weights())
     with clock("measure"):
         probed, sites = probe.after_step()
-        row = {"step": step, **batch_row(batch, natural), **ratio_row(batch, log_ratio, lost), **probed}
+        engine, engine_sites = engine_row(batch, natural)
+        row = {"step": step, **batch_row(batch, natural), **ratio_row(batch, log_ratio, lost), **probed, **engine}
+        sites = [site | values for site, values in zip(sites, engine_sites, strict=True)]
         row |= {} if push_gap is None else {"push_gap_max": push_gap}
         for name in ("grad_norm", "grad_clipped"):
             row[name] = sum(r[name] for r in rows) / len(rows)
@@ -150,7 +155,14 @@ def roll_out(run: RunConfig, parts: Parts, step: int) -> Batch:
     rewards = [checked_reward(parts.task, r.prompt, r.text) for r in rollouts]
     groups = [i for i in range(len(prompts)) for _ in range(run.group_size)]
     batch = collate(rollouts, groups, rewards, parts.pad_token)
-    return replace(batch, advantages=group_advantages(batch.rewards, batch.prompt_index))
+    batch = replace(batch, advantages=group_advantages(batch.rewards, batch.prompt_index))
+    if not bool(batch.advantages.any()):
+        warnings.warn(
+            f"step {step}: all rewards of every group are equal, so nothing can be learned from it. If this goes on, "
+            "make the task easier or harder, or start from a better cold start.",
+            stacklevel=2,
+        )
+    return batch
 
 
 def mini_batches(rows: int, count: int, seed: int) -> list[Tensor]:

@@ -13,7 +13,7 @@ gspo = Arm(name="gspo", loss="gspo", clip=(0.01, 0.013))
 study = Study(
     name="routing_replay",
     question="Does replaying the old policy's experts, or clipping whole sequences, stabilise RL on an MoE model?",
-    hypothesis="GSPO learns where GRPO does not; Routing Replay narrows the gap (GSPO, arXiv 2507.18071, Fig. 1 and 3).",
+    hypothesis="GSPO learns where GRPO does not; replay narrows the gap (GSPO, arXiv 2507.18071, Fig. 1 and 3).",
     arms=(grpo, replay, gspo),
     base=RunConfig(
         arm=grpo,
@@ -29,8 +29,8 @@ study = Study(
     ),
     seeds=(0, 1, 2),
     figures=("learning", "clipping", "expert_change", "ratio_spread", "variance_shares"),
-    decision_rule="None: this study shows what the measurements look like. A claim needs more cold starts and seeds, and "
-    "a rule fixed beforehand.",
+    decision_rule="None: this study shows what the measurements look like. A claim needs more cold starts and seeds, "
+    "and a rule fixed beforehand.",
     differs_from_paper="0.7 M parameters instead of 30 B; running sums modulo 10 instead of mathematics and code; 13 "
     "response tokens; 8 mini-batches per step instead of 4; GSPO's clip range chosen for short responses; three seeds "
     "where the paper shows one run.",

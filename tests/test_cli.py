@@ -60,15 +60,20 @@ def fake_runs(out: Path, config: RunConfig = fake_study.study.base, seeds: tuple
     return out / "fake"
 
 
+def committed(out: Path) -> int:
+    """Steps in the last commits of all runs."""
+    return sum(max((int(c.name[5:]) for c in path.glob("commit/step=*")), default=0) for path in run_folders(out))
+
+
 def kill_again_and_again(kills: int, arguments: list[str], out: Path, longest: float, nap: float = 0.0) -> int:
     """Start the study and SIGKILL its whole process group at random instants; how many kills met it unfinished.
 
-    Every third kill falls into the start; the others at most `longest` seconds after a run has begun or gone on.
+    Every third kill falls into the start, the others at most `longest` seconds after a new commit.
     """
     rng, met = np.random.default_rng(0), 0
     for i in range(kills):
-        process = moe_rl(*arguments, "--out", str(out), nap=nap)
-        while i % 3 and process.poll() is None and "running" not in {runs.state(p)["state"] for p in run_folders(out)}:
+        before, process = committed(out), moe_rl(*arguments, "--out", str(out), nap=nap)
+        while i % 3 and process.poll() is None and committed(out) == before:
             time.sleep(0.02)
         time.sleep(rng.uniform(0, longest))
         met += process.poll() is None
@@ -77,13 +82,16 @@ def kill_again_and_again(kills: int, arguments: list[str], out: Path, longest: f
     return met
 
 
-@pytest.mark.parametrize("kills, arguments, longest", [(12, [*RUN, "--seeds", "0", "--steps", "40"], 0.5)])
+SMALL = [*RUN, "--seeds", "0", "--steps", "40", "--set", "save_every=1"]
+
+
+@pytest.mark.parametrize("kills, arguments, longest", [(12, SMALL, 0.4)])
 def test_a_study_killed_twelve_times_ends_identical_to_an_uninterrupted_one(tmp_path, kills, arguments, longest):
     whole = fake_runs(tmp_path / "whole", fake_study.study.base.replace(steps=40), seeds=(0,))
     met = kill_again_and_again(kills, arguments, tmp_path / "killed", longest, nap=0.04)
-    code, out, err = ended(moe_rl(*arguments, "--out", str(tmp_path / "killed")))
+    assert met == kills and committed(tmp_path / "killed") < 3 * 40, "the study was too quick to be killed: lengthen it"
+    code, _, err = ended(moe_rl(*arguments, "--out", str(tmp_path / "killed")))
     assert code == 0, err
-    assert met == kills, "the study was too quick to be killed: make it longer"
     for a in run_folders(whole):
         b = tmp_path / "killed" / a.relative_to(tmp_path / "whole")
         assert diff(a, b) is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -64,10 +62,10 @@ def test_backward_of_both_halves_agrees_with_central_differences() -> None:
 def test_one_token_by_hand() -> None:
     """Two experts that double and triple their input, weights 0.25 and 0.75: 0.25·2x + 0.75·3x = 2.75x."""
     eye = torch.eye(4)
-    experts = SimpleNamespace(
-        num_experts=3, has_gate=False, has_bias=False, is_transposed=True, act_fn=lambda rows: rows,
-        up_proj=torch.stack([2 * eye, 100 * eye, 3 * eye]), down_proj=torch.stack([eye] * 3),
-    )  # fmt: skip
+    experts = nn.Module()
+    experts.num_experts, experts.has_gate, experts.has_bias, experts.is_transposed = 3, False, False, True
+    experts.up_proj, experts.down_proj = torch.stack([2 * eye, 100 * eye, 3 * eye]), torch.stack([eye] * 3)
+    experts.act_fn = nn.Identity()
     x = torch.tensor([[1.0, -2.0, 3.0, 4.0]])
     out = cpu_experts(experts, x, torch.tensor([[2, 0]]), torch.tensor([[0.75, 0.25]]))
     torch.testing.assert_close(out, 2.75 * x)

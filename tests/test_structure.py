@@ -17,14 +17,14 @@ LAYERS = [
     ["routing", "tasks", "advantages", "losses", "metrics", "runs", "frames", "stats"],
     ["models", "memory", "policies", "rollouts", "experts_cpu"],
     ["cold_start", "measure", "trainer"],
-    ["execute", "study"],
-    ["workers", "summary", "plots", "report", "volatility", "view", "adapters"],
+    ["execute", "execute_megatron", "study"],
+    ["workers", "ranks", "summary", "plots", "report", "volatility", "view", "adapters"],
     ["cli", "__main__"],
 ]
 """A module may import from its own layer and from those above it."""
 PROTOCOLS_ONLY = {"measure", "trainer"}
 HEAVY = {"transformers", "vllm", "megatron", "trl"}
-MAY_IMPORT_HEAVY = ("models", "memory", "cold_start", "policies", "rollouts", "experts_cpu", "adapters")
+MAY_IMPORT_HEAVY = ("models", "memory", "cold_start", "policies", "rollouts", "experts_cpu", "adapters", "execute_megatron")
 
 
 def layer(module: str) -> int | None:

@@ -114,7 +114,7 @@ def test_with_one_update_per_step_all_arms_coincide(tmp_path):
     rewards = {}
     for name in ("grpo", "replay", "gspo"):
         run = TINY.replace(arm=ARMS[name], mini_batches=1, steps=3)
-        with pytest.warns(UserWarning, match="mini_batches=1"):
+        with pytest.warns(UserWarning, match="one update per step"):
             rewards[name] = carry_out(run, tmp_path / name)["steps"]
     for name in ("replay", "gspo"):
         for column in ("reward", "eval_reward_greedy", "entropy"):
@@ -179,6 +179,12 @@ def test_any_step_can_be_saved_as_a_hugging_face_checkpoint(tmp_path):
     assert not torch.equal(*(m.model.layers[0].mlp.gate.weight for m in saved))
 
 
+def test_a_step_whose_groups_are_all_equal_warns(tmp_path):
+    run = TINY.replace(task="running_sums", task_options={"digits": 3}, steps=1)
+    with pytest.warns(UserWarning, match="step 1: all rewards of every group are equal"):
+        carry_out(run, tmp_path / "run")
+
+
 def test_mini_batches_partition_the_rows():
     split = mini_batches(10, 4, seed=3)
     assert sorted(torch.cat(split).tolist()) == list(range(10))
@@ -191,5 +197,5 @@ def test_a_step_never_trains_on_held_out_prompts(tmp_path):
     evaluation = {p.tokens for p in parts.held_out}
     for step in range(5):
         batch = roll_out(TINY, parts, step)
-        rows = {tuple(t[m & ~r].tolist()) for t, m, r in zip(batch.tokens, batch.attention_mask, batch.response_mask)}
-        assert not rows & evaluation
+        prompts = batch.attention_mask & ~batch.response_mask
+        assert not evaluation & {tuple(row[mask].tolist()) for row, mask in zip(batch.tokens, prompts, strict=True)}

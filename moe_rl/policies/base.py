@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, Updated
 
 
+@runtime_checkable
 class Policy(Protocol):
     """π_θ: scores batches, takes optimizer steps, hands out weights. All verbs are collective where there are ranks."""
 

@@ -87,7 +87,12 @@ class HFPolicy:
         return Updated(*_join(parts, batch), loss=loss, grad_norm=norm, grad_clipped=norm > limit)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors of the state dict, as transformers names them in memory."""
+        """Names and tensors of the state dict, as transformers names them in memory.
+
+        A PEFT model gives base weights and adapters as they are, unmerged and under its own names: nothing for an
+        engine on the same module, and any other engine must have the same adapters, or refuses. For one that has none,
+        give it `merge_and_unload()` of a copy.
+        """
         yield from self.model.state_dict().items()
 
     def save(self, folder: Path) -> None:

@@ -203,7 +203,9 @@ class MegatronPolicy:
             )
         logprobs, entropy, lost = per_token(told, cut, batch)
         dist.all_reduce(total, group=ps.get_data_parallel_group())
-        used, preferred, chosen_by = (None if kind[0] is None else gathered(kind) for kind in zip(*taken, strict=True))
+        used, preferred, chosen_by = (
+            None if kind[0] is None else gathered(list(kind)) for kind in zip(*taken, strict=True)
+        )
         rows = slice(len(batch)), slice(batch.tokens.shape[1] - 1)
         trace = trace_of(used[rows], batch, self.layout)
         return Ran(

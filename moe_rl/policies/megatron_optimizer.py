@@ -6,6 +6,7 @@ Here they are named after their weight and cut like it.
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
 from torch import Tensor, nn
 
@@ -56,6 +58,8 @@ def adamw(module: nn.Module, settings: Optimizer, dtype: torch.dtype) -> Megatro
 
 def save(folder: Path, model: nn.Module, optimizer: MegatronOptimizer) -> None:
     """Weights, moments and the number of steps; each rank writes its part."""
+    # Its own is a Manager: another process per rank, which imports the whole program, for saves in the background.
+    filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
     dist.barrier()  # the folder is there
     dist_checkpointing.save(_contents(model, optimizer), str(folder))
     dist.barrier()  # all parts are written

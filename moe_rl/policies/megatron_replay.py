@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from megatron.core import parallel_state as ps
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -137,7 +137,7 @@ def targets_of(
     return ids
 
 
-def trace_of(ids: Int[Tensor, "batch time site k"], batch: Batch, layout: Layout) -> RoutingTrace:
+def trace_of(ids: Integer[Tensor, "batch time site k"], batch: Batch, layout: Layout) -> RoutingTrace:
     """Gathered ids as a trace over the batch, unknown where no token follows."""
     followed = batch.attention_mask[:, 1:]
     ids = ids.to(batch.tokens.device, layout.dtype).masked_fill(~followed[..., None, None], layout.unknown)

@@ -64,7 +64,8 @@ class WeightMap:
         """Names and full tensors, on every rank. Collective: every rank must go through to the end."""
         device = next(self.model.parameters()).device
         for weight in self._table():
-            full = weight.take(list(weight.parameters)) if weight.parameters else [None] * len(weight.names)
+            mine = [parameter.detach() for parameter in weight.parameters]
+            full = weight.take(mine) if mine else [None] * len(weight.names)
             for name, tensor in zip(weight.names, full, strict=True):
                 if self.stages > 1:
                     if tensor is None:
@@ -175,7 +176,7 @@ class WeightMap:
         return full.chunk(dist.get_world_size(group), axis)[dist.get_rank(group)]
 
     def _whole(self, part: Tensor, axis: int, group: str) -> Tensor:
-        return gather(part.detach(), axis, self.groups[group])
+        return gather(part, axis, self.groups[group])
 
 
 def gather(part: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:

@@ -83,8 +83,8 @@ class Reader:
                 f"the engine answered with {len(tokens)} tokens and {len(logprobs)} log-probabilities where 1 to "
                 f"{sampling.max_new_tokens} of each were asked for; is its API another one?"
             )
-        if not all(math.isfinite(x) and x <= 1e-4 for x in logprobs):
-            raise RunError(f"the engine reported {min(logprobs)} … {max(logprobs)} as log-probabilities.")
+        if odd := [x for x in logprobs if not (math.isfinite(x) and x <= 1e-4)]:
+            raise RunError(f"the engine reported {odd[0]} as the log-probability of a token it had sampled.")
         ended = tokens[-1] in self.ends
         text = self._decode(tokens[:-1] if ended else tokens)
         self._check_end(tokens, text, answer.finished, sampling)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from moe_rl.types import Prompt, Rollout, Sampling
 
 
+@runtime_checkable
 class RolloutEngine(Protocol):
     """Draws completions. The same prompts, group size, key and weights give the same completions, bit for bit."""
 

@@ -28,7 +28,8 @@ def check_engine(run: RunConfig) -> None:
     applies = OF_HF if engine.name == "hf" else OF_VLLM if engine.name == "vllm" else ("dialect",)
     for name in (*OF_HF, *OF_VLLM, "dialect"):
         if name not in applies and getattr(engine, name) != getattr(default, name):
-            raise ConfigError(f"engine.{name}={getattr(engine, name)!r} has no effect with engine.name={engine.name!r}.")
+            value = getattr(engine, name)
+            raise ConfigError(f"engine.{name}={value!r} has no effect with engine.name={engine.name!r}.")
     if engine.routes not in ROUTES:
         raise ConfigError(f"engine.routes={engine.routes!r}: choose {', '.join(ROUTES)}.")
     if engine.routes == "off" and run.arm.routes == "rollout":

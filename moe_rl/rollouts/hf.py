@@ -55,7 +55,8 @@ class HFEngine:
         groups: list[list[Rollout]] = [[] for _ in prompts]
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
         at_once = max(1, self.max_rows // group_size)
-        with torch.no_grad(), _eval_mode(self.model), self._recorder() as recording:
+        recorder = record_routing(self.model) if self.reports_routes else nullcontext()
+        with torch.no_grad(), _eval_mode(self.model), recorder as recording:
             for start in range(0, len(by_length), at_once):
                 chosen = by_length[start : start + at_once]
                 part = [prompts[i] for i in chosen]
@@ -84,9 +85,6 @@ class HFEngine:
         """Nothing to give back: the module belongs to whoever made it."""
 
     # ------------------------------------------------------------------ how
-    def _recorder(self):  # noqa: ANN202 - a context manager of Recording | None
-        return record_routing(self.model) if self.reports_routes else nullcontext()
-
     def _draw(
         self,
         prompts: list[Prompt],
@@ -190,15 +188,14 @@ class Drawn:
         layout: Layout | None,
     ) -> Drawn:
         rows, device = len(prompts) * group_size, prompts.device
-        pad = (0, new)
-        tokens = nn.functional.pad(prompts, pad).repeat_interleave(group_size, 0)
+        tokens = nn.functional.pad(prompts, (0, new)).repeat_interleave(group_size, 0)
         routes = None
         if layout is not None:
             shape = (*tokens.shape, len(layout.sites), layout.top_k)
             routes = torch.full(shape, layout.unknown, dtype=layout.dtype, device=device)
         return Drawn(
             tokens=tokens,
-            mask=nn.functional.pad(mask, pad, value=True).repeat_interleave(group_size, 0),
+            mask=nn.functional.pad(mask, (0, new), value=True).repeat_interleave(group_size, 0),
             logprobs=torch.zeros(rows, new, device=device),
             lengths=torch.zeros(rows, dtype=torch.long, device=device),
             finished=torch.zeros(rows, dtype=torch.bool, device=device),
@@ -267,9 +264,7 @@ def check_request(prompts: list[Prompt], group_size: int, sampling: Sampling) ->
     if not prompts:
         raise ConfigError("zero prompts were given, so there is nothing to complete.")
     if group_size < 1 or sampling.max_new_tokens < 1:
-        raise ConfigError(
-            f"group size {group_size} and max_new_tokens {sampling.max_new_tokens} must both be at least 1."
-        )
+        raise ConfigError(f"group size {group_size} and max_new_tokens {sampling.max_new_tokens} must be at least 1.")
     if not sampling.temperature > 0:
         raise ConfigError(f"temperature {sampling.temperature} must be above 0; for the arg max use greedy.")
     for i, prompt in enumerate(prompts):

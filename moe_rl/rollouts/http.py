@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 RETRIED = {408, 429, 500, 502, 503, 504}
 """HTTP states that may pass. Any other refusal is final."""
+FIRST_WAIT = 0.5
+"""Seconds before a request is tried again; doubled each time."""
 WEIGHTS_FILE = "model.safetensors"
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Without the environment's proxies, which would be asked for loopback too."""
@@ -64,10 +66,6 @@ class BatchIncomplete(RunError):
     def __init__(self, message: str, rollouts: list[Rollout | None]):
         super().__init__(message)
         self.rollouts = rollouts
-
-
-class _Unreachable(RunError):
-    """No answer within all retries."""
 
 
 class ServerEngine:
@@ -123,7 +121,8 @@ class ServerEngine:
         check_request(prompts, group_size, sampling)
         jobs = [((*key, i, n), prompt, sampling) for i, prompt in enumerate(prompts) for n in range(group_size)]
         names = [(noise, prompt.tokens, sampling) for noise, prompt, _ in jobs]
-        failures = self._collect({name: job for name, job in zip(names, jobs, strict=True) if name not in self.received})
+        missing = {name: job for name, job in zip(names, jobs, strict=True) if name not in self.received}
+        failures = self._collect(missing)
         there = [n for n, name in enumerate(names) if name in self.received]
         rollouts = self.reader.read(
             [jobs[n][1] for n in there], [self.received[names[n]] for n in there], sampling
@@ -133,8 +132,8 @@ class ServerEngine:
             for n, rollout in zip(there, rollouts, strict=True):
                 placed[n] = rollout
             raise BatchIncomplete(
-                f"{len(there)} of {len(jobs)} completions were received from {self.url} and are kept: generate with the "
-                f"same key asks for the other {len(failures)} only. The first failure: {failures[0]}",
+                f"{len(there)} of {len(jobs)} completions were received from {self.url} and are kept: generate with "
+                f"the same key asks for the other {len(failures)} only. The first failure: {failures[0]}",
                 placed,
             ) from failures[0]
         self.dialect.check_version(self)
@@ -171,8 +170,6 @@ class ServerEngine:
                 try:
                     self.received[futures[future]] = future.result()
                 except MoeRlError as error:
-                    if isinstance(error, _Unreachable):
-                        lost.set()
                     failures.append(error)
         return sorted(failures, key=lambda error: str(error).startswith("not asked"))
 
@@ -196,7 +193,7 @@ class ServerEngine:
             if lost is not None and lost.is_set():
                 raise RunError("not asked for, since the server had stopped answering.")
             if attempt:
-                time.sleep(0.5 * 2 ** (attempt - 1))
+                time.sleep(FIRST_WAIT * 2 ** (attempt - 1))
             try:
                 with DIRECT.open(request, timeout=self.timeout) as response:
                     text = response.read()
@@ -208,7 +205,9 @@ class ServerEngine:
                     raise ConfigError(f"{self.url}{path} refuses the request ({failure}).") from error
             except (OSError, HTTPException, ValueError) as error:  # no connection, timeout, half an answer
                 failure = repr(error)
-        raise _Unreachable(f"{self.url}{path} gave no answer in {self.retries + 1} tries; the last: {failure}.")
+        if lost is not None:
+            lost.set()
+        raise RunError(f"{self.url}{path} gave no answer in {self.retries + 1} tries; the last: {failure}.")
 
 
 # ---------------------------------------------------------------------- dialects
@@ -271,7 +270,8 @@ def _vllm_push(engine: ServerEngine, sent: Mapping[str, Tensor]) -> None:
     reply = engine.post("/collective_rpc", {"method": "moe_rl_push", "args": [file]})
     engine.post("/reset_prefix_cache", {})
     for found in reply["results"]:
-        require_receipt(Receipt(found["pushes"], found["checksums"]), sent, engine.pushes)
+        held = {name: (dtype, value) for name, (dtype, value) in found["checksums"].items()}
+        require_receipt(Receipt(found["pushes"], held), sent, engine.pushes)
 
 
 def _vllm_version(engine: ServerEngine) -> None:
@@ -280,8 +280,8 @@ def _vllm_version(engine: ServerEngine) -> None:
         taken = engine.post("/collective_rpc", {"method": "moe_rl_pushes"})["results"]
         if any(int(count) != engine.pushes for count in taken):
             raise RunError(
-                f"{engine.url} holds push {', '.join(map(str, taken))}, but {engine.pushes} were sent: it was restarted, "
-                "and these completions are of other weights. Load the weights again."
+                f"{engine.url} holds push {', '.join(map(str, taken))}, but {engine.pushes} were sent: it was "
+                "restarted, and these completions are of other weights. Load the weights again."
             )
 
 

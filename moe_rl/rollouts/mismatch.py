@@ -62,7 +62,7 @@ class MismatchedEngine(HFEngine):
 
 
 def to_int8_and_back(weight: Float[Tensor, "... out in"]) -> Float[Tensor, "... out in"]:
-    """scale · round(w / scale), scale = max |w| / 127 over the last axis: symmetric 8-bit weights, one scale per row."""
+    """scale · round(w / scale), scale = max |w| / 127 over the last axis: symmetric 8 bits, one scale per row."""
     scale = weight.detach().float().abs().amax(-1, keepdim=True) / 127
     return ((weight.float() / scale).round() * scale).where(scale > 0, 0.0)
 
@@ -83,6 +83,6 @@ def _set_experts(model: nn.Module, name: str) -> None:
     try:
         model.set_experts_implementation(name)
     except (AttributeError, ValueError) as error:
-        raise ConfigError(f"engine.experts={name!r} is no implementation for {type(model).__name__}: {error}") from error
+        raise ConfigError(f"engine.experts={name!r} does not exist for {type(model).__name__}: {error}") from error
     if getattr(model.config, "_experts_implementation", None) != name:
         raise ConfigError(f"engine.experts={name!r} has no effect on {type(model).__name__}: leave it out.")

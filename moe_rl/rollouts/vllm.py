@@ -120,7 +120,7 @@ class VLLMEngine:
         try:
             receipts = self.llm.collective_rpc(push, args=(list(sent.items()),))
         except Exception as error:  # whatever vLLM's loader of this family raises
-            raise RunError(f"vLLM did not take over the weights of {self.model.config.model_type}: {error!r}.") from error
+            raise RunError(f"vLLM did not take over weights of {self.model.config.model_type}: {error!r}.") from error
         self.llm.reset_prefix_cache()
         self.pushes += 1
         for found in receipts:
@@ -176,7 +176,7 @@ def _start(config: Any, folder: Path, dtype: str, routes: bool, max_tokens: int 
     settings: dict[str, Any] = {}
     if routes:
         if "enable_return_routed_experts" not in {f.name for f in dataclasses.fields(EngineArgs)}:
-            raise ConfigError(f"this vLLM cannot return routed experts; take a newer one, or engine.routes='off'. {INSTALL}")
+            raise ConfigError(f"this vLLM has no routed experts; take a newer one, or engine.routes='off'. {INSTALL}")
         settings["enable_return_routed_experts"] = True
     if current_platform.is_cpu():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else a helper is compiled for 20 s
@@ -195,8 +195,8 @@ def _start(config: Any, folder: Path, dtype: str, routes: bool, max_tokens: int 
         )
     except Exception as error:  # vLLM has no class of its own for what it does not support
         raise ConfigError(
-            f"vLLM cannot serve this {config.model_type} here: {error!r}. Its CPU builds return routes up to 0.30.0 only; "
-            f"engine.routes='off' samples without them. {INSTALL}"
+            f"vLLM cannot serve this {config.model_type} here: {error!r}. Its CPU builds return routes up to 0.30.0 "
+            f"only; engine.routes='off' samples without them. {INSTALL}"
         ) from error
 
 

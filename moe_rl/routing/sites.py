@@ -80,7 +80,7 @@ def find_sites(model: nn.Module) -> tuple[RoutingModule, ...]:
             f"{type(model).__name__} has no routing site: it is a dense model, or routes in an unsupported way. "
             "Recording and replaying routes needs a Mixture-of-Experts model."
         )
-    return tuple(found)
+    return tuple(sorted(found, key=lambda s: (s.site.decoder_layer, "attention" not in s.site.name)))
 
 
 def layout_of(model: nn.Module) -> Layout:

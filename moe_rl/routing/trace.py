@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -198,12 +198,17 @@ class RoutingTrace:
         )
 
     # ------------------------------------------------------------------ keeping it
-    def save(self, path: str | Path) -> None:
-        """Write a safetensors file: ids and tokens of real tokens only, packed; everything else in the header."""
+    def save(self, path: str | Path, beside: Mapping[str, Tensor] | None = None) -> None:
+        """Write a safetensors file: ids and tokens of real tokens only, packed; everything else in the header.
+
+        `beside` are tensors [batch, time, …] of the same forward (gates, margins), packed alike, which the trace itself
+        does not hold; `load_beside` reads them, `load` and replay ignore them.
+        """
         from safetensors.torch import save_file
 
         mask = self.attention_mask
-        tensors = {"experts": self.experts[mask].cpu().contiguous(), "attention_mask": mask.cpu().contiguous()}
+        tensors = {f"beside.{name}": x[mask].cpu().contiguous() for name, x in (beside or {}).items()}
+        tensors |= {"experts": self.experts[mask].cpu().contiguous(), "attention_mask": mask.cpu().contiguous()}
         if self.tokens is not None:
             tensors["tokens"] = self.tokens[mask].cpu().contiguous()
         header = {
@@ -246,6 +251,22 @@ class RoutingTrace:
                 raise
             raise RoutingError(f"{path} is not a readable routing trace ({error}); record it again.") from error
         return RoutingTrace(experts, mask, layout, tokens, json.loads(header["weight_version"]))
+
+    @staticmethod
+    def load_beside(path: str | Path) -> dict[str, Tensor]:
+        """What a file holds beside its trace, padded with zeros; empty for a trace saved alone."""
+        from safetensors import safe_open
+
+        with safe_open(str(path), "pt") as file:
+            mask = file.get_tensor("attention_mask")
+            found = {}
+            for key in file.keys():  # noqa: SIM118
+                if key.startswith("beside."):
+                    packed = file.get_tensor(key)
+                    padded = packed.new_zeros((*mask.shape, *packed.shape[1:]))
+                    padded[mask] = packed
+                    found[key.removeprefix("beside.")] = padded
+        return found
 
 
 def _check_ids(ids: Integer[Tensor, "batch time site k"], layout: Layout) -> None:

@@ -72,12 +72,13 @@ class Texts:
         if max_tokens < 2:
             raise ConfigError(f"--max-tokens {max_tokens}: two tokens are the least that has a route to compare.")
         check_file(self.file)
-        self.lines = self.tokens = self.cut = self.batch_count = 0
-        for batch in self.batches():  # reading it all once shows every bad line before a model is loaded
+        self.lines = self.cut = 0
+        self.sizes: list[int] = []
+        """Tokens of every batch. Encoding it all once also shows every bad line before a model is loaded."""
+        for batch in self.batches():
             self.lines += len(batch.lines)
-            self.tokens += int(batch.attention_mask.sum())
             self.cut += batch.cut
-            self.batch_count += 1
+            self.sizes.append(int(batch.attention_mask.sum()))
 
     def batches(self) -> Iterator[TextBatch]:
         """The same batches every time: consecutive windows of lines, each ordered by length and cut at
@@ -111,8 +112,8 @@ class Texts:
             tokens, start = head + body, len(head)
         start = max(start, 1)
         if len(tokens) < 2 or start >= len(tokens):
-            raise ConfigError(f"{where}: of {len(tokens)} tokens, none of the response has one before it; the routes that "
-                              "decide a token are those of the token before.")
+            raise ConfigError(f"{where}: of {len(tokens)} tokens, none of the response has one before it; the routes "
+                              "that decide a token are those of the token before.")
         return Text(n, tuple(tokens[: self.max_tokens]), start, len(tokens) > self.max_tokens)
 
     def _plain(self, text: str) -> list[int]:

@@ -54,8 +54,8 @@ def main() -> None:
         assert (a["new_tokens"], a["parameters"]) == (b["new_tokens"], b["parameters"]), (a, b)
         ours.append(medians(a["seconds"]["plain"]))
         trl.append(medians(b["seconds"]))
-        ratio = ours[-1]["step"] / trl[-1]["step"]
-        print(f"pair {pair + 1}: ours {ours[-1]['step']:.3f}, trl {trl[-1]['step']:.3f} CPU-s per step, ratio {ratio:.3f}")
+        mine, theirs = ours[-1]["step"], trl[-1]["step"]
+        print(f"pair {pair + 1}: ours {mine:.3f}, trl {theirs:.3f} CPU-s, ratio {mine / theirs:.3f}", flush=True)
     ratios = [{p: a[p] / b[p] for p in PHASES} for a, b in zip(ours, trl, strict=True)]
     versions = ", ".join(f"{name} {version}" for name, version in b["versions"].items())
     table(f"CPU-seconds, medians of {options.pairs} pairs ({versions})", {"ours": ours, "trl": trl})

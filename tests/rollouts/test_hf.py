@@ -121,6 +121,14 @@ def test_the_same_key_gives_the_same_bits_and_another_key_does_not(model, tokeni
     assert [r.tokens for r in first] != [r.tokens for r in draw((7, 2))]
 
 
+def test_equal_prompts_of_one_call_draw_different_noise(model, tokenizer) -> None:
+    rollouts = HFEngine(model, tokenizer).generate(
+        prompts([(5, 6, 7)] * 2), 4, key=(5,), sampling=Sampling(max_new_tokens=8)
+    )
+    assert [r.tokens for r in rollouts[:4]] != [r.tokens for r in rollouts[4:]]
+    assert len({r.tokens for r in rollouts}) > 4
+
+
 def test_completions_do_not_depend_on_batching_or_on_other_prompts(model, tokenizer) -> None:
     sampling = Sampling(max_new_tokens=8)
     together = HFEngine(model, tokenizer).generate(prompts(), 4, key=(5,), sampling=sampling)

@@ -1,0 +1,32 @@
+"""A small study without a cold start: GRPO with replay, three steps, on a task that random weights get partly right.
+
+    torchrun --nproc-per-node 2 -m moe_rl run tests/policies/megatron_study.py --policy megatron --ep 2
+"""
+
+from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig
+from moe_rl.study import Study
+
+replay = Arm(name="replay", loss="grpo", routes="old_policy")
+study = Study(
+    name="megatron",
+    question="Does Megatron-core train as the Hugging Face policy does?",
+    hypothesis="Yes, to float rounding.",
+    arms=(replay,),
+    seeds=(0,),
+    base=RunConfig(
+        arm=replay,
+        task="tests.even_task:EvenCharacters",
+        model=ModelConfig(overrides={"num_hidden_layers": 3, "hidden_size": 32, "num_local_experts": 8}),
+        cold_start=ColdStart(target=0.0),
+        optimizer=Optimizer(lr=1e-3),
+        measure=Measure(probe=8, detail_every=2),
+        steps=3,
+        prompts_per_step=4,
+        group_size=4,
+        mini_batches=3,
+        micro_batch=3,
+        max_new_tokens=6,
+        eval_every=3,
+        eval_prompts=8,
+    ),
+)

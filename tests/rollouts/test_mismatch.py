@@ -1,0 +1,157 @@
+"""The mismatch dial: what each setting does to weights, and that the measured gap follows it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.config import Arm, EngineConfig
+from moe_rl.errors import ConfigError
+from moe_rl.execute import build
+from moe_rl.measure import engine_row
+from moe_rl.rollouts.choose import check_engine
+from moe_rl.rollouts.hf import HFEngine
+from moe_rl.rollouts.mismatch import MismatchedEngine, to_int8_and_back, with_noise
+from moe_rl.trainer import roll_out
+from tests.test_trainer import TINY, carry_out
+
+WIDE = TINY.replace(prompts_per_step=16, max_new_tokens=12)
+
+
+def gap(tmp_path, **settings):
+    """One batch from the engine that `settings` describe, against the policy."""
+    run = WIDE.replace(engine=EngineConfig(**settings))
+    parts = build(run, tmp_path, tmp_path)
+    parts.engine.load(parts.policy.weights())
+    batch = roll_out(run, parts, 1)
+    row, sites = engine_row(batch, parts.policy.score(batch))
+    return parts, row, sites
+
+
+def test_without_settings_the_policys_own_module_samples(tmp_path):
+    parts, row, sites = gap(tmp_path)
+    assert type(parts.engine) is HFEngine and parts.engine.model is parts.policy.model
+    assert row["engine_logprob_max"] < 1e-5 and row["engine_kl_k3"] < 1e-9 and row["engine_beyond_2"] == 0
+    assert row["engine_set_change"] == row["engine_unknown"] == 0
+    assert [site["engine_set_change"] for site in sites] == [0, 0]
+
+
+def test_eight_bits_by_hand():
+    weight = torch.tensor([[127.0, 50.4, -0.6, 0.4], [0.0, 0.0, 0.0, 0.0], [1.0, -0.5, 0.25, 0.0]])
+    expected = [[127, 50, -1, 0], [0, 0, 0, 0], [1, -64 / 127, 32 / 127, 0]]
+    np.testing.assert_allclose(to_int8_and_back(weight).numpy(), expected, rtol=1e-6)
+    codes = to_int8_and_back(torch.randn(3, 5, 64)) * 0 + 1
+    assert codes.shape == (3, 5, 64)
+
+
+def test_rounding_to_eight_bits_twice_is_rounding_once():
+    once = to_int8_and_back(torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(0)))
+    torch.testing.assert_close(to_int8_and_back(once), once, rtol=1e-6, atol=0)
+
+
+def test_router_noise_has_the_scale_asked_for_and_follows_the_weights():
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 3
+    noise = with_noise(weight, 0.1) - weight
+    assert abs(noise.std() / weight.std() - 0.1) < 0.002
+    assert torch.equal(with_noise(weight, 0.1), with_noise(weight.clone(), 0.1)), "a resumed run meets the same noise"
+    other = with_noise(weight + 1e-3, 0.1) - (weight + 1e-3)
+    assert abs(torch.corrcoef(torch.stack([noise.flatten(), other.flatten()]))[0, 1]) < 0.03
+    assert with_noise(weight, 0.0) is weight
+
+
+DIAL = [{"dtype": "bfloat16"}, {"int8": True}, {"router_noise": 0.05}, {"dtype": "bfloat16", "experts": "eager"}]
+
+
+@pytest.mark.parametrize("settings", DIAL)
+def test_every_setting_of_the_dial_is_seen_in_the_gap(tmp_path, settings):
+    parts, row, sites = gap(tmp_path, **settings)
+    assert parts.engine.model is not parts.policy.model
+    assert row["engine_logprob_mean"] > 1e-4 and row["engine_kl_k3"] > 0
+    assert 0 < row["engine_set_change"] < 0.5 and row["engine_unknown"] == 0
+    assert sum(site["engine_set_change"] for site in sites) > 0
+
+
+def test_more_noise_is_more_mismatch(tmp_path):
+    rows = [gap(tmp_path, router_noise=scale)[1] for scale in (0.01, 0.1, 1.0)]
+    assert rows[0]["engine_set_change"] < rows[1]["engine_set_change"] < rows[2]["engine_set_change"]
+    assert rows[0]["engine_kl_k3"] < rows[1]["engine_kl_k3"] < rows[2]["engine_kl_k3"]
+
+
+def test_another_implementation_of_the_experts_agrees_in_float32(tmp_path):
+    parts, row, _ = gap(tmp_path, experts="eager")
+    assert parts.engine.model.config._experts_implementation == "eager"
+    assert parts.policy.model.config._experts_implementation != "eager"
+    assert row["engine_logprob_max"] < 1e-5
+
+
+def test_the_copy_follows_the_policy_and_the_policy_never_follows_the_copy(tmp_path):
+    parts, _, _ = gap(tmp_path, router_noise=0.5, int8=True)
+    engine: MismatchedEngine = parts.engine
+    before = {name: w.clone() for name, w in parts.policy.weights()}
+    with torch.no_grad():
+        for parameter in parts.policy.model.parameters():
+            parameter.add_(0.1)
+    engine.load(parts.policy.weights())
+    mine, theirs = dict(parts.policy.weights()), engine.model.state_dict()
+    for name in mine:
+        assert torch.equal(mine[name], before[name] + 0.1)
+        kept = "embed" in name or "norm" in name or "lm_head" in name
+        assert torch.equal(mine[name], theirs[name]) == kept, name
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_replaying_the_rollouts_routes_removes_what_the_router_noise_adds(tmp_path, noise):
+    """R3: the noise is on routers, whose gates still differ; forcing the ids removes most of the gap."""
+    arm = Arm(name="r3", routes="rollout")
+    run = WIDE.replace(arm=arm, engine=EngineConfig(router_noise=noise), steps=2)
+    steps = carry_out(run, tmp_path / "run")["steps"]
+    last = steps.iloc[-1]
+    if noise:
+        assert last["engine_kl_k3_replayed"] < 0.5 * last["engine_kl_k3_natural"]
+    else:
+        assert last["engine_logprob_max_natural"] < 1e-5 and last["engine_logprob_max_replayed"] < 1e-5
+    assert (steps["first_update_log_ratio_max"].dropna() < 1e-5).all(), "both sides replay the engine's routes"
+
+
+def test_anchored_on_the_engine_the_first_ratio_is_the_mismatch(tmp_path):
+    arm = Arm(name="anchored", loss="gspo", clip=(0.01, 0.013), anchor="engine")
+    steps = carry_out(WIDE.replace(arm=arm, engine=EngineConfig(dtype="bfloat16"), steps=1), tmp_path / "run")["steps"]
+    assert steps.iloc[-1]["first_update_log_ratio_max"] > 1e-4
+
+
+def test_a_resumed_run_of_another_numerics_ends_identical(tmp_path):
+    from moe_rl import frames
+
+    run = WIDE.replace(engine=EngineConfig(router_noise=0.1, int8=True))
+    carry_out(run.replace(steps=2), tmp_path / "cut")
+    carry_out(run, tmp_path / "cut")
+    carry_out(run, tmp_path / "whole")
+    assert frames.diff(tmp_path / "whole", tmp_path / "cut") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "hff"}, "choose hf, vllm"),
+        ({"name": "vllm", "int8": True}, "no effect"),
+        ({"dialect": "sglang"}, "no effect"),
+        ({"dtype": "bf16"}, "no dtype"),
+        ({"routes": "free"}, "choose raise"),
+        ({"router_noise": -1.0}, "negative"),
+    ],
+)
+def test_engine_settings_that_cannot_be_meant_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        check_engine(TINY.replace(engine=EngineConfig(**settings)))
+
+
+def test_r3_needs_an_engine_that_is_asked_for_routes():
+    run = TINY.replace(arm=Arm(name="r3", routes="rollout"), engine=EngineConfig(routes="off"))
+    with pytest.raises(ConfigError, match="asks for none"):
+        check_engine(run)
+
+
+def test_an_implementation_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="magic"):
+        gap(tmp_path, experts="magic")

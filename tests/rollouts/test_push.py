@@ -1,0 +1,124 @@
+"""Weights on their way to another engine: names of a checkpoint, checksums, and parity that notices wrong weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moe_rl.errors import RunError
+from moe_rl.rollouts.push import (
+    Parity,
+    Receipt,
+    Tolerance,
+    checkpoint_weights,
+    checksum,
+    describe,
+    parity,
+    probe_prompts,
+    receipt,
+    require_parity,
+    require_receipt,
+    skeleton,
+)
+from moe_rl.routing import layout_of
+from moe_rl.types import Sampling
+from tests.conftest import FAMILIES, perturb
+from tests.rollouts.fake_engine import FakeEngine, policy_of, small
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_leave_under_the_names_a_checkpoint_has_and_come_back_bit_for_bit(family, tmp_path):
+    loaded = small(family)
+    loaded.model.save_pretrained(tmp_path)
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "model.safetensors")
+    describe(loaded.model, loaded.tokenizer, tmp_path / "engine")
+    sent = checkpoint_weights(skeleton(tmp_path / "engine"), loaded.model.state_dict().items())
+    assert set(saved) <= set(sent), "a checkpoint leaves out tied weights at most"
+    assert all(torch.equal(sent[name], saved[name]) for name in saved)
+    assert layout_of(skeleton(tmp_path / "engine")) == layout_of(loaded.model)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.architectures == [type(loaded.model).__name__]
+
+
+def test_what_is_sent_is_a_copy(tmp_path):
+    loaded = small()
+    describe(loaded.model, loaded.tokenizer, tmp_path)
+    sent = checkpoint_weights(skeleton(tmp_path), loaded.model.state_dict().items())
+    before = {name: checksum(tensor) for name, tensor in sent.items()}
+    perturb(loaded.model)
+    assert {name: checksum(tensor) for name, tensor in sent.items()} == before
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    loaded = small()
+    describe(loaded.model, loaded.tokenizer, tmp_path)
+    weights = dict(loaded.model.state_dict())
+    weights.pop("model.norm.weight")
+    with pytest.raises(RunError, match="model.norm.weight"):
+        checkpoint_weights(skeleton(tmp_path), weights.items())
+
+
+def test_a_receipt_covers_plain_weights_and_ignores_padded_rows_and_packed_ones():
+    sent = {"embed": torch.randn(5, 3), "norm": torch.randn(3), "packed": torch.randn(4, 3)}
+    held = [("embed", torch.cat([sent["embed"], torch.zeros(3, 3)])), ("norm", sent["norm"].bfloat16()),
+            ("packed", torch.zeros(0)), ("other", torch.zeros(2))]  # fmt: skip
+    found = receipt(held, {name: tuple(t.shape) for name, t in sent.items()}, 3)
+    assert set(found.checksums) == {"embed", "norm"} and found.checksums["norm"][0] == "bfloat16"
+    require_receipt(found, sent, 3)
+    with pytest.raises(RunError, match="taken over 3 pushes of weights, but 4"):
+        require_receipt(found, sent, 4)
+    sent["norm"] = sent["norm"] + 0.1
+    with pytest.raises(RunError, match="other values of 'norm'"):
+        require_receipt(found, sent, 3)
+    with pytest.raises(RunError, match="cannot be checked"):
+        require_receipt(Receipt(1, {}), sent, 1)
+
+
+def test_one_flipped_bit_changes_a_checksum():
+    weight = torch.randn(100)
+    other = weight.clone()
+    other.view(torch.int32)[50] ^= 1
+    assert checksum(weight) != checksum(other) and checksum(weight) == checksum(weight.clone())
+
+
+@pytest.fixture
+def engine(tmp_path):
+    return FakeEngine(tmp_path, small())
+
+
+def found(engine, policy, temperature=1.0):
+    prompts = probe_prompts(engine.engine.tokenizer, 258)
+    sampling = Sampling(temperature, 12)
+    return parity(engine.engine.generate(prompts, 1, key=(0,), sampling=sampling), policy.score)
+
+
+def test_parity_holds_after_a_push_and_fails_before_after_an_update_and_at_another_temperature(engine, tmp_path):
+    loaded = small()
+    policy, tolerance = policy_of(loaded), Tolerance.of("float32")
+    with pytest.raises(RunError, match="does not serve the policy's weights"):
+        require_parity(found(engine, policy), tolerance, "before")
+    engine.reload(checkpoint_weights(skeleton(tmp_path), policy.weights()))
+    good = found(engine, policy)
+    require_parity(good, tolerance, "after")
+    assert good.tokens > 50 and good.logprob_max < 1e-5 and good.set_change == 0
+    with pytest.raises(RunError, match="temperature"):
+        require_parity(found(engine, policy, 0.7), tolerance, "another temperature")
+    perturb(loaded.model, 0.01)
+    with pytest.raises(RunError, match="after an update"):
+        require_parity(found(engine, policy), tolerance, "after an update")
+
+
+def test_parity_that_is_not_a_number_is_no_parity():
+    with pytest.raises(RunError):
+        require_parity(Parity(8, float("nan"), float("nan"), 0.0), Tolerance.of("bfloat16"), "nan")
+
+
+def test_probe_prompts_are_ordinary_tokens(engine):
+    rows = [p.tokens for p in probe_prompts(engine.engine.tokenizer, 258)]
+    assert len(rows) == 8 and all(0 <= t < 256 for row in rows for t in row) and len(set(rows)) == 8
+
+
+def test_tolerance_is_tight_only_where_both_sides_are_wide():
+    assert Tolerance.of("float32", "float32").logprob_mean < 1e-3 < Tolerance.of("bfloat16", "float32").logprob_mean

@@ -1,0 +1,133 @@
+"""LoRA-wrapped models: the hooks see through the wrapper, and so do the policy, the engine and the trainer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from moe_rl import execute as execution
+from moe_rl.errors import RunError
+from moe_rl.models import LoadedModel, byte_tokenizer
+from moe_rl.rollouts.hf import HFEngine
+from moe_rl.routing import layout_of, replay_routing
+from moe_rl.routing.sites import router_parameters
+from tests.conftest import build
+from tests.policies.test_hf import GRPO, make_batch, policy_of
+from tests.routing.test_families import gradients, record, watched
+from tests.test_trainer import ARMS, TINY, carry_out
+
+ADAPTERS = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "experts": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    "router": {"target_parameters": ["mlp.gate.weight"]},
+    "whole router": {"target_modules": ["q_proj"], "modules_to_save": ["gate"]},
+}
+
+
+def wrap(model, kind="attention"):
+    """The model with fresh adapters, which change nothing yet."""
+    return get_peft_model(model, LoraConfig(r=2, lora_alpha=4, **ADAPTERS[kind])).eval()
+
+
+def move(model, scale=0.5):
+    """Move every trained weight, so that the adapters act."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+@pytest.fixture(params=ADAPTERS)
+def kind(request):
+    return request.param
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral"])
+def test_an_adapted_model_has_the_sites_and_routes_of_the_plain_one(family, tokens):
+    plain = build(family)
+    trace, logits = record(plain, tokens)
+    target = "mlp.experts.down_proj"
+    adapted = get_peft_model(plain, LoraConfig(r=2, target_modules=["o_proj"], target_parameters=[target])).eval()
+    assert layout_of(adapted) == trace.layout
+    again, same = record(adapted, tokens)
+    assert again == trace
+    torch.testing.assert_close(same, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_replay_forces_the_routes_of_before_on_adapters_that_moved(kind, tokens):
+    plain = build("qwen3_moe")
+    trace, _ = record(plain, tokens)
+    model = wrap(plain, kind)
+    move(model)
+    live, logits = record(model, tokens)
+    assert not live.same_sets(trace).all()
+    with watched(model.get_base_model()) as seen, torch.no_grad(), replay_routing(model, trace):
+        model(tokens)
+    for site, here in enumerate(seen):
+        assert torch.equal(here.router[2][2], trace.ids()[:, :, site].flatten(0, 1))
+    with torch.no_grad(), replay_routing(model, live):
+        assert torch.equal(model(tokens).logits, logits)
+
+
+def test_without_its_adapters_it_routes_as_the_plain_model(kind, tokens):
+    plain = build("qwen3_moe")
+    trace, logits = record(plain, tokens)
+    model = wrap(plain, kind)
+    move(model)
+    with model.disable_adapter():
+        again, same = record(model, tokens)
+    assert again == trace
+    assert torch.equal(same, logits)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing")
+@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
+def test_checkpointing_recomputes_under_the_same_routes(kind, mode, tokens):
+    plain = build("qwen3_moe")
+    trace, _ = record(plain, tokens)
+    model = wrap(plain, kind)
+    move(model)
+    without, checkpointed = (gradients(model, tokens, trace, how) for how in (None, mode))
+    assert without.keys() == checkpointed.keys() != set()
+    for name in without:
+        assert torch.equal(without[name], checkpointed[name]), name
+
+
+def test_router_parameters_are_the_adapters_on_the_router(kind):
+    model = wrap(build("qwen3_moe"), kind)
+    routers = {id(p) for p in router_parameters(model)}
+    trained = {n for n, p in model.named_parameters() if p.requires_grad and id(p) in routers}
+    expected = {n for n, p in model.named_parameters() if p.requires_grad and ".gate." in n}
+    assert trained == expected
+    assert bool(trained) == (kind in ("router", "whole router"))
+
+
+def test_a_policy_trains_the_adapters_alone_and_an_engine_on_its_module_needs_no_copy(kind):
+    model = wrap(build("qwen3_moe"), kind)
+    policy, batch = policy_of(model), make_batch()
+    before = {name: w.clone() for name, w in policy.weights()}
+    natural = policy.score(batch)
+    updated = policy.update(batch, natural, GRPO, natural.routes)
+    assert (updated.logprobs - natural.logprobs).abs().max() < 1e-5
+    moved = {name for name, w in policy.weights() if not torch.equal(w, before[name])}
+    assert moved and moved <= {n for n, p in model.named_parameters() if p.requires_grad}
+    mine = model.state_dict()
+    assert all(w.data_ptr() == mine[name].data_ptr() for name, w in policy.weights())
+    HFEngine(model, byte_tokenizer()).load(policy.weights())
+    with pytest.raises(RunError, match="not the same model"):
+        HFEngine(build("qwen3_moe"), byte_tokenizer()).load(policy.weights())
+
+
+def test_the_trainer_replays_the_engines_routes_on_an_adapted_model(tmp_path, monkeypatch):
+    plain = execution.load
+
+    def load(config, seed):
+        loaded = plain(config, seed)
+        return LoadedModel(wrap(loaded.model), loaded.tokenizer)
+
+    monkeypatch.setattr(execution, "load", load)
+    steps = carry_out(TINY.replace(arm=ARMS["r3"], steps=2), tmp_path / "r3")["steps"]
+    assert (steps["replay_coverage"] == 1).all()
+    assert (steps["first_update_log_ratio_max"].dropna() < 1e-5).all()
