@@ -13,6 +13,7 @@ import torch
 
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError
+from moe_rl.experts_cpu import use_cpu_experts
 from moe_rl.tasks.base import unknown
 from moe_rl.types import Prompt
 
@@ -131,7 +132,9 @@ def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) 
         tokenizer = byte_tokenizer(config.vocab_size)
     else:
         model, tokenizer = _from_checkpoint(model_config, dtype, trust_remote_code)
-    return LoadedModel(model.to(device).eval(), tokenizer)
+    model = model.to(device).eval()
+    use_cpu_experts(model)
+    return LoadedModel(model, tokenizer)
 
 
 def hf_config(model_config: ModelConfig, trust_remote_code: bool = False) -> PreTrainedConfig:

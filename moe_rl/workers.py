@@ -32,6 +32,8 @@ from moe_rl.study import TRAINER, Planned, Study
 from moe_rl.versions import code_version
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+HUGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824"
+"""Large tensors come and go at every operation; without it a sixth of a step is spent on page faults. Linux only."""
 QUIET = 15.0
 """Seconds between lines about running runs when nobody watches a terminal."""
 
@@ -117,7 +119,7 @@ def start(planned: Planned, trainer: str, cache: Path) -> subprocess.Popen:
     planned.path.mkdir(parents=True, exist_ok=True)
     with (planned.path / "log.txt").open("ab") as log:
         process = subprocess.Popen([sys.executable, "-m", "moe_rl.workers"], stdin=subprocess.PIPE,
-                                   stdout=subprocess.PIPE, stderr=log, env=os.environ | ONE_THREAD)
+                                   stdout=subprocess.PIPE, stderr=log, env={"GLIBC_TUNABLES": HUGE_PAGES} | os.environ | ONE_THREAD)
     with contextlib.suppress(BrokenPipeError):  # a worker that died at once is reported when it is polled
         pickle.dump((sys.path, planned, trainer, cache), process.stdin)
         process.stdin.flush()

@@ -128,6 +128,6 @@ def test_the_trainer_replays_the_engines_routes_on_an_adapted_model(tmp_path, mo
         return LoadedModel(wrap(loaded.model), loaded.tokenizer)
 
     monkeypatch.setattr(execution, "load", load)
-    steps = carry_out(TINY.replace(arm=ARMS["r3"], steps=2), tmp_path / "r3")["steps"]
-    assert (steps["replay_coverage"] == 1).all()
-    assert (steps["first_update_log_ratio_max"].dropna() < 1e-5).all()
+    tables = carry_out(TINY.replace(arm=ARMS["r3"], steps=2), tmp_path / "r3")
+    assert (tables["updates"]["coverage"] == 1).all()
+    assert (tables["steps"]["first_update_log_ratio_max"].dropna() < 1e-5).all()
