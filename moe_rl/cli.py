@@ -135,9 +135,11 @@ def run(options: argparse.Namespace) -> int:
 
     console = Console(quiet=ranks.rank() > 0)
     study = load_study_file(options.study)
-    changes = parse_settings(study.base, options.settings) | ({"task": options.task} if options.task else {})
-    changes |= _layout(options)
-    study = Study(**{**vars(study), "base": study.base.replace(**changes)})
+    base = study.base
+    if options.task:  # the options in the study file are those of its own task
+        base = base.replace(task=options.task, task_options={})
+    changes = parse_settings(base, options.settings) | _layout(options)
+    study = Study(**{**vars(study), "base": base.replace(**changes)})
     planned = study.runs(options.out, _seeds(options.seeds), options.steps)
     report.check_figures(study.figures)
     if ranks.launched():

@@ -125,8 +125,8 @@ class EngineConfig:
     """vllm: share of the GPU's memory it may take."""
     max_tokens: int | None = None
     """vllm: prompt and completion it makes room for; None: as many as the model can take."""
-    dialect: str = "vllm"
-    """Server: `vllm`, `openai` or `sglang`."""
+    dialect: str = "openai"
+    """Server: `openai` (vLLM's completions), `vllm` (its `--enable-scale-out` endpoint) or `sglang`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,7 @@ def check_policy(run: RunConfig) -> None:
         if importlib.util.find_spec("megatron.core") is None:
             raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")
         if run.engine != EngineConfig():
-            raise ConfigError(f"policy='megatron' samples with the plain Hugging Face engine on rank 0, not {run.engine}.")
+            raise ConfigError(f"policy='megatron' samples with the Hugging Face engine on rank 0, not {run.engine}.")
         check_layout(run.parallel, hf_config(run.model), ranks.world())
     elif ranks.launched():
         raise ConfigError(
@@ -112,4 +112,4 @@ def source_of(name: str) -> RouteSource:
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the route source {name!r} cannot be imported ({error}); write pkg.module:function.") from error
+        raise ConfigError(f"route source {name!r} cannot be imported ({error}); write pkg.module:function.") from error

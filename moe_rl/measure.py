@@ -2,7 +2,7 @@
 
 Everything that needs no extra forward is taken from all tokens at every update. The rest is measured on a *probe*:
 the first few responses of every (randomly drawn) mini-batch. Each step it is scored twice under the new weights,
-naturally and replaying the old policy's routes; every few steps the *detail* follows single updates and the noise floor.
+naturally and replaying the old policy's routes; every few steps the *detail* follows single updates.
 Volatility compares natural routes, in every arm.
 """
 
@@ -168,7 +168,7 @@ class Probe:
         }
 
     def _replay_gap(self, natural: Scored, replayed: Scored) -> Row:
-        """log π(natural) - log π(replayed) under the new weights, and what routers would pick while upstream replays."""
+        """log π(natural) - log π(replayed) under the new weights, and what routers would pick under replay."""
         rows = response_rows(self.batch)
         gap = (natural.logprobs - replayed.logprobs)[self.batch.response_mask].double()
         pull = volatility.route_change(replayed.routes.ids(), replayed.preferred.ids(), rows).row()["slot_change"]

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -27,7 +26,7 @@ from moe_rl.routing.sources import RouteSource
 from moe_rl.runs import RunFolder
 from moe_rl.seeds import NOISE, PROMPTS, SPLIT, derive
 from moe_rl.tasks.base import Task, checked_reward, draw
-from moe_rl.types import Batch, Prompt, Rollout, Sampling, Scored, collate
+from moe_rl.types import Batch, Prompt, Sampling, Scored, collate
 
 Row = dict[str, float]
 T = TypeVar("T")

@@ -53,8 +53,8 @@ def write_page(
     """
     sides = [_rows(path) for path in (before, after)]
     if len(sides[0]) != len(sides[1]):
-        raise RoutingError(f"{before} holds {len(sides[0])} responses, {after} {len(sides[1])}; they need to be traces of "
-                           "the same tokens.")
+        raise RoutingError(f"{before} holds {len(sides[0])} responses, {after} {len(sides[1])}; they need to be traces "
+                           "of the same tokens.")
     for i, (a, b) in enumerate(zip(*sides, strict=True)):
         _check(a, b, f"row {i} of {before} and {after}")
     if row is None:
@@ -131,16 +131,16 @@ def _data(
 
 
 def _spell(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Each token's own text. Characters that several tokens share appear at the last of them; before it stands ·."""
-    texts, start, told = [], 0, 0
-    for end in range(1, len(ids) + 1):
-        whole = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
-        if whole.endswith("\ufffd") and end - start < 8 and end < len(ids):
-            texts.append("·" if len(whole) - told == 1 else whole[told:-1] + "·")
-            told = len(whole) - 1
+    """Each token's own text, spaces in front included; a token that only begins a character reads ·."""
+    texts, before, start = [], 0, 0
+    for end in range(1, len(ids) + 1):  # decoded with the token before, without which some tokenizers drop a space
+        known, whole = (tokenizer.decode(part, clean_up_tokenization_spaces=False)
+                        for part in (ids[before:start], ids[before:end]))
+        if whole.endswith("\ufffd") and end - start < 4 and end < len(ids):
+            texts.append("·")
             continue
-        texts.append(whole[told:])
-        start, told = end, 0
+        texts.append(whole[len(known) :])
+        before, start = start, end
     return texts
 
 

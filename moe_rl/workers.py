@@ -119,7 +119,8 @@ def start(planned: Planned, trainer: str, cache: Path) -> subprocess.Popen:
     planned.path.mkdir(parents=True, exist_ok=True)
     with (planned.path / "log.txt").open("ab") as log:
         process = subprocess.Popen([sys.executable, "-m", "moe_rl.workers"], stdin=subprocess.PIPE,
-                                   stdout=subprocess.PIPE, stderr=log, env={"GLIBC_TUNABLES": HUGE_PAGES} | os.environ | ONE_THREAD)
+                                   stdout=subprocess.PIPE, stderr=log,
+                                   env={"GLIBC_TUNABLES": HUGE_PAGES} | os.environ | ONE_THREAD)
     with contextlib.suppress(BrokenPipeError):  # a worker that died at once is reported when it is polled
         pickle.dump((sys.path, planned, trainer, cache), process.stdin)
         process.stdin.flush()

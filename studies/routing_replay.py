@@ -24,7 +24,9 @@ study = Study(
         group_size=8,
         mini_batches=8,
         max_new_tokens=13,
-        optimizer=Optimizer(lr=2e-4),
+        optimizer=Optimizer(lr=8e-4),
+        # Chosen in pilots, whose seeds (10, 11) are not those below, because the arms differ there. At 2e-4 all three
+        # learn alike, and at 4e-4 nearly so: a comparison at one learning rate is one of learning rates as well.
         cold_start=ColdStart(target=0.35),
     ),
     seeds=(0, 1, 2),
@@ -37,5 +39,5 @@ study = Study(
     caution="three seeds of one cold start are a demonstration, not evidence: they say nothing about other starts, "
     "tasks, sizes or learning rates, and no p-value of three pairs can be below 0.25.",
     cost="The cold start comes on top: about a minute of one core, once.",
-    seconds_per_step=0.6,
+    seconds_per_step=0.8,
 )

@@ -62,6 +62,12 @@ def perturb(model, scale: float = 0.1, seed: int = 1) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * scale * parameter.std())
 
 
+def pytest_terminal_summary(terminalreporter):
+    reasons = {str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", [])}
+    for reason in sorted(reason for reason in reasons if "make test-" in reason):
+        terminalreporter.write_line(reason)
+
+
 @pytest.fixture
 def qwen():
     return build("qwen3_moe")

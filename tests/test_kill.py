@@ -11,6 +11,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,7 +53,7 @@ def test_ten_kills_at_random_instants_change_nothing(tmp_path):
     draw, kills, cut = random.Random(0), 0, tmp_path / "cut"
     while kills < 10 or not finished(cut):
         # at first too short to get far, so that the kills are spread over the run; then long enough to finish
-        kills += forked(lambda: carry_out(RUN, cut), draw.uniform(0.05, 0.3 if kills < 10 else 2) * whole)
+        kills += forked(partial(carry_out, RUN, cut), draw.uniform(0.05, 0.3 if kills < 10 else 2) * whole)
         if finished(cut) and kills < 10:
             cut = tmp_path / f"cut-{kills}"
     assert frames.diff(tmp_path / "whole", cut) is None

@@ -82,7 +82,7 @@ def test_a_preset_routes_by_token_and_uses_most_experts_everywhere(name):
 
     model = load(ModelConfig(name=name), seed=0).model
     assert not model.training
-    assert model.config._experts_implementation == "grouped_mm"
+    assert model.config._experts_implementation == "moe_rl_cpu"
     tokens = torch.randint(0, 60, (16, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), record_routing(model) as recording:
         assert model(tokens).logits.isfinite().all()

@@ -24,7 +24,10 @@ LAYERS = [
 """A module may import from its own layer and from those above it."""
 PROTOCOLS_ONLY = {"measure", "trainer"}
 HEAVY = {"transformers", "vllm", "megatron", "trl"}
-MAY_IMPORT_HEAVY = ("models", "memory", "cold_start", "policies", "rollouts", "experts_cpu", "adapters", "execute_megatron")
+MAY_IMPORT_HEAVY = (
+    "models", "memory", "cold_start", "policies", "rollouts", "experts_cpu", "volatility", "adapters",
+    "execute_megatron",
+)  # fmt: skip
 
 
 def layer(module: str) -> int | None:

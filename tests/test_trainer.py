@@ -102,7 +102,8 @@ def test_details_are_measured_when_due(finished):
     steps, updates = finished["grpo"]["steps"].set_index("step"), finished["grpo"]["updates"]
     due = steps["noise_floor_set_change"].notna()
     assert list(steps.index[due]) == [2, 4]
-    assert (steps["noise_floor_set_change"].dropna() == 0).all() and (steps["noise_floor_logprob"].dropna() < 1e-5).all()
+    assert (steps["noise_floor_set_change"].dropna() == 0).all()
+    assert (steps["noise_floor_logprob"].dropna() < 1e-5).all()
     measured = updates[updates["attribution_n"].notna()]
     assert set(measured["step"]) == {2, 4} and set(measured["update"]) == {2, 3, 4}
     assert set(updates[updates["slot_change"].notna()]["step"]) == {2, 4}

@@ -1,8 +1,9 @@
 """Rollouts from a vLLM or SGLang server: the same `Rollout`s as from the engines in this process.
 
-Three dialects: `vllm` (vLLM's token-in, token-out endpoint), `openai` (`/v1/completions`, as vLLM extends it with token
-ids and routes) and `sglang` (`/generate`). The first two are tested against a vLLM 0.30.0 server on loopback; SGLang
-does not run without a GPU, and its dialect is tested against payloads written after its documentation only.
+Three dialects: `openai` (`/v1/completions`, as vLLM extends it with token ids and routes), `vllm` (its token-in,
+token-out endpoint, there with `--enable-scale-out`) and `sglang` (`/generate`). The first two are tested against a vLLM
+0.30.0 server on loopback; SGLang does not install without a GPU, and its dialect is tested only on payloads written
+after its documentation: no SGLang server has answered this client.
 
 A vLLM server that `load` can push to is started with
 
@@ -33,6 +34,7 @@ from moe_rl.errors import ConfigError, MoeRlError, RunError
 from moe_rl.rollouts.answers import Answer, Reader
 from moe_rl.rollouts.hf import check_request, end_tokens
 from moe_rl.rollouts.push import (
+    PROBE_KEY,
     PROBE_TOKENS,
     Receipt,
     Score,
@@ -84,7 +86,7 @@ class ServerEngine:
         tokenizer: PreTrainedTokenizerBase,
         score: Score,
         *,
-        dialect: str = "vllm",
+        dialect: str = "openai",
         dtype: str = "float32",
         policy_dtype: str = "float32",
         temperature: float = 1.0,
@@ -151,7 +153,7 @@ class ServerEngine:
         self.pushes += 1
         self.dialect.push(self, sent)
         sampling = Sampling(self.temperature, PROBE_TOKENS)
-        rollouts = self.generate(self.probes, 1, key=(self.pushes,), sampling=sampling)
+        rollouts = self.generate(self.probes, 1, key=PROBE_KEY, sampling=sampling)
         found = parity(rollouts, self.score)
         require_parity(found, self.tolerance, f"push {self.pushes} to {self.url}")
         return found.logprob_max

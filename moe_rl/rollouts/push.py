@@ -28,6 +28,8 @@ Score = Callable[[Batch], Scored]
 """`Policy.score`: natural log-probs and routes of a batch."""
 PROBES, PROBE_TOKENS = 8, 12
 """Random prompts, and the length of both prompt and completion, that a push is checked with."""
+PROBE_KEY = (0,)
+"""Noise of the check: the same after every push, since a resumed run counts its pushes anew."""
 
 
 # ---------------------------------------------------------------------- names

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_rl import ranks
 from moe_rl.rollouts.base import RolloutEngine
-from moe_rl.rollouts.push import PROBE_TOKENS, Score, Tolerance, parity, require_parity
+from moe_rl.rollouts.push import PROBE_KEY, PROBE_TOKENS, Score, Tolerance, parity, require_parity
 from moe_rl.types import Prompt, Rollout, Sampling
 
 
@@ -44,7 +44,7 @@ class PushedEngine:
             for _ in weights:  # a rank without an engine still has to give its part of them
                 pass
         self.pushes += 1
-        drawn = ranks.once(lambda: self.generate(self.probes, 1, key=(self.pushes,), sampling=self.sampling))
+        drawn = ranks.once(lambda: self.generate(self.probes, 1, key=PROBE_KEY, sampling=self.sampling))
         found = parity(drawn, self.score)
         require_parity(found, self.tolerance, f"push {self.pushes} to the engine on rank 0")
         return found.logprob_max

@@ -20,6 +20,7 @@ from moe_rl.errors import ConfigError, RunError
 from moe_rl.rollouts.answers import Answer, Reader
 from moe_rl.rollouts.hf import check_request, end_tokens
 from moe_rl.rollouts.push import (
+    PROBE_KEY,
     PROBE_TOKENS,
     Receipt,
     Score,
@@ -126,7 +127,7 @@ class VLLMEngine:
         for found in receipts:
             require_receipt(found, sent, self.pushes)
         sampling = Sampling(self.temperature, PROBE_TOKENS)
-        found = parity(self.generate(self.probes, 1, key=(self.pushes,), sampling=sampling), self.score)
+        found = parity(self.generate(self.probes, 1, key=PROBE_KEY, sampling=sampling), self.score)
         require_parity(found, self.tolerance, f"push {self.pushes} to vLLM")
         return found.logprob_max
 

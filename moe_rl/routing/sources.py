@@ -68,7 +68,8 @@ def random_sets(batch: Batch, natural: Scored, *, seed: int = 0) -> RoutingTrace
     for s, site in enumerate(routes.layout.sites):
         order = torch.rand(*routes.shape[:2], site.num_experts, generator=generator).argsort(-1)
         experts[:, :, s, : site.top_k] = order[..., : site.top_k].to(experts.dtype)
-    return replace(routes, experts=experts.to(routes.experts.device).masked_fill(~routes.known[..., None], routes.layout.unknown))
+    experts = experts.to(routes.experts.device).masked_fill(~routes.known[..., None], routes.layout.unknown)
+    return replace(routes, experts=experts)
 
 
 SOURCES: dict[str, RouteSource] = {

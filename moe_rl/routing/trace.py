@@ -121,7 +121,9 @@ class RoutingTrace:
 
     @staticmethod
     def cat(
-        traces: Sequence[RoutingTrace], tokens: Integer[Tensor, "batch time"], attention_mask: Bool[Tensor, "batch time"]
+        traces: Sequence[RoutingTrace],
+        tokens: Integer[Tensor, "batch time"],
+        attention_mask: Bool[Tensor, "batch time"],
     ) -> RoutingTrace:
         """Right-padded traces of consecutive rows as one trace over `tokens`, on its device."""
         layout = traces[0].layout

@@ -16,7 +16,9 @@ study = Study(
     base=RunConfig(
         arm=replay,
         task="tests.even_task:EvenCharacters",
-        model=ModelConfig(overrides={"num_hidden_layers": 3, "hidden_size": 32, "num_local_experts": 8}),
+        # Random weights sample the padding token now and then. Transformers gives it no gradient as an input, if the
+        # configuration names it; Megatron-core does.
+        model=ModelConfig(overrides={"num_hidden_layers": 3, "num_local_experts": 8, "pad_token_id": None}),
         cold_start=ColdStart(target=0.0),
         optimizer=Optimizer(lr=1e-3),
         measure=Measure(probe=8, detail_every=2),

@@ -35,7 +35,7 @@ def torchrun(*words: str | Path) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, words)]
     root = HERE.parents[1]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    return subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=1200)
 
 
 @pytest.fixture(scope="session")

@@ -180,6 +180,8 @@ class Family:
     padding: bool = True
     """Whether the model itself computes the same under left as under right padding."""
     generates: bool = True
+    since: str = "5.17"
+    """The oldest transformers this is tested with: an older one has the family, but wrote its router otherwise."""
 
     @property
     def package(self) -> str:
@@ -199,7 +201,7 @@ MROPE = {
 
 FAMILIES = [
     Family("afmoe", sigmoid_normalised_scaled),
-    Family("aria_text", softmax_of_chosen, TWO),
+    Family("aria_text", softmax_of_chosen, TWO, since="5.23"),
     Family("axk1", sigmoid_normalised_scaled),
     Family("axk2", sigmoid_normalised_scaled),
     Family("bailing_hybrid", sigmoid_normalised_scaled, HYBRID),
@@ -209,7 +211,7 @@ FAMILIES = [
         "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 8, "moe_top_k": 3},
-    }, experts=False, scores=False),
+    }, experts=False, scores=False, since="5.23"),
     Family("deepseek_ocr2", softmax, {"text_config": SPARSE | {"topk_method": "group_limited_greedy"}},
            "DeepseekOcr2ForConditionalGeneration"),
     Family("deepseek_v2", softmax, {"topk_method": "group_limited_greedy"}),
@@ -241,13 +243,13 @@ FAMILIES = [
             "qk_rope_head_dim": 0, "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
             "index_kpool": 2,
         }
-    }, "Glm5NextForConditionalGeneration"),
+    }, "Glm5NextForConditionalGeneration", since="5.23"),
     Family("glm_moe_dsa", sigmoid_normalised_scaled),
     Family("gpt_oss", softmax_of_chosen, TWO),
-    Family("granitemoe", softmax_of_chosen, TWO),
+    Family("granitemoe", softmax_of_chosen, TWO, since="5.23"),
     Family("granitemoe_swa", softmax_of_chosen, TWO, checkpointing="rounded"),
-    Family("granitemoehybrid", softmax_of_chosen, HYBRID | {"mamba_chunk_size": 8}),
-    Family("granitemoeshared", softmax_of_chosen, TWO),
+    Family("granitemoehybrid", softmax_of_chosen, HYBRID | {"mamba_chunk_size": 8}, since="5.23"),
+    Family("granitemoeshared", softmax_of_chosen, TWO, since="5.23"),
     Family("hunyuan_v1_moe", softmax_normalised, TWO),
     Family("hy_v3", sigmoid_normalised_scaled),
     Family("hy_v4", sigmoid_normalised_scaled),
@@ -261,7 +263,7 @@ FAMILIES = [
     Family("jamba", softmax, {
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0,
         "use_mamba_kernels": False, "mamba_d_state": 4,
-    }),
+    }, since="5.23"),
     Family("jetmoe", softmax_of_chosen, TWO, dispatch=jetmoe_dispatch, experts=False, checkpointing="none",
            scores=False),
     Family("kimi_linear", sigmoid_normalised_scaled, HYBRID),
@@ -269,7 +271,7 @@ FAMILIES = [
     Family("laguna", sigmoid_normalised),
     Family("lfm2_moe", sigmoid_normalised_scaled, {"layer_types": ["conv", "full_attention", "conv"]}),
     Family("llama4_text", sigmoid, TWO, dispatch=llama4_dispatch, experts=False, scores=False),
-    Family("longcat_flash", softmax, {"num_layers": 2, "zero_expert_num": 4}, experts=False),
+    Family("longcat_flash", softmax, {"num_layers": 2, "zero_expert_num": 4}, experts=False, since="5.23"),
     Family("mellum", softmax_normalised, TWO),
     Family("mimo_v2_flash", sigmoid_normalised_scaled, FULL | {
         "rope_parameters": {
@@ -314,7 +316,7 @@ FAMILIES = [
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"], "hc_count": 2, "hc_lowrank": 8,
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
         "indexer_compress_ratio": 4,
-    }),
+    }, since="5.23"),
     Family("solar_open", sigmoid_normalised_scaled, TWO),
     Family("step3p7", sigmoid_normalised, {"text_config": SPARSE}, "Step3p7ForConditionalGeneration", experts=False),
     Family("unlimited_ocr", softmax, {"text_config": SPARSE | {"topk_method": "group_limited_greedy"}},
@@ -379,9 +381,9 @@ def build(family: Family, seed: int = 0):
 HEADER = """\
 # Families
 
-What `record_routing` and `replay_routing` do with the decoder MoE families of transformers. Written by
+What `record_routing` and `replay_routing` do with the decoder MoE families of transformers 5.23. Written by
 `python -m tests.routing.families`; every cell is held by `tests/routing/test_families.py`, on a tiny random model in
-float32, for every row:
+float32. For every row:
 
 - recording, and replaying a model's own routes, change no bit of its logits;
 - after a weight change the recorded ids reach the experts, with the combine weights that the formula in the table
@@ -429,6 +431,8 @@ def remarks(family: Family) -> list[str]:
         found.append("no top-k: two masked maxima; eval mode only")
     if not family.padding:
         found.append("the model itself computes something else under left padding")
+    if family.since != "5.17":
+        found.append(f"with transformers ≥ {family.since}")
     if not family.generates:
         found.append("an encoder: it generates nothing")
     return found

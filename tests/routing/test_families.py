@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
@@ -63,9 +64,10 @@ class Case:
 
 @pytest.fixture(params=FAMILIES, ids=lambda family: family.model_type, scope="module")
 def case(request):
-    if request.param.model_type not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {request.param.model_type}")
-    return Case(request.param)
+    installed, family = transformers.__version__, request.param
+    if Version(installed) < Version(family.since) or family.model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"{family.model_type} is not tested with transformers {installed}")
+    return Case(family)
 
 
 def record(model: nn.Module, tokens: Tensor, **inputs: Tensor) -> tuple[RoutingTrace, Tensor]:

@@ -29,7 +29,9 @@ def random_trace(batch=3, time=5, seed=0, lengths=None, **kwargs):
     return RoutingTrace.from_ids(ids, shape, tokens=tokens, attention_mask=mask, weight_version="step 3")
 
 
-@pytest.mark.parametrize("experts, dtype", [(8, torch.uint8), (255, torch.uint8), (256, torch.int16), (600, torch.int16)])
+@pytest.mark.parametrize(
+    "experts, dtype", [(8, torch.uint8), (255, torch.uint8), (256, torch.int16), (600, torch.int16)]
+)
 def test_an_id_takes_one_byte_up_to_255_experts(experts, dtype):
     trace = random_trace(experts=experts)
     assert trace.experts.dtype == dtype

@@ -25,14 +25,11 @@ RUN = RunConfig(
     eval_prompts=8,
     cold_start=ColdStart(target=0.3, max_steps=1500),
 )
+NEEDS_VLLM = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="tests against a real vLLM are run by `make test-vllm`"
+)
 CACHE = Path(__file__).parents[2] / ".cache" / "test-vllm"
 """Where the trained checkpoint is kept between runs of the tests."""
-
-
-def pytest_collection_modifyitems(items):
-    if importlib.util.find_spec("vllm") is None:
-        for item in items:
-            item.add_marker(pytest.mark.skip(reason="needs vLLM: run `make test-vllm`"))
 
 
 class Serving:

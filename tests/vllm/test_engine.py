@@ -20,7 +20,9 @@ from moe_rl.runs import RunFolder
 from moe_rl.tasks.base import draw, load_task
 from moe_rl.types import Prompt, Sampling, collate
 from tests.conftest import perturb
-from tests.vllm.conftest import CACHE, RUN, Serving
+from tests.vllm.conftest import CACHE, NEEDS_VLLM, RUN, Serving
+
+pytestmark = NEEDS_VLLM
 
 PROMPTS = [Prompt("", tokens=tuple(range(40 + i, 52 + i))) for i in range(32)]
 LONG = Sampling(max_new_tokens=40)

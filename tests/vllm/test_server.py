@@ -21,11 +21,13 @@ from moe_rl.rollouts.http import BatchIncomplete, ServerEngine
 from moe_rl.rollouts.push import parity
 from moe_rl.types import Prompt, Sampling
 from tests.conftest import perturb
-from tests.vllm.conftest import RUN
+from tests.vllm.conftest import NEEDS_VLLM, RUN
+
+pytestmark = NEEDS_VLLM
 
 PROMPTS = [Prompt("", tokens=tuple(range(40 + i, 52 + i))) for i in range(16)]
 LONG = Sampling(0.7, 40)
-START = 240.0  # seconds at most, on a busy machine
+START = 600.0  # seconds at most, on a busy machine
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -54,10 +56,10 @@ def server(policy, tmp_path_factory):
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--model", str(folder), "--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
-    command += ["--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs"]
+    command += ["--enable-return-routed-experts", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     command += ["--worker-extension-cls", "moe_rl.rollouts.vllm.WorkerExtension"]
     log = folder / "server.log"
-    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"} | ENVIRONMENT
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")} | ENVIRONMENT
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
     address, started = f"http://127.0.0.1:{port}", time.monotonic()
