@@ -28,6 +28,9 @@ class Arm:
     """(low, high): ratios are clipped to [1 - low, 1 + high]. None takes the preset of the loss."""
     anchor: str = "policy"
     """Denominator of the ratio: `policy` (recomputed by the trainer) or `engine` (the rollout's own log-probs)."""
+    truncation: float = 0.0
+    """Truncated importance sampling: each token's term is weighted by min(π_old / π_engine, truncation), with π_old as
+    recomputed by the trainer. The usual cap is 2; 0 turns it off."""
     kl: float = 0.0
     """Coefficient of the k3 KL to the reference policy (the cold start)."""
     entropy: float = 0.0

@@ -131,6 +131,21 @@ def kl_term(
     return (weights * (torch.expm1(d) - d)).sum()
 
 
+def truncated_weights(
+    old_logprobs: Float[Tensor, "batch time"],
+    rollout_logprobs: Float[Tensor, "batch time"],
+    mask: Bool[Tensor, "batch time"],
+    cap: float,
+) -> Float[Tensor, "batch time"]:
+    """min(π_old / π_engine, cap) per response token, detached, 1 elsewhere: truncated importance sampling.
+
+    Corrects for tokens that the engine drew from another distribution than the trainer's π_old; the cap bounds the
+    variance and biases towards 0 where the ratio exceeds it (Ionides 2008; for RL with two engines, Yao et al. 2025).
+    """
+    log_ratio = torch.where(mask, old_logprobs - rollout_logprobs, 0).detach()
+    return log_ratio.exp().clamp(max=cap)
+
+
 def entropy_term(
     entropy: Float[Tensor, "batch time"],
     mask: Bool[Tensor, "batch time"],
@@ -156,6 +171,8 @@ class Objective:
     clip_high: float
     kl: float = 0.0
     entropy: float = 0.0
+    truncation: float = 0.0
+    """Cap of truncated importance sampling against the engine; 0 turns it off."""
 
     def __call__(
         self,
@@ -171,9 +188,12 @@ class Objective:
         Raises ConfigError when there is a KL coefficient and no reference.
         """
         mask = batch.response_mask
+        trusted = weights
+        if self.truncation:
+            trusted = weights * truncated_weights(old_logprobs, batch.rollout_logprobs, mask, self.truncation)
         output = self.policy(
             logprobs, old_logprobs, batch.advantages, mask,
-            clip_low=self.clip_low, clip_high=self.clip_high, weights=weights,
+            clip_low=self.clip_low, clip_high=self.clip_high, weights=trusted,
         )  # fmt: skip
         loss = output.loss
         if self.kl:
@@ -208,7 +228,14 @@ def objective_of(arm: Arm) -> Objective:
             "the paper uses 3e-4/4e-4 (short responses need a range of their own, usually below 0.05)",
             stacklevel=2,
         )
-    return Objective(policy, *clip, kl=arm.kl, entropy=arm.entropy)
+    if arm.truncation and arm.anchor == "engine":
+        raise ConfigError(
+            f"arm {arm.name!r}: truncation={arm.truncation:g} weighs the trainer's π_old against the engine, but "
+            "anchor='engine' takes the engine's log-probs for π_old: every weight is 1. Choose one of the two."
+        )
+    if arm.truncation < 0:
+        raise ConfigError(f"arm {arm.name!r}: truncation={arm.truncation:g} must be positive, or 0 for none.")
+    return Objective(policy, *clip, kl=arm.kl, entropy=arm.entropy, truncation=arm.truncation)
 
 
 def _imported(path: str) -> Callable[..., LossOutput]:

@@ -97,6 +97,7 @@ def preflight(study: Study, planned: Sequence[Planned]) -> list[str]:
         return []
     from moe_rl.execute import check_policy, source_of  # these import torch
     from moe_rl.losses import objective_of
+    from moe_rl.rollouts.choose import check_engine
     from moe_rl.tasks.base import load_task
     from moe_rl.trainer import warn_void
 
@@ -110,6 +111,7 @@ def preflight(study: Study, planned: Sequence[Planned]) -> list[str]:
             objective_of(config.arm)
             source_of(config.arm.routes)
             check_policy(config)
+            check_engine(config)
             found |= dict.fromkeys([*warn_void(config), *(str(w.message) for w in caught)])
     return list(found)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Float, Int16, Integer
 from megatron.core import parallel_state as ps
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -52,7 +52,7 @@ class Routers:
     """The routers of this rank's layers, in forward order."""
 
     def __init__(self, model: nn.Module, num_experts: int):
-        self.num_experts = num_experts
+        self.num_experts, self.device = num_experts, next(model.parameters()).device
         self.sites: list[SiteReplay] = []
         for module in model.modules():
             if isinstance(module, TopKRouter):
@@ -78,17 +78,17 @@ class Routers:
         finally:
             self._clear()
 
-    def aim(self, ids: Int[Tensor, "rows time site k"]) -> None:
+    def aim(self, ids: Integer[Tensor, "rows time site k"]) -> None:
         """Routes of the micro-batch whose forward comes next, -1 where it routes freely; sites of all stages."""
         for site, targets in zip(self.sites, ids[:, :, self.layers].permute(2, 1, 0, 3), strict=True):
             if ps.get_tensor_model_parallel_world_size() > 1:  # sequence parallel: a rank sees its part of the tokens
                 ranks = ps.get_tensor_model_parallel_world_size()
                 targets = targets.chunk(ranks)[ps.get_tensor_model_parallel_rank()]
-            site.set_target_indices(targets.flatten(0, 1))
+            site.set_target_indices(targets.flatten(0, 1).to(self.device, torch.int64))
             site.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
-    def taken(self, rows: int, scores: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """After that forward: ids used and preferred, and on request scores: [site, time, rows, …], this rank's part.
+    def taken(self, rows: int, *, preferred: bool, scores: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """After that forward: ids used, on request ids preferred and scores, [site, time, rows, …], this rank's part.
         From here on, until the next micro-batch, a router that is asked again is being recomputed."""
         for site in self.sites:
             site.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
@@ -97,9 +97,11 @@ class Routers:
             return torch.stack([x.to(dtype).unflatten(0, (-1, rows)) for x in kind])
 
         narrow = torch.uint8 if self.num_experts <= 256 else torch.int16
-        used = stack([site.target_topk_idx for site in self.sites], narrow)
-        preferred = stack([site.preferred for site in self.sites], narrow)
-        return used, preferred, stack([site.scores for site in self.sites], torch.float32) if scores else None
+        return (
+            stack([site.target_topk_idx for site in self.sites], narrow),
+            stack([site.preferred for site in self.sites], narrow) if preferred else None,
+            stack([site.scores for site in self.sites], torch.float32) if scores else None,
+        )
 
     def _clear(self) -> None:
         for site in self.sites:
@@ -116,14 +118,12 @@ def gathered(parts: list[Tensor]) -> Tensor:
     return mine.movedim((0, 3), (0, 1)).flatten(0, 1).transpose(1, 2)
 
 
-def targets_of(
-    batch: Batch, routes: RoutingTrace | None, layout: Layout, device: torch.device
-) -> Int[Tensor, "batch time site k"]:
+def targets_of(batch: Batch, routes: RoutingTrace | None, layout: Layout) -> Int16[Tensor, "batch time site k"]:
     """Ids to force on every input token of the batch, -1 where a router decides. Raises RoutingError for routes that
     do not belong to this model or these tokens."""
     rows, time = batch.tokens.shape[0], batch.tokens.shape[1] - 1
     if routes is None:
-        return torch.full((rows, time, len(layout.sites), layout.top_k), -1, device=device)
+        return torch.full((1, 1, 1, 1), -1, dtype=torch.int16).expand(rows, time, len(layout.sites), layout.top_k)
     layout.require(routes.layout, "the trace")
     # The last token of a row is never an input, and padding decides nothing.
     followed = batch.attention_mask[:, 1:]
@@ -131,7 +131,8 @@ def targets_of(
         same = (routes.tokens[:, :time] == batch.tokens[:, :time]) | ~followed
         if routes.tokens.shape != batch.tokens.shape or not bool(same.all()):
             raise RoutingError("the trace holds the routes of other tokens than the batch; align paddings first.")
-    ids = routes.ids()[:, :time].to(device).masked_fill(~followed[..., None, None].to(device), -1)
+    ids = routes.experts[:, :time].to(torch.int16)
+    ids = ids.masked_fill((ids == layout.unknown) | ~followed[..., None, None], -1)
     if bool((ids < 0).all()):
         raise RoutingError("the trace holds no known route, so replay would do nothing.")
     return ids
@@ -140,6 +141,7 @@ def targets_of(
 def trace_of(ids: Integer[Tensor, "batch time site k"], batch: Batch, layout: Layout) -> RoutingTrace:
     """Gathered ids as a trace over the batch, unknown where no token follows."""
     followed = batch.attention_mask[:, 1:]
+    ids = nn.functional.pad(ids, (0, 0, 0, 0, 0, followed.shape[1] - ids.shape[1]))  # or cuts what only Megatron needed
     ids = ids.to(batch.tokens.device, layout.dtype).masked_fill(~followed[..., None, None], layout.unknown)
     trace = RoutingTrace.from_ids(ids, layout, tokens=batch.tokens[:, :-1], attention_mask=followed, check=False)
     return RoutingTrace.cat([trace], batch.tokens, batch.attention_mask)

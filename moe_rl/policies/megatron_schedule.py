@@ -3,18 +3,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from megatron.core import parallel_state as ps
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region as add_up
 from torch import Tensor, nn
 
+from moe_rl.losses import LossOutput
+from moe_rl.policies.megatron_replay import gathered, scores_of, targets_of, trace_of
 from moe_rl.policies.megatron_weights import gather
+from moe_rl.routing.hooks import RouterScores
+from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch
+
+if TYPE_CHECKING:
+    from moe_rl.policies.megatron import MegatronPolicy
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,100 @@ class Cut:
         return Cut(rows, order, filling, size, [slice(start, start + size) for start in starts], inputs)
 
 
+Loss = Callable[[Tensor, Tensor, slice], LossOutput]
+"""loss(logprobs, entropy, rows): the objective of one micro-batch, those rows of the cut batch."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one pass over a batch found out, on every rank; fields as in `Scored` and `Updated`."""
+
+    logprobs: Float[Tensor, "batch time"]
+    entropy: Float[Tensor, "batch time"]
+    lost: Float[Tensor, "batch time"]
+    loss: float
+    routes: RoutingTrace
+    preferred: RoutingTrace | None
+    scores: RouterScores | None
+
+
+class Pass:
+    """One schedule over a batch: forward, and with a loss backward and the sum of gradients over all ranks."""
+
+    def __init__(
+        self,
+        policy: MegatronPolicy,
+        batch: Batch,
+        routes: RoutingTrace | None,
+        cut: Cut,
+        loss: Loss | None = None,
+        *,
+        entropy_gradient: bool = False,
+        scores: bool = False,
+    ):
+        self.policy, self.batch, self.cut, self.loss = policy, batch, cut, loss
+        self.entropy_gradient, self.scores, self.replayed = entropy_gradient, scores, routes is not None
+        time = cut.inputs.shape[1]
+        ids = targets_of(batch, routes, policy.layout)[cut.order]
+        self.ids = nn.functional.pad(ids, (0, 0, 0, 0, 0, time - ids.shape[1]), value=-1)
+        self.hidden = torch.ones(time, time, dtype=torch.bool, device=policy.device).triu(1)[None, None]
+        self.positions = torch.arange(time, device=policy.device)[None].expand(cut.size, -1)
+        width = cut.batch.tokens.shape[1]
+        self.per_token = [torch.zeros(3, cut.size, width, device=policy.device) for _ in cut.mine]
+        self.total = torch.zeros((), dtype=torch.float64, device=policy.device)
+        self.taken: list[tuple] = []
+
+    def run(self) -> Ran:
+        """Carry it out; collective."""
+        policy, cut = self.policy, self.cut
+        with policy.routers.schedule(policy.recompute and self.loss is not None):
+            get_forward_backward_func()(
+                forward_step_func=self._forward,
+                data_iterator=iter(enumerate(cut.mine)),
+                model=policy.module,
+                num_microbatches=len(cut.mine),
+                seq_length=cut.inputs.shape[1],
+                micro_batch_size=cut.size,
+                forward_only=self.loss is None,
+            )
+        dist.all_reduce(self.total, group=ps.get_data_parallel_group())
+        used, preferred, chosen_by = (
+            None if kind[0] is None else gathered(list(kind))[: len(self.batch)]
+            for kind in zip(*self.taken, strict=True)
+        )
+        trace = trace_of(used, self.batch, policy.layout)
+        return Ran(
+            *whole(self.per_token, self.batch),
+            loss=from_last_stage(self.total).item(),
+            routes=trace,
+            preferred=None if preferred is None else trace_of(preferred, self.batch, policy.layout),
+            scores=scores_of(chosen_by, trace, probabilities=policy.by_probability) if self.scores else None,
+        )
+
+    def _forward(self, micro_batches: Iterator[tuple[int, slice]], model: nn.Module) -> tuple[Tensor, Callable]:
+        """Megatron's forward step: this stage's part of a micro-batch, and what the last stage does with its logits."""
+        number, rows = next(micro_batches)
+        routers = self.policy.routers
+        routers.aim(self.ids[rows])
+        output = model(self.cut.inputs[rows].to(self.policy.device), self.positions, self.hidden)
+        self.taken.append(routers.taken(self.cut.size, preferred=self.replayed, scores=self.scores))
+        return output, partial(self._finish, number, rows)
+
+    def _finish(self, number: int, rows: slice, logits: Tensor) -> tuple[Tensor, Tensor, dict]:
+        """The loss, a count of 0 tokens (so that Megatron divides it by nothing), and no report."""
+        device, batch = self.policy.device, self.cut.batch
+        tokens, mask = batch.tokens[rows].to(device), batch.response_mask[rows].to(device)
+        found = token_statistics(logits, tokens, mask, self.policy.temperature, self.entropy_gradient)
+        kept, value = self.per_token[number], logits.new_zeros(())
+        kept[0], kept[1] = (x.detach() for x in found)
+        if self.loss is not None:
+            output = self.loss(*found, rows)
+            kept[2, :, : output.lost.shape[1]] = output.lost
+            value = output.loss
+            self.total += value.detach()
+        return value, torch.zeros((), dtype=torch.int, device=device), {}
+
+
 def token_statistics(
     logits: Float[Tensor, "rows time part"],
     tokens: Int[Tensor, "rows width"],
@@ -86,8 +191,8 @@ def from_last_stage(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def per_token(parts: list[Float[Tensor, "kind rows time"]], cut: Cut, batch: Batch) -> Float[Tensor, "kind batch time"]:
+def whole(parts: list[Float[Tensor, "kind rows time"]], batch: Batch) -> Float[Tensor, "kind batch width"]:
     """What the last stage knows about the tokens of every micro-batch, for the whole batch, on every rank."""
-    mine = from_last_stage(torch.stack(parts, 1).contiguous())  # [kind, micro-batch, rows, time]
-    whole = gather(mine, 1, ps.get_data_parallel_group()).flatten(1, 2)[:, : len(batch)]
-    return nn.functional.pad(whole, (0, batch.tokens.shape[1] - whole.shape[-1])).to(batch.tokens.device)
+    mine = from_last_stage(torch.stack(parts, 1))  # [kind, micro-batch, rows, time]
+    rows = gather(mine, 1, ps.get_data_parallel_group()).flatten(1, 2)[:, : len(batch)]
+    return nn.functional.pad(rows, (0, batch.tokens.shape[1] - rows.shape[-1])).to(batch.tokens.device)

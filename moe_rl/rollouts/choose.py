@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import torch
@@ -12,8 +13,10 @@ from moe_rl.models import LoadedModel
 from moe_rl.rollouts.answers import ROUTES
 from moe_rl.rollouts.base import RolloutEngine
 from moe_rl.rollouts.hf import HFEngine
+from moe_rl.rollouts.http import ServerEngine
 from moe_rl.rollouts.mismatch import MismatchedEngine
 from moe_rl.rollouts.push import Score, describe
+from moe_rl.rollouts.vllm import INSTALL, VLLMEngine
 
 OF_HF = ("experts", "int8", "router_noise")
 OF_VLLM = ("gpu_memory", "max_tokens")
@@ -30,6 +33,8 @@ def check_engine(run: RunConfig) -> None:
         if name not in applies and getattr(engine, name) != getattr(default, name):
             value = getattr(engine, name)
             raise ConfigError(f"engine.{name}={value!r} has no effect with engine.name={engine.name!r}.")
+    if engine.name == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(f"engine.name='vllm', but vLLM is not installed here; {INSTALL}")
     if engine.routes not in ROUTES:
         raise ConfigError(f"engine.routes={engine.routes!r}: choose {', '.join(ROUTES)}.")
     if engine.routes == "off" and run.arm.routes == "rollout":
@@ -52,8 +57,6 @@ def engine_of(run: RunConfig, loaded: LoadedModel, score: Score, folder: Path) -
     describe(loaded.model, loaded.tokenizer, folder)
     dtype = settings.dtype or run.model.dtype
     if settings.name == "vllm":
-        from moe_rl.rollouts.vllm import VLLMEngine
-
         return VLLMEngine(
             folder,
             loaded.tokenizer,
@@ -65,8 +68,6 @@ def engine_of(run: RunConfig, loaded: LoadedModel, score: Score, folder: Path) -
             max_tokens=settings.max_tokens,
             memory=settings.gpu_memory,
         )
-    from moe_rl.rollouts.http import ServerEngine
-
     return ServerEngine(
         settings.name,
         folder,

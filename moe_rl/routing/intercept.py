@@ -54,6 +54,8 @@ class SiteForward:
 class Selection(TorchFunctionMode):
     """Sees, and under replay answers, the one top-k over experts inside a routing site's forward."""
 
+    watched = TOPK | MASK
+
     def __init__(self, spec: RoutingModule, index: int, replay: Replay | None):
         super().__init__()
         self.spec, self.index, self.replay = spec, index, replay
@@ -66,22 +68,22 @@ class Selection(TorchFunctionMode):
         """Under replay: the ids the router would have picked; computed when called."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func in TOPK and self._is_final(*args, **kwargs):
-            return self._select(func, *args, **kwargs)
-        if func in MASK and self.replay is not None and self.spec.num_groups and self._over_experts(args[0]):
-            # Group-limited routers: the mask would take the gates of forced experts in groups that are now closed.
-            self.choice = func(*args, **kwargs).detach()
-            return args[0]
-        return func(*args, **kwargs)
+        if func in self.watched and args[0].shape[-1] == self.spec.site.num_experts:
+            return self._answer(func, *args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _over_experts(self, scores: Tensor) -> bool:
-        return scores.shape[-1] == self.spec.site.num_experts
-
-    def _is_final(self, scores: Tensor, k: int, *_: Any, **__: Any) -> bool:
+    def _answer(self, func: Callable, scores: Tensor, *args: Any, **kwargs: Any) -> Any:
         groups = self.spec.num_groups
+        if func in MASK:
+            if self.replay is None or not groups:
+                return func(scores, *args, **kwargs)
+            # Group-limited routers: the mask would take the gates of forced experts in groups that are now closed.
+            self.choice = func(scores, *args, **kwargs).detach()
+            return scores
         within_groups = groups and scores.dim() == 3 and scores.shape[1] == groups
-        return k == self.spec.site.top_k and self._over_experts(scores) and not within_groups
+        if within_groups or (args[0] if args else kwargs["k"]) != self.spec.site.top_k:
+            return func(scores, *args, **kwargs)
+        return self._select(func, scores, *args, **kwargs)
 
     def _select(self, func: Callable, scores: Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
         self.hits += 1
@@ -122,14 +124,15 @@ class MaximaSelection(Selection):
     A forced expert outside the band is let in, as one of equal standing; the rest of the band stays the router's.
     """
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func in MAXIMUM and self._over_experts(args[0]):
-            return self._maximum(func(*args, **kwargs), args[0])
-        if func in MASK and self.replay is not None and self._over_experts(args[0]):
-            scores, mask, value = args
-            return func(scores, mask.scatter(-1, self.used[:, self.hits - 1 : self.hits], False), value)
-        return func(*args, **kwargs)
+    watched = MAXIMUM | MASK
+
+    def _answer(self, func: Callable, scores: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if func in MAXIMUM:
+            return self._maximum(func(scores, *args, **kwargs), scores)
+        if self.replay is None:
+            return func(scores, *args, **kwargs)
+        mask, value = args
+        return func(scores, mask.scatter(-1, self.used[:, self.hits - 1 : self.hits], False), value)
 
     def _maximum(self, natural: Any, scores: Tensor) -> Any:
         self.hits += 1
