@@ -47,7 +47,7 @@ def learning(frames: Frames, arms: Sequence[str]) -> Figure:
         frame, window = windows(frames.steps, column) if column == "reward" else (frames.steps, "")
         note = _curves(ax, frame, column, "step", arms, marker="o" if column != "reward" else "")
         ax.set(title=title, xlabel="step" + window)
-    axes[0].set_ylabel("mean reward, share of prompts")
+    axes[0].set(ylabel="mean reward, share of prompts", ylim=(-0.02, 1.02))  # a t band knows no bounds
     return _finish(figure, axes, note)
 
 
@@ -81,7 +81,7 @@ def expert_change(frames: Frames, arms: Sequence[str]) -> Figure:
     axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
     for ax in axes:
         ax.axhline(0.1, color="#666666", linewidth=1.2, linestyle=":", label="“roughly 10 %”: GSPO paper, 48 layers")
-        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        ax.yaxis.set_major_formatter(PercentFormatter(1))
         ax.set_ylim(bottom=0)
     return _finish(figure, axes, note)
 

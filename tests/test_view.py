@@ -16,12 +16,24 @@ from moe_rl.models import byte_tokenizer
 from moe_rl.routing import Layout, RoutingTrace, Site
 from moe_rl.view import _spell, write_page
 
-EVIL = "</script><script>window.hacked=1</script><!--é—中 \n&amp;"
+EVIL = ["</script>", "<script>window.hacked=1</script>", "<!--", "<img src=x onerror=window.hacked=1>", "&lt;"]
+"""Tokens of their own, as a tokenizer for code may well have them: ids from 258 on."""
+
+
+def save_tokenizer(folder):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(EVIL)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def bytes_of(text):
+    return list(text.encode()) if isinstance(text, str) else text
 
 
 def trace_file(path, ids, texts, experts=8, gates=True, sites=3, pad=0):
-    """Rows of bytes, right-padded, with the same ids at every k; gates are 0.75 and 0.25."""
-    tokens = [list(text.encode()) for text in texts]
+    """Rows of bytes (or of ids), right-padded; gates are 0.75 and 0.25."""
+    tokens = [bytes_of(text) for text in texts]
     time = max(map(len, tokens)) + pad
     mask = torch.arange(time)[None] < torch.tensor([len(row) for row in tokens])[:, None]
     padded = torch.tensor([row + [0] * (time - len(row)) for row in tokens])
@@ -36,7 +48,7 @@ def trace_file(path, ids, texts, experts=8, gates=True, sites=3, pad=0):
 
 def pair(tmp_path, texts=("hello",), flips=((1, 0),), pad=0, **settings):
     """Two files: everything on experts 0 and 1; after, expert 7 instead of 1 at the given (token, site)."""
-    n = sum(len(text.encode()) for text in texts)
+    n = sum(len(bytes_of(text)) for text in texts)
     ids = torch.tensor([0, 1]).expand(n, settings.get("sites", 3), 2).clone()
     before = trace_file(tmp_path / "before.safetensors", ids, texts, **settings)
     for token, site in flips:
@@ -55,8 +67,7 @@ def unpacked(text, dtype):
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    return tmp_path / "tokenizer"
+    return save_tokenizer(tmp_path / "tokenizer")
 
 
 def test_the_page_holds_both_routes_gates_and_the_text(tmp_path, tokenizer):
@@ -73,9 +84,9 @@ def test_the_page_holds_both_routes_gates_and_the_text(tmp_path, tokenizer):
 
 
 def test_text_of_a_model_cannot_end_its_element(tmp_path, tokenizer):
-    write_page(*pair(tmp_path, [EVIL]), tmp_path / "page.html")
+    write_page(*pair(tmp_path, [[97, *range(258, 258 + len(EVIL))]]), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "".join(embedded(tmp_path / "page.html")["tokens"]).replace("·", "") == EVIL
+    assert embedded(tmp_path / "page.html")["tokens"] == ["a", *EVIL]
     assert page.count("<script") == 2 and page.count("</script>") == 2 and "<!--" not in page
 
 

@@ -7,13 +7,13 @@ import shutil
 
 import pytest
 
-from moe_rl.models import byte_tokenizer
 from moe_rl.view import write_page
-from tests.test_view import pair
+from tests.test_view import EVIL, pair, save_tokenizer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="tests in a real browser are run by `make test-browser`")
 
-TEXT = "ab<i>x</i>\n</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
+TEXT = "ab<i>x</i>\n</script>"
+TOKENS = [*TEXT.encode(), *range(258, 258 + len(EVIL))]
 FLIPS = [(4, 0), (4, 1), (4, 2), (6, 1), (12, 0), (12, 2)]
 LAYERS = {4: 3, 6: 1, 12: 2}
 CONTRAST = """() => {
@@ -50,8 +50,8 @@ def browser():
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
-    byte_tokenizer().save_pretrained(folder / "tokenizer")
-    write_page(*pair(folder, [TEXT], FLIPS), folder / "page.html")
+    save_tokenizer(folder / "tokenizer")
+    write_page(*pair(folder, [TOKENS], FLIPS), folder / "page.html")
     return folder / "page.html"
 
 
@@ -80,7 +80,7 @@ def selected(page):
 
 def test_every_token_is_there_as_text_and_none_of_it_ran(page):
     shown = page.locator("#tokens .t").all_text_contents()
-    assert "".join(shown).replace("⏎", "") == TEXT
+    assert "".join(shown).replace("⏎", "") == TEXT + "".join(EVIL)
     assert page.evaluate("window.hacked") is None
     assert page.locator("#tokens img, #tokens i, #tokens script, body > img").count() == 0
 
@@ -107,7 +107,7 @@ def test_colour_follows_the_number_of_layers_that_changed(page):
     assert len(set(colours)) == 4
     for t, n in LAYERS.items():
         assert f"{n} of 3 layers changed" in token(page, t).get_attribute("aria-label")
-    assert "3 of 87 tokens changed" in page.locator("#summary").inner_text()
+    assert f"3 of {len(TOKENS)} tokens changed" in page.locator("#summary").inner_text()
 
 
 def test_the_pointer_shows_experts_and_gates_before_and_after(page):
@@ -131,7 +131,7 @@ def test_only_layers_that_changed_on_request(page):
 def test_the_keyboard_is_enough(page):
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.dataset.t") == "4"  # the first response token that changed
-    keys = {"ArrowRight": [5], "n": [6, 12, 12], "p": [6], "ArrowLeft": [5], "End": [86], "Home": [0]}
+    keys = {"ArrowRight": [5], "n": [6, 12, 12], "p": [6], "ArrowLeft": [5], "End": [len(TOKENS) - 1], "Home": [0]}
     for key, at in [(key, at) for key, places in keys.items() for at in places]:
         page.keyboard.press(key)
         assert selected(page) == at == int(page.evaluate("document.activeElement.dataset.t"))
@@ -155,7 +155,7 @@ def test_the_map_shows_layer_by_position_and_selects(page):
 
     for s in range(3):
         for t in (6, 12):
-            assert (pixel(t, s) != pixel(30, s)) == ((t, s) in FLIPS)
+            assert (pixel(t, s) != pixel(15, s)) == ((t, s) in FLIPS)
     page.mouse.move(box["x"] + 12.5 * width, box["y"] + 40)
     assert selected(page) == 12
     page.mouse.click(box["x"] + 6.5 * width, box["y"] + 40)
