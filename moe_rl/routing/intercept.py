@@ -100,7 +100,7 @@ class Selection(TorchFunctionMode):
         """The trace's ids; the router's own, which `select` takes from choice scores, where the trace knows none."""
         flat = self.choice.reshape(-1, self.spec.site.num_experts)
         ids = self.replay.ids(self.index, flat)
-        free = self.replay.free
+        free = self.replay.free.to(flat.device)
         if len(free):
             ids[free] = torch.where(ids[free] < 0, select(flat[free]), ids[free])
         self.own = partial(select, flat)

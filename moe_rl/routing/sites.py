@@ -58,15 +58,9 @@ def find_sites(model: nn.Module) -> tuple[RoutingModule, ...]:
     Multi-token-prediction layers are left out: they share layer numbers with the decoder and do not score tokens.
     Raises RoutingError for a dense model and, by name and with the reason, for a family that cannot be supported.
     """
-    targets = _recorded_classes(model)
-    candidates = {}
-    for name, module in _running_modules(model):
-        kind = type(module).__name__
-        if kind in UNSUPPORTED:
-            raise RoutingError(f"{kind} can be neither recorded nor replayed: {UNSUPPORTED[kind]}.")
-        outside = kind in SELECTS_OUTSIDE_ROUTER or kind in NOTHING_TO_FORCE
-        if (kind in targets or ROUTER_NAME.search(kind)) and not outside:
-            candidates[name] = module
+    modules = list(_running_modules(model))
+    routing = _routing_classes({type(module) for _, module in modules})
+    candidates = {name: module for name, module in modules if type(module) in routing}
     decoder = set(_text_decoder(model).modules())
     found = [
         _describe(name, module)
@@ -125,14 +119,33 @@ def _running_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     copies beside an original whose adapters are off."""
     idle = set()
     for name, module in model.named_modules():
-        copies = getattr(module, "modules_to_save", None)
-        if isinstance(copies, nn.ModuleDict):
+        if "modules_to_save" in module._modules:
+            copies = module.modules_to_save
             active = [] if module.disable_adapters else module.active_adapters[:1]
-            kept = [module.original_module, *copies.values()]
             runs = copies[active[0]] if active else module.original_module
+            kept = [module.original_module, *copies.values()]
             idle.update(m for k in kept if k is not runs for m in k.modules())
         if module not in idle:
             yield name, module
+
+
+def _routing_classes(kinds: set[type]) -> set[type]:
+    """Those of a model's classes whose forward selects experts. Raises RoutingError for one that is refused."""
+    recorded = set()
+    for kind in kinds:
+        if kind.__name__ in UNSUPPORTED:
+            raise RoutingError(f"{kind.__name__} can be neither recorded nor replayed: {UNSUPPORTED[kind.__name__]}.")
+        outputs = getattr(kind, "_can_record_outputs", None)
+        spec = outputs.get("router_logits") if isinstance(outputs, dict) else None
+        targets = [getattr(s, "target_class", s) for s in (spec if isinstance(spec, list | tuple) else [spec])]
+        recorded.update(target for target in targets if isinstance(target, type))
+    names = {SELECTS_OUTSIDE_ROUTER.get(kind.__name__, kind.__name__) for kind in recorded}
+    return {
+        kind
+        for kind in kinds
+        if (kind.__name__ in names or ROUTER_NAME.search(kind.__name__))
+        and kind.__name__ not in (*SELECTS_OUTSIDE_ROUTER, *NOTHING_TO_FORCE)
+    }
 
 
 def _text_decoder(model: nn.Module) -> nn.Module:
@@ -141,18 +154,6 @@ def _text_decoder(model: nn.Module) -> nn.Module:
         if hasattr(module, "get_decoder"):
             return module.get_decoder()
     return model
-
-
-def _recorded_classes(model: nn.Module) -> set[str]:
-    """Names of the classes that transformers records router logits from."""
-    names = set()
-    for module in model.modules():
-        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
-        for spec in recorded if isinstance(recorded, list | tuple) else [recorded]:
-            target = getattr(spec, "target_class", spec)
-            if isinstance(target, type):
-                names.add(SELECTS_OUTSIDE_ROUTER.get(target.__name__, target.__name__))
-    return names
 
 
 def _num_experts(module: nn.Module) -> int:

@@ -67,12 +67,12 @@ class Bench:
                     recording.take()
         return time.process_time() - start
 
-    def forward_backward(self, trace: RoutingTrace | None, preferred: bool = False) -> float:
+    def forward_backward(self, trace: RoutingTrace | None, and_preferred: bool = False) -> float:
         """One forward and backward over 8 rows of 64 tokens."""
         start = time.process_time()
         with replay_routing(self.model, trace) as replay:
             self.model(self.tokens, use_cache=False).logits.logsumexp(-1).sum().backward()
-            if preferred:
+            if and_preferred:
                 replay.preferred  # noqa: B018
         spent = time.process_time() - start
         self.model.zero_grad()
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--step-pairs", type=int, default=15)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     options = parser.parse_args()
-    print("| family | recording: decode step | recording: training step | replay: forward + backward | with preferred |")
+    print("| family | recording: decode step | recording: training step | replay: forward + backward | and preferred |")
     print("|---|---|---|---|---|")
     for family in options.families:
         bench = Bench(family)
@@ -120,9 +120,10 @@ def main() -> None:
             overhead(lambda: bench.decode(False), lambda: bench.decode(True), options.pairs),  # noqa: B023
             overhead(lambda: bench.step(False), lambda: bench.step(True), options.step_pairs),  # noqa: B023
             overhead(plain, lambda: bench.forward_backward(bench.trace), options.pairs),  # noqa: B023
-            overhead(plain, lambda: bench.forward_backward(bench.trace, preferred=True), options.pairs),  # noqa: B023
+            overhead(plain, lambda: bench.forward_backward(bench.trace, True), options.pairs),  # noqa: B023
         ]
-        print(f"| {family} | " + " | ".join(f"{m:+.1f} % ({a:+.1f} … {b:+.1f})" for m, a, b in cells) + " |", flush=True)
+        row = " | ".join(f"{m:+.1f} % ({a:+.1f} … {b:+.1f})" for m, a, b in cells)
+        print(f"| {family} | {row} |", flush=True)
 
 
 if __name__ == "__main__":

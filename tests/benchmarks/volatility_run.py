@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from moe_rl import cli, models  # noqa: E402
 from moe_rl.config import ModelConfig  # noqa: E402
 
-WORDS = "the a of experts route token change layer and or is not policy gradient reward model ünïcode 中文".split()
+WORDS = "the a of experts route token change layer and or is not policy gradient reward ünïcode 中文".split()  # noqa: SIM905
 
 
 def main(responses: int = 2000) -> None:
