@@ -166,8 +166,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _run_on_ranks(options: argparse.Namespace, study: Study, planned: list[Planned], console: Console) -> int:
     """All ranks carry out the runs; rank 0 writes and reports."""
+    from moe_rl import study_on_ranks
+
     ranks.once(lambda: report.write_declaration(study, options.out))
-    ranks.run_study(study, planned, cache=options.out / ".cache", mix_code=options.mix_code, console=console)
+    study_on_ranks.run_study(study, planned, cache=options.out / ".cache", mix_code=options.mix_code, console=console)
     ranks.leave()
     if ranks.rank() == 0:
         report.print_study(console, options.out / study.name, mix_code=options.mix_code,

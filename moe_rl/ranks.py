@@ -9,18 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
-
-from moe_rl import runs
-from moe_rl.config import RunConfig
-from moe_rl.errors import Diverged
 from moe_rl.runs import RunFolder, Tables
-from moe_rl.study import Planned, Study
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)
@@ -130,46 +124,3 @@ class SharedFolder:
     def finish(self, **extra: Any) -> None:
         if self.folder is not None:
             self.folder.finish(**extra)
-
-
-def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, mix_code: bool, console: Console) -> None:
-    """Carry out the runs one after the other, all ranks together. The first error ends the job."""
-    from moe_rl import workers
-
-    def unfinished() -> list[bool]:
-        for p in planned:
-            runs.check(p.path, p.config.to_dict(), p.config.hash)
-            workers.check_code(p.path, mix_code)
-        return [runs.state(p.path, p.config.steps)["state"] not in runs.ENDED for p in planned]
-
-    execute = workers.load(study.trainer)
-    waiting = [p for p, left in zip(planned, once(unfinished), strict=True) if left]
-    if rank():
-        for p in waiting:
-            execute(p.config, SharedFolder(None), cache=cache)
-        return
-    console.print(f"{study.name}: {len(planned)} runs, {len(planned) - len(waiting)} finished, {world()} ranks each")
-    with workers.Display(planned, console) as display:
-        for p in waiting:
-            with RunFolder.open(p.path, p.config.to_dict(), p.config.hash) as folder:
-                _lead(execute, p.config, folder, cache, display)
-            display.update()
-
-
-def _lead(execute: Callable[..., None], config: RunConfig, folder: RunFolder, cache: Path, display: Any) -> None:
-    """Rank 0's part of a run: it also keeps the folder's progress and shows it."""
-    from moe_rl.workers import Watch
-
-    watch = Watch(folder)
-
-    def on_step(row: dict[str, Any]) -> None:
-        watch(row)
-        display.update()
-
-    try:
-        execute(config, SharedFolder(folder), cache=cache, on_step=on_step)
-    except Diverged:  # a result, which the trainer has committed
-        pass
-    except BaseException as error:
-        folder.progress(watch.step, error=str(error) or type(error).__name__)
-        raise

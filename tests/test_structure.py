@@ -14,11 +14,11 @@ PACKAGE = Path(__file__).parent.parent / "moe_rl"
 LAYERS = [
     ["errors", "seeds", "config", "columns", "versions"],
     ["routing.trace", "types"],
-    ["routing", "tasks", "advantages", "losses", "metrics", "runs", "frames", "stats"],
+    ["routing", "tasks", "advantages", "losses", "metrics", "runs", "ranks", "frames", "stats"],
     ["models", "memory", "policies", "rollouts", "experts_cpu"],
     ["cold_start", "measure", "trainer"],
     ["execute", "execute_megatron", "study"],
-    ["workers", "ranks", "summary", "plots", "report", "volatility", "view", "adapters"],
+    ["workers", "study_on_ranks", "summary", "plots", "report", "volatility", "view", "adapters"],
     ["cli", "__main__"],
 ]
 """A module may import from its own layer and from those above it."""

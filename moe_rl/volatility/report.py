@@ -18,7 +18,7 @@ from moe_rl import plots
 from moe_rl.volatility.figures import FIGURES
 from moe_rl.volatility.tables import SEEN, SHOWN, Frames, top_share
 
-SHARES = ("slot_change", "set_change", "jaccard_distance", "gate_mass_moved", "any_layer_change", "response_set_change",
+SHARES = ("slot_change", "set_change", "jaccard_distance", "any_layer_change", "response_set_change",
           "response_usage_change", "router_shift_ratio_low", "coactivation_change")
 """Metrics that are shares, to be read in percent."""
 

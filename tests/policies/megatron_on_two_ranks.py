@@ -68,8 +68,8 @@ def example():
 
 
 def layout(parallel: Parallel, recompute: bool, tied: bool) -> dict:
-    """Everything about one layout, on a model of 4 layers; both policies get the same calls."""
-    shape = {"num_hidden_layers": 4, "tie_word_embeddings": tied}
+    """Everything about one layout, with two layers on each stage; both policies get the same calls."""
+    shape = {"num_hidden_layers": 2 * parallel.pp, "tie_word_embeddings": tied}
     hf = HFPolicy(build("qwen3_moe", **shape), SETTINGS, **ROWS)
     ours = megatron(build("qwen3_moe", seed=9 * ranks.rank(), **shape), parallel, recompute=recompute)
     batch, facts = example(), {"exported": same_weights(ours, hf)}
@@ -161,14 +161,15 @@ def checkpoint(folder: Path) -> dict:
 
 
 def resumed(folder: Path) -> dict:
-    """A run interrupted after its second step and gone on with, against one that was not."""
+    """A run interrupted after its first step and gone on with, against one that was not."""
     from moe_rl.execute import execute
     from moe_rl.frames import diff
 
-    run = study.base.replace(policy="megatron", parallel=LAYOUTS["ep2"], save_every=1)
+    less = {"prompts_per_step": 2, "eval_prompts": 2, "mini_batches": 2, "measure.detail_every": 10}
+    run = study.base.replace(policy="megatron", parallel=LAYOUTS["ep2"], steps=2, save_every=1, **less)
 
     def interrupt(row: dict) -> None:
-        if row["step"] == 2:
+        if row["step"] == 1:
             raise KeyboardInterrupt
 
     whole, parts = folder / "whole", folder / "parts"

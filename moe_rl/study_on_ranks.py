@@ -1,0 +1,55 @@
+"""A study carried out by several processes together, run after run; what `workers` does with one process a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from moe_rl import ranks, runs, workers
+from moe_rl.config import RunConfig
+from moe_rl.errors import Diverged
+from moe_rl.runs import RunFolder
+from moe_rl.study import Planned, Study
+
+
+def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, mix_code: bool, console: Console) -> None:
+    """Carry out the runs one after the other, all ranks together. The first error ends the job."""
+    def unfinished() -> list[bool]:
+        for p in planned:
+            runs.check(p.path, p.config.to_dict(), p.config.hash)
+            workers.check_code(p.path, mix_code)
+        return [runs.state(p.path, p.config.steps)["state"] not in runs.ENDED for p in planned]
+
+    execute = workers.load(study.trainer)
+    waiting = [p for p, left in zip(planned, ranks.once(unfinished), strict=True) if left]
+    if ranks.rank():
+        for p in waiting:
+            execute(p.config, ranks.SharedFolder(None), cache=cache)
+        return
+    done = len(planned) - len(waiting)
+    console.print(f"{study.name}: {len(planned)} runs, {done} finished, {ranks.world()} ranks each")
+    with workers.Display(planned, console) as display:
+        for p in waiting:
+            with RunFolder.open(p.path, p.config.to_dict(), p.config.hash) as folder:
+                _lead(execute, p.config, folder, cache, display)
+            display.update()
+
+
+def _lead(execute: Callable[..., None], config: RunConfig, folder: RunFolder, cache: Path, display: Any) -> None:
+    """Rank 0's part of a run: it also keeps the folder's progress and shows it."""
+    watch = workers.Watch(folder)
+
+    def on_step(row: dict[str, Any]) -> None:
+        watch(row)
+        display.update()
+
+    try:
+        execute(config, ranks.SharedFolder(folder), cache=cache, on_step=on_step)
+    except Diverged:  # a result, which the trainer has committed
+        pass
+    except BaseException as error:
+        folder.progress(watch.step, error=str(error) or type(error).__name__)
+        raise
