@@ -26,9 +26,10 @@ RUN = ["run", FAKE, "--jobs", "2", "--mix-code"]
 
 
 def moe_rl(*arguments: str, nap: float = 0.0, **options) -> subprocess.Popen:
-    """The command, as the leader of a process group of its own."""
+    """The command, as the leader of a process group of its own; it heeds Ctrl-C even where these tests do not."""
     return subprocess.Popen([sys.executable, "-m", "moe_rl", *arguments], start_new_session=True, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                             env=os.environ | {"FAKE_NAP": str(nap), "COLUMNS": "200"}, **options)
 
 
