@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 READERS = ["__main__.py", "cli.py", "columns.py", "frames.py", "plots.py", "report.py", "runs.py", "stats.py",
-           "study.py", "summary.py", "versions.py", "workers.py"]
+           "study.py", "summary.py", "versions.py", "view.py", "workers.py"]
 """Modules that only read or move finished numbers: a change in them does not make another code version."""
 
 
