@@ -33,6 +33,7 @@ def there(tmp_path_factory):
     """Two checkpoints, the second one sharded, and a file of prompts and responses."""
     root = tmp_path_factory.mktemp("checkpoints")
     loaded = models.load(ModelConfig(name="qwen3_moe-tiny"), 0)
+    perturb(loaded.model, 0.3)  # fresh routers are nearly undecided: two experts 4e-8 apart change places by rounding
     models.save_checkpoint(loaded.model, loaded.tokenizer, root / "before")
     perturb(loaded.model, 0.05)
     with models.no_progress_bars():
@@ -130,12 +131,13 @@ def test_equal_weights_change_nothing_and_so_does_other_company(there, tmp_path,
     assert floor["tokens"] > 0
 
 
-def test_the_batching_changes_no_number_but_for_a_near_tie(there, tmp_path, frames):
-    """float32 rounding may send one token's slot elsewhere: a count moves by one, a share by one over its n."""
+def test_the_batching_changes_no_number(there, tmp_path, frames):
+    margins = frames["margins"]
+    assert not margins.loc[margins["high"] < 1e-6, ["before", "after"]].any(axis=None), "rounding would decide a route"
     other = compare(there, tmp_path / "other", batch_tokens=77)
-    for name, slack in (("summary", 0), ("layers", 1e-3), ("experts", 1), ("pairs", 1), ("positions", 1e-2)):
+    for name in ("summary", "layers", "experts", "pairs", "positions", "tokens"):
         kept = [c for c in frames[name] if "noise" not in c]
-        pd.testing.assert_frame_equal(frames[name][kept], other[name][kept], rtol=2e-2, atol=slack)
+        pd.testing.assert_frame_equal(frames[name][kept], other[name][kept], rtol=1e-5)
 
 
 @pytest.mark.parametrize("after_calls", [1, 4, 7, 11])
