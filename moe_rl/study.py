@@ -49,6 +49,8 @@ class Study:
     base: RunConfig
     """Settings of every run; its arm and seed are replaced."""
     seeds: tuple[int, ...] = (0, 1, 2)
+    own_cold_starts: bool = False
+    """Each seed begins from a cold start of its own, which its arms share; else all begin from `cold_start.seed`."""
     factors: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Dotted settings and their values, e.g. `{"cold_start.seed": (0, 1)}`: every combination is run."""
     figures: tuple[str, ...] = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares")
@@ -70,6 +72,8 @@ class Study:
                 raise ConfigError(f"{name!r} becomes the name of a folder: use letters, digits, '.', '_' and '-' only")
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"study {self.name!r} needs arms with names of their own, but has {names}")
+        if self.own_cold_starts and "cold_start.seed" in self.factors:
+            raise ConfigError("own_cold_starts gives every seed its cold start, so cold_start.seed cannot be a factor")
         if "steps" in self.factors or "seed" in self.factors or any(k.split(".")[0] == "arm" for k in self.factors):
             raise ConfigError("steps, seed and arm cannot be factors: use --steps, `seeds` and `arms`")
 
@@ -85,6 +89,8 @@ class Study:
         for seed, values, arm in itertools.product(seeds, itertools.product(*self.factors.values()), self.arms):
             chosen = dict(zip(self.factors, values, strict=True))
             config = self.base.replace(arm=arm, seed=seed, steps=self.base.steps if steps is None else steps, **chosen)
+            if self.own_cold_starts:
+                config = config.replace(**{"cold_start.seed": seed})
             _check_counts(config)
             cell = ",".join(f"{k}={re.sub(r'[^A-Za-z0-9._+-]', '_', str(v))}" for k, v in chosen.items()) or "base"
             planned.append(Planned(out / self.name / arm.name / cell / f"seed={seed}", config))

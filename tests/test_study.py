@@ -39,7 +39,14 @@ def test_factors_are_crossed_and_named_in_the_path(tmp_path):
     assert {(p.config.model.name, p.config.seed, p.config.steps) for p in planned} == {("a/b", 7, 5)}
 
 
+def test_own_cold_starts_belong_to_seeds_and_are_shared_by_arms(tmp_path):
+    planned = with_changes(own_cold_starts=True).runs(tmp_path, seeds=[3, 4])
+    assert [(p.config.seed, p.config.cold_start.seed) for p in planned] == [(3, 3)] * 3 + [(4, 4)] * 3
+    assert {p.config.cold_start.seed for p in study.runs(tmp_path, seeds=[3, 4])} == {0}
+
+
 @pytest.mark.parametrize("changes, words", [
+    ({"own_cold_starts": True, "factors": {"cold_start.seed": (1, 2)}}, "gives every seed its cold start"),
     ({"arms": ()}, "arms"),
     ({"arms": (GRPO, GRPO)}, "names of their own"),
     ({"name": "a/b"}, "name of a folder"),
