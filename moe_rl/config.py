@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,9 @@ class Arm:
     """`grpo`, `gspo` or `gspo_token` of `moe_rl.losses`, or a user's own `pkg.module:function`."""
     routes: str = "live"
     """Routes of ratio and gradient: a source of `moe_rl.routing.sources`, or a user's own `pkg.module:function`."""
+    ratio_routes: str | None = None
+    """Routes of the ratio alone, when not those of the gradient: splits replay into its two mechanisms. Costs two more
+    forwards per update. None: one and the same."""
     clip: tuple[float, float] | None = None
     """(low, high): ratios are clipped to [1 - low, 1 + high]. None takes the preset of the loss."""
     anchor: str = "policy"
@@ -64,9 +68,13 @@ class ColdStart:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW and its surroundings."""
+    """AdamW, or SGD, and its surroundings."""
 
+    name: str = "adamw"
+    """`adamw`, or `sgd` with momentum `betas[0]`."""
     lr: float = 2e-4
+    warmup: int = 0
+    """Updates over which the learning rate rises from 0, linearly."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -74,6 +82,10 @@ class Optimizer:
     """Global L2 norm to which gradients are clipped; 0 turns clipping off."""
     router_lr_scale: float = 1.0
     """Learning-rate factor of the router weights; 0 freezes them."""
+
+    def lr_at(self, update: int) -> float:
+        """Learning rate of an update, counted from 1 over the whole run."""
+        return self.lr * min(1.0, update / self.warmup) if self.warmup else self.lr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +182,14 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> RunConfig:
+        """The configuration that `to_dict` described; settings that came later take their defaults.
+
+        Raises ConfigError for a setting that no longer exists.
+        """
+        return _from_dict(cls, content)
+
     @property
     def hash(self) -> str:
         """Of everything but `steps`, so that more steps extend a run."""
@@ -182,6 +202,17 @@ class RunConfig:
         for key, value in changes.items():
             new = _with(new, key, value)
         return new
+
+
+def _from_dict(kind: Any, value: Any) -> Any:
+    """`value` as JSON gave it, as an instance of the dataclass `kind`; JSON's lists were tuples."""
+    if not dataclasses.is_dataclass(kind):
+        return tuple(value) if isinstance(value, list) else value
+    hints = typing.get_type_hints(kind)
+    if later := sorted(set(value) - set(hints)):
+        raise ConfigError(f"{kind.__name__} has no setting {', '.join(later)}: this configuration is of another "
+                          "version of moe_rl; run it with the code that its row names")
+    return kind(**{name: _from_dict(hints[name], below) for name, below in value.items()})
 
 
 def _with(node: Any, key: str, value: Any, name: str = "a run") -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,12 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
     check_engine(run)
     check_policy(run)
     source, objective = source_of(run.arm.routes), objective_of(run.arm)
+    ratio_source = source_of(run.arm.ratio_routes) if run.arm.ratio_routes else None
     task = load_task(run.task, run.task_options)
     if run.policy == "megatron":
         from moe_rl.execute_megatron import build_on_ranks
 
-        return build_on_ranks(run, task, source, folder, cache)
+        return replace(build_on_ranks(run, task, source, folder, cache), ratio_source=ratio_source)
     loaded = load(run.model, run.cold_start.seed)
     encode = partial(encode_prompts, tokenizer=loaded.tokenizer)
     evaluation = encode(held_out(task, run.eval_prompts))
@@ -77,6 +79,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         engine=engine_of(run, loaded, policy.score, folder / "engine"),
         objective=objective,
         source=source,
+        ratio_source=ratio_source,
         encode=encode,
         pad_token=loaded.tokenizer.pad_token_id,
         held_out=evaluation,

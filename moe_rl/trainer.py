@@ -22,7 +22,8 @@ from moe_rl.measure import Probe, engine_row, ratio_row, update_row
 from moe_rl.policies.base import Policy
 from moe_rl.ranks import SharedFolder
 from moe_rl.rollouts.base import RolloutEngine
-from moe_rl.routing.sources import RouteSource
+from moe_rl.routing.sources import RouteSource, needs_scores
+from moe_rl.routing.trace import RoutingTrace
 from moe_rl.runs import RunFolder
 from moe_rl.seeds import NOISE, PROMPTS, SPLIT, derive
 from moe_rl.tasks.base import Task, checked_reward, draw
@@ -46,6 +47,8 @@ class Parts:
     pad_token: int
     held_out: list[Prompt]
     """Encoded prompts of the evaluation; never trained on."""
+    ratio_source: RouteSource | None = None
+    """Routes of the ratio, where they are not those of the gradient."""
     reference: Policy | None = None
     """Scores the batch for the KL term, where the arm has one."""
     export: Callable[[int], None] | None = None
@@ -101,10 +104,12 @@ def train_step(run: RunConfig, parts: Parts, step: int, clock: Clock) -> tuple[R
     with clock("sample"):
         batch = parts.once(lambda: roll_out(run, parts, step))
     with clock("score"):
-        natural = policy.score(batch)
+        natural = policy.score(batch, scores=needs_scores(parts.source))
         routes = parts.source(batch, natural)
+        ratio_routes = parts.ratio_source(batch, natural) if parts.ratio_source else routes
         # Both sides of a ratio use the same routes: only live arms and R2 may reuse the natural scoring.
-        old = natural if routes is None or routes is natural.routes else policy.score(batch, routes)
+        reused = ratio_routes is None or ratio_routes is natural.routes
+        old = natural if reused else policy.score(batch, ratio_routes)
         if arm.anchor == "engine":
             old = replace(old, logprobs=batch.rollout_logprobs)
         if parts.reference is not None:
@@ -123,13 +128,17 @@ def train_step(run: RunConfig, parts: Parts, step: int, clock: Clock) -> tuple[R
             detail_row = probe.before_update(number)
         forced = None if routes is None else routes.rows(index, width)
         with clock("update"):
+            if parts.ratio_source:
+                of_ratio = None if ratio_routes is None else ratio_routes.rows(index, width)
+                old_part = carried_over(policy, part, old_part, of_ratio, forced)
             updated = policy.update(part, old_part, parts.objective, forced)
         with clock("measure"):
             row = update_row(part, old_part, updated, natural_part, forced)
             detail_row |= probe.after_update(number)
             log_ratio[index, :width] = updated.logprobs - old_part.logprobs
             lost[index, :width] = updated.lost
-        rows.append({"step": step, "update": number + 1, "lr": run.optimizer.lr} | row | detail_row)
+        lr = run.optimizer.lr_at((step - 1) * len(split) + number + 1)
+        rows.append({"step": step, "update": number + 1, "lr": lr} | row | detail_row)
     with clock("sample"):
         push_gap = parts.engine.load(policy.weights())
     with clock("measure"):
@@ -142,6 +151,18 @@ def train_step(run: RunConfig, parts: Parts, step: int, clock: Clock) -> tuple[R
             row[name] = sum(r[name] for r in rows) / len(rows)
         row["first_update_log_ratio_max"] = rows[0]["token_log_ratio_max"]
     return row, rows, [{"step": step} | site for site in sites]
+
+
+def carried_over(
+    policy: Policy, part: Batch, old: Scored, of_ratio: RoutingTrace | None, of_gradient: RoutingTrace | None
+) -> Scored:
+    """The old log-probs with which an update under the gradient's routes has the ratio of other routes.
+
+    With R the log-ratio under the ratio's routes and π_g the policy under the gradient's, both before the update,
+    log π_g − (log π_g − R) has the value R and the gradient of log π_g.
+    """
+    ratio = policy.score(part, of_ratio).logprobs - old.logprobs
+    return replace(old, logprobs=policy.score(part, of_gradient).logprobs - ratio)
 
 
 def roll_out(run: RunConfig, parts: Parts, step: int) -> Batch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pandas as pd
 import pytest
 import torch
@@ -10,8 +12,15 @@ from moe_rl import frames
 from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig
 from moe_rl.errors import Diverged
 from moe_rl.execute import build, execute
+from moe_rl.losses import objective_of, sequence_mean_weights
+from moe_rl.policies.hf import HFPolicy
+from moe_rl.routing import replay_routing
+from moe_rl.routing.sources import false_flips, random_share
 from moe_rl.runs import RunFolder
-from moe_rl.trainer import mini_batches, roll_out
+from moe_rl.trainer import carried_over, mini_batches, roll_out
+from tests.conftest import build as build_tiny
+from tests.conftest import perturb
+from tests.policies.test_hf import make_batch
 
 TINY = RunConfig(
     arm=Arm(name="grpo"),
@@ -29,14 +38,19 @@ TINY = RunConfig(
     eval_prompts=6,
     save_every=2,
 )
+half, tenth_flipped = partial(random_share, share=0.5), partial(false_flips, share=0.1)
 ARMS = {
     "grpo": Arm(name="grpo"),
     "replay": Arm(name="replay", routes="old_policy"),
     "r3": Arm(name="r3", routes="rollout"),
     "shuffled": Arm(name="shuffled", routes="shuffled"),
     "random": Arm(name="random", routes="random_sets"),
+    "dose": Arm(name="dose", routes="tests.test_trainer:half"),
+    "false-flips": Arm(name="false-flips", routes="tests.test_trainer:tenth_flipped"),
     "gspo": Arm(name="gspo", loss="gspo", clip=(0.01, 0.013)),
     "gspo_token": Arm(name="gspo_token", loss="gspo_token", clip=(0.01, 0.013)),
+    "ratio-replayed": Arm(name="ratio-replayed", ratio_routes="old_policy"),
+    "gradient-replayed": Arm(name="gradient-replayed", routes="old_policy", ratio_routes="live"),
     "kl": Arm(name="kl", kl=0.1, entropy=0.01),
 }
 
@@ -200,3 +214,34 @@ def test_a_step_never_trains_on_held_out_prompts(tmp_path):
         batch = roll_out(TINY, parts, step)
         prompts = batch.attention_mask & ~batch.response_mask
         assert not evaluation & {tuple(row[mask].tolist()) for row, mask in zip(batch.tokens, prompts, strict=True)}
+
+
+@pytest.mark.parametrize("ratio, gradient", [(True, False), (False, True)])
+def test_ratio_and_gradient_may_have_routes_of_their_own(ratio, gradient):
+    """Against autograd: Σ weights · sg[r · A, where not clipped] · log π, r and log π under routes of their own."""
+    batch = make_batch()
+    policy = HFPolicy(build_tiny("qwen3_moe"), Optimizer(grad_clip=0.0))
+    old = policy.score(batch)
+    of_ratio, of_gradient = (old.routes if replayed else None for replayed in (ratio, gradient))
+    perturb(policy.model, 0.5)
+    objective = objective_of(Arm(name="grpo"))
+    found = {}
+    policy.optimizer.register_step_pre_hook(
+        lambda *_: found.update({n: p.grad.clone() for n, p in policy.model.named_parameters()})
+    )
+    reference = build_tiny("qwen3_moe")
+    reference.load_state_dict(policy.model.state_dict())
+    log_r = policy.score(batch, of_ratio).logprobs - old.logprobs
+    r, a = log_r.exp(), batch.advantages[:, None]
+    kept = batch.response_mask & ~((a > 0) & (r > 1.27)) & ~((a < 0) & (r < 0.8))
+    assert 0 < kept.sum() < batch.response_mask.sum()
+    weights = sequence_mean_weights(batch.response_mask)
+    forced = None if of_gradient is None else of_gradient.rows(slice(None), batch.tokens.shape[1] - 1)
+    with replay_routing(reference, forced):
+        log_p = reference(batch.tokens[:, :-1]).logits.log_softmax(-1)
+        chosen = torch.nn.functional.pad(log_p.gather(-1, batch.tokens[:, 1:, None])[..., 0], (1, 0))
+        (-(weights * kept * r * a * chosen).sum()).backward()
+    policy.update(batch, carried_over(policy, batch, old, of_ratio, of_gradient), objective, of_gradient)
+    for name, p in reference.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(found[name], p.grad, atol=1e-6, rtol=1e-4, msg=name)

@@ -25,7 +25,7 @@ WEIGHTS, MOMENTS = "model.safetensors", "optimizer.pt"
 
 
 class HFPolicy:
-    """Owns the module and its AdamW. The module stays in eval mode (no dropout, no router jitter), gradients on.
+    """Owns the module and its optimizer. The module stays in eval mode (no dropout, no router jitter), gradients on.
 
     `temperature` divides the logits, as the rollout engine's does. `micro_batch` bounds the rows of one forward with
     gradient; a sequence is never split. `activation_checkpointing` is False, "reentrant" or "non-reentrant".
@@ -46,7 +46,8 @@ class HFPolicy:
         self.temperature = temperature
         self.micro_batch, self.score_batch = micro_batch, score_batch
         self.device = next(model.parameters()).device
-        self.optimizer = _adamw(model, optimizer)
+        self.optimizer = _optimizer(model, optimizer)
+        self.updates = 0
         if activation_checkpointing:
             _checkpoint_activations(model, reentrant=activation_checkpointing == "reentrant")
 
@@ -64,7 +65,7 @@ class HFPolicy:
         return Scored(*_join(parts, batch))
 
     def update(self, batch: Batch, old: Scored, objective: Objective, routes: RoutingTrace | None = None) -> Updated:
-        """One AdamW step on a mini-batch. Micro-batches only add: the weights of the loss span the whole mini-batch."""
+        """One optimizer step on a mini-batch. Micro-batches only add: the weights of the loss span all of it."""
         weights = sequence_mean_weights(batch.response_mask)
         self.optimizer.zero_grad(set_to_none=True)
         parts, loss = [], 0.0
@@ -82,6 +83,9 @@ class HFPolicy:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
         if not math.isfinite(norm):
             raise Diverged(f"the gradient norm is {norm}: a step would destroy the weights. Lower the learning rate.")
+        self.updates += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.lr_at(self.updates) * group["scale"]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return Updated(*_join(parts, batch), loss=loss, grad_norm=norm, grad_clipped=norm > limit)
@@ -101,14 +105,16 @@ class HFPolicy:
 
         folder.mkdir(parents=True, exist_ok=True)
         save_model(self.model, str(folder / WEIGHTS))
-        torch.save(self.optimizer.state_dict(), folder / MOMENTS)
+        torch.save({"optimizer": self.optimizer.state_dict(), "updates": self.updates}, folder / MOMENTS)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote into this policy."""
         from safetensors.torch import load_model
 
         load_model(self.model, str(folder / WEIGHTS), device=str(self.device))
-        self.optimizer.load_state_dict(torch.load(folder / MOMENTS, map_location=self.device, weights_only=True))
+        moments = torch.load(folder / MOMENTS, map_location=self.device, weights_only=True)
+        self.optimizer.load_state_dict(moments["optimizer"])
+        self.updates = moments["updates"]
 
     # ------------------------------------------------------------------ how
     @contextmanager
@@ -163,19 +169,22 @@ def _join(parts: list[tuple], batch: Batch) -> list:
     return [join(kind) for kind in zip(*parts, strict=True)]
 
 
-def _adamw(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
-    """AdamW with the routers in a group of their own, at `router_lr_scale` times the learning rate (0 = frozen)."""
+def _optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
+    """With the routers in a group of their own, at `router_lr_scale` times the learning rate (0 = frozen)."""
     routers = {id(p) for p in router_parameters(model)}
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ConfigError("the model has no trainable parameter.")
     groups = [
-        {"params": [p for p in trainable if id(p) not in routers], "lr": settings.lr},
-        {"params": [p for p in trainable if id(p) in routers], "lr": settings.lr * settings.router_lr_scale},
+        {"params": [p for p in trainable if id(p) not in routers], "scale": 1.0},
+        {"params": [p for p in trainable if id(p) in routers], "scale": settings.router_lr_scale},
     ]
-    return torch.optim.AdamW(
-        groups, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True
-    )
+    common = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True}
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, **common)
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, momentum=settings.betas[0], **common)
+    raise ConfigError(f"there is no optimizer {settings.name!r}: choose adamw or sgd.")
 
 
 def _checkpoint_activations(model: nn.Module, reentrant: bool) -> None:

@@ -71,6 +71,8 @@ class MegatronPolicy:
         self.map.put(model.state_dict() if ranks.rank() == 0 else None)
         self.module = Float16Module(transformer, self.gpt) if transformer.bf16 else self.gpt
         if optimizer is not None:
+            if optimizer.name != "adamw" or optimizer.warmup:
+                raise ConfigError(f"policy='megatron' trains with AdamW and without warm-up, not {optimizer}.")
             sums = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
             self.module = DistributedDataParallel(transformer, sums, self.module)
             self.optimizer = megatron_optimizer.adamw(self.module, optimizer, dtype)

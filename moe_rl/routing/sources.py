@@ -18,6 +18,11 @@ from moe_rl.types import Batch, Scored
 RouteSource = Callable[[Batch, Scored], RoutingTrace | None]
 
 
+def needs_scores(source: RouteSource) -> bool:
+    """Whether a source looks at router scores, as `false_flips` does: it then has the attribute `needs_scores`."""
+    return getattr(getattr(source, "func", source), "needs_scores", False)
+
+
 def live(batch: Batch, natural: Scored) -> None:
     """No replay: every forward routes as its own weights say."""
     return None
@@ -63,13 +68,52 @@ def random_sets(batch: Batch, natural: Scored, *, seed: int = 0) -> RoutingTrace
     Drawn from `seed` and the batch's own tokens, so that a resumed run draws the same.
     """
     routes = natural.routes
-    generator = torch.Generator().manual_seed(hash((seed, int(batch.tokens.sum()), batch.tokens.shape)) % 2**63)
+    generator = _generator(seed, batch)
     experts = torch.full_like(routes.experts, routes.layout.unknown, device="cpu")
     for s, site in enumerate(routes.layout.sites):
         order = torch.rand(*routes.shape[:2], site.num_experts, generator=generator).argsort(-1)
         experts[:, :, s, : site.top_k] = order[..., : site.top_k].to(experts.dtype)
     experts = experts.to(routes.experts.device).masked_fill(~routes.known[..., None], routes.layout.unknown)
     return replace(routes, experts=experts)
+
+
+def random_share(batch: Batch, natural: Scored, *, share: float, seed: int = 0) -> RoutingTrace:
+    """A dose of Routing Replay: a random `share` of (token, site) pairs replays π_old's routes, the rest is free."""
+    routes = natural.routes
+    dose = torch.rand(routes.shape[:3], generator=_generator(seed, batch)) < share
+    kept = routes.known & dose.to(routes.experts.device)
+    return replace(routes, experts=routes.experts.masked_fill(~kept[..., None], routes.layout.unknown))
+
+
+def false_flips(batch: Batch, natural: Scored, *, share: float) -> RoutingTrace:
+    """Placebo: π_old's routes, but at the `share` of (token, site) pairs with the smallest margins the weakest expert
+    gives way to the runner-up, as if the router had flipped where it is closest to flipping.
+
+    The runner-up is the most probable expert that is not used, so families that choose by other scores (groups,
+    correction biases) get a near one. Raises RoutingError for sites of different numbers of experts.
+    """
+    routes, scores = natural.routes, natural.scores
+    if len({site.num_experts for site in routes.layout.sites}) > 1:
+        raise RoutingError("false_flips needs the same number of experts at every site.")
+    ids, log_probs = routes.ids(), torch.stack(scores.all_log_probs, 2)
+    used = ids.clamp(min=0)
+    runner_up = log_probs.scatter(-1, used, -torch.inf).argmax(-1)
+    weakest = log_probs.gather(-1, used).argmin(-1, keepdim=True)
+    margins = scores.margins.masked_fill(~routes.known, torch.inf)
+    count = int(share * routes.known.sum())
+    flipped = torch.zeros_like(routes.known).flatten()
+    flipped[margins.flatten().argsort(stable=True)[:count]] = True
+    swapped = ids.scatter(-1, weakest, runner_up[..., None]).where(flipped.view_as(routes.known)[..., None], ids)
+    experts = swapped.masked_fill(~routes.known[..., None], routes.layout.unknown).to(routes.experts.dtype)
+    return replace(routes, experts=experts)
+
+
+false_flips.needs_scores = True
+
+
+def _generator(seed: int, batch: Batch) -> torch.Generator:
+    """Of the batch's own tokens, so that a resumed run draws the same."""
+    return torch.Generator().manual_seed(hash((seed, int(batch.tokens.sum()), batch.tokens.shape)) % 2**63)
 
 
 SOURCES: dict[str, RouteSource] = {

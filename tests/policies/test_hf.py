@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_rl.config import Arm, Optimizer
-from moe_rl.errors import Diverged
+from moe_rl.errors import ConfigError, Diverged
 from moe_rl.losses import objective_of
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.routing import record_routing
@@ -183,3 +183,38 @@ def test_rollout_replay_needs_routes_from_the_engine(batch):
     policy = policy_of(build("qwen3_moe"))
     with pytest.raises(ValueError, match="rollouts carry none"):
         rollout(batch, policy.score(batch))
+
+
+# ---------------------------------------------------------------------- optimizers
+def moved(batch, **optimizer):
+    """How far one update moves every weight, and the policy."""
+    policy = policy_of(build("qwen3_moe"), optimizer=optimizer)
+    before = {n: w.clone() for n, w in policy.weights()}
+    policy.update(batch, policy.score(batch), GRPO)
+    return {n: w - before[n] for n, w in policy.weights()}, policy
+
+
+def test_warm_up_divides_the_learning_rate_of_the_first_updates(batch, tmp_path):
+    full, _ = moved(batch, eps=1e-3)
+    quarter, policy = moved(batch, eps=1e-3, warmup=4)
+    for name, step in full.items():
+        torch.testing.assert_close(4 * quarter[name], step, atol=1e-6, rtol=1e-3, msg=name)
+    policy.save(tmp_path)
+    again = policy_of(build("qwen3_moe"), optimizer={"eps": 1e-3, "warmup": 4})
+    again.load(tmp_path)
+    for p in (policy, again):
+        p.update(batch, p.score(batch), GRPO)
+        assert [group["lr"] for group in p.optimizer.param_groups] == [0.5e-3] * 2
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(policy.weights(), again.weights(), strict=True))
+
+
+def test_sgd_steps_against_the_gradient_and_freezes_what_it_is_told_to(batch):
+    step, policy = moved(batch, name="sgd", grad_clip=0.0, router_lr_scale=0.0)
+    other, _ = moved(batch, name="sgd", grad_clip=0.0, router_lr_scale=0.0, lr=2e-3)
+    for name, x in step.items():
+        torch.testing.assert_close(other[name], 2 * x, atol=1e-6, rtol=1e-3, msg=name)
+    routers = {id(p) for p in router_parameters(policy.model)}
+    frozen = [n for n, p in policy.model.named_parameters() if id(p) in routers]
+    assert frozen and not any(step[n].any() for n in frozen)
+    with pytest.raises(ConfigError, match="no optimizer 'lion'"):
+        policy_of(build("qwen3_moe"), optimizer={"name": "lion"})

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing import RoutingTrace
-from moe_rl.routing.sources import live, old_policy, random_sets, rollout, shuffled
+from moe_rl.routing.scores import RouterScores
+from moe_rl.routing.sources import (
+    false_flips,
+    live,
+    needs_scores,
+    old_policy,
+    random_sets,
+    random_share,
+    rollout,
+    shuffled,
+)  # fmt: skip
 from moe_rl.types import Batch, Scored
 from tests.routing.test_trace import random_trace
 
@@ -56,3 +69,39 @@ def test_random_sets_are_valid_routes_wherever_routes_are_known(step):
     assert torch.equal(forced.known, natural.routes.known)
     assert random_sets(batch, natural) == forced
     assert random_sets(batch, natural, seed=1) != forced
+
+
+def test_a_dose_of_replay_keeps_a_share_of_the_routes_and_frees_the_rest(step):
+    batch, natural = step
+    known = natural.routes.known
+    assert random_share(batch, natural, share=1.0) == natural.routes
+    assert not random_share(batch, natural, share=0.0).known.any()
+    half = random_share(batch, natural, share=0.5)
+    assert 0.3 < half.known.sum() / known.sum() < 0.7
+    assert torch.equal(half.experts[half.known], natural.routes.experts[half.known])
+    assert random_share(batch, natural, share=0.5) == half
+
+
+def test_false_flips_exchange_one_expert_where_margins_are_smallest(step):
+    batch, natural = step
+    routes = natural.routes
+    experts = routes.layout.sites[0].num_experts
+    generator = torch.Generator().manual_seed(0)
+    margins = torch.rand(*routes.shape[:3], generator=generator)
+    log_probs = tuple(torch.randn(*routes.shape[:2], experts, generator=generator).log_softmax(-1)
+                      for _ in routes.layout.sites)  # fmt: skip
+    unused = torch.zeros(routes.shape)
+    natural = replace(natural, scores=RouterScores(unused, unused, margins, log_probs))
+    forced = false_flips(batch, natural, share=0.3)
+    RoutingTrace.from_ids(forced.ids(), forced.layout)  # distinct and in range, or it raises
+    flipped = routes.known & ~forced.same_sets(routes)
+    assert flipped.sum() == int(0.3 * routes.known.sum())
+    assert margins[flipped].max() < margins[routes.known & ~flipped].min()
+    for b, t, s in flipped.nonzero().tolist():
+        old, new = (set(x.ids()[b, t, s].tolist()) for x in (routes, forced))
+        left, entered, score = old - new, new - old, log_probs[s][b, t]
+        assert len(left) == len(entered) == 1
+        assert score[left.pop()] == min(score[e] for e in old)
+        assert score[entered.pop()] == max(score[e] for e in range(experts) if e not in old)
+    assert false_flips(batch, natural, share=0.0) == routes
+    assert needs_scores(partial(false_flips, share=0.1)) and not needs_scores(old_policy)
