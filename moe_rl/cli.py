@@ -1,4 +1,4 @@
-"""The command `moe-rl`: run | plot | list | show | diff | export | volatility | view."""
+"""The command `moe-rl`: what each of its commands does. What they take is in `arguments`."""
 
 from __future__ import annotations
 
@@ -13,50 +13,18 @@ from pathlib import Path
 from rich.console import Console
 
 from moe_rl import ranks, report
+from moe_rl.arguments import parser
 from moe_rl.errors import ConfigError, MoeRlError
-from moe_rl.study import Planned, Study, load_study_file, parse_settings
-
-EXAMPLES = {
-    "run": """examples:
-  moe-rl run studies/routing_replay.py --dry-run          what would run, what it costs, what would make it void
-  moe-rl run studies/routing_replay.py                    all arms and seeds; the same command goes on after a kill
-  moe-rl run studies/routing_replay.py --seeds 8          seeds 0 to 7; finished runs are skipped
-  moe-rl run studies/routing_replay.py --steps 200        extends finished runs from their last checkpoint
-  moe-rl run studies/routing_replay.py --out trial --seeds 0 --steps 20 \\
-      --task reasoning_gym:spell_backward --set max_new_tokens=24 --set optimizer.lr=1e-4
-  torchrun --nproc-per-node 2 -m moe_rl run studies/routing_replay.py --policy megatron --ep 2
-                                                          on Megatron-core, all processes together on run after run
-  moe-rl run my_study.py                                  your own study, from any folder""",
-    "plot": """examples:
-  moe-rl plot runs/routing_replay                         PNG and SVG into runs/routing_replay/figures
-  moe-rl plot runs/routing_replay --unfinished            with what running and interrupted runs have so far""",
-    "list": """examples:
-  moe-rl list                                             every run below runs/
-  moe-rl list runs/routing_replay/gspo                    one arm""",
-    "show": """examples:
-  moe-rl show runs/routing_replay/gspo/base/seed=0        configuration, versions and the last rows""",
-    "diff": """examples:
-  moe-rl diff runs/routing_replay/gspo/base/seed=0 again/routing_replay/gspo/base/seed=0
-exit code: 0 when every value is equal (seconds_* and memory_* are ignored), 1 when the runs part""",
-    "volatility": """examples:
-  moe-rl volatility sft/ rl-step-500/ --data responses.jsonl
-  moe-rl volatility sft/ rl-step-500/ --data responses.jsonl --out moved --traces --device cuda --dtype bfloat16
-a line of the file: {"prompt": "2+2=", "response": "4"}, {"messages": [{"role": "user", "content": "2+2="}, …]}
-or {"text": "…"}. Every metric comes with its noise floor; the same command goes on after a kill.""",
-    "view": """examples:
-  moe-rl view volatility/traces/before/000000.safetensors volatility/traces/after/000000.safetensors
-  moe-rl view before.safetensors after.safetensors --row 3 --tokenizer sft/ --out flips.html
-trace files come from `moe-rl volatility --traces`, or from RoutingTrace.save(path, {"gates": gates}).""",
-    "export": """examples:
-  moe-rl export runs/routing_replay --to csv              csv/steps.csv, updates.csv, layers.csv, runs.csv""",
-}
+from moe_rl.study import Planned, Study, load_study_file, parse_settings, write_declaration
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0 done, 1 a run failed (or `diff` found a difference), 2 something to mend, 130 interrupted."""
     options = parser().parse_args(arguments)
+    actions = {"run": run, "plot": plot, "report": write_report, "collect": collect, "rerun": rerun, "list": list_runs,
+               "show": show, "diff": diff, "export": export, "volatility": volatility, "view": view}
     try:
-        return options.action(options)
+        return actions[options.command](options)
     except MoeRlError as error:
         print(f"moe-rl: {error}", file=sys.stderr, flush=True)
         return 2
@@ -66,67 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    top = argparse.ArgumentParser(prog="moe-rl", description="A microscope for Mixture-of-Experts routing during RL.")
-    commands = top.add_subparsers(required=True, metavar="run|plot|list|show|diff|export|volatility|view")
-
-    def command(name: str, action: object, help: str) -> argparse.ArgumentParser:
-        p = commands.add_parser(name, help=help, description=help, epilog=EXAMPLES[name],
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-        p.set_defaults(action=action)
-        return p
-
-    p = command("run", run, "Run a study, or go on with it; ends with a summary table and figures.")
-    p.add_argument("study", help="a Python file with `study = Study(...)`, or a module")
-    p.add_argument("--dry-run", action="store_true", help="print runs, cost and warnings, and start nothing")
-    p.add_argument("--seeds", help="which seeds: a list 0,1,2 or a number N for 0 … N-1 (default: the study's)")
-    p.add_argument("--steps", type=int, help="length of every run (default: the study's)")
-    p.add_argument("--out", type=Path, default=Path("runs"), help="where runs live (default: runs)")
-    p.add_argument("--jobs", type=int, help="runs at a time, one thread each (default: all cores)")
-    p.add_argument("--task", help="another task: reasoning_gym:spell_backward, jsonl:pairs.jsonl, pkg.module:Class")
-    p.add_argument("--policy", choices=("hf", "megatron"), help="training engine (default: the study's)")
-    for size, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert-tensor")):
-        p.add_argument(f"--{size}", type=int, help=f"{what} parallel size, for --policy megatron under torchrun")
-    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
-                   help="another setting, dotted, e.g. optimizer.lr=1e-4; may be repeated")
-    _pooling(p)
-    p = command("plot", plot, "Draw a study's figures and print its summary, from tables alone.")
-    p.add_argument("folder", type=Path, help="the study's folder, e.g. runs/routing_replay")
-    p.add_argument("--unfinished", action="store_true", help="include the last commits of unfinished runs")
-    _pooling(p)
-    p = command("list", list_runs, "Every run below a folder: state, age, time left.")
-    p.add_argument("folder", type=Path, nargs="?", default=Path("runs"))
-    p = command("show", show, "One run: its manifest and its last rows.")
-    p.add_argument("run", type=Path)
-    p = command("diff", diff, "The first row in which two runs part, and the settings in which they differ.")
-    p.add_argument("a", type=Path)
-    p.add_argument("b", type=Path)
-    p = command("export", export, "The tables of all runs below a folder as CSV.")
-    p.add_argument("folder", type=Path)
-    p.add_argument("--to", type=Path, default=Path("csv"), help="folder to write (default: csv)")
-    p.add_argument("--unfinished", action="store_true", help="include the last commits of unfinished runs")
-    _pooling(p)
-    p = command("volatility", volatility, "How far routing moved between two checkpoints, on your own texts.")
-    p.add_argument("before", help="a Hugging Face checkpoint: a folder, or a name on the hub")
-    p.add_argument("after", help="another of the same architecture and tokenizer")
-    p.add_argument("--data", required=True, help="JSONL: prompt and response, chat messages, or text per line")
-    p.add_argument("--out", type=Path, default=Path("volatility"), help="folder to write (default: volatility)")
-    p.add_argument("--device", default="cpu", help="cpu, cuda or cuda:<index> (default: cpu)")
-    p.add_argument("--dtype", default="float32", help="of the weights (default: float32)")
-    p.add_argument("--max-tokens", type=int, default=2048, help="longer texts are cut, and counted (default: 2048)")
-    p.add_argument("--batch-tokens", type=int, default=4096, help="tokens in one forward (default: 4096)")
-    p.add_argument("--traces", action="store_true", help="keep the routes of both, for `moe-rl view`")
-    p.add_argument("--trust-remote-code", action="store_true", help="run code that a checkpoint brings along")
-    p = command("view", view, "A web page of one response: where its routes differ between two trace files.")
-    p.add_argument("before", type=Path, help="a trace file")
-    p.add_argument("after", type=Path, help="a trace file of the same tokens")
-    p.add_argument("--row", type=int, help="which response of the files, from 0 (default: the one that changed most)")
-    p.add_argument("--tokenizer", help="checkpoint whose tokenizer spells the tokens (default: beside the traces)")
-    p.add_argument("--out", type=Path, default=Path("view.html"), help="page to write (default: view.html)")
-    return top
 
 
 def run(options: argparse.Namespace) -> int:
@@ -141,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     changes = parse_settings(base, options.settings) | _layout(options)
     study = Study(**{**vars(study), "base": base.replace(**changes)})
     planned = study.runs(options.out, _seeds(options.seeds), options.steps)
-    report.check_figures(study.figures)
+    report.check(study)
     if ranks.launched():
         ranks.join(study.base.model.device)
     cautions = ranks.once(lambda: preflight(study, planned))
@@ -153,14 +60,20 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if ranks.launched():
         return _run_on_ranks(options, study, planned, console)
-    report.write_declaration(study, options.out)
+    write_declaration(study, options.out)
     failures = run_study(study, planned, cache=options.out / ".cache", jobs=options.jobs, mix_code=options.mix_code,
                          console=console)
-    for message, paths in report.by_message(failures).items():
-        print(f"moe-rl: {message}\n  in {', '.join(map(str, paths))}", file=sys.stderr)
+    code = _failed(failures)
     if len(failures) < len(planned):
         report.print_study(console, options.out / study.name, mix_code=options.mix_code,
                            only=[p.path for p in planned])
+    return code
+
+
+def _failed(failures: list[report.Failure]) -> int:
+    """Say what failed, each message once; the exit code."""
+    for message, paths in report.by_message(failures).items():
+        print(f"moe-rl: {message}\n  in {', '.join(map(str, paths))}", file=sys.stderr)
     return 0 if not failures else 2 if all(f.expected for f in failures) else 1
 
 
@@ -168,7 +81,7 @@ def _run_on_ranks(options: argparse.Namespace, study: Study, planned: list[Plann
     """All ranks carry out the runs; rank 0 writes and reports."""
     from moe_rl import study_on_ranks
 
-    ranks.once(lambda: report.write_declaration(study, options.out))
+    ranks.once(lambda: write_declaration(study, options.out))
     study_on_ranks.run_study(study, planned, cache=options.out / ".cache", mix_code=options.mix_code, console=console)
     ranks.leave()
     if ranks.rank() == 0:
@@ -179,16 +92,45 @@ def _run_on_ranks(options: argparse.Namespace, study: Study, planned: list[Plann
 
 def plot(options: argparse.Namespace) -> int:
     """Summary and figures of a study that has run."""
-    report.print_study(Console(), options.folder, mix_code=options.mix_code, unfinished=options.unfinished)
+    report.print_study(Console(), options.folder, mix_code=options.mix_code, unfinished=options.unfinished,
+                       cells=options.cells)
     return 0
 
 
+def write_report(options: argparse.Namespace) -> int:
+    """Write the page of a study."""
+    from moe_rl.page import write_page
+
+    out = options.out or options.folder / "report.html"
+    write_page(options.folder, out, mix_code=options.mix_code)
+    print(f"{out}: open it in any browser, or print it")
+    return 0
+
+
+def collect(options: argparse.Namespace) -> int:
+    """Write the compact tables, and say how large they are."""
+    from moe_rl.collect import collect as write_tables
+
+    written = write_tables(options.folder, options.out, also=options.also, mix_code=options.mix_code)
+    for file, size in written.items():
+        print(f"{file}: {size / 1024:.0f} KB")
+    print(f"{sum(written.values()) / 1024:.0f} KB in all")
+    return 0
+
+
+def rerun(options: argparse.Namespace) -> int:
+    """Runs made again from their rows, and whether they end alike."""
+    from moe_rl.rerun import rerun as run_again
+
+    return _failed(run_again(options.folder, options.out, jobs=options.jobs, console=Console()))
+
+
 def list_runs(options: argparse.Namespace) -> int:
-    """A line per run. Imports neither pandas nor torch."""
+    """A line per run. A folder of runs needs neither pandas nor torch."""
     from moe_rl.runs import run_folders, state
     from moe_rl.workers import duration
 
-    found = [(path, state(path)) for path in run_folders(options.folder)]
+    found = [(path, state(path)) for path in run_folders(options.folder)] or _collected_runs(options.folder)
     if not found:
         raise ConfigError(f"there is no run below {options.folder}; give the folder that holds them")
     rows = [("run", "state", "step", "reward", "changed", "left")]
@@ -203,18 +145,31 @@ def list_runs(options: argparse.Namespace) -> int:
     return 0
 
 
+def _collected_runs(folder: Path) -> list[tuple[Path, dict[str, object]]]:
+    from moe_rl.frames import collected
+
+    frames = collected(folder)
+    return [] if frames is None else [(folder / run.path, {"state": run.state, "step": run.step, "steps": run.steps})
+                                      for run in frames.runs.itertuples()]
+
+
 def show(options: argparse.Namespace) -> int:
     """The manifest, the state, and the last row of every table."""
-    from moe_rl.frames import read_table
+    from moe_rl.frames import collected, read_table
     from moe_rl.runs import TABLES, read_manifest, state
 
-    manifest = read_manifest(options.run)
-    if manifest is None:
-        raise ConfigError(f"{options.run} is not a run: it has no manifest.json (see `moe-rl list`)")
-    print(json.dumps(manifest, indent=2))
-    print(json.dumps({"progress": state(options.run)}, indent=2))
+    manifest, frames = read_manifest(options.run), None
+    if manifest is not None:
+        print(json.dumps(manifest, indent=2))
+        print(json.dumps({"progress": state(options.run)}, indent=2))
+    else:
+        frames = collected(options.run)
+        if frames is None or len(frames.runs) != 1:
+            raise ConfigError(f"{options.run} is not a run: it has no manifest.json (see `moe-rl list`)")
+        row = frames.runs.iloc[0].to_dict()
+        print(json.dumps(row | {k: json.loads(row[k]) for k in ("config", "packages", "git")}, indent=2, default=str))
     for name in TABLES:
-        frame = read_table(options.run, name)
+        frame = read_table(options.run, name) if frames is None else getattr(frames, name)
         print(f"\n{name}: {len(frame)} rows, {len(frame.columns)} columns")
         if len(frame):
             print(frame.iloc[-1].dropna().to_string())
@@ -289,10 +244,6 @@ def view(options: argparse.Namespace) -> int:
     row = write_page(options.before, options.after, options.out, row=options.row, tokenizer=options.tokenizer)
     print(f"{options.out}: response {row}; open it in any browser")
     return 0
-
-
-def _pooling(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--mix-code", action="store_true", help="pool runs written by different versions of the code")
 
 
 def _seeds(text: str | None) -> list[int] | None:

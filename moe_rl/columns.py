@@ -131,7 +131,11 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
     ),
     "Noise floor (same weights scored again: permuted rows, other micro-batches, extra padding)": (
         Column("noise_floor_logprob", "steps", "nats", "largest |Δ log-prob|"),
-        Column("noise_floor_{slot,set}_change", "steps", "share", "routes that differ (slot_change, set_change)"),
+        Column("noise_floor_kl_k3", "steps", "nats", "as engine_kl_k3, between the two scorings"),
+        Column("noise_floor_beyond_2", "steps", "share", "as engine_beyond_2, between the two scorings"),
+        Column("noise_floor_slot_change", "steps", "share", "routes that differ, as slot_change"),
+        Column("noise_floor_set_change", "steps layers", "share", "routes that differ, as set_change"),
+        Column("noise_floor_any_layer_change", "steps", "share", "tokens with a route that differs at any site"),
     ),
     "Attribution (mini-batch about to be updated; log-ratios D natural, R replayed, J = D − R, same weights)": (
         Column("attribution_n", "updates", "tokens", "tokens not yet trained on, behind the sums"),

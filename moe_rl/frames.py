@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,11 @@ class Frames:
     updates: pd.DataFrame
     layers: pd.DataFrame
     left_out: tuple[str, ...] = ()
+
+    @property
+    def cells(self) -> list[str]:
+        """The combinations of factors, in the order of the runs."""
+        return list(self.runs["factors"].unique())
 
     def cell(self, factors: str) -> Frames:
         """The rows of one combination of factors."""
@@ -55,11 +61,44 @@ class Difference:
 
 
 def load_study(root: Path, *, unfinished: bool = False, mix_code: bool = False) -> Frames:
-    """The frames of every finished run below `root` (a study, an arm or a run).
+    """The frames of every finished run below `root` (a study, an arm or a run), of a folder of runs or of tables that
+    `collect` wrote.
 
     With `unfinished`, runs that still go on or were interrupted contribute the rows of their last commit. Raises
     RunError when there is no run, or when runs were written by different versions of the code, unless `mix_code`.
     """
+    frames = collected(root) or _from_runs(root, unfinished)
+    codes = frames.runs["code"]
+    mixed = frames.runs.groupby("study")["code"].nunique().max() > 1 or codes.str.contains(" then ").any()
+    if mixed and not mix_code:
+        counts = ", ".join(f"{n} by {code}" for code, n in codes.value_counts().items())
+        raise RunError(f"the runs below {root} were written by different versions of the code ({counts}), so their "
+                       "numbers may not be comparable; run them again in another --out, or pool them with --mix-code")
+    return frames
+
+
+def collected(root: Path) -> Frames | None:
+    """The frames that `collect` wrote into `root` or, for an arm, a cell or a run of such a study, above it; None where
+    there are none."""
+    here = Path(root).absolute()
+    folders = [here, *here.parents][:4]
+    folder = next((f for f in folders if (f / "runs.parquet").exists()), None)
+    if folder is None:
+        return None
+    tables = {}
+    for name in ("runs", *TABLES):
+        frame = pq.read_table(folder / f"{name}.parquet", partitioning=None).to_pandas()
+        tables[name] = frame.astype({c: "float64" for c in frame.select_dtypes("float32")})
+    frames = Frames(**tables)
+    for label, part in zip(LABELS[1:4], here.relative_to(folder).parts, strict=False):
+        part = int(part.removeprefix("seed=")) if label == "seed" and part.startswith("seed=") else part
+        frames = frames._where(lambda frame, label=label, part=part: frame[label] == part)
+    if frames.runs.empty:
+        raise RunError(f"the tables in {folder} hold no run {root}")
+    return frames
+
+
+def _from_runs(root: Path, unfinished: bool) -> Frames:
     runs, tables, left_out = [], {name: [] for name in TABLES}, []
     for path in run_folders(root):
         manifest, now = read_manifest(path), state(path)
@@ -67,21 +106,21 @@ def load_study(root: Path, *, unfinished: bool = False, mix_code: bool = False) 
             left_out.append(f"{path} ({now['state']}, step {now['step']} of {now['steps']})")
             continue
         labels = labels_of(path) | {"code": " then ".join(manifest["code"])}
-        runs.append(labels | {"path": str(path), "state": now["state"], "step": now["step"], "hash": manifest["hash"],
-                              "seconds": manifest.get("seconds"), "checkpoint": manifest.get("checkpoint")})
+        runs.append(labels | {"path": str(path), "state": now["state"], "step": now["step"]} | _described(manifest))
         for name in TABLES:
             frame = read_table(path, name)
             tables[name].append(frame.assign(**labels)[[*LABELS, *frame.columns]])
     if not runs:
         why = f"; unfinished: {'; '.join(left_out)}" if left_out else ""
         raise RunError(f"no finished run below {root}{why}")
-    frame = pd.DataFrame(runs)
-    mixed = frame.groupby("study")["code"].nunique().max() > 1 or frame["code"].str.contains(" then ").any()
-    if mixed and not mix_code:
-        counts = ", ".join(f"{n} by {code}" for code, n in frame["code"].value_counts().items())
-        raise RunError(f"the runs below {root} were written by different versions of the code ({counts}), so their "
-                       "numbers may not be comparable; run them again in another --out, or pool them with --mix-code")
-    return Frames(frame, *(_concatenate(tables[name]) for name in TABLES), left_out=tuple(left_out))
+    return Frames(pd.DataFrame(runs), *(_concatenate(tables[name]) for name in TABLES), left_out=tuple(left_out))
+
+
+def _described(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest as columns of `runs`; what is nested is JSON, so that a row can be run again as it stands."""
+    plain = {k: manifest.get(k) for k in ("hash", "seconds", "checkpoint", "device", "threads")}
+    nested = {k: json.dumps(manifest.get(k), sort_keys=True) for k in ("config", "packages", "git")}
+    return {"steps": manifest["config"]["steps"], **plain, **nested}
 
 
 def read_table(path: Path, name: str) -> pd.DataFrame:

@@ -73,7 +73,7 @@ def engine_row(batch: Batch, natural: Scored) -> tuple[Row, list[Row]]:
         routes, rows = batch.rollout_routes, response_rows(batch)
         change = volatility.route_change(natural.routes.ids(), routes.ids(), rows)
         mean = change.row()
-        row |= {f"engine_{name}": mean[name] for name in ("slot_change", "set_change", "any_layer_change")}
+        row |= {f"engine_{name}": mean[name] for name in ENGINE_CHANGE}
         row["engine_unknown"] = 1 - routes.known[rows | prompt_rows(batch)].double().mean().item()
         for site, values in zip(sites, change.site_rows(), strict=True):
             site |= {f"engine_{name}": values[name] for name in ("slot_change", "set_change")}
@@ -91,6 +91,7 @@ def _engine_gap(batch: Batch, scored: Scored) -> Row:
     }
 
 
+ENGINE_CHANGE = ("slot_change", "set_change", "any_layer_change")
 CHANGE = ("slot_change", "set_change", "any_layer_change", "layers_changed", "jaccard_distance")
 
 
@@ -153,7 +154,10 @@ class Probe:
         for site, values in zip(sites, self._use(after), strict=True):
             site |= values
         if self.detail:
-            row |= self._noise_floor(after)
+            floor, per_site = self._noise_floor(after)
+            row |= floor
+            for site, values in zip(sites, per_site, strict=True):
+                site |= values
         return row, sites
 
     # ------------------------------------------------------------------ parts of it
@@ -199,23 +203,25 @@ class Probe:
         keys = [{"site": i, "layer": site.decoder_layer} for i, site in enumerate(sites)]
         return [key | use | margin for key, use, margin in zip(keys, load, margins, strict=True)]
 
-    def _noise_floor(self, after: Scored) -> Row:
+    def _noise_floor(self, after: Scored) -> tuple[Row, list[Row]]:
         """The same weights scored again: rows in reverse, in two calls of unequal size, with extra padding."""
         order = torch.arange(len(self.batch) - 1, -1, -1)
-        slots, largest = [], 0.0
+        changes, gap = [], torch.zeros_like(after.logprobs)
         for index in order.tensor_split([len(order) // 3]):
             part = self.batch.rows(index)
             time = part.tokens.shape[1]
             first, again = after.rows(index, time), self.policy.score(_padded(part, 3))
-            largest = max(largest, (again.logprobs[:, :time] - first.logprobs).abs().max().item())
+            gap[index, :time] = again.logprobs[:, :time] - first.logprobs
             ids = again.routes.ids()[:, :time]
-            slots.append(volatility.route_change(first.routes.ids(), ids, response_rows(part)))
-        found = (slots[0] + slots[1]).row()
-        return {
-            "noise_floor_logprob": largest,
-            "noise_floor_slot_change": found["slot_change"],
-            "noise_floor_set_change": found["set_change"],
+            changes.append(volatility.route_change(first.routes.ids(), ids, response_rows(part)))
+        change, found = changes[0] + changes[1], ratios.ratio_statistics(gap, self.batch.response_mask)
+        row = {
+            "noise_floor_logprob": found["token_log_ratio_max"],
+            "noise_floor_kl_k3": found["token_kl_k3"],
+            "noise_floor_beyond_2": found["token_beyond_2"],
+            **{f"noise_floor_{name}": change.row()[name] for name in ENGINE_CHANGE},
         }
+        return row, [{"noise_floor_set_change": site["set_change"]} for site in change.site_rows()]
 
 
 def _padded(batch: Batch, extra: int) -> Batch:

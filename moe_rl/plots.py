@@ -1,7 +1,7 @@
 """Figures from tables alone. One colour per arm everywhere, every seed drawn, interval, method and n named.
 
 Each figure is a function `(frames, arms) -> Figure`; `arms` is the study's order, which fixes the colours. `frames`
-holds one combination of factors. A figure whose columns nobody measured raises RunError.
+holds one combination of factors. A figure whose columns nobody measured raises RunError. `figures` has more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ STYLE = {
 }
 SHARES = {"replayed": "left under replay\nVar(R)", "routes": "route changes\nVar(J)",
           "covariance": "both together\n2 Cov(R, J)"}
-FIGURES = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares")
+GAPS = {"engine_{}_natural": "engine against\npolicy", "engine_{}_replayed": "routes\nreplayed (R3)",
+        "noise_floor_{}": "noise\nfloor"}
+DIFFER = "token × site pairs, S ≠ S′"
+FIGURES = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares", "engine_mismatch",
+           "engine_over_steps")
 POINTS = 25
 """Most points of a curve over steps: more are averaged within windows of equal length, so that bands stay readable."""
 styled = matplotlib.rc_context(STYLE)
@@ -45,10 +49,10 @@ def learning(frames: Frames, arms: Sequence[str]) -> Figure:
               "eval_exact_sampled": "Held-out exact match, sampled"}
     for ax, (column, title) in zip(axes, panels.items(), strict=True):
         frame, window = windows(frames.steps, column) if column == "reward" else (frames.steps, "")
-        note = _curves(ax, frame, column, "step", arms, marker="o" if column != "reward" else "")
+        note = curves(ax, frame, column, "step", arms, marker="o" if column != "reward" else "")
         ax.set(title=title, xlabel="step" + window)
     axes[0].set(ylabel="mean reward, share of prompts", ylim=(-0.02, 1.02))  # a t band knows no bounds
-    return _finish(figure, axes, note)
+    return finish(figure, axes, note)
 
 
 @styled
@@ -56,16 +60,16 @@ def clipping(frames: Frames, arms: Sequence[str]) -> Figure:
     """Fraction of response tokens that lose their gradient, over steps and by mini-batch (GSPO, Fig. 2), log axis."""
     figure, axes = new_figure(2, "How much does clipping take away?", sharey=True)
     over_steps, window = windows(frames.steps, "clip_tokens")
-    note = _curves(axes[0], over_steps, "clip_tokens", "step", arms)
+    note = curves(axes[0], over_steps, "clip_tokens", "step", arms)
     axes[0].set(title="Over training", xlabel="step" + window, ylabel="clipped share of tokens with an advantage")
     by_update = _mean_by(frames.updates, "clip_tokens", "update")
-    _curves(axes[1], by_update[by_update["update"] > 1], "clip_tokens", "update", arms, marker="o")
+    curves(axes[1], by_update[by_update["update"] > 1], "clip_tokens", "update", arms, marker="o")
     axes[1].set(title="By mini-batch, mean over steps", xlabel="mini-batch index (the first is 0 by construction)")
     axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
     for ax in axes:
         ax.set_yscale("symlog", linthresh=1e-4, linscale=0.5)
         ax.set_ylim(0, 1)
-    return _finish(figure, axes, note)
+    return finish(figure, axes, note)
 
 
 @styled
@@ -73,17 +77,17 @@ def expert_change(frames: Frames, arms: Sequence[str]) -> Figure:
     """Share of expert slots that change over one step, over training and per routing site (GSPO, section 5.3)."""
     figure, axes = new_figure(2, "How many experts change in one step?", sharey=True)
     over_steps, window = windows(frames.steps, "slot_change")
-    note = _curves(axes[0], over_steps, "slot_change", "step", arms)
+    note = curves(axes[0], over_steps, "slot_change", "step", arms)
     axes[0].set(title="Over training, all sites", xlabel="step" + window)
     axes[0].set_ylabel("expert slots changed, 1 − |S ∩ S′| / k")
-    _curves(axes[1], _mean_by(frames.layers, "slot_change", "site"), "slot_change", "site", arms, marker="o")
+    curves(axes[1], _mean_by(frames.layers, "slot_change", "site"), "slot_change", "site", arms, marker="o")
     axes[1].set(title="Per routing site, mean over steps", xlabel="routing site, in forward order")
     axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
     for ax in axes:
         ax.axhline(0.1, color="#666666", linewidth=1.2, linestyle=":", label="“roughly 10 %”: GSPO paper, 48 layers")
         ax.yaxis.set_major_formatter(PercentFormatter(1))
         ax.set_ylim(bottom=0)
-    return _finish(figure, axes, note)
+    return finish(figure, axes, note)
 
 
 @styled
@@ -100,15 +104,15 @@ def ratio_spread(frames: Frames, arms: Sequence[str]) -> Figure:
     for ax, arm in zip(axes, present, strict=True):
         for column, line, name in (("natural_std", "-", "natural"), ("replayed_std", "--", "replayed")):
             face = None if column == "natural_std" else "white"
-            note = _curves(ax, spread, column, "update", [arm], colour_of=arms, marker="o", linestyle=line, face=face,
-                           label=name)
+            note = curves(ax, spread, column, "update", [arm], colour_of=arms, marker="o", linestyle=line, face=face,
+                          label=name)
         ax.set_title(arm, color=COLOURS[list(arms).index(arm) % len(COLOURS)])
         ax.set_xlabel("mini-batch index (the first is 0)")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.legend(loc="upper left")
     axes[0].set_ylim(bottom=0)
     axes[0].set_ylabel("std of log-ratio, nats per token")
-    return _finish(figure, axes, note, legend=False)
+    return finish(figure, axes, note, legend=False)
 
 
 @styled
@@ -138,7 +142,51 @@ def variance_shares(frames: Frames, arms: Sequence[str]) -> Figure:
     ax.grid(axis="x", visible=False)
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.set_ylabel("share of Var(log r), natural")
-    return _finish(figure, [ax], note)
+    return finish(figure, [ax], note)
+
+
+@styled
+def engine_mismatch(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Engine against policy at equal weights: routes per site (all response tokens), KL k3 and F(2) (on the probe).
+
+    Per arm the mean over steps, beside what is left when the policy replays the engine's routes (R3, arXiv 2510.11370)
+    and the noise floor: the policy scoring the same tokens twice.
+    """
+    figure, axes = new_figure(3, "How much do engine and policy differ at equal weights?")
+    per_site = _mean_by(frames.layers, "engine_set_change", "site")
+    note = curves(axes[0], per_site, "engine_set_change", "site", arms, marker="o")
+    floor = _mean_by(frames.layers, "noise_floor_set_change", "site").groupby("site")["noise_floor_set_change"].mean()
+    axes[0].plot(floor.index, floor, color="#666666", linestyle=":", label="noise floor")
+    axes[0].set(title="Routers that differ", xlabel="routing site, in forward order", ylabel=DIFFER, ylim=(0, None))
+    axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[0].yaxis.set_major_formatter(PercentFormatter(1))
+    titles = {"kl_k3": "KL k3, nats per token", "beyond_2": "F(2): tokens off by more than × 2"}
+    for ax, (measure, title) in zip(axes[1:], titles.items(), strict=True):
+        columns = [name.format(measure) for name in GAPS]
+        _need(frames.steps, *columns)
+        means = frames.steps.dropna(subset=columns).groupby(["arm", "seed"])[columns].mean().reset_index()
+        for i, arm in enumerate(a for a in arms if (means["arm"] == a).any()):
+            offset = (i - (len(arms) - 1) / 2) * 0.7 / len(arms)
+            _marks(ax, means[means["arm"] == arm].set_index("seed")[columns], arm, arms, offset)
+        ax.set_yscale("symlog", linthresh=1e-5, linscale=0.4)
+        ax.set(title=title, ylim=(0, None), xticks=range(len(GAPS)), xticklabels=GAPS.values())
+        ax.grid(axis="x", visible=False)
+    return finish(figure, axes, note)
+
+
+@styled
+def engine_over_steps(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Whether engine and policy drift apart while training: routes that differ, and KL k3, over steps, log axis."""
+    figure, axes = new_figure(2, "Does the mismatch grow in training?")
+    panels = {"engine_set_change": "Routers that differ", "engine_kl_k3": "KL k3, nats per token"}
+    for ax, (column, title) in zip(axes, panels.items(), strict=True):
+        over_steps, window = windows(frames.steps, column)
+        note = curves(ax, over_steps, column, "step", arms)
+        ax.set(title=title, xlabel="step" + window)
+    axes[0].set(ylabel=DIFFER, ylim=(0, None))
+    axes[0].yaxis.set_major_formatter(PercentFormatter(1))
+    axes[1].set_yscale("log", nonpositive="clip")
+    return finish(figure, axes, note)
 
 
 def attribution(updates: pd.DataFrame, by: list[str]) -> pd.DataFrame:
@@ -182,6 +230,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 
 def new_figure(panels: int, title: str, width: float = 0.0, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+    """An empty figure with panels in a row; `width` in inches, by default by their number."""
     figure = Figure(figsize=(width or 4.2 * max(panels, 2), 4.4), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
     axes = figure.subplots(1, panels, sharey=sharey, squeeze=False)[0]
@@ -189,9 +238,12 @@ def new_figure(panels: int, title: str, width: float = 0.0, sharey: bool = False
     return figure, list(axes)
 
 
-def _curves(ax: Axes, frame: pd.DataFrame, column: str, x: str, arms: Sequence[str], *, marker: str = "",
-            linestyle: str = "-", face: str | None = None, label: str = "", colour_of: Sequence[str] = ()) -> str:
-    """Per arm: every seed thin, their mean thick, the interval as a band. Returns the note that names it."""
+def curves(ax: Axes, frame: pd.DataFrame, column: str, x: str, arms: Sequence[str], *, marker: str = "",
+           linestyle: str = "-", face: str | None = None, label: str = "", colour_of: Sequence[str] = ()) -> str:
+    """Per arm: every seed thin, their mean thick, the interval as a band. Returns the note that names it.
+
+    Raises RunError when no arm was measured.
+    """
     _need(frame, column, x)
     note = ""
     for arm in arms:
@@ -214,6 +266,15 @@ def _curves(ax: Axes, frame: pd.DataFrame, column: str, x: str, arms: Sequence[s
     return note
 
 
+def _marks(ax: Axes, rows: pd.DataFrame, arm: str, arms: Sequence[str], offset: float) -> None:
+    """One arm at every column: each seed a small dot, their mean a large one with its interval."""
+    b, x, colour = band(rows.to_numpy()), np.arange(rows.shape[1]) + offset, COLOURS[list(arms).index(arm)]
+    for seed, row in rows.iterrows():
+        ax.plot(x, row, ".", color=colour, alpha=0.35, markersize=5, gid=f"{arm} seed={seed} {rows.columns[0]}")
+    ax.errorbar(x, b.mean, [b.mean - b.low, b.high - b.mean], fmt="none", ecolor=colour, capsize=3, linewidth=1.4)
+    ax.plot(x, b.mean, "o", color=colour, markersize=6, gid=f"{arm} mean {rows.columns[0]}")
+
+
 def _note(b: Band, what: str) -> str:
     seeds = f"n = {b.n} seed{'s' * (b.n > 1)}"
     if b.n == 1:
@@ -222,7 +283,8 @@ def _note(b: Band, what: str) -> str:
     return f"mean over {seeds}; {'band' if what == 'band' else 'whisker'}: {b.method} interval; {each}"
 
 
-def _finish(figure: Figure, axes: list[Axes], note: str, legend: bool = True) -> Figure:
+def finish(figure: Figure, axes: list[Axes], note: str, legend: bool = True) -> Figure:
+    """Legend and note below the panels; the note alone where panels have legends of their own."""
     if legend:
         handles, labels = axes[0].get_legend_handles_labels()
         box = figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), title=note,

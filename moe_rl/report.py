@@ -1,40 +1,36 @@
-"""What the command prints: the plan of a study, its summary table, and where its figures are."""
+"""What the command prints: the plan of a study, its tables, and where its figures are."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from moe_rl import runs
-from moe_rl.errors import RunError
-from moe_rl.study import Planned, Study
+from moe_rl.errors import ConfigError, RunError
+from moe_rl.study import Planned, Study, read_declaration
 from moe_rl.workers import Failure, duration
 
-DECLARATION = "study.json"
-"""Beside a study's runs: what its tables alone do not say — the order of its arms, its figures, its caution."""
+if TYPE_CHECKING:
+    from moe_rl.frames import Frames
+    from moe_rl.tables import Shown
 
 
-def check_figures(names: Sequence[str]) -> None:
-    """Raise ConfigError for a figure that does not exist."""
-    from moe_rl import plots
+def check(study: Study) -> None:
+    """Raise ConfigError for a figure, a factor or an endpoint that does not exist."""
+    from moe_rl import figures
+    from moe_rl.summary import metric
 
-    for name in names:
-        plots.draw(name)
-
-
-def write_declaration(study: Study, out: Path) -> None:
-    """Write `study.json`."""
-    keys = ("name", "question", "hypothesis", "figures", "decision_rule", "differs_from_paper", "caution")
-    content = {k: getattr(study, k) for k in keys} | {"arms": [asdict(arm) for arm in study.arms]}
-    (out / study.name).mkdir(parents=True, exist_ok=True)
-    runs.write_json(out / study.name / DECLARATION, content)
+    metric(study.endpoint)
+    for name in study.figures:
+        figures.draw(name, study.endpoint)
+        if (factor := figures.factor_of(name)) and factor not in study.factors:
+            raise ConfigError(f"figure {name!r} needs {factor} among the study's factors: {', '.join(study.factors)}")
 
 
 def print_plan(console: Console, study: Study, planned: Sequence[Planned], jobs: int | None) -> None:
@@ -56,71 +52,55 @@ def print_plan(console: Console, study: Study, planned: Sequence[Planned], jobs:
 
 
 def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfinished: bool = False,
-                only: Sequence[Path] | None = None) -> None:
-    """The summary of every combination of factors, and its figures. `only` restricts it to some runs."""
+                cells: bool = False, only: Sequence[Path] | None = None) -> None:
+    """The tables of a study and its figures; with `cells`, those of every combination of factors too. `only` restricts
+    it to some runs."""
     from moe_rl.frames import load_study
+    from moe_rl.tables import study_tables
 
-    declared = _declaration(folder)
+    declared = read_declaration(folder)
     frames = load_study(folder, unfinished=unfinished, mix_code=mix_code)
     if only is not None:
         frames = frames.select(only)
     for text in frames.left_out:
         console.print(f"[yellow]left out[/] {text}", highlight=False, soft_wrap=True)
-    cells = list(frames.runs["factors"].unique())
-    for cell in cells:
-        part = frames.cell(cell)
-        known = [arm["name"] for arm in declared["arms"]] or sorted(part.runs["arm"].unique())
-        arms = [arm for arm in known if (part.runs["arm"] == arm).any()]
-        print_summary(console, part, arms, f"{declared['name']}" + (f", {cell}" if cell != "base" else ""))
-        where = folder / "figures" / ("" if cell == "base" else cell)
-        draw_figures(console, part, known, declared["figures"], where)
+    for table in study_tables(frames, declared, cells=cells):
+        print_table(console, table)
+    draw_figures(console, frames, declared, folder / "figures", cells=cells)
     if declared["caution"]:
         console.print(f"[bold]Caution[/]: {declared['caution']}", highlight=False)
 
 
-def print_summary(console: Console, frames: Any, arms: Sequence[str], title: str) -> None:
-    """Metric × arm with intervals, then the arms compared; every number with its method and n."""
-    import pandas as pd
-
-    from moe_rl.summary import MAIN, compare, summarise
-
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("mean over seeds, interval", no_wrap=True)
-    cells, methods = summarise(frames, arms), {}
-    for arm in arms:
-        n = int((frames.runs["arm"] == arm).sum())
-        table.add_column(f"{arm}\nn = {n} seed{'s' * (n > 1)}", justify="right")
-    for name, row in cells.iterrows():
-        table.add_row(str(name), *("–" if pd.isna(value) else escape(str(value)) for value in row))
-        methods |= {value.method + (" (rate)" if name == cells.index[-1] else ""): None for value in row.dropna()}
+def print_table(console: Console, shown: Shown) -> None:
+    """One table and the note below it."""
+    table = Table(title=shown.title, title_justify="left", title_style="bold")
+    for i, column in enumerate(shown.header):
+        table.add_column(column, justify="right" if i else "left", no_wrap=True)
+    for row in shown.rows:
+        table.add_row(*map(escape, row))
     console.print(table)
-    console.print(f"Intervals: {'; '.join(methods)}. Means are over the second half of training, except at the end.\n",
-                  highlight=False)
-    pairs = compare(frames, arms)
-    if not pairs:
-        return
-    table = Table(title=f"{MAIN.name}: arms compared within seeds", title_justify="left", title_style="bold")
-    for column in ("difference", "mean, interval", "n", "p", "p, Holm", "smallest p"):
-        table.add_column(column, justify="left" if column == "difference" else "right", no_wrap=True)
-    for b, a, result, p in pairs:
-        table.add_row(f"{b} − {a}", escape(str(result.difference)), str(result.n), f"{result.p:.3g}", f"{p:.3g}",
-                      f"{result.p_smallest:.3g}")
-    console.print(table)
-    console.print(f"Intervals: {pairs[0][2].difference.method} of the differences. p: two-sided, {pairs[0][2].method}; "
-                  "the smallest p is what this n can reach at all.\n", highlight=False)
+    console.print(f"{escape(shown.note)}\n", highlight=False)
 
 
-def draw_figures(console: Console, frames: Any, arms: Sequence[str], names: Sequence[str], folder: Path) -> None:
-    """Draw and save; a figure whose columns nobody measured is named and left out."""
-    from moe_rl import plots
+def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path, *, cells: bool) -> None:
+    """Draw and save: once what spans all combinations of factors; the rest if there is only one, or with `cells`.
 
-    for name in names:
+    A figure whose columns nobody measured is named and left out.
+    """
+    from moe_rl import figures, plots
+
+    arms = [arm["name"] for arm in declared["arms"]] or sorted(frames.runs["arm"].unique())
+    for name, cell in figures.planned(declared["figures"], frames.cells, every=cells):
+        where = folder if cell in (None, "base") else folder / cell
         try:
-            paths = plots.save(plots.draw(name)(frames, arms), folder, name)
+            figure = figures.draw(name, declared["endpoint"])(frames if cell is None else frames.cell(cell), arms)
+            paths = plots.save(figure, where, figures.file_name(name))
         except RunError as error:
             console.print(f"[yellow]no figure {name}[/]: {error}", highlight=False)
         else:
             console.print(f"figure {' '.join(map(str, paths))}", highlight=False, soft_wrap=True)
+    if len(frames.cells) > 1 and not cells:
+        console.print(f"{len(frames.cells)} combinations of factors, shown together; `--cells` adds each by itself")
 
 
 def by_message(failures: Sequence[Failure]) -> dict[str, list[Path]]:
@@ -130,10 +110,3 @@ def by_message(failures: Sequence[Failure]) -> dict[str, list[Path]]:
         text = failure.message if failure.expected else failure.message.strip().splitlines()[-1]
         found.setdefault(text, []).append(failure.path)
     return found
-
-
-def _declaration(folder: Path) -> dict[str, Any]:
-    declared = runs.read_json(folder / DECLARATION, ("arms", "figures"))
-    if declared is None:
-        raise RunError(f"{folder} is not the folder of a study: it has no {DECLARATION} (e.g. runs/routing_replay)")
-    return declared

@@ -1,4 +1,4 @@
-"""Intervals over seeds, rates, paired tests. Arrays in, numbers with their method and n out; no torch, no tables.
+"""Intervals over seeds, rates, paired tests, survival. Arrays in, numbers with method and n out; no torch, no tables.
 
 The unit of replication is the seed: a step, a prompt or a token is never counted as one.
 """
@@ -6,6 +6,7 @@ The unit of replication is the seed: a step, a prompt or a token is never counte
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -95,7 +96,7 @@ def band(values: Float[np.ndarray, "seed column"], confidence: float = 0.95, see
 def rate(events: int, n: int, confidence: float = 0.95) -> Interval:
     """A share of runs with its exact interval (Clopper and Pearson 1934, two-sided)."""
     low, high = stats.binomtest(events, n).proportion_ci(confidence, method="exact")
-    return Interval(events / n, float(low), float(high), n, f"{confidence:.0%} Clopper–Pearson")
+    return Interval(events / n, float(low), float(high), n, f"{confidence:.0%} Clopper–Pearson (rates)")
 
 
 def paired(a: Mapping[int, float], b: Mapping[int, float], confidence: float = 0.95, seed: int = 0) -> Paired:
@@ -134,3 +135,100 @@ def iqm(values: ArrayLike) -> float:
     It hides failures of fewer than a quarter of the runs: report the rate of collapses beside it.
     """
     return float(stats.trim_mean(values, 0.25))
+
+
+@dataclass(frozen=True)
+class Survival:
+    """Share of runs without the event by time, as a step curve from time 0; NaN bounds where there is no interval."""
+
+    times: Float[np.ndarray, " time"]
+    share: Float[np.ndarray, " time"]
+    low: Float[np.ndarray, " time"]
+    high: Float[np.ndarray, " time"]
+    n: int
+    events: int
+    method: str
+
+
+def survival(times: ArrayLike, observed: ArrayLike, confidence: float = 0.95) -> Survival:
+    """S(t) = Π over event times t_i ≤ t of (1 − events_i / at risk_i) (Kaplan and Meier 1958).
+
+    `times` holds a value per run: of its event where `observed`, else the last time it was known to be without one
+    (censored). The interval is Greenwood's on the log(−log S) scale; it is undefined while S is 1 and once it is 0.
+    """
+    times, observed = np.asarray(times, dtype=float), np.asarray(observed, dtype=bool)
+    if not len(times):
+        raise ConfigError("a survival curve of no runs is undefined; run at least one seed")
+    curve = stats.ecdf(stats.CensoredData(uncensored=times[observed], right=times[~observed])).sf
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # about where the interval is undefined: NaN says so
+        bounds = curve.confidence_interval(confidence, method="log-log")
+    return Survival(np.r_[0, curve.quantiles], np.r_[1, curve.probabilities], np.r_[np.nan, bounds.low.probabilities],
+                    np.r_[np.nan, bounds.high.probabilities], len(times), int(observed.sum()),
+                    f"{confidence:.0%} log–log Greenwood")
+
+
+def log_rank(a: tuple[ArrayLike, ArrayLike], b: tuple[ArrayLike, ArrayLike]) -> float:
+    """Two-sided p of equal times to the event in two groups, each (times, observed) as in `survival`; unpaired.
+
+    Asymptotic (Mantel 1966), so rough for a handful of runs; NaN when no run of either group had the event.
+    """
+    groups = [(np.asarray(t, dtype=float), np.asarray(o, dtype=bool)) for t, o in (a, b)]
+    if not any(o.any() for _, o in groups):
+        return math.nan
+    return float(stats.logrank(*(stats.CensoredData(uncensored=t[o], right=t[~o]) for t, o in groups)).pvalue)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Where a curve falls below a level; `censored`: it never does, and `x` is the last point that was looked at."""
+
+    x: float
+    censored: bool
+
+
+def half_lost(x: ArrayLike, y: ArrayLike, fraction: float = 0.5) -> Crossing | None:
+    """Where a curve falls below `fraction` of its best, past its best: linear in y, linear in log x between points.
+
+    The first such crossing, in the unit of x. None for a curve that is nowhere above 0, and so has nothing to lose.
+    """
+    x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    if len(x) != len(y) or not len(x) or (x <= 0).any() or (np.diff(x) <= 0).any() or not np.isfinite(y).all():
+        raise ConfigError(f"half of a curve is lost between positive, increasing x with finite y, not {x} and {y}")
+    best = int(np.argmax(y))
+    if y[best] <= 0:
+        return None
+    level = fraction * y[best]
+    below = np.flatnonzero((y < level) & (np.arange(len(y)) > best))
+    if not below.size:
+        return Crossing(float(x[-1]), censored=True)
+    i = below[0]
+    share = (y[i - 1] - level) / (y[i - 1] - y[i])
+    return Crossing(float(x[i - 1] * (x[i] / x[i - 1]) ** share), censored=False)
+
+
+@dataclass(frozen=True)
+class Shift:
+    """By which factor one arm's crossings lie higher than another's, over the seeds both have."""
+
+    ratio: Interval
+    p: float
+    p_smallest: float
+    censored: int
+    """Seeds in which either curve was never seen to cross: it counts at its last point, so the ratio is a bound."""
+
+
+def shift(a: Mapping[int, Crossing], b: Mapping[int, Crossing], confidence: float = 0.95) -> Shift:
+    """exp of the mean of log(x_a / x_b) over shared seeds, its interval and sign-flip p being those of the logs."""
+    logs = paired(*({s: math.log(c.x) for s, c in side.items()} for side in (a, b)), confidence)
+    censored = sum(a[s].censored or b[s].censored for s in set(a) & set(b))
+    return Shift(_exp(logs.difference), logs.p, logs.p_smallest, censored)
+
+
+def geometric(values: ArrayLike, confidence: float = 0.95) -> Interval:
+    """Geometric mean over seeds with the interval of the mean of the logs."""
+    return _exp(interval(np.log(np.asarray(values, dtype=float)), confidence))
+
+
+def _exp(i: Interval) -> Interval:
+    return Interval(math.exp(i.mean), math.exp(i.low), math.exp(i.high), i.n, f"{i.method} of logs")

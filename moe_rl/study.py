@@ -22,9 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_rl import runs
 from moe_rl.config import Arm, RunConfig
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, RunError
 
+DECLARATION = "study.json"
 TRAINER = "moe_rl.execute:execute"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -54,7 +56,12 @@ class Study:
     factors: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Dotted settings and their values, e.g. `{"cold_start.seed": (0, 1)}`: every combination is run."""
     figures: tuple[str, ...] = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares")
-    """Functions of `moe_rl.plots`."""
+    """Names that `moe_rl.figures` knows; `against:optimizer.lr` draws the endpoint over a factor."""
+    endpoint: str = "reward, second half"
+    """The one quantity that the arms are compared by: a metric of `moe_rl.summary`, or a column of `steps`."""
+    contrasts: tuple[tuple[str, str], ...] = ()
+    """The comparisons decided on beforehand, as (arm, arm): first minus second, Holm over these and all combinations of
+    factors. Without any, all pairs are compared and called exploratory."""
     decision_rule: str = ""
     differs_from_paper: str = ""
     caution: str = ""
@@ -72,6 +79,9 @@ class Study:
                 raise ConfigError(f"{name!r} becomes the name of a folder: use letters, digits, '.', '_' and '-' only")
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"study {self.name!r} needs arms with names of their own, but has {names}")
+        for a, b in self.contrasts:
+            if a == b or not {a, b} <= set(names):
+                raise ConfigError(f"contrast {a} − {b} of study {self.name!r} needs two of its arms {names}")
         if self.own_cold_starts and "cold_start.seed" in self.factors:
             raise ConfigError("own_cold_starts gives every seed its cold start, so cold_start.seed cannot be a factor")
         if "steps" in self.factors or "seed" in self.factors or any(k.split(".")[0] == "arm" for k in self.factors):
@@ -95,6 +105,24 @@ class Study:
             cell = ",".join(f"{k}={re.sub(r'[^A-Za-z0-9._+-]', '_', str(v))}" for k, v in chosen.items()) or "base"
             planned.append(Planned(out / self.name / arm.name / cell / f"seed={seed}", config))
         return planned
+
+
+def write_declaration(study: Study, out: Path) -> None:
+    """Write `study.json` beside the study's runs: what their tables alone do not say."""
+    keys = ("name", "question", "hypothesis", "figures", "endpoint", "contrasts", "decision_rule", "differs_from_paper",
+            "caution", "cost", "seeds", "factors", "trainer")
+    content = {k: getattr(study, k) for k in keys} | {"arms": [dataclasses.asdict(arm) for arm in study.arms]}
+    (out / study.name).mkdir(parents=True, exist_ok=True)
+    runs.write_json(out / study.name / DECLARATION, content)
+
+
+def read_declaration(folder: Path) -> dict[str, Any]:
+    """The `study.json` of a folder of runs or of collected tables. Raises RunError where there is none."""
+    declared = runs.read_json(folder / DECLARATION, ("name", "arms", "figures"))
+    if declared is None:
+        raise RunError(f"{folder} is not the folder of a study: it has no {DECLARATION} (e.g. runs/routing_replay)")
+    later = {f.name: f.default for f in dataclasses.fields(Study) if f.default is not dataclasses.MISSING}
+    return later | {"factors": {}} | declared
 
 
 def load_study_file(source: str) -> Study:

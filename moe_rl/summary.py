@@ -1,4 +1,4 @@
-"""What a study found, as numbers: arm × metric with intervals over seeds, and the arms compared pair by pair."""
+"""What a study found, as numbers: arm × metric with intervals over seeds, collapses, and the arms compared in pairs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
+from moe_rl.columns import COLUMNS, unknown
+from moe_rl.errors import ConfigError
 from moe_rl.frames import Frames
-from moe_rl.metrics.convergence import collapse, second_half_mean
-from moe_rl.stats import Interval, Paired, holm, interval, paired, rate
+from moe_rl.metrics.convergence import Collapse, collapse, second_half_mean
+from moe_rl.stats import Paired, holm, interval, log_rank, paired, rate
+
+RUN = ["arm", "factors", "seed"]
+FATES = {"lasting": "lasting collapses", "recovered": "recovered collapses"}
+"""Fates of a run that count as collapse, and the names of their rows."""
 
 
 def last(values: Float[np.ndarray, " step"]) -> float:
@@ -27,66 +33,122 @@ class Metric:
 
     name: str
     column: str
-    reduce: Callable[[Float[np.ndarray, " step"]], float]
+    reduce: Callable[[Float[np.ndarray, " step"]], float] = second_half_mean
+    after_divergence: float = math.nan
+    """What each step counts that a diverged run did not live to see: a model of NaNs earns no reward, while most
+    quantities no longer exist."""
 
 
 METRICS = (
-    Metric("reward, second half", "reward", second_half_mean),
-    Metric("greedy exact match, end", "eval_exact_greedy", last),
-    Metric("sampled exact match, end", "eval_exact_sampled", last),
-    Metric("expert slots changed", "slot_change", second_half_mean),
-    Metric("log-ratio variance, nats²", "token_log_ratio_var", second_half_mean),
-    Metric("clipped tokens", "clip_tokens", second_half_mean),
-    Metric("clipped sequences", "clip_sequences", second_half_mean),
-    Metric("replay gap std, nats", "replay_gap_std", second_half_mean),
+    Metric("reward, second half", "reward", after_divergence=0.0),
+    Metric("greedy exact match, end", "eval_exact_greedy", last, after_divergence=0.0),
+    Metric("sampled exact match, end", "eval_exact_sampled", last, after_divergence=0.0),
+    Metric("expert slots changed", "slot_change"),
+    Metric("log-ratio variance, nats²", "token_log_ratio_var"),
+    Metric("clipped tokens", "clip_tokens"),
+    Metric("clipped sequences", "clip_sequences"),
+    Metric("replay gap std, nats", "replay_gap_std"),
 )
 """Without `end`: means over the second half of training. Exact match is on the held-out prompts."""
 MAIN = METRICS[0]
 
 
+def metric(name: str) -> Metric:
+    """The metric of a name or of a column; for any other column of `steps`, its mean over the second half.
+
+    Raises ConfigError for a name that is neither.
+    """
+    for known in METRICS:
+        if name in (known.name, known.column):
+            return known
+    if name not in COLUMNS or unknown("steps", {name}):
+        names = ", ".join(repr(m.name) for m in METRICS)
+        raise ConfigError(f"there is no metric {name!r}; choose {names}, or a column of `steps` (docs/columns.md)")
+    return Metric(name, name)
+
+
 def per_run(frames: Frames, metric: Metric) -> pd.Series:
-    """One number per (arm, seed). A diverged run has no end to describe, so its number is NaN."""
+    """One number per (arm, seed) of one combination of factors. NaN where a diverged run has none."""
     if metric.column not in frames.steps:
-        return pd.Series(dtype=float)
-    ended = {(run.arm, run.seed): run.state for run in frames.runs.itertuples()}
+        return pd.Series(index=pd.MultiIndex.from_arrays([[], []]), dtype=float)
+    runs = {(run.arm, run.seed): run for run in frames.runs.itertuples()}
     rows = frames.steps.dropna(subset=[metric.column]).sort_values("step").groupby(["arm", "seed"])[metric.column]
-    return pd.Series({key: math.nan if ended[key] == "diverged" else metric.reduce(values.to_numpy())
-                      for key, values in rows}, dtype=float)
+    found = {}
+    for key, measured in rows:
+        values, run = measured.to_numpy(), runs[key]
+        if run.state == "diverged":
+            values = np.append(values, np.full(max(run.steps - run.step, 1), metric.after_divergence))
+        found[key] = metric.reduce(values)
+    return pd.Series(found, index=pd.MultiIndex.from_tuples(found) if found else None, dtype=float)
+
+
+def outcomes(frames: Frames) -> pd.DataFrame:
+    """What became of every run: arm, factors, seed, `fate` (stable, lasting or recovered), `time` and `dip`.
+
+    `time` is the step of the first collapse (`metrics.convergence.collapse`), else the last step known to be free of
+    one; `dip` the step at which a dip began that the run's end cut short. A diverged run has collapsed for good, at the
+    latest in the step it could not take.
+    """
+    rewards = frames.steps.get("reward", pd.Series(dtype=float))
+    measured = frames.steps[rewards.notna()] if len(rewards) else pd.DataFrame(columns=[*RUN, "step", "reward"])
+    curves = {key: rows.sort_values("step") for key, rows in measured.groupby(RUN)}
+    found = []
+    for run in frames.runs.itertuples():
+        curve = curves.get((run.arm, run.factors, run.seed), measured.iloc[:0])
+        end = int(curve["step"].max()) if len(curve) else 0
+        what = collapse(curve["step"], curve["reward"])
+        if run.state == "diverged":
+            what = Collapse(step=end + 1 if what.step is None else what.step, recovered=False)
+        fate = "stable" if what.step is None else "recovered" if what.recovered else "lasting"
+        free = end if what.dip is None else what.dip - 1
+        found.append({"arm": run.arm, "factors": run.factors, "seed": run.seed, "fate": fate,
+                      "time": free if what.step is None else what.step, "dip": what.dip})
+    return pd.DataFrame(found)
 
 
 def summarise(frames: Frames, arms: Sequence[str]) -> pd.DataFrame:
-    """Metric × arm, each cell an Interval over seeds; the last row is the rate of collapses.
+    """Metric × arm, each cell an Interval over seeds; the last two rows are rates of lasting and recovered collapses.
 
     `frames` holds one combination of factors. A metric nobody measured has no row.
     """
     table = {}
-    for metric in METRICS:
-        values = per_run(frames, metric)
+    for one in METRICS:
+        values = per_run(frames, one)
         if len(values):
-            table[metric.name] = {a: interval(values[a].to_list()) for a in arms if a in values.index.levels[0]}
-    table["collapsed runs"] = {arm: collapses(frames, arm) for arm in arms if (frames.runs["arm"] == arm).any()}
+            table[one.name] = {a: interval(values[a].to_list()) for a in arms if a in values.index.levels[0]}
+    fates = outcomes(frames)
+    for fate, name in FATES.items():
+        table[name] = {arm: rate(int((rows["fate"] == fate).sum()), len(rows)) for arm, rows in fates.groupby("arm")}
     return pd.DataFrame.from_dict(table, orient="index").reindex(columns=list(arms))
 
 
-def collapses(frames: Frames, arm: str) -> Interval:
-    """Rate of runs whose reward collapsed (see `metrics.convergence.collapse`) or diverged; recovered ones count."""
-    runs = frames.runs[frames.runs["arm"] == arm]
-    steps = frames.steps[(frames.steps["arm"] == arm) & frames.steps.get("reward", pd.Series(dtype=float)).notna()]
-    curves = {seed: rows.sort_values("step") for seed, rows in steps.groupby("seed")}
-    events = sum(run.state == "diverged" or (run.seed in curves and _collapsed(curves[run.seed]))
-                 for run in runs.itertuples())
-    return rate(events, len(runs))
+@dataclass(frozen=True)
+class Comparison:
+    """Two arms at one combination of factors: a minus b."""
+
+    cell: str
+    a: str
+    b: str
+    result: Paired
+    p_holm: float
+    """Adjusted for all comparisons of the list it came in."""
+    p_log_rank: float
+    """Of equal times to the first collapse; unadjusted. NaN when neither arm had one."""
 
 
-def _collapsed(curve: pd.DataFrame) -> bool:
-    return collapse(curve["step"].to_numpy(), curve["reward"].to_numpy()).step is not None
+def compare(frames: Frames, arms: Sequence[str], contrasts: Sequence[Sequence[str]] = (),
+            metric: Metric = MAIN) -> list[Comparison]:
+    """The contrasts (first minus second) over the seeds both arms have, at every combination of factors.
 
-
-def compare(frames: Frames, arms: Sequence[str], metric: Metric = MAIN) -> list[tuple[str, str, Paired, float]]:
-    """Every pair of arms: later minus earlier over the seeds both have, and its p adjusted by Holm over the pairs."""
-    values = per_run(frames, metric)
-    by_arm = {arm: values[arm].dropna().to_dict() for arm in arms if arm in values.index.levels[0]}
-    found = [(b, a, paired(by_arm[b], by_arm[a])) for a, b in itertools.combinations(by_arm, 2)
-             if set(by_arm[a]) & set(by_arm[b])]
-    adjusted = holm([result.p for _, _, result in found])
-    return [(b, a, result, p) for (b, a, result), p in zip(found, adjusted, strict=True)]
+    Without contrasts: all pairs, the later arm minus the earlier. Holm's adjustment is over everything returned.
+    """
+    pairs = contrasts or [(b, a) for a, b in itertools.combinations(arms, 2)]
+    found = []
+    for cell in frames.cells:
+        values, fates = per_run(frames.cell(cell), metric).dropna(), outcomes(frames.cell(cell))
+        by_arm = {arm: values.xs(arm).to_dict() for arm in dict.fromkeys(values.index.get_level_values(0))}
+        times = {arm: (rows["time"], rows["fate"] != "stable") for arm, rows in fates.groupby("arm")}
+        found += [Comparison(cell, a, b, paired(by_arm[a], by_arm[b]), math.nan, log_rank(times[a], times[b]))
+                  for a, b in pairs if set(by_arm.get(a, ())) & set(by_arm.get(b, ()))]
+    adjusted = holm([one.result.p for one in found])
+    return [Comparison(c.cell, c.a, c.b, c.result, p, c.p_log_rank) for c, p in zip(found, adjusted, strict=True)]

@@ -11,8 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-READERS = ["__main__.py", "cli.py", "columns.py", "frames.py", "plots.py", "report.py", "runs.py", "stats.py",
-           "study.py", "summary.py", "versions.py", "view.py", "workers.py"]
+READERS = ["__main__.py", "arguments.py", "cli.py", "collect.py", "columns.py", "factors.py", "figures.py", "frames.py",
+           "metrics/convergence.py", "page.py", "plots.py", "report.py", "rerun.py", "runs.py", "stats.py", "study.py",
+           "summary.py", "tables.py", "versions.py", "view.py", "workers.py"]
 """Modules that only read or move finished numbers: a change in them does not make another code version."""
 
 
@@ -22,8 +23,8 @@ def code_version() -> str:
     package = Path(__file__).parent
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
-        if file.parent != package or file.name not in READERS:
-            digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+        if (name := file.relative_to(package).as_posix()) not in READERS:
+            digest.update(name.encode() + b"\0" + file.read_bytes())
     try:
         version = importlib.metadata.version("moe_rl")
     except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed

@@ -37,11 +37,15 @@ def fake_step(config: RunConfig, step: int, weights: np.ndarray) -> tuple[Row, l
         "groups_without_signal": 0.1, "clip_tokens": float(clip * rng.lognormal(0, 0.3)),
         "clip_sequences": float(clip * rng.lognormal(0, 0.3)), "token_log_ratio_var": 0.004 * rng.lognormal(0, 0.2),
         "slot_change": float(0.06 + 0.05 * progress + rng.normal(0, 0.004)), "replay_gap_std": 0.03,
-        "set_change": float(0.1 + 0.08 * progress), "seconds_step": time.perf_counter() % 1,
+        "set_change": float(0.1 + 0.08 * progress), "engine_set_change": float(0.02 * rng.lognormal(0, 0.1)),
+        "engine_kl_k3": float(2e-3 * rng.lognormal(0, 0.3)), "seconds_step": time.perf_counter() % 1,
         "memory_peak_mb": 500.0, "response_tokens": 13.0, "truncated": 0.0, "exact": learnt,
         "grad_norm": float(np.abs(weights).mean()), "grad_clipped": 0.5,
     }
     if step % 10 == 0 or step == 1:
+        for measure, scale in (("kl_k3", 2e-3), ("beyond_2", 1e-3)):
+            row |= {f"engine_{measure}_natural": scale * rng.lognormal(0, 0.3), f"noise_floor_{measure}": 0.0,
+                    f"engine_{measure}_replayed": scale / 20 * rng.lognormal(0, 0.3)}
         row |= {"eval_exact_greedy": float(np.clip(learnt + 0.06 + rng.normal(0, 0.01), 0, 1)),
                 "eval_exact_sampled": float(np.clip(learnt + rng.normal(0, 0.01), 0, 1))}
     updates = []
@@ -56,7 +60,8 @@ def fake_step(config: RunConfig, step: int, weights: np.ndarray) -> tuple[Row, l
             "attribution_sum_jj": d2 - r2 + 0.1 * d2, "attribution_sum_rj": -0.05 * d2,
         })
     layers = [{"step": step, "site": s, "layer": s, "slot_change": float(row["slot_change"] * (0.7 + 0.1 * s)),
-               "set_change": float(row["set_change"] * (0.7 + 0.1 * s))} for s in range(SITES)]
+               "set_change": float(row["set_change"] * (0.7 + 0.1 * s)), "noise_floor_set_change": 0.0,
+               "engine_set_change": float(row["engine_set_change"] * (0.7 + 0.1 * s))} for s in range(SITES)]
     return row, updates, layers
 
 

@@ -14,10 +14,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from moe_rl import cli, report, runs
+from moe_rl import cli, runs
 from moe_rl.config import RunConfig
 from moe_rl.frames import diff
 from moe_rl.runs import RunFolder, run_folders
+from moe_rl.study import write_declaration
 from tests import fake_study
 
 FAKE = str(Path(__file__).parent / "fake_study.py")
@@ -197,6 +198,9 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
     (["show", "nowhere"], "not a run"),
     (["diff", "nowhere", "nowhere"], "not a run"),
     (["export", "nowhere"], "no finished run below nowhere"),
+    (["report", "nowhere"], "not the folder of a study"),
+    (["collect", "nowhere", "--out", "there"], "not the folder of a study"),
+    (["rerun", "nowhere"], "not the folder of a study"),
     (["run", "studies/routing_replay.py", "--task", "running_sum"], "Did you mean running_sums"),
     (["run", "studies/routing_replay.py", "--task", "jsonl:nowhere.jsonl"], "nowhere.jsonl"),
 ])
@@ -216,6 +220,19 @@ def test_an_unknown_figure_is_noticed_before_anything_runs(tmp_path, capsys):
                     "study = dataclasses.replace(fake_study.study, figures=('lerning',))\n")
     assert cli.main(["run", str(file), "--out", str(tmp_path / "runs")]) == 2
     assert "no figure 'lerning'" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("changes, words", [
+    ("endpoint='rewards'", "no metric 'rewards'"),
+    ("figures=('against:optimizer.lr',)", "needs optimizer.lr among the study's factors"),
+    ("contrasts=(('gspo', 'ppo'),)", "contrast gspo − ppo of study 'fake' needs two of its arms"),
+])
+def test_a_declaration_that_cannot_be_reported_is_noticed_before_anything_runs(tmp_path, capsys, changes, words):
+    file = tmp_path / f"wrong_{abs(hash(changes))}.py"
+    file.write_text(f"import dataclasses, sys\nsys.path.insert(0, {str(Path(FAKE).parent)!r})\nimport fake_study\n"
+                    f"study = dataclasses.replace(fake_study.study, {changes})\n")
+    assert cli.main(["run", str(file), "--out", str(tmp_path / "runs")]) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
 def test_list_shows_state_age_and_time_left(tmp_path, capsys):
@@ -260,12 +277,12 @@ def test_export_writes_every_digit(tmp_path, capsys):
 
 def test_plot_needs_only_the_folder(tmp_path, capsys):
     fake_runs(tmp_path, seeds=(0,))
-    report.write_declaration(fake_study.study, tmp_path)
+    write_declaration(fake_study.study, tmp_path)
     assert cli.main(["plot", str(tmp_path / "fake"), "--mix-code"]) == 0
     assert (tmp_path / "fake" / "figures" / "expert_change.svg").exists() and "Made-up" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["run", "plot", "list", "show", "diff", "export"])
+@pytest.mark.parametrize("command", ["run", "plot", "report", "collect", "rerun", "list", "show", "diff", "export"])
 def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main([command, "--help"])

@@ -13,7 +13,6 @@ from moe_rl import plots, stats
 from moe_rl.columns import TABLES
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.frames import Frames
-from moe_rl.summary import METRICS, compare, per_run, summarise
 from tests import fake_study
 
 ARMS = [arm.name for arm in fake_study.study.arms]
@@ -25,7 +24,7 @@ def frames_of(seeds: int, steps: int) -> Frames:
         for seed in range(seeds):
             rows = fake_study.fake_tables(fake_study.study.base.replace(arm=arm, seed=seed, steps=steps))
             labels = {"study": "fake", "arm": arm.name, "factors": "base", "seed": seed, "code": "1"}
-            runs.append(labels | {"state": "finished"})
+            runs.append(labels | {"state": "finished", "step": steps, "steps": steps})
             for name in TABLES:
                 tables[name].append(pd.DataFrame(getattr(rows, name)).assign(**labels))
     return Frames(pd.DataFrame(runs), *(pd.concat(tables[name], ignore_index=True) for name in TABLES))
@@ -169,32 +168,3 @@ def test_what_nobody_measured_is_an_error_that_names_it(frames):
         plots.variance_shares(bare, ARMS)
     with pytest.raises(ConfigError, match="no figure 'learned'"):
         plots.draw("learned")
-
-
-def test_the_summary_reduces_each_run_to_a_number_and_puts_intervals_over_seeds(frames):
-    table = summarise(frames, ARMS)
-    reward = frames.steps.query("arm == 'gspo' and step > 12").groupby("seed")["reward"].mean()
-    got, want = table.loc["reward, second half", "gspo"], stats.interval(reward.to_list())
-    assert (got.mean, got.low, got.high) == pytest.approx((want.mean, want.low, want.high), abs=1e-14)
-    assert (got.n, got.method) == (3, "95% Student t")
-    last = frames.steps.query("arm == 'grpo' and step == 20")["eval_exact_greedy"]
-    assert table.loc["greedy exact match, end", "grpo"] == stats.interval(last.to_list())
-    assert table.loc["collapsed runs", "gspo"] == stats.rate(0, 3)
-
-
-def test_a_collapse_and_a_divergence_are_counted(frames):
-    steps = frames_of(seeds=3, steps=60).steps
-    steps.loc[(steps["arm"] == "grpo") & (steps["seed"] == 1) & (steps["step"] > 20), "reward"] = 0.01
-    runs = frames.runs.copy()
-    runs.loc[(runs["arm"] == "gspo") & (runs["seed"] == 0), "state"] = "diverged"
-    found = summarise(dataclasses.replace(frames, steps=steps, runs=runs), ARMS)
-    assert found.loc["collapsed runs"].map(lambda i: i.mean).to_list() == pytest.approx([1 / 3, 0, 1 / 3])
-    assert np.isnan(found.loc["reward, second half", "gspo"].mean), "a diverged run has no end"
-
-
-def test_arms_are_compared_within_seeds_and_adjusted_for_their_number(frames):
-    found = compare(frames, ARMS)
-    assert [(b, a) for b, a, _, _ in found] == [("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")]
-    values = per_run(frames, METRICS[0])
-    assert found[1][2].difference.mean == pytest.approx((values["gspo"] - values["grpo"]).mean())
-    assert found[1][2].p == 0.25 and found[1][3] == 0.75

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -100,3 +101,60 @@ def test_holm_of_the_textbook_example():
 def test_iqm_is_the_mean_of_the_middle_half():
     assert stats.iqm([0, 1, 2, 100]) == 1.5
     assert stats.iqm([-50, 0, 1, 2, 3, 4, 5, 1000]) == 2.5
+
+
+def test_kaplan_meier_of_six_runs_by_hand():
+    """Events at 6 (two of six at risk) and 10 (one of one); 6, 7 and 9 are censored: S = 4/6, then 0."""
+    got = stats.survival([6, 6, 10, 6, 7, 9], [True, True, True, False, False, False])
+    assert got.times.tolist() == [0, 6, 7, 9, 10] and got.share == pytest.approx([1, 2 / 3, 2 / 3, 2 / 3, 0])
+    assert (got.n, got.events, got.method) == (6, 3, "95% log–log Greenwood")
+
+
+def test_the_interval_of_a_survival_curve_is_greenwoods_on_the_log_log_scale():
+    """S = 2/3 after 2 of 6: Greenwood Σ d / (n (n − d)) = 2/24, so log(−log S) ± 1.96 √(2/24) / |log S|."""
+    got, s = stats.survival([5, 5, 9, 9, 9, 9], [True, True, False, False, False, False]), 2 / 3
+    half = 1.959964 * np.sqrt(2 / 24) / -np.log(s)
+    assert got.low[1] == pytest.approx(s ** np.exp(half), abs=1e-6)
+    assert got.high[1] == pytest.approx(s ** np.exp(-half), abs=1e-6)
+    assert np.isnan(got.low[0]) and np.isnan(got.high[0]), "before the first event there is no interval"
+
+
+def test_runs_without_an_event_survive_and_no_run_is_an_error():
+    got = stats.survival([50, 60], [False, False])
+    assert got.share.tolist() == [1, 1, 1] and got.events == 0
+    with pytest.raises(ConfigError, match="no runs"):
+        stats.survival([], [])
+
+
+def test_log_rank_by_hand():
+    """a: events at 1 and 2; b: censored at 3, 3. At 1: expected 2/4, variance 1/4; at 2: 1/3 and 2/9. z = (2 − 5/6) /
+    √(17/36) = 1.6977, two-sided p = .0896."""
+    z = (2 - 5 / 6) / np.sqrt(17 / 36)
+    p = stats.log_rank(([1, 2], [True, True]), ([3, 3], [False, False]))
+    assert p == pytest.approx(math.erfc(z / math.sqrt(2)), abs=1e-12) and round(p, 4) == 0.0896
+    assert math.isnan(stats.log_rank(([3, 4], [False, False]), ([5], [False])))
+
+
+def test_half_is_lost_on_the_line_over_the_logarithm():
+    """Best 0.8; between 2e-4 (0.6) and 8e-4 (0.2) the level 0.4 lies half way of the log: 4e-4."""
+    got = stats.half_lost([1e-4, 2e-4, 8e-4], [0.8, 0.6, 0.2])
+    assert got.x == pytest.approx(4e-4) and not got.censored
+    assert stats.half_lost([1, 2, 4], [0.1, 0.8, 0.5]) == stats.Crossing(4.0, True), "never below 0.4: censored"
+    assert stats.half_lost([1, 2, 4, 8], [0.1, 0.8, 0.0, 0.9]) == stats.Crossing(8.0, True), "past the best only"
+    assert stats.half_lost([1, 2], [0.0, 0.0]) is None
+
+
+def test_half_of_a_curve_with_holes_or_without_order_is_refused():
+    for x, y in (([2, 1], [1, 0]), ([0, 1], [1, 0]), ([1, 2], [1, np.nan]), ([1], [1, 0])):
+        with pytest.raises(ConfigError, match="positive, increasing"):
+            stats.half_lost(x, y)
+
+
+def test_a_shift_is_the_geometric_mean_of_ratios_within_seeds():
+    """Ratios 2 and 8: geometric mean 4; of the logs, t(1, .975) · sd / √2 = 12.706 · log 2."""
+    a = {0: stats.Crossing(2.0, False), 1: stats.Crossing(8.0, True), 7: stats.Crossing(1.0, False)}
+    got = stats.shift(a, {0: stats.Crossing(1.0, False), 1: stats.Crossing(1.0, False)})
+    assert got.ratio.mean == pytest.approx(4) and got.ratio.n == 2 and got.censored == 1
+    assert got.ratio.high == pytest.approx(4 * 2**12.7062, rel=1e-3) and got.ratio.method == "95% Student t of logs"
+    assert got.p == got.p_smallest == 0.5
+    assert stats.geometric([1, 4]).mean == pytest.approx(2)

@@ -29,8 +29,9 @@ class Collapse:
     """First step of the first collapse; None when there was none."""
     recovered: bool
     """There was a collapse, and none is under way at the end: to be counted apart from lasting ones."""
-    censored: bool
-    """The curve ends inside a dip still too short to be called: neither a collapse nor its absence."""
+    dip: int | None = None
+    """First step of the dip in which the curve ends, still too short to be called: neither a collapse nor its absence,
+    so that the run is censored from there."""
 
 
 def ema(values: ArrayLike, span: int) -> NDArray[np.float64]:
@@ -62,10 +63,11 @@ def collapse(steps: ArrayLike, rewards: ArrayLike) -> Collapse:
     collapses = [run for run in runs if run[1] - run[0] >= PATIENCE]
     first = int(steps[collapses[0][0]]) if collapses else None
     if broken.size:
-        return Collapse(step=int(steps[end]) if first is None else first, recovered=False, censored=False)
+        return Collapse(step=int(steps[end]) if first is None else first, recovered=False)
     under_way = bool(runs) and runs[-1][1] == end
     lasting = under_way and runs[-1] in collapses
-    return Collapse(step=first, recovered=first is not None and not lasting, censored=under_way and not lasting)
+    dip = int(steps[runs[-1][0]]) if under_way and not lasting else None
+    return Collapse(step=first, recovered=first is not None and not lasting, dip=dip)
 
 
 def area_under_curve(steps: ArrayLike, values: ArrayLike) -> float:

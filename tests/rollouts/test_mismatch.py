@@ -155,3 +155,17 @@ def test_r3_needs_an_engine_that_is_asked_for_routes():
 def test_an_implementation_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(ConfigError, match="magic"):
         gap(tmp_path, experts="magic")
+
+
+@pytest.mark.parametrize(("dtype", "noisy"), [("float32", False), ("bfloat16", True)])
+def test_the_noise_floor_is_measured_as_the_mismatch_is(tmp_path, dtype, noisy):
+    """In float32 rescoring changes nothing; in bfloat16 it does, and the step's row is the mean of its sites."""
+    tables = carry_out(WIDE.replace(steps=2, **{"model.dtype": dtype}), tmp_path / "run")
+    step = tables["steps"].iloc[-1]
+    sites = tables["layers"].query("step == 2")["noise_floor_set_change"]
+    assert step["noise_floor_set_change"] == pytest.approx(sites.mean()) and len(sites) == 2
+    assert step["noise_floor_set_change"] <= step["noise_floor_any_layer_change"] <= sites.sum() + 1e-12
+    assert step["noise_floor_beyond_2"] == 0 or noisy
+    assert step["noise_floor_logprob"] > 1e-4 and step["noise_floor_kl_k3"] > 1e-8 if noisy else (
+        step["noise_floor_logprob"] < 1e-5 and step["noise_floor_kl_k3"] < 1e-10 and sites.max() == 0)
+    assert tables["layers"].query("step == 1")["noise_floor_set_change"].isna().all(), "measured at detail only"
