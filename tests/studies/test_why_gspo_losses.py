@@ -60,3 +60,22 @@ def test_dual_clip_is_grpo_but_for_large_ratios_at_negative_advantages():
     output, found = gradient(losses.dual_clip, one, (0.2, 5.0))
     torch.testing.assert_close(found, torch.tensor([[2.9, 0.0], [-2.9, -3.1]]).double() / 4)
     assert output.lost.tolist() == [[0, 1], [0, 0]]
+
+
+def test_shrunk_ratios_are_a_power_of_the_ratios():
+    one = (torch.tensor([[3.0]]).double().log().requires_grad_(), torch.zeros(1, 1).double(), torch.ones(1).double(),
+           torch.ones(1, 1).bool())  # fmt: skip
+    _, found = gradient(losses.shrunk, one, (0.2, 5.0))
+    torch.testing.assert_close(found, -torch.tensor([[3.0**0.56]]).double())
+
+
+def test_random_masks_drop_whole_responses_at_their_rate_and_none_where_ratios_are_one(example):
+    logprobs, old, advantages, mask = (x.repeat(200, *[1] * (x.dim() - 1)) for x in example)
+    logprobs = logprobs.detach().requires_grad_()
+    _, found = gradient(losses.random_mask, (logprobs, old, advantages, mask), (9.0, 9e9))
+    whole = gradient(grpo_loss, (logprobs, old, advantages, mask), (9.0, 9e9))[1]
+    kept = (found != 0).any(1)
+    assert abs(1 - kept.double().mean() - losses.DROPPED) < 0.04
+    assert torch.equal(found[kept], whole[kept])
+    output, found = gradient(losses.random_mask, (logprobs, logprobs.detach(), advantages, mask), (9.0, 9e9))
+    assert not output.lost.any() and (found != 0).any(1).all()

@@ -1,0 +1,49 @@
+"""What is it about GSPO: how it weighs tokens, or what it clips? Weight × clip, and four rival explanations."""
+
+from dataclasses import replace
+
+from small import BASE, DIFFERS, GSPO_CLIP, SECONDS, grpo, gspo
+
+from moe_rl.config import Arm
+from moe_rl.study import Study
+
+TOKEN_CLIP, NONE = (0.2, 0.27), (9.0, 9.0)
+
+
+def cell(weight: str, clip: str) -> Arm:
+    """One cell of the table; the range is that of the ratio which is clipped."""
+    ranges = {"token": TOKEN_CLIP, "sequence": GSPO_CLIP, "none": NONE}
+    return Arm(name=f"{weight}-{clip}", loss=f"why_gspo_losses:{weight}_{clip}", clip=ranges[clip])
+
+
+rivals = tuple(
+    Arm(name=name.replace("_", "-"), loss=f"why_gspo_losses:{name}", clip=TOKEN_CLIP)
+    for name in ("dual_clip", "shrunk", "random_mask")
+)
+
+study = Study(
+    name="why_gspo",
+    question="Is GSPO's effect one of weights (equal within a sequence) or of clipping (whole sequences)?",
+    hypothesis="The weight: sequence-token is as good as GSPO, token-sequence no better than GRPO.",
+    arms=(
+        grpo, cell("token", "sequence"), cell("token", "none"),
+        cell("sequence", "token"), gspo, cell("sequence", "none"),
+        cell("none", "token"), cell("none", "sequence"), cell("none", "none"),
+        *rivals,
+    ),  # fmt: skip
+    base=replace(BASE, optimizer=replace(BASE.optimizer, lr=5.66e-4)),
+    seeds=(40, 41, 42, 43, 44, 45, 46, 47),
+    own_cold_starts=True,
+    figures=("learning", "clipping"),
+    contrasts=(("sequence-token", "grpo"), ("token-sequence", "grpo"), ("gspo", "grpo")),
+    decision_rule="Endpoint: mean reward over steps 51–100. Three contrasts, two-sided sign flips over 8 seeds, "
+    "Holm at 5 %. 'Weight' if sequence-token − grpo is decided above 0 and token-sequence is not; 'clipping' the other "
+    "way round; 'both' or 'neither' accordingly; if gspo − grpo itself is undecided, the question is undetermined "
+    "at n = 8. Rivals (dual clip; log-ratios shrunk to the variance that replay leaves; responses dropped at "
+    "random, as often as GSPO clips) and all other cells are exploratory. Stopping: 8 seeds × 12 arms × 100 "
+    "steps; a diverged run has reward 0 from there on.",
+    differs_from_paper=DIFFERS,
+    caution="one learning rate, where arms were expected to differ by pilots with other seeds.",
+    cost="Cold starts come on top: about 30 s of one core per seed.",
+    seconds_per_step=SECONDS,
+)
