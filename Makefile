@@ -5,8 +5,9 @@ STAMP := .venv/installed
 BROWSER := .cache/test-browser
 
 VLLM := .venv-vllm
+TRL := .venv-trl
 
-.PHONY: setup study test test-browser test-vllm lint clean
+.PHONY: setup study test test-browser test-vllm test-trl lint clean
 
 setup: $(STAMP)
 
@@ -42,6 +43,15 @@ $(VLLM)/installed: pyproject.toml
 test-vllm: $(VLLM)/installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
 
+# TRL's next release may ask for another transformers than the one all other tests pass with.
+$(TRL)/installed: pyproject.toml constraints.txt
+	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip install -c constraints.txt trl==1.16.0 -e ".[test]"
+	touch $@
+
+test-trl: $(TRL)/installed
+	OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest tests/trl
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 
@@ -49,4 +59,4 @@ docs/columns.md: moe_rl/columns.py $(STAMP)
 	$(BIN)/python -c "from moe_rl.columns import markdown; print(markdown(), end='')" > $@
 
 clean:
-	rm -rf .venv $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(VLLM) $(TRL) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,72 @@
+"""The recipe for other trainers is run as it stands in the docs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.conftest import build
+
+PAGE = Path(__file__).parents[1] / "docs" / "your_trainer.md"
+
+
+def blocks():
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def setting(checkpointing=False):
+    """What the recipe takes as given: eight rows of unequal length, three of them prompt."""
+    model = build("qwen3_moe")
+    if checkpointing:
+        model.train().gradient_checkpointing_enable()
+    lengths = torch.tensor([12, 9, 7, 12, 5, 8, 12, 10])[:, None]
+    time = torch.arange(12)
+    tokens = torch.randint(3, 48, (8, 12), generator=torch.Generator().manual_seed(2)).where(time < lengths, 0)
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=3e-3),
+        "tokens": tokens,
+        "attention_mask": time < lengths,
+        "completion": (time >= 3) & (time < lengths),
+        "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5, 1.0, -1.0, 0.5, -0.5]),
+    }
+
+
+def test_the_plain_loop_replays_and_measures(capsys):
+    names, used = setting(), []
+
+    def see(_, args):
+        used.append((torch.is_grad_enabled(), args[1].clone()))
+
+    names["model"].model.layers[1].mlp.experts.register_forward_pre_hook(see)
+    exec(blocks()[1], names)
+    (_, old), (_, first), (_, second), (_, new) = used
+    assert [graded for graded, _ in used] == [False, True, True, False]
+    old, new = (ids.view(8, 11, -1) for ids in (old, new))
+    forced = torch.cat([first, second]).view(8, 11, -1)
+    mask = names["mask"]
+    assert torch.equal(forced[mask], old[mask]) and not torch.equal(new[mask], old[mask])
+    variances = [float(line) for line in capsys.readouterr().out.splitlines()[:2]]
+    assert variances[0] < 1e-12 < variances[1]
+    decides = names["decides"]
+    changed = [len(set(a) - set(b)) / 2 for a, b in zip(old[decides].tolist(), new[decides].tolist(), strict=True)]
+    slot_change = names["change"].site_rows()[1]["slot_change"]
+    assert abs(slot_change - sum(changed) / len(changed)) < 1e-12 and slot_change > 0
+
+
+def test_the_plain_loop_gives_the_same_weights_under_activation_checkpointing(capsys):
+    plain, checkpointed = setting(), setting(checkpointing=True)
+    for names in (plain, checkpointed):
+        exec(blocks()[1], names)
+    for a, b in zip(plain["model"].parameters(), checkpointed["model"].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_without_trl_the_adapter_says_how_to_install_it():
+    code = "import sys; sys.modules['trl'] = None\nimport moe_rl.trl"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PAGE.parents[1])
+    assert done.returncode == 1 and "pip install 'moe_rl[trl]'" in done.stderr.splitlines()[-1]

@@ -1,0 +1,289 @@
+"""The adapter against the real TRL: what it must not touch, what it must force, and what it says about both."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_rl.errors import ConfigError, RoutingError
+from tests.trl.conftest import NEEDS_TRL, PROMPTS, logged, make, ours, reward, tiny
+from tests.trl.spy import Spy, expected_logs, pairs, tokens_of
+
+pytestmark = NEEDS_TRL
+
+REPLAY, LIVE = {"routes": "old_policy"}, {"routes": "live"}
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+ONCE = 10**6
+"""`measure_every` that keeps a short run free of forwards for measuring."""
+
+
+# ---------------------------------------------------------------------- without replay
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient_accumulation_steps": 1, "loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"gradient_checkpointing": False, "mask_truncated_completions": True, "bf16": True},
+        {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "eval_dataset": True, "eval_strategy": "steps",
+         "eval_steps": 3, "per_device_eval_batch_size": 4},
+    ],
+    ids=["defaults", "sequence-level", "truncated-bf16", "reentrant-evaluated"],
+)  # fmt: skip
+def test_without_replay_losses_gradients_and_weights_are_trls_own_bit_for_bit(tmp_path, settings):
+    from trl import GRPOTrainer
+
+    theirs = make(GRPOTrainer, tmp_path, **settings)
+    theirs.train()
+    mine = ours(tmp_path, routing=LIVE, **settings)  # not before: TRL seeds the global generators when it is made
+    mine.train()
+    assert len(theirs.state.log_history) > 8 and len(set(logged(theirs, "loss"))) > 4
+    for a, b in zip(theirs.state.log_history, mine.state.log_history, strict=True):
+        different = {name for name in a if a[name] != b[name] and not name.endswith(("time", "runtime", "per_second"))}
+        assert not different
+        assert all(name.startswith(("routing/", "ratios/")) for name in set(b) - set(a))
+    for a, b in zip(theirs.model.state_dict().values(), mine.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    assert max(logged(mine, "routing/slot_change")) > 0
+
+
+def test_without_replay_there_is_no_forward_beyond_trls(tmp_path):
+    trainer = ours(tmp_path, routing=LIVE)
+    spy = Spy(trainer)
+    trainer.train()
+    assert len(spy.steps) == 16 and all(set(step) == {"train", "old"} for step in spy.steps)
+
+
+# ---------------------------------------------------------------------- with replay
+def used(step, phase="ids"):
+    """Whether each routed token of a training step went to the old policy's experts, in order, at every site."""
+    for row, old, old_row in pairs(step["train"], step["old"]):
+        mask = old["mask"][old_row]
+        for site, ids in old["ids"].items():
+            yield from (step["train"][phase][site][row] == ids[old_row])[mask].all(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    "checkpointing",
+    [
+        {"gradient_checkpointing": False},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ],
+    ids=["none", "non-reentrant", "reentrant"],
+)
+@pytest.mark.parametrize("routes", ["old_policy", "live"])
+def test_every_update_uses_the_recorded_routes_of_its_very_rows_and_recomputes_under_them(
+    tmp_path, checkpointing, routes
+):
+    trainer = ours(tmp_path, routing={"routes": routes, "measure_every": ONCE}, max_steps=8, **checkpointing)
+    spy = Spy(trainer)
+    trainer.train()
+    assert len(spy.steps) == 16
+    phases = ["ids", "again"] if checkpointing["gradient_checkpointing"] else ["ids"]
+    for phase in phases:
+        same = [list(used(step, phase)) for step in spy.steps]
+        assert min(len(tokens) for tokens in same) > 50
+        if routes == "old_policy":
+            assert all(all(tokens) for tokens in same)
+        else:  # the spy does see routes that moved
+            assert not any(all(tokens) for tokens in same[4:8] + same[12:])
+    if len(phases) == 1:
+        assert not any(step["train"]["again"] for step in spy.steps)
+
+
+def test_the_shuffle_has_mixed_the_rows_and_both_paddings_occur(tmp_path):
+    """So that the test above would notice routes that stayed behind."""
+    trainer = ours(tmp_path, routing={**REPLAY, "measure_every": ONCE}, max_steps=2)
+    spy = Spy(trainer)
+    trainer.train()
+    step = spy.steps[0]
+    assert len({id(old) for _, old, _ in pairs(step["train"], step["old"])}) > 1  # rows of several scoring forwards
+    masks = torch.cat([old["mask"] for old in step["old"]])
+    assert not masks[:, 0].all() and not masks[:, -1].all()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_under_replay_every_router_gets_a_gradient_from_the_policy(tmp_path, checkpointing):
+    from transformers import TrainerCallback
+
+    seen = []
+
+    class Gradients(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+            seen.append([layer.mlp.gate.weight.grad.abs().max().item() for layer in model.model.layers])
+
+    trainer = ours(
+        tmp_path, routing=REPLAY, router_aux_loss_coef=0.0, gradient_checkpointing=checkpointing, max_steps=4
+    )
+    trainer.add_callback(Gradients())
+    trainer.train()
+    assert len(seen) == 4 and min(min(step) for step in seen) > 0
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_right_after_generation_every_ratio_is_one(tmp_path, rows):
+    """Exactly, where TRL scores and trains in equal batches; with its shuffle between, up to rounding."""
+    trainer = ours(
+        tmp_path, routing=REPLAY, per_device_train_batch_size=rows, gradient_accumulation_steps=1, max_steps=16
+    )
+    trainer.train()
+    largest = logged(trainer, "ratios/token_log_ratio_max")
+    fresh = largest[::8]
+    assert len(largest) == 16
+    assert max(fresh) == 0 if rows == 1 else max(fresh) < 2e-6
+    assert min(set(largest) - set(fresh)) > 1e-4
+    assert logged(trainer, "routing/slot_change")[::8] == [0, 0] == logged(trainer, "routing/pull")[::8]
+
+
+def test_adapters_that_are_switched_off_for_the_reference_do_not_lend_their_routes(tmp_path):
+    """With LoRA and a KL term TRL scores the same module twice: as old policy, and without adapters as reference."""
+    from peft import LoraConfig
+
+    trainer = ours(
+        tmp_path, routing={**REPLAY, "measure_every": ONCE}, beta=0.1, per_device_train_batch_size=1,
+        gradient_accumulation_steps=1, peft_config=LoraConfig(**LORA),
+    )  # fmt: skip
+    spy = Spy(trainer)
+    trainer.train()
+    for step in spy.steps:
+        assert len(step["old"]) == 8
+        assert all(used({**step, "old": step["old"][:4]}))
+        assert not all(used({**step, "old": step["old"][4:]}))
+    assert logged(trainer, "ratios/token_log_ratio_max")[0] == 0
+
+
+def test_evaluation_is_trls_own_under_replay_too(tmp_path):
+    trainer = ours(tmp_path, routing=REPLAY, eval_dataset=True, per_device_eval_batch_size=4, max_steps=4)
+    spy = Spy(trainer)
+    trainer.train()
+    spy.steps.append({})
+    found = trainer.evaluate()
+    assert math.isfinite(found["eval_loss"]) and set(spy.steps[-1]) == {"natural"}
+    assert not any("routing" in name or "ratios" in name for name in found)
+
+
+# ---------------------------------------------------------------------- what it logs
+@pytest.mark.parametrize("routes", ["old_policy", "live"])
+@pytest.mark.parametrize("truncated", [False, True])
+def test_what_is_logged_equals_a_recomputation(tmp_path, routes, truncated):
+    trainer = ours(tmp_path, routing={"routes": routes}, mask_truncated_completions=truncated)
+    spy = Spy(trainer)
+    trainer.train()
+    seen = [tokens_of(step, step["train" if routes == "live" else "natural"]) for step in spy.steps]
+    expected = expected_logs(seen)
+    if routes == "live":
+        assert expected.pop("routing/pull") == expected["routing/slot_change"] and not logged(trainer, "routing/pull")
+    for name, values in expected.items():
+        assert logged(trainer, name) == pytest.approx(values, rel=1e-6, abs=1e-12), name
+        assert values[-1] != 0
+
+
+def test_measuring_now_and_then_measures_the_last_micro_step_of_each_stretch(tmp_path):
+    trainer = ours(tmp_path, routing={**REPLAY, "measure_every": 8}, gradient_accumulation_steps=1, max_steps=16)
+    spy = Spy(trainer)
+    trainer.train()
+    assert [("natural" in step) for step in spy.steps] == ([False] * 7 + [True]) * 2
+    change = logged(trainer, "routing/slot_change")
+    assert len(change) == 2 and min(change) > 0 and len(logged(trainer, "ratios/token_ess")) == 16
+
+
+def test_two_processes_log_what_both_saw(tmp_path):
+    """Each has rows of its own, of other lengths; the numbers are of all tokens, not means of means."""
+    script = Path(__file__).with_name("on_two_processes.py")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run([*launch, str(tmp_path)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("agrees") == 2
+
+
+def test_the_lines_in_the_docs_run_as_they_stand(tmp_path, monkeypatch):
+    import trl
+    from datasets import Dataset
+
+    small = {"output_dir": str(tmp_path), "max_steps": 4, "max_completion_length": 5, "use_cpu": True, "bf16": False}
+    small |= {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
+    monkeypatch.setattr(trl, "GRPOConfig", partial(trl.GRPOConfig, **small))
+    page = Path(__file__).parents[2] / "docs" / "your_trainer.md"
+    block = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[0]
+    model, tokenizer = tiny()
+    names = {
+        "model": model,
+        "tokenizer": tokenizer,
+        "reward": reward,
+        "dataset": Dataset.from_dict({"prompt": PROMPTS}),
+    }
+    exec(block, names)
+    documented = set(re.findall(r"`routing/(\w+)`", page.read_text()))
+    last = names["trainer"].state.log_history[3]
+    assert documented == {name.removeprefix("routing/") for name in last if name.startswith("routing/")}
+
+
+# ---------------------------------------------------------------------- what cannot work is said
+def test_a_dense_model_is_refused(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    _, tokenizer = tiny()
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=48, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, intermediate_size=32,
+    )  # fmt: skip
+    with pytest.raises(RoutingError, match="dense"):
+        ours(tmp_path, model=(AutoModelForCausalLM.from_config(config), tokenizer))
+
+
+@pytest.mark.parametrize("routing", [{"routes": "rollout"}, {"measure_every": 0}])
+def test_other_settings_are_refused(tmp_path, routing):
+    with pytest.raises(ConfigError, match="'old_policy' or 'live'"):
+        ours(tmp_path, routing=routing)
+    with pytest.raises(ConfigError, match="torch_compile=False"):
+        ours(tmp_path, torch_compile=True)
+
+
+def test_one_update_per_generation_is_refused_under_replay_and_warned_of_without(tmp_path):
+    on_policy = {"gradient_accumulation_steps": 4, "steps_per_generation": 4, "num_iterations": 1, "max_steps": 1}
+    with pytest.raises(ConfigError, match="replay would do nothing"):
+        ours(tmp_path, routing=REPLAY, **on_policy)
+    with pytest.warns(UserWarning, match="every ratio is 1"):
+        trainer = ours(tmp_path, routing=LIVE, **on_policy)
+    trainer.train()
+    assert not logged(trainer, "ratios/token_ess") and not logged(trainer, "routing/slot_change")
+
+
+@pytest.mark.parametrize("routes", ["old_policy", "live"])
+def test_log_probs_that_bypass_the_recorded_forwards_are_an_error(tmp_path, monkeypatch, routes):
+    from trl import GRPOTrainer
+
+    trainer = ours(tmp_path, routing={"routes": routes})
+    with monkeypatch.context() as patch:
+        patch.setattr(GRPOTrainer, "_compute_loss", lambda self, model, inputs: model.lm_head.weight.sum())
+        with pytest.raises(RoutingError, match="loss did not take its log-probs"):
+            trainer.train()
+    trainer = ours(tmp_path, routing={"routes": routes})
+    generate = GRPOTrainer._generate_and_score_completions
+
+    def elsewhere(self, inputs):
+        outputs = generate(self, inputs)
+        return {**outputs, "old_per_token_logps": outputs["old_per_token_logps"].clone()}
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", elsewhere)
+    with pytest.raises(RoutingError, match="old log-probs did not come"):
+        trainer.train()
+
+
+def test_a_loss_outside_a_training_step_is_refused_and_nothing_stays_hooked(tmp_path):
+    trainer = ours(tmp_path, routing=REPLAY, max_steps=1)
+    trainer.train()
+    trainer.model.train()
+    with pytest.raises(RoutingError, match="outside training_step"):
+        trainer.compute_loss(trainer.model, trainer._buffered_inputs[0])
+    assert not any("forward" in layer.mlp.gate.__dict__ for layer in trainer.model.model.layers)
+    assert math.isfinite(logged(trainer, "loss")[0])
