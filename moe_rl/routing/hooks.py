@@ -167,8 +167,9 @@ class Replay:
 def record_routing(model: nn.Module, scores: bool = False) -> Iterator[Recording]:
     """Record the experts that every forward of `model` inside the block uses, replayed ones included.
 
-    A recomputation under activation checkpointing is not recorded again. `scores` also keeps gates, router
-    log-probabilities and margins of the last forward. Raises RoutingError for a model without routers.
+    A recomputation under activation checkpointing is not recorded again; it uses the experts of its forward. `scores`
+    also keeps gates, router log-probabilities and margins of the last forward. Raises RoutingError for a model without
+    routers.
 
         with record_routing(model) as recording:
             model(input_ids)
@@ -182,7 +183,7 @@ def record_routing(model: nn.Module, scores: bool = False) -> Iterator[Recording
         if scores:
             recording._scores[site] = [read_scores(modules[site], used, choice, output)]
 
-    with hooked(modules, listener=listen):
+    with hooked(modules, "listeners", listen), checkpoints_bound(model, modules):
         yield recording
 
 
@@ -204,12 +205,12 @@ def replay_routing(model: nn.Module, trace: RoutingTrace | None) -> Iterator[Rep
     replay = Replay.of(trace)
 
     def check_input(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        if modules[0].module.forward.replays[-1] is replay:  # an inner scope's forward reads other tokens
+        if modules[0].module.forward.replay is replay:  # an inner scope's forward reads other tokens
             _check_input(trace, args, kwargs)
 
     check = model.register_forward_pre_hook(check_input, with_kwargs=True)
     try:
-        with hooked(modules, replay=replay), checkpoints_bound(model, modules, replay):
+        with hooked(modules, "replays", replay), checkpoints_bound(model, modules, replay):
             yield replay
         if not replay.ran:
             raise RoutingError("replay reached no router: no forward of this model ran inside the block.")

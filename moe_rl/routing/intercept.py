@@ -36,11 +36,18 @@ class SiteForward:
         self.previous = spec.module.__dict__.get("forward")
         self.selection = MaximaSelection if spec.by_maxima else Selection
         self.listeners: list[Callable[..., None]] = []
-        self.replays: list[Replay] = []
+        self.replays: list[Replay | None] = []
+        self.pasts: list[Past] = []
+
+    @property
+    def replay(self) -> Replay | None:
+        """That of the innermost scope."""
+        return self.replays[-1] if self.replays else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        replay = self.replays[-1] if self.replays else None
-        with self.selection(self.spec, self.index, replay) as seen:
+        replay = self.replay
+        again = self.pasts[-1].ids[self.index] if self.pasts else None
+        with self.selection(self.spec, self.index, replay, again) as seen:
             output = self.original(*args, **kwargs)
         seen.require_complete()
         if not recomputing():
@@ -56,9 +63,11 @@ class Selection(TorchFunctionMode):
 
     watched = TOPK | MASK
 
-    def __init__(self, spec: RoutingModule, index: int, replay: Replay | None):
+    def __init__(self, spec: RoutingModule, index: int, replay: Replay | None, again: Tensor | None):
         super().__init__()
         self.spec, self.index, self.replay = spec, index, replay
+        self.again = again
+        """In a recomputation: the ids that its forward used."""
         self.hits = 0
         self.used: Integer[Tensor, "tokens k"] | None = None
         """The ids that go to the experts."""
@@ -75,6 +84,8 @@ class Selection(TorchFunctionMode):
     def _answer(self, func: Callable, scores: Tensor, *args: Any, **kwargs: Any) -> Any:
         groups = self.spec.num_groups
         if func in MASK:
+            if groups and self.again is not None:  # the groups of its forward's experts stay open
+                args = (args[0].scatter(-1, self.again.view(*scores.shape[:-1], -1), False), *args[1:])
             if self.replay is None or not groups:
                 return func(scores, *args, **kwargs)
             # Group-limited routers: the mask would take the gates of forced experts in groups that are now closed.
@@ -91,6 +102,8 @@ class Selection(TorchFunctionMode):
             self.choice = scores.detach()
         if self.replay is None:
             picked = func(scores, k, *args, **kwargs)
+            if self.again is not None:
+                _overwrite(picked, scores, self.again)
             self.used = picked[1].reshape(-1, k)
             return picked
         ids = self._force(lambda choice: func(choice, k, *args, **kwargs)[1]).view(*scores.shape[:-1], k)
@@ -99,9 +112,9 @@ class Selection(TorchFunctionMode):
     def _force(self, select: Callable[[Tensor], Tensor]) -> Integer[Tensor, "tokens k"]:
         """The trace's ids; the router's own, which `select` takes from choice scores, where the trace knows none."""
         flat = self.choice.reshape(-1, self.spec.site.num_experts)
-        ids = self.replay.ids(self.index, flat)
+        ids = self.replay.ids(self.index, flat) if self.again is None else self.again
         free = self.replay.free.to(flat.device)
-        if len(free):
+        if len(free) and self.again is None:
             ids[free] = torch.where(ids[free] < 0, select(flat[free]), ids[free])
         self.own = partial(select, flat)
         self.used = ids
@@ -147,40 +160,61 @@ class MaximaSelection(Selection):
             if self.replay is not None:
                 self._force(lambda choice: choice.topk(k, dim=-1).indices)
         if self.replay is None:
+            if self.again is not None:
+                _overwrite(natural, scores, self.again[:, self.hits - 1 : self.hits])
             self.used = natural[1] if self.hits == 1 else torch.cat([self.used, natural[1]], -1)
             return natural
         return torch.return_types.max((natural[0], self.used[:, self.hits - 1 : self.hits]))
 
 
+def _overwrite(picked: Any, scores: Tensor, ids: Integer[Tensor, "tokens k"]) -> None:
+    """Make (values, ids) of a selection those of `ids`, in place: a recomputation must save what its forward saved, so
+    autograd's node has to be the same, and it reads these ids."""
+    picked[1].data.copy_(ids.view_as(picked[1]))
+    picked[0].data.copy_(scores.detach().gather(-1, picked[1]))
+
+
 @contextmanager
-def hooked(
-    modules: tuple[RoutingModule, ...], listener: Callable[..., None] | None = None, replay: Replay | None = None
-) -> Iterator[None]:
-    """Put a listener or a replay on every site; take it off again, whatever happens inside."""
+def hooked(modules: tuple[RoutingModule, ...], kind: str, what: Any) -> Iterator[None]:
+    """Put `what` among the `listeners`, `replays` or `pasts` of every site; take it off again, come what may."""
     sites = []
     for index, spec in enumerate(modules):
         current = spec.module.__dict__.get("forward")
         site = current if isinstance(current, SiteForward) else SiteForward(spec, index)
         spec.module.forward = site
-        (site.listeners if listener else site.replays).append(listener or replay)
+        getattr(site, kind).append(what)
         sites.append(site)
     try:
         yield
     finally:
         for site in sites:
-            (site.listeners if listener else site.replays).remove(listener or replay)
-            if site.listeners or site.replays:
+            getattr(site, kind).remove(what)
+            if site.listeners or site.replays or site.pasts:
                 continue
             del site.spec.module.forward
             if site.previous is not None:
                 site.spec.module.forward = site.previous
 
 
-@contextmanager
-def checkpoints_bound(model: nn.Module, modules: tuple[RoutingModule, ...], replay: Replay) -> Iterator[None]:
-    """Bind every checkpointed layer's recomputation to this replay, and count those that are still to come.
+class Past:
+    """The forward of one checkpointed layer, for its recomputation: under which replay it ran, the ids it used."""
 
-    Several micro-batches may be recomputed in any order inside nested scopes; each must meet its own routes.
+    def __init__(self, replay: Replay | None):
+        self.replay = replay
+        self.ids: dict[int, Tensor] = {}
+
+    def keep(self, site: int, used: Tensor, choice: Tensor, output: Any) -> None:
+        self.ids[site] = used.detach()
+
+
+@contextmanager
+def checkpoints_bound(
+    model: nn.Module, modules: tuple[RoutingModule, ...], replay: Replay | None = None
+) -> Iterator[None]:
+    """Recompute every checkpointed layer with the experts of its forward; `replay` counts those still to come.
+
+    Left alone, a recomputation that is off by rounding would choose others. Those of several micro-batches may come in
+    any order.
     """
     layers = [m for m in model.modules() if "_gradient_checkpointing_func" in m.__dict__]
 
@@ -188,18 +222,18 @@ def checkpoints_bound(model: nn.Module, modules: tuple[RoutingModule, ...], repl
         def checkpointed(function: Callable, *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return checkpoint(function, *args, **kwargs)
-            replay.pending += 1
+            past = Past(modules[0].module.forward.replay)
+            if replay is not None:
+                replay.pending += 1
 
             def run(*inner: Any, **inner_kwargs: Any) -> Any:
-                replay.pending -= recomputing()
-                sites = [spec.module.__dict__["forward"] for spec in modules]
-                for site in sites:
-                    site.replays.append(replay)
-                try:
+                if not recomputing():
+                    with hooked(modules, "listeners", past.keep):
+                        return function(*inner, **inner_kwargs)
+                if replay is not None:
+                    replay.pending -= 1
+                with hooked(modules, "replays", past.replay), hooked(modules, "pasts", past):
                     return function(*inner, **inner_kwargs)
-                finally:
-                    for site in sites:
-                        site.replays.pop()
 
             return checkpoint(run, *args, **kwargs)
 

@@ -117,6 +117,9 @@ class RoutingTrace:
             traces[0].layout.require(trace.layout, f"trace {b}")
             if trace.tokens is not None and not torch.equal(trace.tokens[0], tokens[b, : trace.shape[1]].int()):
                 raise RoutingError(f"trace {b} holds the routes of other tokens than row {b} of the batch.")
+            if trace.weight_version != traces[0].weight_version:
+                versions = f"{traces[0].weight_version!r} and {trace.weight_version!r}"
+                raise RoutingError(f"traces 0 and {b} are of two weight versions, {versions}: stack them apart.")
         return RoutingTrace.cat(traces, tokens, attention_mask)
 
     @staticmethod
@@ -195,9 +198,8 @@ class RoutingTrace:
 
     def to(self, device: torch.device | str) -> RoutingTrace:
         tokens = None if self.tokens is None else self.tokens.to(device)
-        return replace(
-            self, experts=self.experts.to(device), attention_mask=self.attention_mask.to(device), tokens=tokens
-        )
+        mask = self.attention_mask.to(device)
+        return replace(self, experts=self.experts.to(device), attention_mask=mask, tokens=tokens)
 
     # ------------------------------------------------------------------ keeping it
     def save(self, path: str | Path, beside: Mapping[str, Tensor] | None = None) -> None:
@@ -274,9 +276,8 @@ class RoutingTrace:
 def _check_ids(ids: Integer[Tensor, "batch time site k"], layout: Layout) -> None:
     """Raise unless every row is unknown, or holds distinct ids in range (so an all-zero row with k > 1 is refused)."""
     if ids.dim() != 4 or ids.shape[2:] != (len(layout.sites), layout.top_k):
-        raise RoutingError(
-            f"routes have shape {tuple(ids.shape)}; expected [batch, time, {len(layout.sites)} sites, {layout.top_k}]."
-        )
+        expected = f"[batch, time, {len(layout.sites)} sites, {layout.top_k}]"
+        raise RoutingError(f"routes have shape {tuple(ids.shape)}; expected {expected}.")
     unknown = 255 if ids.dtype == torch.uint8 else -1
     for s, site in enumerate(layout.sites):
         row = ids[:, :, s, : site.top_k].long()
