@@ -72,10 +72,11 @@ class HalfLost:
 def half_lost_points(frames: Frames, factor: str, metric: Metric, contrasts: Sequence[Sequence[str]]) -> list[HalfLost]:
     """Per combination of the other factors: `stats.half_lost` of every seed's curve over the factor.
 
-    Seeds count that were measured at every value of the factor and whose best is above 0. Raises RunError when no run
-    varies the factor.
+    Seeds count that were measured at every value of the factor and whose best is above 0. Intervals of shifts are at
+    95 % for all contrasts together (Bonferroni), those of points at 95 % each. Raises RunError when no run varies the
+    factor.
     """
-    found = []
+    found, together = [], 1 - 0.05 / max(len(contrasts), 1)
     for others, table in against(frames, factor, metric).groupby("others", sort=False):
         by_arm = {str(arm): _crossings(rows) for arm, rows in table.groupby("arm", sort=False)}
         by_arm = {arm: crossings for arm, crossings in by_arm.items() if crossings}
@@ -84,7 +85,7 @@ def half_lost_points(frames: Frames, factor: str, metric: Metric, contrasts: Seq
             str(others),
             {arm: geometric([c.x for c in crossings.values()]) for arm, crossings in by_arm.items()},
             {arm: sum(c.censored for c in crossings.values()) for arm, crossings in by_arm.items()},
-            {(a, b): shift(by_arm[a], by_arm[b]) for a, b in pairs}))
+            {(a, b): shift(by_arm[a], by_arm[b], together) for a, b in pairs}))
     return found
 
 

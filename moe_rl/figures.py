@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -31,7 +32,7 @@ def draw(name: str, endpoint: str) -> Draw:
     if name not in (SURVIVAL, *plots.FIGURES):
         raise ConfigError(f"there is no figure {name!r}; choose from {', '.join(plots.FIGURES)}, {SURVIVAL}, "
                           f"{ACROSS}<factor>, {ACROSS}<factor>:<metric>")
-    return survival if name == SURVIVAL else plots.draw(name)
+    return survival if name == SURVIVAL else getattr(plots, name)
 
 
 def factor_of(name: str) -> str | None:
@@ -51,12 +52,12 @@ def planned(names: Sequence[str], cells: Sequence[str], *, every: bool = False) 
 
 def file_name(name: str) -> str:
     """The name of a figure's files."""
-    return name.replace(":", "_").replace("/", "_")
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name)
 
 
 def title_of(name: str) -> str:
     """The first sentence about a figure, for a caption."""
-    about = against_factor if name.startswith(ACROSS) else survival if name == SURVIVAL else plots.draw(name)
+    about = against_factor if name.startswith(ACROSS) else survival if name == SURVIVAL else getattr(plots, name)
     return " ".join((about.__doc__ or "").split("\n\n")[0].split())
 
 

@@ -6,7 +6,7 @@ holds one combination of factors. A figure whose columns nobody measured raises 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from moe_rl.errors import ConfigError, RunError
+from moe_rl.errors import RunError
 from moe_rl.frames import Frames
 from moe_rl.metrics.attribution import AttributionSums
 from moe_rl.stats import Band, band
@@ -210,13 +210,6 @@ def windows(steps: pd.DataFrame, column: str) -> tuple[pd.DataFrame, str]:
     keys = [measured["arm"], measured["seed"], window.rename("window")]
     means = measured.groupby(keys)[["step", column]].mean().reset_index()
     return means, f" (each point: mean of {width} steps)" if width > 1 else ""
-
-
-def draw(name: str) -> Callable[[Frames, Sequence[str]], Figure]:
-    """The figure function of a name. Raises ConfigError for an unknown one."""
-    if name not in FIGURES:
-        raise ConfigError(f"there is no figure {name!r}; choose from {', '.join(FIGURES)}")
-    return globals()[name]
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

@@ -24,13 +24,16 @@ if TYPE_CHECKING:
 def check(study: Study) -> None:
     """Raise ConfigError for a figure, a factor or an endpoint that does not exist."""
     from moe_rl import figures
+    from moe_rl.factors import settings_of
     from moe_rl.summary import metric
 
     metric(study.endpoint)
+    cells = {planned.path.parts[-2] for planned in study.runs(Path(), seeds=study.seeds[:1])}
+    known = {key for cell in cells for key in settings_of(cell)}
     for name in study.figures:
         figures.draw(name, study.endpoint)
-        if (factor := figures.factor_of(name)) and factor not in study.factors:
-            raise ConfigError(f"figure {name!r} needs {factor} among the study's factors: {', '.join(study.factors)}")
+        if (factor := figures.factor_of(name)) and factor not in known:
+            raise ConfigError(f"figure {name!r} needs {factor} among the study's factors: {', '.join(sorted(known))}")
 
 
 def print_plan(console: Console, study: Study, planned: Sequence[Planned], jobs: int | None) -> None:

@@ -83,20 +83,20 @@ def band(values: Float[np.ndarray, "seed column"], confidence: float = 0.95, see
         return Band(mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan), 1, "one seed, no interval")
     if n < FEW:
         half = stats.t.ppf((1 + confidence) / 2, n - 1) * values.std(0, ddof=1) / np.sqrt(n)
-        return Band(mean, mean - half, mean + half, n, f"{confidence:.0%} Student t")
+        return Band(mean, mean - half, mean + half, n, f"{100 * confidence:.3g}% Student t")
     low, high = mean.copy(), mean.copy()
     varied = np.ptp(values, axis=0) > 0  # BCa divides by the spread; NaN columns stay NaN
     if varied.any():
         result = stats.bootstrap((values[:, varied],), np.mean, confidence_level=confidence, n_resamples=9999,
                                  method="BCa", axis=0, rng=np.random.default_rng(seed), batch=500)
         low[varied], high[varied] = result.confidence_interval
-    return Band(mean, low, high, n, f"{confidence:.0%} BCa bootstrap")
+    return Band(mean, low, high, n, f"{100 * confidence:.3g}% BCa bootstrap")
 
 
 def rate(events: int, n: int, confidence: float = 0.95) -> Interval:
     """A share of runs with its exact interval (Clopper and Pearson 1934, two-sided)."""
     low, high = stats.binomtest(events, n).proportion_ci(confidence, method="exact")
-    return Interval(events / n, float(low), float(high), n, f"{confidence:.0%} Clopper–Pearson (rates)")
+    return Interval(events / n, float(low), float(high), n, f"{100 * confidence:.3g}% Clopper–Pearson (rates)")
 
 
 def paired(a: Mapping[int, float], b: Mapping[int, float], confidence: float = 0.95, seed: int = 0) -> Paired:
@@ -165,7 +165,7 @@ def survival(times: ArrayLike, observed: ArrayLike, confidence: float = 0.95) ->
         bounds = curve.confidence_interval(confidence, method="log-log")
     return Survival(np.r_[0, curve.quantiles], np.r_[1, curve.probabilities], np.r_[np.nan, bounds.low.probabilities],
                     np.r_[np.nan, bounds.high.probabilities], len(times), int(observed.sum()),
-                    f"{confidence:.0%} log–log Greenwood")
+                    f"{100 * confidence:.3g}% log–log Greenwood")
 
 
 def log_rank(a: tuple[ArrayLike, ArrayLike], b: tuple[ArrayLike, ArrayLike]) -> float:

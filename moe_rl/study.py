@@ -29,6 +29,8 @@ from moe_rl.errors import ConfigError, RunError
 DECLARATION = "study.json"
 TRAINER = "moe_rl.execute:execute"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+CELL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*")
+UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ class Study:
     """Each seed begins from a cold start of its own, which its arms share; else all begin from `cold_start.seed`."""
     factors: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Dotted settings and their values, e.g. `{"cold_start.seed": (0, 1)}`: every combination is run."""
+    cells: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Named variations of the base, for settings that vary together or one at a time, e.g. `{"N=2": {"mini_batches": 2,
+    "steps": 400}}`; crossed with `factors`. A name of the form `key=value` can be drawn against like a factor."""
     figures: tuple[str, ...] = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares")
     """Names that `moe_rl.figures` knows; `against:optimizer.lr` draws the endpoint over a factor."""
     endpoint: str = "reward, second half"
@@ -82,6 +87,10 @@ class Study:
         for a, b in self.contrasts:
             if a == b or not {a, b} <= set(names):
                 raise ConfigError(f"contrast {a} − {b} of study {self.name!r} needs two of its arms {names}")
+        for name, settings in self.cells.items():
+            if not CELL.fullmatch(name) or {"seed", "arm"} & {key.split(".")[0] for key in settings}:
+                raise ConfigError(f"cell {name!r} of study {self.name!r} becomes the name of a folder (letters, digits "
+                                  "and '._+=,-'), and may change any setting but seed and arm")
         if self.own_cold_starts and "cold_start.seed" in self.factors:
             raise ConfigError("own_cold_starts gives every seed its cold start, so cold_start.seed cannot be a factor")
         if "steps" in self.factors or "seed" in self.factors or any(k.split(".")[0] == "arm" for k in self.factors):
@@ -96,21 +105,23 @@ class Study:
         if not seeds or len(set(seeds)) < len(seeds):
             raise ConfigError(f"a study needs at least one seed, each once, but got {list(seeds)}")
         planned = []
-        for seed, values, arm in itertools.product(seeds, itertools.product(*self.factors.values()), self.arms):
+        combinations = itertools.product(self.cells or {"": {}}, itertools.product(*self.factors.values()))
+        for seed, (name, values), arm in itertools.product(seeds, combinations, self.arms):
             chosen = dict(zip(self.factors, values, strict=True))
-            config = self.base.replace(arm=arm, seed=seed, steps=self.base.steps if steps is None else steps, **chosen)
+            config = self.base.replace(**self.cells.get(name, {}) | chosen, arm=arm, seed=seed)
+            config = config if steps is None else config.replace(steps=steps)
             if self.own_cold_starts:
                 config = config.replace(**{"cold_start.seed": seed})
             _check_counts(config)
-            cell = ",".join(f"{k}={re.sub(r'[^A-Za-z0-9._+-]', '_', str(v))}" for k, v in chosen.items()) or "base"
-            planned.append(Planned(out / self.name / arm.name / cell / f"seed={seed}", config))
+            labels = [name] * bool(name) + [f"{k}={re.sub(UNSAFE, '_', str(v))}" for k, v in chosen.items()]
+            planned.append(Planned(out / self.name / arm.name / (",".join(labels) or "base") / f"seed={seed}", config))
         return planned
 
 
 def write_declaration(study: Study, out: Path) -> None:
     """Write `study.json` beside the study's runs: what their tables alone do not say."""
     keys = ("name", "question", "hypothesis", "figures", "endpoint", "contrasts", "decision_rule", "differs_from_paper",
-            "caution", "cost", "seeds", "factors", "trainer")
+            "caution", "cost", "seeds", "factors", "cells", "trainer")
     content = {k: getattr(study, k) for k in keys} | {"arms": [dataclasses.asdict(arm) for arm in study.arms]}
     (out / study.name).mkdir(parents=True, exist_ok=True)
     runs.write_json(out / study.name / DECLARATION, content)
@@ -122,7 +133,7 @@ def read_declaration(folder: Path) -> dict[str, Any]:
     if declared is None:
         raise RunError(f"{folder} is not the folder of a study: it has no {DECLARATION} (e.g. runs/routing_replay)")
     later = {f.name: f.default for f in dataclasses.fields(Study) if f.default is not dataclasses.MISSING}
-    return later | {"factors": {}} | declared
+    return later | {"factors": {}, "cells": {}} | declared
 
 
 def load_study_file(source: str) -> Study:

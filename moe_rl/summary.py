@@ -27,6 +27,11 @@ def last(values: Float[np.ndarray, " step"]) -> float:
     return float(values[-1])
 
 
+def mean(values: Float[np.ndarray, " step"]) -> float:
+    """Over the whole run, all steps that were measured."""
+    return float(values.mean())
+
+
 @dataclass(frozen=True)
 class Metric:
     """One row of the summary: a column of `steps`, reduced to a number per run."""
@@ -51,6 +56,18 @@ METRICS = (
 )
 """Without `end`: means over the second half of training. Exact match is on the held-out prompts."""
 MAIN = METRICS[0]
+ENGINE = (
+    Metric("engine: expert sets changed, run", "engine_set_change", mean),
+    Metric("engine: tokens with a change, run", "engine_any_layer_change", mean),
+    Metric("engine: KL k3, nats, run", "engine_kl_k3", mean),
+    Metric("engine: F(2), run", "engine_beyond_2", mean),
+    Metric("engine: KL k3 natural, probe, run", "engine_kl_k3_natural", mean),
+    Metric("engine: KL k3 replayed, probe, run", "engine_kl_k3_replayed", mean),
+    Metric("noise floor: KL k3, probe, run", "noise_floor_kl_k3", mean),
+)
+"""Shown where engine and policy differ. Means over the whole run: the gap is there from the first step on."""
+SAME_ENGINE = 1e-9
+"""KL k3 per token, in nats, that float32 leaves between two scorings of the same weights (measured: 1e-13)."""
 
 
 def metric(name: str) -> Metric:
@@ -58,11 +75,11 @@ def metric(name: str) -> Metric:
 
     Raises ConfigError for a name that is neither.
     """
-    for known in METRICS:
+    for known in (*METRICS, *ENGINE):
         if name in (known.name, known.column):
             return known
     if name not in COLUMNS or unknown("steps", {name}):
-        names = ", ".join(repr(m.name) for m in METRICS)
+        names = ", ".join(repr(m.name) for m in (*METRICS, *ENGINE))
         raise ConfigError(f"there is no metric {name!r}; choose {names}, or a column of `steps` (docs/columns.md)")
     return Metric(name, name)
 
@@ -111,8 +128,8 @@ def summarise(frames: Frames, arms: Sequence[str]) -> pd.DataFrame:
 
     `frames` holds one combination of factors. A metric nobody measured has no row.
     """
-    table = {}
-    for one in METRICS:
+    table, gap = {}, frames.steps.get("engine_kl_k3", pd.Series(dtype=float))
+    for one in (*METRICS, *(ENGINE if gap.max() > SAME_ENGINE else ())):
         values = per_run(frames, one)
         if len(values):
             table[one.name] = {a: interval(values[a].to_list()) for a in arms if a in values.index.levels[0]}

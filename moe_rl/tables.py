@@ -53,7 +53,7 @@ def summary_table(frames: Frames, arms: Sequence[str], title: str) -> Shown:
     count = frames.runs["arm"].value_counts().to_dict()
     rows = [(str(name), *("–" if pd.isna(value) else str(value) for value in row)) for name, row in cells.iterrows()]
     found = [value for _, row in cells.iterrows() for value in row.dropna()]
-    note = f"{_methods(found)} Means are over the second half of training, except at the end."
+    note = f"{_methods(found)} Means are over the second half of training, where no row says end or run."
     return Shown(title, ("mean over seeds, interval", *(f"{arm}\n{_seeds(count[arm])}" for arm in arms)), rows,
                  " ".join([note, *_dips(frames)]))
 
@@ -111,7 +111,9 @@ def half_lost_table(frames: Frames, arms: Sequence[str], factor: str, endpoint: 
     used = [i for one in found for i in (*one.points.values(), *(s.ratio for s in one.shifts.values()))]
     note = (f"Per seed: where its curve, linear over log {factor}, falls below half of its best past that best; "
             f"geometric means. A seed that never does counts at {max(values):g}, so its row is a lower bound and its "
-            f"ratio one bounded. {_methods(used)}" + ("" if contrasts else " All pairs: exploratory."))
+            f"ratio one bounded. {_methods(used)} Ratios: 95 % for the {len(pairs)} together "
+            "(Bonferroni); p: sign flips of the logs within seeds, not adjusted.")
+    note += "" if contrasts else " All pairs: exploratory."
     return [Shown(f"{factor} at which half of the {endpoint.name} is lost", ("arm, or ratio of two", "mean, interval",
                   "n", "never lost", "p"), rows, note)] if rows else []
 

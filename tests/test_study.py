@@ -39,6 +39,19 @@ def test_factors_are_crossed_and_named_in_the_path(tmp_path):
     assert {(p.config.model.name, p.config.seed, p.config.steps) for p in planned} == {("a/b", 7, 5)}
 
 
+def test_cells_are_named_variations_and_factors_cross_them(tmp_path):
+    varied = with_changes(cells={"N=1": {"mini_batches": 1, "steps": 7}, "N=2": {"mini_batches": 2}}, arms=(GRPO,),
+                          factors={"optimizer.lr": (1e-4, 2e-4)})  # fmt: skip
+    planned = varied.runs(tmp_path, seeds=[0])
+    assert [p.path.parts[-2] for p in planned] == [
+        f"N={n},optimizer.lr={lr}" for n in (1, 2) for lr in (0.0001, 0.0002)
+    ]
+    base = study.base.steps
+    assert [(p.config.mini_batches, p.config.steps) for p in planned] == [(1, 7), (1, 7), (2, base), (2, base)]
+    assert {p.config.steps for p in varied.runs(tmp_path, steps=3)} == {3}
+    assert with_changes(cells={"one": {}}).runs(tmp_path)[0].path.parts[-2] == "one"
+
+
 def test_own_cold_starts_belong_to_seeds_and_are_shared_by_arms(tmp_path):
     planned = with_changes(own_cold_starts=True).runs(tmp_path, seeds=[3, 4])
     assert [(p.config.seed, p.config.cold_start.seed) for p in planned] == [(3, 3)] * 3 + [(4, 4)] * 3
@@ -47,6 +60,8 @@ def test_own_cold_starts_belong_to_seeds_and_are_shared_by_arms(tmp_path):
 
 @pytest.mark.parametrize("changes, words", [
     ({"own_cold_starts": True, "factors": {"cold_start.seed": (1, 2)}}, "gives every seed its cold start"),
+    ({"cells": {"a/b": {}}}, "cell 'a/b'"),
+    ({"cells": {"a": {"arm.loss": "gspo"}}}, "any setting but seed and arm"),
     ({"arms": ()}, "arms"),
     ({"arms": (GRPO, GRPO)}, "names of their own"),
     ({"name": "a/b"}, "name of a folder"),
@@ -94,7 +109,7 @@ def test_settings_get_the_type_of_their_field(text, key, value):
     ("group_size=4.5", "type int, but got '4.5'"),
     ("optimizer.lr=fast", "type float"),
     ("measure.full=1", "type bool"),
-    ("optimizer.rate=1", "optimizer.rate.*known here: lr"),
+    ("optimizer.rate=1", "optimizer.rate.*known here: name, lr"),
     ("nothing=1", "nothing"),
     ("optimizer.lr.more=1", "no setting"),
     ("group_size", "key=value"),

@@ -12,7 +12,7 @@ import pytest
 from moe_rl import stats
 from moe_rl.errors import ConfigError
 from moe_rl.frames import Frames
-from moe_rl.summary import MAIN, METRICS, compare, metric, outcomes, per_run, summarise
+from moe_rl.summary import ENGINE, MAIN, METRICS, compare, metric, outcomes, per_run, summarise
 from tests.test_plots import ARMS, frames_of
 
 
@@ -41,6 +41,17 @@ def test_the_summary_reduces_each_run_to_a_number_and_puts_intervals_over_seeds(
     last = frames.steps.query("arm == 'grpo' and step == 20")["eval_exact_greedy"]
     assert table.loc["greedy exact match, end", "grpo"] == stats.interval(last.to_list())
     assert table.loc["lasting collapses", "gspo"] == table.loc["recovered collapses", "gspo"] == stats.rate(0, 3)
+
+
+def test_the_engines_gap_is_shown_over_the_whole_run_where_it_is_more_than_rounding(frames):
+    steps, names = frames.steps, [one.name for one in ENGINE]
+    rounding = steps.assign(engine_kl_k3=1e-13, engine_set_change=0.0)
+    assert not set(names) & set(summarise(dataclasses.replace(frames, steps=rounding), ARMS).index)
+    detail = steps["step"] % 8 == 0
+    other = steps.assign(engine_kl_k3=steps["step"] / 1000, engine_kl_k3_replayed=(steps["step"] / 1e6).where(detail))
+    table = summarise(dataclasses.replace(frames, steps=other), ARMS)
+    assert table.loc["engine: KL k3, nats, run", "grpo"].mean == pytest.approx(np.arange(1, 25).mean() / 1000)
+    assert table.loc["engine: KL k3 replayed, probe, run", "grpo"].mean == pytest.approx(16e-6)
 
 
 UP, DOWN = [1.0] * 40, [0.0] * 30

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from moe_rl.errors import ConfigError
 
 SPAN = 10
-"""Span of the moving average that collapse looks at; the best average counts from step SPAN on."""
+"""Span of the moving average that collapse looks at."""
 PATIENCE = 20
 """Consecutive steps a dip must last to be a collapse."""
 FRACTION = 0.5
@@ -50,16 +50,17 @@ def ema(values: ArrayLike, span: int) -> NDArray[np.float64]:
 def collapse(steps: ArrayLike, rewards: ArrayLike) -> Collapse:
     """Whether and when the reward collapsed, from the rewards of consecutive steps.
 
-    A step is a dip when its EMA10(reward) < 0.5 · the best EMA10 of earlier steps, from step 10 on. A collapse is a run
-    of at least 20 dips, and its step is the first of them. A reward that is not finite is a collapse at that step and
-    does not recover. Entropy is no part of the event: on a task that can be solved, success is low entropy.
+    A step is a dip when its EMA10(reward) < 0.5 · the best EMA10 of earlier steps. A collapse is a run of at least 20
+    dips, and its step is the first of them. A reward that is not finite is a collapse at that step and does not recover.
+    The first step counts among the best: a run that loses its cold start within ten steps has collapsed. Entropy is no
+    part of the event: on a task that can be solved, success is low entropy.
     """
     steps, rewards = np.asarray(steps, dtype=np.int64), _curve(rewards)
     if len(steps) != len(rewards) or (np.diff(steps) != 1).any():
         raise ConfigError(f"collapse needs one reward for each of consecutive steps: got {len(rewards)} for {steps}")
     broken = np.flatnonzero(~np.isfinite(rewards))
     end = int(broken[0]) if broken.size else len(rewards)
-    runs = _runs(_dips(steps[:end], ema(rewards[:end], SPAN)))
+    runs = _runs(_dips(ema(rewards[:end], SPAN)))
     collapses = [run for run in runs if run[1] - run[0] >= PATIENCE]
     first = int(steps[collapses[0][0]]) if collapses else None
     if broken.size:
@@ -100,9 +101,9 @@ def _curve(values: ArrayLike) -> NDArray[np.float64]:
     return values
 
 
-def _dips(steps: NDArray[np.int64], average: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Where the average is below FRACTION of the best earlier one; nothing is before step SPAN."""
-    best = np.maximum.accumulate(np.where(steps >= SPAN, average, 0.0))
+def _dips(average: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Where the average is below FRACTION of the best earlier one."""
+    best = np.maximum.accumulate(average)
     earlier = np.concatenate([[0.0], best[:-1]]) if len(best) else best
     return average < FRACTION * earlier
 

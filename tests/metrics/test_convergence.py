@@ -74,24 +74,21 @@ def test_no_run_of_a_stable_pilot_collapses():
 
 
 def test_dead_pilots_collapse_for_good_and_runs_that_live_do_not():
-    """Dead: below 0.07 over the second half. The grpo run that is in a dip at its last step is censored there."""
+    """Dead: below 0.1 over the second half, which none is near: 0.085 and less, or 0.25 and more. The grpo run that is in
+    a dip at its last step is censored there."""
     harsh = {(run["arm"], run["seed"]): run for run in PILOTS if run["lr"] == 8e-4}
-    dead = {key for key, run in harsh.items() if second_half_mean(run["rewards"]) < 0.07}
-    assert len(dead) == 6 and {key for key, run in harsh.items() if fate(run).step is not None} == dead
+    dead = {key for key, run in harsh.items() if second_half_mean(run["rewards"]) < 0.1}
+    assert len(dead) == 7 and {key for key, run in harsh.items() if fate(run).step is not None} == dead
     assert not any(fate(run).recovered for run in harsh.values())
     assert {key: fate(run).dip for key, run in harsh.items() if fate(run).dip is not None} == {("grpo", 0): 100}
 
 
-def test_a_run_that_dies_before_step_ten_has_no_best_to_fall_from():
-    """A limit of the definition: 0.45 at step 1, 0.11 at step 3, 0.09 over the second half, and no event."""
+def test_a_run_that_loses_its_cold_start_at_once_has_collapsed():
+    """0.45 at step 1, 0.11 at step 3, 0.09 over the second half: what comes after step 10 has nothing to fall from."""
     (early,) = [run for run in PILOTS if (run["arm"], run["seed"]) == ("grpo", 10)]
     assert early["rewards"][0] > 0.4 and second_half_mean(early["rewards"]) < 0.1
-    assert fate(early) == Collapse(step=None, recovered=False)
-
-
-def test_the_first_steps_are_no_best_that_a_run_could_fall_from():
-    """A first reward of 1 that never comes again leaves the EMA10 at (9/11)^9 = 0.16 on step 10, below the rest."""
-    assert judge((1.0, 1), (0.2, 80)).step is None
+    assert fate(early).step is not None and fate(early).step < 10 and not fate(early).recovered
+    assert judge((1.0, 1), (0.2, 18)) == Collapse(step=None, recovered=False, dip=6)  # .2 + .8 (9/11)^5 = .49
     assert judge((0.2, 5)) == Collapse(step=None, recovered=False)
 
 
