@@ -51,9 +51,9 @@ def collapse(steps: ArrayLike, rewards: ArrayLike) -> Collapse:
     """Whether and when the reward collapsed, from the rewards of consecutive steps.
 
     A step is a dip when its EMA10(reward) < 0.5 · the best EMA10 of earlier steps. A collapse is a run of at least 20
-    dips, and its step is the first of them. A reward that is not finite is a collapse at that step and does not recover.
-    The first step counts among the best: a run that loses its cold start within ten steps has collapsed. Entropy is no
-    part of the event: on a task that can be solved, success is low entropy.
+    dips, and its step is the first of them. A reward that is not finite is a collapse at that step and does not
+    recover. The first step counts among the best: a run that loses its cold start within ten steps has collapsed.
+    Entropy is no part of the event: on a task that can be solved, success is low entropy.
     """
     steps, rewards = np.asarray(steps, dtype=np.int64), _curve(rewards)
     if len(steps) != len(rewards) or (np.diff(steps) != 1).any():

@@ -74,8 +74,8 @@ def test_no_run_of_a_stable_pilot_collapses():
 
 
 def test_dead_pilots_collapse_for_good_and_runs_that_live_do_not():
-    """Dead: below 0.1 over the second half, which none is near: 0.085 and less, or 0.25 and more. The grpo run that is in
-    a dip at its last step is censored there."""
+    """Dead: below 0.1 over the second half, which none is near: 0.085 and less, or 0.25 and more. The grpo run that is
+    in a dip at its last step is censored there."""
     harsh = {(run["arm"], run["seed"]): run for run in PILOTS if run["lr"] == 8e-4}
     dead = {key for key, run in harsh.items() if second_half_mean(run["rewards"]) < 0.1}
     assert len(dead) == 7 and {key for key, run in harsh.items() if fate(run).step is not None} == dead
