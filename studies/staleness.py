@@ -25,7 +25,7 @@ study = Study(
     decision_rule="Machinery: at N = 1 the rewards of all arms are equal at every step, or the study is void. "
     "Endpoint: mean reward over the second half, of 800 updates on 12,800 responses each. Primary: the slope of "
     "replay − GRPO and of GSPO − GRPO over log2 N (least squares per seed, N = 1 … 8), 97.5 % Student t over 4 seeds. "
-    "Above 0: reproduced; below: reversed; else undetermined at n = 4. Single N are exploratory. Stopping: 5 seeds × "
+    "Above 0: reproduced; below: reversed; else undetermined at n = 4. Single N are exploratory. Stopping: 4 seeds × "
     "12 cells; a diverged run has reward 0 from there on.",
     differs_from_paper=DIFFERS,
     caution="N and the size of a step's batch go together here: mini-batches are of 16 responses throughout.",

@@ -1,10 +1,6 @@
 """Rollouts from a vLLM or SGLang server: the same `Rollout`s as from the engines in this process.
 
-Three dialects: `openai` (`/v1/completions`, as vLLM extends it with token ids and routes), `vllm` (its token-in,
-token-out endpoint, there with `--enable-scale-out`) and `sglang` (`/generate`). The first two are tested against a vLLM
-0.30.0 server on loopback; SGLang does not install without a GPU, and its dialect is tested only on payloads written
-after its documentation: no SGLang server has answered this client.
-
+How each server is spoken to is in `rollouts/dialects.py`, and there which ones have been run.
 A vLLM server that `load` can push to is started with
 
     VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-return-routed-experts --logprobs-mode processed_logprobs \\
@@ -21,9 +17,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,18 +27,17 @@ from torch import Tensor
 
 from moe_rl.errors import ConfigError, MoeRlError, RunError
 from moe_rl.rollouts.answers import Answer, Reader
+from moe_rl.rollouts.dialects import DIALECTS, WEIGHTS_FILE
 from moe_rl.rollouts.hf import check_request, end_tokens
 from moe_rl.rollouts.push import (
     PROBE_KEY,
     PROBE_TOKENS,
-    Receipt,
     Score,
     Tolerance,
     checkpoint_weights,
     parity,
     probe_prompts,
     require_parity,
-    require_receipt,
     skeleton,
 )
 from moe_rl.routing.sites import layout_of
@@ -57,7 +51,6 @@ RETRIED = {408, 429, 500, 502, 503, 504}
 """HTTP states that may pass. Any other refusal is final."""
 FIRST_WAIT = 0.5
 """Seconds before a request is tried again; doubled each time."""
-WEIGHTS_FILE = "model.safetensors"
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Without the environment's proxies, which would be asked for loopback too."""
 
@@ -118,7 +111,7 @@ class ServerEngine:
         """`group_size` completions of every prompt, prompt-major; see `RolloutEngine.generate`.
 
         Raises BatchIncomplete, which carries what was received, when the server stays away or refuses a request, and
-        RunError when it was restarted and no longer holds the pushed weights.
+        RunError when it no longer holds the pushed weights.
         """
         check_request(prompts, group_size, sampling)
         jobs = [((*key, i, n), prompt, sampling) for i, prompt in enumerate(prompts) for n in range(group_size)]
@@ -138,7 +131,7 @@ class ServerEngine:
                 f"the same key asks for the other {len(failures)} only. The first failure: {failures[0]}",
                 placed,
             ) from failures[0]
-        self.dialect.check_version(self)
+        self._check_pushes()
         self.received.clear()
         return rollouts
 
@@ -150,7 +143,8 @@ class ServerEngine:
         sent = checkpoint_weights(self.model, weights)
         save_file(sent, str(self.folder / WEIGHTS_FILE), metadata={"format": "pt"})
         self.received.clear()
-        self.pushes += 1
+        taken = self.dialect.taken(self)  # by earlier runs too: a server may outlive its clients
+        self.pushes = (self.pushes if taken is None else taken) + 1
         self.dialect.push(self, sent)
         sampling = Sampling(self.temperature, PROBE_TOKENS)
         rollouts = self.generate(self.probes, 1, key=PROBE_KEY, sampling=sampling)
@@ -186,6 +180,15 @@ class ServerEngine:
                 "dialect?"
             ) from error
 
+    def _check_pushes(self) -> None:
+        """A server that crashed and came back serves the weights it was started with."""
+        taken = self.dialect.taken(self) if self.pushes else None
+        if taken is not None and taken != self.pushes:
+            raise RunError(
+                f"{self.url} holds push {taken}, but {self.pushes} was this run's last: it was restarted, or another "
+                "run pushes to it, and these completions are of other weights. Load the weights again."
+            )
+
     def post(self, path: str, body: dict[str, Any], lost: threading.Event | None = None) -> Any:
         """The JSON that the server answers. Raises ConfigError when it refuses, RunError when it cannot be reached."""
         request = urllib.request.Request(
@@ -210,125 +213,3 @@ class ServerEngine:
         if lost is not None:
             lost.set()
         raise RunError(f"{self.url}{path} gave no answer in {self.retries + 1} tries; the last: {failure}.")
-
-
-# ---------------------------------------------------------------------- dialects
-@dataclass(frozen=True)
-class Dialect:
-    """How one kind of server is spoken to."""
-
-    path: str
-    request: Callable[[tuple[int, ...], Sampling, int, list[int], bool], dict[str, Any]]
-    """(prompt, sampling, seed, end tokens, routes wanted) → the body."""
-    answer: Callable[[ServerEngine, Any], Answer]
-    push: Callable[[ServerEngine, Mapping[str, Tensor]], None]
-    """Make the server take over the file of weights, and check what it says of them."""
-    check_version: Callable[[ServerEngine], None]
-    """Raise RunError when the server no longer holds the last push."""
-
-
-def _vllm_sampling(sampling: Sampling, seed: int, ends: list[int]) -> dict[str, Any]:
-    """Everything is said, since a server fills gaps from the model's generation config."""
-    return {
-        "temperature": 0.0 if sampling.greedy else sampling.temperature,
-        "max_tokens": sampling.max_new_tokens,
-        "seed": seed,
-        "stop": list(sampling.stop),
-        "stop_token_ids": ends,
-        "skip_special_tokens": False,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "logprobs": 0,
-    }
-
-
-def _openai_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends: list[int], _: bool) -> dict:
-    return {"prompt": list(prompt), "return_token_ids": True, **_vllm_sampling(sampling, seed, ends)}
-
-
-def _vllm_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends: list[int], _: bool) -> dict:
-    return {"token_ids": list(prompt), "sampling_params": _vllm_sampling(sampling, seed, ends)}
-
-
-def _choice(engine: ServerEngine, reply: Any) -> Answer:
-    """Both of vLLM's endpoints; log-probs lie where OpenAI puts those of completions, or those of chats."""
-    choice = reply["choices"][0]
-    found = choice["logprobs"]
-    logprobs = [token["logprob"] for token in found["content"]] if "content" in found else found["token_logprobs"]
-    finished = _finished(choice["finish_reason"])
-    return Answer(choice["token_ids"], logprobs, finished, choice.get("routed_experts"))
-
-
-def _finished(reason: str | None) -> bool:
-    if reason not in ("stop", "length"):
-        raise RunError(f"the server ended a completion with {reason!r} instead of 'stop' or 'length'.")
-    return reason == "stop"
-
-
-def _vllm_push(engine: ServerEngine, sent: Mapping[str, Tensor]) -> None:
-    file = str((engine.folder / WEIGHTS_FILE).resolve())
-    reply = engine.post("/collective_rpc", {"method": "moe_rl_push", "args": [file]})
-    engine.post("/reset_prefix_cache", {})
-    for found in reply["results"]:
-        held = {name: (dtype, value) for name, (dtype, value) in found["checksums"].items()}
-        require_receipt(Receipt(found["pushes"], held), sent, engine.pushes)
-
-
-def _vllm_version(engine: ServerEngine) -> None:
-    """A server that crashed and came back serves the weights it was started with."""
-    if engine.pushes:
-        taken = engine.post("/collective_rpc", {"method": "moe_rl_pushes"})["results"]
-        if any(int(count) != engine.pushes for count in taken):
-            raise RunError(
-                f"{engine.url} holds push {', '.join(map(str, taken))}, but {engine.pushes} were sent: it was "
-                "restarted, and these completions are of other weights. Load the weights again."
-            )
-
-
-def _sglang_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends: list[int], routes: bool) -> dict:
-    """The seed takes effect under `--enable-deterministic-inference` only."""
-    return {
-        "input_ids": list(prompt),
-        "return_logprob": True,
-        "return_routed_experts": routes,
-        "sampling_params": {
-            "temperature": 0.0 if sampling.greedy else sampling.temperature,
-            "max_new_tokens": sampling.max_new_tokens,
-            "sampling_seed": seed % 2**31,
-            "stop": list(sampling.stop),
-            "stop_token_ids": ends,
-            "skip_special_tokens": False,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-        },
-    }
-
-
-def _sglang_answer(engine: ServerEngine, reply: Any) -> Answer:
-    meta = reply["meta_info"]
-    if engine.pushes and meta.get("weight_version") != str(engine.pushes):
-        raise RunError(
-            f"{engine.url} answers with weights {meta.get('weight_version')!r}, but push {engine.pushes} was sent: it "
-            "was restarted, or is too old to name its weights. Load the weights again."
-        )
-    pairs = meta["output_token_logprobs"]  # [log-prob, id, text or null]
-    routes = meta if meta.get("routed_experts") is not None else None
-    return Answer([p[1] for p in pairs], [p[0] for p in pairs], _finished(meta["finish_reason"]["type"]), routes)
-
-
-def _sglang_push(engine: ServerEngine, sent: Mapping[str, Tensor]) -> None:
-    body = {"model_path": str(engine.folder.resolve()), "weight_version": str(engine.pushes), "flush_cache": True}
-    reply = engine.post("/update_weights_from_disk", body)
-    if not reply.get("success"):
-        raise RunError(f"{engine.url} did not take over the weights: {json.dumps(reply)[:300]}.")
-
-
-DIALECTS = {
-    "vllm": Dialect("/inference/v1/generate", _vllm_request, _choice, _vllm_push, _vllm_version),
-    "openai": Dialect("/v1/completions", _openai_request, _choice, _vllm_push, _vllm_version),
-    "sglang": Dialect("/generate", _sglang_request, _sglang_answer, _sglang_push, lambda engine: None),
-}

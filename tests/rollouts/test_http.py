@@ -159,6 +159,33 @@ def test_a_server_that_was_restarted_is_noticed(server, loaded, tmp_path):
         engine.generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)
 
 
+def test_a_server_outlives_its_clients_and_notices_when_two_push_to_it(server, loaded, tmp_path):
+    first, second = (engine_of(server, loaded, tmp_path) for _ in range(2))
+    for engine in (first, first, second):
+        assert engine.load(policy_of(loaded).weights()) < 1e-5
+    assert (first.pushes, second.pushes) == (2, 3)
+    second.generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)
+    with pytest.raises(RunError, match="holds push 3, but 2 was this run's last"):
+        first.generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)
+    server.fake.pushes = 0  # restarted between two pushes, which the next one mends
+    assert first.load(policy_of(loaded).weights()) < 1e-5 and first.pushes == 1
+
+
+def test_a_push_whose_answer_was_lost_is_sent_again(server, loaded, tmp_path, monkeypatch):
+    engine, reload = engine_of(server, loaded, tmp_path), server.fake.reload
+
+    def loses_its_answer(weights):
+        reload(weights)
+        if server.fake.pushes == 1:
+            raise ConnectionResetError
+
+    monkeypatch.setattr(server.fake, "reload", loses_its_answer)
+    monkeypatch.setattr(server.http, "handle_error", lambda *args: None)
+    assert engine.load(policy_of(loaded).weights()) < 1e-5
+    assert engine.pushes == server.fake.pushes == 2
+    assert len(engine.generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)) == 3
+
+
 def test_passing_failures_are_tried_again(server, loaded, tmp_path):
     engine = engine_of(server, loaded, tmp_path)
     expected = engine.generate(PROMPTS, 2, key=(3,), sampling=SAMPLING)

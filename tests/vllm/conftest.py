@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from moe_rl.config import Arm, ColdStart, ModelConfig, Optimizer, RunConfig
-from moe_rl.models import load
+from moe_rl.models import load, save_checkpoint
 from moe_rl.policies.hf import HFPolicy
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
@@ -80,3 +85,63 @@ def trained():
     loaded = load(RUN.model, 0)
     cold_start(loaded, load_task(RUN.task, RUN.task_options), RUN, CACHE)
     return loaded
+
+
+# ---------------------------------------------------------------------- a server
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+ARGUMENTS = (
+    "--dtype float32 --max-model-len 256 --enforce-eager --enable-return-routed-experts --enable-scale-out "
+    "--logprobs-mode processed_logprobs --worker-extension-cls moe_rl.rollouts.vllm.WorkerExtension"
+)
+
+
+@dataclass(frozen=True)
+class Server:
+    process: subprocess.Popen
+    address: str
+    folder: Path
+    log: Path
+
+    def signal(self, number):
+        """To the server and its engine processes, which share a session of their own."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)
+
+    def kill(self):
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def starting(request, tmp_path_factory):
+    """A server on a checkpoint of the random weights of seed 0, where a test asks for one. Starting takes a minute,
+    nearly all of it imports, so it starts first and gets ready while other tests run."""
+    if not any("server" in item.fixturenames for item in request.session.items) or NEEDS_VLLM.args[0]:
+        yield None
+        return
+    folder = tmp_path_factory.mktemp("server")
+    loaded = load(RUN.model, 0)
+    save_checkpoint(loaded.model, loaded.tokenizer, folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")} | ENVIRONMENT
+    log = folder / "server.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*command, "--model", str(folder), *ARGUMENTS.split()],
+            stdout=out, stderr=out, env=environment, start_new_session=True,
+        )  # fmt: skip
+    server = Server(process, f"http://127.0.0.1:{port}", folder, log)
+    yield server
+    server.kill()

@@ -6,15 +6,18 @@ import dataclasses
 
 import pytest
 import torch
+from scipy.stats import chisquare
 
 from moe_rl import frames
 from moe_rl.config import Arm, EngineConfig, Measure, ModelConfig, Optimizer
-from moe_rl.errors import ConfigError, RunError
+from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.execute import execute
+from moe_rl.measure import engine_row
 from moe_rl.models import encode_prompts
 from moe_rl.rollouts import vllm as adapter
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.push import parity
+from moe_rl.routing.formats import RoutesRefused
 from moe_rl.routing.sources import rollout as replay_rollout
 from moe_rl.runs import RunFolder
 from moe_rl.tasks.base import draw, load_task
@@ -52,6 +55,30 @@ def test_float32_agrees_with_the_policy_on_a_trained_checkpoint(serving, trained
     print(found, f"{right:.0%} right")
     assert found.tokens >= 2000 and found.logprob_mean < 1e-6 and found.logprob_max < 2e-4 and found.set_change == 0
     assert 0.2 < right < 0.9
+
+
+@pytest.mark.parametrize(("temperature", "other"), [(1.0, 0.6), (0.6, 1.0)])
+def test_what_is_sampled_has_the_frequencies_that_the_log_probs_say(serving, trained, temperature, other):
+    """The same token of 1,000 answers against the policy's softmax(logits / temperature), and against another one."""
+    serving.loaded.model.load_state_dict(trained.model.state_dict())
+    serving.at(temperature).engine.load(serving.policy.weights())
+    question = encode_prompts(draw(load_task(RUN.task, RUN.task_options), 1, 5, set()), trained.tokenizer)
+    begun = serving.engine.generate(question, 1, key=(11,), sampling=Sampling(temperature, 3))[0].tokens
+    prompt = [Prompt("", tokens=question[0].tokens + begun)]  # the last sums are the uncertain ones
+    rollouts = serving.engine.generate(prompt, 1000, key=(11,), sampling=Sampling(temperature, 1))
+    with torch.no_grad():
+        logits = serving.loaded.model(torch.tensor([prompt[0].tokens])).logits[0, -1].double()
+    counts = torch.bincount(torch.tensor([r.tokens[0] for r in rollouts]), minlength=len(logits)).double()
+
+    def fits(t):
+        """p of the χ² test; tokens rarer than 5 in 1,000 count as one."""
+        expected = (logits / t).softmax(-1) * len(rollouts)
+        often = expected >= 5
+        n, e = (torch.cat([x[often], x[~often].sum()[None]]) for x in (counts, expected))
+        return chisquare(n, e).pvalue
+
+    print(f"p = {fits(temperature):.2g}, at the other {fits(other):.2g}")
+    assert fits(temperature) > 1e-3 and fits(other) < 1e-12
 
 
 def test_twenty_pushes_in_a_row_stay_at_parity_and_the_first_weights_come_back(serving):
@@ -112,6 +139,37 @@ def test_cached_prompts_keep_their_routes(serving):
         found = parity(serving.engine.generate(prompts, 4, key=(key,), sampling=LONG), serving.score)
         assert found.logprob_max < 1e-5 and found.set_change == 0
     assert all(r.routes.coverage == 1 for r in serving.engine.generate(prompts, 1, key=(3,), sampling=LONG))
+
+
+@pytest.mark.parametrize("kind", ["all zero", "twice", "missing"])
+def test_impossible_routes_are_refused_or_route_freely_and_are_counted(serving, monkeypatch, kind):
+    """As some of vLLM's fused kernels once returned them; here spoiled on their way out of the first completion."""
+    honest, spoiled = adapter._answer, []
+
+    def answer(output):
+        found = honest(output)
+        if output.prompt_token_ids == list(PROMPTS[0].tokens):
+            routes = None if kind == "missing" else found.routes.copy()
+            if kind == "all zero":
+                routes[3] = 0
+            elif kind == "twice":
+                routes[5, 2] = 7
+            spoiled.append({"missing": found.routes[..., 0].size, "all zero": 6, "twice": 1}[kind])
+            return dataclasses.replace(found, routes=routes)
+        return found
+
+    monkeypatch.setattr(adapter, "_answer", answer)
+    with pytest.raises(RoutingError):
+        serving.engine.generate(PROMPTS[:4], 1, key=(4,), sampling=LONG)
+    monkeypatch.setattr(serving.engine.reader, "routes", "unknown")
+    with pytest.warns(RoutesRefused):
+        rollouts = serving.engine.generate(PROMPTS[:4], 1, key=(4,), sampling=LONG)
+    batch = collate(rollouts, list(range(4)), [0.0] * 4, 257)
+    row, _ = engine_row(batch, serving.score(batch))
+    rows = sum(len(r.prompt.tokens) + len(r.tokens) - 1 for r in rollouts) * 6
+    assert row["engine_unknown"] == pytest.approx(spoiled[-1] / rows) and row["engine_set_change"] == 0
+    replayed = serving.policy.score(batch, replay_rollout(batch, serving.score(batch)))
+    assert (replayed.logprobs - batch.rollout_logprobs)[batch.response_mask].abs().max() < 1e-5
 
 
 def test_ends_stop_strings_and_lengths_are_those_of_the_hugging_face_engine(serving):
@@ -176,7 +234,7 @@ def test_bfloat16_differs_measurably_and_replay_removes_part_of_it(serving, bflo
     found = parity(rollouts, bfloat16.score)
     print(weights, found, f"k3 natural {k3(natural):.3g}, replayed {k3(replayed):.3g}")
     assert 1e-4 < found.logprob_mean < 0.2 and 1e-3 < found.set_change < 0.25
-    assert k3(replayed) < k3(natural)
+    assert k3(replayed) < 0.5 * k3(natural)
 
 
 @pytest.fixture(scope="session")

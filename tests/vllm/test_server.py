@@ -1,12 +1,8 @@
-"""A real vLLM server on loopback: both dialects, pushes over a shared folder, and its death within a batch."""
+"""A real vLLM server on loopback: both dialects, pushes over a shared folder, hangs, refusals, and its death."""
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -15,7 +11,8 @@ import pytest
 import torch
 
 from moe_rl.config import Optimizer
-from moe_rl.models import load, save_checkpoint
+from moe_rl.errors import RunError
+from moe_rl.models import load
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.http import BatchIncomplete, ServerEngine
 from moe_rl.rollouts.push import parity
@@ -28,16 +25,6 @@ pytestmark = NEEDS_VLLM
 PROMPTS = [Prompt("", tokens=tuple(range(40 + i, 52 + i))) for i in range(16)]
 LONG = Sampling(0.7, 40)
 START = 600.0  # seconds at most, on a busy machine
-ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 @pytest.fixture(scope="module")
@@ -46,31 +33,15 @@ def policy():
 
 
 @pytest.fixture(scope="module")
-def server(policy, tmp_path_factory):
-    """(process, address, folder), the server started on a checkpoint of the policy's random weights."""
-    folder = tmp_path_factory.mktemp("server")
-    loaded = load(RUN.model, 0)
-    save_checkpoint(loaded.model, loaded.tokenizer, folder)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--model", str(folder), "--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
-    command += ["--enable-return-routed-experts", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
-    command += ["--worker-extension-cls", "moe_rl.rollouts.vllm.WorkerExtension"]
-    log = folder / "server.log"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")} | ENVIRONMENT
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
-    address, started = f"http://127.0.0.1:{port}", time.monotonic()
-    while not healthy(address):
-        if process.poll() is not None or time.monotonic() - started > START:
-            kill(process)
-            pytest.fail(f"the server did not start:\n{log.read_text()[-3000:]}")
+def server(starting):
+    """The server, ready."""
+    started = time.monotonic()
+    while not healthy(starting.address):
+        if starting.process.poll() is not None or time.monotonic() - started > START:
+            pytest.fail(f"the server did not start:\n{starting.log.read_text()[-3000:]}")
         time.sleep(0.5)
-    print(f"server ready after {time.monotonic() - started:.0f} s")
-    yield process, address, folder
-    kill(process)
+    print(f"waited {time.monotonic() - started:.0f} s for the server")
+    return starting
 
 
 def healthy(address):
@@ -80,18 +51,21 @@ def healthy(address):
         return False
 
 
-def kill(process):
-    """The server and its engine process, which share a session of their own."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def when(condition, action):
+    """Carry out the action as soon as the condition holds, beside the test."""
+
+    def wait():
+        while not condition():
+            time.sleep(0.002)
+        action()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def engine_of(server, policy, **settings):
-    _, address, folder = server
     tokenizer = load(RUN.model, 0).tokenizer
     settings = {"temperature": LONG.temperature, "retries": 1, "timeout": 60.0, **settings}
-    return ServerEngine(address, folder, tokenizer, policy.score, **settings)
+    return ServerEngine(server.address, server.folder, tokenizer, policy.score, **settings)
 
 
 def same(a, b):
@@ -119,22 +93,52 @@ def test_pushes_over_a_shared_folder_are_checked_like_those_in_process(server, p
     stopped = [r for r in engine.generate(PROMPTS, 2, key=(2,), sampling=sampling) if r.finished]
     assert stopped and all(r.routes.coverage == 1 and "a" not in r.text for r in stopped)
 
+    other = engine_of(server, policy, dialect="vllm")  # as a resumed run, or the study's next one
+    assert other.load(policy.weights()) < 1e-5
+    with pytest.raises(RunError, match="holds push 4, but 3 was this run's last"):
+        engine.generate(PROMPTS[:1], 1, key=(3,), sampling=LONG)
+
+
+def test_a_server_that_hangs_for_a_while_is_asked_again(server, policy):
+    engine = engine_of(server, policy, timeout=2.0, retries=4)
+    whole = engine.generate(PROMPTS[:4], 1, key=(7,), sampling=LONG)
+    server.signal(signal.SIGSTOP)
+    threading.Timer(3.0, server.signal, [signal.SIGCONT]).start()
+    started = time.monotonic()
+    assert all(map(same, whole, engine.generate(PROMPTS[:4], 1, key=(7,), sampling=LONG)))
+    assert time.monotonic() - started > 2.9, "the first tries timed out"
+
+
+def test_a_server_that_hangs_too_long_loses_nothing_already_received(server, policy):
+    engine = engine_of(server, policy, concurrency=4, timeout=2.0, retries=0)
+    whole = engine_of(server, policy).generate(PROMPTS, 4, key=(8,), sampling=LONG)
+    when(lambda: len(engine.received) > 8, lambda: server.signal(signal.SIGSTOP))
+    with pytest.raises(BatchIncomplete, match=r"no answer in 1 tries") as raised:
+        engine.generate(PROMPTS, 4, key=(8,), sampling=LONG)
+    server.signal(signal.SIGCONT)
+    kept = [n for n, rollout in enumerate(raised.value.rollouts) if rollout is not None]
+    assert 9 <= len(kept) < 64 and all(same(raised.value.rollouts[n], whole[n]) for n in kept)
+    engine.timeout = 60.0
+    assert all(map(same, whole, engine.generate(PROMPTS, 4, key=(8,), sampling=LONG)))
+
+
+def test_a_prompt_that_the_server_refuses_leaves_the_others_alone(server, policy):
+    engine = engine_of(server, policy)
+    too_long = Prompt("", tokens=tuple(40 + i % 50 for i in range(300)))
+    with pytest.raises(BatchIncomplete, match=r"8 of 10 .* refuses the request \(HTTP 400.*256") as raised:
+        engine.generate([*PROMPTS[:4], too_long], 2, key=(9,), sampling=LONG)
+    whole = engine_of(server, policy).generate(PROMPTS[:4], 2, key=(9,), sampling=LONG)
+    assert all(map(same, raised.value.rollouts[:8], whole)) and raised.value.rollouts[8:] == [None, None]
+
 
 def test_a_server_killed_in_the_middle_of_a_batch_loses_nothing_already_received(server, policy):
     """The last test of this file: the server is gone afterwards."""
-    process, address, _ = server
     engine = engine_of(server, policy, concurrency=4, retries=1)
     whole = engine.generate(PROMPTS, 4, key=(5,), sampling=LONG)
-
-    def strike():
-        while len(engine.received) < 9:
-            time.sleep(0.002)
-        kill(process)
-
-    threading.Thread(target=strike, daemon=True).start()
+    when(lambda: len(engine.received) > 8, server.kill)
     with pytest.raises(BatchIncomplete, match="of 64 completions were received") as raised:
         engine.generate(PROMPTS, 4, key=(5,), sampling=LONG)
     kept = [n for n, rollout in enumerate(raised.value.rollouts) if rollout is not None]
     print(f"{len(kept)} of 64 kept")
     assert 9 <= len(kept) < 64 and all(same(raised.value.rollouts[n], whole[n]) for n in kept)
-    assert len(engine.received) == len(kept) and not healthy(address)
+    assert len(engine.received) == len(kept) and not healthy(server.address)
