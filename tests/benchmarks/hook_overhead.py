@@ -107,7 +107,7 @@ def overhead(without: Callable[[], float], added: Callable[[], float], pairs: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=31)
+    parser.add_argument("--pairs", type=int, default=61)
     parser.add_argument("--step-pairs", type=int, default=15)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     options = parser.parse_args()
