@@ -34,6 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a folder that cannot be written, a full disk; without a file it is a bug of ours
+        if error.filename is None:
+            raise
+        print(f"moe-rl: {error.filename}: {error.strerror}", file=sys.stderr, flush=True)
+        return 2
 
 
 def run(options: argparse.Namespace) -> int:
@@ -253,4 +258,6 @@ def _seeds(text: str | None) -> list[int] | None:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"--seeds {text}: give a number N or a list such as 0,1,2") from error
+    if min(numbers) < 0:
+        raise ConfigError(f"--seeds {text}: seeds are not negative; give a number N or a list such as 0,1,2")
     return numbers if "," in text else list(range(max(numbers[0], 1)))  # --seeds 0 can only mean the seed 0

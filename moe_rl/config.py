@@ -90,7 +90,7 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """The measuring budget (see the README's section on cost)."""
+    """The measuring budget (see "What is measured" in the README)."""
 
     probe: int = 32
     """Responses per step on which quantities that need an extra forward are measured."""

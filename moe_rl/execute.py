@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl import ranks
+from moe_rl.checkpoints import check_weights
 from moe_rl.cold_start import cold_start
 from moe_rl.config import EngineConfig, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.losses import objective_of
 from moe_rl.memory import check_memory, estimate_memory
-from moe_rl.models import encode_prompts, hf_config, load, save_checkpoint
+from moe_rl.models import PRESETS, encode_prompts, hf_config, load, placement, save_checkpoint, skeleton
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.policies.megatron_layout import check_layout
 from moe_rl.rollouts.choose import check_engine, engine_of
+from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES, RouteSource
 from moe_rl.runs import RunFolder
 from moe_rl.tasks.base import held_out, load_task, unknown
@@ -45,6 +47,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
     """The parts that `run` names, its model past the cold start. Raises ConfigError before any compute is spent."""
     check_engine(run)
     check_policy(run)
+    check_model(run)
     source, objective = source_of(run.arm.routes), objective_of(run.arm)
     ratio_source = source_of(run.arm.ratio_routes) if run.arm.ratio_routes else None
     task = load_task(run.task, run.task_options)
@@ -86,6 +89,16 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         reference=reference,
         export=export,
     )
+
+
+def check_model(run: RunConfig) -> None:
+    """Raise ConfigError or RoutingError, without reading weights, for a device that is not there, a checkpoint that is
+    missing or damaged, and a model without a router."""
+    placement(run.model)
+    model = skeleton(run.model)
+    if run.model.name not in PRESETS:
+        check_weights(run.model.name)
+    layout_of(model)
 
 
 def check_policy(run: RunConfig) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_rl import checkpoints
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError
 from moe_rl.experts_cpu import use_cpu_experts
@@ -139,7 +140,7 @@ def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) 
 
 def hf_config(model_config: ModelConfig, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The Hugging Face configuration, overrides applied, without any weights being made or read."""
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING
 
     if model_config.name not in PRESETS:
         if model_config.overrides:
@@ -147,7 +148,9 @@ def hf_config(model_config: ModelConfig, trust_remote_code: bool = False) -> Pre
                 f"model {model_config.name!r} is a checkpoint, whose weights fix its shape, so the overrides "
                 f"{dict(model_config.overrides)!r} cannot apply; presets with overrides are {', '.join(PRESETS)}."
             )
-        return _from_hub(AutoConfig, model_config.name, trust_remote_code)
+        if not checkpoints.may_exist(model_config.name):
+            unknown("model preset or checkpoint folder", model_config.name, PRESETS)
+        return checkpoints.load_config(model_config.name, trust_remote_code)
     model_type, settings = PRESETS[model_config.name]
     config_class = CONFIG_MAPPING[model_type]
     known = set(config_class().to_dict()) | set(config_class.attribute_map) | set(settings)
@@ -159,6 +162,15 @@ def hf_config(model_config: ModelConfig, trust_remote_code: bool = False) -> Pre
         return config_class(**{**settings, **overrides})
     except Exception as error:  # transformers' validation raises classes of its own
         raise ConfigError(f"{model_config.name} refuses the overrides {overrides!r}: {error}") from error
+
+
+def skeleton(model_config: ModelConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model without memory or weights (on the meta device), from its configuration alone."""
+    from transformers import AutoModelForCausalLM
+
+    config = hf_config(model_config, trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def byte_tokenizer(vocab_size: int = 258) -> PreTrainedTokenizerBase:
@@ -266,25 +278,13 @@ def placement(model_config: ModelConfig) -> tuple[torch.device, torch.dtype]:
     return device, dtype
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint. Raises ConfigError when it has none."""
-    from transformers import AutoTokenizer
-
-    tokenizer = _from_hub(AutoTokenizer, name, trust_remote_code)
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes an empty one when it finds no files
-        raise ConfigError(f"{name!r} cannot be loaded: it has no tokenizer; save the model's tokenizer beside it.")
-    return tokenizer
-
-
 def _from_checkpoint(
     model_config: ModelConfig, dtype: torch.dtype, trust: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoModelForCausalLM
-
     name = model_config.name
     hf_config(model_config, trust)  # the cheap part first: does it exist, does it take overrides
-    tokenizer = load_tokenizer(name, trust)
-    model = _from_hub(AutoModelForCausalLM, name, trust, dtype)
+    tokenizer = checkpoints.load_tokenizer(name, trust)
+    model = checkpoints.load_weights(name, dtype, trust)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {name} has no EOS token, so no completion could ever end.")
     if tokenizer.pad_token_id is None:
@@ -296,18 +296,3 @@ def _from_checkpoint(
             "belong together."
         )
     return model, tokenizer
-
-
-def _from_hub(auto_class: type, name: str, trust: bool, dtype: torch.dtype | None = None) -> Any:
-    """`auto_class.from_pretrained`, with a folder or name that is not there reported in one sentence."""
-    path = Path(name).expanduser()
-    owner, slash, repository = name.partition("/")
-    on_hub = slash and "/" not in repository and owner not in ("", ".", "..", "~") and not Path(owner).is_dir()
-    if not path.is_dir() and not on_hub:
-        unknown("model preset or checkpoint folder", name, PRESETS)
-    settings = {} if dtype is None else {"dtype": dtype}
-    try:
-        return auto_class.from_pretrained(str(path), trust_remote_code=trust, **settings)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{name!r} cannot be loaded as a Hugging Face causal-LM checkpoint: {reason}") from error

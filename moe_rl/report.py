@@ -78,7 +78,7 @@ def print_table(console: Console, shown: Shown) -> None:
     """One table and the note below it."""
     table = Table(title=shown.title, title_justify="left", title_style="bold")
     for i, column in enumerate(shown.header):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
+        table.add_column(column, justify="right" if i else "left", overflow="fold")  # narrow: wrapped, never cut
     for row in shown.rows:
         table.add_row(*map(escape, row))
     console.print(table)

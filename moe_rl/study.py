@@ -206,7 +206,8 @@ def _typed(config: RunConfig, key: str, text: str) -> Any:
         value = float(value)
     if object not in kinds and type(value) not in kinds:
         wanted = " or ".join(k.__name__ for k in kinds)
-        raise ConfigError(f"{key} needs a value of type {wanted}, but got {text!r}")
+        more = f"; set one entry at a time, {key}.NAME=VALUE" if Mapping in kinds else ""
+        raise ConfigError(f"{key} needs a value of type {wanted}, but got {text!r}{more}")
     return value
 
 
@@ -214,6 +215,15 @@ def _check_counts(config: RunConfig) -> None:
     for name in ("steps", "prompts_per_step", "group_size", "mini_batches", "micro_batch", "max_new_tokens"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name}={getattr(config, name)}: a run needs at least 1, or there is nothing to do")
+    intervals = {"eval_every": config.eval_every, "save_every": config.save_every,
+                 "measure.detail_every": config.measure.detail_every}
+    for name, value in intervals.items():
+        if value < 1:
+            raise ConfigError(f"{name}={value}: an interval is at least 1 step; one longer than the run means only at "
+                              "its end, or never")
+    if config.optimizer.lr < 0 or config.temperature <= 0:
+        raise ConfigError(f"optimizer.lr={config.optimizer.lr:g}, temperature={config.temperature:g}: a learning rate "
+                          "must not be negative, a temperature must be positive")
     rows = config.prompts_per_step * config.group_size
     if config.mini_batches > rows:
         raise ConfigError(f"mini_batches={config.mini_batches} is more than the {rows} rollouts of a step "

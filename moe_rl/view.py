@@ -97,7 +97,7 @@ def _changed(a: Response, b: Response) -> float:
 
 
 def _tokenizer(name: str | None, trace: Path) -> PreTrainedTokenizerBase | None:
-    from moe_rl.models import load_tokenizer
+    from moe_rl.checkpoints import load_tokenizer
 
     if name is not None:
         return load_tokenizer(name)

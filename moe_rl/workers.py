@@ -90,12 +90,12 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
 def preflight(study: Study, planned: Sequence[Planned]) -> list[str]:
     """Why the comparison would be void, one sentence each, found before any process starts.
 
-    Raises ConfigError for a task, loss or route source that cannot be used. A study with a trainer of its own is left
-    to that trainer.
+    Raises ConfigError for a task, model, loss or route source that cannot be used. A study with a trainer of its own is
+    left to that trainer.
     """
     if study.trainer != TRAINER:
         return []
-    from moe_rl.execute import check_policy, source_of  # these import torch
+    from moe_rl.execute import check_model, check_policy, source_of  # these import torch
     from moe_rl.losses import objective_of
     from moe_rl.rollouts.choose import check_engine
     from moe_rl.tasks.base import load_task
@@ -105,6 +105,8 @@ def preflight(study: Study, planned: Sequence[Planned]) -> list[str]:
     tasks = {json.dumps([p.config.task, dict(p.config.task_options)], sort_keys=True): p.config for p in planned}
     for config in tasks.values():
         load_task(config.task, config.task_options)
+    for config in {json.dumps(p.config.to_dict()["model"], sort_keys=True): p.config for p in planned}.values():
+        check_model(config)
     for config in (p.config for p in planned):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,15 +14,18 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from rich.console import Console
 
-from moe_rl import cli, runs
+from moe_rl import cli, report, runs
 from moe_rl.config import RunConfig
 from moe_rl.frames import diff
 from moe_rl.runs import RunFolder, run_folders
 from moe_rl.study import write_declaration
+from moe_rl.tables import Shown
 from tests import fake_study
 
 FAKE = str(Path(__file__).parent / "fake_study.py")
+TABLES = str(Path(__file__).parent.parent / "studies" / "results" / "routing_replay")
 RUN = ["run", FAKE, "--jobs", "2", "--mix-code"]
 """`--mix-code`: the package may be edited while its tests run."""
 
@@ -203,6 +207,14 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
     (["rerun", "nowhere"], "not the folder of a study"),
     (["run", "studies/routing_replay.py", "--task", "running_sum"], "Did you mean running_sums"),
     (["run", "studies/routing_replay.py", "--task", "jsonl:nowhere.jsonl"], "nowhere.jsonl"),
+    (["run", "studies/routing_replay.py", "--dry-run", "--set", "model.name=/nowhere"], "'/nowhere'"),
+    (["run", "studies/routing_replay.py", "--dry-run", "--set", "model.device=cuda:99"], "cuda:99"),
+    (["run", "studies/routing_replay.py", "--set", "model.overrides=3"], "one entry at a time, model.overrides.NAME="),
+    (["run", "studies/routing_replay.py", "--set", "measure.detail_every=0"], "at least 1 step"),
+    (["run", FAKE, "--seeds", "-3"], "seeds are not negative"),
+    (["run", "studies/routing_replay.py", "--set", "optimizer.lr=-1"], "a learning rate must not be negative"),
+    (["run", "studies/engine_mismatch.py", "--set", "engine.experts=fast"], "choose eager, batched_mm, grouped_mm"),
+    (["export", TABLES, "--to", FAKE], "File exists"),
 ])
 def test_bad_input_is_one_sentence_and_exit_code_two(tmp_path, monkeypatch, capsys, arguments, words):
     if arguments[1].startswith("studies"):
@@ -212,6 +224,16 @@ def test_bad_input_is_one_sentence_and_exit_code_two(tmp_path, monkeypatch, caps
     err = capsys.readouterr().err
     assert words in err and err.startswith("moe-rl: ") and err.count("\n") == 1
     assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_a_narrow_terminal_wraps_tables_and_cuts_no_number():
+    rows = [("reward, second half", "0.17 [-0.32, 0.66]", "0.54 [0.33, 0.76]")]
+    shown = Shown("title", ("mean", "grpo", "gspo"), rows, "note")
+    console = Console(width=30, file=io.StringIO())
+    report.print_table(console, shown)
+    assert "…" not in console.file.getvalue()
+    for number in ("-0.32", "0.66]", "0.33", "0.76]"):
+        assert number in console.file.getvalue()
 
 
 def test_an_unknown_figure_is_noticed_before_anything_runs(tmp_path, capsys):

@@ -15,7 +15,7 @@ LAYERS = [
     ["errors", "seeds", "config", "columns", "versions"],
     ["routing.trace", "types"],
     ["routing", "tasks", "advantages", "losses", "metrics", "runs", "ranks", "frames", "stats"],
-    ["models", "memory", "policies", "rollouts", "experts_cpu"],
+    ["checkpoints", "models", "memory", "policies", "rollouts", "experts_cpu"],
     ["cold_start", "measure", "trainer"],
     ["execute", "execute_megatron", "study"],
     ["workers", "study_on_ranks", "summary", "factors", "plots", "figures", "tables", "report", "page", "collect",
@@ -26,7 +26,7 @@ LAYERS = [
 PROTOCOLS_ONLY = {"measure", "trainer"}
 HEAVY = {"transformers", "vllm", "megatron", "trl"}
 MAY_IMPORT_HEAVY = (
-    "models", "memory", "cold_start", "policies", "rollouts", "experts_cpu", "volatility", "trl",
+    "checkpoints", "models", "memory", "cold_start", "policies", "rollouts", "experts_cpu", "volatility", "trl",
     "execute_megatron",
 )  # fmt: skip
 

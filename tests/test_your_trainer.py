@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from moe_rl.routing import record_routing
 from tests.conftest import build
 
 PAGE = Path(__file__).parents[1] / "docs" / "your_trainer.md"
@@ -64,6 +65,20 @@ def test_the_plain_loop_gives_the_same_weights_under_activation_checkpointing(ca
         exec(blocks()[1], names)
     for a, b in zip(plain["model"].parameters(), checkpointed["model"].parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_routes_that_an_engine_recorded_become_the_trace_that_the_model_recorded(capsys):
+    names = setting()
+    names |= {"inputs": names["tokens"][:, :-1], "mask": names["attention_mask"][:, :-1]}
+    with torch.no_grad(), record_routing(names["model"]) as recording:
+        names["model"](input_ids=names["inputs"], attention_mask=names["mask"])
+    routes = recording.trace(names["inputs"], names["mask"])
+    names["texts"] = [row[there].tolist() for row, there in zip(names["tokens"], names["attention_mask"], strict=True)]
+    names["reported"] = [ids[: len(text) - 1].numpy() for ids, text in zip(routes.ids(), names["texts"], strict=True)]
+    exec(blocks()[2], names)
+    known = torch.arange(11) < names["attention_mask"].sum(1)[:, None] - 1
+    assert torch.equal(names["engine_routes"].ids()[known], routes.ids()[known])
+    assert float(capsys.readouterr().out) == known.sum() / names["mask"].sum()
 
 
 def test_without_trl_the_adapter_says_how_to_install_it():

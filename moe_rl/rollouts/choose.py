@@ -19,6 +19,7 @@ from moe_rl.rollouts.push import Score, describe
 from moe_rl.rollouts.vllm import INSTALL, VLLMEngine
 
 OF_HF = ("experts", "int8", "router_noise")
+EXPERTS = ("eager", "batched_mm", "grouped_mm")
 OF_VLLM = ("gpu_memory", "max_tokens")
 
 
@@ -41,6 +42,8 @@ def check_engine(run: RunConfig) -> None:
         raise ConfigError("routes='rollout' replays the engine's routes, but engine.routes='off' asks for none.")
     if engine.dtype is not None and not isinstance(getattr(torch, engine.dtype, None), torch.dtype):
         raise ConfigError(f"engine.dtype={engine.dtype!r} is no dtype of torch; use bfloat16 or float32.")
+    if engine.experts not in (None, *EXPERTS):
+        raise ConfigError(f"engine.experts={engine.experts!r}: choose {', '.join(EXPERTS)}.")
     if engine.router_noise < 0:
         raise ConfigError(f"engine.router_noise={engine.router_noise} must not be negative.")
 

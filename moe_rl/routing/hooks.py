@@ -200,6 +200,9 @@ def replay_routing(model: nn.Module, trace: RoutingTrace | None) -> Iterator[Rep
     if trace is None:
         yield None
         return
+    if not isinstance(trace, RoutingTrace):
+        raise RoutingError(f"replay_routing needs a RoutingTrace, not a {type(trace).__name__}; of ids it is made by "
+                           "RoutingTrace.from_ids(ids, layout_of(model), attention_mask=…).")
     modules = find_sites(model)
     make_layout(model, modules).require(trace.layout, "the trace")
     replay = Replay.of(trace)

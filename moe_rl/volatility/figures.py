@@ -29,7 +29,7 @@ def by_layer(frames: Frames) -> Figure:
             linewidth=1.2, label="sets, S ≠ S′")
     ax.plot(layers["site"], layers["noise_slot_change"], ":", color=FLOOR, label="noise floor, slots")
     ax.set(title="Change by site", ylabel="share of response rows", xlabel="routing site, in forward order")
-    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.yaxis.set_major_formatter(PercentFormatter(1))
     _whole(ax)
     ax.set_ylim(bottom=0)
     ax.legend()
@@ -55,7 +55,7 @@ def _margin_panel(ax: Axes, margins: pd.DataFrame) -> None:
     ax.set(title="Change by margin", xscale="log", xlabel="margin before, two bins per decade",
            ylabel="share of sets changed")
     ax.set_ylim(0, 1)
-    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.yaxis.set_major_formatter(PercentFormatter(1))
 
 
 @styled
@@ -70,18 +70,18 @@ def concentration_figure(frames: Frames) -> Figure:
     ax.plot(pooled["position"], pooled["w"] / pooled["n"], "o-", color=AFTER, markersize=4)
     ax.set(title="By position in the response", ylabel="expert slots changed",
            xlabel="token of the response" + (f" (each point: {width} tokens)" if width > 1 else ""))
-    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.yaxis.set_major_formatter(PercentFormatter(1))
     ax.set_ylim(bottom=0)
     ax, spread = axes[1], frames["layers_changed"]
     ax.bar(spread["layers_changed"], spread["tokens"] / spread["tokens"].sum(), color=AFTER, alpha=0.8, width=0.85)
     ax.set(title="By token", xlabel="layers in which a token's set changed", ylabel="share of response tokens")
-    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.yaxis.set_major_formatter(PercentFormatter(1))
     _whole(ax)
     ax = axes[2]
     common = frames["tokens"][frames["tokens"]["n"] >= SEEN].sort_values("slot_change").tail(SHOWN)
     ax.barh([_plain(text) for text in common["text"]], common["slot_change"], color=AFTER, alpha=0.8)
     ax.set(title=f"Token ids that change most (n ≥ {SEEN})", xlabel="expert slots changed where it is the input")
-    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.xaxis.set_major_formatter(PercentFormatter(1))
     ax.grid(axis="y", visible=False)
     return figure
 
@@ -104,12 +104,13 @@ def experts_figure(frames: Frames) -> Figure:
         ax.set(title=title, xlabel="expert", ylabel="routing site, in forward order")
         ax.grid(visible=False)
         _whole(ax)
+        ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     ax = axes[2]
     ax.plot(layers["site"], layers["coactivation_change"], "o-", color=AFTER, markersize=4,
             label="co-activation, ½ Σ |q − q′|")
     ax.plot(layers["site"], layers["noise_coactivation_change"], ":", color=FLOOR, label="its noise floor")
     ax.set(title="Pairs of experts", xlabel="routing site, in forward order", ylabel="share of pairs that moved")
-    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.yaxis.set_major_formatter(PercentFormatter(1))
     ax.set_ylim(bottom=0)
     _whole(ax)
     ax.legend()

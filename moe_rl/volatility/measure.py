@@ -11,7 +11,7 @@ import gc
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moe_rl import models, runs
+from moe_rl import checkpoints, models, runs
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.routing.sites import layout_of
@@ -79,12 +79,15 @@ def measure_volatility(
     models.placement(ModelConfig(device=device, dtype=comparison.dtype))
     digest = check_file(data)
     tokenizer, layout = _same_model(comparison, trust_remote_code)
-    finished = _claim(out, comparison, digest)
-    if finished and (not keep_traces or (out / "traces").exists()):
+    wanted = _wanted(comparison, digest)
+    if _finished(out, wanted) and (not keep_traces or (out / "traces").exists()):
         return tables.read(out)
     console = console or Console(stderr=True)
     console.print(f"reading {data}", highlight=False)
     texts = Texts(data, tokenizer, max_tokens=comparison.max_tokens, batch_tokens=comparison.batch_tokens)
+    if not (out / MANIFEST).exists():  # the folder is claimed once nothing in the request can be wrong any more
+        out.mkdir(parents=True, exist_ok=True)
+        runs.write_json(out / MANIFEST, wanted)
     passes = _Passes(comparison, out, texts, layout, max(tokenizer.get_vocab().values()) + 1, keep_traces)
     with _progress(console, texts) as advance:
         noise, tally = passes.run(lambda name: _observer(name, comparison.dtype, device, trust_remote_code), advance)
@@ -171,7 +174,7 @@ def _same_model(comparison: Comparison, trust: bool) -> tuple[PreTrainedTokenize
                          f"in {x.architecture}" for x in layouts)
         raise ConfigError(f"the two checkpoints are of different architectures, so their routes cannot be compared: "
                           f"{names[0]} has {before}; {names[1]} has {after}.")
-    tokenizers = [models.load_tokenizer(name, trust) for name in names]
+    tokenizers = [checkpoints.load_tokenizer(name, trust) for name in names]
     vocabularies = [set(tokenizer.get_vocab().items()) for tokenizer in tokenizers]
     if apart := len(vocabularies[0] ^ vocabularies[1]):
         raise ConfigError(f"the tokenizers of {names[0]} and {names[1]} differ in {apart} entries, so the two "
@@ -180,33 +183,33 @@ def _same_model(comparison: Comparison, trust: bool) -> tuple[PreTrainedTokenize
 
 
 def _layout(name: str, trust: bool) -> Layout:
-    from transformers import AutoModelForCausalLM
-
     if name in models.PRESETS:
         raise ConfigError(f"{name!r} is a preset, whose weights are random; give the folder of a checkpoint.")
+    checkpoints.check_weights(name)
     try:
-        config = models.hf_config(ModelConfig(name=name), trust)
+        model = models.skeleton(ModelConfig(name=name), trust)
     except ConfigError as error:
         if "trust_remote_code" in str(error.__cause__):
             raise ConfigError(f"{name} brings its own code, which runs only with --trust-remote-code.") from error
         raise
     try:
-        with torch.device("meta"):
-            return layout_of(AutoModelForCausalLM.from_config(config, trust_remote_code=trust))
+        return layout_of(model)
     except RoutingError as error:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def _claim(out: Path, comparison: Comparison, digest: str) -> bool:
-    """Make the folder this comparison's, and say whether it has finished there."""
+def _wanted(comparison: Comparison, digest: str) -> dict[str, Any]:
+    """What a folder must say of itself to hold this comparison."""
     wanted = asdict(comparison) | {"data_digest": digest, "code": code_version(), "packages": package_versions()}
-    wanted |= {f"{side}_files": _fingerprint(getattr(comparison, side)) for side in ("before", "after")}
+    return wanted | {f"{side}_files": _fingerprint(getattr(comparison, side)) for side in ("before", "after")}
+
+
+def _finished(out: Path, wanted: Mapping[str, Any]) -> bool:
+    """Whether the folder holds this comparison to its end. Raises RunError if it holds anything else."""
     manifest = runs.read_json(out / MANIFEST, ())
     if manifest is None:
         if out.exists() and any(out.iterdir()):
             raise RunError(f"--out {out} has other files in it; give a folder that is new or empty.")
-        out.mkdir(parents=True, exist_ok=True)
-        runs.write_json(out / MANIFEST, wanted)
         return False
     finished = manifest.pop("finished", None)
     there = {key: value for key, value in manifest.items() if not (finished and key in ("code", "packages"))}

@@ -71,6 +71,8 @@ class Texts:
         self.max_tokens, self.batch_tokens = max_tokens, batch_tokens
         if max_tokens < 2:
             raise ConfigError(f"--max-tokens {max_tokens}: two tokens are the least that has a route to compare.")
+        if batch_tokens < 1:
+            raise ConfigError(f"--batch-tokens {batch_tokens}: a forward needs at least 1.")
         check_file(self.file)
         self.lines = self.cut = 0
         self.sizes: list[int] = []
@@ -113,7 +115,7 @@ class Texts:
         start = max(start, 1)
         if len(tokens) < 2 or start >= len(tokens):
             raise ConfigError(f"{where}: of {len(tokens)} tokens, none of the response has one before it; the routes "
-                              "that decide a token are those of the token before.")
+                              "that decide a token are those of the token before, so leave the line out.")
         return Text(n, tuple(tokens[: self.max_tokens]), start, len(tokens) > self.max_tokens)
 
     def _plain(self, text: str) -> list[int]:
@@ -157,7 +159,8 @@ def entries(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 def check_file(file: Path) -> str:
     """A digest of the file. Raises ConfigError for the first line without text, or if there is none with."""
     if not file.is_file():
-        raise ConfigError(f"--data {file}: there is no such file (looked at {file.absolute()}).")
+        what = "is a folder; give one JSONL file" if file.is_dir() else "there is no such file"
+        raise ConfigError(f"--data {file}: {what} (looked at {file.absolute()}).")
     count = 0
     try:
         for count, (n, entry) in enumerate(entries(file), start=1):  # noqa: B007
@@ -186,6 +189,8 @@ def _parts(entry: Mapping[str, Any], where: str) -> tuple[str | list, str | list
         if isinstance(last, dict) and last.get("role") == "assistant":
             return prompt, response
         raise ConfigError(f"{where}: the last message is not the assistant's, so there is no response to look at.")
+    if response == "":
+        raise ConfigError(f"{where}: its response is empty, so no token of it has a route; leave the line out.")
     raise ConfigError(f"{where}: no text. Its keys are {', '.join(map(repr, entry)) or 'none'}; expected {FORMS}.")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -270,6 +272,12 @@ def test_a_dense_model_is_refused():
                                                          num_key_value_heads=1, head_dim=8))
     with pytest.raises(RoutingError, match="dense model"), record_routing(dense):
         pass
+
+
+def test_ids_are_no_trace_and_the_message_says_how_to_make_one(qwen, tokens):
+    unchecked = inspect.unwrap(replay_routing)  # without the type checks of the tests, as users call it
+    with pytest.raises(RoutingError, match="needs a RoutingTrace, not a Tensor; .* RoutingTrace.from_ids"):
+        next(unchecked(qwen, tokens))
 
 
 def test_a_trace_of_another_model_is_refused(qwen, tokens):

@@ -13,10 +13,11 @@ import pandas as pd
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
 from moe_rl import cli, models
 from moe_rl.config import ModelConfig
-from moe_rl.errors import RunError
+from moe_rl.errors import ConfigError, RunError
 from moe_rl.routing import RoutingTrace, record_routing
 from moe_rl.volatility import measure
 from moe_rl.volatility.measure import Comparison, measure_volatility
@@ -210,6 +211,14 @@ def test_a_folder_is_one_comparison(there, tmp_path, frames):
         compare(there, tmp_path / "mine")
 
 
+def test_a_request_that_is_refused_leaves_the_folder_free_for_the_right_one(there, tmp_path):
+    with pytest.raises(ConfigError, match="--max-tokens 1: two tokens are the least"):
+        compare(there, tmp_path / "out", max_tokens=1)
+    with pytest.raises(ConfigError, match="--batch-tokens 0: a forward needs at least 1"):
+        compare(there, tmp_path / "out", batch_tokens=0)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_top_share_by_hand():
     assert top_share(np.array([1.0, 4.0, 3.0, 2.0]), 0.5) == 0.7
     assert top_share(np.array([0.0, 1.0, 5.0]), 0.2, np.array([6, 3, 1])) == 6 / 8
@@ -251,14 +260,23 @@ def bad(there):
     (there / "renamed" / "tokenizer.json").write_text(json.dumps(tokenizer))
     (there / "empty.jsonl").touch()
     (there / "bad.jsonl").write_text('{"text": "ab"}\n{"question": 1}\n')
+    shutil.copytree(there / "after", there / "torn")
+    shard = sorted((there / "torn").glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:999])
+    (there / "adapter").mkdir()
+    (there / "adapter" / "adapter_config.json").write_text("{}")
+    (there / "adapter" / "adapter_model.safetensors").touch()
     return there
 
 
 @pytest.mark.parametrize(
     "after, data, says",
     [
-        ("none", "data.jsonl", "no model preset or checkpoint folder is called"),
+        ("none", "data.jsonl", "there is no checkpoint folder"),
+        ("torn", "data.jsonl", "model-00002-of-"),
+        ("adapter", "data.jsonl", "merge it into its base"),
         ("after", "none.jsonl", "there is no such file"),
+        ("after", ".", "is a folder; give one JSONL file"),
         ("after", "empty.jsonl", "is empty"),
         ("after", "bad.jsonl", "line 2: no text. Its keys are 'question'"),
         ("fewer", "data.jsonl", "different architectures"),
@@ -283,6 +301,8 @@ def test_code_of_a_checkpoint_runs_only_on_request(there, tmp_path, capsys):
     settings |= {"model_type": "custom_moe", "auto_map": {"AutoConfig": "custom.CustomConfig",
                                                          "AutoModelForCausalLM": "custom.CustomForCausalLM"}}
     (folder / "config.json").write_text(json.dumps(settings))
+    own = models.load(ModelConfig(name=str(there / "before")), 0).model.state_dict()  # under the names of the class
+    save_file({k: v for k, v in own.items() if k != "lm_head.weight"}, folder / "model.safetensors", {"format": "pt"})
     (folder / "custom.py").write_text(
         f"open({str(ran)!r}, 'a').write('x')\n"
         "from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM\n"

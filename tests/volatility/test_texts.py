@@ -89,7 +89,7 @@ def test_a_longer_line_is_cut_and_counted(tmp_path):
         ("{broken", "line 2: a JSON object is needed, not '{broken'"),
         ("[1]", "line 2: a JSON object is needed"),
         ({"question": "2"}, "line 2: no text. Its keys are 'question'; expected"),
-        ({"prompt": "2", "response": ""}, "line 2: no text"),
+        ({"prompt": "2", "response": ""}, "line 2: its response is empty"),
         ({"prompt": "2"}, "line 2: no text"),
         ({"text": 3}, "line 2: no text"),
         ({"text": "a"}, "line 2: of 1 tokens, none of the response has one before it"),
