@@ -66,6 +66,9 @@ class ColdStart:
     lr: float = 2e-3
 
 
+OPTIMIZERS = ("adamw", "sgd")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """AdamW, or SGD, and its surroundings."""

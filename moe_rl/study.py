@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl import runs
-from moe_rl.config import Arm, RunConfig
+from moe_rl.config import OPTIMIZERS, Arm, RunConfig
 from moe_rl.errors import ConfigError, RunError
 
 DECLARATION = "study.json"
@@ -112,7 +112,7 @@ class Study:
             config = config if steps is None else config.replace(steps=steps)
             if self.own_cold_starts:
                 config = config.replace(**{"cold_start.seed": seed})
-            _check_counts(config)
+            _check_values(config)
             labels = [name] * bool(name) + [f"{k}={re.sub(UNSAFE, '_', str(v))}" for k, v in chosen.items()]
             planned.append(Planned(out / self.name / arm.name / (",".join(labels) or "base") / f"seed={seed}", config))
         return planned
@@ -211,7 +211,7 @@ def _typed(config: RunConfig, key: str, text: str) -> Any:
     return value
 
 
-def _check_counts(config: RunConfig) -> None:
+def _check_values(config: RunConfig) -> None:
     for name in ("steps", "prompts_per_step", "group_size", "mini_batches", "micro_batch", "max_new_tokens"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name}={getattr(config, name)}: a run needs at least 1, or there is nothing to do")
@@ -224,6 +224,11 @@ def _check_counts(config: RunConfig) -> None:
     if config.optimizer.lr < 0 or config.temperature <= 0:
         raise ConfigError(f"optimizer.lr={config.optimizer.lr:g}, temperature={config.temperature:g}: a learning rate "
                           "must not be negative, a temperature must be positive")
+    if config.optimizer.name not in OPTIMIZERS:
+        raise ConfigError(f"optimizer.name={config.optimizer.name!r}: choose {' or '.join(OPTIMIZERS)}")
+    if not 0 <= config.cold_start.target <= 1:
+        raise ConfigError(f"cold_start.target={config.cold_start.target:g} is a success rate, from 0 (no cold start) "
+                          "to 1")
     rows = config.prompts_per_step * config.group_size
     if config.mini_batches > rows:
         raise ConfigError(f"mini_batches={config.mini_batches} is more than the {rows} rollouts of a step "

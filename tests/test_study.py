@@ -78,6 +78,8 @@ def test_a_study_that_cannot_be_stored_is_refused(changes, words):
     ({"group_size": -1}, "group_size=-1"),
     ({"mini_batches": 17}, "17 is more than the 16 rollouts"),
     ({"no_such": 1}, "no_such"),
+    ({"optimizer.name": "lion"}, "choose adamw or sgd"),
+    ({"cold_start.target": 2.0}, "success rate"),
 ])
 def test_runs_without_work_are_refused_before_they_start(tmp_path, changes, words):
     with pytest.raises(ConfigError, match=words):

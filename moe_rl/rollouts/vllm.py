@@ -211,7 +211,7 @@ def _check_head_dim(config: Any) -> None:
     if size not in sizes:
         raise ConfigError(
             f"the model has head_dim={size}, but vLLM's attention on CPUs takes {', '.join(map(str, sizes))} only; a "
-            'preset can be widened: model.overrides={"head_dim": 32}.'
+            "preset can be widened: --set model.overrides.head_dim=32."
         )
 
 

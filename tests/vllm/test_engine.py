@@ -210,7 +210,7 @@ def test_before_the_first_push_nothing_is_sampled_and_too_cold_is_refused(servin
 
 
 def test_what_cannot_be_served_is_refused_beforehand(tmp_path):
-    with pytest.raises(ConfigError, match='head_dim=16.*"head_dim": 32'):
+    with pytest.raises(ConfigError, match="head_dim=16.*model.overrides.head_dim=32"):
         Serving(tmp_path, model=ModelConfig())
 
 

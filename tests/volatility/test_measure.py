@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -22,7 +23,7 @@ from moe_rl.routing import RoutingTrace, record_routing
 from moe_rl.volatility import measure
 from moe_rl.volatility.measure import Comparison, measure_volatility
 from moe_rl.volatility.observed import Observer
-from moe_rl.volatility.tables import top_share
+from moe_rl.volatility.tables import METRICS, top_share
 from moe_rl.volatility.texts import Texts
 from tests.conftest import perturb
 
@@ -316,3 +317,9 @@ def test_code_of_a_checkpoint_runs_only_on_request(there, tmp_path, capsys):
     comparison = Comparison(str(folder), str(folder), str(there / "data.jsonl"))
     measure_volatility(comparison, tmp_path / "out", trust_remote_code=True, console=Console(quiet=True))
     assert ran.exists()
+
+
+def test_the_documentation_names_every_table_and_metric(frames):
+    page = (Path(__file__).parents[2] / "docs" / "volatility.md").read_text()
+    for name in (*frames, *METRICS, *(c for f in ("positions", "experts", "pairs", "responses") for c in frames[f])):
+        assert f"`{name}`" in page or name in ("site", "layer", "expert", "position", "line"), name
