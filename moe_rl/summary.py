@@ -153,14 +153,18 @@ class Comparison:
     """Of equal times to the first collapse; unadjusted. NaN when neither arm had one."""
 
 
+def pairs_of(arms: Sequence[str], contrasts: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
+    """The contrasts; without any, all pairs, the later arm before the earlier."""
+    return contrasts or [(b, a) for a, b in itertools.combinations(arms, 2)]
+
+
 def compare(frames: Frames, arms: Sequence[str], contrasts: Sequence[Sequence[str]] = (),
             metric: Metric = MAIN) -> list[Comparison]:
     """The contrasts (first minus second) over the seeds both arms have, at every combination of factors.
 
     Without contrasts: all pairs, the later arm minus the earlier. Holm's adjustment is over everything returned.
     """
-    pairs = contrasts or [(b, a) for a, b in itertools.combinations(arms, 2)]
-    found = []
+    pairs, found = pairs_of(arms, contrasts), []
     for cell in frames.cells:
         values, fates = per_run(frames.cell(cell), metric).dropna(), outcomes(frames.cell(cell))
         by_arm = {arm: values.xs(arm).to_dict() for arm in dict.fromkeys(values.index.get_level_values(0))}

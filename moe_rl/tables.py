@@ -14,7 +14,7 @@ from moe_rl.factors import HalfLost, against, half_lost_points, numeric
 from moe_rl.figures import factor_of
 from moe_rl.frames import Frames
 from moe_rl.stats import Interval, interval
-from moe_rl.summary import Metric, compare, metric, outcomes, per_run, summarise
+from moe_rl.summary import Metric, compare, metric, outcomes, pairs_of, per_run, summarise
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def half_lost_table(frames: Frames, arms: Sequence[str], factor: str, endpoint: 
         return []
     if not numeric(values) or min(values) <= 0 or len(values) < 3:
         return []
-    pairs = contrasts or [(b, a) for i, a in enumerate(arms) for b in arms[i + 1:]]
+    pairs = pairs_of(arms, contrasts)
     found = half_lost_points(frames, factor, endpoint, pairs)
     rows = [row for one in found for row in _half_lost_rows(one)]
     used = [i for one in found for i in (*one.points.values(), *(s.ratio for s in one.shifts.values()))]

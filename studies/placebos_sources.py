@@ -6,4 +6,4 @@ from moe_rl.routing.sources import false_flips, random_share
 
 quarter, half, three_quarters = (partial(random_share, share=share) for share in (0.25, 0.5, 0.75))
 flips = partial(false_flips, share=0.05)
-"""As many (token, site) pairs as change sets in one step at this learning rate: about 5 %."""
+"""About the share of expert slots that changes in one step in the pilot of `small` at 4e-4 (5.3 %)."""

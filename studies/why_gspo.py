@@ -1,7 +1,5 @@
 """What is it about GSPO: how it weighs tokens, or what it clips? Weight × clip, and four rival explanations."""
 
-from dataclasses import replace
-
 from small import BASE, DIFFERS, GSPO_CLIP, SECONDS, grpo, gspo
 
 from moe_rl.config import Arm
@@ -31,7 +29,7 @@ study = Study(
         cell("none", "token"), cell("none", "sequence"), cell("none", "none"),
         *rivals,
     ),  # fmt: skip
-    base=replace(BASE, optimizer=replace(BASE.optimizer, lr=5.66e-4)),
+    base=BASE.replace(**{"optimizer.lr": 5.66e-4}),
     seeds=(40, 41, 42, 43, 44, 45, 46, 47),
     own_cold_starts=True,
     figures=("learning", "clipping"),

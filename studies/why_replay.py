@@ -1,7 +1,5 @@
 """Replay taken apart: the routes of the ratio × the routes of the gradient."""
 
-from dataclasses import replace
-
 from small import BASE, DIFFERS, SECONDS, grpo
 from small import replay as both
 
@@ -17,7 +15,7 @@ study = Study(
     hypothesis="Through the ratio: replay of the ratio alone does what replay does (GSPO, arXiv 2507.18071, section "
     "5.3).",
     arms=(grpo, of_ratio, of_gradient, both),
-    base=replace(BASE, optimizer=replace(BASE.optimizer, lr=5.66e-4)),
+    base=BASE.replace(**{"optimizer.lr": 5.66e-4}),
     seeds=(40, 41, 42, 43, 44, 45, 46, 47),
     own_cold_starts=True,
     figures=("learning", "clipping", "expert_change"),

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from moe_rl.config import Optimizer
+from moe_rl.config import OPTIMIZERS, Optimizer
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.losses import Objective, sequence_mean_weights
 from moe_rl.routing.hooks import RouterScores, record_routing, replay_routing
@@ -184,7 +184,7 @@ def _optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, **common)
     if settings.name == "sgd":
         return torch.optim.SGD(groups, momentum=settings.betas[0], **common)
-    raise ConfigError(f"there is no optimizer {settings.name!r}: choose adamw or sgd.")
+    raise ConfigError(f"there is no optimizer {settings.name!r}: choose {' or '.join(OPTIMIZERS)}.")
 
 
 def _checkpoint_activations(model: nn.Module, reentrant: bool) -> None:

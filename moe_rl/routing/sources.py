@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing.trace import RoutingTrace
@@ -58,8 +59,7 @@ def shuffled(batch: Batch, natural: Scored) -> RoutingTrace:
         donor[mine] = theirs[torch.arange(len(mine)) % len(theirs)]
     routes = natural.routes
     experts = routes.experts[donor.to(routes.experts.device)]
-    padding = ~routes.attention_mask[..., None, None]
-    return replace(routes, experts=experts.masked_fill(padding, routes.layout.unknown))
+    return _forced(routes, experts, routes.attention_mask[..., None])
 
 
 def random_sets(batch: Batch, natural: Scored, *, seed: int = 0) -> RoutingTrace:
@@ -73,16 +73,14 @@ def random_sets(batch: Batch, natural: Scored, *, seed: int = 0) -> RoutingTrace
     for s, site in enumerate(routes.layout.sites):
         order = torch.rand(*routes.shape[:2], site.num_experts, generator=generator).argsort(-1)
         experts[:, :, s, : site.top_k] = order[..., : site.top_k].to(experts.dtype)
-    experts = experts.to(routes.experts.device).masked_fill(~routes.known[..., None], routes.layout.unknown)
-    return replace(routes, experts=experts)
+    return _forced(routes, experts.to(routes.experts.device), routes.known)
 
 
 def random_share(batch: Batch, natural: Scored, *, share: float, seed: int = 0) -> RoutingTrace:
     """A dose of Routing Replay: a random `share` of (token, site) pairs replays π_old's routes, the rest is free."""
     routes = natural.routes
     dose = torch.rand(routes.shape[:3], generator=_generator(seed, batch)) < share
-    kept = routes.known & dose.to(routes.experts.device)
-    return replace(routes, experts=routes.experts.masked_fill(~kept[..., None], routes.layout.unknown))
+    return _forced(routes, routes.experts, routes.known & dose.to(routes.experts.device))
 
 
 def false_flips(batch: Batch, natural: Scored, *, share: float) -> RoutingTrace:
@@ -104,11 +102,15 @@ def false_flips(batch: Batch, natural: Scored, *, share: float) -> RoutingTrace:
     flipped = torch.zeros_like(routes.known).flatten()
     flipped[margins.flatten().argsort(stable=True)[:count]] = True
     swapped = ids.scatter(-1, weakest, runner_up[..., None]).where(flipped.view_as(routes.known)[..., None], ids)
-    experts = swapped.masked_fill(~routes.known[..., None], routes.layout.unknown).to(routes.experts.dtype)
-    return replace(routes, experts=experts)
+    return _forced(routes, swapped.to(routes.experts.dtype), routes.known)
 
 
 false_flips.needs_scores = True
+
+
+def _forced(routes: RoutingTrace, experts: Tensor, where: Tensor) -> RoutingTrace:
+    """The trace with other experts, unknown except at the (token, site) pairs of `where`."""
+    return replace(routes, experts=experts.masked_fill(~where[..., None], routes.layout.unknown))
 
 
 def _generator(seed: int, batch: Batch) -> torch.Generator:
