@@ -18,15 +18,15 @@ study = Study(
     hypothesis="The effect of replay grows with the share of (token, layer) pairs replayed; false flips and routes of "
     "other prompts do harm.",
     arms=(grpo, *doses, replay, flips, shuffled),
-    base=BASE.replace(**{"optimizer.lr": 5.66e-4}),
+    base=BASE.replace(**{"optimizer.lr": 5.66e-4, "steps": 60}),
     seeds=(40, 41, 42, 43),
     own_cold_starts=True,
     figures=("learning", "expert_change", "ratio_spread"),
     contrasts=(("grpo-replay", "grpo"), ("false-flips", "grpo-replay")),
-    decision_rule="Endpoint: mean reward over steps 51–100. Primary: the slope of reward over the dose 0, ¼, ½, ¾, 1 "
+    decision_rule="Endpoint: mean reward over steps 31–60. Primary: the slope of reward over the dose 0, ¼, ½, ¾, 1 "
     "(least squares per seed), 95 % Student t over 4 seeds: above 0, replay helps by dose; below, it harms by dose; "
     "else undetermined at n = 4. Placebos are exploratory (with 4 seeds no p of a pair is below 0.12). Stopping: 4 "
-    "seeds × 7 arms × 100 steps; a diverged run has reward 0 from there on.",
+    "seeds × 7 arms × 60 steps; a diverged run has reward 0 from there on.",
     differs_from_paper=DIFFERS,
     caution="one learning rate; grpo and its cold starts are those of why_gspo.",
     cost="Cold starts are those of why_gspo.",

@@ -4,7 +4,7 @@ from small import BASE, DIFFERS, SECONDS, grpo, gspo, replay
 
 from moe_rl.study import Study
 
-UPDATES = 800
+UPDATES = 480
 MINI_BATCH = 16  # responses, of two prompts on average
 
 study = Study(
@@ -23,7 +23,7 @@ study = Study(
     figures=("against:N", "against:N:expert slots changed"),
     contrasts=(("grpo-replay", "grpo"), ("gspo", "grpo")),
     decision_rule="Machinery: at N = 1 the rewards of all arms are equal at every step, or the study is void. "
-    "Endpoint: mean reward over the second half, of 800 updates on 12,800 responses each. Primary: the slope of "
+    "Endpoint: mean reward over the second half, of 480 updates on 7,680 responses each. Primary: the slope of "
     "replay − GRPO and of GSPO − GRPO over log2 N (least squares per seed, N = 1 … 8), 97.5 % Student t over 4 seeds. "
     "Above 0: reproduced; below: reversed; else undetermined at n = 4. Single N are exploratory. Stopping: 4 seeds × "
     "12 cells; a diverged run has reward 0 from there on.",

@@ -29,16 +29,16 @@ study = Study(
         cell("none", "token"), cell("none", "sequence"), cell("none", "none"),
         *rivals,
     ),  # fmt: skip
-    base=BASE.replace(**{"optimizer.lr": 5.66e-4}),
+    base=BASE.replace(**{"optimizer.lr": 5.66e-4, "steps": 60}),
     seeds=(40, 41, 42, 43, 44, 45, 46, 47),
     own_cold_starts=True,
     figures=("learning", "clipping"),
     contrasts=(("sequence-token", "grpo"), ("token-sequence", "grpo"), ("gspo", "grpo")),
-    decision_rule="Endpoint: mean reward over steps 51–100. Three contrasts, two-sided sign flips over 8 seeds, "
+    decision_rule="Endpoint: mean reward over steps 31–60. Three contrasts, two-sided sign flips over 8 seeds, "
     "Holm at 5 %. 'Weight' if sequence-token − grpo is decided above 0 and token-sequence is not; 'clipping' the other "
     "way round; 'both' or 'neither' accordingly; if gspo − grpo itself is undecided, the question is undetermined "
     "at n = 8. Rivals (dual clip; log-ratios shrunk to the variance that replay leaves; responses dropped at "
-    "random, as often as GSPO clips) and all other cells are exploratory. Stopping: 8 seeds × 12 arms × 100 "
+    "random, as often as GSPO clips) and all other cells are exploratory. Stopping: 8 seeds × 12 arms × 60 "
     "steps; a diverged run has reward 0 from there on.",
     differs_from_paper=DIFFERS,
     caution="one learning rate, where arms were expected to differ by pilots with other seeds.",

@@ -15,14 +15,14 @@ study = Study(
     hypothesis="Through the ratio: replay of the ratio alone does what replay does (GSPO, arXiv 2507.18071, section "
     "5.3).",
     arms=(grpo, of_ratio, of_gradient, both),
-    base=BASE.replace(**{"optimizer.lr": 5.66e-4}),
+    base=BASE.replace(**{"optimizer.lr": 5.66e-4, "steps": 60}),
     seeds=(40, 41, 42, 43, 44, 45, 46, 47),
     own_cold_starts=True,
     figures=("learning", "clipping", "expert_change"),
     contrasts=(("replay-of-ratio", "grpo"), ("replay-of-gradient", "grpo"), ("grpo-replay", "grpo")),
-    decision_rule="Endpoint: mean reward over steps 51–100. Three contrasts, two-sided sign flips over 8 seeds, Holm "
+    decision_rule="Endpoint: mean reward over steps 31–60. Three contrasts, two-sided sign flips over 8 seeds, Holm "
     "at 5 %. The mechanism is the ratio if its contrast has a decided sign equal to that of grpo-replay − grpo and "
-    "the gradient's has not; and so on. If none is decided: undetermined at n = 8. Stopping: 8 seeds × 4 arms × 100 "
+    "the gradient's has not; and so on. If none is decided: undetermined at n = 8. Stopping: 8 seeds × 4 arms × 60 "
     "steps; a diverged run has reward 0 from there on.",
     differs_from_paper=DIFFERS,
     caution="one learning rate; grpo and its cold starts are those of why_gspo.",

@@ -66,19 +66,7 @@ class HFPolicy:
 
     def update(self, batch: Batch, old: Scored, objective: Objective, routes: RoutingTrace | None = None) -> Updated:
         """One optimizer step on a mini-batch. Micro-batches only add: the weights of the loss span all of it."""
-        weights = sequence_mean_weights(batch.response_mask)
-        self.optimizer.zero_grad(set_to_none=True)
-        parts, loss = [], 0.0
-        for rows in _slices(len(batch), self.micro_batch):
-            part = batch.rows(rows).to(self.device)
-            time = part.tokens.shape[1]
-            old_logprobs, weight = (x[rows, :time].to(self.device) for x in (old.logprobs, weights))
-            with self._routed(part, None if routes is None else routes.rows(rows)) as routed:
-                logprobs, entropy = self._forward(part, entropy_gradient=objective.entropy != 0)
-                out = objective(logprobs, entropy, old_logprobs, part, weight)
-                out.loss.backward()
-            loss += out.loss.item()
-            parts.append((logprobs.detach(), entropy.detach(), *routed[:2], out.lost))
+        outputs, loss = self._backward(batch, old, objective, routes)
         limit = self.settings.grad_clip or float("inf")
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
         if not math.isfinite(norm):
@@ -88,7 +76,17 @@ class HFPolicy:
             group["lr"] = self.settings.lr_at(self.updates) * group["scale"]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return Updated(*_join(parts, batch), loss=loss, grad_norm=norm, grad_clipped=norm > limit)
+        return Updated(*outputs, loss=loss, grad_norm=norm, grad_clipped=norm > limit)
+
+    def gradient(
+        self, batch: Batch, old: Scored, objective: Objective, routes: RoutingTrace | None = None
+    ) -> Float[Tensor, " parameters"]:
+        """What `update` would clip and hand to its optimizer, of all trainable parameters in one vector. No step."""
+        self._backward(batch, old, objective, routes)
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trainable])
+        self.optimizer.zero_grad(set_to_none=True)
+        return gradient
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of the state dict, as transformers names them in memory.
@@ -116,7 +114,36 @@ class HFPolicy:
         self.optimizer.load_state_dict(moments["optimizer"])
         self.updates = moments["updates"]
 
+    @torch.no_grad()
+    def distributions(
+        self, batch: Batch, routes: RoutingTrace | None = None
+    ) -> Float[Tensor, "batch time vocabulary"]:
+        """log π(· | prefix) at every response token, 0 elsewhere; all rows at once, so for small vocabularies."""
+        part = batch.to(self.device)
+        with self._routed(part, routes):
+            first, log_p = self._log_probs(part)
+        return nn.functional.pad(log_p.where(part.response_mask[:, first:, None], 0.0), (0, 0, first, 0))
+
     # ------------------------------------------------------------------ how
+    def _backward(
+        self, batch: Batch, old: Scored, objective: Objective, routes: RoutingTrace | None
+    ) -> tuple[list, float]:
+        """Fresh gradients of a mini-batch's loss; returns the outputs of its rows and the loss."""
+        weights = sequence_mean_weights(batch.response_mask)
+        self.optimizer.zero_grad(set_to_none=True)
+        parts, loss = [], 0.0
+        for rows in _slices(len(batch), self.micro_batch):
+            part = batch.rows(rows).to(self.device)
+            time = part.tokens.shape[1]
+            old_logprobs, weight = (x[rows, :time].to(self.device) for x in (old.logprobs, weights))
+            with self._routed(part, None if routes is None else routes.rows(rows)) as routed:
+                logprobs, entropy = self._forward(part, entropy_gradient=objective.entropy != 0)
+                out = objective(logprobs, entropy, old_logprobs, part, weight)
+                out.loss.backward()
+            loss += out.loss.item()
+            parts.append((logprobs.detach(), entropy.detach(), *routed[:2], out.lost))
+        return _join(parts, batch), loss
+
     @contextmanager
     def _routed(self, part: Batch, routes: RoutingTrace | None, scores: bool = False) -> Iterator[list]:
         """Scope of one forward (and its backward); when it ends the list holds routes used, preferred, and scores."""
@@ -133,20 +160,25 @@ class HFPolicy:
         routed.append(recording.scores(len(part)) if scores else None)
 
     def _forward(self, part: Batch, entropy_gradient: bool = False) -> tuple[PerToken, PerToken]:
-        """Log-probs and entropy of the response tokens, 0 elsewhere.
+        """Log-probs and entropy of the response tokens, 0 elsewhere."""
+        first, log_p = self._log_probs(part)
+        tokens, mask = part.tokens.to(self.device), part.response_mask.to(self.device)[:, first:]
+        chosen = log_p.gather(-1, tokens[:, first:, None])[..., 0]
+        with nullcontext() if entropy_gradient else torch.no_grad():
+            entropy = -(log_p.exp() * log_p).sum(-1)
+        return tuple(nn.functional.pad(x.where(mask, 0.0), (first, 0)) for x in (chosen, entropy))
+
+    def _log_probs(self, part: Batch) -> tuple[int, Float[Tensor, "batch kept vocabulary"]]:
+        """The first position at which a row has a response token, and log π over the vocabulary from there on.
 
         The last token is never an input: nothing depends on it. Right padding under a causal mask reaches no real
         token, so no attention mask is needed. Logits are made only where the next token belongs to a response.
         """
-        tokens, mask = part.tokens.to(self.device), part.response_mask.to(self.device)
-        first = max(1, int(mask.any(0).long().argmax()))
+        tokens = part.tokens.to(self.device)
+        first = max(1, int(part.response_mask.any(0).long().argmax()))
         keep = tokens.shape[1] - first
         logits = self.model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=keep).logits
-        log_p = (logits.float() / self.temperature).log_softmax(-1)
-        chosen = log_p.gather(-1, tokens[:, first:, None])[..., 0]
-        with nullcontext() if entropy_gradient else torch.no_grad():
-            entropy = -(log_p.exp() * log_p).sum(-1)
-        return tuple(nn.functional.pad(x.where(mask[:, first:], 0.0), (first, 0)) for x in (chosen, entropy))
+        return first, (logits.float() / self.temperature).log_softmax(-1)
 
 
 def _slices(rows: int, size: int) -> list[slice]:

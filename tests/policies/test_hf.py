@@ -218,3 +218,32 @@ def test_sgd_steps_against_the_gradient_and_freezes_what_it_is_told_to(batch):
     assert frozen and not any(step[n].any() for n in frozen)
     with pytest.raises(ConfigError, match="no optimizer 'lion'"):
         policy_of(build("qwen3_moe"), optimizer={"name": "lion"})
+
+
+def test_a_gradient_is_the_one_that_update_hands_to_its_optimizer(batch):
+    """Plain SGD moves the weights by minus the learning rate times it; with and without replay."""
+    policy = policy_of(build("qwen3_moe"), optimizer={"name": "sgd", "lr": 0.5, "betas": (0.0, 0.0), "grad_clip": 0.0})
+    old = policy.score(batch)
+    perturb(policy.model)
+    for routes in (None, old.routes):
+        gradient = policy.gradient(batch, old, GRPO, routes)
+        before = torch.nn.utils.parameters_to_vector(policy.model.parameters()).detach()
+        updated = policy.update(batch, old, GRPO, routes)
+        after = torch.nn.utils.parameters_to_vector(policy.model.parameters()).detach()
+        torch.testing.assert_close((before - after) / 0.5, gradient, rtol=1e-4, atol=1e-6)
+        assert gradient.abs().max() > 1e-3
+        assert gradient.norm().item() == pytest.approx(updated.grad_norm, rel=1e-4)
+
+
+def test_distributions_hold_the_log_probabilities_that_score_returns(batch):
+    policy = policy_of(build("qwen3_moe"), temperature=0.7)
+    routes = policy.score(batch).routes
+    perturb(policy.model)
+    for forced in (None, routes):
+        log_p = policy.distributions(batch, forced)
+        chosen = log_p.gather(-1, batch.tokens[..., None])[..., 0]
+        mask = batch.response_mask
+        assert torch.equal(chosen[mask], policy.score(batch, forced).logprobs[mask])
+        torch.testing.assert_close(log_p.exp().sum(-1)[mask], torch.ones(int(mask.sum())))
+        assert not log_p[~mask].any()
+    assert not torch.equal(policy.distributions(batch), policy.distributions(batch, routes))

@@ -1,0 +1,120 @@
+"""How `ratio_variance` trains and measures.
+
+Beside the usual tables a run writes two of its own:
+
+- `prompts.parquet`: a row per mini-batch and prompt, with sums over its tokens right before they are trained on. D is
+  log π_θ − log π_old under natural routes, R the same under π_old's routes, J = D − R, as in `metrics.attribution`. KL
+  is exact: from π_old to π_θ over the whole vocabulary, under either routes.
+- `scaling.parquet`: the same between θ and θ + α·u on fixed tokens sampled from θ, where u is the change of weights
+  that one more step makes.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from bare_training import OnStep, train_bare
+
+from moe_rl.config import RunConfig
+from moe_rl.execute import build
+from moe_rl.losses import Objective
+from moe_rl.measure import response_rows
+from moe_rl.metrics.volatility import route_change
+from moe_rl.policies.hf import HFPolicy
+from moe_rl.routing.trace import RoutingTrace
+from moe_rl.runs import RunFolder
+from moe_rl.trainer import Clock, Parts, roll_out, train_step
+from moe_rl.types import Batch, Scored, Updated
+
+ALPHAS = np.logspace(-3, 0, 13)
+FIXED = 16
+"""Batches of rollouts on which the scaling law is measured."""
+
+
+def execute(run: RunConfig, folder: RunFolder, *, cache: Path, on_step: OnStep = None) -> None:
+    """Carry out a run of the study from its beginning; nothing is kept of one that was interrupted."""
+    parts = build(run, folder.path, cache)
+    watched = Watched(parts.policy, HFPolicy(deepcopy(parts.policy.model), run.optimizer))
+    tables = train_bare(run, replace(parts, policy=watched), on_step, watched.begin)
+    pd.concat(watched.rows).to_parquet(folder.path / "prompts.parquet", index=False)
+    pd.DataFrame(scaling(run, parts)).to_parquet(folder.path / "scaling.parquet", index=False)
+    folder.commit(run.steps, tables, parts.policy.save)
+    folder.finish()
+
+
+class Watched:
+    """A policy whose mini-batches are measured before they are trained on."""
+
+    def __init__(self, policy: HFPolicy, old: HFPolicy):
+        self.policy, self.old = policy, old
+        self.step, self.number = 0, 0
+        self.rows: list[pd.DataFrame] = []
+
+    def begin(self, step: int) -> None:
+        """The weights of now are π_old."""
+        self.old.model.load_state_dict(self.policy.model.state_dict())
+        self.step, self.number = step, 0
+
+    def update(self, batch: Batch, old: Scored, objective: Objective, routes: RoutingTrace | None = None) -> Updated:
+        self.number += 1
+        if self.number > 1:  # at the first nothing has moved
+            prompts = (
+                compare(self.old, self.policy, batch)
+                .groupby("prompt")
+                .agg(n=("d", "size"), **{name: (name, "sum") for name in SUMS}, largest=("dd", "max"))
+            )
+            self.rows.append(prompts.reset_index().assign(step=self.step, update=self.number))
+        return self.policy.update(batch, old, objective, routes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name)
+
+
+SUMS = ("d", "r", "dd", "rr", "jj", "rj", "kl_natural", "kl_replayed", "changed")
+
+
+def compare(old: HFPolicy, new: HFPolicy, batch: Batch) -> pd.DataFrame:
+    """The response tokens of a batch, row by row: log-ratios and KL of two policies, natural and replaying `old`."""
+    mask, inputs = batch.response_mask, response_rows(batch)
+    before, after = old.score(batch), new.score(batch)
+    replayed = new.score(batch, before.routes)
+    old_log_p = old.distributions(batch)
+    log_p = {"kl_natural": new.distributions(batch), "kl_replayed": new.distributions(batch, before.routes)}
+    kl = {k: (old_log_p.exp() * (old_log_p - new_log_p)).sum(-1)[mask].double() for k, new_log_p in log_p.items()}
+    d, r = ((scored.logprobs - before.logprobs)[mask].double() for scored in (after, replayed))
+    routes = [scored.routes.ids()[inputs].sort(-1).values for scored in (before, after)]
+    return pd.DataFrame({
+        "prompt": batch.prompt_index[:, None].expand_as(mask)[mask],
+        "d": d, "r": r, "dd": d * d, "rr": r * r, "jj": (d - r) ** 2, "rj": r * (d - r), **kl,
+        "changed": (routes[0] != routes[1]).any(-1).any(-1).double(),
+    })  # fmt: skip
+
+
+def scaling(run: RunConfig, parts: Parts) -> list[dict[str, float]]:
+    """Mean squares between θ and θ + α·u per token, and the share of expert slots changed, a row per α."""
+    policy = parts.policy
+    theta = HFPolicy(deepcopy(policy.model), run.optimizer)
+    batches = [roll_out(run, parts, run.steps + 2 + i) for i in range(FIXED)]
+    train_step(run, parts, run.steps + 1, Clock())
+    start, end = theta.model.state_dict(), {k: v.clone() for k, v in policy.model.state_dict().items()}
+    rows = []
+    for alpha in ALPHAS:
+        policy.model.load_state_dict({k: torch.lerp(start[k], end[k], float(alpha)) for k in start})
+        tokens = pd.concat([compare(theta, policy, batch) for batch in batches])
+        change = [route_change(*(p.score(b).routes.ids() for p in (theta, policy)), response_rows(b)) for b in batches]
+        rows.append(
+            {
+                "alpha": alpha,
+                "tokens": len(tokens),
+                **tokens.drop(columns="prompt").mean(),
+                "slot_change": sum(change[1:], change[0]).row()["slot_change"],
+            }
+        )
+    policy.model.load_state_dict(start)
+    return rows
