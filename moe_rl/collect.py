@@ -4,6 +4,7 @@
         study.json        the declaration
         runs.parquet      a row per run: full configuration, code and package versions, seconds, digest of the weights
         steps.parquet, updates.parquet, layers.parquet      the columns KEPT, floats as float32
+        <name>.parquet    a table that the study's own trainer wrote into its runs, whole
 
 `frames.load_study` reads such a folder as it reads a folder of runs.
 """
@@ -53,7 +54,8 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), mix_code: bool
     out.mkdir(parents=True, exist_ok=True)
     left_out = [text.replace(f"{folder}/", "") for text in frames.left_out]
     runs.write_json(out / DECLARATION, declared | {"left_out": left_out}, fsync=False)
-    written = {out / f"{name}.parquet": table for name, table in {"runs": _runs(frames), **tables}.items()}
+    tables = {"runs": _runs(frames), **tables, **_own(frames)}
+    written = {out / f"{name}.parquet": table for name, table in tables.items()}
     for file, table in written.items():
         _write(table, file)
     return {file: file.stat().st_size for file in (out / DECLARATION, *written)}
@@ -62,8 +64,23 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), mix_code: bool
 def _select(name: str, frame: pd.DataFrame, also: Sequence[str]) -> pd.DataFrame:
     first = [*LABELS, *TABLES[name]]
     kept = [c for c in frame if c not in first and any(fnmatchcase(c, p) for p in (*KEPT[name], *also))]
-    frame = frame.reindex(columns=[*first, *kept])
+    return _narrow(frame.reindex(columns=[*first, *kept]))
+
+
+def _narrow(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.astype({c: "float32" for c in frame.select_dtypes("float64")})
+
+
+def _own(frames: Frames) -> dict[str, pd.DataFrame]:
+    """The tables beside the usual ones, of all runs, with the labels of each."""
+    found: dict[str, list[pd.DataFrame]] = {}
+    for run in frames.runs.itertuples():
+        for file in sorted(Path(run.path).glob("*.parquet")):
+            if file.stem not in TABLES:
+                labels = {label: getattr(run, label) for label in LABELS}
+                rows = pq.read_table(file, partitioning=None).to_pandas()
+                found.setdefault(file.stem, []).append(rows.assign(**labels)[[*LABELS, *rows.columns]])
+    return {name: _narrow(pd.concat(parts, ignore_index=True)) for name, parts in found.items()}
 
 
 def _runs(frames: Frames) -> pd.DataFrame:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -55,6 +56,20 @@ def same(a: Frames, b: Frames) -> bool:
             if not np.array_equal(want.to_numpy(), y[column].to_numpy(), equal_nan=want.dtype.kind == "f"):
                 return False
     return True
+
+
+def test_a_table_of_the_studys_own_trainer_is_collected_whole(folder, tmp_path):
+    copy = tmp_path / "runs" / folder.name
+    shutil.copytree(folder, copy)
+    for n, seed in enumerate((0, 1)):
+        own = pd.DataFrame({"prompt": [n, n + 1], "kl": [0.5, 0.25]})
+        own.to_parquet(copy / "gspo" / "optimizer.lr=0.0002" / f"seed={seed}" / "prompts.parquet")
+    collect(copy, tmp_path / "out", mix_code=True)
+    table = pd.read_parquet(tmp_path / "out" / "prompts.parquet")
+    assert table[["arm", "factors", "seed", "prompt"]].to_numpy().tolist() == [
+        ["gspo", "optimizer.lr=0.0002", seed, prompt] for seed, prompt in ((0, 0), (0, 1), (1, 1), (1, 2))
+    ]
+    assert table["kl"].tolist() == [0.5, 0.25] * 2
 
 
 def test_the_collected_tables_are_the_rows_of_the_runs_in_float32(folder, results):

@@ -1,0 +1,137 @@
+"""Which measurement announces a collapse? An analysis of the runs of `learning_rates`, and a test on `confirmation`.
+
+Declared before either study had ended.
+
+Question: does any measurement of the natural routes say, earlier than the reward does, that a run is about to collapse?
+
+Hypothesis: the share of expert slots changed in a step does.
+
+Data: every step from the fifth on, up to the first collapse of a run (`metrics.convergence.collapse`) or to its end.
+Event: a collapse begins within the next HORIZON steps. Baseline: logistic regression on log(EMA10(reward) / its best
+so far) and the step's index. Candidates, each added to the baseline as the log of its EMA5: CANDIDATES. Those of ratios
+are taken in arms that do not replay, where they are of natural routes.
+
+Decision rule: leave-one-run-out log-loss per step, mean over the steps of a run; baseline minus candidate, 95 %
+bootstrap over runs at the Bonferroni level for the candidates. An interval above 0: the measurement precedes collapse.
+"None" is an answer. With it, for the baseline and each candidate: share of collapses with an alarm in the HORIZON steps
+before, and false alarms per 100 steps, at the threshold that catches 80 % of the collapses of all other runs.
+Exploratory: the same with the logarithm of the learning rate in the baseline. On `confirmation`: models fitted to all
+of `learning_rates`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import minimize
+
+from moe_rl.frames import Frames, load_study
+from moe_rl.metrics.convergence import ema
+from moe_rl.stats import Interval, interval
+from moe_rl.summary import outcomes
+
+RESULTS = Path(__file__).parent / "results"
+HORIZON = 10
+FIRST = 5
+CAUGHT = 0.8
+CANDIDATES = ("slot_change", "any_layer_change", "replay_gap_std", "token_log_ratio_var", "token_kl_k3", "grad_norm")
+OF_RATIOS = ("token_log_ratio_var", "token_kl_k3")
+RIDGE = 1.0
+"""Of standardised coefficients, so that separable data have an answer."""
+
+
+def moments(frames: Frames) -> pd.DataFrame:
+    """A row per step at which a run is still whole: features, and whether a collapse is near."""
+    fates = outcomes(frames).set_index(["arm", "factors", "seed"])
+    parts = []
+    for key, run in frames.steps[frames.steps["reward"].notna()].groupby(["arm", "factors", "seed"]):
+        run, fate = run.sort_values("step"), fates.loc[key]
+        collapses = fate["fate"] != "stable"
+        average = np.maximum(ema(run["reward"], 10), 1e-3)
+        rows = {"step": run["step"], "reward": np.log(average / np.maximum.accumulate(average)),
+                "soon": collapses & (run["step"] >= fate["time"] - HORIZON)}
+        rows |= {c: np.log(np.maximum(ema(run[c].fillna(0), 5), 1e-9)) for c in CANDIDATES}
+        keep = (run["step"] >= FIRST) & (run["step"] < fate["time"] if collapses else run["step"] <= fate["time"])
+        lr = float(dict(part.split("=") for part in key[1].split(",") if "=" in part).get("optimizer.lr", "nan"))
+        parts.append(pd.DataFrame(rows)[keep].assign(run="/".join(map(str, key)), arm=key[0], lr=np.log(lr)))
+    return pd.concat(parts, ignore_index=True)
+
+
+def fit(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Ridge logistic regression on standardised columns: coefficients on the scale of x, the constant first."""
+    mean, spread = x.mean(0), x.std(0) + 1e-12
+    z = np.column_stack([np.ones(len(x)), (x - mean) / spread])
+
+    def loss(b: np.ndarray) -> tuple[float, np.ndarray]:
+        at = z @ b
+        penalty = np.r_[0, b[1:]]
+        value = np.logaddexp(0, at).sum() - y @ at + RIDGE / 2 * penalty @ penalty
+        return value, z.T @ (1 / (1 + np.exp(-at)) - y) + RIDGE * penalty
+
+    b = minimize(loss, np.zeros(z.shape[1]), jac=True, method="L-BFGS-B").x
+    return np.r_[b[0] - (b[1:] * mean / spread).sum(), b[1:] / spread]
+
+
+def predict(b: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-(b[0] + x @ b[1:])))
+
+
+def alarms(p: np.ndarray, soon: np.ndarray, threshold: float) -> tuple[bool, int]:
+    """Whether a step before the collapse is above the threshold, and how many times the others begin to be."""
+    above = p >= threshold
+    begins = above & ~np.r_[False, above[:-1]]
+    return bool((above & soon).any()), int((begins & ~soon).sum())
+
+
+def left_out(table: pd.DataFrame, columns: list[str], test: pd.DataFrame | None = None) -> pd.DataFrame:
+    """A row per run: mean log-loss, whether its collapse was announced, false alarms and the steps they could come in.
+
+    Each run is predicted from all others, or the runs of `test` from all of `table`.
+    """
+    found = []
+    for name, mine in (table if test is None else test).groupby("run"):
+        others = table if test is not None else table[table["run"] != name]
+        b = fit(others[columns].to_numpy(), others["soon"].to_numpy(float))
+        peaks = others.assign(p=predict(b, others[columns].to_numpy()))[others["soon"]].groupby("run")["p"].max()
+        threshold = peaks.quantile(1 - CAUGHT, interpolation="lower") if len(peaks) else 1.0
+        p, soon = predict(b, mine[columns].to_numpy()), mine["soon"].to_numpy(bool)
+        loss = -np.log(np.where(soon, p, 1 - p).clip(1e-12)).mean()
+        announced, false = alarms(p, soon, threshold)
+        found.append({"run": name, "loss": loss, "event": soon.any(), "announced": announced, "false": false,
+                      "quiet": int((~soon).sum())})
+    return pd.DataFrame(found).set_index("run")
+
+
+def compare(table: pd.DataFrame, base: list[str], test: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Per candidate: by how much it lowers the baseline's log-loss, and its alarms beside the baseline's."""
+    rows = []
+    for candidate in CANDIDATES:
+        train, held = (t if t is None or candidate not in OF_RATIOS else t[~t["arm"].str.contains("replay")]
+                       for t in (table, test))
+        without, with_it = left_out(train, base, held), left_out(train, [*base, candidate], held)
+        gain: Interval = interval(without["loss"] - with_it["loss"], 1 - 0.05 / len(CANDIDATES))
+        row = {"candidate": candidate, "gain": gain, "runs": len(without), "collapses": int(without["event"].sum())}
+        for name, side in (("baseline", without), ("with it", with_it)):
+            row |= {f"{k}, {name}": v for k, v in rates(side).items()}
+        rows.append(row)
+    return pd.DataFrame(rows).set_index("candidate")
+
+
+def rates(side: pd.DataFrame) -> dict[str, float]:
+    return {"announced": side.loc[side["event"], "announced"].mean(),
+            "false alarms per 100 steps": 100 * side["false"].sum() / side["quiet"].sum()}
+
+
+def main() -> None:
+    table = moments(load_study(RESULTS / "learning_rates"))
+    base = ["reward", "step"]
+    for title, columns in (("learning_rates, leave one run out", base), ("… with the learning rate", [*base, "lr"])):
+        print(f"\n{title}\n{compare(table, columns).to_string()}")
+    if (RESULTS / "confirmation").exists():
+        print(f"\nconfirmation\n{compare(table, base, moments(load_study(RESULTS / 'confirmation'))).to_string()}")
+
+
+if __name__ == "__main__":
+    main()
