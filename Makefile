@@ -7,7 +7,7 @@ BROWSER := .cache/test-browser
 VLLM := .venv-vllm
 TRL := .venv-trl
 
-.PHONY: setup study test test-browser test-vllm test-trl lint clean
+.PHONY: setup study results test test-browser test-vllm test-trl lint clean
 
 setup: $(STAMP)
 
@@ -18,6 +18,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 study: $(STAMP)
 	$(BIN)/moe-rl run studies/routing_replay.py --out runs
+
+# Every table, figure and number of studies/README.md again, from the tables in the repository.
+results: $(STAMP)
+	for study in studies/results/*/; do $(BIN)/moe-rl plot $$study || exit 1; done
+	$(BIN)/python studies/answers.py
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n auto

@@ -82,6 +82,8 @@ def _running(command: Command) -> None:
     p.add_argument("--dry-run", action="store_true", help="print runs, cost and warnings, and start nothing")
     p.add_argument("--seeds", help="which seeds: a list 0,1,2 or a number N for 0 … N-1 (default: the study's)")
     p.add_argument("--steps", type=int, help="length of every run (default: the study's)")
+    p.add_argument("--quick", action="store_true",
+                   help="one seed and three steps of every run, as <study>-quick: minutes, to see that all of it works")
     p.add_argument("--out", type=Path, default=Path("runs"), help="where runs live (default: runs)")
     p.add_argument("--jobs", type=int, help="runs at a time, one thread each (default: all cores)")
     p.add_argument("--task", help="another task: reasoning_gym:spell_backward, jsonl:pairs.jsonl, pkg.module:Class")

@@ -15,7 +15,7 @@ from rich.console import Console
 from moe_rl import ranks, report
 from moe_rl.arguments import parser
 from moe_rl.errors import ConfigError, MoeRlError
-from moe_rl.study import Planned, Study, load_study_file, parse_settings, write_declaration
+from moe_rl.study import QUICK_STEPS, Planned, Study, load_study_file, parse_settings, write_declaration
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +52,9 @@ def run(options: argparse.Namespace) -> int:
         base = base.replace(task=options.task, task_options={})
     changes = parse_settings(base, options.settings) | _layout(options)
     study = Study(**{**vars(study), "base": base.replace(**changes)})
-    planned = study.runs(options.out, _seeds(options.seeds), options.steps)
+    study = study.quick_form() if options.quick else study
+    steps = QUICK_STEPS if options.quick and options.steps is None else options.steps
+    planned = study.runs(options.out, _seeds(options.seeds), steps)
     report.check(study)
     if ranks.launched():
         ranks.join(study.base.model.device)

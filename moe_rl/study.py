@@ -27,6 +27,7 @@ from moe_rl.config import OPTIMIZERS, Arm, RunConfig
 from moe_rl.errors import ConfigError, RunError
 
 DECLARATION = "study.json"
+QUICK_STEPS = 3
 TRAINER = "moe_rl.execute:execute"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CELL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*")
@@ -72,6 +73,8 @@ class Study:
     caution: str = ""
     """What the summary says under its table, so that nobody reads more into it than there is."""
     cost: str = ""
+    quick: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the base that `quick_form` changes, beside the number of seeds and steps."""
     seconds_per_step: float | None = None
     """Of one core, for the estimate that `--dry-run` prints."""
     trainer: str = TRAINER
@@ -95,6 +98,12 @@ class Study:
             raise ConfigError("own_cold_starts gives every seed its cold start, so cold_start.seed cannot be a factor")
         if "steps" in self.factors or "seed" in self.factors or any(k.split(".")[0] == "arm" for k in self.factors):
             raise ConfigError("steps, seed and arm cannot be factors: use --steps, `seeds` and `arms`")
+
+    def quick_form(self) -> Study:
+        """A study of its own, `<name>-quick`: one seed and the settings `quick`. Run it for QUICK_STEPS, to see that
+        all of it works; its numbers mean nothing."""
+        return dataclasses.replace(self, name=f"{self.name}-quick", seeds=self.seeds[:1],
+                                   base=self.base.replace(**self.quick))
 
     def runs(self, out: Path, seeds: Sequence[int] | None = None, steps: int | None = None) -> list[Planned]:
         """Every run and its folder `out/<study>/<arm>/<factors>/seed=<n>`: seed by seed, so that arms advance together.

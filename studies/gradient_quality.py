@@ -25,6 +25,7 @@ study = Study(
     differs_from_paper=DIFFERS,
     caution="one path, GRPO's: elsewhere the arms' own paths differ; a gradient before gradient clipping and AdamW.",
     cost="Gradients cost about 8 minutes of one core per seed, cold starts 30 s.",
+    quick={"prompts_per_step": 2, "mini_batches": 2},
     seconds_per_step=SECONDS + 24,
     trainer="gradient_quality_trainer:execute",
 )

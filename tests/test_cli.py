@@ -18,7 +18,7 @@ from rich.console import Console
 
 from moe_rl import cli, report, runs
 from moe_rl.config import RunConfig
-from moe_rl.frames import diff
+from moe_rl.frames import diff, load_study
 from moe_rl.runs import RunFolder, run_folders
 from moe_rl.study import write_declaration
 from moe_rl.tables import Shown
@@ -164,6 +164,13 @@ def test_one_seed_says_that_it_has_no_interval(tmp_path, capsys):
     fake_runs(tmp_path, seeds=(0,))
     assert cli.main(["run", FAKE, "--out", str(tmp_path), "--seeds", "0", "--mix-code"]) == 0
     assert "no interval" in capsys.readouterr().out
+
+
+def test_quick_is_one_seed_and_three_steps_in_a_folder_of_its_own(tmp_path):
+    assert cli.main(["run", FAKE, "--quick", "--out", str(tmp_path), "--jobs", "1"]) == 0
+    frames = load_study(tmp_path / "fake-quick")
+    assert frames.runs["seed"].unique().tolist() == [0] and set(frames.runs["steps"]) == {3}
+    assert not (tmp_path / "fake").exists()
 
 
 def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path, capsys):

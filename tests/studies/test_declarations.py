@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl import report
-from moe_rl.study import load_study_file
+from moe_rl.study import QUICK_STEPS, load_study_file
 from moe_rl.workers import preflight
 
 ROOT = Path(__file__).parents[2] / "studies"
@@ -24,7 +24,8 @@ def test_a_declaration_is_complete_and_its_parts_exist(file, tmp_path):
         assert len(said) > 20
     assert study.seconds_per_step and study.cost
     report.check(study)
-    planned = study.runs(tmp_path, seeds=study.seeds[:1], steps=2)
+    study = study.quick_form()
+    planned = study.runs(tmp_path, steps=QUICK_STEPS)
     if study.base.engine.name != "vllm":  # which is in an environment of its own
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a clip range is wide is what `clip_fraction` asks about

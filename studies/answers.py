@@ -1,0 +1,273 @@
+"""What the declared rules ask beyond the tables of `moe-rl plot`: numbers for README.md, and three figures.
+
+    python studies/answers.py [study …]
+
+reads `results/` and prints; without names, every study that is there. Intervals are over seeds unless a line says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from moe_rl import plots
+from moe_rl.factors import against
+from moe_rl.frames import Frames, load_study
+from moe_rl.metrics.attribution import AttributionSums
+from moe_rl.stats import Interval, geometric, interval
+from moe_rl.summary import MAIN, metric, per_run
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def differences(values: pd.DataFrame, a: str, b: str, confidence: float = 0.95) -> Interval:
+    """a − b over the seeds (rows) both columns have."""
+    return interval((values[a] - values[b]).dropna(), confidence)
+
+
+def slopes(values: pd.DataFrame, x: Sequence[float]) -> np.ndarray:
+    """Least-squares slope of every row over x."""
+    return np.polyfit(np.asarray(x, dtype=float), values.to_numpy(dtype=float).T, 1)[0]
+
+
+# ---------------------------------------------------------------------- reward against learning rate
+def learning_rates() -> None:
+    """Each arm at its own best learning rate, chosen on the other seeds; and reward at equal functional step."""
+    frames = load_study(RESULTS / "learning_rates")
+    table = against(frames, "optimizer.lr", MAIN)
+    curves = {arm: rows.pivot(index="seed", columns="x", values="value") for arm, rows in table.groupby("arm")}
+    tuned = pd.DataFrame({arm: {seed: curve.loc[seed, curve.drop(index=seed).mean().idxmax()] for seed in curve.index}
+                          for arm, curve in curves.items()})
+    print("Reward at the learning rate that is best on the other seeds:")
+    for arm, curve in curves.items():
+        chosen = [f"{curve.drop(index=seed).mean().idxmax():g}" for seed in curve.index]
+        print(f"  {arm}: {interval(tuned[arm])} at {', '.join(chosen)}")
+    for a, b in (("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")):
+        print(f"  {a} − {b}: {differences(tuned, a, b)}")
+    print("Reward of the second half at equal functional step (KL per token to the old policy, first half):")
+    matched = at_equal_step(frames, table)
+    for a, b in (("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")):
+        print(f"  {a} − {b}: {differences(matched, a, b)}")
+
+
+def at_equal_step(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
+    """Per seed and arm, the reward averaged over the range of log KL that all arms of the seed cover.
+
+    KL per token: mean D² / 2 over the tokens of the detailed steps of a run's first half, D the natural log-ratio to
+    the old policy at tokens about to be trained on. Linear in log KL between learning rates.
+    """
+    early = frames.updates[frames.updates["step"] <= frames.steps["step"].max() / 2]
+    sums = early.groupby(["arm", "factors", "seed"])[["attribution_sum_dd", "attribution_n"]].sum()
+    kl = (sums["attribution_sum_dd"] / sums["attribution_n"] / 2).rename("kl").reset_index()
+    kl["x"] = kl["factors"].str.removeprefix("optimizer.lr=").astype(float)
+    both = table.merge(kl[["arm", "seed", "x", "kl"]], on=["arm", "seed", "x"]).sort_values("kl")
+    found: dict[str, dict[int, float]] = {}
+    for seed, mine in both.groupby("seed"):
+        ends = mine.groupby("arm")["kl"].agg(["min", "max"])
+        grid = np.linspace(np.log(ends["min"].max()), np.log(ends["max"].min()), 50)
+        for arm, rows in mine.groupby("arm"):
+            found.setdefault(arm, {})[seed] = float(np.interp(grid, np.log(rows["kl"]), rows["value"]).mean())
+    return pd.DataFrame(found)
+
+
+# ---------------------------------------------------------------------- expert volatility
+def expert_volatility() -> None:
+    """Every definition in the base cell, and the endpoint's trends as ratios to it."""
+    frames = load_study(RESULTS / "expert_volatility")
+    base = frames.cell("base")
+    print("Base cell, steps 21–40, response tokens:")
+    for name in ("slot_change", "set_change", "any_layer_change", "layers_changed", "jaccard_distance"):
+        updates = base.updates[base.updates["step"] > 20]
+        one = updates.dropna(subset=[name]).groupby("seed")[name].mean() if name in updates else []
+        step = per_run(base, metric(name)).groupby("seed").mean()
+        print(f"  {name}: one update {interval(one)}, one step {interval(step)}" if len(one) else
+              f"  {name}: one step {interval(step)}")
+    for update in (2, 8):
+        fresh = base.updates[(base.updates["update"] == update) & (base.updates["step"] > 20)]
+        print(f"  slot_change, tokens not yet trained on, before update {update}: "
+              f"{interval(fresh.groupby('seed')['fresh_slot_change'].mean())}")
+    for name in ("noise_floor_slot_change", "noise_floor_set_change"):
+        print(f"  {name}: {interval(per_run(base, metric(name)))}")
+    total = pd.read_parquet(RESULTS / "expert_volatility" / "cumulative.parquet")
+    for of, rows in total[total["factors"] == "base"].groupby("responses_of"):
+        shares = [f"{name} {interval(rows[name])}" for name in ("slot_change", "set_change", "any_layer_change")]
+        print(f"  from the cold start to step 40, responses of the {of}: {', '.join(shares)}")
+    print("Slots changed in one step; as times the base, paired by seed (geometric mean); from cold start to end:")
+    reference = per_run(base, metric("slot_change")).xs("grpo")
+    for cell in frames.cells:
+        values = per_run(frames.cell(cell), metric("slot_change")).xs("grpo")
+        sets = per_run(frames.cell(cell), metric("set_change")).xs("grpo")
+        tokens = per_run(frames.cell(cell), metric("any_layer_change")).xs("grpo")
+        times = geometric(values / reference) if cell != "base" else "1"
+        end = total[(total["factors"] == cell) & (total["responses_of"] == "end")]["slot_change"]
+        print(f"  {cell}: {interval(values)}, times {times}; sets {sets.mean():.3f}, tokens {tokens.mean():.3f}; "
+              f"cumulative {interval(end)}")
+    sites = base.layers[base.layers["step"] > 20].groupby("site")["slot_change"].mean()
+    print("  per site, base: " + ", ".join(f"{share:.3f}" for share in sites))
+
+
+# ---------------------------------------------------------------------- updates per batch, doses, controls
+def staleness() -> None:
+    """The machinery check at N = 1, and the slopes over log2 N."""
+    frames = load_study(RESULTS / "staleness")
+    rewards = frames.cell("N=1").steps.pivot(index=["seed", "step"], columns="arm", values="reward")
+    print(f"N = 1: largest difference of a step's reward between arms {np.ptp(rewards.to_numpy(), axis=1).max():g}")
+    table = against(frames, "N", MAIN)
+    curves = {arm: rows.pivot(index="seed", columns="x", values="value") for arm, rows in table.groupby("arm")}
+    for arm, curve in curves.items():
+        print(f"  {arm}: " + ", ".join(f"N={n:g} {interval(curve[n])}" for n in curve))
+    print("Slope over log2 N, 97.5 %:")
+    for arm in ("grpo-replay", "gspo"):
+        gap = curves[arm] - curves["grpo"]
+        print(f"  {arm} − grpo: {interval(slopes(gap, np.log2(gap.columns)), 0.975)}")
+
+
+def placebos() -> None:
+    """Reward by the share that is replayed."""
+    values = per_run(load_study(RESULTS / "placebos"), MAIN).unstack(0)
+    for arm in values:
+        print(f"  {arm}: {interval(values[arm])}")
+    doses = values[["grpo", "replay-25", "replay-50", "replay-75", "grpo-replay"]]
+    print(f"Slope over the dose from 0 to 1: {interval(slopes(doses, (0, 0.25, 0.5, 0.75, 1)))}")
+
+
+def controls() -> None:
+    """The machinery check of no-choice, and both contrasts cell by cell."""
+    frames = load_study(RESULTS / "controls")
+    rewards = frames.cell("no-choice").steps.pivot(index=["seed", "step"], columns="arm", values="reward")
+    print(f"no-choice: largest difference of a step's reward between GRPO with and without replay "
+          f"{(rewards['grpo'] - rewards['grpo-replay']).abs().max():g}")
+    for cell in frames.cells:
+        values = per_run(frames.cell(cell), MAIN).unstack(0)
+        print(f"  {cell}: grpo {interval(values['grpo'])}, replay − grpo {differences(values, 'grpo-replay', 'grpo')}, "
+              f"gspo − grpo {differences(values, 'gspo', 'grpo')}")
+
+
+# ---------------------------------------------------------------------- ratio variance
+def ratio_variance() -> None:
+    """Removed variance and KL with bootstrap intervals by prompt, the largest tokens, and the scaling law."""
+    folder = RESULTS / "ratio_variance"
+    prompts, scaling = pd.read_parquet(folder / "prompts.parquet"), pd.read_parquet(folder / "scaling.parquet")
+    found = []
+    for (cell, update), rows in prompts.groupby(["factors", "update"]):
+        shares = AttributionSums(int(rows["n"].sum()), *(rows[c].sum() for c in ("d", "r", "dd", "rr", "jj", "rj")))
+        top = rows["largest"].nlargest(round(rows["n"].sum() / 1000)).sum() / rows["dd"].sum()
+        found.append({"rate": float(cell.partition("=")[2]), "update": update, "tokens": rows["n"].sum(),
+                      "changed": rows["changed"].sum() / rows["n"].sum(), "top": top, **shares.shares(),
+                      **removed(rows)})
+    table = pd.DataFrame(found)
+    print(table.round(4).to_string(index=False))
+    names = {"slot_change": "expert slots changed", "rr": "mean R², replayed", "jj": "mean J², route changes",
+             "dd": "mean D², natural", "kl_natural": "KL, natural", "kl_replayed": "KL, replayed"}
+    print("Log-log slopes over α:")
+    for name, title in names.items():
+        per_seed = scaling[scaling[name] > 0].groupby(["seed", "factors"])[["alpha", name]].apply(
+            lambda rows: np.polyfit(*np.log(rows.to_numpy().T), 1)[0]).groupby("seed").mean()
+        print(f"  {title}: {interval(per_seed)}")
+    plots.save(draw_ratio_variance(table, scaling, names), folder / "figures", "ratio_variance")
+
+
+def removed(rows: pd.DataFrame, resamples: int = 2000) -> dict[str, float]:
+    """1 − Σ R² / Σ D² and 1 − Σ KL replayed / Σ KL natural with 95 % percentile intervals: seeds are drawn again, and
+    within them prompts (of a step)."""
+    rng = np.random.default_rng(0)
+    columns = ["dd", "rr", "kl_natural", "kl_replayed"]
+    by_seed = [seed[columns].to_numpy() for _, seed in rows.groupby("seed")]
+    drawn = np.zeros((resamples, len(columns)))
+    for b in range(resamples):
+        for s in rng.integers(len(by_seed), size=len(by_seed)):
+            drawn[b] += rng.multinomial(len(by_seed[s]), np.full(len(by_seed[s]), 1 / len(by_seed[s]))) @ by_seed[s]
+    total, result = rows[columns].sum(), {}
+    for name, (whole, left) in {"variance": ("dd", "rr"), "kl": ("kl_natural", "kl_replayed")}.items():
+        i, j = columns.index(whole), columns.index(left)
+        low, high = np.quantile(1 - drawn[:, j] / drawn[:, i], (0.025, 0.975))
+        result |= {f"removed_{name}": 1 - total[left] / total[whole], f"{name}_low": low, f"{name}_high": high}
+    return result
+
+
+@plots.styled
+def draw_ratio_variance(table: pd.DataFrame, scaling: pd.DataFrame, names: dict[str, str]) -> Figure:
+    """What replay removes by mini-batch, and how flips and drift grow with the step."""
+    figure, axes = plots.new_figure(3, "What do changed routes do to importance ratios?", width=15)
+    for ax, name, title in zip(axes, ("variance", "kl"), ("Mean square of log r", "Exact KL per token"), strict=False):
+        for i, (rate, rows) in enumerate(table.groupby("rate")):
+            share, low, high = (rows[c] for c in (f"removed_{name}", f"{name}_low", f"{name}_high"))
+            ax.errorbar(rows["update"] + 0.12 * (i - 1), share, [share - low, high - share], color=plots.COLOURS[i],
+                        marker="o", capsize=3, linewidth=1.4, label=f"learning rate {rate:g}")
+        ax.axhline(0, color="black", linewidth=1)
+        ax.set(title=f"{title}: share that replay removes", xlabel="mini-batch index (the first is 0)", ylim=(None, 1))
+    axes[0].set_ylabel("1 − replayed / natural")
+    axes[0].legend(loc="lower right")
+    for i, name in enumerate(("slot_change", "jj", "rr")):
+        mean = scaling[scaling[name] > 0].groupby("alpha")[name].mean()
+        style = {"color": plots.COLOURS[i + 3]}
+        axes[2].plot(mean.index, mean, marker="o", label=names[name], **style)
+        for _, run in scaling.groupby(["seed", "factors"]):
+            axes[2].plot(run["alpha"], run[name].where(run[name] > 0), alpha=0.3, linewidth=0.8, **style)
+    axes[2].set(title="Between θ and θ + α·u", xlabel="α (1: one step of eight updates)", xscale="log", yscale="log")
+    axes[2].legend(loc="lower right")
+    note = (f"whiskers: 95% percentile bootstrap over seeds and prompts; n = {scaling['seed'].nunique()} seeds; "
+            f"at least {int(table['tokens'].min()):,} tokens a point; thin lines: each run")
+    return plots.finish(figure, axes, note, legend=False)
+
+
+# ---------------------------------------------------------------------- gradient quality
+def gradient_quality() -> None:
+    """The cosine of one mini-batch at j = 8, and all measures by j."""
+    folder = RESULTS / "gradient_quality"
+    table = pd.read_parquet(folder / "gradients.parquet")
+    first = table[table["update"] == 1].pivot(index=["seed", "step"], columns="compared", values="cosine")
+    print(f"j = 1: largest difference of the cosine between arms {np.ptp(first.to_numpy(), axis=1).max():.1e}")
+    for name in ("cosine", "cosine_mean", "bias", "variance", "norm"):
+        print(f"{name}, mean of both stops:")
+        for update in (1, 2, 4, 8):
+            rows = table[table["update"] == update].groupby(["seed", "compared"])[name].mean().unstack()
+            gaps = [f"{a} − grpo {differences(rows, a, 'grpo', 0.975)}" for a in ("grpo-replay", "gspo")]
+            print(f"  j = {update}: " + ", ".join(f"{a} {interval(rows[a])}" for a in rows) + "; " + ", ".join(gaps))
+    plots.save(draw_gradient_quality(table), folder / "figures", "gradient_quality")
+
+
+@plots.styled
+def draw_gradient_quality(table: pd.DataFrame) -> Figure:
+    """Cosine, bias and variance of the arms' gradients by mini-batch index."""
+    arms = list(dict.fromkeys(table["compared"]))
+    panels = {"cosine": "Cosine of one mini-batch", "bias": "Bias², relative", "variance": "Variance, relative"}
+    figure, axes = plots.new_figure(3, "How good are gradients on stale mini-batches?")
+    means = table.groupby(["seed", "update", "compared"])[list(panels)].mean().reset_index()
+    for ax, (name, title) in zip(axes, panels.items(), strict=True):
+        note = plots.curves(ax, means.rename(columns={"compared": "arm"}), name, "update", arms, marker="o")
+        ax.set(title=title, xlabel="mini-batch index j")
+    axes[0].set_ylabel("against the on-policy gradient of 4,096 responses")
+    return plots.finish(figure, axes, note)
+
+
+def early_warning() -> None:
+    """See early_warning.py."""
+    import early_warning as analysis
+
+    analysis.main()
+
+
+ANSWERS: dict[str, Callable[[], None]] = {
+    f.__name__: f for f in (learning_rates, expert_volatility, ratio_variance, staleness, placebos, controls,
+                            gradient_quality)
+}
+
+
+def main(names: Sequence[str]) -> None:
+    for name, answer in ANSWERS.items():
+        if (name in names or not names) and (RESULTS / name).exists():
+            print(f"\n# {name}")
+            answer()
+    if ("early_warning" in names or not names) and (RESULTS / "learning_rates").exists():
+        print("\n# early_warning")
+        early_warning()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
