@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from moe_rl import plots
 from moe_rl.factors import against
@@ -84,7 +85,7 @@ def expert_volatility() -> None:
     for name in ("slot_change", "set_change", "any_layer_change", "layers_changed", "jaccard_distance"):
         updates = base.updates[base.updates["step"] > 20]
         one = updates.dropna(subset=[name]).groupby("seed")[name].mean() if name in updates else []
-        step = per_run(base, metric(name)).groupby("seed").mean()
+        step = per_run(base, metric(name)).xs("grpo")
         print(f"  {name}: one update {interval(one)}, one step {interval(step)}" if len(one) else
               f"  {name}: one step {interval(step)}")
     for update in (2, 8):
@@ -109,6 +110,30 @@ def expert_volatility() -> None:
               f"cumulative {interval(end)}")
     sites = base.layers[base.layers["step"] > 20].groupby("site")["slot_change"].mean()
     print("  per site, base: " + ", ".join(f"{share:.3f}" for share in sites))
+    plots.save(draw_expert_volatility(frames), RESULTS / "expert_volatility" / "figures", "expert_volatility")
+
+
+@plots.styled
+def draw_expert_volatility(frames: Frames) -> Figure:
+    """Routes changed in one step under three definitions, cell by cell."""
+    names = {"slot_change": "expert slots, 1 − |S ∩ S′| / k", "set_change": "routers, S ≠ S′",
+             "any_layer_change": "tokens with a change at any layer"}
+    figure, axes = plots.new_figure(3, "How many routes change in one step?", width=13)
+    for ax, (name, title) in zip(axes, names.items(), strict=True):
+        for i, cell in enumerate(frames.cells):
+            values = per_run(frames.cell(cell), metric(name)).to_numpy()
+            found, colour = interval(values), plots.COLOURS[0 if cell == "base" else 1]
+            ax.plot(values, np.full(len(values), i), ".", color=colour, alpha=0.4, markersize=5)
+            whisker = [[found.mean - found.low], [found.high - found.mean]]
+            ax.errorbar(found.mean, i, xerr=whisker, fmt="o", color=colour, capsize=3, linewidth=1.4, markersize=5)
+        ax.axvline(0.1, color="#666666", linewidth=1.2, linestyle=":")
+        ax.set(title=title, xlim=(0, None), yticks=range(len(frames.cells)), yticklabels=frames.cells)
+        ax.xaxis.set_major_formatter(PercentFormatter(1))
+        ax.invert_yaxis()
+    for ax in axes[1:]:
+        ax.set_yticklabels([])
+    note = f"mean over n = {found.n} seeds, steps 21–40; whisker: {found.method}; dots: each seed; dotted line: 10 %"
+    return plots.finish(figure, axes, note, legend=False)
 
 
 # ---------------------------------------------------------------------- updates per batch, doses, controls

@@ -1,0 +1,87 @@
+"""What the studies with measurements of their own compute, on numbers worked by hand and on a small model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "studies"))
+import answers
+import early_warning
+import gradient_quality_trainer
+import ratio_variance_trainer
+
+from tests.conftest import build, perturb
+from tests.policies.test_hf import make_batch, policy_of
+
+
+def test_a_square_takes_products_of_different_batches_only():
+    """(1, 0) and (3, 4) as means of two batches: 1·3 + 0·4, not the square of their mean, 8."""
+    gradients = gradient_quality_trainer.Gradients()
+    gradients.add([torch.tensor([0.0, 0.0]), torch.tensor([2.0, 0.0])])
+    gradients.add([torch.tensor([3.0, 4.0])])
+    assert gradients.square == pytest.approx(3.0)
+    assert gradients.mean.tolist() == [2.0, 2.0] and gradients.norms == [0.0, 4.0, 25.0]
+
+
+def test_quality_of_noisy_gradients_is_that_of_their_distribution():
+    """g = (1, 0) + noise against g* = (0, 2): cosine of the means 0, bias² |(1, −2)|² / 4, variance 2 · 0.09 / 4."""
+    generator = torch.Generator().manual_seed(0)
+    fresh = gradient_quality_trainer.Gradients()
+    for _ in range(4000):
+        fresh.add([torch.tensor([0.0, 2.0]) + torch.randn(2, generator=generator)])
+    arm = gradient_quality_trainer.Gradients(reference=fresh.mean)
+    for _ in range(4000):
+        arm.add([torch.tensor([1.0, 0.0]) + 0.3 * torch.randn(2, generator=generator)])
+    found = gradient_quality_trainer.quality(arm, fresh)
+    assert found["cosine_mean"] == pytest.approx(0, abs=0.03)
+    assert found["bias"] == pytest.approx(5 / 4, rel=0.05)
+    assert found["variance"] == pytest.approx(0.18 / 4, rel=0.1)
+    assert found["norm"] == pytest.approx(0.5, rel=0.05)
+
+
+def test_tokens_are_compared_under_both_routes():
+    batch, old, new = make_batch(), policy_of(build("qwen3_moe")), policy_of(build("qwen3_moe"))
+    tokens = ratio_variance_trainer.compare(old, new, batch)
+    assert len(tokens) == int(batch.response_mask.sum())
+    assert not tokens.drop(columns="prompt").to_numpy().any()
+    perturb(new.model)
+    tokens = ratio_variance_trainer.compare(old, new, batch)
+    before, after = old.score(batch), new.score(batch)
+    natural = (after.logprobs - before.logprobs)[batch.response_mask].double()
+    assert np.array_equal(tokens["d"], natural.numpy()) and tokens["changed"].mean() > 0
+    np.testing.assert_allclose(tokens["dd"], tokens["rr"] + tokens["jj"] + 2 * tokens["rj"], atol=1e-12)
+    assert (tokens["kl_natural"] > -1e-6).all() and tokens["kl_natural"].sum() > 0
+    assert not np.allclose(tokens["kl_natural"], tokens["kl_replayed"])
+    assert tokens["prompt"].value_counts().to_dict() == {
+        p: int(batch.response_mask[batch.prompt_index == p].sum()) for p in range(4)
+    }
+
+
+def test_what_replay_removes_is_a_ratio_of_sums():
+    rows = pd.DataFrame({"seed": [0, 0, 1, 1], "dd": [1.0, 3.0, 2.0, 2.0], "rr": [0.5, 0.5, 0.5, 0.5],
+                         "kl_natural": [1.0] * 4, "kl_replayed": [0.25] * 4})  # fmt: skip
+    found = answers.removed(rows, resamples=200)
+    assert found["removed_variance"] == 0.75
+    assert 0.5 <= found["variance_low"] < 0.75 < found["variance_high"] <= 1 - 0.5 / 3
+    assert found["removed_kl"] == found["kl_low"] == found["kl_high"] == 0.75
+    assert answers.slopes(pd.DataFrame([[0, 1, 2], [3, 1, -1]]), (0, 1, 2)).tolist() == pytest.approx([1, -2])
+
+
+def test_a_logistic_regression_finds_the_odds_that_made_its_data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20_000, 2)) * [1, 10]
+    y = rng.random(20_000) < early_warning.predict(np.array([-1.0, 0.8, -0.1]), x)
+    assert early_warning.fit(x, y.astype(float)) == pytest.approx([-1.0, 0.8, -0.1], abs=0.06)
+
+
+def test_an_alarm_that_goes_on_is_one_alarm():
+    p = np.array([0.9, 0.1, 0.6, 0.7, 0.2, 0.9, 0.9])
+    soon = np.array([0, 0, 0, 0, 0, 1, 1], dtype=bool)
+    assert early_warning.alarms(p, soon, 0.5) == (True, 2)
+    assert early_warning.alarms(p, soon, 0.95) == (False, 0)
