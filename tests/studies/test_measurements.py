@@ -54,7 +54,9 @@ def test_tokens_are_compared_under_both_routes():
     tokens = ratio_variance_trainer.compare(old, new, batch)
     before, after = old.score(batch), new.score(batch)
     natural = (after.logprobs - before.logprobs)[batch.response_mask].double()
-    assert np.array_equal(tokens["d"], natural.numpy()) and tokens["changed"].mean() > 0
+    replayed = (new.score(batch, before.routes).logprobs - before.logprobs)[batch.response_mask].double()
+    assert np.array_equal(tokens["d"], natural.numpy()) and np.array_equal(tokens["r"], replayed.numpy())
+    assert not np.array_equal(natural, replayed) and tokens["changed"].mean() > 0
     np.testing.assert_allclose(tokens["dd"], tokens["rr"] + tokens["jj"] + 2 * tokens["rj"], atol=1e-12)
     assert (tokens["kl_natural"] > -1e-6).all() and tokens["kl_natural"].sum() > 0
     assert not np.allclose(tokens["kl_natural"], tokens["kl_replayed"])
