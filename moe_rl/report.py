@@ -49,8 +49,8 @@ def print_plan(console: Console, study: Study, planned: Sequence[Planned], jobs:
     cost = f"{len(planned)} runs, {todo} steps to go"
     if study.seconds_per_step:
         seconds = todo * study.seconds_per_step
-        cost += (f", about {study.seconds_per_step:g} s each: {duration(seconds)} of one core, "
-                 f"{duration(seconds / jobs)} with {jobs} at a time")
+        cost += (f", about {study.seconds_per_step:g} s each by the study's own estimate: {duration(seconds)} of one "
+                 f"core, {duration(seconds / jobs)} with {jobs} at a time")
     console.print(f"\ncost: {cost}. {study.cost}", highlight=False)
 
 

@@ -50,29 +50,32 @@ def learning_rates() -> None:
         print(f"  {arm}: {interval(tuned[arm])} at {', '.join(chosen)}")
     for a, b in (("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")):
         print(f"  {a} − {b}: {differences(tuned, a, b)}")
-    print("Reward of the second half at equal functional step (KL per token to the old policy, first half):")
+    print("Exploratory: reward at equal functional step (mean square natural log-ratio, first half), over their range:")
     matched = at_equal_step(frames, table)
     for a, b in (("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")):
         print(f"  {a} − {b}: {differences(matched, a, b)}")
 
 
 def at_equal_step(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Per seed and arm, the reward averaged over the range of log KL that all arms of the seed cover.
+    """Per seed and arm, the reward averaged over the range of functional steps that all arms of the seed cover.
 
-    KL per token: mean D² / 2 over the tokens of the detailed steps of a run's first half, D the natural log-ratio to
-    the old policy at tokens about to be trained on. Linear in log KL between learning rates.
+    The functional step is the mean of D² over the tokens of the detailed steps of a run's first half, D the natural
+    log-ratio to the old policy at tokens about to be trained on: to second order twice the KL, though few tokens carry
+    it. Linear in its log between learning rates, as far as it rises with them. NaN where the ranges share nothing.
     """
     early = frames.updates[frames.updates["step"] <= frames.steps["step"].max() / 2]
     sums = early.groupby(["arm", "factors", "seed"])[["attribution_sum_dd", "attribution_n"]].sum()
-    kl = (sums["attribution_sum_dd"] / sums["attribution_n"] / 2).rename("kl").reset_index()
-    kl["x"] = kl["factors"].str.removeprefix("optimizer.lr=").astype(float)
-    both = table.merge(kl[["arm", "seed", "x", "kl"]], on=["arm", "seed", "x"]).sort_values("kl")
+    moved = (sums["attribution_sum_dd"] / sums["attribution_n"]).rename("moved").reset_index()
+    moved["x"] = moved["factors"].str.removeprefix("optimizer.lr=").astype(float)
+    both = table.merge(moved[["arm", "seed", "x", "moved"]], on=["arm", "seed", "x"]).sort_values("x")
+    rising = both[both["moved"] >= both.groupby(["arm", "seed"])["moved"].cummax()]
     found: dict[str, dict[int, float]] = {}
-    for seed, mine in both.groupby("seed"):
-        ends = mine.groupby("arm")["kl"].agg(["min", "max"])
+    for seed, mine in rising.groupby("seed"):
+        ends = mine.groupby("arm")["moved"].agg(["min", "max"])
         grid = np.linspace(np.log(ends["min"].max()), np.log(ends["max"].min()), 50)
         for arm, rows in mine.groupby("arm"):
-            found.setdefault(arm, {})[seed] = float(np.interp(grid, np.log(rows["kl"]), rows["value"]).mean())
+            value = np.interp(grid, np.log(rows["moved"]), rows["value"]).mean() if grid[0] < grid[-1] else np.nan
+            found.setdefault(arm, {})[seed] = float(value)
     return pd.DataFrame(found)
 
 
@@ -140,8 +143,8 @@ def draw_expert_volatility(frames: Frames) -> Figure:
 def staleness() -> None:
     """The machinery check at N = 1, and the slopes over log2 N."""
     frames = load_study(RESULTS / "staleness")
-    rewards = frames.cell("N=1").steps.pivot(index=["seed", "step"], columns="arm", values="reward")
-    print(f"N = 1: largest difference of a step's reward between arms {np.ptp(rewards.to_numpy(), axis=1).max():g}")
+    part_at(frames.cell("N=1"), "grpo-replay")
+    part_at(frames.cell("N=1"), "gspo")
     table = against(frames, "N", MAIN)
     curves = {arm: rows.pivot(index="seed", columns="x", values="value") for arm, rows in table.groupby("arm")}
     for arm, curve in curves.items():
@@ -150,6 +153,15 @@ def staleness() -> None:
     for arm in ("grpo-replay", "gspo"):
         gap = curves[arm] - curves["grpo"]
         print(f"  {arm} − grpo: {interval(slopes(gap, np.log2(gap.columns)), 0.975)}")
+
+
+def part_at(frames: Frames, arm: str) -> None:
+    """Print the first step at which the rewards of an arm and of GRPO are not equal, per seed."""
+    rewards = frames.steps.pivot(index=["seed", "step"], columns="arm", values="reward").drop(index=0, level="step")
+    differ = rewards[rewards["grpo"] != rewards[arm]].reset_index().groupby("seed")["step"].min()
+    parts = [f"seed {seed} at step {differ[seed]}" if seed in differ else f"seed {seed} never"
+             for seed in rewards.index.unique("seed")]
+    print(f"  rewards of {arm} and grpo part: {', '.join(parts)}")
 
 
 def placebos() -> None:
@@ -164,9 +176,7 @@ def placebos() -> None:
 def controls() -> None:
     """The machinery check of no-choice, and both contrasts cell by cell."""
     frames = load_study(RESULTS / "controls")
-    rewards = frames.cell("no-choice").steps.pivot(index=["seed", "step"], columns="arm", values="reward")
-    print(f"no-choice: largest difference of a step's reward between GRPO with and without replay "
-          f"{(rewards['grpo'] - rewards['grpo-replay']).abs().max():g}")
+    part_at(frames.cell("no-choice"), "grpo-replay")
     for cell in frames.cells:
         values = per_run(frames.cell(cell), MAIN).unstack(0)
         print(f"  {cell}: grpo {interval(values['grpo'])}, replay − grpo {differences(values, 'grpo-replay', 'grpo')}, "
@@ -175,7 +185,7 @@ def controls() -> None:
 
 # ---------------------------------------------------------------------- ratio variance
 def ratio_variance() -> None:
-    """Removed variance and KL with bootstrap intervals by prompt, the largest tokens, and the scaling law."""
+    """Removed variance and KL, the tokens that carry most of it, and the scaling law."""
     folder = RESULTS / "ratio_variance"
     prompts, scaling = pd.read_parquet(folder / "prompts.parquet"), pd.read_parquet(folder / "scaling.parquet")
     found = []
@@ -198,20 +208,20 @@ def ratio_variance() -> None:
 
 
 def removed(rows: pd.DataFrame, resamples: int = 2000) -> dict[str, float]:
-    """1 − Σ R² / Σ D² and 1 − Σ KL replayed / Σ KL natural with 95 % percentile intervals: seeds are drawn again, and
-    within them prompts (of a step)."""
-    rng = np.random.default_rng(0)
-    columns = ["dd", "rr", "kl_natural", "kl_replayed"]
-    by_seed = [seed[columns].to_numpy() for _, seed in rows.groupby("seed")]
+    """1 − Σ R² / Σ D² and 1 − Σ KL replayed / Σ KL natural: the mean of the seeds' own shares with its Student t
+    interval (`low`, `high`), the share of all tokens pooled, and its 95 % bootstrap by prompt, seeds fixed."""
+    rng, columns = np.random.default_rng(0), ["dd", "rr", "kl_natural", "kl_replayed"]
     drawn = np.zeros((resamples, len(columns)))
-    for b in range(resamples):
-        for s in rng.integers(len(by_seed), size=len(by_seed)):
-            drawn[b] += rng.multinomial(len(by_seed[s]), np.full(len(by_seed[s]), 1 / len(by_seed[s]))) @ by_seed[s]
-    total, result = rows[columns].sum(), {}
+    for _, prompts in rows.groupby("seed"):
+        n = len(prompts)
+        drawn += rng.multinomial(n, np.full(n, 1 / n), size=resamples) @ prompts[columns].to_numpy()
+    total, seeds, result = rows[columns].sum(), rows.groupby("seed")[columns].sum(), {}
     for name, (whole, left) in {"variance": ("dd", "rr"), "kl": ("kl_natural", "kl_replayed")}.items():
-        i, j = columns.index(whole), columns.index(left)
-        low, high = np.quantile(1 - drawn[:, j] / drawn[:, i], (0.025, 0.975))
-        result |= {f"removed_{name}": 1 - total[left] / total[whole], f"{name}_low": low, f"{name}_high": high}
+        found = interval(1 - seeds[left] / seeds[whole])
+        resampled = 1 - drawn[:, columns.index(left)] / drawn[:, columns.index(whole)]
+        low, high = np.quantile(resampled, (0.025, 0.975))
+        result |= {f"{name}_removed": found.mean, f"{name}_low": found.low, f"{name}_high": found.high,
+                   f"{name}_pooled": 1 - total[left] / total[whole], f"{name}_by_prompt": f"[{low:.2f}, {high:.2f}]"}
     return result
 
 
@@ -221,7 +231,7 @@ def draw_ratio_variance(table: pd.DataFrame, scaling: pd.DataFrame, names: dict[
     figure, axes = plots.new_figure(3, "What do changed routes do to importance ratios?", width=15)
     for ax, name, title in zip(axes, ("variance", "kl"), ("Mean square of log r", "Exact KL per token"), strict=False):
         for i, (rate, rows) in enumerate(table.groupby("rate")):
-            share, low, high = (rows[c] for c in (f"removed_{name}", f"{name}_low", f"{name}_high"))
+            share, low, high = (rows[c] for c in (f"{name}_removed", f"{name}_low", f"{name}_high"))
             ax.errorbar(rows["update"] + 0.12 * (i - 1), share, [share - low, high - share], color=plots.COLOURS[i],
                         marker="o", capsize=3, linewidth=1.4, label=f"learning rate {rate:g}")
         ax.axhline(0, color="black", linewidth=1)
@@ -236,7 +246,7 @@ def draw_ratio_variance(table: pd.DataFrame, scaling: pd.DataFrame, names: dict[
             axes[2].plot(run["alpha"], run[name].where(run[name] > 0), alpha=0.3, linewidth=0.8, **style)
     axes[2].set(title="Between θ and θ + α·u", xlabel="α (1: one step of eight updates)", xscale="log", yscale="log")
     axes[2].legend(loc="lower right")
-    note = (f"whiskers: 95% percentile bootstrap over seeds and prompts; n = {scaling['seed'].nunique()} seeds; "
+    note = (f"mean over n = {scaling['seed'].nunique()} seeds; whiskers: 95% Student t interval; "
             f"at least {int(table['tokens'].min()):,} tokens a point; thin lines: each run")
     return plots.finish(figure, axes, note, legend=False)
 
@@ -246,14 +256,20 @@ def gradient_quality() -> None:
     """The cosine of one mini-batch at j = 8, and all measures by j."""
     folder = RESULTS / "gradient_quality"
     table = pd.read_parquet(folder / "gradients.parquet")
-    first = table[table["update"] == 1].pivot(index=["seed", "step"], columns="compared", values="cosine")
-    print(f"j = 1: largest difference of the cosine between arms {np.ptp(first.to_numpy(), axis=1).max():.1e}")
+    print(f"Attenuation by noise in the reference: at least {table['attenuation'].min():.2f} (below .7 is void)")
+    for name in ("cosine", "norm", "bias", "variance"):
+        first = table[table["update"] == 1].pivot(index=["seed", "step"], columns="compared", values=name)
+        print(f"j = 1: largest difference of {name} between arms {np.ptp(first.to_numpy(), axis=1).max():.1e}")
+    void = table.groupby("seed")["attenuation"].min() < 0.7
+    table = table[~table["seed"].isin(void[void].index)]
     for name in ("cosine", "cosine_mean", "bias", "variance", "norm"):
         print(f"{name}, mean of both stops:")
         for update in (1, 2, 4, 8):
-            rows = table[table["update"] == update].groupby(["seed", "compared"])[name].mean().unstack()
+            rows = table[table["update"] == update].pivot(index=["seed", "step"], columns="compared", values=name)
+            rows = rows.groupby("seed").agg(lambda stops: stops.mean(skipna=False))
             gaps = [f"{a} − grpo {differences(rows, a, 'grpo', 0.975)}" for a in ("grpo-replay", "gspo")]
-            print(f"  j = {update}: " + ", ".join(f"{a} {interval(rows[a])}" for a in rows) + "; " + ", ".join(gaps))
+            print(f"  j = {update}: " + ", ".join(f"{a} {interval(rows[a])}" for a in rows) + "; " + ", ".join(gaps)
+                  + f" (n = {len(rows.dropna())})")
     plots.save(draw_gradient_quality(table), folder / "figures", "gradient_quality")
 
 

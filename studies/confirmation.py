@@ -6,7 +6,8 @@ from moe_rl.study import Study
 
 LEARNING_RATE = 4e-4
 """By rule: the largest of `learning_rates` at which the mean over its seeds of GRPO's reward, steps 51–100, is at least
-half of GRPO's best. 4e-4 stands here until that study has ended."""
+half of GRPO's best. The largest that passes has passed with some luck: GRPO may do worse here. 4e-4 stands here until
+that study has ended."""
 
 study = Study(
     name="confirmation",
@@ -20,10 +21,11 @@ study = Study(
     figures=("learning", "survival", "clipping", "expert_change"),
     contrasts=(("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")),
     decision_rule="Endpoint: mean reward over steps 151–300. Three contrasts, two-sided sign flips over 16 seeds, Holm "
-    "at 5 %: decided above 0 in favour of the first arm is 'reproduced', below 0 'reversed'; else undetermined at "
-    "n = 16, and 'no difference that matters' where the 95 % interval lies within ±.05. Second: time to collapse "
-    "(EMA10 of the reward below half of its best so far for 20 steps), Kaplan–Meier curves and unadjusted log-rank "
-    "tests. Stopping: 16 seeds × 3 arms × 300 steps; a diverged run has reward 0 from there on.",
+    "at 5 %: decided above 0 in favour of the first arm is 'reproduced', below 0 'reversed' (for gspo − grpo-replay, "
+    "on which the paper is silent, 'GSPO better' or 'worse'); undecided with a 95 % interval within ±.05 is 'no "
+    "difference that matters', else 'undetermined at n = 16'. Second: time to collapse (EMA10 of the reward below half "
+    "of its best so far for 20 steps), Kaplan–Meier curves and unadjusted log-rank tests. Stopping: 16 seeds × 3 arms "
+    "× 300 steps; a diverged run has reward 0 from there on.",
     differs_from_paper=DIFFERS,
     caution="one learning rate, one task, one size.",
     cost="Cold starts come on top: about 30 s of one core per seed.",

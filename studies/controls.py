@@ -1,4 +1,4 @@
-"""Is it routing at all? The arms on models whose routes cannot change, and under other optimizers."""
+"""Is it routing at all? The arms where routes cannot change, or routers do not learn, and under other optimizers."""
 
 from small import BASE, DIFFERS, SECONDS, grpo, gspo, replay
 
@@ -27,11 +27,12 @@ study = Study(
     figures=(),
     contrasts=(("grpo-replay", "grpo"), ("gspo", "grpo")),
     decision_rule="Endpoint: mean reward over steps 31–60. Machinery: in no-choice the rewards of GRPO with and "
-    "without replay are equal at every step, or the study is void. All else is exploratory: differences with 95 % "
-    "Student t intervals over 3 seeds, cell by cell. Stopping: 3 seeds × 27 runs × 60 steps; a diverged run has "
-    "reward 0 from there on.",
+    "without replay are equal over the first three steps (later, rounding may part them), or the study is void. All "
+    "else is exploratory: differences with 95 % Student t intervals over 3 seeds, cell by cell. Stopping: 3 seeds × 27 "
+    "runs × 60 steps; a diverged run has reward 0 from there on.",
     differs_from_paper=DIFFERS,
-    caution="exploratory; cells have one learning rate each, which is not tuned to them (SGD's least of all).",
+    caution="exploratory; cells have one learning rate each, which is not tuned to them (SGD's least of all); cold "
+    "starts of the first cell are those of why_gspo.",
     cost="Cold starts come on top for two further models or tasks: about 30 s of one core per seed and cell.",
     seconds_per_step=SECONDS,
 )

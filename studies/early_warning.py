@@ -6,17 +6,20 @@ Question: does any measurement of the natural routes say, earlier than the rewar
 
 Hypothesis: the share of expert slots changed in a step does.
 
-Data: every step from the fifth on, up to the first collapse of a run (`metrics.convergence.collapse`) or to its end.
-Event: a collapse begins within the next HORIZON steps. Baseline: logistic regression on log(EMA10(reward) / its best
-so far) and the step's index. Candidates, each added to the baseline as the log of its EMA5: CANDIDATES. Those of ratios
-are taken in arms that do not replay, where they are of natural routes.
+Data: every step from the fifth on, up to the first collapse of a run (`metrics.convergence.collapse`); of runs without
+one, up to HORIZON steps before the last step known to be free of one. Event: a collapse begins within the next HORIZON
+steps. Baseline: logistic regression on log(EMA10(reward) / its best so far), the step's index (at most 100, which no
+run of `learning_rates` exceeds) and the log of the learning rate, which a measurement may merely reveal. Candidates,
+each added to the baseline as the log of its EMA5: CANDIDATES. Those of ratios are taken in arms that do not replay,
+where they are of natural routes.
 
-Decision rule: leave-one-run-out log-loss per step, mean over the steps of a run; baseline minus candidate, 95 %
-bootstrap over runs at the Bonferroni level for the candidates. An interval above 0: the measurement precedes collapse.
-"None" is an answer. With it, for the baseline and each candidate: share of collapses with an alarm in the HORIZON steps
-before, and false alarms per 100 steps, at the threshold that catches 80 % of the collapses of all other runs.
-Exploratory: the same with the logarithm of the learning rate in the baseline. On `confirmation`: models fitted to all
-of `learning_rates`.
+Decision rule: leave-one-seed-out log-loss per step, mean over the steps of a run, then over the runs of a seed;
+baseline minus candidate, Student t over 4 seeds at the Bonferroni level for the candidates (99.2 %). An interval above
+0: the measurement precedes collapse. "None" is an answer. On `confirmation`: models fitted to all of `learning_rates`,
+bootstrap over 16 seeds. With it, for the baseline and each candidate, at the threshold that catches 80 % of the
+collapses of the other seeds: share of collapses with an alarm in the HORIZON steps before, alarms that begin elsewhere
+per 100 steps, and the share of the steps elsewhere that an alarm lasts. Exploratory: the same without the learning rate
+in the baseline.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from scipy.optimize import minimize
 
 from moe_rl.frames import Frames, load_study
 from moe_rl.metrics.convergence import ema
-from moe_rl.stats import Interval, interval
+from moe_rl.stats import interval
 from moe_rl.summary import outcomes
 
 RESULTS = Path(__file__).parent / "results"
@@ -50,12 +53,13 @@ def moments(frames: Frames) -> pd.DataFrame:
         run, fate = run.sort_values("step"), fates.loc[key]
         collapses = fate["fate"] != "stable"
         average = np.maximum(ema(run["reward"], 10), 1e-3)
-        rows = {"step": run["step"], "reward": np.log(average / np.maximum.accumulate(average)),
+        rows = {"step": np.minimum(run["step"], 100), "reward": np.log(average / np.maximum.accumulate(average)),
                 "soon": collapses & (run["step"] >= fate["time"] - HORIZON)}
         rows |= {c: np.log(np.maximum(ema(run[c].fillna(0), 5), 1e-9)) for c in CANDIDATES}
-        keep = (run["step"] >= FIRST) & (run["step"] < fate["time"] if collapses else run["step"] <= fate["time"])
+        end = fate["time"] - 1 if collapses else fate["time"] - HORIZON
         lr = float(dict(part.split("=") for part in key[1].split(",") if "=" in part).get("optimizer.lr", "nan"))
-        parts.append(pd.DataFrame(rows)[keep].assign(run="/".join(map(str, key)), arm=key[0], lr=np.log(lr)))
+        labels = {"run": "/".join(map(str, key)), "arm": key[0], "seed": key[2], "lr": np.log(lr)}
+        parts.append(pd.DataFrame(rows)[run["step"].between(FIRST, end)].assign(**labels))
     return pd.concat(parts, ignore_index=True)
 
 
@@ -78,30 +82,31 @@ def predict(b: np.ndarray, x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-(b[0] + x @ b[1:])))
 
 
-def alarms(p: np.ndarray, soon: np.ndarray, threshold: float) -> tuple[bool, int]:
-    """Whether a step before the collapse is above the threshold, and how many times the others begin to be."""
+def alarms(p: np.ndarray, soon: np.ndarray, threshold: float) -> tuple[bool, int, int]:
+    """Whether a step before the collapse is above the threshold; how many times the others begin to be, and are."""
     above = p >= threshold
     begins = above & ~np.r_[False, above[:-1]]
-    return bool((above & soon).any()), int((begins & ~soon).sum())
+    return bool((above & soon).any()), int((begins & ~soon).sum()), int((above & ~soon).sum())
 
 
 def left_out(table: pd.DataFrame, columns: list[str], test: pd.DataFrame | None = None) -> pd.DataFrame:
     """A row per run: mean log-loss, whether its collapse was announced, false alarms and the steps they could come in.
 
-    Each run is predicted from all others, or the runs of `test` from all of `table`.
+    Runs are predicted from all other seeds, or those of `test` from all of `table`.
     """
     found = []
-    for name, mine in (table if test is None else test).groupby("run"):
-        others = table if test is not None else table[table["run"] != name]
+    for seed, runs in (table if test is None else test).groupby("seed"):
+        others = table if test is not None else table[table["seed"] != seed]
         b = fit(others[columns].to_numpy(), others["soon"].to_numpy(float))
         peaks = others.assign(p=predict(b, others[columns].to_numpy()))[others["soon"]].groupby("run")["p"].max()
         threshold = peaks.quantile(1 - CAUGHT, interpolation="lower") if len(peaks) else 1.0
-        p, soon = predict(b, mine[columns].to_numpy()), mine["soon"].to_numpy(bool)
-        loss = -np.log(np.where(soon, p, 1 - p).clip(1e-12)).mean()
-        announced, false = alarms(p, soon, threshold)
-        found.append({"run": name, "loss": loss, "event": soon.any(), "announced": announced, "false": false,
-                      "quiet": int((~soon).sum())})
-    return pd.DataFrame(found).set_index("run")
+        for _, mine in runs.groupby("run"):
+            p, soon = predict(b, mine[columns].to_numpy()), mine["soon"].to_numpy(bool)
+            loss = -np.log(np.where(soon, p, 1 - p).clip(1e-12)).mean()
+            announced, begun, lasting = alarms(p, soon, threshold)
+            found.append({"seed": seed, "loss": loss, "event": soon.any(), "announced": announced, "begun": begun,
+                          "lasting": lasting, "quiet": int((~soon).sum())})
+    return pd.DataFrame(found)
 
 
 def compare(table: pd.DataFrame, base: list[str], test: pd.DataFrame | None = None) -> pd.DataFrame:
@@ -111,7 +116,8 @@ def compare(table: pd.DataFrame, base: list[str], test: pd.DataFrame | None = No
         train, held = (t if t is None or candidate not in OF_RATIOS else t[~t["arm"].str.contains("replay")]
                        for t in (table, test))
         without, with_it = left_out(train, base, held), left_out(train, [*base, candidate], held)
-        gain: Interval = interval(without["loss"] - with_it["loss"], 1 - 0.05 / len(CANDIDATES))
+        gains = (without["loss"] - with_it["loss"]).groupby(without["seed"]).mean()
+        gain = interval(gains, 1 - 0.05 / len(CANDIDATES))
         row = {"candidate": candidate, "gain": gain, "runs": len(without), "collapses": int(without["event"].sum())}
         for name, side in (("baseline", without), ("with it", with_it)):
             row |= {f"{k}, {name}": v for k, v in rates(side).items()}
@@ -121,16 +127,19 @@ def compare(table: pd.DataFrame, base: list[str], test: pd.DataFrame | None = No
 
 def rates(side: pd.DataFrame) -> dict[str, float]:
     return {"announced": side.loc[side["event"], "announced"].mean(),
-            "false alarms per 100 steps": 100 * side["false"].sum() / side["quiet"].sum()}
+            "false alarms per 100 steps": 100 * side["begun"].sum() / side["quiet"].sum(),
+            "steps in false alarm": side["lasting"].sum() / side["quiet"].sum()}
 
 
 def main() -> None:
-    table = moments(load_study(RESULTS / "learning_rates"))
-    base = ["reward", "step"]
-    for title, columns in (("learning_rates, leave one run out", base), ("… with the learning rate", [*base, "lr"])):
-        print(f"\n{title}\n{compare(table, columns).to_string()}")
+    frames = load_study(RESULTS / "learning_rates")
+    table, base, fates = moments(frames), ["reward", "step", "lr"], outcomes(frames)
+    early = (fates["fate"] != "stable") & (fates["time"] <= FIRST)
+    print(f"{(fates['fate'] != 'stable').sum()} collapses in {len(fates)} runs; {early.sum()} before step {FIRST + 1}")
+    for title, columns in (("leave one seed out", base), ("without the learning rate", base[:2])):
+        print(f"\nlearning_rates, {title}\n{compare(table, columns).T.to_string()}")
     if (RESULTS / "confirmation").exists():
-        print(f"\nconfirmation\n{compare(table, base, moments(load_study(RESULTS / 'confirmation'))).to_string()}")
+        print(f"\nconfirmation\n{compare(table, base, moments(load_study(RESULTS / 'confirmation'))).T.to_string()}")
 
 
 if __name__ == "__main__":

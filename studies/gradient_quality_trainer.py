@@ -117,7 +117,8 @@ def quality(arm: Gradients, fresh: Gradients) -> dict[str, float]:
     that an unbiased square comes out negative.
     """
     ours, true, product = arm.square, fresh.square, float(arm.mean @ fresh.mean)
-    length, true_length = (np.sqrt(x) if x > 0 else np.nan for x in (ours, true))
+    true = true if true > 0 else np.nan
+    length, true_length = np.sqrt(ours) if ours > 0 else np.nan, np.sqrt(true)
     attenuation = true_length / float(fresh.mean.norm())
     return {
         "cosine": sum(arm.cosines) / len(arm.cosines) / attenuation,

@@ -19,12 +19,13 @@ study = Study(
     figures=("expert_change", "ratio_spread"),
     endpoint="token_log_ratio_var",
     decision_rule="Removed variance: 1 − Σ R² / Σ D² over all tokens of a learning rate and mini-batch index, 4 seeds "
-    "× 30 steps, about 25,000; and the same of the exact KL. 95 % percentile bootstrap, resampling seeds and within "
-    "them prompts. Reproduced at a learning rate if both intervals at the eighth mini-batch lie above one half; not "
-    "reproduced if both lie below it; else undetermined. With them: the share of Σ D² in the top 0.1 % of tokens (a "
-    "lower bound: at most one token per prompt and mini-batch is known). Scaling law: log-log slopes over α in "
-    "[1e-3, 1] per run, averaged over the learning rates of a seed, Student t over 4 seeds: reproduced if the interval "
-    "of slot_change's slope lies within [0.8, 1.2] and of Σ R²'s within [1.8, 2.2]. Stopping: 12 runs of 30 steps.",
+    "× 30 steps, about 25,000; and the same of the exact KL. The intervals that decide are 95 % Student t over the 4 "
+    "seeds' own shares; beside them a 95 % percentile bootstrap by prompt, seeds fixed. Reproduced at a learning rate "
+    "if both intervals at the eighth mini-batch lie above one half; not reproduced if both lie below it; else "
+    "undetermined. With them: the share of Σ D² in the top 0.1 % of tokens (a lower bound: at most one token per "
+    "prompt and mini-batch is known). Scaling law: log-log slopes over α in [1e-3, 1] per run, averaged over the "
+    "learning rates of a seed, Student t over 4 seeds: reproduced if the interval of slot_change's slope lies within "
+    "[0.8, 1.2] and of Σ R²'s within [1.8, 2.2]. Stopping: 12 runs of 30 steps.",
     differs_from_paper=DIFFERS,
     caution="'associated': replay also holds back what smooth changes would have done through other experts.",
     cost="Cold starts come on top: about 30 s of one core per seed. A step costs twice as much as elsewhere.",

@@ -5,7 +5,6 @@ from small import BASE, DIFFERS, SECONDS, grpo, gspo, replay
 from moe_rl.study import Study
 
 UPDATES = 480
-MINI_BATCH = 16  # responses, of two prompts on average
 
 study = Study(
     name="staleness",
@@ -22,13 +21,15 @@ study = Study(
     },
     figures=("against:N", "against:N:expert slots changed"),
     contrasts=(("grpo-replay", "grpo"), ("gspo", "grpo")),
-    decision_rule="Machinery: at N = 1 the rewards of all arms are equal at every step, or the study is void. "
+    decision_rule="Machinery: at N = 1 the rewards of GRPO with and without replay are equal at every step, and those "
+    "of GSPO (whose gradient is rounded otherwise) over the first three steps, or the study is void. "
     "Endpoint: mean reward over the second half, of 480 updates on 7,680 responses each. Primary: the slope of "
     "replay − GRPO and of GSPO − GRPO over log2 N (least squares per seed, N = 1 … 8), 97.5 % Student t over 4 seeds. "
     "Above 0: reproduced; below: reversed; else undetermined at n = 4. Single N are exploratory. Stopping: 4 seeds × "
     "12 cells; a diverged run has reward 0 from there on.",
     differs_from_paper=DIFFERS,
-    caution="N and the size of a step's batch go together here: mini-batches are of 16 responses throughout.",
+    caution="N and the size of a step's batch go together here: mini-batches are of 16 responses throughout, of 2 "
+    "prompts at N = 1 and of about 10 of 16 at N = 8.",
     cost="Cold starts come on top: about 30 s of one core per seed.",
     seconds_per_step=SECONDS,
 )

@@ -22,7 +22,7 @@ rivals = tuple(
 study = Study(
     name="why_gspo",
     question="Is GSPO's effect one of weights (equal within a sequence) or of clipping (whole sequences)?",
-    hypothesis="The weight: sequence-token is as good as GSPO, token-sequence no better than GRPO.",
+    hypothesis="The weight: sequence-token earns more than GRPO and than token-sequence.",
     arms=(
         grpo, cell("token", "sequence"), cell("token", "none"),
         cell("sequence", "token"), gspo, cell("sequence", "none"),
@@ -33,13 +33,15 @@ study = Study(
     seeds=(40, 41, 42, 43, 44, 45, 46, 47),
     own_cold_starts=True,
     figures=("learning", "clipping"),
-    contrasts=(("sequence-token", "grpo"), ("token-sequence", "grpo"), ("gspo", "grpo")),
-    decision_rule="Endpoint: mean reward over steps 31–60. Three contrasts, two-sided sign flips over 8 seeds, "
-    "Holm at 5 %. 'Weight' if sequence-token − grpo is decided above 0 and token-sequence is not; 'clipping' the other "
-    "way round; 'both' or 'neither' accordingly; if gspo − grpo itself is undecided, the question is undetermined "
-    "at n = 8. Rivals (dual clip; log-ratios shrunk to the variance that replay leaves; responses dropped at "
-    "random, as often as GSPO clips) and all other cells are exploratory. Stopping: 8 seeds × 12 arms × 60 "
-    "steps; a diverged run has reward 0 from there on.",
+    contrasts=(
+        ("sequence-token", "grpo"), ("token-sequence", "grpo"), ("sequence-token", "token-sequence"), ("gspo", "grpo"),
+    ),  # fmt: skip
+    decision_rule="Endpoint: mean reward over steps 31–60. Four contrasts, two-sided sign flips over 8 seeds, Holm at "
+    "5 %. 'Weight' if sequence-token is decided above grpo and above token-sequence; 'clipping' if token-sequence is "
+    "decided above grpo and above sequence-token; 'both' if both are decided above grpo and neither above the other; "
+    "'reversed' if gspo is decided below grpo; all else: undetermined at n = 8. Rivals (dual clip; log-ratios shrunk "
+    "to the variance that replay left in a pilot; responses dropped at random, as often as GSPO clipped there) and all "
+    "other cells are exploratory. Stopping: 8 seeds × 12 arms × 60 steps; a diverged run has reward 0 from there on.",
     differs_from_paper=DIFFERS,
     caution="one learning rate, where arms were expected to differ by pilots with other seeds.",
     cost="Cold starts come on top: about 30 s of one core per seed.",

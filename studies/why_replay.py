@@ -21,9 +21,9 @@ study = Study(
     figures=("learning", "clipping", "expert_change"),
     contrasts=(("replay-of-ratio", "grpo"), ("replay-of-gradient", "grpo"), ("grpo-replay", "grpo")),
     decision_rule="Endpoint: mean reward over steps 31–60. Three contrasts, two-sided sign flips over 8 seeds, Holm "
-    "at 5 %. The mechanism is the ratio if its contrast has a decided sign equal to that of grpo-replay − grpo and "
-    "the gradient's has not; and so on. If none is decided: undetermined at n = 8. Stopping: 8 seeds × 4 arms × 60 "
-    "steps; a diverged run has reward 0 from there on.",
+    "at 5 %. If grpo-replay − grpo is undecided, there is no effect to explain: undetermined at n = 8. Else the "
+    "mechanism is the ratio, the gradient, or both: whichever of the two has a decided difference of the same sign; if "
+    "neither has, undetermined. Stopping: 8 seeds × 4 arms × 60 steps; a diverged run has reward 0 from there on.",
     differs_from_paper=DIFFERS,
     caution="one learning rate; grpo and its cold starts are those of why_gspo.",
     cost="Cold starts are those of why_gspo. Split arms take two more forwards per update.",

@@ -69,9 +69,9 @@ def test_what_replay_removes_is_a_ratio_of_sums():
     rows = pd.DataFrame({"seed": [0, 0, 1, 1], "dd": [1.0, 3.0, 2.0, 2.0], "rr": [0.5, 0.5, 0.5, 0.5],
                          "kl_natural": [1.0] * 4, "kl_replayed": [0.25] * 4})  # fmt: skip
     found = answers.removed(rows, resamples=200)
-    assert found["removed_variance"] == 0.75
-    assert 0.5 <= found["variance_low"] < 0.75 < found["variance_high"] <= 1 - 0.5 / 3
-    assert found["removed_kl"] == found["kl_low"] == found["kl_high"] == 0.75
+    assert found["variance_pooled"] == 0.75 and found["variance_removed"] == pytest.approx(0.75)
+    assert found["variance_low"] == found["variance_high"] == 0.75  # both seeds have the same share
+    assert found["variance_by_prompt"] == "[0.67, 0.80]" and found["kl_pooled"] == 0.75
     assert answers.slopes(pd.DataFrame([[0, 1, 2], [3, 1, -1]]), (0, 1, 2)).tolist() == pytest.approx([1, -2])
 
 
@@ -85,5 +85,5 @@ def test_a_logistic_regression_finds_the_odds_that_made_its_data():
 def test_an_alarm_that_goes_on_is_one_alarm():
     p = np.array([0.9, 0.1, 0.6, 0.7, 0.2, 0.9, 0.9])
     soon = np.array([0, 0, 0, 0, 0, 1, 1], dtype=bool)
-    assert early_warning.alarms(p, soon, 0.5) == (True, 2)
-    assert early_warning.alarms(p, soon, 0.95) == (False, 0)
+    assert early_warning.alarms(p, soon, 0.5) == (True, 2, 3)
+    assert early_warning.alarms(p, soon, 0.95) == (False, 0, 0)
