@@ -203,7 +203,9 @@ def ratio_variance() -> None:
     for name, title in names.items():
         per_seed = scaling[scaling[name] > 0].groupby(["seed", "factors"])[["alpha", name]].apply(
             lambda rows: np.polyfit(*np.log(rows.to_numpy().T), 1)[0]).groupby("seed").mean()
-        print(f"  {title}: {interval(per_seed)}")
+        pooled = [np.polyfit(*np.log(mean.reset_index().to_numpy().T), 1)[0]
+                  for _, rows in scaling.groupby("seed") for mean in [rows.groupby("alpha")[name].mean()]]
+        print(f"  {title}: {interval(per_seed)}; of the mean over a seed's runs {interval(pooled)}")
     plots.save(draw_ratio_variance(table, scaling, names), folder / "figures", "ratio_variance")
 
 
