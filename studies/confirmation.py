@@ -6,8 +6,8 @@ from moe_rl.study import Study
 
 LEARNING_RATE = 4e-4
 """By rule: the largest of `learning_rates` at which the mean over its seeds of GRPO's reward, steps 51–100, is at least
-half of GRPO's best. The largest that passes has passed with some luck: GRPO may do worse here. 4e-4 stands here until
-that study has ended."""
+half of GRPO's best. It is .71 here, .82 at 2e-4 and .21 at 5.66e-4. The largest that passes has passed with some
+luck: GRPO may do worse here."""
 
 study = Study(
     name="confirmation",
