@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import early_warning
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -29,6 +30,12 @@ RESULTS = Path(__file__).parent / "results"
 def differences(values: pd.DataFrame, a: str, b: str, confidence: float = 0.95) -> Interval:
     """a − b over the seeds (rows) both columns have."""
     return interval((values[a] - values[b]).dropna(), confidence)
+
+
+def own_table(study: str, name: str) -> pd.DataFrame:
+    """A table that the study's own trainer wrote, in float64."""
+    table = pd.read_parquet(RESULTS / study / f"{name}.parquet")
+    return table.astype({c: "float64" for c in table.select_dtypes("float32")})
 
 
 def slopes(values: pd.DataFrame, x: Sequence[float]) -> np.ndarray:
@@ -97,7 +104,7 @@ def expert_volatility() -> None:
               f"{interval(fresh.groupby('seed')['fresh_slot_change'].mean())}")
     for name in ("noise_floor_slot_change", "noise_floor_set_change"):
         print(f"  {name}: {interval(per_run(base, metric(name)))}")
-    total = pd.read_parquet(RESULTS / "expert_volatility" / "cumulative.parquet")
+    total = own_table("expert_volatility", "cumulative")
     for of, rows in total[total["factors"] == "base"].groupby("responses_of"):
         shares = [f"{name} {interval(rows[name])}" for name in ("slot_change", "set_change", "any_layer_change")]
         print(f"  from the cold start to step 40, responses of the {of}: {', '.join(shares)}")
@@ -186,8 +193,7 @@ def controls() -> None:
 # ---------------------------------------------------------------------- ratio variance
 def ratio_variance() -> None:
     """Removed variance and KL, the tokens that carry most of it, and the scaling law."""
-    folder = RESULTS / "ratio_variance"
-    prompts, scaling = pd.read_parquet(folder / "prompts.parquet"), pd.read_parquet(folder / "scaling.parquet")
+    prompts, scaling = own_table("ratio_variance", "prompts"), own_table("ratio_variance", "scaling")
     found = []
     for (cell, update), rows in prompts.groupby(["factors", "update"]):
         shares = AttributionSums(int(rows["n"].sum()), *(rows[c].sum() for c in ("d", "r", "dd", "rr", "jj", "rj")))
@@ -206,7 +212,7 @@ def ratio_variance() -> None:
         pooled = [np.polyfit(*np.log(mean.reset_index().to_numpy().T), 1)[0]
                   for _, rows in scaling.groupby("seed") for mean in [rows.groupby("alpha")[name].mean()]]
         print(f"  {title}: {interval(per_seed)}; of the mean over a seed's runs {interval(pooled)}")
-    plots.save(draw_ratio_variance(table, scaling, names), folder / "figures", "ratio_variance")
+    plots.save(draw_ratio_variance(table, scaling, names), RESULTS / "ratio_variance" / "figures", "ratio_variance")
 
 
 def removed(rows: pd.DataFrame, resamples: int = 2000) -> dict[str, float]:
@@ -256,8 +262,7 @@ def draw_ratio_variance(table: pd.DataFrame, scaling: pd.DataFrame, names: dict[
 # ---------------------------------------------------------------------- gradient quality
 def gradient_quality() -> None:
     """The cosine of one mini-batch at j = 8, and all measures by j."""
-    folder = RESULTS / "gradient_quality"
-    table = pd.read_parquet(folder / "gradients.parquet")
+    table = own_table("gradient_quality", "gradients")
     print(f"Attenuation by noise in the reference: at least {table['attenuation'].min():.2f} (below .7 is void)")
     for name in ("cosine", "norm", "bias", "variance"):
         first = table[table["update"] == 1].pivot(index=["seed", "step"], columns="compared", values=name)
@@ -272,7 +277,7 @@ def gradient_quality() -> None:
             gaps = [f"{a} − grpo {differences(rows, a, 'grpo', 0.975)}" for a in ("grpo-replay", "gspo")]
             print(f"  j = {update}: " + ", ".join(f"{a} {interval(rows[a])}" for a in rows) + "; " + ", ".join(gaps)
                   + f" (n = {len(rows.dropna())})")
-    plots.save(draw_gradient_quality(table), folder / "figures", "gradient_quality")
+    plots.save(draw_gradient_quality(table), RESULTS / "gradient_quality" / "figures", "gradient_quality")
 
 
 @plots.styled
@@ -289,27 +294,24 @@ def draw_gradient_quality(table: pd.DataFrame) -> Figure:
     return plots.finish(figure, axes, note)
 
 
-def early_warning() -> None:
-    """See early_warning.py."""
-    import early_warning as analysis
-
-    analysis.main()
-
-
-ANSWERS: dict[str, Callable[[], None]] = {
-    f.__name__: f for f in (learning_rates, expert_volatility, ratio_variance, staleness, placebos, controls,
-                            gradient_quality)
+ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
+    "learning_rates": (learning_rates, early_warning.main),
+    "expert_volatility": (expert_volatility,),
+    "ratio_variance": (ratio_variance,),
+    "staleness": (staleness,),
+    "placebos": (placebos,),
+    "controls": (controls,),
+    "gradient_quality": (gradient_quality,),
 }
+"""What is made from the tables of each study."""
 
 
 def main(names: Sequence[str]) -> None:
-    for name, answer in ANSWERS.items():
+    for name, answers in ANSWERS.items():
         if (name in names or not names) and (RESULTS / name).exists():
             print(f"\n# {name}")
-            answer()
-    if ("early_warning" in names or not names) and (RESULTS / "learning_rates").exists():
-        print("\n# early_warning")
-        early_warning()
+            for answer in answers:
+                answer()
 
 
 if __name__ == "__main__":

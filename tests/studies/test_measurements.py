@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import numpy as np
-import pandas as pd
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "studies"))
 import answers
 import early_warning
 import gradient_quality_trainer
+import numpy as np
+import pandas as pd
+import pytest
 import ratio_variance_trainer
+import torch
 
 from tests.conftest import build, perturb
 from tests.policies.test_hf import make_batch, policy_of

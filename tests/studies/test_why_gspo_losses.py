@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+import why_gspo_losses as losses
 
 from moe_rl.losses import grpo_loss, gspo_loss
-
-FILE = Path(__file__).parents[2] / "studies" / "why_gspo_losses.py"
-spec = importlib.util.spec_from_file_location("why_gspo_losses", FILE)
-losses = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(losses)
 
 
 @pytest.fixture

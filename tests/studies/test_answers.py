@@ -1,0 +1,45 @@
+"""The answers can be had again from the tables in the repository."""
+
+from __future__ import annotations
+
+import re
+
+import answers
+import early_warning
+import pytest
+
+from moe_rl.frames import load_study
+
+HERE = [name for name in answers.ANSWERS if (answers.RESULTS / name).exists()]
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_every_number_is_made_from_the_committed_tables(name, capsys, monkeypatch):
+    saved = []
+    monkeypatch.setattr(answers.plots, "save", lambda figure, folder, name: saved.append((folder.parent.name, name)))
+    answers.ANSWERS[name][0]()
+    out = capsys.readouterr().out
+    assert re.search(r"\d \[-?\d", out) and "nan" not in out.lower()
+    for folder, figure in saved:
+        assert (answers.RESULTS / folder / "figures" / f"{figure}.png").exists()
+
+
+@pytest.mark.parametrize(("name", "measured"), [
+    ("ratio_variance", "expert slots changed: 0.98 [0.88, 1.08]"),
+    ("expert_volatility", "set_change: one update 0.013 [0.010, 0.016], one step 0.08 [0.07, 0.09]"),
+])  # fmt: skip
+def test_the_readme_says_what_the_tables_say(name, measured, capsys, monkeypatch):
+    """Two rows by way of example: numbers that a change of the code must not move in silence."""
+    monkeypatch.setattr(answers.plots, "save", lambda *_: None)
+    answers.ANSWERS[name][0]()
+    assert measured in capsys.readouterr().out
+
+
+def test_early_warning_counts_what_became_of_the_runs_of_the_demonstration():
+    """Five of its nine runs collapse, between steps 10 and 50; each gives at most ten steps before its collapse."""
+    table = early_warning.moments(load_study(answers.RESULTS / "routing_replay"))
+    near = table.groupby("run")["soon"].sum()
+    assert (near > 0).sum() == 5 and near.max() == early_warning.HORIZON
+    assert table["step"].min() == early_warning.FIRST
+    found = early_warning.compare(table, ["reward", "step"])
+    assert found["runs"].tolist() == [9, 9, 9, 6, 6, 9] and found["collapses"].tolist() == [5, 5, 5, 2, 2, 5]
