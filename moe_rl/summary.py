@@ -66,8 +66,9 @@ ENGINE = (
     Metric("noise floor: KL k3, probe, run", "noise_floor_kl_k3", mean),
 )
 """Shown where engine and policy differ. Means over the whole run: the gap is there from the first step on."""
-SAME_ENGINE = 1e-9
-"""KL k3 per token, in nats, that float32 leaves between two scorings of the same weights (measured: 1e-13)."""
+SAME_ENGINE = 1e-6
+"""KL k3 per token, in nats, above which engine and policy differ. Float32 leaves 1e-13 between two scorings of the same
+weights, and 1e-8 in a run in which a near tie was routed elsewhere; bfloat16 makes 1e-3."""
 
 
 def metric(name: str) -> Metric:
