@@ -14,7 +14,7 @@ study = Study(
     base=BASE.replace(steps=20),
     seeds=(34, 35, 36, 37),
     own_cold_starts=True,
-    figures=("learning", "expert_change"),
+    figures=("expert_change",),
     decision_rule="At the cold start and after 20 steps of GRPO: on the path of one GRPO step, before each of its 8 "
     "updates, gradients of GRPO, GRPO + replay, GSPO, GSPO + replay on 48 mini-batches of 16 responses from the step's "
     "old policy, against the gradient of 4,096 responses from the current policy to fresh prompts, natural routes. "
