@@ -18,10 +18,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from moe_rl import plots
-from moe_rl.factors import against
+from moe_rl.factors import against, settings_of
 from moe_rl.frames import Frames, load_study
 from moe_rl.metrics.attribution import AttributionSums
 from moe_rl.stats import Interval, geometric, interval
+from moe_rl.study import read_declaration
 from moe_rl.summary import MAIN, metric, per_run
 
 RESULTS = Path(__file__).parent / "results"
@@ -46,20 +47,22 @@ def slopes(values: pd.DataFrame, x: Sequence[float]) -> np.ndarray:
 # ---------------------------------------------------------------------- reward against learning rate
 def learning_rates() -> None:
     """Each arm at its own best learning rate, chosen on the other seeds; and reward at equal functional step."""
-    frames = load_study(RESULTS / "learning_rates")
+    folder = RESULTS / "learning_rates"
+    frames, contrasts = load_study(folder), read_declaration(folder)["contrasts"]
     table = against(frames, "optimizer.lr", MAIN)
     curves = {arm: rows.pivot(index="seed", columns="x", values="value") for arm, rows in table.groupby("arm")}
-    tuned = pd.DataFrame({arm: {seed: curve.loc[seed, curve.drop(index=seed).mean().idxmax()] for seed in curve.index}
-                          for arm, curve in curves.items()})
+    best = {arm: {seed: curve.drop(index=seed).mean().idxmax() for seed in curve.index}
+            for arm, curve in curves.items()}
+    tuned = pd.DataFrame({arm: {seed: curves[arm].loc[seed, x] for seed, x in chosen.items()}
+                          for arm, chosen in best.items()})
     print("Reward at the learning rate that is best on the other seeds:")
-    for arm, curve in curves.items():
-        chosen = [f"{curve.drop(index=seed).mean().idxmax():g}" for seed in curve.index]
-        print(f"  {arm}: {interval(tuned[arm])} at {', '.join(chosen)}")
-    for a, b in (("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")):
+    for arm, chosen in best.items():
+        print(f"  {arm}: {interval(tuned[arm])} at {', '.join(f'{x:g}' for x in chosen.values())}")
+    for a, b in contrasts:
         print(f"  {a} − {b}: {differences(tuned, a, b)}")
     print("Exploratory: reward at equal functional step (mean square natural log-ratio, first half), over their range:")
     matched = at_equal_step(frames, table)
-    for a, b in (("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")):
+    for a, b in contrasts:
         print(f"  {a} − {b}: {differences(matched, a, b)}")
 
 
@@ -73,7 +76,7 @@ def at_equal_step(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     early = frames.updates[frames.updates["step"] <= frames.steps["step"].max() / 2]
     sums = early.groupby(["arm", "factors", "seed"])[["attribution_sum_dd", "attribution_n"]].sum()
     moved = (sums["attribution_sum_dd"] / sums["attribution_n"]).rename("moved").reset_index()
-    moved["x"] = moved["factors"].str.removeprefix("optimizer.lr=").astype(float)
+    moved["x"] = moved["factors"].map(lambda cell: settings_of(cell)["optimizer.lr"])
     both = table.merge(moved[["arm", "seed", "x", "moved"]], on=["arm", "seed", "x"]).sort_values("x")
     rising = both[both["moved"] >= both.groupby(["arm", "seed"])["moved"].cummax()]
     found: dict[str, dict[int, float]] = {}
@@ -91,15 +94,13 @@ def expert_volatility() -> None:
     """Every definition in the base cell, and the endpoint's trends as ratios to it."""
     frames = load_study(RESULTS / "expert_volatility")
     base = frames.cell("base")
+    updates = base.updates[base.updates["step"] > 20]
     print("Base cell, steps 21–40, response tokens:")
     for name in ("slot_change", "set_change", "any_layer_change", "layers_changed", "jaccard_distance"):
-        updates = base.updates[base.updates["step"] > 20]
-        one = updates.dropna(subset=[name]).groupby("seed")[name].mean() if name in updates else []
-        step = per_run(base, metric(name)).xs("grpo")
-        print(f"  {name}: one update {interval(one)}, one step {interval(step)}" if len(one) else
-              f"  {name}: one step {interval(step)}")
+        one = updates.groupby("seed")[name].mean()
+        print(f"  {name}: one update {interval(one)}, one step {interval(per_run(base, metric(name)))}")
     for update in (2, 8):
-        fresh = base.updates[(base.updates["update"] == update) & (base.updates["step"] > 20)]
+        fresh = updates[updates["update"] == update]
         print(f"  slot_change, tokens not yet trained on, before update {update}: "
               f"{interval(fresh.groupby('seed')['fresh_slot_change'].mean())}")
     for name in ("noise_floor_slot_change", "noise_floor_set_change"):
@@ -198,7 +199,7 @@ def ratio_variance() -> None:
     for (cell, update), rows in prompts.groupby(["factors", "update"]):
         shares = AttributionSums(int(rows["n"].sum()), *(rows[c].sum() for c in ("d", "r", "dd", "rr", "jj", "rj")))
         top = rows["largest"].nlargest(round(rows["n"].sum() / 1000)).sum() / rows["dd"].sum()
-        found.append({"rate": float(cell.partition("=")[2]), "update": update, "tokens": rows["n"].sum(),
+        found.append({"rate": settings_of(cell)["optimizer.lr"], "update": update, "tokens": rows["n"].sum(),
                       "changed": rows["changed"].sum() / rows["n"].sum(), "top": top, **shares.shares(),
                       **removed(rows)})
     table = pd.DataFrame(found)
@@ -268,26 +269,24 @@ def gradient_quality() -> None:
         first = table[table["update"] == 1].pivot(index=["seed", "step"], columns="compared", values=name)
         print(f"j = 1: largest difference of {name} between arms {np.ptp(first.to_numpy(), axis=1).max():.1e}")
     void = table.groupby("seed")["attenuation"].min() < 0.7
-    table = table[~table["seed"].isin(void[void].index)]
+    stops = table[~table["seed"].isin(void[void].index)].groupby(["seed", "update", "compared"])
+    means = stops[["cosine", "bias", "variance"]].agg(lambda both: both.mean(skipna=False)).reset_index()
     for name in ("cosine", "bias", "variance"):  # a mini-batch that is clipped whole has no cosine
         print(f"{name}, mean of both stops:")
         for update in (1, 2, 4, 8):
-            rows = table[table["update"] == update].pivot(index=["seed", "step"], columns="compared", values=name)
-            rows = rows.groupby("seed").agg(lambda stops: stops.mean(skipna=False))
+            rows = means[means["update"] == update].pivot(index="seed", columns="compared", values=name)
             gaps = [f"{a} − grpo {differences(rows, a, 'grpo', 0.975)}" for a in ("grpo-replay", "gspo")]
             print(f"  j = {update}: " + ", ".join(f"{a} {interval(rows[a])}" for a in rows) + "; " + ", ".join(gaps)
                   + f" (n = {len(rows.dropna())})")
-    plots.save(draw_gradient_quality(table), RESULTS / "gradient_quality" / "figures", "gradient_quality")
+    plots.save(draw_gradient_quality(means), RESULTS / "gradient_quality" / "figures", "gradient_quality")
 
 
 @plots.styled
-def draw_gradient_quality(table: pd.DataFrame) -> Figure:
+def draw_gradient_quality(means: pd.DataFrame) -> Figure:
     """Cosine, bias and variance of the arms' gradients by mini-batch index."""
-    arms = list(dict.fromkeys(table["compared"]))
+    arms = ["grpo", "grpo-replay", "gspo", "gspo-replay"]
     panels = {"cosine": "Cosine of one mini-batch", "bias": "Bias², relative", "variance": "Variance, relative"}
     figure, axes = plots.new_figure(3, "How good are gradients on stale mini-batches, against 4,096 fresh responses?")
-    grouped = table.groupby(["seed", "update", "compared"])[list(panels)]
-    means = grouped.agg(lambda stops: stops.mean(skipna=False)).reset_index()
     for ax, (name, title) in zip(axes, panels.items(), strict=True):
         note = plots.curves(ax, means.rename(columns={"compared": "arm"}), name, "update", arms, marker="o")
         ax.set(title=title, xlabel="mini-batch index j")

@@ -24,6 +24,7 @@ in the baseline.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,7 @@ RIDGE = 1.0
 def moments(frames: Frames) -> pd.DataFrame:
     """A row per step at which a run is still whole: features, and whether a collapse is near."""
     fates = outcomes(frames).set_index(["arm", "factors", "seed"])
+    configs = frames.runs.set_index(["arm", "factors", "seed"])["config"].map(json.loads)
     parts = []
     for key, run in frames.steps[frames.steps["reward"].notna()].groupby(["arm", "factors", "seed"]):
         run, fate = run.sort_values("step"), fates.loc[key]
@@ -57,8 +59,8 @@ def moments(frames: Frames) -> pd.DataFrame:
                 "soon": collapses & (run["step"] >= fate["time"] - HORIZON)}
         rows |= {c: np.log(np.maximum(ema(run[c].fillna(0), 5), 1e-9)) for c in CANDIDATES}
         end = fate["time"] - 1 if collapses else fate["time"] - HORIZON
-        lr = float(dict(part.split("=") for part in key[1].split(",") if "=" in part).get("optimizer.lr", "nan"))
-        labels = {"run": "/".join(map(str, key)), "arm": key[0], "seed": key[2], "lr": np.log(lr)}
+        lr = np.log(configs[key]["optimizer"]["lr"])
+        labels = {"run": "/".join(map(str, key)), "arm": key[0], "seed": key[2], "lr": lr}
         parts.append(pd.DataFrame(rows)[run["step"].between(FIRST, end)].assign(**labels))
     return pd.concat(parts, ignore_index=True)
 

@@ -25,7 +25,6 @@ from moe_rl.config import RunConfig
 from moe_rl.execute import build
 from moe_rl.losses import Objective
 from moe_rl.measure import response_rows
-from moe_rl.metrics.volatility import route_change
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.runs import RunFolder
@@ -88,11 +87,12 @@ def compare(old: HFPolicy, new: HFPolicy, batch: Batch) -> pd.DataFrame:
     log_p = {"kl_natural": new.distributions(batch), "kl_replayed": new.distributions(batch, before.routes)}
     kl = {k: (old_log_p.exp() * (old_log_p - new_log_p)).sum(-1)[mask].double() for k, new_log_p in log_p.items()}
     d, r = ((scored.logprobs - before.logprobs)[mask].double() for scored in (after, replayed))
-    routes = [scored.routes.ids()[inputs].sort(-1).values for scored in (before, after)]
+    was, now = (scored.routes.ids()[inputs] for scored in (before, after))
+    slots = 1 - (was[..., None] == now[..., None, :]).any(-1).double().mean((-2, -1))
     return pd.DataFrame({
         "prompt": batch.prompt_index[:, None].expand_as(mask)[mask],
         "d": d, "r": r, "dd": d * d, "rr": r * r, "jj": (d - r) ** 2, "rj": r * (d - r), **kl,
-        "changed": (routes[0] != routes[1]).any(-1).any(-1).double(),
+        "slot_change": slots, "changed": (slots > 0).double(),
     })  # fmt: skip
 
 
@@ -107,14 +107,6 @@ def scaling(run: RunConfig, parts: Parts) -> list[dict[str, float]]:
     for alpha in ALPHAS:
         policy.model.load_state_dict({k: torch.lerp(start[k], end[k], float(alpha)) for k in start})
         tokens = pd.concat([compare(theta, policy, batch) for batch in batches])
-        change = [route_change(*(p.score(b).routes.ids() for p in (theta, policy)), response_rows(b)) for b in batches]
-        rows.append(
-            {
-                "alpha": alpha,
-                "tokens": len(tokens),
-                **tokens.drop(columns="prompt").mean(),
-                "slot_change": sum(change[1:], change[0]).row()["slot_change"],
-            }
-        )
+        rows.append({"alpha": alpha, "tokens": len(tokens), **tokens.drop(columns="prompt").mean()})
     policy.model.load_state_dict(start)
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import answers
@@ -42,5 +43,6 @@ def test_early_warning_counts_what_became_of_the_runs_of_the_demonstration():
     near = table.groupby("run")["soon"].sum()
     assert (near > 0).sum() == 5 and near.max() == early_warning.HORIZON
     assert table["step"].min() == early_warning.FIRST
+    assert table["lr"].unique().tolist() == [math.log(8e-4)]  # which no factor of that study names
     found = early_warning.compare(table, ["reward", "step"])
     assert found["runs"].tolist() == [9, 9, 9, 6, 6, 9] and found["collapses"].tolist() == [5, 5, 5, 2, 2, 5]

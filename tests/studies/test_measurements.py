@@ -11,6 +11,8 @@ import pytest
 import ratio_variance_trainer
 import torch
 
+from moe_rl.measure import response_rows
+from moe_rl.metrics.volatility import route_change
 from tests.conftest import build, perturb
 from tests.policies.test_hf import make_batch, policy_of
 
@@ -25,19 +27,19 @@ def test_a_square_takes_products_of_different_batches_only():
 
 
 def test_quality_of_noisy_gradients_is_that_of_their_distribution():
-    """g = (1, 0) + noise against g* = (0, 2): cosine of the means 0, bias² |(1, −2)|² / 4, variance 2 · 0.09 / 4."""
+    """g = (1, 1) + noise against g* = (0, 2): cosine of the means √½, bias² |(1, −1)|² / 4, variance 2 · 0.09 / 4."""
     generator = torch.Generator().manual_seed(0)
     fresh = gradient_quality_trainer.Gradients()
     for _ in range(4000):
         fresh.add([torch.tensor([0.0, 2.0]) + torch.randn(2, generator=generator)])
     arm = gradient_quality_trainer.Gradients(reference=fresh.mean)
     for _ in range(4000):
-        arm.add([torch.tensor([1.0, 0.0]) + 0.3 * torch.randn(2, generator=generator)])
+        arm.add([torch.tensor([1.0, 1.0]) + 0.3 * torch.randn(2, generator=generator)])
     found = gradient_quality_trainer.quality(arm, fresh)
-    assert found["cosine_mean"] == pytest.approx(0, abs=0.03)
-    assert found["bias"] == pytest.approx(5 / 4, rel=0.05)
+    assert found["cosine_mean"] == pytest.approx(0.5**0.5, abs=0.03)
+    assert found["bias"] == pytest.approx(2 / 4, rel=0.05)
     assert found["variance"] == pytest.approx(0.18 / 4, rel=0.1)
-    assert found["norm"] == pytest.approx(0.5, rel=0.05)
+    assert found["norm"] == pytest.approx(0.5**0.5, rel=0.05)
 
 
 def test_tokens_are_compared_under_both_routes():
@@ -54,6 +56,9 @@ def test_tokens_are_compared_under_both_routes():
     assert not np.array_equal(natural, replayed) and tokens["changed"].mean() > 0
     np.testing.assert_allclose(tokens["dd"], tokens["rr"] + tokens["jj"] + 2 * tokens["rj"], atol=1e-12)
     assert (tokens["kl_natural"] > -1e-6).all() and tokens["kl_natural"].sum() > 0
+    change = route_change(before.routes.ids(), after.routes.ids(), response_rows(batch)).row()
+    assert tokens["slot_change"].mean() == pytest.approx(change["slot_change"])
+    assert tokens["changed"].mean() == pytest.approx(change["any_layer_change"])
     assert not np.allclose(tokens["kl_natural"], tokens["kl_replayed"])
     assert tokens["prompt"].value_counts().to_dict() == {
         p: int(batch.response_mask[batch.prompt_index == p].sum()) for p in range(4)
@@ -72,7 +77,7 @@ def test_what_replay_removes_is_a_ratio_of_sums():
 
 def test_a_logistic_regression_finds_the_odds_that_made_its_data():
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(20_000, 2)) * [1, 10]
+    x = rng.normal(size=(20_000, 2)) * [1, 10] + [1, 5]
     y = rng.random(20_000) < early_warning.predict(np.array([-1.0, 0.8, -0.1]), x)
     assert early_warning.fit(x, y.astype(float)) == pytest.approx([-1.0, 0.8, -0.1], abs=0.06)
 
