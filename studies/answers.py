@@ -1,4 +1,4 @@
-"""What the declared rules ask beyond the tables of `moe-rl plot`: numbers for README.md, and three figures.
+"""What the declared rules ask beyond the tables of `moe-rl plot`: numbers for README.md, and four figures.
 
     python studies/answers.py [study …]
 
@@ -8,14 +8,16 @@ reads `results/` and prints; without names, every study that is there. Intervals
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import early_warning
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
+from why_gspo_losses import SHRINK
 
 from moe_rl import plots
 from moe_rl.factors import against, settings_of
@@ -124,6 +126,19 @@ def expert_volatility() -> None:
     plots.save(draw_expert_volatility(frames), RESULTS / "expert_volatility" / "figures", "expert_volatility")
 
 
+def by_cell(ax: Axes, values: Mapping[str, pd.Series]) -> Interval:
+    """A line per cell: the values of its seeds, their mean and interval. The first cell, the reference, has its own
+    colour. Returns the last interval, for its method and n."""
+    for i, of_cell in enumerate(values.values()):
+        found, colour = interval(of_cell), plots.COLOURS[min(i, 1)]
+        ax.plot(of_cell, np.full(len(of_cell), i), ".", color=colour, alpha=0.4, markersize=5)
+        whisker = [[found.mean - found.low], [found.high - found.mean]]
+        ax.errorbar(found.mean, i, xerr=whisker, fmt="o", color=colour, capsize=3, linewidth=1.4, markersize=5)
+    ax.set(yticks=range(len(values)), yticklabels=values)
+    ax.invert_yaxis()
+    return found
+
+
 @plots.styled
 def draw_expert_volatility(frames: Frames) -> Figure:
     """Routes changed in one step under three definitions, cell by cell."""
@@ -131,16 +146,10 @@ def draw_expert_volatility(frames: Frames) -> Figure:
              "any_layer_change": "tokens with a change at any layer"}
     figure, axes = plots.new_figure(3, "How many routes change in one step?", width=13)
     for ax, (name, title) in zip(axes, names.items(), strict=True):
-        for i, cell in enumerate(frames.cells):
-            values = per_run(frames.cell(cell), metric(name)).to_numpy()
-            found, colour = interval(values), plots.COLOURS[0 if cell == "base" else 1]
-            ax.plot(values, np.full(len(values), i), ".", color=colour, alpha=0.4, markersize=5)
-            whisker = [[found.mean - found.low], [found.high - found.mean]]
-            ax.errorbar(found.mean, i, xerr=whisker, fmt="o", color=colour, capsize=3, linewidth=1.4, markersize=5)
+        found = by_cell(ax, {cell: per_run(frames.cell(cell), metric(name)) for cell in frames.cells})
         ax.axvline(0.1, color="#666666", linewidth=1.2, linestyle=":")
-        ax.set(title=title, xlim=(0, None), yticks=range(len(frames.cells)), yticklabels=frames.cells)
+        ax.set(title=title, xlim=(0, None))
         ax.xaxis.set_major_formatter(PercentFormatter(1))
-        ax.invert_yaxis()
     for ax in axes[1:]:
         ax.set_yticklabels([])
     note = f"mean over n = {found.n} seeds, steps 21–40; whisker: {found.method}; dots: each seed; dotted line: 10 %"
@@ -181,14 +190,46 @@ def placebos() -> None:
     print(f"Slope over the dose from 0 to 1: {interval(slopes(doses, (0, 0.25, 0.5, 0.75, 1)))}")
 
 
+def why_gspo() -> None:
+    """Weight × clip, and how near the rivals came to what they imitate, in seeds that `why_replay` has, too."""
+    frames, replays = load_study(RESULTS / "why_gspo"), load_study(RESULTS / "why_replay")
+    rewards = per_run(frames, MAIN).unstack(0)
+    for arm in rewards:
+        print(f"  {arm}: {interval(rewards[arm])}, − grpo {differences(rewards, arm, 'grpo')}")
+    later = frames.updates[frames.updates["update"] > 1].groupby(["arm", "seed"])["clip_tokens"].mean().unstack(0)
+    print("Clipped or dropped, tokens with an advantage, second to eighth mini-batch of all steps: "
+          + ", ".join(f"{arm} {interval(later[arm])}" for arm in ("grpo", "gspo", "random-mask")))
+    variance = metric("token_log_ratio_var")
+    ours, theirs = (per_run(study, variance).unstack(0) for study in (frames, replays))
+    print("Variance of the log-ratios that the loss sees, times GRPO's: "
+          f"shrunk {geometric(SHRINK**2 * ours['shrunk'] / ours['grpo'])}, "
+          f"replay, in why_replay, {geometric(theirs['grpo-replay'] / theirs['grpo'])}")
+
+
 def controls() -> None:
     """The machinery check of no-choice, and both contrasts cell by cell."""
     frames = load_study(RESULTS / "controls")
     part_at(frames.cell("no-choice"), "grpo-replay")
-    for cell in frames.cells:
-        values = per_run(frames.cell(cell), MAIN).unstack(0)
+    rewards = {cell: per_run(frames.cell(cell), MAIN).unstack(0) for cell in frames.cells}
+    for cell, values in rewards.items():
         print(f"  {cell}: grpo {interval(values['grpo'])}, replay − grpo {differences(values, 'grpo-replay', 'grpo')}, "
               f"gspo − grpo {differences(values, 'gspo', 'grpo')}")
+    plots.save(draw_controls(rewards), RESULTS / "controls" / "figures", "controls")
+
+
+@plots.styled
+def draw_controls(rewards: Mapping[str, pd.DataFrame]) -> Figure:
+    """Reward of GRPO and what replay and GSPO add to it, cell by cell."""
+    figure, axes = plots.new_figure(3, "Is it routing at all?", width=13)
+    by_cell(axes[0], {cell: values["grpo"] for cell, values in rewards.items()})
+    axes[0].set(title="GRPO", xlabel="mean reward, second half", xlim=(0, 1))
+    for ax, arm, name in zip(axes[1:], ("grpo-replay", "gspo"), ("GRPO + replay", "GSPO"), strict=True):
+        found = by_cell(ax, {cell: values[arm] - values["grpo"] for cell, values in rewards.items()})
+        ax.axvline(0, color="#666666", linewidth=1.2, linestyle=":")
+        ax.set(title=f"{name} − GRPO", xlabel="difference in reward, paired by seed")
+        ax.set_yticklabels([])
+    note = f"mean over n = {found.n} seeds, steps 31–60; whisker: {found.method}; dots: each seed"
+    return plots.finish(figure, axes, note, legend=False)
 
 
 # ---------------------------------------------------------------------- ratio variance
@@ -298,6 +339,7 @@ ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
     "expert_volatility": (expert_volatility,),
     "ratio_variance": (ratio_variance,),
     "staleness": (staleness,),
+    "why_gspo": (why_gspo,),
     "placebos": (placebos,),
     "controls": (controls,),
     "gradient_quality": (gradient_quality,),
