@@ -280,8 +280,12 @@ def finish(figure: Figure, axes: list[Axes], note: str, legend: bool = True) -> 
     """Legend and note below the panels; the note alone where panels have legends of their own."""
     if legend:
         handles, labels = axes[0].get_legend_handles_labels()
-        box = figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), title=note,
-                            title_fontsize=9)
+        for columns in range(max(len(labels), 1), 0, -1):
+            box = figure.legend(handles, labels, loc="outside lower center", ncols=columns, title=note,
+                                title_fontsize=9)
+            if columns == 1 or box.get_window_extent().width < figure.bbox.width:
+                break
+            box.remove()
         box.get_title().set_color("#555555")
     else:
         figure.supxlabel(note, fontsize=9, color="#555555")

@@ -97,6 +97,16 @@ def test_nothing_is_cut_off_at_the_top(frames):
     assert all(ax.get_ylim()[0] == 0 and ax.get_ylim()[1] >= highest for ax in figure.axes)
 
 
+@pytest.mark.parametrize(("arms", "columns"), [(3, 3), (9, 2)])
+def test_a_legend_takes_more_lines_where_it_is_wider_than_the_figure(arms, columns):
+    figure, (ax,) = plots.new_figure(1, "", width=7.5)
+    for i in range(arms):
+        ax.plot([0, 1], label=f"arm {i}" + ": 10 of 16 collapsed, 3 recovered" * (arms > 3))
+    plots.finish(figure, [ax], "note")
+    (legend,) = figure.legends
+    assert legend.get_window_extent().width < figure.bbox.width and legend._ncols == columns
+
+
 def test_spread_and_shares_pool_sums_before_they_divide():
     # two steps of unlike size: pooled Var(D) = (2 + 90) / (2 + 8) = 9.2, not the mean of 1 and 11.25
     sums = [{"n": 2, "d": 0, "r": 0, "dd": 2, "rr": 0.5, "jj": 1.5, "rj": 0},

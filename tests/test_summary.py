@@ -46,7 +46,9 @@ def test_the_summary_reduces_each_run_to_a_number_and_puts_intervals_over_seeds(
 def test_the_engines_gap_is_shown_over_the_whole_run_where_it_is_more_than_rounding(frames):
     steps, names = frames.steps, [one.name for one in ENGINE]
     rounding = steps.assign(engine_kl_k3=1e-13, engine_set_change=0.0)
-    assert not set(names) & set(summarise(dataclasses.replace(frames, steps=rounding), ARMS).index)
+    near_tie = rounding.assign(engine_kl_k3=rounding["engine_kl_k3"].where(steps["step"] != 5, 1e-5))
+    for same in (rounding, near_tie):
+        assert not set(names) & set(summarise(dataclasses.replace(frames, steps=same), ARMS).index)
     detail = steps["step"] % 8 == 0
     other = steps.assign(engine_kl_k3=steps["step"] / 1000, engine_kl_k3_replayed=(steps["step"] / 1e6).where(detail))
     table = summarise(dataclasses.replace(frames, steps=other), ARMS)
