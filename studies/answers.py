@@ -210,7 +210,8 @@ def controls() -> None:
     """The machinery check of no-choice, and both contrasts cell by cell."""
     frames = load_study(RESULTS / "controls")
     part_at(frames.cell("no-choice"), "grpo-replay")
-    rewards = {cell: per_run(frames.cell(cell), MAIN).unstack(0) for cell in frames.cells}
+    cells = sorted(frames.cells, key=lambda cell: cell != "moe")
+    rewards = {cell: per_run(frames.cell(cell), MAIN).unstack(0) for cell in cells}
     for cell, values in rewards.items():
         print(f"  {cell}: grpo {interval(values['grpo'])}, replay − grpo {differences(values, 'grpo-replay', 'grpo')}, "
               f"gspo − grpo {differences(values, 'gspo', 'grpo')}")
