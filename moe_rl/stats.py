@@ -171,12 +171,14 @@ def survival(times: ArrayLike, observed: ArrayLike, confidence: float = 0.95) ->
 def log_rank(a: tuple[ArrayLike, ArrayLike], b: tuple[ArrayLike, ArrayLike]) -> float:
     """Two-sided p of equal times to the event in two groups, each (times, observed) as in `survival`; unpaired.
 
-    Asymptotic (Mantel 1966), so rough for a handful of runs; NaN when no run of either group had the event.
+    Asymptotic (Mantel 1966), so rough for a handful of runs; NaN when no run of either group had the event, or all had
+    it at once.
     """
     groups = [(np.asarray(t, dtype=float), np.asarray(o, dtype=bool)) for t, o in (a, b)]
     if not any(o.any() for _, o in groups):
         return math.nan
-    return float(stats.logrank(*(stats.CensoredData(uncensored=t[o], right=t[~o]) for t, o in groups)).pvalue)
+    with np.errstate(invalid="ignore"):
+        return float(stats.logrank(*(stats.CensoredData(uncensored=t[o], right=t[~o]) for t, o in groups)).pvalue)
 
 
 @dataclass(frozen=True)
