@@ -2,7 +2,7 @@
 
 from small import BASE, DIFFERS, GSPO_CLIP, SECONDS, grpo, gspo
 
-from moe_rl.config import Arm
+from moe_rl.config import Arm, Measure
 from moe_rl.study import Study
 
 TOKEN_CLIP, NONE = (0.2, 0.27), (9.0, 9.0)
@@ -29,7 +29,7 @@ study = Study(
         cell("none", "token"), cell("none", "sequence"), cell("none", "none"),
         *rivals,
     ),  # fmt: skip
-    base=BASE.replace(**{"optimizer.lr": 5.66e-4, "steps": 60}),
+    base=BASE.replace(**{"optimizer.lr": 5.66e-4, "steps": 60, "measure": Measure(probe=8, detail_every=60)}),
     seeds=(40, 41, 42, 43, 44, 45, 46, 47),
     own_cold_starts=True,
     figures=("learning", "clipping"),
