@@ -1,4 +1,4 @@
-"""What the declared rules ask beyond the tables of `moe-rl plot`: numbers for README.md, and four figures.
+"""What the declared rules ask beyond the tables of `moe-rl plot`: numbers for README.md, and five figures.
 
     python studies/answers.py [study …]
 
@@ -204,6 +204,19 @@ def why_gspo() -> None:
     print("Variance of the log-ratios that the loss sees, times GRPO's: "
           f"shrunk {geometric(SHRINK**2 * ours['shrunk'] / ours['grpo'])}, "
           f"replay, in why_replay, {geometric(theirs['grpo-replay'] / theirs['grpo'])}")
+    plots.save(draw_why_gspo(rewards), RESULTS / "why_gspo" / "figures", "why_gspo")
+
+
+@plots.styled
+def draw_why_gspo(rewards: pd.DataFrame) -> Figure:
+    """Reward of every arm, GRPO first, then the best first."""
+    others = rewards.drop(columns="grpo").mean().sort_values(ascending=False).index
+    figure, (ax,) = plots.new_figure(1, "Weights or clipping?", width=8)
+    found = by_cell(ax, {arm: rewards[arm] for arm in ("grpo", *others)})
+    ax.set(xlabel="mean reward, second half", xlim=(0, 1))
+    note = f"rows: weight-clip, and rivals; mean over n = {found.n} seeds, steps 31–60; whisker: {found.method}; " \
+           "dots: each seed"
+    return plots.finish(figure, [ax], note, legend=False)
 
 
 def controls() -> None:
