@@ -46,6 +46,19 @@ def slopes(values: pd.DataFrame, x: Sequence[float]) -> np.ndarray:
     return np.polyfit(np.asarray(x, dtype=float), values.to_numpy(dtype=float).T, 1)[0]
 
 
+def draw_rows(ax: Axes, values: Mapping[str, pd.Series]) -> Interval:
+    """A row per cell or arm: the values of its seeds, their mean and interval. The first, the reference, has its own
+    colour. Returns the last interval, for its method and n."""
+    for i, seeds in enumerate(values.values()):
+        found, colour = interval(seeds), plots.COLOURS[min(i, 1)]
+        ax.plot(seeds, np.full(len(seeds), i), ".", color=colour, alpha=0.4, markersize=5)
+        whisker = [[found.mean - found.low], [found.high - found.mean]]
+        ax.errorbar(found.mean, i, xerr=whisker, fmt="o", color=colour, capsize=3, linewidth=1.4, markersize=5)
+    ax.set(yticks=range(len(values)), yticklabels=values)
+    ax.invert_yaxis()
+    return found
+
+
 # ---------------------------------------------------------------------- reward against learning rate
 def learning_rates() -> None:
     """Each arm at its own best learning rate, chosen on the other seeds; and reward at equal functional step."""
@@ -126,19 +139,6 @@ def expert_volatility() -> None:
     plots.save(draw_expert_volatility(frames), RESULTS / "expert_volatility" / "figures", "expert_volatility")
 
 
-def by_cell(ax: Axes, values: Mapping[str, pd.Series]) -> Interval:
-    """A line per cell: the values of its seeds, their mean and interval. The first cell, the reference, has its own
-    colour. Returns the last interval, for its method and n."""
-    for i, of_cell in enumerate(values.values()):
-        found, colour = interval(of_cell), plots.COLOURS[min(i, 1)]
-        ax.plot(of_cell, np.full(len(of_cell), i), ".", color=colour, alpha=0.4, markersize=5)
-        whisker = [[found.mean - found.low], [found.high - found.mean]]
-        ax.errorbar(found.mean, i, xerr=whisker, fmt="o", color=colour, capsize=3, linewidth=1.4, markersize=5)
-    ax.set(yticks=range(len(values)), yticklabels=values)
-    ax.invert_yaxis()
-    return found
-
-
 @plots.styled
 def draw_expert_volatility(frames: Frames) -> Figure:
     """Routes changed in one step under three definitions, cell by cell."""
@@ -146,7 +146,7 @@ def draw_expert_volatility(frames: Frames) -> Figure:
              "any_layer_change": "tokens with a change at any layer"}
     figure, axes = plots.new_figure(3, "How many routes change in one step?", width=13)
     for ax, (name, title) in zip(axes, names.items(), strict=True):
-        found = by_cell(ax, {cell: per_run(frames.cell(cell), metric(name)) for cell in frames.cells})
+        found = draw_rows(ax, {cell: per_run(frames.cell(cell), metric(name)) for cell in frames.cells})
         ax.axvline(0.1, color="#666666", linewidth=1.2, linestyle=":")
         ax.set(title=title, xlim=(0, None))
         ax.xaxis.set_major_formatter(PercentFormatter(1))
@@ -212,7 +212,7 @@ def draw_why_gspo(rewards: pd.DataFrame) -> Figure:
     """Reward of every arm, GRPO first, then the best first."""
     others = rewards.drop(columns="grpo").mean().sort_values(ascending=False).index
     figure, (ax,) = plots.new_figure(1, "Weights or clipping?", width=8)
-    found = by_cell(ax, {arm: rewards[arm] for arm in ("grpo", *others)})
+    found = draw_rows(ax, {arm: rewards[arm] for arm in ("grpo", *others)})
     ax.set(xlabel="mean reward, second half", xlim=(0, 1))
     note = f"rows: weight-clip, and rivals; mean over n = {found.n} seeds, steps 31–60; whisker: {found.method}; " \
            "dots: each seed"
@@ -235,10 +235,10 @@ def controls() -> None:
 def draw_controls(rewards: Mapping[str, pd.DataFrame]) -> Figure:
     """Reward of GRPO and what replay and GSPO add to it, cell by cell."""
     figure, axes = plots.new_figure(3, "Is it routing at all?", width=13)
-    by_cell(axes[0], {cell: values["grpo"] for cell, values in rewards.items()})
+    draw_rows(axes[0], {cell: values["grpo"] for cell, values in rewards.items()})
     axes[0].set(title="GRPO", xlabel="mean reward, second half", xlim=(0, 1))
     for ax, arm, name in zip(axes[1:], ("grpo-replay", "gspo"), ("GRPO + replay", "GSPO"), strict=True):
-        found = by_cell(ax, {cell: values[arm] - values["grpo"] for cell, values in rewards.items()})
+        found = draw_rows(ax, {cell: values[arm] - values["grpo"] for cell, values in rewards.items()})
         ax.axvline(0, color="#666666", linewidth=1.2, linestyle=":")
         ax.set(title=f"{name} − GRPO", xlabel="difference in reward, paired by seed")
         ax.set_yticklabels([])
