@@ -48,8 +48,8 @@ def run(options: argparse.Namespace) -> int:
     console = Console(quiet=ranks.rank() > 0)
     study = load_study_file(options.study)
     base = study.base
-    if options.task:  # the options in the study file are those of its own task
-        base = base.replace(task=options.task, task_options={})
+    if options.task:
+        base = base.replace(task=options.task)
     changes = parse_settings(base, options.settings) | _layout(options)
     study = Study(**{**vars(study), "base": base.replace(**changes)})
     study = study.quick_form() if options.quick else study

@@ -73,7 +73,7 @@ def cold_start(
     if settings.target == 0:
         return ColdStartResult(rate=None, steps=0, seconds=0.0, path=None)
     evaluation = {p.text for p in held_out(task, run.eval_prompts)}
-    stop_prompts = draw(task, STOP_PROMPTS, derive(STOPPING, settings.seed), evaluation)
+    stop_prompts = draw(task, STOP_PROMPTS, derive(STOPPING, settings.seed, 0), evaluation)
     stop_prompts = encode_prompts(stop_prompts, loaded.tokenizer)
     later = _examples(loaded, task, run, evaluation | {p.text for p in stop_prompts})
     first = next(later)
@@ -215,7 +215,7 @@ def _identity(loaded: LoadedModel, task: Task, run: RunConfig, prompts: list[Pro
         weights.update(name.encode())
         weights.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     described = run.to_dict()
-    keys = ("cold_start", "model", "task", "task_options", "temperature", "max_new_tokens", "stop")
+    keys = ("cold_start", "model", "task", "temperature", "max_new_tokens", "stop")
     return {
         **{key: described[key] for key in keys},
         "micro_batch": run.micro_batch,

@@ -14,31 +14,50 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_rl.errors import ConfigError
+from moe_rl.lookup import Part, Use
+from moe_rl.older import modern
+
+
+ANCHORS = ("policy", "engine")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One row of the comparison. GRPO with Routing Replay is `Arm(name="replay", loss="grpo", routes="old_policy")`."""
+    """One row of the comparison, made of parts: a name, or a `Use` with options, each.
+
+    GRPO with Routing Replay is `Arm(name="replay", loss="grpo", routes="old_policy")`; a KL to the reference is
+    `terms=(Use("kl", coef=0.04),)`. What is there is in `moe_rl.objectives` and `moe_rl.routing.sources`; a user's own
+    function is `pkg.module:function`.
+    """
 
     name: str
-    loss: str = "grpo"
-    """`grpo`, `gspo` or `gspo_token` of `moe_rl.losses`, or a user's own `pkg.module:function`."""
-    routes: str = "live"
-    """Routes of ratio and gradient: a source of `moe_rl.routing.sources`, or a user's own `pkg.module:function`."""
-    ratio_routes: str | None = None
-    """Routes of the ratio alone, when not those of the gradient: splits replay into its two mechanisms. Costs two more
-    forwards per update. None: one and the same."""
-    clip: tuple[float, float] | None = None
-    """(low, high): ratios are clipped to [1 - low, 1 + high]. None takes the preset of the loss."""
+    loss: Part = "grpo"
+    """Ratio level and trust region: `objectives.losses`."""
+    aggregate: Part = "seq_mean_token_mean"
+    """How the tokens of a mini-batch weigh: `objectives.aggregate`."""
+    corrections: tuple[Part, ...] = ()
+    """Factors on those weights, without gradient, e.g. `Use("truncated", cap=2.0)`: `objectives.corrections`."""
+    terms: tuple[Part, ...] = ()
+    """What is added to the loss, e.g. `Use("entropy", coef=0.01)`: `objectives.terms`."""
+    advantage: Part = "group"
+    """Rewards to advantages: `objectives.advantages`."""
+    routes: Part = "live"
+    """Routes of ratio and gradient: `routing.sources`."""
+    ratio_routes: Part | None = None
+    """Routes of the ratio alone, when not those of the gradient: splits replay into its two mechanisms. Costs a forward
+    more per update. None: one and the same."""
     anchor: str = "policy"
     """Denominator of the ratio: `policy` (recomputed by the trainer) or `engine` (the rollout's own log-probs)."""
-    truncation: float = 0.0
-    """Truncated importance sampling: each token's term is weighted by min(π_old / π_engine, truncation), with π_old as
-    recomputed by the trainer. The usual cap is 2; 0 turns it off."""
-    kl: float = 0.0
-    """Coefficient of the k3 KL to the reference policy (the cold start)."""
-    entropy: float = 0.0
-    """Coefficient of an entropy bonus."""
+
+    def __post_init__(self) -> None:
+        for part in ("loss", "aggregate", "advantage", "routes"):
+            object.__setattr__(self, part, Use.of(getattr(self, part)))
+        for parts in ("corrections", "terms"):
+            object.__setattr__(self, parts, tuple(Use.of(part) for part in getattr(self, parts)))
+        if self.ratio_routes is not None:
+            object.__setattr__(self, "ratio_routes", Use.of(self.ratio_routes))
+        if self.anchor not in ANCHORS:
+            raise ConfigError(f"arm {self.name!r}: anchor={self.anchor!r}; choose {' or '.join(ANCHORS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +173,9 @@ class RunConfig:
     arm: Arm
     seed: int = 0
     """Prompts, sampling noise, mini-batch split and probe; shared by all arms of a study."""
-    task: str = "running_sums"
-    """`running_sums`, `reasoning_gym:<dataset>`, `jsonl:<file>`, or `pkg.module:Class`."""
-    task_options: Mapping[str, Any] = field(default_factory=dict)
+    task: Part = "running_sums"
+    """What is asked and rewarded: `running_sums`, `reasoning_gym:<dataset>`, `jsonl:<file>`, `pkg.module:Class`, or a
+    `Use` of one with its options, e.g. `Use("running_sums", digits=12)`."""
     model: ModelConfig = ModelConfig()
     cold_start: ColdStart = ColdStart()
     optimizer: Optimizer = Optimizer()
@@ -182,16 +201,21 @@ class RunConfig:
     hf_checkpoints: tuple[int, ...] = ()
     """Steps after which the weights are also saved as a Hugging Face checkpoint, in the run's folder."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "task", Use.of(self.task))
+
     def to_dict(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        """As JSON has it; `from_dict` reads it back."""
+        return json.loads(json.dumps(_plain(self)))
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> RunConfig:
-        """The configuration that `to_dict` described; settings that came later take their defaults.
+        """The configuration that `to_dict` described, now or in an older version: settings that came later take their
+        defaults, and what was written otherwise is read as it would be written now.
 
         Raises ConfigError for a setting that no longer exists.
         """
-        return _from_dict(cls, content)
+        return _from_dict(cls, modern(content))
 
     @property
     def hash(self) -> str:
@@ -205,6 +229,17 @@ class RunConfig:
         for key, value in changes.items():
             new = _with(new, key, value)
         return new
+
+
+def _plain(value: Any) -> Any:
+    """A configuration as nested dictionaries; a Use without options is its name."""
+    if isinstance(value, Use) and not value.options:
+        return value.name
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(below) for key, below in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, tuple | list) else value
 
 
 def _from_dict(kind: Any, value: Any) -> Any:

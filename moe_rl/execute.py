@@ -1,77 +1,87 @@
-"""From a RunConfig to a finished run: build the parts it names, train. The one place that knows every backend."""
+"""From a RunConfig to a finished run: check it, build the parts it names, train. The one place that knows every
+backend, and the same on one process and on several: there every rank builds, and rank 0 alone has a model of its own.
+"""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-from collections.abc import Callable
-from dataclasses import replace
+import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from moe_rl import ranks
 from moe_rl.checkpoints import check_weights
 from moe_rl.cold_start import cold_start
 from moe_rl.config import EngineConfig, RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.losses import objective_of
+from moe_rl.lookup import lookup, unknown
 from moe_rl.memory import check_memory, estimate_memory
-from moe_rl.models import PRESETS, encode_prompts, hf_config, load, placement, save_checkpoint, skeleton
+from moe_rl.models import PRESETS, LoadedModel, encode_prompts, hf_config, load, placement, save_checkpoint, skeleton
+from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.policies.megatron_layout import check_layout
 from moe_rl.rollouts.choose import check_engine, engine_of
+from moe_rl.rollouts.hf import HFEngine
+from moe_rl.rollouts.push import Tolerance, probe_prompts
+from moe_rl.rollouts.pushed import PushedEngine
 from moe_rl.routing.sites import layout_of
-from moe_rl.routing.sources import SOURCES, RouteSource
+from moe_rl.routing.sources import SOURCES
 from moe_rl.runs import RunFolder
-from moe_rl.tasks.base import held_out, load_task, unknown
-from moe_rl.trainer import Parts, train
+from moe_rl.tasks.base import Task, held_out, load_task
+from moe_rl.trainer import Listener, Parts, train, warn_void
+from moe_rl.types import Prompt
+
+if TYPE_CHECKING:
+    from moe_rl.policies.base import Policy
+    from moe_rl.rollouts.base import RolloutEngine
+
+POLICIES = ("hf", "megatron")
 
 
 def execute(
-    run: RunConfig,
-    folder: RunFolder | ranks.SharedFolder,
-    *,
-    cache: Path,
-    on_step: Callable[[dict[str, Any]], None] | None = None,
+    run: RunConfig, folder: RunFolder | ranks.SharedFolder, *, cache: Path, listen: Listener = lambda rows: None
 ) -> None:
     """Carry out a run in its folder, or go on with it; cold starts are shared through `cache`."""
     parts = build(run, folder.path, cache)
     try:
-        train(run, parts, folder, on_step)
+        train(run, parts, folder, listen)
     finally:
         parts.engine.close()
 
 
-def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
-    """The parts that `run` names, its model past the cold start. Raises ConfigError before any compute is spent."""
-    check_engine(run)
-    check_policy(run)
-    check_model(run)
-    source, objective = source_of(run.arm.routes), objective_of(run.arm)
-    ratio_source = source_of(run.arm.ratio_routes) if run.arm.ratio_routes else None
-    task = load_task(run.task, run.task_options)
-    if run.policy == "megatron":
-        from moe_rl.execute_megatron import build_on_ranks
+def check(run: RunConfig) -> list[str]:
+    """Everything that any layer would refuse later, refused before compute is spent; what would make the comparison
+    void, one sentence each.
 
-        return replace(build_on_ranks(run, task, source, folder, cache), ratio_source=ratio_source)
-    loaded = load(run.model, run.cold_start.seed)
-    encode = partial(encode_prompts, tokenizer=loaded.tokenizer)
-    evaluation = encode(held_out(task, run.eval_prompts))
-    check_memory(estimate_memory(run, max(len(p.tokens) for p in evaluation)), run.model.device)
-    cold_start(loaded, task, run, cache)
-    policy = HFPolicy(
-        loaded.model,
-        run.optimizer,
-        temperature=run.temperature,
-        micro_batch=run.micro_batch,
-        activation_checkpointing=run.activation_checkpointing,
-    )
-    reference = None
-    if run.arm.kl:
-        twin = load(run.model, run.cold_start.seed).model
-        twin.load_state_dict(loaded.model.state_dict())
-        reference = HFPolicy(twin, run.optimizer, temperature=run.temperature)
+    Raises ConfigError or RoutingError. Reads no weights.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _check_policy(run)
+        check_engine(run)
+        _check_model(run)
+        load_task(run.task)
+        objective_of(run.arm)
+        advantage_of(run.arm)
+        lookup("route source", run.arm.routes, SOURCES)
+        if run.arm.ratio_routes is not None:
+            lookup("route source", run.arm.ratio_routes, SOURCES)
+    return [*warn_void(run), *(str(warning.message) for warning in caught)]
+
+
+def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
+    """The parts that `run` names, its model past the cold start; collective where there are ranks. Raises ConfigError
+    before any compute is spent."""
+    check(run)
+    if run.policy == "megatron":
+        ranks.join(run.model.device)
+    task, objective = load_task(run.task), objective_of(run.arm)
+    loaded = load(run.model, run.cold_start.seed) if ranks.rank() == 0 else None
+    evaluation, pad_token = ranks.once(lambda: _prepare(run, task, loaded, cache))
+    policy = _policy(run, loaded)
+    # Made now, before the policy has moved: it keeps the weights of the cold start.
+    reference = _policy(run, loaded, frozen=True) if "reference" in objective.needs else None
 
     def export(step: int) -> None:
         save_checkpoint(loaded.model, loaded.tokenizer, folder / "checkpoints" / f"step={step:06d}")
@@ -79,37 +89,75 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
     return Parts(
         task=task,
         policy=policy,
-        engine=engine_of(run, loaded, policy.score, folder / "engine"),
+        engine=_engine(run, loaded, policy, folder / "engine"),
         objective=objective,
-        source=source,
-        ratio_source=ratio_source,
-        encode=encode,
-        pad_token=loaded.tokenizer.pad_token_id,
+        advantage=advantage_of(run.arm),
+        source=lookup("route source", run.arm.routes, SOURCES),
+        ratio_source=run.arm.ratio_routes and lookup("route source", run.arm.ratio_routes, SOURCES),
+        encode=partial(encode_prompts, tokenizer=loaded and loaded.tokenizer),
+        pad_token=pad_token,
         held_out=evaluation,
         reference=reference,
-        export=export,
+        export=export if loaded else None,
+        from_rank_0=ranks.once,
     )
 
 
-def check_model(run: RunConfig) -> None:
-    """Raise ConfigError or RoutingError, without reading weights, for a device that is not there, a checkpoint that is
-    missing or damaged, and a model without a router."""
-    placement(run.model)
-    model = skeleton(run.model)
-    if run.model.name not in PRESETS:
-        check_weights(run.model.name)
-    layout_of(model)
+def _prepare(run: RunConfig, task: Task, loaded: LoadedModel, cache: Path) -> tuple[list[Prompt], int]:
+    """The cold start; evaluation prompts and the padding token."""
+    evaluation = encode_prompts(held_out(task, run.eval_prompts), loaded.tokenizer)
+    check_memory(estimate_memory(run, max(len(p.tokens) for p in evaluation)), run.model.device)
+    cold_start(loaded, task, run, cache)
+    return evaluation, loaded.tokenizer.pad_token_id
 
 
-def check_policy(run: RunConfig) -> None:
+def _policy(run: RunConfig, loaded: LoadedModel | None, frozen: bool = False) -> Policy:
+    """What scores and updates; `frozen` only scores, and on one process has a model of its own."""
+    if run.policy == "megatron":
+        from moe_rl.policies.megatron import MegatronPolicy  # Megatron-core asks for process groups when it is imported
+
+        return MegatronPolicy(
+            loaded.model if loaded else skeleton(run.model),
+            None if frozen else run.optimizer,
+            run.parallel,
+            temperature=run.temperature,
+            micro_batch=run.micro_batch,
+            recompute=run.activation_checkpointing and not frozen,
+            device=run.model.device,
+        )
+    model = loaded.model
+    if frozen:
+        model = load(run.model, run.cold_start.seed).model
+        model.load_state_dict(loaded.model.state_dict())
+    return HFPolicy(
+        model,
+        run.optimizer,
+        temperature=run.temperature,
+        micro_batch=run.micro_batch,
+        activation_checkpointing=run.activation_checkpointing and not frozen,
+    )
+
+
+def _engine(run: RunConfig, loaded: LoadedModel | None, policy: Policy, folder: Path) -> RolloutEngine:
+    """What samples: the policy's own module, an engine of its own, or a copy on rank 0."""
+    if run.policy == "hf":
+        return engine_of(run, loaded, policy.score, folder)
+    engine = loaded and HFEngine(loaded.model, loaded.tokenizer)
+    probes = ranks.once(lambda: probe_prompts(loaded.tokenizer, loaded.model.config.vocab_size))
+    return PushedEngine(engine, policy.score, probes, Tolerance.of(run.model.dtype), run.temperature)
+
+
+def _check_policy(run: RunConfig) -> None:
     """Raise ConfigError where policy, layout, model and the processes that run do not fit each other."""
-    if run.policy not in ("hf", "megatron"):
-        unknown("policy", run.policy, ("hf", "megatron"))
+    if run.policy not in POLICIES:
+        unknown("policy", run.policy, POLICIES)
     if run.policy == "megatron":
         if importlib.util.find_spec("megatron.core") is None:
             raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")
         if run.engine != EngineConfig():
             raise ConfigError(f"policy='megatron' samples with the Hugging Face engine on rank 0, not {run.engine}.")
+        if run.optimizer.name != "adamw" or run.optimizer.warmup:
+            raise ConfigError(f"policy='megatron' trains with AdamW and without warm-up, not {run.optimizer}.")
         check_layout(run.parallel, hf_config(run.model), ranks.world())
     elif ranks.launched():
         raise ConfigError(
@@ -118,14 +166,13 @@ def check_policy(run: RunConfig) -> None:
         )
 
 
-def source_of(name: str) -> RouteSource:
-    """The route source an arm names, or a user's own `pkg.module:function`. Raises ConfigError for an unknown name."""
-    if name in SOURCES:
-        return SOURCES[name]
-    module, colon, function = name.partition(":")
-    if not colon:
-        unknown("route source", name, SOURCES)
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"route source {name!r} cannot be imported ({error}); write pkg.module:function.") from error
+def _check_model(run: RunConfig) -> None:
+    """Raise ConfigError or RoutingError, without reading weights, for a device that is not there, a checkpoint that is
+    missing or damaged, and a model without a router."""
+    _, dtype = placement(run.model)
+    if run.policy == "megatron" and run.model.device == "cpu" and run.model.dtype != "float32":
+        raise ConfigError(f"policy='megatron' on a CPU needs dtype float32, not {dtype}.")
+    model = skeleton(run.model)
+    if run.model.name not in PRESETS:
+        check_weights(run.model.name)
+    layout_of(model)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.models import hf_config
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
+from moe_rl.models import hf_config, skeleton
+from moe_rl.objectives import objective_of
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -63,7 +59,7 @@ def estimate_memory(run: RunConfig, prompt_tokens: int) -> MemoryEstimate:
     """
     config = hf_config(run.model)
     b = torch.empty((), dtype=getattr(torch, run.model.dtype)).element_size()
-    weights = _parameters(config) * b
+    weights = sum(p.numel() for p in skeleton(run.model).parameters()) * b
     layers, hidden, vocab = config.num_hidden_layers, config.hidden_size, config.vocab_size
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
@@ -81,7 +77,7 @@ def estimate_memory(run: RunConfig, prompt_tokens: int) -> MemoryEstimate:
         weights=weights,
         gradients=weights,
         optimizer=2 * weights,
-        reference=weights if run.arm.kl else 0,
+        reference=weights if "reference" in objective_of(run.arm).needs else 0,
         activations=rows * time * (kept + 3 * vocab) * b,
         sampling=rollouts * (2 * layers * time * kv_heads * head_dim * b + 3 * vocab * 4),
         routes=2 * rollouts * time * layers * k * (1 if experts <= 255 else 2),
@@ -113,14 +109,6 @@ def available_memory(device: str = "cpu") -> int:
 
 
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
-
-
-def _parameters(config: PreTrainedConfig) -> int:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-    return sum(p.numel() for p in model.parameters())
 
 
 def _readable(size: int) -> str:

@@ -15,7 +15,7 @@ from moe_rl import checkpoints
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError
 from moe_rl.experts_cpu import use_cpu_experts
-from moe_rl.tasks.base import unknown
+from moe_rl.lookup import unknown
 from moe_rl.types import Prompt
 
 if TYPE_CHECKING:
@@ -165,12 +165,12 @@ def hf_config(model_config: ModelConfig, trust_remote_code: bool = False) -> Pre
 
 
 def skeleton(model_config: ModelConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model without memory or weights (on the meta device), from its configuration alone."""
+    """The model without memory or weights (on the meta device), from its configuration alone: names, shapes, layout."""
     from transformers import AutoModelForCausalLM
 
-    config = hf_config(model_config, trust_remote_code)
+    config, (_, dtype) = hf_config(model_config, trust_remote_code), placement(model_config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=dtype).eval()
 
 
 def byte_tokenizer(vocab_size: int = 258) -> PreTrainedTokenizerBase:

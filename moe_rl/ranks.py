@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,6 +92,16 @@ def once(function: Callable[[], T]) -> T:
         if answer[1]:
             sys.exit(2)
     return answer[0]
+
+
+def summed(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Numbers by name, added up over all ranks, for every rank; collective."""
+    import torch.distributed as dist
+
+    parts: list[Any] = [None] * world()
+    dist.all_gather_object(parts, dict(numbers), group=_messages)
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
 
 
 class SharedFolder:

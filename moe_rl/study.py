@@ -78,7 +78,7 @@ class Study:
     seconds_per_step: float | None = None
     """Of one core, for the estimate that `--dry-run` prints."""
     trainer: str = TRAINER
-    """What carries out a run: `execute(run, folder, *, cache, on_step)`, imported in the worker process."""
+    """What carries out a run: `execute(run, folder, *, cache, listen)`, imported in the worker process."""
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
@@ -131,7 +131,7 @@ def write_declaration(study: Study, out: Path) -> None:
     """Write `study.json` beside the study's runs: what their tables alone do not say."""
     keys = ("name", "question", "hypothesis", "figures", "endpoint", "contrasts", "decision_rule", "differs_from_paper",
             "caution", "cost", "seeds", "factors", "cells", "trainer")
-    content = {k: getattr(study, k) for k in keys} | {"arms": [dataclasses.asdict(arm) for arm in study.arms]}
+    content = {k: getattr(study, k) for k in keys} | {"arms": [{"name": arm.name} for arm in study.arms]}
     (out / study.name).mkdir(parents=True, exist_ok=True)
     runs.write_json(out / study.name / DECLARATION, content)
 

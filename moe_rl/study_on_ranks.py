@@ -42,12 +42,12 @@ def _lead(execute: Callable[..., None], config: RunConfig, folder: RunFolder, ca
     """Rank 0's part of a run: it also keeps the folder's progress and shows it."""
     watch = workers.Watch(folder)
 
-    def on_step(row: dict[str, Any]) -> None:
-        watch(row)
+    def listen(rows: dict[str, list[dict[str, Any]]]) -> None:
+        watch(rows)
         display.update()
 
     try:
-        execute(config, ranks.SharedFolder(folder), cache=cache, on_step=on_step)
+        execute(config, ranks.SharedFolder(folder), cache=cache, listen=listen)
     except Diverged:  # a result, which the trainer has committed
         pass
     except BaseException as error:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Integer
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from moe_rl.routing.hooks import RouterScores
@@ -72,23 +72,35 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Batch:
-    """The rollouts of one step, right-padded, or some of their rows. Built by `collate`."""
+    """The rollouts of one step, right-padded, or some of their rows, and all that travels with them. `collate` builds
+    it; the trainer adds the fields that are None at first."""
 
     tokens: Integer[Tensor, "batch time"]
     attention_mask: Bool[Tensor, "batch time"]
-    """True at prompt and response tokens."""
+    """True at prompt and response tokens, and at what an environment wrote in between."""
     response_mask: Bool[Tensor, "batch time"]
-    """True at response tokens, EOS included."""
+    """True at the policy's own tokens, EOS included."""
     prompt_index: Int[Tensor, " batch"]
     """Which prompt of the step a row answers; rows of equal index form a group."""
     rollout_logprobs: Float[Tensor, "batch time"]
     """The engine's log-probabilities; 0 outside the response."""
     rewards: Float[Tensor, " batch"]
-    advantages: Float[Tensor, " batch"]
+    advantages: Float[Tensor, "batch time"]
+    """0 outside the response."""
     finished: Bool[Tensor, " batch"]
     rollout_routes: RoutingTrace | None = None
+    old_logprobs: Float[Tensor, "batch time"] | None = None
+    """log π_old, the denominator of the ratio."""
+    routes: RoutingTrace | None = None
+    """What an update replays; None is live routing."""
+    ratio_routes: RoutingTrace | None = None
+    """Routes of the ratio, where the arm has them apart from those of the gradient; None is live routing."""
+    ratio_logprobs: Float[Tensor, "batch time"] | None = None
+    """log π_θ under the ratio's own routes, right before the update, where the arm has them apart."""
     ref_logprobs: Float[Tensor, "batch time"] | None = None
-    """Log-probabilities under the reference policy, when the objective has a KL term."""
+    """Log-probabilities under the reference policy and `routes`, when the objective compares with it."""
+    weights: Float[Tensor, "batch time"] | None = None
+    """The aggregation over the whole mini-batch, float64; 0 outside the response."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -97,27 +109,19 @@ class Batch:
         """The given rows, without the columns that are padding in all of them."""
         mask = self.attention_mask[index]
         time = int(mask.sum(1).max()) if mask.shape[0] else 0
-
-        def cut(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[index][:, :time]
-
-        return Batch(
-            tokens=cut(self.tokens),
-            attention_mask=cut(self.attention_mask),
-            response_mask=cut(self.response_mask),
-            prompt_index=self.prompt_index[index],
-            rollout_logprobs=cut(self.rollout_logprobs),
-            rewards=self.rewards[index],
-            advantages=self.advantages[index],
-            finished=self.finished[index],
-            rollout_routes=None if self.rollout_routes is None else self.rollout_routes.rows(index, time),
-            ref_logprobs=cut(self.ref_logprobs),
-        )
+        return Batch(**{f.name: _rows(getattr(self, f.name), index, time) for f in fields(self)})
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
         here = {f.name: getattr(self, f.name) for f in fields(self)}
         return Batch(**{name: None if value is None else value.to(device) for name, value in here.items()})
+
+
+def _rows(value: Tensor | RoutingTrace | None, index: Tensor | slice, time: int) -> Any:
+    """Some rows of a field and, where it has a time axis, its first columns."""
+    if isinstance(value, Tensor):
+        return value[index][:, :time] if value.dim() > 1 else value[index]
+    return None if value is None else value.rows(index, time)
 
 
 @dataclass(frozen=True)
@@ -137,12 +141,8 @@ class Scored:
 
     def rows(self, index: Int[Tensor, " rows"] | slice, time: int) -> Scored:
         """The given rows and the first `time` columns, to go with `Batch.rows`; without router scores."""
-        return Scored(
-            self.logprobs[index][:, :time],
-            self.entropy[index][:, :time],
-            self.routes.rows(index, time),
-            None if self.preferred is None else self.preferred.rows(index, time),
-        )
+        kept = (self.logprobs, self.entropy, self.routes, self.preferred)
+        return Scored(*(_rows(value, index, time) for value in kept))
 
 
 @dataclass(frozen=True)
@@ -153,16 +153,30 @@ class Updated:
     entropy: Float[Tensor, "batch time"]
     routes: RoutingTrace
     preferred: RoutingTrace | None
-    lost: Integer[Tensor, "batch time"]
+    clipped_by: Integer[Tensor, "batch time"]
     """+1 where the upper clip bound removed a token's gradient, -1 where the lower one did, else 0."""
     loss: float
     grad_norm: float
     """Global L2 norm before clipping."""
     grad_clipped: bool
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Those of `LossOutput`, added up over the mini-batch."""
+
+
+def response_rows(batch: Batch) -> Bool[Tensor, "batch time"]:
+    """The rows of a trace that decide a response: inputs whose *next* token is one of the policy's own."""
+    return nn.functional.pad(batch.response_mask[:, 1:], (0, 1))
+
+
+def prompt_rows(batch: Batch) -> Bool[Tensor, "batch time"]:
+    """The rows of a trace whose next token belongs to the prompt: what comes before the first response token. What an
+    environment writes later is neither prompt nor response."""
+    prompt = batch.attention_mask & (batch.response_mask.cumsum(1) == 0)
+    return nn.functional.pad(prompt[:, 1:], (0, 1))
 
 
 def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[float], pad_token: int) -> Batch:
-    """Right-pad rollouts into one batch; advantages are zero until `advantages.py` fills them.
+    """Right-pad rollouts into one batch; advantages are zero until the trainer fills them.
 
     Routes are kept when every rollout carries them. The batch lives on the CPU.
     """
@@ -188,7 +202,7 @@ def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[floa
         prompt_index=torch.tensor(prompt_index),
         rollout_logprobs=logprobs,
         rewards=torch.tensor(rewards, dtype=torch.float32),
-        advantages=torch.zeros(len(rollouts)),
+        advantages=torch.zeros(shape),
         finished=torch.tensor([r.finished for r in rollouts]),
         rollout_routes=RoutingTrace.stack([r.routes for r in rollouts], tokens, attention_mask) if routed else None,
     )

@@ -95,27 +95,9 @@ def preflight(study: Study, planned: Sequence[Planned]) -> list[str]:
     """
     if study.trainer != TRAINER:
         return []
-    from moe_rl.execute import check_model, check_policy, source_of  # these import torch
-    from moe_rl.losses import objective_of
-    from moe_rl.rollouts.choose import check_engine
-    from moe_rl.tasks.base import load_task
-    from moe_rl.trainer import warn_void
+    from moe_rl.execute import check  # imports torch
 
-    found: dict[str, None] = {}
-    tasks = {json.dumps([p.config.task, dict(p.config.task_options)], sort_keys=True): p.config for p in planned}
-    for config in tasks.values():
-        load_task(config.task, config.task_options)
-    for config in {json.dumps(p.config.to_dict()["model"], sort_keys=True): p.config for p in planned}.values():
-        check_model(config)
-    for config in (p.config for p in planned):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            objective_of(config.arm)
-            source_of(config.arm.routes)
-            check_policy(config)
-            check_engine(config)
-            found |= dict.fromkeys([*warn_void(config), *(str(w.message) for w in caught)])
-    return list(found)
+    return list(dict.fromkeys(text for p in planned for text in check(p.config)))
 
 
 def start(planned: Planned, trainer: str, cache: Path) -> subprocess.Popen:
@@ -142,7 +124,7 @@ def work() -> int:
         with runs.RunFolder.open(planned.path, planned.config.to_dict(), planned.config.hash) as folder:
             watch = Watch(folder)
             try:
-                load(trainer)(planned.config, folder, cache=cache, on_step=watch)
+                load(trainer)(planned.config, folder, cache=cache, listen=watch)
                 if folder.manifest.get("finished", -1) < planned.config.steps:
                     raise RunError(f"{trainer} returned before {planned.path} was finished")
             except Diverged as error:  # a result, which the trainer has committed
@@ -162,13 +144,14 @@ def work() -> int:
 
 
 class Watch:
-    """Called with the row of every step; writes `progress.json`."""
+    """Listens to the rows of every step; writes `progress.json`."""
 
     def __init__(self, folder: runs.RunFolder) -> None:
         self.folder, self.step, self.pace, self.last = folder, folder.step, None, None
         folder.progress(self.step)
 
-    def __call__(self, row: dict[str, Any]) -> None:
+    def __call__(self, rows: dict[str, list[dict[str, Any]]]) -> None:
+        row = rows["steps"][-1]
         now, self.step = time.monotonic(), row["step"]
         if self.last is not None:  # the first interval holds the cold start
             self.pace = now - self.last if self.pace is None else 0.9 * self.pace + 0.1 * (now - self.last)

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from moe_rl.losses import Objective
+from moe_rl.objectives import Objective
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, Updated
 
@@ -23,8 +23,9 @@ class Policy(Protocol):
         `scores` asks for router scores as well, which cost memory: for probes.
         """
 
-    def update(self, batch: Batch, old: Scored, objective: Objective, routes: RoutingTrace | None = None) -> Updated:
-        """One optimizer step on one mini-batch, live or under replayed routes."""
+    def update(self, batch: Batch, objective: Objective) -> Updated:
+        """One optimizer step on one weighed mini-batch, live or under its routes. What it says was measured before the
+        weights moved."""
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Hugging Face names and full tensors, for the rollout engine."""

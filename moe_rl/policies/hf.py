@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_rl.config import OPTIMIZERS, Optimizer
 from moe_rl.errors import ConfigError, Diverged
-from moe_rl.losses import Objective, sequence_mean_weights
+from moe_rl.objectives import Objective
 from moe_rl.routing.hooks import RouterScores, record_routing, replay_routing
 from moe_rl.routing.sites import router_parameters
 from moe_rl.routing.trace import RoutingTrace
@@ -64,9 +65,9 @@ class HFPolicy:
             parts.append((*outputs, *routed))
         return Scored(*_join(parts, batch))
 
-    def update(self, batch: Batch, old: Scored, objective: Objective, routes: RoutingTrace | None = None) -> Updated:
+    def update(self, batch: Batch, objective: Objective) -> Updated:
         """One optimizer step on a mini-batch. Micro-batches only add: the weights of the loss span all of it."""
-        outputs, loss = self._backward(batch, old, objective, routes)
+        outputs, loss, metrics = self._backward(batch, objective)
         limit = self.settings.grad_clip or float("inf")
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
         if not math.isfinite(norm):
@@ -76,13 +77,11 @@ class HFPolicy:
             group["lr"] = self.settings.lr_at(self.updates) * group["scale"]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return Updated(*outputs, loss=loss, grad_norm=norm, grad_clipped=norm > limit)
+        return Updated(*outputs, loss=loss, grad_norm=norm, grad_clipped=norm > limit, metrics=metrics)
 
-    def gradient(
-        self, batch: Batch, old: Scored, objective: Objective, routes: RoutingTrace | None = None
-    ) -> Float[Tensor, " parameters"]:
+    def gradient(self, batch: Batch, objective: Objective) -> Float[Tensor, " parameters"]:
         """What `update` would clip and hand to its optimizer, of all trainable parameters in one vector. No step."""
-        self._backward(batch, old, objective, routes)
+        self._backward(batch, objective)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trainable])
         self.optimizer.zero_grad(set_to_none=True)
@@ -125,24 +124,20 @@ class HFPolicy:
         return nn.functional.pad(log_p.where(part.response_mask[:, first:, None], 0.0), (0, 0, first, 0))
 
     # ------------------------------------------------------------------ how
-    def _backward(
-        self, batch: Batch, old: Scored, objective: Objective, routes: RoutingTrace | None
-    ) -> tuple[list, float]:
-        """Fresh gradients of a mini-batch's loss; returns the outputs of its rows and the loss."""
-        weights = sequence_mean_weights(batch.response_mask)
+    def _backward(self, batch: Batch, objective: Objective) -> tuple[list, float, dict[str, float]]:
+        """Fresh gradients of a mini-batch's loss; returns the outputs of its rows, the loss and its metrics."""
         self.optimizer.zero_grad(set_to_none=True)
-        parts, loss = [], 0.0
+        parts, loss, metrics = [], 0.0, Counter()
         for rows in _slices(len(batch), self.micro_batch):
             part = batch.rows(rows).to(self.device)
-            time = part.tokens.shape[1]
-            old_logprobs, weight = (x[rows, :time].to(self.device) for x in (old.logprobs, weights))
-            with self._routed(part, None if routes is None else routes.rows(rows)) as routed:
-                logprobs, entropy = self._forward(part, entropy_gradient=objective.entropy != 0)
-                out = objective(logprobs, entropy, old_logprobs, part, weight)
+            with self._routed(part, part.routes) as routed:
+                logprobs, entropy = self._forward(part, entropy_gradient="entropy" in objective.needs)
+                out = objective(part, logprobs, entropy)
                 out.loss.backward()
             loss += out.loss.item()
-            parts.append((logprobs.detach(), entropy.detach(), *routed[:2], out.lost))
-        return _join(parts, batch), loss
+            metrics.update(out.metrics)
+            parts.append((logprobs.detach(), entropy.detach(), *routed[:2], out.clipped_by))
+        return _join(parts, batch), loss, dict(metrics)
 
     @contextmanager
     def _routed(self, part: Batch, routes: RoutingTrace | None, scores: bool = False) -> Iterator[list]:

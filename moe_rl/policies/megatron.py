@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moe_rl import ranks
 from moe_rl.config import Optimizer, Parallel
 from moe_rl.errors import ConfigError, Diverged
-from moe_rl.losses import LossOutput, Objective, sequence_mean_weights
+from moe_rl.objectives import LossOutput, Objective
 from moe_rl.policies import megatron_optimizer
 from moe_rl.policies.megatron_cpu import use_cpu
 from moe_rl.policies.megatron_layout import check_layout, expert_tensor, normalised, num_experts
@@ -84,22 +84,19 @@ class MegatronPolicy:
         ran = Pass(self, batch, routes, Cut.of(batch, self.score_batch), scores=scores).run()
         return Scored(ran.logprobs, ran.entropy, ran.routes, ran.preferred, ran.scores)
 
-    def update(self, batch: Batch, old: Scored, objective: Objective, routes: RoutingTrace | None = None) -> Updated:
+    def update(self, batch: Batch, objective: Objective) -> Updated:
         """One AdamW step on a mini-batch. Micro-batches and ranks only add: the weights of the loss span all of it."""
         optimizer, settings = self._trained()
         cut = Cut.of(batch, self.micro_batch)
-        weights = sequence_mean_weights(batch.response_mask)[cut.order] * ~cut.filling[:, None]
-        old_logprobs = old.logprobs[cut.order]
 
         def loss(logprobs: Tensor, entropy: Tensor, rows: slice) -> LossOutput:
             part = cut.batch.rows(rows).to(self.device)
             time = part.tokens.shape[1]
-            old_part, weight = (x[rows, :time].to(self.device) for x in (old_logprobs, weights))
-            return objective(logprobs[:, :time], entropy[:, :time], old_part, part, weight)
+            return objective(part, logprobs[:, :time], entropy[:, :time])
 
         self.module.zero_grad_buffer()
         optimizer.zero_grad()
-        ran = Pass(self, batch, routes, cut, loss, entropy_gradient=objective.entropy != 0).run()
+        ran = Pass(self, batch, batch.routes, cut, loss, entropy_gradient="entropy" in objective.needs).run()
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         if not math.isfinite(norm):
@@ -109,8 +106,8 @@ class MegatronPolicy:
             self.module.scale_gradients(limit / (norm + 1e-6))
             optimizer.prepare_grads()
         optimizer.step_with_ready_grads()
-        found = (ran.logprobs, ran.entropy, ran.routes, ran.preferred, ran.lost.to(torch.int8))
-        return Updated(*found, loss=ran.loss, grad_norm=norm, grad_clipped=norm > limit)
+        found = (ran.logprobs, ran.entropy, ran.routes, ran.preferred, ran.clipped_by.to(torch.int8))
+        return Updated(*found, loss=ran.loss, grad_norm=norm, grad_clipped=norm > limit, metrics=ran.metrics)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors, on every rank; each rank must go through all of them."""

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region as add_up
 from torch import Tensor, nn
 
-from moe_rl.losses import LossOutput
+from moe_rl import ranks
+from moe_rl.objectives import LossOutput
 from moe_rl.policies.megatron_replay import gathered, scores_of, targets_of, trace_of
 from moe_rl.policies.megatron_weights import gather
 from moe_rl.routing.hooks import RouterScores
@@ -56,7 +58,9 @@ class Cut:
         filling = order >= len(batch)
         order = order.clamp(max=len(batch) - 1)
         rows = batch.rows(order)
-        rows = replace(rows, response_mask=rows.response_mask & ~filling[:, None])
+        real = ~filling[:, None]
+        weights = None if rows.weights is None else rows.weights * real
+        rows = replace(rows, response_mask=rows.response_mask & real, weights=weights)
         inputs = rows.tokens[:, :-1]
         inputs = nn.functional.pad(inputs, (0, -inputs.shape[1] % ps.get_tensor_model_parallel_world_size()))
         starts = ((rank * count + i) * size for i in range(count))
@@ -73,8 +77,9 @@ class Ran:
 
     logprobs: Float[Tensor, "batch time"]
     entropy: Float[Tensor, "batch time"]
-    lost: Float[Tensor, "batch time"]
+    clipped_by: Float[Tensor, "batch time"]
     loss: float
+    metrics: Mapping[str, float]
     routes: RoutingTrace
     preferred: RoutingTrace | None
     scores: RouterScores | None
@@ -104,6 +109,7 @@ class Pass:
         width = cut.batch.tokens.shape[1]
         self.per_token = [torch.zeros(3, cut.size, width, device=policy.device) for _ in cut.mine]
         self.total = torch.zeros((), dtype=torch.float64, device=policy.device)
+        self.metrics: Counter[str] = Counter()
         self.taken: list[tuple] = []
 
     def run(self) -> Ran:
@@ -125,9 +131,11 @@ class Pass:
             for kind in zip(*self.taken, strict=True)
         )
         trace = trace_of(used, self.batch, policy.layout)
+        counted = ps.is_pipeline_last_stage() and ps.get_tensor_model_parallel_rank() == 0
         return Ran(
             *whole(self.per_token, self.batch),
             loss=from_last_stage(self.total).item(),
+            metrics=ranks.summed(self.metrics if counted else {}),
             routes=trace,
             preferred=None if preferred is None else trace_of(preferred, self.batch, policy.layout),
             scores=scores_of(chosen_by, trace, probabilities=policy.by_probability) if self.scores else None,
@@ -151,9 +159,10 @@ class Pass:
         kept[0], kept[1] = (x.detach() for x in found)
         if self.loss is not None:
             output = self.loss(*found, rows)
-            kept[2, :, : output.lost.shape[1]] = output.lost
+            kept[2, :, : output.clipped_by.shape[1]] = output.clipped_by
             value = output.loss
             self.total += value.detach()
+            self.metrics.update(output.metrics)
         return value, torch.zeros((), dtype=torch.int, device=device), {}
 
 

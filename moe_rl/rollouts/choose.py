@@ -38,7 +38,7 @@ def check_engine(run: RunConfig) -> None:
         raise ConfigError(f"engine.name='vllm', but vLLM is not installed here; {INSTALL}")
     if engine.routes not in ROUTES:
         raise ConfigError(f"engine.routes={engine.routes!r}: choose {', '.join(ROUTES)}.")
-    if engine.routes == "off" and run.arm.routes == "rollout":
+    if engine.routes == "off" and run.arm.routes.name == "rollout":
         raise ConfigError("routes='rollout' replays the engine's routes, but engine.routes='off' asks for none.")
     if engine.dtype is not None and not isinstance(getattr(torch, engine.dtype, None), torch.dtype):
         raise ConfigError(f"engine.dtype={engine.dtype!r} is no dtype of torch; use bfloat16 or float32.")

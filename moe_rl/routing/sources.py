@@ -1,7 +1,7 @@
 """Which routes an update replays: a function from a batch and its natural scoring to a trace, or None for live routing.
 
-`Arm.routes` names one of these, or a user's own `pkg.module:function` of the same signature. Options are given by
-`functools.partial`. Placebos force routes that carry no information about the tokens they are forced on.
+`Arm.routes` names one of these, or a user's own `pkg.module:function` of the same signature; options are keyword-only.
+Placebos force routes that carry no information about the tokens they are forced on.
 """
 
 from __future__ import annotations
@@ -13,15 +13,11 @@ import torch
 from torch import Tensor
 
 from moe_rl.errors import RoutingError
+from moe_rl.lookup import needs
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored
 
 RouteSource = Callable[[Batch, Scored], RoutingTrace | None]
-
-
-def needs_scores(source: RouteSource) -> bool:
-    """Whether a source looks at router scores, as `false_flips` does: it then has the attribute `needs_scores`."""
-    return getattr(getattr(source, "func", source), "needs_scores", False)
 
 
 def live(batch: Batch, natural: Scored) -> None:
@@ -83,6 +79,7 @@ def random_share(batch: Batch, natural: Scored, *, share: float, seed: int = 0) 
     return _forced(routes, routes.experts, routes.known & dose.to(routes.experts.device))
 
 
+@needs("scores")
 def false_flips(batch: Batch, natural: Scored, *, share: float) -> RoutingTrace:
     """Placebo: π_old's routes, but at the `share` of (token, site) pairs with the smallest margins the weakest expert
     gives way to the runner-up, as if the router had flipped where it is closest to flipping.
@@ -105,9 +102,6 @@ def false_flips(batch: Batch, natural: Scored, *, share: float) -> RoutingTrace:
     return _forced(routes, swapped.to(routes.experts.dtype), routes.known)
 
 
-false_flips.needs_scores = True
-
-
 def _forced(routes: RoutingTrace, experts: Tensor, where: Tensor) -> RoutingTrace:
     """The trace with other experts, unknown except at the (token, site) pairs of `where`."""
     return replace(routes, experts=experts.masked_fill(~where[..., None], routes.layout.unknown))
@@ -124,4 +118,6 @@ SOURCES: dict[str, RouteSource] = {
     "rollout": rollout,
     "shuffled": shuffled,
     "random_sets": random_sets,
+    "random_share": random_share,
+    "false_flips": false_flips,
 }

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import math
-import sys
-from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from collections.abc import Collection
+from typing import Protocol, runtime_checkable
 
 from moe_rl.errors import ConfigError
+from moe_rl.lookup import Part, Use, imported, unknown
 from moe_rl.seeds import HELD_OUT, derive
 from moe_rl.types import Prompt
 
 CHOICES = ("running_sums", "reasoning_gym:<dataset>", "jsonl:<file>", "<package.module>:<Class>")
+TASKS = {
+    "running_sums": ("moe_rl.tasks.running_sums:RunningSums", None),
+    "reasoning_gym": ("moe_rl.tasks.reasoning_gym:ReasoningGym", "dataset"),
+    "jsonl": ("moe_rl.tasks.jsonl:JsonlTask", "file"),
+}
+"""Where each lives, and which of its options the part of the name after the colon is."""
 
 
 @runtime_checkable
@@ -28,32 +31,34 @@ class Task(Protocol):
         """How good the completion is, in [0, 1]; 1 says that it is right, less may be partial credit."""
 
 
-def load_task(spec: str, options: Mapping[str, Any]) -> Task:
-    """The task that `spec` names, built with `options`.
+def load_task(use: Part) -> Task:
+    """The task that `use` names, built with its options.
 
-    `spec` is one of `running_sums`, `reasoning_gym:<dataset>`, `jsonl:<file>`, or `<package.module>:<Class>` for a
-    user's own class, which is called with `options` as keyword arguments; the working directory is importable for it.
-    Raises ConfigError, which lists the choices, for anything else.
+    It is one of `running_sums`, `reasoning_gym:<dataset>`, `jsonl:<file>`, or `<package.module>:<Class>` for a user's
+    own class; the working directory is importable for it. Raises ConfigError, which lists the choices, for anything
+    else, and for a class that is no task before it is called.
     """
-    name, colon, argument = spec.partition(":")
-    if name == "running_sums" and not colon:
-        from moe_rl.tasks.running_sums import RunningSums
-
-        return construct(RunningSums, options, spec)
-    if name == "reasoning_gym" and argument:
-        from moe_rl.tasks.reasoning_gym import ReasoningGym
-
-        return ReasoningGym(argument, options)
-    if name == "jsonl" and argument:
-        from moe_rl.tasks.jsonl import JsonlTask
-
-        return construct(JsonlTask, {"file": argument, **options}, spec)
-    module_path = all(part.isidentifier() for part in name.split("."))
-    if argument.isidentifier() and module_path and name not in ("running_sums", "reasoning_gym", "jsonl"):
-        return construct(_imported_class(name, argument, spec), options, spec)
-    close = difflib.get_close_matches(name, ["running_sums", "reasoning_gym", "jsonl"], n=1)
-    hint = f" Did you mean {next(c for c in CHOICES if c.startswith(close[0]))}?" if close else ""
-    raise ConfigError(f"no task is called {spec!r}.{hint} A task is one of: {', '.join(CHOICES)}.")
+    use = Use.of(use)
+    name, _, argument = use.name.partition(":")
+    if name in TASKS:
+        module, parameter = TASKS[name]
+        if bool(parameter) != bool(argument):
+            raise ConfigError(f"task {use.name!r}: write {next(c for c in CHOICES if c.startswith(name))}.")
+        cls = imported("task", module)
+        options = dict(use.options) | ({parameter: argument} if parameter else {})
+    elif use.own:
+        cls, options = imported("task", use.name), dict(use.options)
+    else:
+        unknown("task", use.name, CHOICES)
+    if not isinstance(cls, type) or not all(callable(getattr(cls, method, None)) for method in ("prompts", "reward")):
+        raise ConfigError(
+            f"{use.name!r} is no task: it needs to be a class with the methods prompts(count, seed) and "
+            "reward(prompt, completion)."
+        )
+    try:
+        return cls(**options)
+    except TypeError as error:
+        raise ConfigError(f"task {use.name!r} cannot be built with the options {options!r}: {error}") from error
 
 
 def draw(task: Task, count: int, seed: int, excluding: Collection[str] = ()) -> list[Prompt]:
@@ -88,7 +93,7 @@ def draw(task: Task, count: int, seed: int, excluding: Collection[str] = ()) -> 
 
 def held_out(task: Task, count: int) -> list[Prompt]:
     """The evaluation prompts: the same for every seed, arm and cold start, none of which may train on them."""
-    return draw(task, count, derive(HELD_OUT))
+    return draw(task, count, derive(HELD_OUT, 0, 0))
 
 
 def checked_reward(task: Task, prompt: Prompt, completion: str) -> float:
@@ -104,43 +109,3 @@ def checked_reward(task: Task, prompt: Prompt, completion: str) -> float:
             f"{prompt.text[:80]!r}; a reward must be a number in [0, 1], since advantages and rates are made of it."
         )
     return value
-
-
-def construct(cls: type, options: Mapping[str, Any], spec: str) -> Task:
-    """`cls(**options)`, with a wrong option or a class that is no task reported as ConfigError."""
-    try:
-        task = cls(**options)
-    except TypeError as error:
-        raise ConfigError(f"task {spec!r} cannot be built with the options {dict(options)!r}: {error}") from error
-    if not isinstance(task, Task):
-        raise ConfigError(
-            f"{spec!r} is no task: it needs the methods prompts(count, seed) and reward(prompt, completion)."
-        )
-    return task
-
-
-def unknown(kind: str, name: str, choices: Iterable[str]) -> NoReturn:
-    """Raise a ConfigError that names what was asked for, the closest matches and all choices."""
-    choices = sorted(choices)
-    close = difflib.get_close_matches(name, choices, n=3)
-    hint = f" Did you mean {' or '.join(close)}?" if close else ""
-    raise ConfigError(f"no {kind} is called {name!r}.{hint} There are: {', '.join(choices)}.")
-
-
-def _imported_class(module_name: str, class_name: str, spec: str) -> type:
-    if str(Path.cwd()) not in sys.path:  # stays there: the module may import its neighbours later
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise  # the module exists, and one of its own imports fails
-        raise ConfigError(
-            f"task {spec!r}: there is no module {error.name!r} in {Path.cwd()} or among the installed packages. "
-            f"A task is one of: {', '.join(CHOICES)}."
-        ) from error
-    found = getattr(module, class_name, None)
-    if not isinstance(found, type):
-        classes = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
-        unknown(f"class of {module.__file__}", class_name, classes)
-    return found

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from moe_rl.errors import ConfigError
 from moe_rl.seeds import derive
-from moe_rl.tasks.base import unknown
+from moe_rl.lookup import unknown
 from moe_rl.types import Prompt
 
 
 class ReasoningGym:
-    """One reasoning-gym dataset; `options` are settings of its configuration, e.g. `{"max_word_len": 5}`.
+    """One reasoning-gym dataset; `options` are settings of its configuration, e.g. `max_word_len=5`.
 
     Many of its scorers give partial credit to wrong answers: only a reward of 1 says that an answer is right. Some
     datasets have no reference answer (`Prompt.answer` is None); a cold start cannot imitate those.
     """
 
-    def __init__(self, dataset: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, dataset: str, **options: Any) -> None:
         try:
             from reasoning_gym.factory import DATASETS
         except ImportError as error:
@@ -33,7 +32,7 @@ class ReasoningGym:
                 f"reasoning_gym:{dataset}: {', '.join(sorted(reserved))} cannot be an option, since the run sets it."
             )
         self.dataset = dataset
-        self.options = dict(options)
+        self.options = options
         self._scorer = self._create(1, 0)
 
     def prompts(self, count: int, seed: int) -> list[Prompt]:
@@ -41,7 +40,7 @@ class ReasoningGym:
         same entries; ours are therefore spread first, over 31 bits since some datasets take no more."""
         return [
             Prompt(text=e["question"], answer=None if e["answer"] is None else str(e["answer"]), entry=e)
-            for e in self._create(count, derive(seed) >> 32)
+            for e in self._create(count, derive(seed % 2**32, seed >> 32, 0) >> 32)
         ]
 
     def reward(self, prompt: Prompt, completion: str) -> float:

@@ -1,6 +1,8 @@
-"""Rewards → group-relative advantages."""
+"""Rewards of a step's rollouts → advantages."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
@@ -12,8 +14,8 @@ EQUAL = 1e-6
 """Rewards of a group that lie this close together are equal up to rounding (rewards are in [0, 1])."""
 
 
-def group_advantages(rewards: Float[Tensor, " batch"], group: Int[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-    """(r_i - mean) / std over the rows of equal `group`; no unit.
+def group(rewards: Float[Tensor, " batch"], prompt: Int[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+    """(r_i - mean) / std over the rows of equal `prompt`; no unit.
 
     GSPO, arXiv 2507.18071, eq. 7. The paper does not say which deviation its std is; this is the sample one (n - 1), as
     in verl and TRL, so that advantages compare with theirs (the population one would be larger by sqrt(n/(n-1)),
@@ -31,9 +33,14 @@ def group_advantages(rewards: Float[Tensor, " batch"], group: Int[Tensor, " batc
             "then the weights NaN: make the task's reward return a number in [0, 1]"
         )
     advantages = torch.zeros_like(rewards)
-    for g in group.unique():
-        rows = group == g
+    for one in prompt.unique():
+        rows = prompt == one
         values = rewards[rows].double().sort().values  # sorted: floating-point sums depend on the order
         if len(values) > 1 and values[-1] - values[0] > EQUAL:
             advantages[rows] = ((rewards[rows].double() - values.mean()) / values.std()).to(rewards.dtype)
     return advantages
+
+
+ADVANTAGES: dict[str, Callable[..., Float[Tensor, "batch ..."]]] = {"group": group}
+"""Functions of rewards [batch] and the index of each row's prompt [batch]; they give an advantage per row, or [batch,
+time] where one per token is meant."""

@@ -1,98 +1,26 @@
-"""What a step measures, within its budget.
+"""What needs an extra forward, measured on a *probe*: the first few responses of every (randomly drawn) mini-batch.
 
-Everything that needs no extra forward is taken from all tokens at every update. The rest is measured on a *probe*:
-the first few responses of every (randomly drawn) mini-batch. Each step it is scored twice under the new weights,
-naturally and replaying the old policy's routes; every few steps the *detail* follows single updates.
-Volatility compares natural routes, in every arm.
+Each step it is scored twice under the new weights, naturally and replaying the old policy's routes; every few steps the
+*detail* follows single updates. Volatility compares natural routes, in every arm.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor, nn
 
 from moe_rl.config import Measure
 from moe_rl.metrics import ratios, volatility
 from moe_rl.policies.base import Policy
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.types import Batch, Scored, Updated
+from moe_rl.types import Batch, Scored, prompt_rows, response_rows
 
 Row = dict[str, float]
-
-
-def response_rows(batch: Batch) -> Bool[Tensor, "batch time"]:
-    """The rows of a trace that decide a response: inputs whose *next* token is a response token."""
-    return nn.functional.pad(batch.response_mask[:, 1:], (0, 1))
-
-
-def prompt_rows(batch: Batch) -> Bool[Tensor, "batch time"]:
-    """The rows of a trace whose next token belongs to the prompt."""
-    return nn.functional.pad(batch.attention_mask[:, 1:], (0, 1)) & ~response_rows(batch)
-
-
-def update_row(part: Batch, old: Scored, updated: Updated, natural: Scored, forced: RoutingTrace | None) -> Row:
-    """One optimizer step: ratios and clipping of its mini-batch, and how far its routes had moved before the step.
-
-    `forced` are the routes that the arm replays on this mini-batch, None when it is live.
-    """
-    rows = response_rows(part)
-    row = {
-        "loss": updated.loss,
-        "grad_norm": updated.grad_norm,
-        "grad_clipped": float(updated.grad_clipped),
-        "entropy": _mean(updated.entropy, part.response_mask),
-        **ratio_row(part, updated.logprobs - old.logprobs, updated.lost),
-    }
-    if forced is not None:
-        row["pull"] = volatility.route_change(forced.ids(), updated.preferred.ids(), rows).row()["slot_change"]
-        row["coverage"] = forced.known[rows | prompt_rows(part)].double().mean().item()
-    else:
-        change = volatility.route_change(natural.routes.ids(), updated.routes.ids(), rows).row()
-        row |= {f"fresh_{name}": change[name] for name in CHANGE}
-    return row
-
-
-def ratio_row(batch: Batch, log_ratio: Tensor, lost: Tensor) -> Row:
-    """Ratio statistics and clip fractions of some tokens."""
-    mask = batch.response_mask
-    return ratios.ratio_statistics(log_ratio, mask) | ratios.clip_fractions(lost, mask, batch.advantages)
-
-
-def engine_row(batch: Batch, natural: Scored) -> tuple[Row, list[Row]]:
-    """Engine and policy at equal weights, on all response tokens of a step: a row for `steps`, and one per site.
-
-    `natural` is the policy's scoring of the batch under the weights it was sampled with. log r is the policy's log-prob
-    minus the engine's, so that `engine_kl_k3` estimates KL(engine ‖ policy) per token.
-    """
-    row, sites = _engine_gap(batch, natural), [{} for _ in natural.routes.layout.sites]
-    if batch.rollout_routes is not None:
-        routes, rows = batch.rollout_routes, response_rows(batch)
-        change = volatility.route_change(natural.routes.ids(), routes.ids(), rows)
-        mean = change.row()
-        row |= {f"engine_{name}": mean[name] for name in ENGINE_CHANGE}
-        row["engine_unknown"] = 1 - routes.known[rows | prompt_rows(batch)].double().mean().item()
-        for site, values in zip(sites, change.site_rows(), strict=True):
-            site |= {f"engine_{name}": values[name] for name in ("slot_change", "set_change")}
-    return row, sites
-
-
-def _engine_gap(batch: Batch, scored: Scored) -> Row:
-    log_ratio, mask = scored.logprobs - batch.rollout_logprobs, batch.response_mask
-    found = ratios.ratio_statistics(log_ratio, mask)
-    return {
-        "engine_logprob_mean": _mean(log_ratio.abs(), mask),
-        "engine_logprob_max": found["token_log_ratio_max"],
-        "engine_kl_k3": found["token_kl_k3"],
-        "engine_beyond_2": found["token_beyond_2"],
-    }
-
-
-ENGINE_CHANGE = ("slot_change", "set_change", "any_layer_change")
 CHANGE = ("slot_change", "set_change", "any_layer_change", "layers_changed", "jaccard_distance")
+ENGINE_CHANGE = ("slot_change", "set_change", "any_layer_change")
 
 
 class Probe:
@@ -165,8 +93,8 @@ class Probe:
         """What is left of the engine's gap on the probe when the policy replays the engine's routes (R3)."""
         if self.batch.rollout_routes is None:
             return {}
-        natural = _engine_gap(self.batch, self.old)
-        replayed = _engine_gap(self.batch, self.policy.score(self.batch, self.batch.rollout_routes))
+        natural = engine_gap(self.batch, self.old)
+        replayed = engine_gap(self.batch, self.policy.score(self.batch, self.batch.rollout_routes))
         return {f"{name}_natural": value for name, value in natural.items()} | {
             f"{name}_replayed": value for name, value in replayed.items()
         }
@@ -207,14 +135,14 @@ class Probe:
         """The same weights scored again: rows in reverse, in two calls of unequal size, with extra padding."""
         order = torch.arange(len(self.batch) - 1, -1, -1)
         changes, gap = [], torch.zeros_like(after.logprobs)
-        for index in order.tensor_split([len(order) // 3]):
+        for index in filter(len, order.tensor_split([len(order) // 3])):  # a probe of two has no first third
             part = self.batch.rows(index)
             time = part.tokens.shape[1]
             first, again = after.rows(index, time), self.policy.score(_padded(part, 3))
             gap[index, :time] = again.logprobs[:, :time] - first.logprobs
             ids = again.routes.ids()[:, :time]
             changes.append(volatility.route_change(first.routes.ids(), ids, response_rows(part)))
-        change, found = changes[0] + changes[1], ratios.ratio_statistics(gap, self.batch.response_mask)
+        change, found = sum(changes[1:], start=changes[0]), ratios.ratio_statistics(gap, self.batch.response_mask)
         row = {
             "noise_floor_logprob": found["token_log_ratio_max"],
             "noise_floor_kl_k3": found["token_kl_k3"],
@@ -222,6 +150,40 @@ class Probe:
             **{f"noise_floor_{name}": change.row()[name] for name in ENGINE_CHANGE},
         }
         return row, [{"noise_floor_set_change": site["set_change"]} for site in change.site_rows()]
+
+
+def engine_gap(batch: Batch, scored: Scored) -> Row:
+    """How far the policy's log-probs are from the engine's; log r is the policy's minus the engine's, so that
+    `engine_kl_k3` estimates KL(engine ‖ policy) per token."""
+    log_ratio, mask = scored.logprobs - batch.rollout_logprobs, batch.response_mask
+    found = ratios.ratio_statistics(log_ratio, mask)
+    return {
+        "engine_logprob_mean": log_ratio.abs()[mask].double().mean().item(),
+        "engine_logprob_max": found["token_log_ratio_max"],
+        "engine_kl_k3": found["token_kl_k3"],
+        "engine_beyond_2": found["token_beyond_2"],
+    }
+
+
+def _padded(batch: Batch, extra: int) -> Batch:
+    """The batch with `extra` more columns, which one row claims as tokens, so that no one trims them away."""
+    here = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    wide = {n: nn.functional.pad(x, (0, extra)) for n, x in here.items() if isinstance(x, Tensor) and x.dim() > 1}
+    wide["attention_mask"][0] = True
+    return replace(batch, **wide, rollout_routes=None, routes=None, ratio_routes=None)
+
+
+def engine_gap(batch: Batch, scored: Scored) -> Row:
+    """How far the policy's log-probs are from the engine's; log r is the policy's minus the engine's, so that
+    `engine_kl_k3` estimates KL(engine ‖ policy) per token."""
+    log_ratio, mask = scored.logprobs - batch.rollout_logprobs, batch.response_mask
+    found = ratios.ratio_statistics(log_ratio, mask)
+    return {
+        "engine_logprob_mean": log_ratio.abs()[mask].double().mean().item(),
+        "engine_logprob_max": found["token_log_ratio_max"],
+        "engine_kl_k3": found["token_kl_k3"],
+        "engine_beyond_2": found["token_beyond_2"],
+    }
 
 
 def _padded(batch: Batch, extra: int) -> Batch:
@@ -233,8 +195,4 @@ def _padded(batch: Batch, extra: int) -> Batch:
     mask = pad(batch.attention_mask)
     mask[0] = True
     wide = {"tokens": pad(batch.tokens), "response_mask": pad(batch.response_mask), "attention_mask": mask}
-    return replace(batch, **wide, rollout_logprobs=pad(batch.rollout_logprobs), rollout_routes=None, ref_logprobs=None)
-
-
-def _mean(values: Tensor, mask: Tensor) -> float:
-    return values[mask].double().mean().item()
+    return replace(batch, **wide)

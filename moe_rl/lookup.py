@@ -1,0 +1,132 @@
+"""`Use(name, **options)`: how a configuration names a function or a class, and the one importer of what it names."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from moe_rl.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, init=False)
+class Use:
+    """A name and the keyword arguments that go with it: `Use("grpo", clip_high=0.28)`.
+
+    The name is one that the package knows, or a user's own `pkg.module:name`. Where a Use is wanted, a plain string
+    stands for one without options.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(hash=False)
+
+    def __init__(self, name: str, /, **options: Any) -> None:
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "options", options)
+
+    @staticmethod
+    def of(part: str | Use | Mapping[str, Any]) -> Use:
+        """A Use from any of its forms; the mapping is its JSON. Raises ConfigError for anything else."""
+        if isinstance(part, Use):
+            return part
+        if isinstance(part, str) and part:
+            return Use(part)
+        if isinstance(part, Mapping) and set(part) == {"name", "options"}:
+            return Use(part["name"], **part["options"])
+        raise ConfigError(f'{part!r} names nothing: write "name", or Use("name", option=value)')
+
+    def __str__(self) -> str:
+        """As it is written: `grpo(clip_high=0.28)`."""
+        return self.name + (f"({', '.join(f'{k}={v!r}' for k, v in self.options.items())})" if self.options else "")
+
+    @property
+    def own(self) -> bool:
+        """Whether it names code from outside the package."""
+        module, colon, attribute = self.name.partition(":")
+        return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+Part = str | Use
+"""What configurations take wherever something is named."""
+
+
+def lookup(kind: str, use: Part, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """The function or class that `use` names, one of `known` or a user's own, its options bound.
+
+    Options are the callable's keyword-only parameters. Raises ConfigError, before anything is called, for a name that
+    is not there, for an option that the callable does not have, and for one that it needs.
+    """
+    use = Use.of(use)
+    if use.name in known:
+        found = known[use.name]
+    elif use.own:
+        found = imported(kind, use.name)
+    else:
+        unknown(kind, use.name, [*known, "pkg.module:name"])
+    check_options(kind, use, found)
+    return partial(found, **use.options) if use.options else found
+
+
+def imported(kind: str, name: str) -> Callable[..., Any]:
+    """The callable that `pkg.module:name` names; the working directory is importable. Raises ConfigError when it is not
+    there. An error inside the module is its own and passes."""
+    module, _, attribute = name.partition(":")
+    if str(Path.cwd()) not in sys.path:  # stays there: the module may import its neighbours later
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module exists, and one of its own imports fails
+        raise ConfigError(
+            f"{kind} {name!r}: there is no module {error.name!r} in {Path.cwd()} or among the installed packages; is "
+            "its folder on PYTHONPATH?"
+        ) from error
+    if not callable(found):
+        public = [n for n, v in vars(sys.modules[module]).items() if callable(v) and not n.startswith("_")]
+        unknown(f"{kind} in the module {module}", attribute, public)
+    return found
+
+
+def check_options(kind: str, use: Use, found: Callable[..., Any]) -> None:
+    """Raise ConfigError for options that the callable does not take by keyword, or lacks."""
+    parameters = inspect.signature(found).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    options = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    for name in use.options:
+        if name not in options:
+            unknown(f"option of the {kind} {use.name!r}", name, options)
+    if missing := [n for n, p in options.items() if p.default is p.empty and n not in use.options]:
+        raise ConfigError(f"the {kind} {use.name!r} needs {', '.join(missing)}: Use({use.name!r}, {missing[0]}=…)")
+
+
+def needs(*what: str) -> Callable[[F], F]:
+    """Mark a part with what it must be given, e.g. `reference` or `scores`, so that nobody else pays for it."""
+
+    def mark(function: F) -> F:
+        function.needs = frozenset(what)  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def needs_of(part: Callable[..., Any]) -> frozenset[str]:
+    """What a part that `lookup` gave was marked with."""
+    return getattr(part.func if isinstance(part, partial) else part, "needs", frozenset())
+
+
+def unknown(kind: str, name: str, choices: Iterable[str]) -> NoReturn:
+    """Raise a ConfigError that names what was asked for, the closest matches and all choices."""
+    choices = sorted(choices)
+    close = difflib.get_close_matches(name, choices, n=3)
+    hint = f" Did you mean {' or '.join(close)}?" if close else ""
+    raise ConfigError(f"no {kind} is called {name!r}.{hint} There are: {', '.join(choices) or 'none'}.")

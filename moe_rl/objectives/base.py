@@ -1,0 +1,71 @@
+"""What every part of an objective is given, and what a loss gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float, Int8
+from torch import Tensor
+
+from moe_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """Some rows of a mini-batch. Only `logprobs` has a gradient, and `entropy` where a part needs it.
+
+    Everything is 0 or without meaning outside the response, `mask`; log-probs are of the batch's tokens, in nats, at
+    the run's temperature. Raises ConfigError where shapes differ.
+    """
+
+    logprobs: Float[Tensor, "batch time"]
+    """log π_θ."""
+    old_logprobs: Float[Tensor, "batch time"]
+    """log π_old: what the ratio is taken against."""
+    mask: Bool[Tensor, "batch time"]
+    """Response tokens; it may have holes, which tools or an environment wrote."""
+    advantages: Float[Tensor, "batch time"]
+    """Per token; a method with one advantage per sequence finds the same number at all of its tokens."""
+    weights: Float[Tensor, "batch time"]
+    """The aggregation, times the corrections: these rows of what was computed over the whole mini-batch."""
+    entropy: Float[Tensor, "batch time"] | None = None
+    """Of the distribution each token was drawn from, in nats."""
+    rollout_logprobs: Float[Tensor, "batch time"] | None = None
+    """log π_engine: as the engine that sampled reported it."""
+    ref_logprobs: Float[Tensor, "batch time"] | None = None
+    """log π_ref, under the routes of `logprobs`."""
+    ratio_logprobs: Float[Tensor, "batch time"] | None = None
+    """log π_θ under the ratio's own routes, where they are not the gradient's; without gradient."""
+
+    def __post_init__(self) -> None:
+        shapes = {name: tuple(x.shape) for name, x in vars(self).items() if x is not None}
+        if len(set(shapes.values())) > 1:
+            raise ConfigError(f"the inputs of a loss must have one shape (batch, time), but they have {shapes}")
+
+    @property
+    def log_ratio(self) -> Float[Tensor, "batch time"]:
+        """log π_θ − log π_old at response tokens, 0 elsewhere, whatever the padding holds.
+
+        With `ratio_logprobs` its value is that of the ratio's routes, and its gradient that of `logprobs`.
+        """
+        difference = self.logprobs - self.old_logprobs.detach()
+        if self.ratio_logprobs is not None:
+            difference = self.ratio_logprobs - self.old_logprobs.detach() + self.logprobs - self.logprobs.detach()
+        return torch.where(self.mask, difference, 0)
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A loss and what it did to every token."""
+
+    loss: Float[Tensor, ""]
+    """To be minimised; differentiable with respect to the log-probs of the policy."""
+    log_ratio: Float[Tensor, "batch time"]
+    """Log importance ratio the method used, in nats, detached, 0 outside the response. At sequence level it is the
+    sequence's value at each of its tokens."""
+    clipped_by: Int8[Tensor, "batch time"]
+    """+1 where the upper bound took a response token's gradient, -1 where the lower one did, else 0."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that add up over the parts of a mini-batch, e.g. the value of each term."""

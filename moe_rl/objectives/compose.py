@@ -1,0 +1,150 @@
+"""An arm's parts as one objective: loss = −Σ W · c · φ(r, A) + Σ terms."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from moe_rl.config import Arm
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Part, lookup, needs_of
+from moe_rl.objectives.advantages import ADVANTAGES
+from moe_rl.objectives.aggregate import AGGREGATIONS
+from moe_rl.objectives.base import LossInputs, LossOutput
+from moe_rl.objectives.corrections import CORRECTIONS
+from moe_rl.objectives.losses import LOSSES
+from moe_rl.objectives.terms import TERMS
+from moe_rl.types import Batch
+
+SEQUENCE_LEVEL = ("gspo", "gspo_token")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What an arm minimises, its options bound. Made by `objective_of`."""
+
+    loss: Callable[[LossInputs], LossOutput]
+    aggregate: Callable[[Bool[Tensor, "batch time"]], Float[Tensor, "batch time"]]
+    corrections: tuple[Callable[[LossInputs], Tensor], ...] = ()
+    terms: Mapping[str, Callable[[LossInputs], Tensor]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What its parts ask for beyond the log-probs: `reference` (log-probs), `entropy` (with gradient)."""
+        return frozenset().union(*map(needs_of, (self.loss, *self.corrections, *self.terms.values())))
+
+    def weighed(self, mini_batch: Batch) -> Batch:
+        """The mini-batch with its aggregation weights, which span all of it."""
+        return dataclasses.replace(mini_batch, weights=self.aggregate(mini_batch.response_mask))
+
+    def __call__(
+        self, part: Batch, logprobs: Float[Tensor, "batch time"], entropy: Float[Tensor, "batch time"]
+    ) -> LossOutput:
+        """The loss on some rows of a weighed mini-batch, from the policy's log-probs and entropy of its tokens."""
+        return self.of(
+            LossInputs(
+                logprobs=logprobs,
+                entropy=entropy,
+                old_logprobs=part.old_logprobs,
+                rollout_logprobs=part.rollout_logprobs,
+                ref_logprobs=part.ref_logprobs,
+                ratio_logprobs=part.ratio_logprobs,
+                mask=part.response_mask,
+                advantages=part.advantages,
+                weights=part.weights,
+            )
+        )
+
+    def of(self, x: LossInputs) -> LossOutput:
+        """The same of inputs that somebody else has put together."""
+        trusted = x.weights
+        for correction in self.corrections:
+            trusted = trusted * correction(x)
+        output = self.loss(dataclasses.replace(x, weights=trusted))
+        loss, metrics = output.loss, dict(output.metrics)
+        for name, term in self.terms.items():
+            value = term(x)
+            loss = loss + value
+            metrics[f"term_{name}"] = metrics.get(f"term_{name}", 0.0) + value.item()
+        return dataclasses.replace(output, loss=loss, metrics=metrics)
+
+
+def objective_of(arm: Arm) -> Objective:
+    """The objective that an arm's parts make, tried on one token, so that options out of range are refused here.
+
+    Raises ConfigError for a part or an option that is not there; warns when a sequence-level loss gets a range so wide
+    that it never clips.
+    """
+    _check_arm(arm)
+    objective = Objective(
+        loss=lookup("loss", arm.loss, LOSSES),
+        aggregate=lookup("aggregation", arm.aggregate, AGGREGATIONS),
+        corrections=tuple(lookup("correction", part, CORRECTIONS) for part in arm.corrections),
+        terms={part.name.rpartition(":")[2]: lookup("term", part, TERMS) for part in arm.terms},
+    )
+    mask, some = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1)
+    inputs = dict.fromkeys(("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy"), some)
+    objective.of(LossInputs(**inputs, mask=mask, advantages=some, weights=objective.aggregate(mask)))
+    return objective
+
+
+def advantage_of(arm: Arm) -> Callable[..., Tensor]:
+    """What makes advantages of an arm's rewards. Raises ConfigError for a name or option that is not there."""
+    return lookup("advantage", arm.advantage, ADVANTAGES)
+
+
+def policy_loss(
+    arm: Arm | Part,
+    *,
+    logprobs: Float[Tensor, "batch time"],
+    old_logprobs: Float[Tensor, "batch time"],
+    advantages: Float[Tensor, " batch"] | Float[Tensor, "batch time"],
+    mask: Bool[Tensor, "batch time"],
+    weights: Float[Tensor, "batch time"] | None = None,
+    **further: Float[Tensor, "batch time"],
+) -> LossOutput:
+    """The objective of an arm, or of a loss alone, on a mini-batch of somebody else's loop.
+
+    `logprobs` has the gradient; log-probs are of response tokens, in nats; `advantages` are one per row or per token.
+    `further` are the other fields of `LossInputs` that the arm needs. For one part of a mini-batch give `weights`: its
+    rows of `objective_of(arm).aggregate(mask)` over the whole; parts then only add. Raises ConfigError where something
+    is missing or has another shape.
+    """
+    objective = objective_of(arm if isinstance(arm, Arm) else Arm(name="loss", loss=arm))
+    per_token = advantages[:, None].expand(mask.shape) if advantages.dim() == 1 else advantages
+    return objective.of(
+        LossInputs(
+            logprobs=logprobs,
+            old_logprobs=old_logprobs,
+            mask=mask,
+            advantages=per_token,
+            weights=objective.aggregate(mask) if weights is None else weights,
+            **further,
+        )
+    )
+
+
+def _check_arm(arm: Arm) -> None:
+    """Refuse combinations that make no sense, and say which are void."""
+    high, low = (arm.loss.options.get(bound, 0.0) for bound in ("clip_high", "clip_low"))
+    if arm.loss.name in SEQUENCE_LEVEL and max(high, low) >= 0.1:
+        warnings.warn(
+            f"arm {arm.name!r}: the clip range {low:g}/{high:g} never clips the sequence-level ratio of "
+            f"{arm.loss.name}, a mean over tokens that stays within a few percent of 1, so nothing bounds its updates; "
+            "the paper uses 3e-4/4e-4 (short responses need a range of their own, usually below 0.05)",
+            stacklevel=3,
+        )
+    if arm.anchor == "engine" and any(part.name == "truncated" for part in arm.corrections):
+        raise ConfigError(
+            f"arm {arm.name!r}: truncated weighs the trainer's π_old against the engine, but anchor='engine' takes the "
+            "engine's log-probs for π_old: every weight is 1. Choose one of the two."
+        )
+    names = [part.name.rpartition(":")[2] for part in arm.terms]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"arm {arm.name!r} has a term twice: {', '.join(names)}")

@@ -1,0 +1,157 @@
+"""What a step measures, within its budget: `begin`, `before` and `after` every update, `end` → rows per table.
+
+Everything that needs no extra forward is taken from all tokens at every update; the rest on a probe (`probe.py`). A
+study that measures more passes a subclass to the trainer and calls these methods.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_rl.config import RunConfig
+from moe_rl.metrics import ratios, volatility
+from moe_rl.policies.base import Policy
+from moe_rl.probe import CHANGE, ENGINE_CHANGE, Probe, engine_gap
+from moe_rl.types import Batch, Scored, Updated, prompt_rows, response_rows
+
+Row = dict[str, Any]
+Rows = dict[str, list[Row]]
+"""Rows by the name of their table."""
+
+
+class Recorder:
+    """Measures one step after the other. Nothing here may change what is sampled, scored or trained."""
+
+    def __init__(self, run: RunConfig, policy: Policy):
+        self.run, self.policy = run, policy
+        self.seconds: dict[str, float] = {}
+        """Of the step's phases so far."""
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the time of a block to the phase's."""
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    # ------------------------------------------------------------------ one step, in the order of its calls
+    def begin(self, step: int, batch: Batch, natural: Scored, split: list[Tensor]) -> None:
+        """Before the first update. `natural` is the policy's scoring of the batch under the weights that sampled it,
+        `split` the rows of every mini-batch."""
+        self.step, self.batch, self.natural, self.split = step, batch, natural, split
+        self.updates: list[Row] = []
+        self.log_ratio = torch.zeros_like(batch.rollout_logprobs)
+        self.clipped_by = torch.zeros(batch.tokens.shape, dtype=torch.int8)
+        with self.timed("measure"):
+            detail = step % self.run.measure.detail_every == 0
+            self.probe = Probe(self.policy, batch, natural, split, self.run.measure, detail)
+
+    def before(self, update: int, part: Batch) -> None:
+        """Before the update of a mini-batch, counted from 0."""
+        with self.timed("measure"):
+            count = update + 1
+            lr = self.run.optimizer.lr_at((self.step - 1) * len(self.split) + count)
+            self.updates.append({"step": self.step, "update": count, "lr": lr} | self.probe.before_update(update))
+
+    def after(self, update: int, part: Batch, updated: Updated) -> None:
+        """After that update. `part` is what was trained on, ratios' log-probs and all."""
+        with self.timed("measure"):
+            index, width = self.split[update], part.tokens.shape[1]
+            natural = self.natural.rows(index, width)
+            log_ratio = (updated.logprobs if part.ratio_logprobs is None else part.ratio_logprobs) - part.old_logprobs
+            self.updates[-1] |= update_row(part, log_ratio, updated, natural) | self.probe.after_update(update)
+            self.log_ratio[index, :width], self.clipped_by[index, :width] = log_ratio, updated.clipped_by
+
+    def end(self, push_gap: float | None) -> Rows:
+        """After the weights went to the engine: the rows of the step. `push_gap` is what that check found, in nats."""
+        with self.timed("measure"):
+            probed, sites = self.probe.after_step()
+            engine, engine_sites = engine_row(self.batch, self.natural)
+            row = {"step": self.step, **batch_row(self.batch, self.natural), **probed, **engine}
+            row |= ratio_row(self.batch, self.log_ratio, self.clipped_by)
+            row |= {} if push_gap is None else {"push_gap_max": push_gap}
+            for name in ("grad_norm", "grad_clipped"):
+                row[name] = sum(update[name] for update in self.updates) / len(self.updates)
+            row["first_update_log_ratio_max"] = self.updates[0]["token_log_ratio_max"]
+        layers = [{"step": self.step} | a | b for a, b in zip(sites, engine_sites, strict=True)]
+        return {"steps": [row], "updates": self.updates, "layers": layers}
+
+    def cost(self) -> Row:
+        """Seconds per phase since the last call, their sum, and the peak of this process's memory so far."""
+        columns = {f"seconds_{phase}": value for phase, value in self.seconds.items()}
+        columns |= {"seconds_step": sum(self.seconds.values()), "memory_peak_mb": peak_memory_mb()}
+        self.seconds = {}
+        return columns
+
+
+# ---------------------------------------------------------------------- rows
+def update_row(part: Batch, log_ratio: Tensor, updated: Updated, natural: Scored) -> Row:
+    """One optimizer step: ratios and clipping of its mini-batch, and how far its routes had moved before the step."""
+    rows = response_rows(part)
+    row = {
+        "loss": updated.loss,
+        "grad_norm": updated.grad_norm,
+        "grad_clipped": float(updated.grad_clipped),
+        "entropy": updated.entropy[part.response_mask].double().mean().item(),
+        **ratio_row(part, log_ratio, updated.clipped_by),
+        **updated.metrics,
+    }
+    if part.routes is not None:
+        pull = volatility.route_change(part.routes.ids(), updated.preferred.ids(), rows).row()["slot_change"]
+        known = part.routes.known[rows | prompt_rows(part)]
+        return row | {"pull": pull, "coverage": known.double().mean().item()}
+    change = volatility.route_change(natural.routes.ids(), updated.routes.ids(), rows).row()
+    return row | {f"fresh_{name}": change[name] for name in CHANGE}
+
+
+def ratio_row(batch: Batch, log_ratio: Tensor, clipped_by: Tensor) -> Row:
+    """Ratio statistics and clip fractions of some tokens."""
+    mask = batch.response_mask
+    return ratios.ratio_statistics(log_ratio, mask) | ratios.clip_fractions(clipped_by, mask, batch.advantages)
+
+
+def batch_row(batch: Batch, natural: Scored) -> Row:
+    """What was sampled, and how well it did."""
+    groups = batch.rewards.view(-1, int((batch.prompt_index == batch.prompt_index[0]).sum()))
+    return {
+        "reward": batch.rewards.double().mean().item(),
+        "exact": exact(batch.rewards),
+        "reward_std": batch.rewards.double().std(correction=0).item(),
+        "groups_without_signal": (batch.advantages == 0).all(1).view_as(groups).all(1).double().mean().item(),
+        "response_tokens": batch.response_mask.sum(1).double().mean().item(),
+        "truncated": (~batch.finished).double().mean().item(),
+        "entropy": natural.entropy[batch.response_mask].double().mean().item(),
+    }
+
+
+def engine_row(batch: Batch, natural: Scored) -> tuple[Row, list[Row]]:
+    """Engine and policy at equal weights, on all response tokens of a step: a row for `steps`, and one per site."""
+    row, sites = engine_gap(batch, natural), [{} for _ in natural.routes.layout.sites]
+    if batch.rollout_routes is not None:
+        routes, rows = batch.rollout_routes, response_rows(batch)
+        change = volatility.route_change(natural.routes.ids(), routes.ids(), rows)
+        mean = change.row()
+        row |= {f"engine_{name}": mean[name] for name in ENGINE_CHANGE}
+        row["engine_unknown"] = 1 - routes.known[rows | prompt_rows(batch)].double().mean().item()
+        for site, values in zip(sites, change.site_rows(), strict=True):
+            site |= {f"engine_{name}": values[name] for name in ("slot_change", "set_change")}
+    return row, sites
+
+
+def exact(rewards: Tensor) -> float:
+    """Share of rewards that are 1, up to rounding."""
+    return (rewards >= 1 - 1e-6).double().mean().item()
+
+
+def peak_memory_mb() -> float:
+    """Peak resident memory of this process so far, in MB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1e6 if sys.platform == "darwin" else 1e3)
