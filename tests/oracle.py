@@ -1,7 +1,7 @@
 """An independent oracle for the losses: plain NumPy, loops over sequences and tokens, gradients by hand.
 
-It shares no code with `moe_rl.losses` and is written from the equations of GSPO (arXiv 2507.18071). Each function
-returns (loss, gradient with respect to logprobs, lost), where lost is +1 / -1 where the upper / lower bound took a
+It shares no code with `moe_rl.objectives` and is written from the equations of GSPO (arXiv 2507.18071). Each function
+returns (loss, gradient with respect to logprobs, clipped_by), where clipped_by is +1 / -1 where the upper / lower bound took a
 token's gradient. On the bound the gradient is kept.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 
 def grpo(logprobs, old, advantages, mask, low, high):
     """Eq. 2 and 3. d/dlogp of w·A is w·A, and 0 where the clipped branch is the smaller one."""
-    loss, gradient, lost = 0.0, np.zeros(logprobs.shape), np.zeros(logprobs.shape, dtype=int)
+    loss, gradient, clipped_by = 0.0, np.zeros(logprobs.shape), np.zeros(logprobs.shape, dtype=int)
     rows = [i for i in range(len(mask)) if any(mask[i])]
     for i in rows:
         tokens = [t for t in range(mask.shape[1]) if mask[i, t]]
@@ -22,15 +22,15 @@ def grpo(logprobs, old, advantages, mask, low, high):
             clipped = min(max(w, 1 - low), 1 + high)
             loss -= min(w * a, clipped * a) / (len(rows) * len(tokens))
             if clipped * a < w * a:
-                lost[i, t] = 1 if w > 1 + high else -1
+                clipped_by[i, t] = 1 if w > 1 + high else -1
             else:
                 gradient[i, t] = -w * a / (len(rows) * len(tokens))
-    return loss, gradient, lost
+    return loss, gradient, clipped_by
 
 
 def gspo(logprobs, old, advantages, mask, low, high):
     """Eq. 6, 8 and 10: d/dlogp_t of s·A is s·A / |y|."""
-    loss, gradient, lost = 0.0, np.zeros(logprobs.shape), np.zeros(logprobs.shape, dtype=int)
+    loss, gradient, clipped_by = 0.0, np.zeros(logprobs.shape), np.zeros(logprobs.shape, dtype=int)
     rows = [i for i in range(len(mask)) if any(mask[i])]
     for i in rows:
         tokens = [t for t in range(mask.shape[1]) if mask[i, t]]
@@ -39,16 +39,16 @@ def gspo(logprobs, old, advantages, mask, low, high):
         loss -= min(s * advantages[i], clipped * advantages[i]) / len(rows)
         for t in tokens:
             if clipped * advantages[i] < s * advantages[i]:
-                lost[i, t] = 1 if s > 1 + high else -1
+                clipped_by[i, t] = 1 if s > 1 + high else -1
             else:
                 gradient[i, t] = -s * advantages[i] / len(tokens) / len(rows)
-    return loss, gradient, lost
+    return loss, gradient, clipped_by
 
 
 def gspo_token(logprobs, old, advantages, mask, low, high, stopped=None):
     """Eq. 14, 15 and 17. `stopped` are the log-probs inside the stop-gradients, for differences of the value."""
     stopped = logprobs if stopped is None else stopped
-    loss, gradient, lost = 0.0, np.zeros(logprobs.shape), np.zeros(logprobs.shape, dtype=int)
+    loss, gradient, clipped_by = 0.0, np.zeros(logprobs.shape), np.zeros(logprobs.shape, dtype=int)
     rows = [i for i in range(len(mask)) if any(mask[i])]
     for i in rows:
         tokens = [t for t in range(mask.shape[1]) if mask[i, t]]
@@ -59,10 +59,10 @@ def gspo_token(logprobs, old, advantages, mask, low, high, stopped=None):
             clipped = min(max(ratio, 1 - low), 1 + high)
             loss -= min(ratio * a, clipped * a) / (len(rows) * len(tokens))
             if clipped * a < ratio * a:
-                lost[i, t] = 1 if ratio > 1 + high else -1
+                clipped_by[i, t] = 1 if ratio > 1 + high else -1
             else:
                 gradient[i, t] = -ratio * a / (len(rows) * len(tokens))
-    return loss, gradient, lost
+    return loss, gradient, clipped_by
 
 
 def central_differences(value, x, h=1e-6):

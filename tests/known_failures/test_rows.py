@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from moe_rl.errors import RoutingError
-from moe_rl.measure import response_rows, update_row
 from moe_rl.metrics.volatility import load_statistics
+from moe_rl.recorder import update_row
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing import RoutingTrace, record_routing, replay_routing
 from moe_rl.routing.formats import RoutesRefused, decode_routes
 from moe_rl.routing.sources import rollout as rollout_routes
-from moe_rl.types import Sampling
+from moe_rl.types import Sampling, response_rows
 from tests.conftest import build, perturb
-from tests.policies.test_hf import GRPO, make_batch, policy_of
+from tests.policies.test_hf import GRPO, make_batch, part_of, policy_of
 from tests.rollouts.fake_engine import PROMPTS, small
 from tests.routing.test_hooks import expert_calls, record
 
@@ -35,7 +35,9 @@ def test_padding_is_forced_nowhere_and_counted_nowhere():
     perturb(model)
     old, again = policy.score(batch, routes), policy.score(other, routes)
     assert again.routes == old.routes == routes and torch.equal(again.logprobs, old.logprobs)
-    row = update_row(batch, old, policy.update(batch, old, GRPO, routes), old, routes)
+    part = part_of(batch, old, routes)
+    updated = policy.update(part, GRPO)
+    row = update_row(part, updated.logprobs - part.old_logprobs, updated, old)
     assert row["coverage"] == 1 and row["token_n"] == batch.response_mask.sum()
     counted = load_statistics(routes.ids(), [8, 8, 8], response_rows(batch))
     assert counted.counts.sum() == 3 * 2 * batch.response_mask.sum()
@@ -139,10 +141,12 @@ def test_replay_without_routes_is_an_error_and_of_some_reports_its_share():
         experts = natural.routes.experts.clone()
         experts[rows] = natural.routes.layout.unknown
         routes = rollout_routes(replace(batch, rollout_routes=replace(natural.routes, experts=experts)), natural)
+        part = part_of(batch, natural, routes)
         if not share:
             with pytest.raises(RoutingError, match="no known route"):
-                policy.update(batch, natural, GRPO, routes)
+                policy.update(part, GRPO)
             continue
-        row = update_row(batch, natural, policy.update(batch, natural, GRPO, routes), natural, routes)
+        updated = policy.update(part, GRPO)
+        row = update_row(part, updated.logprobs - part.old_logprobs, updated, natural)
         kept = batch.attention_mask.sum(1) - 1
         assert row["coverage"] == pytest.approx((kept.sum() - kept[rows].sum()).item() / kept.sum().item())

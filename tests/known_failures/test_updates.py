@@ -15,7 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from moe_rl.config import Arm
 from moe_rl.errors import RoutingError
-from moe_rl.losses import LOSSES, objective_of
+from moe_rl.lookup import Use
+from moe_rl.objectives import objective_of
+from moe_rl.objectives.losses import LOSSES
 from moe_rl.routing import layout_of, record_routing, replay_routing
 from moe_rl.routing.formats import decode_routes
 from moe_rl.routing.intercept import MAXIMUM, TOPK, recomputing
@@ -23,7 +25,8 @@ from moe_rl.routing.sites import find_sites
 from moe_rl.routing.sources import random_sets
 from moe_rl.types import Prompt, Rollout, collate
 from tests.conftest import build, perturb
-from tests.policies.test_hf import GRPO, make_batch, policy_of
+from tests.objectives.examples import inputs
+from tests.policies.test_hf import GRPO, make_batch, part_of, policy_of
 from tests.routing import families
 from tests.routing.test_hooks import record
 from tests.test_trainer import TINY, carry_out
@@ -33,9 +36,9 @@ from tests.test_trainer import TINY, carry_out
 def test_gspo_weighs_sequences_alike_whatever_their_lengths():
     """trl#3823: ratios per sequence, normalised by the number of tokens: long responses dominate the gradient."""
     rollouts = [Rollout(Prompt("", tokens=(3, 4)), (5,) * n, torch.zeros(n), "", True) for n in (1, 9)]
-    batch = replace(collate(rollouts, [0, 0], [0.0, 0.0], 0), advantages=torch.tensor([1.0, -1.0]))
+    batch = replace(collate(rollouts, [0, 0], [0.0, 0.0], 0), advantages=torch.tensor([[1.0], [-1.0]]).expand(2, 11))
     policy = policy_of(build("qwen3_moe"), micro_batch=1)
-    loss = policy.update(batch, policy.score(batch), objective_of(Arm(name="gspo", loss="gspo"))).loss
+    loss = policy.update(part_of(batch, policy.score(batch)), objective_of(Arm(name="gspo", loss="gspo"))).loss
     assert loss == pytest.approx(0, abs=1e-6), "-(1 - 1) / 2; over tokens it would be -(1 - 9) / 10"
 
 
@@ -44,11 +47,10 @@ def test_each_level_of_ratio_has_a_range_that_clips_it():
     log_ratio = 0.2 * torch.randn(64, 400, generator=torch.Generator().manual_seed(0))
     mask, old = torch.ones(64, 400, dtype=torch.bool), torch.zeros(64, 400)
     with pytest.warns(UserWarning, match="never clips the sequence-level ratio"):
-        wide = objective_of(Arm(name="wide", loss="gspo", clip=(0.2, 0.27)))
+        wide = objective_of(Arm(name="wide", loss=Use("gspo", clip_low=0.2, clip_high=0.27)))
     lost = []
     for objective in (objective_of(Arm(name="grpo")), objective_of(Arm(name="gspo", loss="gspo")), wide):
-        bounds = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
-        lost.append((objective.policy(log_ratio, old, torch.ones(64), mask, **bounds).lost != 0).double().mean())
+        lost.append((objective.of(inputs(log_ratio, old, torch.ones(64), mask)).clipped_by != 0).double().mean())
     assert lost[0] > 0.1 and lost[1] > 0.1 and lost[2] == 0
 
 
@@ -59,7 +61,8 @@ def test_a_response_twice_as_long_weighs_the_same(loss):
     for length in (4, 8):
         mask = torch.arange(8)[None] < length
         logprobs = torch.full((1, 8), 1e-4, dtype=torch.float64, requires_grad=True)
-        out = LOSSES[loss](logprobs, torch.zeros(1, 8), torch.tensor([0.7]), mask, clip_low=0.1, clip_high=0.1)
+        x = inputs(logprobs, torch.zeros(1, 8), torch.tensor([0.7]), mask)
+        out = LOSSES[loss](x, clip_low=0.1, clip_high=0.1)
         out.loss.backward()
         found.append((out.loss.item(), logprobs.grad.sum().item()))
     assert found[0] == pytest.approx(found[1], rel=1e-12)
@@ -118,7 +121,7 @@ def test_every_row_replays_its_own_routes_and_none_when_off(micro_batch):
     assert policy.score(batch, routes).routes == routes
     again = policy.score(batch)
     assert again.routes == live.routes and torch.equal(again.logprobs, live.logprobs)
-    assert policy.update(batch, live, GRPO, routes).routes == routes
+    assert policy.update(part_of(batch, live, routes), GRPO).routes == routes
 
 
 def test_a_multi_token_prediction_router_takes_no_decoder_layers_routes(qwen, tokens):
@@ -172,7 +175,7 @@ def test_the_backward_recomputation_uses_the_forwards_routes(family, arm, mode):
         old = policy.score(batch, routes)
         for site in find_sites(model):
             OffByMoreThanRounding().disturb(site.module)
-        policy.update(batch, old, GRPO, routes)
+        policy.update(part_of(batch, old, routes), GRPO)
         weights.append(dict(policy.weights()))
     for name in weights[0]:
         assert torch.equal(weights[0][name], weights[1][name]), name
@@ -181,9 +184,9 @@ def test_the_backward_recomputation_uses_the_forwards_routes(family, arm, mode):
 def test_forwards_without_backward_leave_nothing_for_the_next_update():
     """SkyRL#1908: routes queued by a forward-only pass, or before an exception, were replayed in the next backward."""
 
-    def second_fails(*args, calls=[], **bounds):  # noqa: B006
+    def second_fails(x, calls=[]):  # noqa: B006
         calls.append(1)
-        return GRPO.policy(*args, **bounds) if len(calls) == 1 else 1 / 0
+        return GRPO.loss(x) if len(calls) == 1 else 1 / 0
 
     batch, weights = make_batch(), []
     for disturbed in (False, True):
@@ -196,7 +199,7 @@ def test_forwards_without_backward_leave_nothing_for_the_next_update():
             other = random_sets(batch, natural)
             policy.score(batch, other)
             with pytest.raises(ZeroDivisionError):
-                policy.update(batch, old, replace(GRPO, policy=second_fails), other)
-        policy.update(batch, old, GRPO, natural.routes)
+                policy.update(part_of(batch, old, other), replace(GRPO, loss=second_fails))
+        policy.update(part_of(batch, old, natural.routes), GRPO)
         weights.append(torch.cat([w.flatten() for _, w in policy.weights()]))
     assert torch.equal(*weights)

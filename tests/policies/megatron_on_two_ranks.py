@@ -18,13 +18,14 @@ import torch
 
 from moe_rl import ranks
 from moe_rl.config import Arm, Optimizer, Parallel
-from moe_rl.losses import Objective, objective_of
+from moe_rl.lookup import Use
+from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.runs import RunFolder
 from tests.conftest import build, perturb
 from tests.policies.megatron_study import study
-from tests.policies.test_hf import make_batch
+from tests.policies.test_hf import make_batch, part_of
 
 torch.set_num_threads(1)
 LAYOUTS = {
@@ -35,7 +36,7 @@ LAYOUTS = {
 }
 LR = 1e-3
 SETTINGS = Optimizer(lr=LR, grad_clip=0.5)
-OBJECTIVE = objective_of(Arm(name="grpo", kl=0.1, entropy=0.01))
+OBJECTIVE = objective_of(Arm(name="grpo", terms=(Use("kl", coef=0.1), Use("entropy", coef=0.01))))
 ROWS = {"temperature": 0.8, "micro_batch": 4, "score_batch": 5}  # 9 rows: neither ranks nor micro-batches divide them
 
 
@@ -98,14 +99,15 @@ def layout(parallel: Parallel, recompute: bool, tied: bool) -> dict:
     hf.optimizer.register_step_pre_hook(
         lambda *_: gradients.update({n: p.grad.clone() for n, p in hf.model.named_parameters()})
     )
-    u, v = (p.update(batch, s, OBJECTIVE, routes) for p, s in ((hf, c), (ours, d)))
+    u, v = (p.update(part_of(batch, s, routes), OBJECTIVE) for p, s in ((hf, c), (ours, d)))
     facts["update"] = {
         "logprobs": far(u.logprobs, v.logprobs),
         "entropy": far(u.entropy, v.entropy),
         "loss": abs(u.loss - v.loss),
         "norm": abs(u.grad_norm - v.grad_norm) / u.grad_norm,
         "clipped": [u.grad_clipped, v.grad_clipped],
-        "routes": u.routes == v.routes and u.preferred == v.preferred and torch.equal(u.lost, v.lost),
+        "metrics": max(abs(u.metrics[name] - v.metrics[name]) for name in ("term_kl", "term_entropy")),
+        "routes": u.routes == v.routes and u.preferred == v.preferred and torch.equal(u.clipped_by, v.clipped_by),
     }
     facts["gradients"], facts["router gradient"] = compare_gradients(ours, gradients)
     facts["stepped"] = far(hf.score(batch).logprobs, ours.score(batch).logprobs)
@@ -125,7 +127,7 @@ def family(parallel: Parallel, name: str, **shape) -> dict:
     ours.map.put(hf.model.state_dict())
     c, d = (p.score(batch, a.routes) for p in (hf, ours))
     for p, s in ((hf, c), (ours, d)):
-        p.update(batch, s, OBJECTIVE, a.routes)
+        p.update(part_of(batch, s, a.routes), OBJECTIVE)
     return {
         "natural": far(a.logprobs, b.logprobs),
         "recorded": a.routes == b.routes,
@@ -141,19 +143,19 @@ def checkpoint(folder: Path) -> dict:
     batch, facts = example(), {}
     writer = megatron(build("qwen3_moe"), LAYOUTS["ep2"])
     for policy in (hf, writer):
-        policy.update(batch, policy.score(batch), OBJECTIVE)
+        policy.update(part_of(batch, policy.score(batch)), OBJECTIVE)
     target = folder / "checkpoint"
     ranks.once(target.mkdir)
     writer.save(target)
     written = weights_of(writer)
-    writer.update(batch, writer.score(batch), OBJECTIVE)
-    hf.update(batch, hf.score(batch), OBJECTIVE)
+    writer.update(part_of(batch, writer.score(batch)), OBJECTIVE)
+    hf.update(part_of(batch, hf.score(batch)), OBJECTIVE)
     second = weights_of(writer)
     for name in ("ep2", "tp2"):
         reader = megatron(build("qwen3_moe", seed=5), LAYOUTS[name])
         reader.load(target)
         facts[f"{name} weights"] = all(torch.equal(w, written[n]) for n, w in reader.weights())
-        reader.update(batch, reader.score(batch), OBJECTIVE)
+        reader.update(part_of(batch, reader.score(batch)), OBJECTIVE)
         facts[f"{name} next step"] = far(hf.score(batch).logprobs, reader.score(batch).logprobs)
         facts[f"{name} next step, bits"] = all(torch.equal(w, second[n]) for n, w in reader.weights())
     facts["moved"] = max(far(w, second[n]) for n, w in written.items())
@@ -168,15 +170,18 @@ def resumed(folder: Path) -> dict:
     less = {"prompts_per_step": 2, "eval_prompts": 2, "mini_batches": 2, "measure.detail_every": 10}
     run = study.base.replace(policy="megatron", parallel=LAYOUTS["ep2"], steps=2, save_every=1, **less)
 
-    def interrupt(row: dict) -> None:
-        if row["step"] == 1:
+    def interrupt(rows: dict) -> None:
+        if rows["steps"][0]["step"] == 1:
             raise KeyboardInterrupt
 
+    def nothing(rows: dict) -> None:
+        pass
+
     whole, parts = folder / "whole", folder / "parts"
-    for path, on_step in ((whole, None), (parts, interrupt), (parts, None)):
+    for path, listen in ((whole, nothing), (parts, interrupt), (parts, nothing)):
         real = RunFolder.open(path, run.to_dict(), run.hash) if ranks.rank() == 0 else nullcontext()
         with real as opened, suppress(KeyboardInterrupt):
-            execute(run, ranks.SharedFolder(opened), cache=folder / "cache", on_step=on_step)
+            execute(run, ranks.SharedFolder(opened), cache=folder / "cache", listen=listen)
     digests = ranks.once(lambda: [json.loads((p / "manifest.json").read_text())["checkpoint"] for p in (whole, parts)])
     return {"tables": ranks.once(lambda: diff(whole, parts) is None), "weights": digests[0] == digests[1]}
 
@@ -186,7 +191,7 @@ def die_on_rank_1() -> None:
     policy = megatron(build("qwen3_moe"), LAYOUTS["ep2"])
     batch = example()
     old = policy.score(batch)
-    policy.update(batch, old, Objective(failing if ranks.rank() else OBJECTIVE.policy, 0.2, 0.2))
+    policy.update(part_of(batch, old), replace(OBJECTIVE, loss=failing if ranks.rank() else OBJECTIVE.loss))
     raise AssertionError("rank 0 went on without rank 1")
 
 
@@ -239,7 +244,7 @@ def after_an_exception(ours, batch, old, routes) -> bool:
     """An update that fails on every rank leaves no route behind."""
     before = ours.score(batch)
     with suppress(RuntimeError):
-        ours.update(batch, old, Objective(failing, 0.2, 0.2), routes)
+        ours.update(part_of(batch, old, routes), replace(OBJECTIVE, loss=failing))
     clear = all(s.router_replay_action is None and not s.replay_backward_list for s in ours.routers.sites)
     after = ours.score(batch)
     return clear and after.routes == before.routes and torch.equal(after.logprobs, before.logprobs)

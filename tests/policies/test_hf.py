@@ -9,7 +9,7 @@ import torch
 
 from moe_rl.config import Arm, Optimizer
 from moe_rl.errors import ConfigError, Diverged
-from moe_rl.losses import objective_of
+from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.routing import record_routing
 from moe_rl.routing.sites import router_parameters
@@ -34,7 +34,8 @@ def make_batch(prompts=4, group=3, seed=0):
             rollouts.append(Rollout(prompt, tokens, torch.zeros(len(tokens)), "", True))
     index = [p for p in range(prompts) for _ in range(group)]
     batch = collate(rollouts, index, [0.0] * len(rollouts), 0)
-    return replace(batch, advantages=torch.randn(len(rollouts), generator=generator))
+    advantages = torch.randn(len(rollouts), generator=generator)
+    return replace(batch, advantages=torch.where(batch.response_mask, advantages[:, None], 0))
 
 
 @pytest.fixture
@@ -48,6 +49,11 @@ def policy_of(model, **settings):
 
 
 GRPO = objective_of(Arm(name="grpo"))
+
+
+def part_of(batch, old, routes=None):
+    """The batch as a mini-batch that can be trained on, with old log-probs, weights, and routes where it replays."""
+    return GRPO.weighed(replace(batch, old_logprobs=old.logprobs, routes=routes))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -80,10 +86,9 @@ def test_ratios_of_the_first_mini_batch_are_one_under_any_routes(source, batch):
     routes = source(batch, natural) if source else None
     old = natural if routes is None or routes is natural.routes else policy.score(batch, routes)
     rows = torch.tensor([7, 2, 9, 4])
-    part = batch.rows(rows)
-    width = part.tokens.shape[1]
-    updated = policy.update(part, old.rows(rows, width), GRPO, routes and routes.rows(rows, width))
-    assert (updated.logprobs - old.rows(rows, width).logprobs).abs().max() < 1e-5
+    part = GRPO.weighed(part_of(batch, old, routes).rows(rows))
+    updated = policy.update(part, GRPO)
+    assert (updated.logprobs - part.old_logprobs).abs().max() < 1e-5
     if source in (shuffled, random_sets):
         assert (natural.logprobs - old.logprobs).abs().max() > 1e-3, "the placebo must matter"
 
@@ -92,7 +97,7 @@ def test_an_update_does_not_depend_on_the_micro_batch(batch):
     weights = []
     for micro_batch in (1, 5, 64):
         policy = policy_of(build("qwen3_moe"), micro_batch=micro_batch, optimizer={"eps": 1e-3})
-        policy.update(batch, policy.score(batch), GRPO)
+        policy.update(part_of(batch, policy.score(batch)), GRPO)
         weights.append(torch.cat([w.flatten() for _, w in policy.weights()]))
     torch.testing.assert_close(weights[0], weights[2], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(weights[1], weights[2], atol=1e-6, rtol=1e-5)
@@ -104,13 +109,13 @@ def test_an_update_moves_along_the_gradient_of_the_objective(batch):
     policy = policy_of(model, optimizer={"grad_clip": 0.0})
     old = policy.score(batch)
     before = {n: w.clone() for n, w in policy.weights()}
-    policy.update(batch, old, GRPO)
+    policy.update(part_of(batch, old), GRPO)
     reference = build("qwen3_moe")
     logits = reference(batch.tokens).logits.log_softmax(-1)
     logprobs = torch.zeros_like(old.logprobs)
     logprobs[:, 1:] = logits[:, :-1].gather(2, batch.tokens[:, 1:, None])[..., 0]
     lengths = batch.response_mask.sum(1)
-    per_sequence = (logprobs * batch.response_mask).sum(1) / lengths * batch.advantages
+    per_sequence = (logprobs * batch.response_mask * batch.advantages).sum(1) / lengths
     (-per_sequence.mean()).backward()  # ratios are 1, so the gradient is that of the advantage-weighted log-probs
     for name, parameter in reference.named_parameters():
         if parameter.grad is None or parameter.grad.abs().max() < 1e-5:
@@ -130,7 +135,7 @@ def test_activation_checkpointing_changes_no_weight(mode, replayed, batch):
         routes = policy.score(batch).routes
         perturb(model)
         routes = routes if replayed else None
-        policy.update(batch, policy.score(batch, routes), GRPO, routes)
+        policy.update(part_of(batch, policy.score(batch, routes), routes), GRPO)
         weights.append(dict(policy.weights()))
     for name in weights[0]:
         assert torch.equal(weights[0][name], weights[1][name]), name
@@ -138,12 +143,12 @@ def test_activation_checkpointing_changes_no_weight(mode, replayed, batch):
 
 def test_saved_and_loaded_it_goes_on_bit_for_bit(tmp_path, batch):
     policy = policy_of(build("qwen3_moe"))
-    policy.update(batch, policy.score(batch), GRPO)
+    policy.update(part_of(batch, policy.score(batch)), GRPO)
     policy.save(tmp_path)
     other = policy_of(build("qwen3_moe", seed=9))
     other.load(tmp_path)
     for p in (policy, other):
-        p.update(batch, p.score(batch), GRPO)
+        p.update(part_of(batch, p.score(batch)), GRPO)
     for (name, a), (_, b) in zip(policy.weights(), other.weights(), strict=True):
         assert torch.equal(a, b), name
 
@@ -153,7 +158,7 @@ def test_a_frozen_router_does_not_move_and_the_rest_does(batch):
     routers = {id(p) for p in router_parameters(model)}
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     policy = policy_of(model, optimizer={"router_lr_scale": 0.0})
-    policy.update(batch, policy.score(batch), GRPO)
+    policy.update(part_of(batch, policy.score(batch)), GRPO)
     moved = {n: not torch.equal(p, before[n]) for n, p in model.named_parameters()}
     assert [n for n, p in model.named_parameters() if id(p) in routers] == [n for n in moved if "gate.weight" in n]
     assert not any(moved[n] for n in moved if "gate.weight" in n)
@@ -164,7 +169,7 @@ def test_the_reported_gradient_norm_is_taken_before_clipping(batch):
     norms = []
     for clip in (0.0, 1e-4):
         policy = policy_of(build("qwen3_moe"), optimizer={"grad_clip": clip})
-        norms.append(policy.update(batch, policy.score(batch), GRPO))
+        norms.append(policy.update(part_of(batch, policy.score(batch)), GRPO))
     assert norms[0].grad_norm == norms[1].grad_norm > 1e-4
     assert not norms[0].grad_clipped and norms[1].grad_clipped
 
@@ -175,7 +180,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(batch):
     broken = replace(batch, advantages=batch.advantages / 0)
     before = {n: w.clone() for n, w in policy.weights()}
     with pytest.raises(Diverged, match="gradient norm"):
-        policy.update(broken, old, GRPO)
+        policy.update(part_of(broken, old), GRPO)
     assert all(torch.equal(w, before[n]) for n, w in policy.weights())
 
 
@@ -190,7 +195,7 @@ def moved(batch, **optimizer):
     """How far one update moves every weight, and the policy."""
     policy = policy_of(build("qwen3_moe"), optimizer=optimizer)
     before = {n: w.clone() for n, w in policy.weights()}
-    policy.update(batch, policy.score(batch), GRPO)
+    policy.update(part_of(batch, policy.score(batch)), GRPO)
     return {n: w - before[n] for n, w in policy.weights()}, policy
 
 
@@ -203,7 +208,7 @@ def test_warm_up_divides_the_learning_rate_of_the_first_updates(batch, tmp_path)
     again = policy_of(build("qwen3_moe"), optimizer={"eps": 1e-3, "warmup": 4})
     again.load(tmp_path)
     for p in (policy, again):
-        p.update(batch, p.score(batch), GRPO)
+        p.update(part_of(batch, p.score(batch)), GRPO)
         assert [group["lr"] for group in p.optimizer.param_groups] == [0.5e-3] * 2
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(policy.weights(), again.weights(), strict=True))
 
@@ -227,9 +232,9 @@ def test_a_gradient_is_the_one_that_update_hands_to_its_optimizer(batch):
     perturb(policy.model)
     velocity = 0
     for routes in (None, old.routes):
-        gradient = policy.gradient(batch, old, GRPO, routes)
+        gradient = policy.gradient(part_of(batch, old, routes), GRPO)
         before = torch.nn.utils.parameters_to_vector(policy.model.parameters()).detach()
-        updated = policy.update(batch, old, GRPO, routes)
+        updated = policy.update(part_of(batch, old, routes), GRPO)
         after = torch.nn.utils.parameters_to_vector(policy.model.parameters()).detach()
         velocity = 0.9 * velocity + gradient
         torch.testing.assert_close((before - after) / 0.5, velocity, rtol=1e-4, atol=1e-6)

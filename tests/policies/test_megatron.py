@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from moe_rl.config import ModelConfig, Parallel, RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.execute import check_policy, execute
+from moe_rl.execute import check, execute
 from moe_rl.frames import read_table
 from moe_rl.models import hf_config
 from moe_rl.policies.megatron_layout import check_layout
@@ -100,7 +100,7 @@ def test_replay_uses_exactly_the_given_experts_and_routes_freely_where_none_is_g
 def test_a_replayed_update_has_the_gradients_of_the_hugging_face_policy(layout, facts):
     update = facts[layout]["update"]
     assert update["routes"] and update["clipped"] == [True, True]
-    assert max(update[kind] for kind in ("logprobs", "entropy", "loss", "norm")) < 1e-5
+    assert max(update[kind] for kind in ("logprobs", "entropy", "loss", "norm", "metrics")) < 1e-5
     assert facts[layout]["gradients"] < 1e-5, "in units of each tensor's largest entry"
     assert facts[layout]["router gradient"] > 1e-6, "gradient must reach every router"
 
@@ -222,4 +222,4 @@ def test_torchrun_is_refused_for_a_policy_of_one_process(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="--policy megatron"):
-        check_policy(RunConfig(arm=replay))
+        check(RunConfig(arm=replay))

@@ -11,8 +11,8 @@ import pytest
 import ratio_variance_trainer
 import torch
 
-from moe_rl.measure import response_rows
 from moe_rl.metrics.volatility import route_change
+from moe_rl.types import response_rows
 from tests.conftest import build, perturb
 from tests.policies.test_hf import make_batch, policy_of
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from moe_rl.advantages import group_advantages
 from moe_rl.errors import RunError
+from moe_rl.objectives.advantages import group as group_advantages
 
 
 def test_advantages_are_deviations_over_the_sample_standard_deviation():

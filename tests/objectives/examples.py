@@ -1,0 +1,35 @@
+"""Mini-batches as NumPy has them, for the oracle, and as `LossInputs`, for ours."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from moe_rl.objectives import LossInputs
+from moe_rl.objectives.aggregate import seq_mean_token_mean
+
+TIGHT = dict(rtol=0, atol=1e-12)
+
+
+def case(seed=0, spread=0.3):
+    """Six float64 sequences of unequal length, prompts of unequal length, one empty response, both signs and a zero."""
+    rng = np.random.default_rng(seed)
+    mask = np.zeros((6, 9), dtype=bool)
+    for i, (start, stop) in enumerate([(1, 9), (3, 5), (4, 4), (2, 3), (1, 7), (2, 8)]):
+        mask[i, start:stop] = True
+    old = -rng.exponential(size=mask.shape)
+    new = old + spread * rng.normal(size=mask.shape) + spread * rng.normal(size=(6, 1))
+    return new, old, np.array([1.3, -0.7, 0.9, -1.1, 0.0, 0.4]), mask
+
+
+def inputs(new, old, advantages, mask, *, weights=None, **further) -> LossInputs:
+    """Of arrays or tensors; advantages per row or per token, the aggregation of exactly these rows unless given."""
+    logprobs, old, advantages, mask = (torch.as_tensor(x) for x in (new, old, advantages, mask))
+    return LossInputs(
+        logprobs=logprobs,
+        old_logprobs=old,
+        mask=mask,
+        advantages=advantages[:, None].expand(mask.shape) if advantages.dim() == 1 else advantages,
+        weights=seq_mean_token_mean(mask) if weights is None else weights,
+        **{name: torch.as_tensor(x) for name, x in further.items()},
+    )

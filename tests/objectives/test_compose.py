@@ -1,0 +1,189 @@
+"""Arms to objectives: presets, a user's own parts, what is refused, and the ratio under routes of its own."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.config import Arm
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use, needs
+from moe_rl.objectives import LossInputs, LossOutput, advantage_of, objective_of, policy_loss
+from moe_rl.objectives.advantages import group
+from moe_rl.objectives.aggregate import seq_mean_token_mean
+from moe_rl.objectives.losses import LOSSES, grpo, gspo
+from tests import oracle
+from tests.objectives.examples import TIGHT, case, inputs
+from tests.policies.test_hf import make_batch
+
+MINE = f"{__name__}:my_loss"
+
+
+def my_loss(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
+    return grpo(x, clip_low=clip_low, clip_high=clip_high)
+
+
+@needs("reference")
+def my_term(x: LossInputs, *, coef: float = 1.0) -> torch.Tensor:
+    return coef * (x.weights * x.mask).sum()
+
+
+def my_aggregate(mask: torch.Tensor) -> torch.Tensor:
+    return mask.double() / mask.sum()
+
+
+def my_advantage(rewards: torch.Tensor, prompt: torch.Tensor, *, shift: float = 0.0) -> torch.Tensor:
+    return rewards - shift
+
+
+def test_an_arm_names_its_objective():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kl = objective_of(Arm(name="a", loss="gspo", terms=(Use("kl", coef=0.1),)))
+        assert kl.loss is gspo and kl.terms["kl"].keywords == {"coef": 0.1} and set(kl.terms) == {"kl"}
+        plain = objective_of(Arm(name="a"))
+        assert plain.loss is grpo and plain.aggregate is seq_mean_token_mean
+        assert plain.corrections == () and plain.terms == {}
+        narrow = objective_of(Arm(name="a", loss=Use("grpo", clip_low=0.1, clip_high=0.2)))
+        assert narrow.loss.func is grpo and narrow.loss.keywords == {"clip_low": 0.1, "clip_high": 0.2}
+        own = objective_of(Arm(name="a", loss=Use(MINE, clip_low=0.1, clip_high=0.2)))
+    assert own.loss.func.__name__ == "my_loss" and own.loss.keywords == {"clip_low": 0.1, "clip_high": 0.2}
+    assert advantage_of(Arm(name="a")) is group
+
+
+@pytest.mark.parametrize("name, low, high", [("grpo", 0.2, 0.27), ("gspo", 3e-4, 4e-4), ("gspo_token", 3e-4, 4e-4)])
+def test_the_range_of_a_loss_is_the_papers_unless_the_arm_has_one(name, low, high):
+    parameters = inspect.signature(LOSSES[name]).parameters
+    assert (parameters["clip_low"].default, parameters["clip_high"].default) == (low, high)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("gpro", "no loss is called 'gpro'.*Did you mean.*grpo.*gspo, gspo_token.*pkg.module:name"),
+        (Use("no_such_module_here:loss", clip_low=0.1, clip_high=0.1), "no module 'no_such_module_here'"),
+        (Use("math:no_such_loss", clip_low=0.1, clip_high=0.1), "no loss in the module math is called 'no_such_loss'"),
+        (MINE, "needs clip_low, clip_high"),
+        (Use(MINE, clip_low=0.1), "needs clip_high"),
+        (Use("grpo", clip_low=-0.1, clip_high=0.1), "no range"),
+        (Use("grpo", cliphigh=0.1), "no option of the loss 'grpo' is called 'cliphigh'.*clip_high"),
+        (Use("crossed", weigh="tokens"), "each is one of token, sequence, none"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_one_clear_error(loss, message):
+    with pytest.raises(ConfigError, match=message):
+        objective_of(Arm(name="a", loss=loss))
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"aggregate": "token_mean_"}, "no aggregation is called 'token_mean_'.*seq_mean_token_mean"),
+        ({"corrections": ("trunc",)}, "no correction is called 'trunc'.*truncated"),
+        ({"terms": (Use("kll", coef=1.0),)}, "no term is called 'kll'.*kl"),
+        ({"terms": ("kl",)}, "the term 'kl' needs coef"),
+        ({"terms": (Use("kl", coef=1.0), Use("kl", coef=2.0))}, "a term twice: kl, kl"),
+    ],
+)
+def test_another_part_that_cannot_be_used_is_too(parts, message):
+    with pytest.raises(ConfigError, match=message):
+        objective_of(Arm(name="a", **parts))
+
+
+def test_an_advantage_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match="no advantage is called 'groups'.*group"):
+        advantage_of(Arm(name="a", advantage="groups"))
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gspo_token"])
+def test_a_sequence_level_loss_warns_about_a_range_that_never_clips(loss):
+    with pytest.warns(UserWarning, match="never clips the sequence-level ratio"):
+        objective_of(Arm(name="a", loss=Use(loss, clip_low=0.2, clip_high=0.27)))
+
+
+def test_every_part_may_be_a_users_own():
+    """A token mean: 4 response tokens of 2 responses weigh 1/4 each; the term adds 0.5 · Σ weights = 0.5."""
+    arm = Arm(
+        name="a", loss=Use(MINE, clip_low=9.0, clip_high=9.0), aggregate=f"{__name__}:my_aggregate",
+        terms=(Use(f"{__name__}:my_term", coef=0.5),), advantage=Use(f"{__name__}:my_advantage", shift=0.25),
+    )  # fmt: skip
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    zeros = torch.zeros(2, 3, dtype=torch.float64)
+    output = policy_loss(arm, logprobs=zeros, old_logprobs=zeros, advantages=torch.tensor([1.0, 3.0]), mask=mask)
+    assert output.loss.item() == pytest.approx(-(3 * 1 + 3) / 4 + 0.5) and output.metrics == {"term_my_term": 0.5}
+    assert objective_of(arm).needs == {"reference"}
+    assert advantage_of(arm)(torch.tensor([1.0]), torch.tensor([0])).tolist() == [0.75]
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "gspo_token"])
+def test_the_loss_of_somebody_elses_loop_is_the_oracles(name):
+    new, old, advantages, mask = case()
+    logprobs = torch.tensor(new, requires_grad=True)
+    tensors = dict(old_logprobs=torch.tensor(old), advantages=torch.tensor(advantages), mask=torch.tensor(mask))
+    for arm in (Use(name, clip_low=0.05, clip_high=0.06), Arm(name="a", loss=Use(name, clip_low=0.05, clip_high=0.06))):
+        output = policy_loss(arm, logprobs=logprobs, **tensors)
+        gradient = torch.autograd.grad(output.loss, logprobs)[0]
+        loss, expected, clipped = getattr(oracle, name)(new, old, advantages, mask, 0.05, 0.06)
+        np.testing.assert_allclose(output.loss.item(), loss, **TIGHT)
+        np.testing.assert_allclose(gradient.numpy(), expected, **TIGHT)
+        np.testing.assert_array_equal(output.clipped_by.numpy(), clipped)
+
+
+def test_parts_of_a_mini_batch_given_their_weights_add_up():
+    new, old, advantages, mask = (torch.tensor(x) for x in case())
+    weights = objective_of(Arm(name="a")).aggregate(mask)
+    whole = policy_loss("grpo", logprobs=new, old_logprobs=old, advantages=advantages, mask=mask).loss
+    parts = [
+        policy_loss("grpo", logprobs=new[r], old_logprobs=old[r], advantages=advantages[r], mask=mask[r],
+                    weights=weights[r]).loss
+        for r in (slice(0, 2), slice(2, 6))
+    ]  # fmt: skip
+    torch.testing.assert_close(sum(parts), whole, **TIGHT)
+
+
+def test_a_mini_batch_is_weighed_once_and_its_rows_keep_their_weights():
+    batch = make_batch()
+    objective = objective_of(Arm(name="a"))
+    weighed = objective.weighed(batch)
+    assert torch.equal(weighed.weights, seq_mean_token_mean(batch.response_mask))
+    assert weighed.weights.dtype == torch.float64 and weighed.weights.sum().item() == pytest.approx(1)
+    rows = torch.tensor([5, 0, 7])
+    part = weighed.rows(rows)
+    assert torch.equal(part.weights, weighed.weights[rows][:, : part.tokens.shape[1]])
+
+
+# ---------------------------------------------------------------------- the ratio under routes of its own
+def test_a_ratio_has_the_value_of_its_own_routes_and_the_gradient_of_the_gradients():
+    """By hand: log π_θ is −7 under the gradient's routes, −1 + log 2 under the ratio's, log π_old −1: the ratio is 2,
+    and d loss / d log π_θ, which only the gradient's routes have, −2 · A."""
+    logprobs = torch.tensor([[0.0, -7.0]], dtype=torch.float64, requires_grad=True)
+    ratio = torch.tensor([[0.0, -1.0 + math.log(2)]], dtype=torch.float64, requires_grad=False)
+    x = inputs(
+        logprobs, torch.tensor([[5.0, -1.0]]).double(), torch.ones(1).double(), torch.tensor([[False, True]]),
+        ratio_logprobs=ratio,
+    )  # fmt: skip
+    np.testing.assert_allclose(x.log_ratio.detach(), [[0, math.log(2)]], **TIGHT)
+    output = grpo(x, clip_low=0.9, clip_high=1.5)
+    output.loss.backward()
+    np.testing.assert_allclose(output.loss.item(), -2, **TIGHT)
+    np.testing.assert_allclose(logprobs.grad, [[0, -2]], **TIGHT)
+    clipped = grpo(replace(x, logprobs=logprobs.detach().requires_grad_()), clip_low=0.2, clip_high=0.27)
+    assert clipped.clipped_by.tolist() == [[0, 1]] and clipped.loss.item() == pytest.approx(-1.27)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_same_routes_for_both_are_no_routes_of_its_own(name):
+    new, old, advantages, mask = (torch.tensor(x) for x in case())
+    found = []
+    for further in ({}, {"ratio_logprobs": new.clone()}):
+        x = inputs(new.clone().requires_grad_(), old, advantages, mask, **further)
+        output = LOSSES[name](x, clip_low=0.1, clip_high=0.15)
+        found.append((output.loss, torch.autograd.grad(output.loss, x.logprobs)[0], output.clipped_by))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, **TIGHT)

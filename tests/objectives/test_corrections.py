@@ -1,0 +1,104 @@
+"""Truncated importance sampling against the engine: by hand, and as a weight on the objective's tokens alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_rl.config import Arm
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
+from moe_rl.objectives import objective_of
+from moe_rl.objectives.corrections import truncated
+from moe_rl.objectives.losses import grpo
+from tests.objectives.examples import case, inputs
+from tests.policies.test_hf import make_batch
+
+WIDE = Use("grpo", clip_low=9.0, clip_high=9.0)
+
+
+def test_weights_by_hand():
+    mask = torch.tensor([[False, True, True, True]])
+    old = torch.tensor([[9.0, -1.0, -1.0, -1.0]])
+    engine = torch.tensor([[0.0, -1.0 - math.log(1.5), -1.0 - math.log(3), -1.0 + math.log(4)]])
+    x = inputs(old, old, torch.zeros(1), mask, rollout_logprobs=engine)
+    torch.testing.assert_close(truncated(x, cap=2.0), torch.tensor([[1.0, 1.5, 2.0, 0.25]]))
+    assert torch.equal(truncated(x), truncated(x, cap=2.0))
+
+
+@pytest.fixture
+def parts():
+    batch = make_batch()
+    generator = torch.Generator().manual_seed(0)
+
+    def draw():
+        return torch.where(batch.response_mask, -torch.rand(batch.tokens.shape, generator=generator), 0.0)
+
+    return replace(batch, rollout_logprobs=draw(), old_logprobs=draw()), draw().requires_grad_()
+
+
+def test_each_tokens_gradient_is_scaled_by_its_weight(parts):
+    batch, logprobs = parts
+    gradients = []
+    for corrections in ((), (Use("truncated", cap=1.2),)):
+        objective = objective_of(Arm(name="a", loss=WIDE, corrections=corrections))
+        out = objective(objective.weighed(batch), logprobs, torch.zeros_like(logprobs))
+        gradients.append(torch.autograd.grad(out.loss, logprobs)[0])
+    expected = (batch.old_logprobs - batch.rollout_logprobs).exp().clamp(max=1.2)
+    assert (expected == 1.2).any() and (expected[batch.response_mask] < 1).any()
+    torch.testing.assert_close(gradients[1], gradients[0] * expected)
+
+
+def test_an_engine_that_agrees_changes_nothing(parts):
+    batch, logprobs = parts
+    objective = objective_of(Arm(name="a", corrections=("truncated",)))
+    batch = objective.weighed(replace(batch, rollout_logprobs=batch.old_logprobs))
+    out = objective(batch, logprobs, torch.zeros_like(logprobs))
+    plain = grpo(inputs(logprobs, batch.old_logprobs, batch.advantages, batch.response_mask))
+    assert torch.equal(out.loss, plain.loss)
+
+
+def test_terms_keep_the_weights_that_a_correction_takes_from_the_loss(parts):
+    """The engine was 1/3 as sure of every token: the loss counts half as much under a cap of 1/2, its KL in full."""
+    batch, logprobs = parts
+    batch = replace(batch, rollout_logprobs=batch.old_logprobs - math.log(3), ref_logprobs=batch.old_logprobs + 1)
+    found = {}
+    for corrections in ((), (Use("truncated", cap=0.5),)):
+        for terms in ((), (Use("kl", coef=0.7),)):
+            objective = objective_of(Arm(name="a", loss=WIDE, corrections=corrections, terms=terms))
+            out = objective(objective.weighed(batch), logprobs, torch.zeros_like(logprobs))
+            found[bool(corrections), bool(terms)] = out.loss.item()
+    assert found[True, False] == pytest.approx(found[False, False] / 2, rel=1e-6)
+    assert found[True, True] - found[True, False] == pytest.approx(found[False, True] - found[False, False], rel=1e-5)
+
+
+def test_with_routes_of_its_own_for_the_ratio_a_token_still_weighs_what_the_old_policy_and_the_engine_say():
+    """π_old / π_engine = 3/2 whatever the ratio's and the gradient's routes make of π_θ: loss −(3/2 · 2), gradient
+    the same, since the ratio is 2 and A = 1."""
+
+    def row(*values):
+        return torch.tensor([values], dtype=torch.float64)
+
+    logprobs = row(0.0, -7.0).requires_grad_()
+    x = inputs(
+        logprobs, row(0.0, -1.0), row(1.0, 1.0), torch.tensor([[False, True]]),
+        rollout_logprobs=row(0.0, -1.0 - math.log(1.5)), ratio_logprobs=row(0.0, -1.0 + math.log(2)),
+    )  # fmt: skip
+    output = objective_of(Arm(name="a", loss=WIDE, corrections=(Use("truncated", cap=2.0),))).of(x)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(-3.0, rel=1e-12)
+    assert logprobs.grad[0].tolist() == pytest.approx([0.0, -3.0], rel=1e-12)
+
+
+@pytest.mark.parametrize(("settings", "message"), [({"anchor": "engine"}, "every weight is 1"), ({}, "positive")])
+def test_truncation_that_means_nothing_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        objective_of(Arm(name="a", corrections=(Use("truncated", cap=2.0 if settings else -1.0),), **settings))
+
+
+def test_without_the_engines_log_probs_there_is_nothing_to_weigh():
+    with pytest.raises(ConfigError, match="no rollout_logprobs"):
+        truncated(inputs(*case()))
