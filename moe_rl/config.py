@@ -17,7 +17,6 @@ from moe_rl.errors import ConfigError
 from moe_rl.lookup import Part, Use
 from moe_rl.older import modern
 
-
 ANCHORS = ("policy", "engine")
 
 
@@ -257,6 +256,8 @@ def _with(node: Any, key: str, value: Any, name: str = "a run") -> Any:
     """`node` with one dotted setting changed; what lies below a mapping is one key of it."""
     if isinstance(node, Mapping):
         return {**node, key: value}
+    if isinstance(node, Use) and key.startswith("options."):
+        return Use(node.name, **{**node.options, key.removeprefix("options."): value})
     head, _, tail = key.partition(".")
     known = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
     if head not in known:

@@ -45,7 +45,7 @@ def execute(
     """Carry out a run in its folder, or go on with it; cold starts are shared through `cache`."""
     parts = build(run, folder.path, cache)
     try:
-        train(run, parts, folder, listen)
+        folder.finish(train(run, parts, folder, listen))
     finally:
         parts.engine.close()
 

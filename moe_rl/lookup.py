@@ -119,8 +119,8 @@ def needs(*what: str) -> Callable[[F], F]:
     return mark
 
 
-def needs_of(part: Callable[..., Any]) -> frozenset[str]:
-    """What a part that `lookup` gave was marked with."""
+def needs_of(part: Callable[..., Any] | None) -> frozenset[str]:
+    """What a part that `lookup` gave was marked with; nothing, where there is none."""
     return getattr(part.func if isinstance(part, partial) else part, "needs", frozenset())
 
 

@@ -13,6 +13,7 @@ from moe_rl.errors import ConfigError
 from moe_rl.models import hf_config, skeleton
 from moe_rl.objectives import objective_of
 
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes of one run, by what holds them; see `estimate_memory`."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from moe_rl.config import Measure
 from moe_rl.metrics import ratios, volatility
 from moe_rl.policies.base import Policy
-from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, prompt_rows, response_rows
 
 Row = dict[str, float]

@@ -131,6 +131,6 @@ class SharedFolder:
         if not announced:  # this step was committed before
             once(lambda: None)
 
-    def finish(self, **extra: Any) -> None:
+    def finish(self, diverged: str | None = None) -> None:
         if self.folder is not None:
-            self.folder.finish(**extra)
+            self.folder.finish(diverged)

@@ -123,10 +123,10 @@ class RunFolder:
         state = {"step": step, "steps": steps, "started": self._opened, "updated": now, "pid": os.getpid(), **values}
         write_json(self.path / "progress.json", state, fsync=False)
 
-    def finish(self, **extra: Any) -> None:
-        """Publish the last commit's tables at the run's root and mark the run finished.
+    def finish(self, diverged: str | None = None) -> None:
+        """Publish the last commit's tables at the run's root and mark the run finished, or how it diverged.
 
-        The manifest gains the step, the seconds of all steps, a digest of the final checkpoint, and `extra`.
+        The manifest gains the step, the seconds of all steps and a digest of the final checkpoint.
         """
         commit = _latest_commit(self.path)
         if commit is None:
@@ -139,7 +139,9 @@ class RunFolder:
         rows = _read(commit, "steps")
         seconds = sum(s or 0 for s in rows["seconds_step"].to_pylist()) if "seconds_step" in rows.column_names else None
         self.manifest |= {"finished": _step(commit), "finished_at": time.time(), "seconds": seconds,
-                          "checkpoint": _digest(commit / "checkpoint"), **extra}
+                          "checkpoint": _digest(commit / "checkpoint")}
+        if diverged is not None:
+            self.manifest["diverged"] = diverged
         write_json(self.path / "manifest.json", self.manifest)
 
 

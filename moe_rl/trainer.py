@@ -60,11 +60,12 @@ class Parts:
 
 def train(
     run: RunConfig, parts: Parts, folder: RunFolder | SharedFolder, listen: Listener = lambda rows: None
-) -> None:
+) -> str | None:
     """Run, or go on with, `run` in `folder` until `run.steps`; resumes at the last commit and ends identical.
 
     Each step draws prompts, samples completions, scores them under π_old, and takes one update per mini-batch. A run
-    whose gradients or weights stop being finite is finished there, with what was measured, and says so in its manifest.
+    whose gradients or weights stop being finite ends there, with what was measured committed; returns how it diverged,
+    for `folder.finish`.
     """
     for text in warn_void(run):
         warnings.warn(text, stacklevel=2)
@@ -84,8 +85,7 @@ def train(
         except Diverged as error:
             warnings.warn(f"step {step}: {error}", stacklevel=2)
             folder.commit(step - 1, tables, parts.policy.save)
-            folder.finish(diverged=f"step {step}: {error}")
-            return
+            return f"step {step}: {error}"
         if step in run.hf_checkpoints and parts.export:
             parts.export(step)
         rows["steps"][0] |= recorder.cost()
@@ -94,7 +94,7 @@ def train(
         if step % run.save_every == 0 or step == run.steps:
             folder.commit(step, tables, parts.policy.save)
         listen(rows)
-    folder.finish()
+    return None
 
 
 def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> Rows:

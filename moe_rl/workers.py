@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 from small import BASE, DIFFERS, SECONDS, grpo, gspo
 
+from moe_rl.lookup import Use
 from moe_rl.study import Study
 
-grpo_middle = replace(grpo, name="grpo-middle", clip=(0.01, 0.013))
-grpo_narrow = replace(grpo, name="grpo-narrow", clip=(0.001, 0.0013))
-gspo_wide = replace(gspo, name="gspo-wide", clip=(0.15, 0.2))
-gspo_middle = replace(gspo, name="gspo-middle", clip=(0.05, 0.065))
+grpo_middle = replace(grpo, name="grpo-middle", loss=Use("grpo", clip_low=0.01, clip_high=0.013))
+grpo_narrow = replace(grpo, name="grpo-narrow", loss=Use("grpo", clip_low=0.001, clip_high=0.0013))
+gspo_wide = replace(gspo, name="gspo-wide", loss=Use("gspo", clip_low=0.15, clip_high=0.2))
+gspo_middle = replace(gspo, name="gspo-middle", loss=Use("gspo", clip_low=0.05, clip_high=0.065))
 # By the quantiles of the pilot at this learning rate, roughly 2, 6 and 25 % of the tokens lie beyond GRPO's three
 # ranges, and about as many of the sequences beyond GSPO's, so that the two grids span equal fractions.
 

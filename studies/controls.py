@@ -2,6 +2,7 @@
 
 from small import BASE, DIFFERS, SECONDS, grpo, gspo, replay
 
+from moe_rl.lookup import Use
 from moe_rl.study import Study
 
 study = Study(
@@ -22,7 +23,7 @@ study = Study(
         "gradient-clip-0.3": {"optimizer.grad_clip": 0.3},
         "warm-up": {"optimizer.warmup": 160},
         "sgd": {"optimizer.name": "sgd", "optimizer.lr": 0.1},
-        "variable-length": {"task_options": {"digits": 12, "min_digits": 4}},
+        "variable-length": {"task": Use("running_sums", digits=12, min_digits=4)},
     },
     figures=(),
     contrasts=(("grpo-replay", "grpo"), ("gspo", "grpo")),

@@ -29,15 +29,16 @@ cell differ by 0.1 and more, hence 8 seeds. Four steps of seed 0 were run to try
 """
 
 from moe_rl.config import Arm, ColdStart, EngineConfig, Optimizer, RunConfig
+from moe_rl.lookup import Use
 from moe_rl.study import Study
 
-CLIP = (0.01, 0.013)  # of sequence ratios over 13 tokens; see routing_replay.py
+GSPO = Use("gspo", clip_low=0.01, clip_high=0.013)  # of sequence ratios over 13 tokens; see routing_replay.py
 grpo = Arm(name="grpo", loss="grpo")
 r2 = Arm(name="grpo-r2", loss="grpo", routes="old_policy")
 r3 = Arm(name="grpo-r3", loss="grpo", routes="rollout")
-truncated = Arm(name="grpo-tis", loss="grpo", truncation=2.0)
-gspo = Arm(name="gspo", loss="gspo", clip=CLIP)
-anchored = Arm(name="gspo-engine", loss="gspo", clip=CLIP, anchor="engine")
+truncated = Arm(name="grpo-tis", loss="grpo", corrections=(Use("truncated", cap=2.0),))
+gspo = Arm(name="gspo", loss=GSPO)
+anchored = Arm(name="gspo-engine", loss=GSPO, anchor="engine")
 
 study = Study(
     name="engine_mismatch",
@@ -50,8 +51,7 @@ study = Study(
     arms=(grpo, r2, r3, truncated, gspo, anchored),
     base=RunConfig(
         arm=grpo,
-        task="running_sums",
-        task_options={"digits": 12},
+        task=Use("running_sums", digits=12),
         steps=60,
         prompts_per_step=16,
         group_size=8,

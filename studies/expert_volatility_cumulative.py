@@ -16,10 +16,10 @@ import pandas as pd
 
 from moe_rl.config import RunConfig
 from moe_rl.execute import build
-from moe_rl.measure import response_rows
 from moe_rl.metrics.volatility import route_change
 from moe_rl.runs import read_manifest, run_folders
 from moe_rl.trainer import roll_out
+from moe_rl.types import response_rows
 
 KEY = 1_000_000
 """Of the rollouts; no step of training has it."""

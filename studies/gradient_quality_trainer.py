@@ -6,23 +6,22 @@ before each of them compares gradients; then it goes back. `gradients.parquet` h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from bare_training import OnStep, train_bare
 from small import grpo, gspo, gspo_replay, replay
 from torch import Tensor
 
 from moe_rl.config import Arm, RunConfig
 from moe_rl.execute import build
-from moe_rl.losses import objective_of
+from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.runs import RunFolder
-from moe_rl.trainer import Parts, mini_batches, roll_out
+from moe_rl.trainer import Listener, Parts, mini_batches, roll_out, train
 from moe_rl.types import Batch, Scored
 
 ARMS = (grpo, replay, gspo, gspo_replay)
@@ -30,15 +29,14 @@ STALE, FRESH = 6, 32
 """Batches of rollouts (of 128 responses): of the old policy, for the arms; of the current one, for the reference."""
 
 
-def execute(run: RunConfig, folder: RunFolder, *, cache: Path, on_step: OnStep = None) -> None:
+def execute(run: RunConfig, folder: RunFolder, *, cache: Path, listen: Listener = lambda rows: None) -> None:
     """Carry out a run of the study from its beginning; nothing is kept of one that was interrupted."""
     parts = build(run, folder.path, cache)
     rows = compare(run, parts, 0, folder.path / "frozen")
-    tables = train_bare(run, parts, on_step)
+    diverged = train(run, parts, folder, listen)
     rows += compare(run, parts, run.steps, folder.path / "frozen")
     pd.DataFrame(rows).to_parquet(folder.path / "gradients.parquet", index=False)
-    folder.commit(run.steps, tables, parts.policy.save)
-    folder.finish()
+    folder.finish(diverged)
 
 
 def compare(run: RunConfig, parts: Parts, step: int, frozen: Path) -> list[dict[str, Any]]:
@@ -54,23 +52,29 @@ def compare(run: RunConfig, parts: Parts, step: int, frozen: Path) -> list[dict[
         fresh = Gradients()
         for _ in range(FRESH):
             batch = roll_out(run, parts, next(keys))
-            fresh.add([policy.gradient(batch, policy.score(batch), objective_of(grpo))])
+            fresh.add([gradient(policy, grpo, batch, policy.score(batch))])
         for arm in ARMS:
             found = Gradients(reference=fresh.mean)
             for batch, scored in zip(stale, olds, strict=True):
                 split = mini_batches(len(batch), run.mini_batches, seed=step)
-                found.add([gradient(policy, arm, batch.rows(rows), scored, rows) for rows in split])
+                found.add([gradient(policy, arm, *cut(batch, scored, rows)) for rows in split])
             found_rows.append({"step": step, "update": number, "compared": arm.name, **quality(found, fresh)})
-        part = path.rows(index)
-        policy.update(part, old.rows(index, part.tokens.shape[1]), parts.objective)
+        part, natural = cut(path, old, index)
+        policy.update(parts.objective.weighed(replace(part, old_logprobs=natural.logprobs)), parts.objective)
     policy.load(frozen)
     return found_rows
 
 
-def gradient(policy: HFPolicy, arm: Arm, part: Batch, scored: Scored, rows: Tensor) -> Tensor:
-    """An arm's gradient on a mini-batch, whose responses are `rows` of what the old policy scored."""
-    old = scored.rows(rows, part.tokens.shape[1])
-    return policy.gradient(part, old, objective_of(arm), old.routes if arm.routes == "old_policy" else None)
+def cut(batch: Batch, old: Scored, rows: Tensor) -> tuple[Batch, Scored]:
+    """Some responses, and what the old policy said of them."""
+    part = batch.rows(rows)
+    return part, old.rows(rows, part.tokens.shape[1])
+
+
+def gradient(policy: HFPolicy, arm: Arm, part: Batch, old: Scored) -> Tensor:
+    """An arm's gradient on a mini-batch, which the old policy scored as `old`."""
+    objective, routes = objective_of(arm), old.routes if arm.routes.name == "old_policy" else None
+    return policy.gradient(objective.weighed(replace(part, old_logprobs=old.logprobs, routes=routes)), objective)
 
 
 @dataclass

@@ -14,65 +14,58 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from bare_training import OnStep, train_bare
+from torch import Tensor
 
 from moe_rl.config import RunConfig
 from moe_rl.execute import build
-from moe_rl.losses import Objective
-from moe_rl.measure import response_rows
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.routing.trace import RoutingTrace
+from moe_rl.recorder import Recorder
 from moe_rl.runs import RunFolder
-from moe_rl.trainer import Clock, Parts, roll_out, train_step
-from moe_rl.types import Batch, Scored, Updated
+from moe_rl.trainer import Listener, Parts, roll_out, train, train_step
+from moe_rl.types import Batch, Scored, response_rows
 
 ALPHAS = np.logspace(-3, 0, 13)
 FIXED = 16
 """Batches of rollouts on which the scaling law is measured."""
 
 
-def execute(run: RunConfig, folder: RunFolder, *, cache: Path, on_step: OnStep = None) -> None:
+def execute(run: RunConfig, folder: RunFolder, *, cache: Path, listen: Listener = lambda rows: None) -> None:
     """Carry out a run of the study from its beginning; nothing is kept of one that was interrupted."""
     parts = build(run, folder.path, cache)
-    watched = Watched(parts.policy, HFPolicy(deepcopy(parts.policy.model), run.optimizer))
-    tables = train_bare(run, replace(parts, policy=watched), on_step, watched.begin)
-    pd.concat(watched.rows).to_parquet(folder.path / "prompts.parquet", index=False)
+    recorder = PromptRecorder(run, parts.policy)
+    diverged = train(run, replace(parts, recorder=lambda *_: recorder), folder, listen)
+    pd.concat(recorder.prompts).to_parquet(folder.path / "prompts.parquet", index=False)
     pd.DataFrame(scaling(run, parts)).to_parquet(folder.path / "scaling.parquet", index=False)
-    folder.commit(run.steps, tables, parts.policy.save)
-    folder.finish()
+    folder.finish(diverged)
 
 
-class Watched:
-    """A policy whose mini-batches are measured before they are trained on."""
+class PromptRecorder(Recorder):
+    """Also measures every mini-batch before it is trained on."""
 
-    def __init__(self, policy: HFPolicy, old: HFPolicy):
-        self.policy, self.old = policy, old
-        self.step, self.number = 0, 0
-        self.rows: list[pd.DataFrame] = []
+    def __init__(self, run: RunConfig, policy: HFPolicy):
+        super().__init__(run, policy)
+        self.old = HFPolicy(deepcopy(policy.model), run.optimizer)
+        self.prompts: list[pd.DataFrame] = []
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, batch: Batch, natural: Scored, split: list[Tensor]) -> None:
         """The weights of now are π_old."""
         self.old.model.load_state_dict(self.policy.model.state_dict())
-        self.step, self.number = step, 0
+        super().begin(step, batch, natural, split)
 
-    def update(self, batch: Batch, old: Scored, objective: Objective, routes: RoutingTrace | None = None) -> Updated:
-        self.number += 1
-        if self.number > 1:  # at the first nothing has moved
+    def before(self, update: int, part: Batch) -> None:
+        """At the first update nothing has moved."""
+        super().before(update, part)
+        if update:
             prompts = (
-                compare(self.old, self.policy, batch)
+                compare(self.old, self.policy, part)
                 .groupby("prompt")
                 .agg(n=("d", "size"), **{name: (name, "sum") for name in SUMS}, largest=("dd", "max"))
             )
-            self.rows.append(prompts.reset_index().assign(step=self.step, update=self.number))
-        return self.policy.update(batch, old, objective, routes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.policy, name)
+            self.prompts.append(prompts.reset_index().assign(step=self.step, update=update + 1))
 
 
 SUMS = ("d", "r", "dd", "rr", "jj", "rj", "kl_natural", "kl_replayed", "changed")
@@ -101,7 +94,7 @@ def scaling(run: RunConfig, parts: Parts) -> list[dict[str, float]]:
     policy = parts.policy
     theta = HFPolicy(deepcopy(policy.model), run.optimizer)
     batches = [roll_out(run, parts, run.steps + 2 + i) for i in range(FIXED)]
-    train_step(run, parts, run.steps + 1, Clock())
+    train_step(run, parts, run.steps + 1, Recorder(run, policy))
     start, end = theta.model.state_dict(), {k: v.clone() for k, v in policy.model.state_dict().items()}
     rows = []
     for alpha in ALPHAS:

@@ -1,11 +1,12 @@
 """GRPO, GRPO with Routing Replay, and GSPO on a small Mixture-of-Experts model: the comparison of the GSPO paper."""
 
 from moe_rl.config import Arm, ColdStart, Optimizer, RunConfig
+from moe_rl.lookup import Use
 from moe_rl.study import Study
 
 grpo = Arm(name="grpo", loss="grpo")
 replay = Arm(name="grpo-replay", loss="grpo", routes="old_policy")
-gspo = Arm(name="gspo", loss="gspo", clip=(0.01, 0.013))
+gspo = Arm(name="gspo", loss=Use("gspo", clip_low=0.01, clip_high=0.013))
 # The paper's 3e-4/4e-4 is for responses of thousands of tokens. The log of the sequence ratio is a mean over tokens, so
 # over our 13 tokens it spreads wider by the square root of the ratio of lengths: the paper's range would clip nearly
 # half of everything from the second mini-batch on. This range keeps the paper's asymmetry (4 : 3).
@@ -17,8 +18,7 @@ study = Study(
     arms=(grpo, replay, gspo),
     base=RunConfig(
         arm=grpo,
-        task="running_sums",
-        task_options={"digits": 12},
+        task=Use("running_sums", digits=12),
         steps=100,
         prompts_per_step=32,
         group_size=8,

@@ -2,6 +2,7 @@
 
 from small import BASE, DIFFERS, SECONDS, grpo, gspo, replay
 
+from moe_rl.lookup import Use
 from moe_rl.study import Study
 
 study = Study(
@@ -9,7 +10,7 @@ study = Study(
     question="Do the arms differ where responses differ in length?",
     hypothesis="As with a fixed length at this rate, they do not.",
     arms=(grpo, replay, gspo),
-    base=BASE.replace(task_options={"digits": 12, "min_digits": 4}, steps=60, **{"optimizer.lr": 2e-4}),
+    base=BASE.replace(task=Use("running_sums", digits=12, min_digits=4), steps=60, **{"optimizer.lr": 2e-4}),
     seeds=(40, 41, 42),
     own_cold_starts=True,
     figures=("learning", "clipping"),

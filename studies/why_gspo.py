@@ -3,19 +3,20 @@
 from small import BASE, DIFFERS, GSPO_CLIP, SECONDS, grpo, gspo
 
 from moe_rl.config import Arm, Measure
+from moe_rl.lookup import Use
 from moe_rl.study import Study
 
-TOKEN_CLIP, NONE = (0.2, 0.27), (9.0, 9.0)
+TOKEN_CLIP = {"clip_low": 0.2, "clip_high": 0.27}
 
 
 def cell(weight: str, clip: str) -> Arm:
     """One cell of the table; the range is that of the ratio which is clipped."""
-    ranges = {"token": TOKEN_CLIP, "sequence": GSPO_CLIP, "none": NONE}
-    return Arm(name=f"{weight}-{clip}", loss=f"why_gspo_losses:{weight}_{clip}", clip=ranges[clip])
+    ranges = {"token": TOKEN_CLIP, "sequence": GSPO_CLIP, "none": {"clip_low": 9.0, "clip_high": 9.0}}
+    return Arm(name=f"{weight}-{clip}", loss=Use("crossed", weigh=weight, clip=clip, **ranges[clip]))
 
 
 rivals = tuple(
-    Arm(name=name.replace("_", "-"), loss=f"why_gspo_losses:{name}", clip=TOKEN_CLIP)
+    Arm(name=name.replace("_", "-"), loss=Use(f"why_gspo_losses:{name}", **TOKEN_CLIP))
     for name in ("dual_clip", "shrunk", "random_mask")
 )
 

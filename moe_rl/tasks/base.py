@@ -49,7 +49,7 @@ def load_task(use: Part) -> Task:
     elif use.own:
         cls, options = imported("task", use.name), dict(use.options)
     else:
-        unknown("task", use.name, CHOICES)
+        unknown("task", name, CHOICES)
     if not isinstance(cls, type) or not all(callable(getattr(cls, method, None)) for method in ("prompts", "reward")):
         raise ConfigError(
             f"{use.name!r} is no task: it needs to be a class with the methods prompts(count, seed) and "

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from moe_rl.errors import ConfigError
-from moe_rl.seeds import derive
 from moe_rl.lookup import unknown
+from moe_rl.seeds import derive
 from moe_rl.types import Prompt
 
 
