@@ -243,8 +243,10 @@ def _plain(value: Any) -> Any:
 
 def _from_dict(kind: Any, value: Any) -> Any:
     """`value` as JSON gave it, as an instance of the dataclass `kind`; JSON's lists were tuples."""
+    if Use in typing.get_args(kind) and isinstance(value, Mapping):
+        return Use.of(value)
     if not dataclasses.is_dataclass(kind):
-        return tuple(value) if isinstance(value, list) else value
+        return tuple(_from_dict(typing.get_args(kind)[0], one) for one in value) if isinstance(value, list) else value
     hints = typing.get_type_hints(kind)
     if later := sorted(set(value) - set(hints)):
         raise ConfigError(f"{kind.__name__} has no setting {', '.join(later)}: this configuration is of another "

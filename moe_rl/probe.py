@@ -170,28 +170,3 @@ def _padded(batch: Batch, extra: int) -> Batch:
     wide = {n: nn.functional.pad(x, (0, extra)) for n, x in here.items() if isinstance(x, Tensor) and x.dim() > 1}
     wide["attention_mask"][0] = True
     return replace(batch, **wide, rollout_routes=None, routes=None, ratio_routes=None)
-
-
-def engine_gap(batch: Batch, scored: Scored) -> Row:
-    """How far the policy's log-probs are from the engine's; log r is the policy's minus the engine's, so that
-    `engine_kl_k3` estimates KL(engine ‖ policy) per token."""
-    log_ratio, mask = scored.logprobs - batch.rollout_logprobs, batch.response_mask
-    found = ratios.ratio_statistics(log_ratio, mask)
-    return {
-        "engine_logprob_mean": log_ratio.abs()[mask].double().mean().item(),
-        "engine_logprob_max": found["token_log_ratio_max"],
-        "engine_kl_k3": found["token_kl_k3"],
-        "engine_beyond_2": found["token_beyond_2"],
-    }
-
-
-def _padded(batch: Batch, extra: int) -> Batch:
-    """The batch with `extra` more columns, which one row claims as tokens, so that no one trims them away."""
-
-    def pad(x: Tensor) -> Tensor:
-        return nn.functional.pad(x, (0, extra))
-
-    mask = pad(batch.attention_mask)
-    mask[0] = True
-    wide = {"tokens": pad(batch.tokens), "response_mask": pad(batch.response_mask), "attention_mask": mask}
-    return replace(batch, **wide)

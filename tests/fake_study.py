@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
 from moe_rl.runs import Row, RunFolder, Tables
 from moe_rl.study import Study
 
 GRPO = Arm(name="grpo")
 REPLAY = Arm(name="grpo-replay", routes="old_policy")
-GSPO = Arm(name="gspo", loss="gspo", clip=(0.01, 0.013))
+GSPO = Arm(name="gspo", loss=Use("gspo", clip_low=0.01, clip_high=0.013))
 SITES = 6
 
 
@@ -65,11 +65,11 @@ def fake_step(config: RunConfig, step: int, weights: np.ndarray) -> tuple[Row, l
     return row, updates, layers
 
 
-def train(config: RunConfig, folder: RunFolder, *, cache: Path, on_step: Callable[[Row], None] | None = None) -> None:
+def train(config: RunConfig, folder: RunFolder, *, cache: Path, listen=lambda rows: None) -> None:
     """As `moe_rl.execute.execute`, without a model. `task` makes it fail on request."""
-    if config.task == "broken" and config.arm.name == "gspo":
+    if config.task.name == "broken" and config.arm.name == "gspo":
         raise ZeroDivisionError("a bug in the trainer")
-    if config.task == "unknown":
+    if config.task.name == "unknown":
         raise ConfigError("there is no task 'unknown'; choose running_sums")
     nap = float(os.environ.get("FAKE_NAP", "0"))
     done, tables, checkpoint = folder.latest()
@@ -89,8 +89,7 @@ def train(config: RunConfig, folder: RunFolder, *, cache: Path, on_step: Callabl
         time.sleep(nap)
         if step % config.save_every == 0 or step == config.steps:
             folder.commit(step, tables, save)
-        if on_step:
-            on_step(row)
+        listen({"steps": [row], "updates": updates, "layers": layers})
     folder.finish()
 
 

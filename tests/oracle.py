@@ -1,8 +1,8 @@
 """An independent oracle for the losses: plain NumPy, loops over sequences and tokens, gradients by hand.
 
 It shares no code with `moe_rl.objectives` and is written from the equations of GSPO (arXiv 2507.18071). Each function
-returns (loss, gradient with respect to logprobs, clipped_by), where clipped_by is +1 / -1 where the upper / lower bound took a
-token's gradient. On the bound the gradient is kept.
+returns (loss, gradient with respect to logprobs, clipped_by); the last is +1 / -1 where the upper / lower bound took
+a token's gradient. On the bound the gradient is kept.
 """
 
 import math

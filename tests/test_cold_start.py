@@ -11,6 +11,7 @@ import torch
 from moe_rl.cold_start import answer_logprobs, cold_start
 from moe_rl.config import Arm, ColdStart, ModelConfig, RunConfig
 from moe_rl.errors import ConfigError, RunError
+from moe_rl.lookup import Use
 from moe_rl.models import completion_tokens, encode_prompts, load
 from moe_rl.tasks.base import held_out, load_task
 from moe_rl.tasks.running_sums import RunningSums
@@ -216,7 +217,7 @@ def test_a_task_too_small_to_hold_prompts_out_says_so(tmp_path):
 
 
 def test_with_the_real_engine_and_a_named_task(tmp_path):
-    run = RUN.replace(task_options={"digits": 3}, max_new_tokens=4, **{"cold_start.target": 0.005})
-    task = load_task(run.task, run.task_options)
+    run = RUN.replace(task=Use("running_sums", digits=3), max_new_tokens=4, **{"cold_start.target": 0.005})
+    task = load_task(run.task)
     result = cold_start(load(run.model, 0), task, run, tmp_path, report=lambda line: None)
     assert result.rate >= 0.005

@@ -8,11 +8,13 @@ import pytest
 
 from moe_rl.config import Arm, EngineConfig, ModelConfig, Optimizer, Parallel, RunConfig
 from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
 
 CONFIGS = [
     RunConfig(arm=Arm(name="grpo")),
     RunConfig(
-        arm=Arm(name="gspo", loss="gspo", clip=(0.01, 0.013)), seed=3, task_options={"digits": 12, "names": ["a", "b"]},
+        arm=Arm(name="gspo", loss=Use("gspo", clip_low=0.01, clip_high=0.013)), seed=3,
+        task=Use("running_sums", digits=12, names=["a", "b"]),
         model=ModelConfig(overrides={"num_experts": 32}), optimizer=Optimizer(lr=1e-4, betas=(0.9, 0.95)),
         engine=EngineConfig(dtype="bfloat16"), parallel=Parallel(dp=2, etp=1), stop=("\n",), hf_checkpoints=(10, 20),
     ),

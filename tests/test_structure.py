@@ -12,22 +12,21 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "moe_rl"
 
 LAYERS = [
-    ["errors", "seeds", "config", "columns", "versions"],
+    ["errors", "seeds", "lookup", "older", "config", "columns", "versions"],
     ["routing.trace", "types"],
-    ["routing", "tasks", "advantages", "losses", "metrics", "runs", "ranks", "frames", "stats"],
+    ["routing", "tasks", "objectives", "metrics", "runs", "ranks", "frames", "stats"],
     ["checkpoints", "models", "memory", "policies", "rollouts", "experts_cpu"],
-    ["cold_start", "measure", "trainer"],
-    ["execute", "execute_megatron", "study"],
+    ["cold_start", "probe", "recorder", "evaluate", "trainer"],
+    ["execute", "study"],
     ["workers", "study_on_ranks", "summary", "factors", "plots", "figures", "tables", "report", "page", "collect",
      "rerun", "volatility", "view", "trl"],
     ["arguments", "cli", "__main__"],
 ]
 """A module may import from its own layer and from those above it."""
-PROTOCOLS_ONLY = {"measure", "trainer"}
+PROTOCOLS_ONLY = {"probe", "recorder", "evaluate", "trainer"}
 HEAVY = {"transformers", "vllm", "megatron", "trl"}
 MAY_IMPORT_HEAVY = (
     "checkpoints", "models", "memory", "cold_start", "policies", "rollouts", "experts_cpu", "volatility", "trl",
-    "execute_megatron",
 )  # fmt: skip
 
 

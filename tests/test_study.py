@@ -10,6 +10,7 @@ import pytest
 
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
 from moe_rl.study import Study, load_study_file, parse_settings
 from tests.fake_study import GRPO, GSPO, study
 
@@ -100,11 +101,16 @@ def test_seeds_must_be_there_and_different(tmp_path):
     ("group_size=4", "group_size", 4),
     ("task=jsonl:a=b.jsonl", "task", "jsonl:a=b.jsonl"),
     ("model.overrides.num_experts=32", "model.overrides.num_experts", 32),
-    ("task_options.name=abc", "task_options.name", "abc"),
+    ("task.options.name=abc", "task.options.name", "abc"),
+    ("task.options.digits=12", "task.options.digits", 12),
 ])
 def test_settings_get_the_type_of_their_field(text, key, value):
     got = parse_settings(BASE, [text])
     assert got == {key: value} and type(got[key]) is type(value)
+    changed = BASE.replace(**got).to_dict()
+    for part in key.split("."):
+        changed = changed[part]
+    assert changed == (list(value) if isinstance(value, tuple) else value)
 
 
 @pytest.mark.parametrize("text, words", [
@@ -159,8 +165,10 @@ def test_a_missing_study_file_is_named():
 def test_the_study_of_this_repository_is_the_declared_comparison():
     routing_replay = load_study_file("studies/routing_replay.py")
     grpo, replay, gspo = routing_replay.arms
-    assert (grpo.loss, grpo.routes) == ("grpo", "live") and (replay.loss, replay.routes) == ("grpo", "old_policy")
-    assert (gspo.loss, gspo.routes) == ("gspo", "live") and max(gspo.clip) < 0.1
+    assert [(arm.loss.name, arm.routes.name) for arm in (grpo, replay, gspo)] == [
+        ("grpo", "live"), ("grpo", "old_policy"), ("gspo", "live"),
+    ]
+    assert max(gspo.loss.options[bound] for bound in ("clip_low", "clip_high")) < 0.1
     base = routing_replay.base
     assert (base.prompts_per_step, base.group_size, base.mini_batches, base.steps) == (32, 8, 8, 100)
     assert routing_replay.seeds == (0, 1, 2) and "not evidence" in routing_replay.caution
@@ -178,6 +186,6 @@ def test_listing_runs_does_not_import_pandas():
 
 
 def test_workers_do_not_differ_from_a_restart_in_their_hash(tmp_path):
-    assert GSPO.clip == (0.01, 0.013)
+    assert GSPO.loss == Use("gspo", clip_low=0.01, clip_high=0.013)
     config = study.base.replace(arm=GSPO)
     assert config.hash == config.replace(steps=99).hash != config.replace(seed=1).hash

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -12,15 +12,16 @@ from moe_rl import frames
 from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig
 from moe_rl.errors import Diverged
 from moe_rl.execute import build, execute
-from moe_rl.losses import objective_of, sequence_mean_weights
+from moe_rl.lookup import Use
+from moe_rl.objectives import objective_of
+from moe_rl.objectives.aggregate import seq_mean_token_mean
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.routing import replay_routing
-from moe_rl.routing.sources import false_flips, random_share
 from moe_rl.runs import RunFolder
-from moe_rl.trainer import carried_over, mini_batches, roll_out
+from moe_rl.trainer import mini_batches, roll_out
 from tests.conftest import build as build_tiny
 from tests.conftest import perturb
-from tests.policies.test_hf import make_batch
+from tests.policies.test_hf import make_batch, part_of
 
 TINY = RunConfig(
     arm=Arm(name="grpo"),
@@ -38,26 +39,26 @@ TINY = RunConfig(
     eval_prompts=6,
     save_every=2,
 )
-half, tenth_flipped = partial(random_share, share=0.5), partial(false_flips, share=0.1)
+CLIP = {"clip_low": 0.01, "clip_high": 0.013}
 ARMS = {
     "grpo": Arm(name="grpo"),
     "replay": Arm(name="replay", routes="old_policy"),
     "r3": Arm(name="r3", routes="rollout"),
     "shuffled": Arm(name="shuffled", routes="shuffled"),
     "random": Arm(name="random", routes="random_sets"),
-    "dose": Arm(name="dose", routes="tests.test_trainer:half"),
-    "false-flips": Arm(name="false-flips", routes="tests.test_trainer:tenth_flipped"),
-    "gspo": Arm(name="gspo", loss="gspo", clip=(0.01, 0.013)),
-    "gspo_token": Arm(name="gspo_token", loss="gspo_token", clip=(0.01, 0.013)),
+    "dose": Arm(name="dose", routes=Use("random_share", share=0.5)),
+    "false-flips": Arm(name="false-flips", routes=Use("false_flips", share=0.1)),
+    "gspo": Arm(name="gspo", loss=Use("gspo", **CLIP)),
+    "gspo_token": Arm(name="gspo_token", loss=Use("gspo_token", **CLIP)),
     "ratio-replayed": Arm(name="ratio-replayed", ratio_routes="old_policy"),
     "gradient-replayed": Arm(name="gradient-replayed", routes="old_policy", ratio_routes="live"),
-    "kl": Arm(name="kl", kl=0.1, entropy=0.01),
+    "kl": Arm(name="kl", terms=(Use("kl", coef=0.1), Use("entropy", coef=0.01))),
 }
 
 
-def carry_out(run, path, on_step=None):
+def carry_out(run, path, listen=lambda rows: None):
     with RunFolder.open(path, run.to_dict(), run.hash) as folder:
-        execute(run, folder, cache=path.parent, on_step=on_step)
+        execute(run, folder, cache=path.parent, listen=listen)
     return {name: frames.read_table(path, name) for name in ("steps", "updates", "layers")}
 
 
@@ -91,7 +92,7 @@ def test_arms_start_from_the_same_rollouts(finished):
 
 def test_only_replay_arms_report_coverage_and_it_is_complete(finished):
     for name, tables in finished.items():
-        replays = ARMS[name].routes != "live"
+        replays = ARMS[name].routes.name != "live"
         assert ("coverage" in tables["updates"]) == replays
         if name in ("replay", "r3", "random"):
             assert (tables["updates"]["coverage"] == 1).all()
@@ -140,8 +141,8 @@ def test_an_interrupted_run_ends_identical(tmp_path):
     run = TINY.replace(arm=ARMS["replay"])
     whole = carry_out(run, tmp_path / "whole")
 
-    def interrupt(row):
-        if row["step"] == 3:
+    def interrupt(rows):
+        if rows["steps"][0]["step"] == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -195,7 +196,7 @@ def test_any_step_can_be_saved_as_a_hugging_face_checkpoint(tmp_path):
 
 
 def test_a_step_whose_groups_are_all_equal_warns(tmp_path):
-    run = TINY.replace(task="running_sums", task_options={"digits": 3}, steps=1)
+    run = TINY.replace(task=Use("running_sums", digits=3), steps=1)
     with pytest.warns(UserWarning, match="step 1: all rewards of every group are equal"):
         carry_out(run, tmp_path / "run")
 
@@ -232,16 +233,17 @@ def test_ratio_and_gradient_may_have_routes_of_their_own(ratio, gradient):
     reference = build_tiny("qwen3_moe")
     reference.load_state_dict(policy.model.state_dict())
     log_r = policy.score(batch, of_ratio).logprobs - old.logprobs
-    r, a = log_r.exp(), batch.advantages[:, None]
+    r, a = log_r.exp(), batch.advantages
     kept = batch.response_mask & ~((a > 0) & (r > 1.27)) & ~((a < 0) & (r < 0.8))
     assert 0 < kept.sum() < batch.response_mask.sum()
-    weights = sequence_mean_weights(batch.response_mask)
+    weights = seq_mean_token_mean(batch.response_mask)
     forced = None if of_gradient is None else of_gradient.rows(slice(None), batch.tokens.shape[1] - 1)
     with replay_routing(reference, forced):
         log_p = reference(batch.tokens[:, :-1]).logits.log_softmax(-1)
         chosen = torch.nn.functional.pad(log_p.gather(-1, batch.tokens[:, 1:, None])[..., 0], (1, 0))
         (-(weights * kept * r * a * chosen).sum()).backward()
-    policy.update(batch, carried_over(policy, batch, old, of_ratio, of_gradient), objective, of_gradient)
+    part = replace(part_of(batch, old, of_gradient), ratio_logprobs=log_r + old.logprobs)
+    policy.update(part, objective)
     for name, p in reference.named_parameters():
         if p.grad is not None:
             torch.testing.assert_close(found[name], p.grad, atol=1e-6, rtol=1e-4, msg=name)

@@ -21,12 +21,13 @@ from workload import GROUP, MINI_BATCHES, NEW_TOKENS, PROMPT_TOKENS, PROMPTS  # 
 import moe_rl.policies.hf  # isort: skip
 from moe_rl.config import Arm, Optimizer, RunConfig  # isort: skip
 from moe_rl.experts_cpu import use_cpu_experts  # isort: skip
-from moe_rl.losses import objective_of  # isort: skip
+from moe_rl.objectives import advantage_of, objective_of  # isort: skip
 from moe_rl.policies.hf import HFPolicy  # isort: skip
+from moe_rl.recorder import Recorder  # isort: skip
 from moe_rl.rollouts.hf import HFEngine  # isort: skip
 from moe_rl.routing import RoutingTrace, layout_of  # isort: skip
 from moe_rl.routing.sources import live  # isort: skip
-from moe_rl.trainer import Clock, Parts, mini_batches, roll_out, train_step  # isort: skip
+from moe_rl.trainer import Parts, mini_batches, roll_out, train_step  # isort: skip
 from moe_rl.types import Prompt  # isort: skip
 
 
@@ -51,7 +52,8 @@ def parts() -> Parts:
 
     return Parts(
         task=OddCharacters(), policy=HFPolicy(model, Optimizer(lr=workload.LR)), engine=HFEngine(model, tokenizer),
-        objective=objective_of(RUN.arm), source=live, encode=encode, pad_token=0, held_out=[],
+        objective=objective_of(RUN.arm), advantage=advantage_of(RUN.arm), source=live,
+        encode=encode, pad_token=0, held_out=[],
     )  # fmt: skip
 
 
@@ -66,11 +68,10 @@ def step(parts: Parts, number: int, seconds: dict[str, list[float]]) -> int:
     marks = [time.process_time()]
     batch = roll_out(RUN, parts, number)
     marks.append(time.process_time())
-    old = parts.policy.score(batch)
+    batch = replace(batch, old_logprobs=parts.policy.score(batch).logprobs)
     marks.append(time.process_time())
     for index in mini_batches(len(batch), RUN.mini_batches, number):
-        part = batch.rows(index)
-        parts.policy.update(part, old.rows(index, part.tokens.shape[1]), parts.objective, None)
+        parts.policy.update(parts.objective.weighed(batch.rows(index)), parts.objective)
     marks.append(time.process_time())
     assert batch.tokens.shape == (PROMPTS * GROUP, PROMPT_TOKENS + NEW_TOKENS), batch.tokens.shape
     spent = [b - a for a, b in zip(marks, marks[1:], strict=False)]
@@ -81,7 +82,7 @@ def step(parts: Parts, number: int, seconds: dict[str, list[float]]) -> int:
 
 def measured_step(parts: Parts, number: int, seconds: dict[str, list[float]]) -> None:
     start = time.process_time()
-    train_step(RUN, parts, number, Clock())
+    train_step(RUN, parts, number, Recorder(RUN, parts.policy))
     seconds.setdefault("step", []).append(time.process_time() - start)
 
 

@@ -8,14 +8,15 @@ import torch
 
 from moe_rl.config import Arm, EngineConfig, RunConfig
 from moe_rl.errors import ConfigError, RoutingError, RunError
-from moe_rl.losses import objective_of
-from moe_rl.measure import engine_row
+from moe_rl.objectives import objective_of
+from moe_rl.recorder import engine_row
 from moe_rl.rollouts.answers import Answer, Reader
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing import layout_of
 from moe_rl.routing.formats import RoutesRefused
 from moe_rl.routing.sources import rollout as replay_rollout
 from moe_rl.types import Sampling, collate
+from tests.policies.test_hf import part_of
 from tests.rollouts.fake_engine import PROMPTS, policy_of, routes_of, small
 
 SAMPLING = Sampling(max_new_tokens=6)
@@ -128,7 +129,7 @@ def test_or_they_are_unknown_and_counted_and_replay_routes_freely_there(loaded, 
     routes = replay_rollout(batch, natural)
     old = policy.score(batch, routes)
     torch.testing.assert_close(old.logprobs, natural.logprobs, atol=1e-5, rtol=0)
-    updated = policy.update(batch, old, objective_of(Arm(name="r3")), routes)
+    updated = policy.update(part_of(batch, old, routes), objective_of(Arm(name="r3")))
     torch.testing.assert_close(updated.logprobs, old.logprobs, atol=1e-5, rtol=0)
 
 

@@ -9,7 +9,8 @@ import torch
 from moe_rl.config import Arm, EngineConfig
 from moe_rl.errors import ConfigError
 from moe_rl.execute import build
-from moe_rl.measure import engine_row
+from moe_rl.lookup import Use
+from moe_rl.recorder import engine_row
 from moe_rl.rollouts.choose import check_engine
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.mismatch import MismatchedEngine, to_int8_and_back, with_noise
@@ -115,7 +116,7 @@ def test_replaying_the_rollouts_routes_removes_what_the_router_noise_adds(tmp_pa
 
 
 def test_anchored_on_the_engine_the_first_ratio_is_the_mismatch(tmp_path):
-    arm = Arm(name="anchored", loss="gspo", clip=(0.01, 0.013), anchor="engine")
+    arm = Arm(name="anchored", loss=Use("gspo", clip_low=0.01, clip_high=0.013), anchor="engine")
     steps = carry_out(WIDE.replace(arm=arm, engine=EngineConfig(dtype="bfloat16"), steps=1), tmp_path / "run")["steps"]
     assert steps.iloc[-1]["first_update_log_ratio_max"] > 1e-4
 

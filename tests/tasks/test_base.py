@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
 from moe_rl.tasks.base import Task, checked_reward, draw, held_out, load_task
 from moe_rl.tasks.running_sums import RunningSums
 from moe_rl.types import Prompt
@@ -32,24 +33,24 @@ class Finite:
         ("jsonl", "jsonl:<file>"),
         ("jsonl:", "jsonl:<file>"),
         ("reasoning_gym", "reasoning_gym:<dataset>"),
-        ("", "running_sums"),
+        ("", "names nothing"),
         ("reasoning_gym:spel_backward", "Did you mean spell_backward"),
         ("no_such_package.tasks:Mine", "no module 'no_such_package'"),
         ("moe_rl.tasks.running_sums:RuningSums", "Did you mean RunningSums"),
-        ("moe_rl.config:Arm", "cannot be built"),
-        ("moe_rl.tasks.running_sums:Prompt", "cannot be built"),
+        ("moe_rl.config:Arm", "is no task"),
+        ("moe_rl.tasks.running_sums:Prompt", "is no task"),
     ],
 )
 def test_an_unknown_task_is_one_sentence_with_the_choices(spec, said):
     with pytest.raises(ConfigError) as error:
-        load_task(spec, {})
+        load_task(spec)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_wrong_option_is_named():
     with pytest.raises(ConfigError, match="digit"):
-        load_task("running_sums", {"digit": 3})
+        load_task(Use("running_sums", digit=3))
 
 
 def test_a_task_of_ones_own_is_found_in_the_working_directory(tmp_path, monkeypatch):
@@ -66,13 +67,13 @@ def test_a_task_of_ones_own_is_found_in_the_working_directory(tmp_path, monkeypa
     (package / "broken.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    task = load_task("my_own_tasks.deep:Echo", {"word": "b"})
+    task = load_task(Use("my_own_tasks.deep:Echo", word="b"))
     assert isinstance(task, Task)
     assert task.prompts(1, 0)[0].text == "b"
     with pytest.raises(ConfigError, match="is no task"):
-        load_task("my_own_tasks.deep:NoTask", {})
+        load_task("my_own_tasks.deep:NoTask")
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):  # the user's bug, with its traceback
-        load_task("my_own_tasks.broken:Echo", {})
+        load_task("my_own_tasks.broken:Echo")
 
 
 def test_draw_leaves_out_what_is_excluded_and_keeps_the_order():
@@ -124,7 +125,7 @@ def test_a_reward_outside_the_unit_interval_is_refused():
 
 @pytest.mark.parametrize("spec", ["running_sums", "reasoning_gym:spell_backward"])
 def test_neighbouring_seeds_share_no_prompts(spec):
-    task = load_task(spec, {})
+    task = load_task(spec)
     drawn = [{p.text for p in task.prompts(20, seed)} for seed in range(5)]
     assert all(len(a & b) <= 1 for a, b in pairwise(drawn))
     assert task.prompts(20, 3) == task.prompts(20, 3)

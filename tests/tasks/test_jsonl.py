@@ -14,7 +14,7 @@ from moe_rl.tasks.base import draw, load_task
 def task_of(tmp_path, lines):
     file = tmp_path / "pairs.jsonl"
     file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
-    return load_task(f"jsonl:{file}", {})
+    return load_task(f"jsonl:{file}")
 
 
 @pytest.mark.parametrize(
@@ -80,4 +80,4 @@ def test_a_broken_file_names_the_line(tmp_path, lines, said):
 
 def test_a_missing_file_is_one_sentence():
     with pytest.raises(ConfigError, match="no such file"):
-        load_task("jsonl:nowhere/at_all.jsonl", {})
+        load_task("jsonl:nowhere/at_all.jsonl")

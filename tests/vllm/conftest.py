@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from moe_rl.config import Arm, ColdStart, ModelConfig, Optimizer, RunConfig
+from moe_rl.lookup import Use
 from moe_rl.models import load, save_checkpoint
 from moe_rl.policies.hf import HFPolicy
 
@@ -24,8 +25,7 @@ torch.set_num_threads(1)
 RUN = RunConfig(
     arm=Arm(name="grpo"),
     model=ModelConfig(overrides={"head_dim": 32}),  # the least that vLLM's attention takes on a CPU
-    task="running_sums",
-    task_options={"digits": 4},
+    task=Use("running_sums", digits=4),
     max_new_tokens=5,
     eval_prompts=8,
     cold_start=ColdStart(target=0.3, max_steps=1500),
@@ -83,7 +83,7 @@ def trained():
     from moe_rl.tasks.base import load_task
 
     loaded = load(RUN.model, 0)
-    cold_start(loaded, load_task(RUN.task, RUN.task_options), RUN, CACHE)
+    cold_start(loaded, load_task(RUN.task), RUN, CACHE)
     return loaded
 
 

@@ -12,8 +12,8 @@ from moe_rl import frames
 from moe_rl.config import Arm, EngineConfig, Measure, ModelConfig, Optimizer
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.execute import execute
-from moe_rl.measure import engine_row
 from moe_rl.models import encode_prompts
+from moe_rl.recorder import engine_row
 from moe_rl.rollouts import vllm as adapter
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.push import parity
@@ -47,7 +47,7 @@ def test_float32_agrees_with_the_policy_over_thousands_of_tokens_of_random_weigh
 def test_float32_agrees_with_the_policy_on_a_trained_checkpoint(serving, trained):
     serving.loaded.model.load_state_dict(trained.model.state_dict())
     serving.engine.load(serving.policy.weights())
-    task = load_task(RUN.task, RUN.task_options)
+    task = load_task(RUN.task)
     prompts = encode_prompts(draw(task, 128, 5, set()), trained.tokenizer)
     rollouts = serving.engine.generate(prompts, 4, key=(2,), sampling=Sampling(max_new_tokens=5))
     found = parity(rollouts, serving.score)
@@ -62,7 +62,7 @@ def test_what_is_sampled_has_the_frequencies_that_the_log_probs_say(serving, tra
     """The same token of 1,000 answers against the policy's softmax(logits / temperature), and against another one."""
     serving.loaded.model.load_state_dict(trained.model.state_dict())
     serving.at(temperature).engine.load(serving.policy.weights())
-    question = encode_prompts(draw(load_task(RUN.task, RUN.task_options), 1, 5, set()), trained.tokenizer)
+    question = encode_prompts(draw(load_task(RUN.task), 1, 5, set()), trained.tokenizer)
     begun = serving.engine.generate(question, 1, key=(11,), sampling=Sampling(temperature, 3))[0].tokens
     prompt = [Prompt("", tokens=question[0].tokens + begun)]  # the last sums are the uncertain ones
     rollouts = serving.engine.generate(prompt, 1000, key=(11,), sampling=Sampling(temperature, 1))
@@ -221,7 +221,7 @@ def test_bfloat16_differs_measurably_and_replay_removes_part_of_it(serving, bflo
     bfloat16.engine.load(bfloat16.policy.weights())
     prompts = PROMPTS * 4
     if weights == "trained":
-        prompts = encode_prompts(draw(load_task(RUN.task, RUN.task_options), 128, 5, set()), trained.tokenizer)
+        prompts = encode_prompts(draw(load_task(RUN.task), 128, 5, set()), trained.tokenizer)
     rollouts = bfloat16.engine.generate(prompts, 2, key=(1,), sampling=Sampling(max_new_tokens=10))
     batch = collate(rollouts, list(range(256)), [0.0] * 256, 257)
     natural = bfloat16.score(batch)
