@@ -104,7 +104,7 @@ def train_step(run: RunConfig, parts: Parts, step: int, clock: Clock) -> tuple[R
     with clock("sample"):
         batch = parts.once(lambda: roll_out(run, parts, step))
     with clock("score"):
-        natural = policy.score(batch, scores=needs_scores(parts.source))
+        natural = policy.score(batch, scores=needs_scores(parts.source) or needs_scores(parts.ratio_source))
         routes = parts.source(batch, natural)
         ratio_routes = parts.ratio_source(batch, natural) if parts.ratio_source else routes
         # Both sides of a ratio use the same routes: only live arms and R2 may reuse the natural scoring.
