@@ -55,7 +55,7 @@ class Recording:
         The last column may never have been an input (it was sampled last); it is unknown then. Padding is unknown.
         Raises RoutingError for tokens that the forwards did not read, as after beam search, which moves rows, and
         assisted decoding, which takes tokens back. Not compared are padding, and forwards that were given embeddings,
-        whose tokens nobody knows.
+        whose tokens nobody knows; and rows that exchange their caches while they read the same tokens look alike.
         """
         self._require_forward()
         batch, time = input_ids.shape
