@@ -135,11 +135,11 @@ def test_beams_that_swap_rows_between_steps_are_refused(qwen, tokens):
 
 @pytest.mark.parametrize("new", [8, 24])
 def test_speculation_whose_tokens_were_rejected_is_refused(qwen, tokens, new):
-    helper = build("qwen3_moe")
-    perturb(helper, 0.05 if new == 8 else 0.02)
+    draft = build("qwen3_moe")
+    perturb(draft, 0.05 if new == 8 else 0.02)
     with record_routing(qwen) as recording:
         full = qwen.generate(tokens[:1], max_new_tokens=new, min_new_tokens=new, do_sample=False,
-                             assistant_model=helper)  # fmt: skip
+                             assistant_model=draft)  # fmt: skip
     with pytest.raises(RoutingError, match="other tokens"):
         recording.trace(full)
 
