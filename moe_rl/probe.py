@@ -90,7 +90,7 @@ class Probe:
     # ------------------------------------------------------------------ parts of it
     def _engine_replayed(self) -> Row:
         """What is left of the engine's gap on the probe when the policy replays the engine's routes (R3)."""
-        if self.batch.rollout_routes is None:
+        if self.batch.rollout_routes is None or self.batch.rollout_routes.coverage == 0:
             return {}
         natural = engine_gap(self.batch, self.old)
         replayed = engine_gap(self.batch, self.policy.score(self.batch, self.batch.rollout_routes))

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "moe_rl"
 
 LAYERS = [
     ["errors", "seeds", "lookup", "older", "config", "columns", "versions"],
-    ["routing.trace", "types"],
+    ["routing.layout", "routing.trace", "types"],
     ["routing", "tasks", "objectives", "metrics", "runs", "ranks", "frames", "stats"],
     ["checkpoints", "models", "memory", "policies", "rollouts", "experts_cpu"],
     ["cold_start", "probe", "recorder", "evaluate", "trainer"],

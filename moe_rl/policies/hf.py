@@ -56,6 +56,8 @@ class HFPolicy:
     @torch.no_grad()
     def score(self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False) -> Scored:
         """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. See `Policy.score`."""
+        if routes is not None:
+            routes.require_known()
         parts = []
         for rows in _slices(len(batch), self.score_batch):
             part = batch.rows(rows)
@@ -119,6 +121,8 @@ class HFPolicy:
     ) -> Float[Tensor, "batch time vocabulary"]:
         """log π(· | prefix) at every response token, 0 elsewhere; all rows at once, so for small vocabularies."""
         part = batch.to(self.device)
+        if routes is not None:
+            routes.require_known()
         with self._routed(part, routes):
             first, log_p = self._log_probs(part)
         return nn.functional.pad(log_p.where(part.response_mask[:, first:, None], 0.0), (0, 0, first, 0))
@@ -126,6 +130,8 @@ class HFPolicy:
     # ------------------------------------------------------------------ how
     def _backward(self, batch: Batch, objective: Objective) -> tuple[list, float, dict[str, float]]:
         """Fresh gradients of a mini-batch's loss; returns the outputs of its rows, the loss and its metrics."""
+        if batch.routes is not None:
+            batch.routes.require_known()
         self.optimizer.zero_grad(set_to_none=True)
         parts, loss, metrics = [], 0.0, Counter()
         for rows in _slices(len(batch), self.micro_batch):
@@ -148,7 +154,8 @@ class HFPolicy:
         forced = None
         if routes is not None:
             forced = replace(routes.rows(slice(None), inputs.shape[1]).to(self.device), attention_mask=followed)
-        with replay_routing(self.model, forced) as replay, record_routing(self.model, scores) as recording:
+        # A part may know no route by chance: those who cut it have looked at the whole.
+        with replay_routing(self.model, forced, part=True) as replay, record_routing(self.model, scores) as recording:
             yield routed
         routed.append(recording.trace(inputs, followed))
         routed.append(replay.preferred if replay else None)

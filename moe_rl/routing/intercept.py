@@ -6,10 +6,9 @@ only the ids that its final top-k returns are others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from jaxtyping import Integer
@@ -17,9 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing.sites import RoutingModule
+from moe_rl.routing.sites import RoutingModule, token_readers
 
 if TYPE_CHECKING:
+    from moe_rl.routing.checkpointing import CheckpointedForward
     from moe_rl.routing.hooks import Replay
 
 TOPK = frozenset({torch.topk, torch.Tensor.topk})
@@ -27,17 +27,78 @@ MASK = frozenset({torch.masked_fill, torch.Tensor.masked_fill})
 MAXIMUM = frozenset({torch.max, torch.Tensor.max})
 
 
-class SiteForward:
-    """Stands in for one routing module's `forward` while at least one scope is open on it."""
+class StandIn:
+    """Stands in for one attribute of a module while at least one scope is open on it."""
 
-    def __init__(self, spec: RoutingModule, index: int):
+    attribute: str
+
+    def __init__(self, owner: nn.Module):
+        self.owner, self.original = owner, getattr(owner, self.attribute)
+        self.previous = owner.__dict__.get(self.attribute)
+        self.scopes: list[Any] = []
+
+    @classmethod
+    def on(cls, owner: nn.Module, *args: Any) -> Any:
+        """The one that stands there already, or a new one."""
+        current = owner.__dict__.get(cls.attribute)
+        return current if isinstance(current, cls) else cls(owner, *args)
+
+    @property
+    def idle(self) -> bool:
+        return not self.scopes
+
+    def take_place(self) -> None:
+        setattr(self.owner, self.attribute, self)
+
+    def give_back(self) -> None:
+        """Restore what was there before, unless somebody has wrapped this one meanwhile: it then only hands on."""
+        if self.owner.__dict__.get(self.attribute) is not self:
+            return
+        delattr(self.owner, self.attribute)
+        if self.previous is not None:
+            setattr(self.owner, self.attribute, self.previous)
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        raise RoutingError(
+            "the model is inside record_routing or replay_routing, and a copy of it would go on recording or replaying "
+            "for ever; copy it outside the block."
+        )
+
+
+@contextmanager
+def opened(stand_ins: Sequence[StandIn], kind: str, what: Any) -> Iterator[None]:
+    """Put `what` last in the list `kind` of each; take it off again, come what may and in whatever order."""
+    for stand_in in stand_ins:
+        stand_in.take_place()
+        getattr(stand_in, kind).append(what)
+    try:
+        yield
+    finally:
+        for stand_in in stand_ins:
+            entries = getattr(stand_in, kind)
+            # The last of its kind: a recomputation puts the replay of its forward there a second time.
+            del entries[max(i for i, entry in enumerate(entries) if entry is what)]
+            if stand_in.idle:
+                stand_in.give_back()
+
+
+class SiteForward(StandIn):
+    """Stands in for one routing module's `forward`."""
+
+    attribute = "forward"
+
+    def __init__(self, owner: nn.Module, spec: RoutingModule, index: int):
+        super().__init__(owner)
         self.spec, self.index = spec, index
-        self.original = spec.module.forward
-        self.previous = spec.module.__dict__.get("forward")
         self.selection = MaximaSelection if spec.by_maxima else Selection
         self.listeners: list[Callable[..., None]] = []
         self.replays: list[Replay | None] = []
-        self.pasts: list[Past] = []
+        self.recomputed: list[CheckpointedForward] = []
+        """The checkpointed forward that is being recomputed, if any."""
+
+    @property
+    def idle(self) -> bool:
+        return not (self.listeners or self.replays or self.recomputed)
 
     @property
     def replay(self) -> Replay | None:
@@ -45,8 +106,10 @@ class SiteForward:
         return self.replays[-1] if self.replays else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.idle:
+            return self.original(*args, **kwargs)
         replay = self.replay
-        again = self.pasts[-1].ids[self.index] if self.pasts else None
+        again = self.recomputed[-1].ids[self.index] if self.recomputed else None
         with self.selection(self.spec, self.index, replay, again) as seen:
             output = self.original(*args, **kwargs)
         seen.require_complete()
@@ -73,8 +136,8 @@ class Selection(TorchFunctionMode):
         """The ids that go to the experts."""
         self.choice: Tensor | None = None
         """The scores that the router chooses by, groups masked."""
-        self.own: Callable[[], Tensor] | None = None
-        """Under replay: the ids the router would have picked; computed when called."""
+        self.own: Integer[Tensor, "tokens k"] | None = None
+        """Under replay: the ids the router would have picked."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in self.watched and args[0].shape[-1] == self.spec.site.num_experts:
@@ -116,7 +179,8 @@ class Selection(TorchFunctionMode):
         free = self.replay.free.to(flat.device)
         if len(free) and self.again is None:
             ids[free] = torch.where(ids[free] < 0, select(flat[free]), ids[free])
-        self.own = partial(select, flat)
+        if self.again is None:  # at once: later would mean to keep the scores of every site
+            self.own = select(flat)
         self.used = ids
         return ids
 
@@ -175,78 +239,31 @@ def _overwrite(picked: Any, scores: Tensor, ids: Integer[Tensor, "tokens k"]) ->
 
 
 @contextmanager
-def hooked(modules: tuple[RoutingModule, ...], kind: str, what: Any) -> Iterator[None]:
-    """Put `what` among the `listeners`, `replays` or `pasts` of every site; take it off again, come what may."""
-    sites = []
-    for index, spec in enumerate(modules):
-        current = spec.module.__dict__.get("forward")
-        site = current if isinstance(current, SiteForward) else SiteForward(spec, index)
-        spec.module.forward = site
-        getattr(site, kind).append(what)
-        sites.append(site)
-    try:
-        yield
-    finally:
-        for site in sites:
-            getattr(site, kind).remove(what)
-            if site.listeners or site.replays or site.pasts:
-                continue
-            del site.spec.module.forward
-            if site.previous is not None:
-                site.spec.module.forward = site.previous
-
-
-class Past:
-    """The forward of one checkpointed layer, for its recomputation: under which replay it ran, the ids it used."""
-
-    def __init__(self, replay: Replay | None):
-        self.replay = replay
-        self.ids: dict[int, Tensor] = {}
-
-    def keep(self, site: int, used: Tensor, choice: Tensor, output: Any) -> None:
-        self.ids[site] = used.detach()
+def hooked(modules: tuple[RoutingModule, ...], kind: str, what: Any) -> Iterator[list[SiteForward]]:
+    """Put `what` among the `listeners`, `replays` or `recomputed` of every site."""
+    sites = [SiteForward.on(spec.module, spec, index) for index, spec in enumerate(modules)]
+    with opened(sites, kind, what):
+        yield sites
 
 
 @contextmanager
-def checkpoints_bound(
-    model: nn.Module, modules: tuple[RoutingModule, ...], replay: Replay | None = None
-) -> Iterator[None]:
-    """Recompute every checkpointed layer with the experts of its forward; `replay` counts those still to come.
+def tokens_noted(model: nn.Module, note: Callable[[Tensor], None]) -> Iterator[None]:
+    """Hand to `note` the ids [batch, time] that a forward of `model` is given, whichever of its wrappers is called.
 
-    Left alone, a recomputation that is off by rounding would choose others. Those of several micro-batches may come in
-    any order.
+    Each wrapper on the way to the decoder notes them in turn, so the last are the decoder's. Embeddings name none.
     """
-    layers = [m for m in model.modules() if "_gradient_checkpointing_func" in m.__dict__]
 
-    def bind(checkpoint: Callable) -> Callable:
-        def checkpointed(function: Callable, *args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return checkpoint(function, *args, **kwargs)
-            past = Past(modules[0].module.forward.replay)
-            if replay is not None:
-                replay.pending += 1
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point():
+            note(tokens)
 
-            def run(*inner: Any, **inner_kwargs: Any) -> Any:
-                if not recomputing():
-                    with hooked(modules, "listeners", past.keep):
-                        return function(*inner, **inner_kwargs)
-                if replay is not None:
-                    replay.pending -= 1
-                with hooked(modules, "replays", past.replay), hooked(modules, "pasts", past):
-                    return function(*inner, **inner_kwargs)
-
-            return checkpoint(run, *args, **kwargs)
-
-        return checkpointed
-
-    originals = [layer._gradient_checkpointing_func for layer in layers]
-    for layer in layers:
-        layer._gradient_checkpointing_func = bind(layer._gradient_checkpointing_func)
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in token_readers(model)]
     try:
         yield
     finally:
-        for layer, original in zip(layers, originals, strict=True):
-            layer._gradient_checkpointing_func = original
+        for handle in handles:
+            handle.remove()
 
 
 def recomputing() -> bool:

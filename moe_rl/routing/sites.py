@@ -104,6 +104,14 @@ def plain_name(name: str) -> str:
     return ADAPTERS.sub("", WRAPPERS.sub("", name))
 
 
+def token_readers(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The model, its text decoder and the wrappers between them, from the outside in: whichever of them is called, and
+    however it hands on its inputs, one of them is given the token ids."""
+    decoder = _text_decoder(model)
+    path = next((name.split(".") for name, module in model.named_modules() if module is decoder and name), [])
+    return tuple(model.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1))
+
+
 def _describe(name: str, module: nn.Module) -> RoutingModule:
     site = Site(
         name=plain_name(name),

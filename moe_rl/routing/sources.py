@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_rl.errors import RoutingError
+from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.lookup import needs
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored
@@ -72,11 +72,19 @@ def random_sets(batch: Batch, natural: Scored, *, seed: int = 0) -> RoutingTrace
     return _forced(routes, experts.to(routes.experts.device), routes.known)
 
 
-def random_share(batch: Batch, natural: Scored, *, share: float, seed: int = 0) -> RoutingTrace:
-    """A dose of Routing Replay: a random `share` of (token, site) pairs replays π_old's routes, the rest is free."""
+def random_share(batch: Batch, natural: Scored, *, share: float, seed: int = 0) -> RoutingTrace | None:
+    """A dose of Routing Replay: a random `share` of (token, site) pairs replays π_old's routes, the rest is free.
+
+    A share of 1 is `old_policy`; one of 0 is `live`, and so is a draw that hits no pair. Raises ConfigError for a share
+    outside [0, 1].
+    """
+    _require_share("random_share", share)
     routes = natural.routes
+    if share == 1:
+        return routes
     dose = torch.rand(routes.shape[:3], generator=_generator(seed, batch)) < share
-    return _forced(routes, routes.experts, routes.known & dose.to(routes.experts.device))
+    where = routes.known & dose.to(routes.experts.device)
+    return _forced(routes, routes.experts, where) if bool(where.any()) else None
 
 
 @needs("scores")
@@ -85,8 +93,12 @@ def false_flips(batch: Batch, natural: Scored, *, share: float) -> RoutingTrace:
     gives way to the runner-up, as if the router had flipped where it is closest to flipping.
 
     The runner-up is the most probable expert that is not used, so families that choose by other scores (groups,
-    correction biases) get a near one. Raises RoutingError for sites of different numbers of experts.
+    correction biases) get a near one. A share of 0 is `old_policy`. Raises RoutingError for sites of different numbers
+    of experts, ConfigError for a share outside [0, 1].
     """
+    _require_share("false_flips", share)
+    if share == 0:
+        return natural.routes
     routes, scores = natural.routes, natural.scores
     if len({site.num_experts for site in routes.layout.sites}) > 1:
         raise RoutingError("false_flips needs the same number of experts at every site.")
@@ -105,6 +117,11 @@ def false_flips(batch: Batch, natural: Scored, *, share: float) -> RoutingTrace:
 def _forced(routes: RoutingTrace, experts: Tensor, where: Tensor) -> RoutingTrace:
     """The trace with other experts, unknown except at the (token, site) pairs of `where`."""
     return replace(routes, experts=experts.masked_fill(~where[..., None], routes.layout.unknown))
+
+
+def _require_share(source: str, share: float) -> None:
+    if not 0 <= share <= 1:
+        raise ConfigError(f"{source} takes a share of (token, site) pairs, from 0 to 1, not {share}.")
 
 
 def _generator(seed: int, batch: Batch) -> torch.Generator:

@@ -12,55 +12,9 @@ from jaxtyping import Bool, Int, Integer
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
+from moe_rl.routing.layout import Layout, Site
 
 FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Site:
-    """One place that routes."""
-
-    name: str
-    """Module path inside the model, e.g. `model.layers.3.mlp.gate`."""
-    decoder_layer: int
-    """Absolute index of the decoder layer; dense layers count."""
-    num_experts: int
-    top_k: int
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The sites of one architecture, in forward order: what the site axis of a trace means."""
-
-    sites: tuple[Site, ...]
-    architecture: str
-    """Fingerprint of the architecture (family and sizes); weights of one architecture share it."""
-
-    @property
-    def top_k(self) -> int:
-        """Width of the k axis: the largest top-k of any site."""
-        return max(site.top_k for site in self.sites)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """One byte per id up to 255 experts (255 marks an unknown row), else two (-1 marks it)."""
-        return torch.uint8 if max(site.num_experts for site in self.sites) <= 255 else torch.int16
-
-    @property
-    def unknown(self) -> int:
-        return 255 if self.dtype == torch.uint8 else -1
-
-    def require(self, other: Layout, what: str) -> None:
-        """Raise unless `other` is this layout."""
-        if self.architecture != other.architecture or len(self.sites) != len(other.sites):
-            raise RoutingError(
-                f"{what} comes from another model: it has {len(other.sites)} routing sites of architecture "
-                f"{other.architecture}, the model has {len(self.sites)} of {self.architecture}. "
-                "Record the routes again with this model."
-            )
-        for mine, theirs in zip(self.sites, other.sites, strict=True):
-            if mine != theirs:
-                raise RoutingError(f"{what} does not fit the model: it has {theirs}, the model has {mine}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,15 +65,12 @@ class RoutingTrace:
     ) -> RoutingTrace:
         """One-row traces of unequal length as one right-padded trace over `tokens`.
 
-        A trace may be shorter than its row (the last sampled token has no route); the rest is unknown.
+        A trace may be shorter than its row (the last sampled token has no route); the rest is unknown. Raises
+        RoutingError as `cat` does.
         """
         for b, trace in enumerate(traces):
-            traces[0].layout.require(trace.layout, f"trace {b}")
-            if trace.tokens is not None and not torch.equal(trace.tokens[0], tokens[b, : trace.shape[1]].int()):
-                raise RoutingError(f"trace {b} holds the routes of other tokens than row {b} of the batch.")
-            if trace.weight_version != traces[0].weight_version:
-                versions = f"{traces[0].weight_version!r} and {trace.weight_version!r}"
-                raise RoutingError(f"traces 0 and {b} are of two weight versions, {versions}: stack them apart.")
+            if trace.shape[0] != 1:
+                raise RoutingError(f"trace {b} has {trace.shape[0]} rows; stack joins traces of one, cat of several.")
         return RoutingTrace.cat(traces, tokens, attention_mask)
 
     @staticmethod
@@ -128,8 +79,17 @@ class RoutingTrace:
         tokens: Integer[Tensor, "batch time"],
         attention_mask: Bool[Tensor, "batch time"],
     ) -> RoutingTrace:
-        """Right-padded traces of consecutive rows as one trace over `tokens`, on its device."""
-        layout = traces[0].layout
+        """Right-padded traces of consecutive rows, micro-batches say, as one trace over `tokens`, on its device.
+
+        Columns that a trace lacks are unknown. Raises RoutingError for traces of other tokens (padding aside), of more
+        columns or another number of rows than the batch, of two weight versions, and of two models.
+        """
+        layout, row = traces[0].layout, 0
+        for number, trace in enumerate(traces):
+            _require_rows(trace, number, traces[0], tokens[row : row + trace.shape[0]], row)
+            row += trace.shape[0]
+        if row != tokens.shape[0]:
+            raise RoutingError(f"the traces have {row} rows, the batch has {tokens.shape[0]}.")
         wide = [
             nn.functional.pad(t.experts, (0, 0, 0, 0, 0, tokens.shape[1] - t.shape[1]), value=layout.unknown)
             for t in traces
@@ -158,6 +118,14 @@ class RoutingTrace:
         tokens = int(self.attention_mask.sum()) * len(self.layout.sites)
         return int((self.known & self.attention_mask[..., None]).sum()) / tokens if tokens else float("nan")
 
+    def require_known(self) -> None:
+        """Raise unless some token's route is known."""
+        if not bool((self.known & self.attention_mask[..., None]).any()):
+            raise RoutingError(
+                "the trace holds no known route, so replay would do nothing. For live routing replay None; where it is "
+                "a part of a trace that does know some, say replay_routing(model, trace, part=True)."
+            )
+
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, RoutingTrace)
@@ -172,6 +140,13 @@ class RoutingTrace:
         """Where both chose the same experts, in whatever order; unknown equals unknown only."""
         self.layout.require(other.layout, "the other trace")
         return (self.experts.sort(-1).values == other.experts.sort(-1).values).all(-1)
+
+    def agreement(self, other: RoutingTrace) -> float:
+        """Share of (token, site) pairs at which both chose the same experts, in whatever order, of those whose route
+        both know; padding does not count. NaN where there is no such pair."""
+        same = self.same_sets(other)
+        both = self.known & other.known & (self.attention_mask & other.attention_mask)[..., None]
+        return same[both].double().mean().item()
 
     # ------------------------------------------------------------------ cutting it
     def rows(self, index: Int[Tensor, " rows"] | slice, time: int | None = None) -> RoutingTrace:
@@ -271,6 +246,28 @@ class RoutingTrace:
                     padded[mask] = packed
                     found[key.removeprefix("beside.")] = padded
         return found
+
+
+def _require_rows(
+    trace: RoutingTrace, number: int, first: RoutingTrace, tokens: Integer[Tensor, "rows time"], row: int
+) -> None:
+    """Raise unless trace `number` may stand beside the first one, over these rows of a batch, from `row` on."""
+    first.layout.require(trace.layout, f"trace {number}")
+    if trace.weight_version != first.weight_version:
+        versions = f"{first.weight_version!r} and {trace.weight_version!r}"
+        raise RoutingError(f"traces 0 and {number} are of two weight versions, {versions}: join them apart.")
+    rows, time = trace.shape[:2]
+    if time > tokens.shape[1]:
+        raise RoutingError(f"trace {number} has {time} columns, the batch {tokens.shape[1]}: rows of other tokens?")
+    if trace.tokens is None or rows != len(tokens):  # too many rows are refused by their sum
+        return
+    other = (trace.tokens.to(tokens.device) != tokens[:, :time]) & trace.attention_mask.to(tokens.device)
+    if bool(other.any()):
+        b, t = other.nonzero()[0].tolist()
+        raise RoutingError(
+            f"trace {number} holds the routes of other tokens than row {row + b} of the batch: at position {t} token "
+            f"{int(trace.tokens[b, t])}, in the batch {int(tokens[b, t])}. Give the traces in the order of the rows."
+        )
 
 
 def _check_ids(ids: Integer[Tensor, "batch time site k"], layout: Layout) -> None:

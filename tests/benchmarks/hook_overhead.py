@@ -1,5 +1,6 @@
 """What the hooks cost, in CPU time: recording in a decode step and in a whole training step, replay in forward and
-backward. Every pair runs without and with, one right after the other; the number is the median of the pairs' ratios.
+backward; and in memory: what a replay scope holds on to. Every pair runs without and with, one right after the other;
+the number is the median of the pairs' ratios.
 
     python tests/benchmarks/hook_overhead.py
 
@@ -9,6 +10,7 @@ Five families, each of about the size of the workload: hidden 128, 8 layers, 32 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -67,16 +69,26 @@ class Bench:
                     recording.take()
         return time.process_time() - start
 
-    def forward_backward(self, trace: RoutingTrace | None, and_preferred: bool = False) -> float:
-        """One forward and backward over 8 rows of 64 tokens."""
+    def forward_backward(self, trace: RoutingTrace | None) -> float:
+        """One forward and backward over 8 rows of 64 tokens, and what the routers would have picked."""
         start = time.process_time()
         with replay_routing(self.model, trace) as replay:
             self.model(self.tokens, use_cache=False).logits.logsumexp(-1).sum().backward()
-            if and_preferred:
+            if replay:
                 replay.preferred  # noqa: B018
         spent = time.process_time() - start
         self.model.zero_grad()
         return spent
+
+    def kept(self) -> int:
+        """Bytes that a replay scope holds on to after its backward, until it ends."""
+        self.forward_backward(None)
+        self.model.zero_grad(set_to_none=False)
+        self.model(self.tokens, use_cache=False).logits.sum().backward()
+        before = tensor_bytes()
+        with replay_routing(self.model, self.trace):
+            self.model(self.tokens, use_cache=False).logits.sum().backward()
+            return tensor_bytes() - before
 
     def step(self, recorded: bool) -> float:
         """A whole training step: sampling, old log-probs, four updates."""
@@ -90,6 +102,13 @@ class Bench:
             seconds: dict[str, list[float]] = {}
             our_step.step(self.parts, self.steps, seconds)
         return seconds["step"][0]
+
+
+def tensor_bytes() -> int:
+    """Of all tensors that Python can reach, each storage once."""
+    gc.collect()
+    storages = (x.untyped_storage() for x in gc.get_objects() if type(x) is torch.Tensor)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def overhead(without: Callable[[], float], added: Callable[[], float], pairs: int) -> tuple[float, float, float]:
@@ -111,7 +130,7 @@ def main() -> None:
     parser.add_argument("--step-pairs", type=int, default=15)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     options = parser.parse_args()
-    print("| family | recording: decode step | recording: training step | replay: forward + backward | and preferred |")
+    print("| family | recording: decode step | recording: training step | replay: forward + backward | replay keeps |")
     print("|---|---|---|---|---|")
     for family in options.families:
         bench = Bench(family)
@@ -120,10 +139,9 @@ def main() -> None:
             overhead(lambda: bench.decode(False), lambda: bench.decode(True), options.pairs),  # noqa: B023
             overhead(lambda: bench.step(False), lambda: bench.step(True), options.step_pairs),  # noqa: B023
             overhead(plain, lambda: bench.forward_backward(bench.trace), options.pairs),  # noqa: B023
-            overhead(plain, lambda: bench.forward_backward(bench.trace, True), options.pairs),  # noqa: B023
         ]
         row = " | ".join(f"{m:+.1f} % ({a:+.1f} … {b:+.1f})" for m, a, b in cells)
-        print(f"| {family} | {row} |", flush=True)
+        print(f"| {family} | {row} | {bench.kept() / 1024:.0f} KiB |", flush=True)
 
 
 if __name__ == "__main__":

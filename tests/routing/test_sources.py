@@ -7,14 +7,16 @@ from functools import partial
 
 import pytest
 import torch
+from pandas.testing import assert_frame_equal
 
-from moe_rl.errors import RoutingError
+from moe_rl.config import Arm
+from moe_rl.errors import ConfigError, RoutingError
+from moe_rl.lookup import needs_of
 from moe_rl.routing import RoutingTrace
 from moe_rl.routing.scores import RouterScores
 from moe_rl.routing.sources import (
     false_flips,
     live,
-    needs_scores,
     old_policy,
     random_sets,
     random_share,
@@ -23,6 +25,8 @@ from moe_rl.routing.sources import (
 )  # fmt: skip
 from moe_rl.types import Batch, Scored
 from tests.routing.test_trace import random_trace
+from tests.test_trainer import ARMS as TRAINED
+from tests.test_trainer import TINY, carry_out
 
 
 @pytest.fixture
@@ -75,7 +79,6 @@ def test_a_dose_of_replay_keeps_a_share_of_the_routes_and_frees_the_rest(step):
     batch, natural = step
     known = natural.routes.known
     assert random_share(batch, natural, share=1.0) == natural.routes
-    assert not random_share(batch, natural, share=0.0).known.any()
     half = random_share(batch, natural, share=0.5)
     assert 0.3 < half.known.sum() / known.sum() < 0.7
     assert torch.equal(half.experts[half.known], natural.routes.experts[half.known])
@@ -104,4 +107,40 @@ def test_false_flips_exchange_one_expert_where_margins_are_smallest(step):
         assert score[left.pop()] == min(score[e] for e in old)
         assert score[entered.pop()] == max(score[e] for e in range(experts) if e not in old)
     assert false_flips(batch, natural, share=0.0) == routes
-    assert needs_scores(partial(false_flips, share=0.1)) and not needs_scores(old_policy)
+    assert needs_of(partial(false_flips, share=0.1)) == {"scores"} and not needs_of(old_policy)
+
+
+def test_a_dose_of_nothing_is_live_routing_and_a_full_one_is_the_old_policys(step):
+    batch, natural = step
+    assert random_share(batch, natural, share=0) is None
+    assert random_share(batch, natural, share=1) is natural.routes
+    assert random_share(batch, natural, share=1e-9) is None, "a draw that hits no pair is no dose either"
+    assert false_flips(batch, natural, share=0) is natural.routes
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+@pytest.mark.parametrize("source", [random_share, false_flips])
+def test_a_share_outside_0_to_1_is_refused(step, source, share):
+    with pytest.raises(ConfigError, match=f"{source.__name__}.*{share}"):
+        source(*step, share=share)
+
+
+ARMS = {
+    "flipped-ratio": Arm(name="flipped-ratio", ratio_routes="tests.test_trainer:tenth_flipped"),
+    "no-dose": Arm(name="no-dose", routes="tests.routing.test_sources:no_dose"),
+    "full-dose": Arm(name="full-dose", routes="tests.routing.test_sources:full_dose"),
+}
+no_dose, full_dose = partial(random_share, share=0), partial(random_share, share=1)
+
+
+def test_the_ratios_source_gets_the_router_scores_it_needs(tmp_path):
+    tables = carry_out(TINY.replace(arm=ARMS["flipped-ratio"], steps=2), tmp_path / "run")
+    assert (tables["steps"]["first_update_log_ratio_max"].dropna() < 1e-5).all()
+
+
+@pytest.mark.parametrize("dose, same", [("no-dose", "grpo"), ("full-dose", "replay")])
+def test_the_ends_of_the_dose_are_the_arms_without_and_with_replay(tmp_path, dose, same):
+    arms = (ARMS[dose], TRAINED[same])
+    found = [carry_out(TINY.replace(arm=arm, steps=2), tmp_path / arm.name)["updates"] for arm in arms]
+    shared = [c for c in found[0].columns if not c.endswith("seconds")]
+    assert_frame_equal(found[0][shared], found[1][shared])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,3 +160,63 @@ def test_sites_with_fewer_experts_per_token_leave_slots_unknown():
     ids = torch.tensor([[[[3, -1], [5, 0]]]])
     trace = RoutingTrace.from_ids(ids, shape)
     assert trace.known.all() and torch.equal(trace.ids(), ids)
+
+
+# ---------------------------------------------------------------------- joining micro-batches
+def test_micro_batches_join_into_the_whole():
+    rows = random_trace(batch=4, lengths=[5, 3, 2, 2])
+    pieces = [rows.rows(slice(0, 2)), rows.rows(slice(2, 4), 2)]
+    assert RoutingTrace.cat(pieces, rows.tokens, rows.attention_mask) == rows
+
+
+def test_micro_batches_in_another_order_are_refused():
+    rows = random_trace(batch=4, lengths=[5, 3, 2, 5])
+    pieces = [rows.rows(slice(2, 4)), rows.rows(slice(0, 2))]
+    with pytest.raises(RoutingError, match="trace 0 holds the routes of other tokens than row 0 of the batch"):
+        RoutingTrace.cat(pieces, rows.tokens, rows.attention_mask)
+    with pytest.raises(RoutingError, match="trace 1 holds the routes of other tokens than row 3 of the batch"):
+        RoutingTrace.cat([pieces[1], pieces[0].rows(slice(None, None))], rows.tokens[[0, 1, 2, 2]],
+                         rows.attention_mask[[0, 1, 2, 2]])  # fmt: skip
+
+
+def test_padding_of_a_micro_batch_may_hold_other_tokens():
+    rows = random_trace(batch=2, lengths=[5, 3])
+    other = RoutingTrace.from_ids(rows.ids(), rows.layout, tokens=rows.tokens.masked_fill(~rows.attention_mask, 7),
+                                  attention_mask=rows.attention_mask, weight_version="step 3")  # fmt: skip
+    assert RoutingTrace.cat([other], rows.tokens, rows.attention_mask) == rows
+
+
+def test_rows_too_long_or_too_many_are_refused():
+    rows = random_trace(batch=4)
+    with pytest.raises(RoutingError, match="trace 0 has 5 columns, the batch 4"):
+        RoutingTrace.cat([rows], rows.tokens[:, :4], rows.attention_mask[:, :4])
+    with pytest.raises(RoutingError, match="4 rows, the batch has 3"):
+        RoutingTrace.cat([rows.rows(slice(0, 2)), rows.rows(slice(2, 4))], rows.tokens[:3], rows.attention_mask[:3])
+    with pytest.raises(RoutingError, match="2 rows, the batch has 4"):
+        RoutingTrace.cat([rows.rows(slice(0, 2))], rows.tokens, rows.attention_mask)
+
+
+def test_micro_batches_of_two_weight_versions_or_layouts_are_refused():
+    rows = random_trace(batch=2)
+    other = replace(rows.rows(slice(1, 2)), weight_version="step 4")
+    with pytest.raises(RoutingError, match="two weight versions"):
+        RoutingTrace.cat([rows.rows(slice(0, 1)), other], rows.tokens, rows.attention_mask)
+    other = random_trace(batch=1, sites=2)
+    with pytest.raises(RoutingError, match="another model"):
+        RoutingTrace.cat([rows.rows(slice(0, 1)), other], rows.tokens, rows.attention_mask)
+
+
+# ---------------------------------------------------------------------- agreement
+def test_agreement_counts_pairs_whose_route_both_know():
+    """By hand: of 2 rows of 3 tokens and 1 site, one is padding, one unknown here and one there; 2 of 3 agree."""
+    shape = layout(sites=1)
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    here = torch.tensor([[[0, 1], [2, 3], [4, 5]], [[-1, -1], [6, 7], [0, 1]]])[:, :, None]
+    there = torch.tensor([[[1, 0], [2, 4], [-1, -1]], [[0, 1], [7, 6], [0, 1]]])[:, :, None]
+    here, there = (RoutingTrace.from_ids(ids, shape, attention_mask=mask) for ids in (here, there))
+    assert here.agreement(there) == there.agreement(here) == pytest.approx(2 / 3)
+    assert here.agreement(here) == 1
+    nothing = RoutingTrace.from_ids(torch.full((2, 3, 1, 2), -1), shape, attention_mask=mask)
+    assert math.isnan(here.agreement(nothing))
+    with pytest.raises(RoutingError, match="another model"):
+        here.agreement(random_trace())

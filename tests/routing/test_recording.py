@@ -1,0 +1,158 @@
+"""A recording knows which tokens its forwards read, and hands out routes of those alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from moe_rl.errors import RoutingError
+from moe_rl.routing import record_routing, replay_routing
+from tests.conftest import build, perturb
+from tests.routing.test_hooks import record
+
+
+class Wrapped(nn.Module):
+    """As DDP does: hands on whatever it is called with, and whatever it is asked for."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+def adapted(model):
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).eval()
+
+
+WRAPPERS = {"plain": lambda model: model, "wrapped": Wrapped, "peft": adapted, "both": lambda m: Wrapped(adapted(m))}
+
+
+@pytest.fixture(params=WRAPPERS)
+def model(request):
+    return WRAPPERS[request.param](build("qwen3_moe"))
+
+
+def test_tokens_that_were_not_read_are_refused_by_row_position_and_id(model, tokens):
+    other = tokens.clone()
+    other[2, 5] = 1
+    with torch.no_grad(), record_routing(model) as recording:
+        model(tokens)
+    says = rf"row 2, position 5 is token 1 .* read token {int(tokens[2, 5])}.*\n?.*take\(\)"
+    with pytest.raises(RoutingError, match=says):
+        recording.trace(other)
+    assert recording.trace(tokens).coverage == 1, "a refusal forgets nothing"
+
+
+def test_tokens_count_by_keyword_and_where_an_inner_module_is_called(model, tokens):
+    inner = model
+    while not hasattr(type(inner), "get_decoder") or isinstance(inner, Wrapped):
+        inner = next(inner.children())
+    for call in (lambda: model(input_ids=tokens), lambda: inner.get_decoder()(tokens)):
+        with torch.no_grad(), record_routing(model) as recording:
+            call()
+        assert recording.trace(tokens).coverage == 1
+        with pytest.raises(RoutingError, match="row 0, position 0"):
+            recording.trace(tokens + 1)
+
+
+def test_padding_and_a_last_column_that_was_no_input_do_not_count(qwen, tokens):
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[0, 6:] = False
+    padded = tokens.masked_fill(~mask, 0)
+    with torch.no_grad(), record_routing(qwen) as recording:
+        qwen(padded[:, :-1])
+    assert recording.trace(tokens, mask) == recording.trace(padded, mask)
+    with pytest.raises(RoutingError, match="row 0, position 6"):
+        recording.trace(tokens)
+
+
+def test_embeddings_name_no_token_so_nothing_is_compared(qwen, tokens):
+    plain, _ = record(qwen, tokens)
+    with torch.no_grad(), record_routing(qwen) as recording:
+        qwen(inputs_embeds=qwen.get_input_embeddings()(tokens))
+    assert recording.trace(tokens) == plain
+    recording.clear()
+    with torch.no_grad(), record_routing(qwen) as recording:
+        prefill = qwen(inputs_embeds=qwen.get_input_embeddings()(tokens), use_cache=True)
+        qwen(tokens[:, :1], past_key_values=prefill.past_key_values)
+    with pytest.raises(RoutingError, match="row 0, position 9"):
+        recording.trace(torch.cat([tokens, tokens[:, :1] + 1], 1))
+
+
+def test_a_buffer_of_tokens_that_is_used_again_is_not_mistaken(qwen, tokens):
+    buffer = tokens.clone()
+    with torch.no_grad(), record_routing(qwen) as recording:
+        qwen(buffer)
+    buffer.add_(1)
+    assert recording.trace(tokens).coverage == 1
+    with pytest.raises(RoutingError, match="row 0, position 0"):
+        recording.trace(buffer)
+
+
+def test_rows_joined_or_cut_otherwise_are_refused(qwen, tokens):
+    with torch.no_grad(), record_routing(qwen) as recording:
+        qwen(tokens.view(2, 18))
+    with pytest.raises(RoutingError, match="2 rows of 18"):
+        recording.trace(tokens)
+
+
+def test_sampling_with_a_cache_still_has_its_routes(model, tokens):
+    with record_routing(model) as recording:
+        inner = model.module if isinstance(model, Wrapped) else model
+        full = inner.generate(input_ids=tokens, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    routes = recording.trace(full)
+    assert not routes.known[:, -1].any()
+    again, _ = record(model, full)
+    assert torch.equal(again.experts[:, :-1], routes.experts[:, :-1])
+
+
+def test_beam_search_is_refused(qwen, tokens):
+    with record_routing(qwen) as recording:
+        full = qwen.generate(tokens, max_new_tokens=6, min_new_tokens=6, do_sample=False, num_beams=3,
+                             num_return_sequences=3)  # fmt: skip
+    rows = full[:, : tokens.shape[1] + 6]
+    with pytest.raises(RoutingError, match=r"other tokens|do not add up"):
+        recording.trace(rows)
+
+
+def test_beams_that_swap_rows_between_steps_are_refused(qwen, tokens):
+    """One beam per row, swapped after each step: the forwards add up, the rows do not."""
+    swap = torch.tensor([1, 0, 3, 2])
+    with torch.no_grad(), record_routing(qwen) as recording:
+        output = qwen(tokens[:, :5], use_cache=True)
+        read = tokens[:, :5]
+        for t in range(5, 9):
+            output.past_key_values.reorder_cache(swap)
+            read = torch.cat([read[swap], tokens[:, t : t + 1]], 1)
+            output = qwen(tokens[:, t : t + 1], past_key_values=output.past_key_values, use_cache=True)
+    with pytest.raises(RoutingError, match="other tokens"):
+        recording.trace(read[swap])
+
+
+@pytest.mark.parametrize("new", [8, 24])
+def test_speculation_whose_tokens_were_rejected_is_refused(qwen, tokens, new):
+    draft = build("qwen3_moe")
+    perturb(draft, 0.05 if new == 8 else 0.02)
+    with record_routing(qwen) as recording:
+        full = qwen.generate(tokens[:1], max_new_tokens=new, min_new_tokens=new, do_sample=False,
+                             assistant_model=draft)  # fmt: skip
+    with pytest.raises(RoutingError, match="other tokens"):
+        recording.trace(full)
+
+
+def test_replay_checks_the_tokens_of_a_forward_inside_a_wrapper_too(model, tokens):
+    inner = model
+    while not hasattr(type(inner), "get_decoder") or isinstance(inner, Wrapped):
+        inner = next(inner.children())
+    trace, _ = record(model, tokens)
+    with pytest.raises(RoutingError, match="other tokens: row 0, position 0"), replay_routing(model, trace):
+        inner.get_decoder()(tokens + 1)
+
+
+def test_nothing_stays_on_any_module(model, tokens):
+    record(model, tokens)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
