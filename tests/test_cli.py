@@ -283,7 +283,8 @@ def test_show_prints_configuration_versions_and_the_last_rows(tmp_path, capsys):
     assert cli.main(["show", str(path)]) == 0
     out = capsys.readouterr().out
     manifest = json.loads(out[: out.index("\n}\n") + 2])
-    assert manifest["config"]["arm"]["clip"] == [0.01, 0.013] and manifest["packages"]
+    loss = {"name": "gspo", "options": {"clip_low": 0.01, "clip_high": 0.013}}
+    assert manifest["config"]["arm"]["loss"] == loss and manifest["packages"]
     assert "updates: 48 rows" in out and "eval_exact_greedy" not in out, "the last row has no evaluation"
 
 

@@ -36,7 +36,7 @@ def step():
     routes = random_trace(batch=6, lengths=lengths)
     zeros = torch.zeros(6, 5)
     batch = Batch(routes.tokens.long(), routes.attention_mask, routes.attention_mask, torch.tensor([0, 0, 1, 1, 2, 2]),
-                  zeros, zeros[:, 0], zeros[:, 0], routes.attention_mask[:, 0], rollout_routes=routes)
+                  zeros, zeros[:, 0], zeros, routes.attention_mask[:, 0], rollout_routes=routes)
     return batch, Scored(zeros, zeros, routes)
 
 
