@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, mix_code
     waiting = [p for p, left in zip(planned, ranks.once(unfinished), strict=True) if left]
     if ranks.rank():
         for p in waiting:
-            execute(p.config, ranks.SharedFolder(None), cache=cache)
+            with contextlib.suppress(Diverged):  # rank 0 records it
+                execute(p.config, ranks.SharedFolder(None), cache=cache)
         return
     done = len(planned) - len(waiting)
     console.print(f"{study.name}: {len(planned)} runs, {done} finished, {ranks.world()} ranks each")
@@ -46,10 +48,5 @@ def _lead(execute: Callable[..., None], config: RunConfig, folder: RunFolder, ca
         watch(row)
         display.update()
 
-    try:
+    with workers.recorded(folder, config.steps, watch):
         execute(config, ranks.SharedFolder(folder), cache=cache, on_step=on_step)
-    except Diverged:  # a result, which the trainer has committed
-        pass
-    except BaseException as error:
-        folder.progress(watch.step, error=str(error) or type(error).__name__)
-        raise

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
 
     Everything that can be seen to be wrong raises before a process starts: folders of another configuration, runs of
     other code unless `mix_code`. A failing run does not stop the others, except for an expected error before its first
-    step: then no further run is started, since it would most likely fail alike.
+    step: then no further run is started, since it would most likely fail alike. A diverged run is no failure.
     """
     console, jobs = console or Console(), jobs or os.cpu_count() or 1
     if jobs < 1:
@@ -141,24 +141,39 @@ def work() -> int:
     try:
         with runs.RunFolder.open(planned.path, planned.config.to_dict(), planned.config.hash) as folder:
             watch = Watch(folder)
-            try:
+            with recorded(folder, planned.config.steps, watch):
                 load(trainer)(planned.config, folder, cache=cache, on_step=watch)
-                if folder.manifest.get("finished", -1) < planned.config.steps:
-                    raise RunError(f"{trainer} returned before {planned.path} was finished")
-            except Diverged as error:  # a result, which the trainer has committed
-                print(error, file=sys.stderr)
-            except BaseException as error:
-                folder.progress(watch.step, error=str(error) or type(error).__name__)
-                raise
         return 0
-    except MoeRlError as error:
-        message, expected = str(error), True
-    except BaseException:
-        message, expected = traceback.format_exc(), False
+    except BaseException as error:  # a divergence is this run's own: other runs need not fail alike
+        expected = isinstance(error, MoeRlError) and not isinstance(error, Diverged)
+        message = str(error) if expected else traceback.format_exc()
     print(message, file=sys.stderr)
     json.dump({"message": message[-20_000:], "expected": expected}, report)
     report.flush()
     return 2 if expected else 1
+
+
+@contextlib.contextmanager
+def recorded(folder: runs.RunFolder, steps: int, watch: Watch) -> Iterator[None]:
+    """Around a trainer's work on a run, after which the folder says how that ended.
+
+    A divergence is a result: the run ends at its last commit, whether or not its trainer saw to that. Raises Diverged
+    where there is no commit to end at, RunError when the trainer returns early, and whatever it raises itself.
+    """
+    try:
+        try:
+            yield
+        except Diverged as error:
+            if "diverged" not in folder.manifest:
+                if folder.latest()[2] is None:
+                    raise Diverged(f"{error} That was before its first commit, so nothing is left to be reported: a "
+                                   "trainer commits at step 0, or before it raises.") from error
+                folder.finish(diverged=str(error))
+        if folder.manifest.get("finished", -1) < steps and "diverged" not in folder.manifest:
+            raise RunError(f"the trainer returned before {folder.path} was finished")
+    except BaseException as error:
+        folder.progress(watch.step, error=str(error) or type(error).__name__)
+        raise
 
 
 class Watch:

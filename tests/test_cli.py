@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -16,8 +17,9 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from moe_rl import cli, report, runs
+from moe_rl import cli, ranks, report, runs, study_on_ranks
 from moe_rl.config import RunConfig
+from moe_rl.errors import RunError
 from moe_rl.frames import diff, load_study
 from moe_rl.runs import RunFolder, run_folders
 from moe_rl.study import write_declaration
@@ -158,6 +160,36 @@ def test_a_wrong_task_is_one_sentence_and_starts_no_more_runs(tmp_path, command)
     assert code == 2 and "Traceback" not in out + err
     assert err.count("there is no task 'unknown'") == 1
     assert len(list(run_folders(tmp_path))) == 2, "the two that ran when the first one failed"
+
+
+@pytest.mark.parametrize("at, task", [(1, "commits"), (5, "commits"), (5, "raises")])
+def test_a_run_that_diverges_is_a_result_and_the_others_go_on(tmp_path, command, at, task):
+    code, out, err = command("run", FAKE, "--mix-code", "--jobs", "1", "--out", str(tmp_path), "--seeds", "0",
+                             "--steps", "6", "--task", task, "--set", f"task_options.diverges_at={at}")
+    assert (code, err) == (0, ""), "no failure"
+    states = {p.parent.parent.name: runs.state(p) for p in run_folders(tmp_path)}
+    assert {arm: now["state"] for arm, now in states.items()} == {
+        "grpo": "diverged", "grpo-replay": "finished", "gspo": "finished"}
+    assert states["grpo"]["step"] == {"commits": at - 1, "raises": 3}[task], "up to its last commit"
+    assert "the gradient norm is nan" in runs.read_manifest(tmp_path / "fake/grpo/base/seed=0")["diverged"]
+    assert "reward, second half" in out
+
+
+def test_a_divergence_without_a_commit_is_a_failure_of_its_own_run_alone(tmp_path, command):
+    code, out, err = command("run", FAKE, "--mix-code", "--jobs", "1", "--out", str(tmp_path), "--seeds", "0",
+                             "--steps", "6", "--task", "raises", "--set", "task_options.diverges_at=1")
+    assert code == 1 and "the gradient norm is nan" in err and "before its first commit" in err
+    states = {p.parent.parent.name: runs.state(p)["state"] for p in run_folders(tmp_path)}
+    assert states == {"grpo": "failed", "grpo-replay": "finished", "gspo": "finished"}
+
+
+@pytest.mark.parametrize("task", ["commits", "raises"])
+def test_a_run_that_diverges_on_ranks_is_recorded_and_the_next_one_begins(tmp_path, task):
+    study = dataclasses.replace(fake_study.study, trainer="tests.fake_study:train", seeds=(0,))
+    study = dataclasses.replace(study, base=study.base.replace(task=task, task_options={"diverges_at": 5}))
+    planned = study.runs(tmp_path)
+    study_on_ranks.run_study(study, planned, cache=tmp_path, mix_code=True, console=Console(quiet=True))
+    assert [runs.state(p.path)["state"] for p in planned] == ["diverged", "finished", "finished"]
 
 
 def test_one_seed_says_that_it_has_no_interval(tmp_path, capsys):

@@ -92,7 +92,8 @@ def test_the_trainer_knows_protocols_only(module):
 @pytest.mark.parametrize(
     "module",
     ["moe_rl", "moe_rl.config", "moe_rl.values", "moe_rl.columns", "moe_rl.runs", "moe_rl.frames", "moe_rl.stats",
-     "moe_rl.study", "moe_rl.plots", "moe_rl.page", "moe_rl.collect", "moe_rl.rerun", "moe_rl.cli", "moe_rl.metrics.convergence"],
+     "moe_rl.study", "moe_rl.plots", "moe_rl.page", "moe_rl.collect", "moe_rl.rerun", "moe_rl.cli",
+     "moe_rl.metrics.convergence"],
 )  # fmt: skip
 def test_reading_and_declaring_never_imports_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
