@@ -24,8 +24,9 @@ _messages: Any = None
 
 
 def launched() -> bool:
-    """Whether torchrun started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether torchrun started this process beside others. A world of one is none: some schedulers leave its
+    variables in the environment of every command."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
 def rank() -> int:

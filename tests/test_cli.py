@@ -192,6 +192,13 @@ def test_a_run_that_diverges_on_ranks_is_recorded_and_the_next_one_begins(tmp_pa
     assert [runs.state(p.path)["state"] for p in planned] == ["diverged", "finished", "finished"]
 
 
+@pytest.mark.parametrize("world", ["1", "2"])
+def test_a_world_of_one_left_in_the_environment_is_not_a_launch(monkeypatch, world):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", world)
+    assert ranks.launched() == (world == "2") and ranks.world() == int(world) and ranks.rank() == 0
+
+
 def test_one_seed_says_that_it_has_no_interval(tmp_path, capsys):
     fake_runs(tmp_path, seeds=(0,))
     assert cli.main(["run", FAKE, "--out", str(tmp_path), "--seeds", "0", "--mix-code"]) == 0
