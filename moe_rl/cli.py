@@ -16,6 +16,7 @@ from moe_rl import ranks, report
 from moe_rl.arguments import parser
 from moe_rl.errors import ConfigError, MoeRlError
 from moe_rl.study import QUICK_STEPS, Planned, Study, load_study_file, parse_settings, write_declaration
+from moe_rl.terminal import say
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Plan, check, run, summarise, draw."""
-    from moe_rl.workers import preflight, run_study
+    from moe_rl.workers import at_a_time, preflight, run_study
 
-    console = Console(quiet=ranks.rank() > 0)
+    jobs, console = at_a_time(options.jobs), Console(quiet=ranks.rank() > 0)
     study = load_study_file(options.study)
     base = study.base
     if options.task:  # the options in the study file are those of its own task
@@ -60,15 +61,15 @@ def run(options: argparse.Namespace) -> int:
         ranks.join(study.base.model.device)
     cautions = ranks.once(lambda: preflight(study, planned))
     if options.dry_run:
-        report.print_plan(console, study, planned, options.jobs)
+        report.print_plan(console, study, planned, jobs)
     for caution in cautions:
-        console.print(f"[yellow]warning[/] {caution}", highlight=False)
+        say(console, ("warning", "yellow"), f" {caution}", wrap=True)
     if options.dry_run:
         return 0
     if ranks.launched():
         return _run_on_ranks(options, study, planned, console)
     write_declaration(study, options.out)
-    failures = run_study(study, planned, cache=options.out / ".cache", jobs=options.jobs, mix_code=options.mix_code,
+    failures = run_study(study, planned, cache=options.out / ".cache", jobs=jobs, mix_code=options.mix_code,
                          console=console)
     code = _failed(failures)
     if len(failures) < len(planned):
@@ -135,7 +136,7 @@ def rerun(options: argparse.Namespace) -> int:
 def list_runs(options: argparse.Namespace) -> int:
     """A line per run. A folder of runs needs neither pandas nor torch."""
     from moe_rl.runs import run_folders, state
-    from moe_rl.workers import duration
+    from moe_rl.terminal import duration
 
     found = [(path, state(path)) for path in run_folders(options.folder)] or _collected_runs(options.folder)
     if not found:

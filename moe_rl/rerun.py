@@ -14,6 +14,7 @@ from moe_rl.columns import TABLES, timing
 from moe_rl.config import RunConfig
 from moe_rl.frames import Frames, load_study, read_table
 from moe_rl.study import DECLARATION, Planned, Study, read_declaration
+from moe_rl.terminal import say
 from moe_rl.versions import code_version, package_versions
 from moe_rl.workers import Failure, run_study
 
@@ -39,7 +40,7 @@ def rerun(path: Path, out: Path, *, jobs: int | None, console: Console) -> list[
     failed = {failure.path for failure in failures}
     for p in planned:
         if p.path not in failed:
-            console.print(f"{p.path}: {verdict(frames.select([p.path]), p.path)}", highlight=False, soft_wrap=True)
+            say(console, f"{p.path}: {verdict(frames.select([p.path]), p.path)}")
     return failures
 
 

@@ -14,6 +14,7 @@ from moe_rl.config import RunConfig
 from moe_rl.errors import Diverged
 from moe_rl.runs import RunFolder
 from moe_rl.study import Planned, Study
+from moe_rl.terminal import say
 
 
 def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, mix_code: bool, console: Console) -> None:
@@ -32,7 +33,7 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, mix_code
                 execute(p.config, ranks.SharedFolder(None), cache=cache)
         return
     done = len(planned) - len(waiting)
-    console.print(f"{study.name}: {len(planned)} runs, {done} finished, {ranks.world()} ranks each")
+    say(console, f"{study.name}: {len(planned)} runs, {done} finished, {ranks.world()} ranks each")
     with workers.Display(planned, console) as display:
         for p in waiting:
             with RunFolder.open(p.path, p.config.to_dict(), p.config.hash) as folder:

@@ -13,7 +13,8 @@ from typing import Any
 
 READERS = ["__main__.py", "arguments.py", "cli.py", "collect.py", "columns.py", "factors.py", "figures.py", "frames.py",
            "metrics/convergence.py", "page.py", "plots.py", "report.py", "rerun.py", "runs.py", "stats.py", "study.py",
-           "summary.py", "tables.py", "values.py", "versions.py", "view.py", "workers.py"]
+           "summary.py", "tables.py", "terminal.py", "values.py", "versions.py", "view.py",
+           "workers.py"]
 """Modules that only read or move finished numbers: a change in them does not make another code version."""
 
 

@@ -29,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from moe_rl import runs
 from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError
 from moe_rl.study import TRAINER, Planned, Study
+from moe_rl.terminal import duration, say
 from moe_rl.versions import code_version
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
@@ -55,15 +56,13 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
     other code unless `mix_code`. A failing run does not stop the others, except for an expected error before its first
     step: then no further run is started, since it would most likely fail alike. A diverged run is no failure.
     """
-    console, jobs = console or Console(), jobs or os.cpu_count() or 1
-    if jobs < 1:
-        raise ConfigError(f"--jobs {jobs}: at least one run must be allowed at a time")
+    console, jobs = console or Console(), at_a_time(jobs)
     for p in planned:
         runs.check(p.path, p.config.to_dict(), p.config.hash)
         check_code(p.path, mix_code)
     waiting = [p for p in planned if runs.state(p.path, p.config.steps)["state"] not in runs.ENDED]
-    console.print(f"{study.name}: {len(planned)} runs, {len(planned) - len(waiting)} finished, "
-                  f"{min(jobs, len(waiting))} at a time")
+    say(console, f"{study.name}: {len(planned)} runs, {len(planned) - len(waiting)} finished, "
+                 f"{min(jobs, len(waiting))} at a time")
     running: dict[subprocess.Popen, Planned] = {}
     failures: list[Failure] = []
     try:
@@ -76,7 +75,8 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
                 for process in [p for p in running if p.poll() is not None]:
                     if failure := _outcome(process, p := running.pop(process)):
                         failures.append(failure)
-                        display.say(f"[red]failed[/] {p.path}" + ("" if failure.expected else f"\n{failure.message}"))
+                        why = "" if failure.expected else f"\n{failure.message}"
+                        say(console, ("failed", "red"), f" {p.path}{why}")
                         if failure.expected and not runs.state(p.path)["step"]:
                             waiting.clear()
                 display.update()
@@ -85,6 +85,15 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
             process.kill()  # runs survive it, and it cannot be ignored
             process.wait()
     return failures
+
+
+def at_a_time(jobs: int | None) -> int:
+    """How many runs at a time `--jobs` allows: by default as many as there are cores. Raises ConfigError for none."""
+    if jobs is None:
+        return os.cpu_count() or 1
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs}: at least one run must be allowed at a time")
+    return jobs
 
 
 def preflight(study: Study, planned: Sequence[Planned]) -> list[str]:
@@ -197,8 +206,8 @@ class Display:
     def __init__(self, planned: Sequence[Planned], console: Console) -> None:
         self.console, self.planned, self.told = console, planned, {}
         self.bars = Progress(
-            TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[text]}"),
-            console=console, refresh_per_second=4,
+            TextColumn("{task.description}", markup=False), BarColumn(20), MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}", markup=False), console=console, refresh_per_second=4,
         )
         self.rows = [self.bars.add_task(_name(p.path), total=p.config.steps, text="") for p in planned]
 
@@ -211,9 +220,6 @@ class Display:
         if self.console.is_terminal:
             self.update()
             self.bars.stop()
-
-    def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
 
     def update(self) -> None:
         """Read every run's progress and show it."""
@@ -233,14 +239,7 @@ class Display:
         due = now["state"] == "running" and time.monotonic() - when > QUIET
         if now["state"] != "waiting" and (now["state"] != said or due):
             self.told[p.path] = (now["state"], time.monotonic())
-            self.say(f"{_name(p.path)}  {now['step']}/{p.config.steps}  {text}")
-
-
-def duration(seconds: float) -> str:
-    """A length of time as people say it."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+            say(self.console, f"{_name(p.path)}  {now['step']}/{p.config.steps}  {text}")
 
 
 def load(spec: str) -> Any:

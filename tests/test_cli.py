@@ -192,6 +192,51 @@ def test_a_run_that_diverges_on_ranks_is_recorded_and_the_next_one_begins(tmp_pa
     assert [runs.state(p.path)["state"] for p in planned] == ["diverged", "finished", "finished"]
 
 
+def test_brackets_in_an_error_are_printed_as_they_stand_and_stop_nobody(tmp_path, command):
+    code, out, err = command("run", FAKE, "--mix-code", "--jobs", "1", "--out", str(tmp_path), "--seeds", "0",
+                             "--steps", "3", "--task", "brackets")
+    assert code == 1 and "[/INST] [bold]has no answer" in out and "[/INST] [bold]has no answer" in err
+    states = {p.parent.parent.name: runs.state(p)["state"] for p in run_folders(tmp_path)}
+    assert states == {"grpo": "failed", "grpo-replay": "finished", "gspo": "finished"}
+
+
+BRACKETS = "[/INST] [red] :bug:"
+
+
+def test_brackets_in_a_declaration_are_printed_as_they_stand(tmp_path, capsys):
+    file = tmp_path / "brackets_study.py"
+    texts = ", ".join(f"{key}={key + BRACKETS!r}" for key in ("question", "hypothesis", "caution", "cost"))
+    file.write_text(f"import dataclasses, sys\nsys.path.insert(0, {str(Path(FAKE).parent)!r})\nimport fake_study\n"
+                    f"study = dataclasses.replace(fake_study.study, {texts})\n")
+    out = tmp_path / "[bold]runs[/]"
+    assert cli.main(["run", str(file), "--dry-run", "--out", str(out)]) == 0
+    plan = capsys.readouterr().out
+    assert all(key + BRACKETS in plan for key in ("question", "hypothesis", "cost")) and "[bold]runs[/]" in plan
+    assert cli.main(["run", str(file), "--seeds", "0", "--steps", "3", "--mix-code", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "caution" + BRACKETS in shown and str(out / "fake" / "figures" / "expert_change.png") in shown
+
+
+def test_brackets_in_a_warning_a_figure_and_a_table_are_printed_as_they_stand(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("moe_rl.workers.preflight", lambda *_: [f"void {BRACKETS}"])
+    assert cli.main(["run", FAKE, "--dry-run", "--out", str(tmp_path)]) == 0
+    assert f"void {BRACKETS}" in capsys.readouterr().out
+    folder = fake_runs(tmp_path, seeds=(0,))
+    write_declaration(fake_study.study, tmp_path)
+
+    def missing(*_):
+        raise RunError(f"missing {BRACKETS}")
+
+    monkeypatch.setattr("moe_rl.figures.draw", lambda *_: missing)
+    assert cli.main(["plot", str(folder), "--mix-code"]) == 0
+    assert f"missing {BRACKETS}" in capsys.readouterr().out
+    console = Console(width=200, file=io.StringIO())
+    report.print_table(console, Shown(f"title {BRACKETS}", ("mean", f"arm {BRACKETS}"), [("a", BRACKETS)], BRACKETS))
+    printed = console.file.getvalue()
+    assert printed.count(BRACKETS) == 4 and f"title {BRACKETS}" in printed and f"arm {BRACKETS}" in printed
+
+
 @pytest.mark.parametrize("world", ["1", "2"])
 def test_a_world_of_one_left_in_the_environment_is_not_a_launch(monkeypatch, world):
     monkeypatch.setenv("RANK", "0")

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "moe_rl"
 
 LAYERS = [
-    ["errors", "seeds", "config", "values", "columns", "versions"],
+    ["errors", "seeds", "config", "values", "columns", "versions", "terminal"],
     ["routing.trace", "types"],
     ["routing", "tasks", "advantages", "losses", "metrics", "runs", "ranks", "frames", "stats"],
     ["checkpoints", "models", "memory", "policies", "rollouts", "experts_cpu"],
