@@ -244,6 +244,13 @@ def test_a_world_of_one_left_in_the_environment_is_not_a_launch(monkeypatch, wor
     assert ranks.launched() == (world == "2") and ranks.world() == int(world) and ranks.rank() == 0
 
 
+def test_no_runs_at_a_time_are_refused_also_for_the_plan(tmp_path, capsys):
+    for arguments in ([], ["--dry-run"]):
+        assert cli.main(["run", FAKE, "--jobs", "0", "--out", str(tmp_path / "runs"), *arguments]) == 2
+        assert "--jobs 0: at least one run" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_one_seed_says_that_it_has_no_interval(tmp_path, capsys):
     fake_runs(tmp_path, seeds=(0,))
     assert cli.main(["run", FAKE, "--out", str(tmp_path), "--seeds", "0", "--mix-code"]) == 0
