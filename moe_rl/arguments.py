@@ -31,7 +31,8 @@ EXAMPLES = {
 plot, report, list, show, export and rerun read the folder it writes as they read a folder of runs.""",
     "rerun": """examples:
   moe-rl rerun studies/results/routing_replay/gspo/base/seed=0 --out again
-  moe-rl rerun studies/results/routing_replay --out again     every run of the study""",
+  moe-rl rerun studies/results/routing_replay --out again     every run of the study
+  moe-rl rerun studies/results/why_gspo --out again --trust   with the losses of studies/, which its rows name""",
     "list": """examples:
   moe-rl list                                             every run below runs/
   moe-rl list runs/routing_replay/gspo                    one arm""",
@@ -97,6 +98,8 @@ def _running(command: Command) -> None:
     p.add_argument("folder", type=Path, help="a study's tables, or the path of an arm, a cell or a run in them")
     p.add_argument("--out", type=Path, default=Path("again"), help="where the new runs live (default: again)")
     p.add_argument("--jobs", type=int, help="runs at a time, one thread each (default: all cores)")
+    p.add_argument("--trust", action="store_true",
+                   help="run code from outside this package that rows name: tasks, losses, sources, a trainer")
 
 
 def _studies(command: Command) -> None:

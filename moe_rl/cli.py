@@ -130,7 +130,16 @@ def rerun(options: argparse.Namespace) -> int:
     """Runs made again from their rows, and whether they end alike."""
     from moe_rl.rerun import rerun as run_again
 
-    return _failed(run_again(options.folder, options.out, jobs=options.jobs, console=Console()))
+    return _failed(run_again(options.folder, options.out, jobs=options.jobs, console=Console(),
+                             trusted=lambda code: options.trust or _confirmed(code)))
+
+
+def _confirmed(code: list[str]) -> bool:
+    """Ask whoever sits at a terminal; nobody else can say yes."""
+    if not sys.stdin.isatty():
+        return False
+    print("the rows name code from outside moe_rl, which would run here:", *code, sep="\n  ")
+    return input("run it? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def list_runs(options: argparse.Namespace) -> int:

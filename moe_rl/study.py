@@ -134,8 +134,9 @@ class Study:
         return planned
 
 
-def path_of(out: Path, study: str, arm: str, factors: str, seed: int) -> Path:
-    """The folder of a run. Raises ConfigError for a label that is not the name of one folder: it would leave `out`."""
+def path_of(out: Path, study: Any, arm: Any, factors: Any, seed: Any) -> Path:
+    """The folder of a run. Labels may come from a table: raises ConfigError for one that is not the name of one folder,
+    since it could lead out of `out`."""
     for kind, label in {"study": study, "arm": arm, "factors": factors, "seed": f"seed={seed}"}.items():
         if not isinstance(label, str) or label in ("", ".", "..") or re.search(r"[/\\\0]", label):
             raise ConfigError(f"{kind} {label!r} becomes the name of a folder in {out}, and cannot be a path")

@@ -107,16 +107,18 @@ def checked_reward(task: Task, prompt: Prompt, completion: str) -> float:
 
 
 def construct(cls: type, options: Mapping[str, Any], spec: str) -> Task:
-    """`cls(**options)`, with a wrong option or a class that is no task reported as ConfigError."""
-    try:
-        task = cls(**options)
-    except TypeError as error:
-        raise ConfigError(f"task {spec!r} cannot be built with the options {dict(options)!r}: {error}") from error
-    if not isinstance(task, Task):
+    """`cls(**options)`, with a wrong option or a class that is no task reported as ConfigError.
+
+    A class is looked at before it is called: a configuration could name any, and building `subprocess.Popen` runs it.
+    """
+    if not all(callable(getattr(cls, name, None)) for name in ("prompts", "reward")):
         raise ConfigError(
             f"{spec!r} is no task: it needs the methods prompts(count, seed) and reward(prompt, completion)."
         )
-    return task
+    try:
+        return cls(**options)
+    except TypeError as error:
+        raise ConfigError(f"task {spec!r} cannot be built with the options {dict(options)!r}: {error}") from error
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> NoReturn:

@@ -36,8 +36,9 @@ class Finite:
         ("reasoning_gym:spel_backward", "Did you mean spell_backward"),
         ("no_such_package.tasks:Mine", "no module 'no_such_package'"),
         ("moe_rl.tasks.running_sums:RuningSums", "Did you mean RunningSums"),
-        ("moe_rl.config:Arm", "cannot be built"),
-        ("moe_rl.tasks.running_sums:Prompt", "cannot be built"),
+        ("moe_rl.config:Arm", "is no task"),
+        ("moe_rl.tasks.running_sums:Prompt", "is no task"),
+        ("moe_rl.tasks.jsonl:JsonlTask", "cannot be built"),
     ],
 )
 def test_an_unknown_task_is_one_sentence_with_the_choices(spec, said):
@@ -73,6 +74,13 @@ def test_a_task_of_ones_own_is_found_in_the_working_directory(tmp_path, monkeypa
         load_task("my_own_tasks.deep:NoTask", {})
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):  # the user's bug, with its traceback
         load_task("my_own_tasks.broken:Echo", {})
+
+
+def test_a_class_that_is_no_task_is_not_even_built(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="'subprocess:Popen' is no task"):
+        load_task("subprocess:Popen", {"args": ["touch", "built"]})
+    assert not (tmp_path / "built").exists()
 
 
 def test_draw_leaves_out_what_is_excluded_and_keeps_the_order():
