@@ -12,9 +12,10 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from moe_rl.runs import RunFolder, Tables
+if TYPE_CHECKING:
+    from moe_rl.runs import RunFolder, Tables
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)

@@ -402,7 +402,22 @@ def test_plot_needs_only_the_folder(tmp_path, capsys):
     assert (tmp_path / "fake" / "figures" / "expert_change.svg").exists() and "Made-up" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["run", "plot", "report", "collect", "rerun", "list", "show", "diff", "export"])
+def test_help_imports_nothing_that_reads_or_draws():
+    heavy = "{'torch', 'pandas', 'matplotlib', 'rich', 'pyarrow', 'numpy', 'scipy', 'transformers'}"
+    code = f"import sys\nfrom moe_rl.cli import main\ntry: main(['--help'])\nfinally: print({heavy} & {{*sys.modules}})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.endswith("\nset()\n")
+
+
+def test_listing_and_showing_runs_draws_nothing(tmp_path):
+    path = fake_runs(tmp_path, seeds=(0,)) / "gspo" / "base" / "seed=0"
+    for words, heavy in ((["list", str(tmp_path)], "{'torch', 'pandas', 'matplotlib', 'rich'}"),
+                         (["show", str(path)], "{'torch', 'matplotlib', 'rich'}"),
+                         (["list", TABLES], "{'torch', 'matplotlib', 'rich'}")):
+        code = f"import sys\nfrom moe_rl.cli import main\nmain({words})\nprint({heavy} & {{*sys.modules}})"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.endswith("\nset()\n")
+
+
+@pytest.mark.parametrize("command", [verb.name for verb in cli.VERBS])
 def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main([command, "--help"])

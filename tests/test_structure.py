@@ -20,7 +20,7 @@ LAYERS = [
     ["execute", "execute_megatron", "study"],
     ["workers", "study_on_ranks", "summary", "factors", "plots", "figures", "tables", "report", "page", "collect",
      "rerun", "volatility", "view", "trl"],
-    ["arguments", "cli", "__main__"],
+    ["cli", "__main__"],
 ]
 """A module may import from its own layer and from those above it."""
 PROTOCOLS_ONLY = {"measure", "trainer"}
