@@ -27,7 +27,7 @@ _messages: Any = None
 def launched() -> bool:
     """Whether torchrun started this process beside others. A world of one is none: some schedulers leave its
     variables in the environment of every command."""
-    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE") or 1) > 1
 
 
 def rank() -> int:

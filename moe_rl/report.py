@@ -12,7 +12,7 @@ from rich.text import Text
 
 from moe_rl import runs
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.study import Planned, Study, read_declaration
+from moe_rl.study import Planned, Study, folder_name, read_declaration
 from moe_rl.terminal import duration, say
 from moe_rl.workers import Failure
 
@@ -93,7 +93,7 @@ def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path,
 
     arms = [arm["name"] for arm in declared["arms"]] or sorted(frames.runs["arm"].unique())
     for name, cell in figures.planned(declared["figures"], frames.cells, every=cells):
-        where = folder if cell in (None, "base") else folder / cell
+        where = folder if cell in (None, "base") else folder / folder_name("factors", cell, folder)
         try:
             figure = figures.draw(name, declared["endpoint"])(frames if cell is None else frames.cell(cell), arms)
             paths = plots.save(figure, where, figures.file_name(name))

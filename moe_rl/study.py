@@ -135,12 +135,17 @@ class Study:
 
 
 def path_of(out: Path, study: Any, arm: Any, factors: Any, seed: Any) -> Path:
-    """The folder of a run. Labels may come from a table: raises ConfigError for one that is not the name of one folder,
-    since it could lead out of `out`."""
-    for kind, label in {"study": study, "arm": arm, "factors": factors, "seed": f"seed={seed}"}.items():
-        if not isinstance(label, str) or label in ("", ".", "..") or re.search(r"[/\\\0]", label):
-            raise ConfigError(f"{kind} {label!r} becomes the name of a folder in {out}, and cannot be a path")
-    return out / study / arm / factors / f"seed={seed}"
+    """The folder of a run. Raises ConfigError for a label that is no `folder_name`."""
+    labels = {"study": study, "arm": arm, "factors": factors, "seed": f"seed={seed}"}
+    return out.joinpath(*(folder_name(kind, label, out) for kind, label in labels.items()))
+
+
+def folder_name(kind: str, label: Any, out: Path) -> str:
+    """The label, where it is the name of one folder. It may come from a table: raises ConfigError for a path, which
+    could lead out of `out`."""
+    if not isinstance(label, str) or label in ("", ".", "..") or re.search(r"[/\\\0]", label):
+        raise ConfigError(f"{kind} {label!r} becomes the name of a folder in {out}, and cannot be a path")
+    return label
 
 
 def write_declaration(study: Study, out: Path) -> None:

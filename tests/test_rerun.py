@@ -115,6 +115,14 @@ def test_labels_that_would_leave_the_output_folder_are_refused(results, tmp_path
     assert not (tmp_path / "again").exists()
 
 
+def test_figures_of_a_combination_that_is_a_path_are_refused(results, tmp_path, elsewhere, capsys):
+    for name in ("runs", "steps", "updates", "layers"):
+        frame = pd.read_parquet(results / f"{name}.parquet").assign(factors="../../../../x")
+        pd.concat([frame, frame.assign(factors="base")]).to_parquet(results / f"{name}.parquet")
+    assert cli.main(["plot", str(results), "--cells", "--mix-code"]) == 2
+    assert "name of a folder" in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
 def test_a_seed_that_is_a_path_is_refused(results, tmp_path, elsewhere):
     change(results, seed="0/../../../x")
     with pytest.raises(ConfigError, match="name of a folder"):

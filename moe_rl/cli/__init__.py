@@ -1,10 +1,4 @@
-"""The command `moe-rl`: a file per family of verbs, each verb in one place.
-
-    running      run, rerun
-    tables       plot, report, collect, export
-    runs         list, show, diff
-    checkpoints  volatility, view
-"""
+"""The command `moe-rl`: a file per family of verbs, each verb in one place (see `verbs`)."""
 
 from __future__ import annotations
 
