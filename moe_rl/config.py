@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,10 @@ from moe_rl.lookup import Part, Use
 from moe_rl.older import modern
 
 ANCHORS = ("policy", "engine")
+WITH_ARGUMENT = ("reasoning_gym", "jsonl")
+"""Tasks whose name goes on after a colon: a dataset, a file."""
+NAMED = re.compile(r"[^\s:(),=]+:[^\s:(),=]+")
+"""`pkg.module:name`, wherever it stands in a setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +221,12 @@ class RunConfig:
         """
         return _from_dict(cls, modern(content))
 
+    def own_code(self) -> set[str]:
+        """Every `pkg.module:name` that the parts of the run name, in their options too."""
+        names = {name for text in _texts(_plain(self.arm)) for name in NAMED.findall(text)}
+        task = self.task.name
+        return names | ({task} if ":" in task and task.partition(":")[0] not in WITH_ARGUMENT else set())
+
     @property
     def hash(self) -> str:
         """Of everything but `steps`, so that more steps extend a run."""
@@ -228,6 +239,15 @@ class RunConfig:
         for key, value in changes.items():
             new = _with(new, key, value)
         return new
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a setting, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for below in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(below)
 
 
 def _plain(value: Any) -> Any:

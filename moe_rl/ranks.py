@@ -12,9 +12,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from moe_rl.runs import RunFolder, Tables
+if TYPE_CHECKING:
+    from moe_rl.runs import RunFolder, Tables
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)
@@ -24,8 +25,9 @@ _messages: Any = None
 
 
 def launched() -> bool:
-    """Whether torchrun started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether torchrun started this process beside others. A world of one is none: some schedulers leave its
+    variables in the environment of every command."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE") or 1) > 1
 
 
 def rank() -> int:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from moe_rl import runs
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.study import Planned, Study, read_declaration
-from moe_rl.workers import Failure, duration
+from moe_rl.study import Planned, Study, folder_name, read_declaration
+from moe_rl.terminal import duration, say
+from moe_rl.workers import Failure
 
 if TYPE_CHECKING:
     from moe_rl.frames import Frames
@@ -36,22 +36,21 @@ def check(study: Study) -> None:
             raise ConfigError(f"figure {name!r} needs {factor} among the study's factors: {', '.join(sorted(known))}")
 
 
-def print_plan(console: Console, study: Study, planned: Sequence[Planned], jobs: int | None) -> None:
+def print_plan(console: Console, study: Study, planned: Sequence[Planned], jobs: int) -> None:
     """What `--dry-run` says: question, runs and their states, cost."""
-    console.print(f"[bold]{study.name}[/]: {study.question}\n{study.hypothesis}\n", highlight=False)
-    todo = 0
+    jobs, todo = min(jobs, len(planned)), 0
+    say(console, (study.name, "bold"), f": {study.question}\n{study.hypothesis}\n", wrap=True)
     for p in planned:
         runs.check(p.path, p.config.to_dict(), p.config.hash)
         now = runs.state(p.path, p.config.steps)
         todo += 0 if now["state"] in runs.ENDED else p.config.steps - now["step"]
-        console.print(f"{p.path}  {now['state']} {now['step']}/{p.config.steps}", highlight=False, soft_wrap=True)
-    jobs = min(jobs or os.cpu_count() or 1, len(planned))
+        say(console, f"{p.path}  {now['state']} {now['step']}/{p.config.steps}")
     cost = f"{len(planned)} runs, {todo} steps to go"
     if study.seconds_per_step:
         seconds = todo * study.seconds_per_step
         cost += (f", about {study.seconds_per_step:g} s each by the study's own estimate: {duration(seconds)} of one "
                  f"core, {duration(seconds / jobs)} with {jobs} at a time")
-    console.print(f"\ncost: {cost}. {study.cost}", highlight=False)
+    say(console, f"\ncost: {cost}. {study.cost}", wrap=True)
 
 
 def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfinished: bool = False,
@@ -66,23 +65,23 @@ def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfin
     if only is not None:
         frames = frames.select(only)
     for text in frames.left_out:
-        console.print(f"[yellow]left out[/] {text}", highlight=False, soft_wrap=True)
+        say(console, ("left out", "yellow"), f" {text}")
     for table in study_tables(frames, declared, cells=cells):
         print_table(console, table)
     draw_figures(console, frames, declared, folder / "figures", cells=cells)
     if declared["caution"]:
-        console.print(f"[bold]Caution[/]: {declared['caution']}", highlight=False)
+        say(console, ("Caution", "bold"), f": {declared['caution']}", wrap=True)
 
 
 def print_table(console: Console, shown: Shown) -> None:
     """One table and the note below it."""
-    table = Table(title=shown.title, title_justify="left", title_style="bold")
+    table = Table(title=Text(shown.title, style="bold"), title_justify="left")
     for i, column in enumerate(shown.header):
-        table.add_column(column, justify="right" if i else "left", overflow="fold")  # narrow: wrapped, never cut
+        table.add_column(Text(column), justify="right" if i else "left", overflow="fold")  # narrow: wrapped, never cut
     for row in shown.rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(Text, row))
     console.print(table)
-    console.print(f"{escape(shown.note)}\n", highlight=False)
+    say(console, f"{shown.note}\n", wrap=True)
 
 
 def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path, *, cells: bool) -> None:
@@ -94,16 +93,16 @@ def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path,
 
     arms = [arm["name"] for arm in declared["arms"]] or sorted(frames.runs["arm"].unique())
     for name, cell in figures.planned(declared["figures"], frames.cells, every=cells):
-        where = folder if cell in (None, "base") else folder / cell
+        where = folder if cell in (None, "base") else folder / folder_name("factors", cell, folder)
         try:
             figure = figures.draw(name, declared["endpoint"])(frames if cell is None else frames.cell(cell), arms)
             paths = plots.save(figure, where, figures.file_name(name))
         except RunError as error:
-            console.print(f"[yellow]no figure {name}[/]: {error}", highlight=False)
+            say(console, (f"no figure {name}", "yellow"), f": {error}", wrap=True)
         else:
-            console.print(f"figure {' '.join(map(str, paths))}", highlight=False, soft_wrap=True)
+            say(console, f"figure {' '.join(map(str, paths))}")
     if len(frames.cells) > 1 and not cells:
-        console.print(f"{len(frames.cells)} combinations of factors, shown together; `--cells` adds each by itself")
+        say(console, f"{len(frames.cells)} combinations of factors, shown together; `--cells` adds each by itself")
 
 
 def by_message(failures: Sequence[Failure]) -> dict[str, list[Path]]:

@@ -2,45 +2,81 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 
 from moe_rl import runs
 from moe_rl.columns import TABLES, timing
-from moe_rl.config import RunConfig
+from moe_rl.config import NAMED, RunConfig
+from moe_rl.errors import ConfigError
 from moe_rl.frames import Frames, load_study, read_table
-from moe_rl.study import DECLARATION, Planned, Study, read_declaration
+from moe_rl.study import DECLARATION, Planned, Study, path_of, read_declaration
+from moe_rl.terminal import say
+from moe_rl.values import check_values
 from moe_rl.versions import code_version, package_versions
 from moe_rl.workers import Failure, run_study
 
 
-def rerun(path: Path, out: Path, *, jobs: int | None, console: Console) -> list[Failure]:
+def rerun(path: Path, out: Path, *, jobs: int | None, console: Console,
+          trusted: Callable[[list[str]], bool] = lambda code: False) -> list[Failure]:
     """Run every row below `path` (a study, an arm, a cell or a run) again in `out`; returns the failures.
 
     Then says of each whether its final weights and optimizer state are those of the row, bit for bit, and else in which
-    columns their tables part; that can happen on another kind of machine or with other versions, which are named. A
-    task, loss or trainer of one's own is looked for in the current folder. Raises ConfigError for a row with settings
-    that this code does not know.
+    columns their tables part; that can happen on another kind of machine or with other versions, which are named.
+
+    Rows that name code from outside the package run only if `trusted`, called with these names, says so; it is looked
+    for in the current folder and in those above the tables, where a study's file lies beside its results. Raises
+    ConfigError where it is not trusted, for settings that this code does not know or that no run can have, and for
+    labels that would lead out of `out`.
     """
-    sys.path.insert(0, str(Path.cwd()))
-    declared = next((f for f in [path, *path.absolute().parents][:4] if (f / DECLARATION).exists()), path)
+    above = [path, *path.absolute().parents][:4]
+    declared = next((f for f in above if (f / DECLARATION).exists()), path)
     trainer = read_declaration(declared)["trainer"]
     frames = load_study(path, mix_code=True)
-    rows = list(frames.runs.itertuples())
-    planned = [Planned(out / row.study / row.arm / row.factors / f"seed={row.seed}",
-                       RunConfig.from_dict(json.loads(row.config))) for row in rows]
-    study = Study(name=rows[0].study, question="", hypothesis="", arms=(planned[0].config.arm,),
+    planned = [_planned(row, out) for row in frames.runs.itertuples()]
+    if code := outside_code([p.config for p in planned], trainer):
+        if not trusted(code):
+            raise ConfigError(f"the rows in {path} name code from outside moe_rl, which would run here: "
+                              f"{', '.join(code)}. A table can name anything that is installed: look at that code, "
+                              "then say --trust")
+        _make_importable(code, declared)
+    study = Study(name=planned[0].path.parts[-4], question="", hypothesis="", arms=(planned[0].config.arm,),
                   base=planned[0].config, trainer=trainer)
     failures = run_study(study, planned, cache=out / ".cache", jobs=jobs, console=console)
     failed = {failure.path for failure in failures}
     for p in planned:
         if p.path not in failed:
-            console.print(f"{p.path}: {verdict(frames.select([p.path]), p.path)}", highlight=False, soft_wrap=True)
+            say(console, f"{p.path}: {verdict(frames.select([p.path]), p.path)}")
     return failures
+
+
+def outside_code(configs: Iterable[RunConfig], trainer: str) -> list[str]:
+    """Every `pkg.module:name` outside this package that these runs would import and call, in alphabetical order."""
+    found = set(NAMED.findall(trainer)).union(*(config.own_code() for config in configs))
+    return sorted(name for name in found if name.partition(":")[0].partition(".")[0] != "moe_rl")
+
+
+def _planned(row: Any, out: Path) -> Planned:
+    config = RunConfig.from_dict(json.loads(row.config))
+    check_values(config)
+    return Planned(path_of(out, row.study, row.arm, row.factors, row.seed), config)
+
+
+def _make_importable(code: list[str], tables: Path) -> None:
+    """Put the current folder on the search path, and the nearest one above `tables` that holds a module of `code`."""
+    sys.path.insert(0, str(Path.cwd()))
+    for top in {name.partition(":")[0].partition(".")[0] for name in code}:
+        if top and importlib.util.find_spec(top) is None:
+            holds = (f for f in tables.absolute().parents[:4] if (f / f"{top}.py").exists() or (f / top).is_dir())
+            sys.path.extend(str(folder) for folder in itertools.islice(holds, 1))
 
 
 def verdict(reported: Frames, path: Path) -> str:

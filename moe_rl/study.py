@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl import runs
-from moe_rl.config import OPTIMIZERS, Arm, RunConfig
+from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError, RunError
+from moe_rl.lookup import Use
+from moe_rl.values import check_values
 
 DECLARATION = "study.json"
 QUICK_STEPS = 3
@@ -108,12 +110,12 @@ class Study:
     def runs(self, out: Path, seeds: Sequence[int] | None = None, steps: int | None = None) -> list[Planned]:
         """Every run and its folder `out/<study>/<arm>/<factors>/seed=<n>`: seed by seed, so that arms advance together.
 
-        Raises ConfigError for settings no run can have.
+        Raises ConfigError for settings no run can have, and for two combinations that would share a folder.
         """
         seeds = self.seeds if seeds is None else tuple(seeds)
         if not seeds or len(set(seeds)) < len(seeds):
             raise ConfigError(f"a study needs at least one seed, each once, but got {list(seeds)}")
-        planned = []
+        planned, described = [], {}
         combinations = itertools.product(self.cells or {"": {}}, itertools.product(*self.factors.values()))
         for seed, (name, values), arm in itertools.product(seeds, combinations, self.arms):
             chosen = dict(zip(self.factors, values, strict=True))
@@ -121,10 +123,30 @@ class Study:
             config = config if steps is None else config.replace(steps=steps)
             if self.own_cold_starts:
                 config = config.replace(**{"cold_start.seed": seed})
-            _check_values(config)
+            check_values(config)
             labels = [name] * bool(name) + [f"{k}={re.sub(UNSAFE, '_', str(v))}" for k, v in chosen.items()]
-            planned.append(Planned(out / self.name / arm.name / (",".join(labels) or "base") / f"seed={seed}", config))
+            path = path_of(out, self.name, arm.name, ",".join(labels) or "base", seed)
+            values_here = ", ".join([name] * bool(name) + [f"{k}={v!r}" for k, v in chosen.items()])
+            if path in described:
+                raise ConfigError(f"{described[path]} and {values_here} of study {self.name!r} would share the folder "
+                                  f"{path.parent.name}, where one would pass for the other; name them with `cells`")
+            described[path] = values_here
+            planned.append(Planned(path, config))
         return planned
+
+
+def path_of(out: Path, study: Any, arm: Any, factors: Any, seed: Any) -> Path:
+    """The folder of a run. Raises ConfigError for a label that is no `folder_name`."""
+    labels = {"study": study, "arm": arm, "factors": factors, "seed": f"seed={seed}"}
+    return out.joinpath(*(folder_name(kind, label, out) for kind, label in labels.items()))
+
+
+def folder_name(kind: str, label: Any, out: Path) -> str:
+    """The label, where it is the name of one folder. It may come from a table: raises ConfigError for a path, which
+    could lead out of `out`."""
+    if not isinstance(label, str) or label in ("", ".", "..") or re.search(r"[/\\\0]", label):
+        raise ConfigError(f"{kind} {label!r} becomes the name of a folder in {out}, and cannot be a path")
+    return label
 
 
 def write_declaration(study: Study, out: Path) -> None:
@@ -205,7 +227,7 @@ def _typed(config: RunConfig, key: str, text: str) -> Any:
         hint = hints[name]
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     kinds = tuple(typing.get_origin(k) or k for k in kinds)
-    if str in kinds:
+    if str in kinds or Use in kinds:
         return text
     try:
         value = ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
@@ -218,27 +240,3 @@ def _typed(config: RunConfig, key: str, text: str) -> Any:
         more = f"; set one entry at a time, {key}.NAME=VALUE" if Mapping in kinds else ""
         raise ConfigError(f"{key} needs a value of type {wanted}, but got {text!r}{more}")
     return value
-
-
-def _check_values(config: RunConfig) -> None:
-    for name in ("steps", "prompts_per_step", "group_size", "mini_batches", "micro_batch", "max_new_tokens"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name}={getattr(config, name)}: a run needs at least 1, or there is nothing to do")
-    intervals = {"eval_every": config.eval_every, "save_every": config.save_every,
-                 "measure.detail_every": config.measure.detail_every}
-    for name, value in intervals.items():
-        if value < 1:
-            raise ConfigError(f"{name}={value}: an interval is at least 1 step; one longer than the run means only at "
-                              "its end, or never")
-    if config.optimizer.lr < 0 or config.temperature <= 0:
-        raise ConfigError(f"optimizer.lr={config.optimizer.lr:g}, temperature={config.temperature:g}: a learning rate "
-                          "must not be negative, a temperature must be positive")
-    if config.optimizer.name not in OPTIMIZERS:
-        raise ConfigError(f"optimizer.name={config.optimizer.name!r}: choose {' or '.join(OPTIMIZERS)}")
-    if not 0 <= config.cold_start.target <= 1:
-        raise ConfigError(f"cold_start.target={config.cold_start.target:g} is a success rate, from 0 (no cold start) "
-                          "to 1")
-    rows = config.prompts_per_step * config.group_size
-    if config.mini_batches > rows:
-        raise ConfigError(f"mini_batches={config.mini_batches} is more than the {rows} rollouts of a step "
-                          f"({config.prompts_per_step} prompts × {config.group_size}); some would be empty")

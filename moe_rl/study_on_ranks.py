@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from moe_rl.config import RunConfig
 from moe_rl.errors import Diverged
 from moe_rl.runs import RunFolder
 from moe_rl.study import Planned, Study
+from moe_rl.terminal import say
 
 
 def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, mix_code: bool, console: Console) -> None:
@@ -27,10 +29,11 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, mix_code
     waiting = [p for p, left in zip(planned, ranks.once(unfinished), strict=True) if left]
     if ranks.rank():
         for p in waiting:
-            execute(p.config, ranks.SharedFolder(None), cache=cache)
+            with contextlib.suppress(Diverged):  # rank 0 records it
+                execute(p.config, ranks.SharedFolder(None), cache=cache)
         return
     done = len(planned) - len(waiting)
-    console.print(f"{study.name}: {len(planned)} runs, {done} finished, {ranks.world()} ranks each")
+    say(console, f"{study.name}: {len(planned)} runs, {done} finished, {ranks.world()} ranks each")
     with workers.Display(planned, console) as display:
         for p in waiting:
             with RunFolder.open(p.path, p.config.to_dict(), p.config.hash) as folder:
@@ -46,10 +49,5 @@ def _lead(execute: Callable[..., None], config: RunConfig, folder: RunFolder, ca
         watch(rows)
         display.update()
 
-    try:
+    with workers.recorded(folder, config.steps, watch):
         execute(config, ranks.SharedFolder(folder), cache=cache, listen=listen)
-    except Diverged:  # a result, which the trainer has committed
-        pass
-    except BaseException as error:
-        folder.progress(watch.step, error=str(error) or type(error).__name__)
-        raise

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from moe_rl import runs
 from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError
 from moe_rl.study import TRAINER, Planned, Study
+from moe_rl.terminal import duration, say
 from moe_rl.versions import code_version
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
@@ -52,17 +53,15 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
 
     Everything that can be seen to be wrong raises before a process starts: folders of another configuration, runs of
     other code unless `mix_code`. A failing run does not stop the others, except for an expected error before its first
-    step: then no further run is started, since it would most likely fail alike.
+    step: then no further run is started, since it would most likely fail alike. A diverged run is no failure.
     """
-    console, jobs = console or Console(), jobs or os.cpu_count() or 1
-    if jobs < 1:
-        raise ConfigError(f"--jobs {jobs}: at least one run must be allowed at a time")
+    console, jobs = console or Console(), at_a_time(jobs)
     for p in planned:
         runs.check(p.path, p.config.to_dict(), p.config.hash)
         check_code(p.path, mix_code)
     waiting = [p for p in planned if runs.state(p.path, p.config.steps)["state"] not in runs.ENDED]
-    console.print(f"{study.name}: {len(planned)} runs, {len(planned) - len(waiting)} finished, "
-                  f"{min(jobs, len(waiting))} at a time")
+    say(console, f"{study.name}: {len(planned)} runs, {len(planned) - len(waiting)} finished, "
+                 f"{min(jobs, len(waiting))} at a time")
     running: dict[subprocess.Popen, Planned] = {}
     failures: list[Failure] = []
     try:
@@ -75,7 +74,8 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
                 for process in [p for p in running if p.poll() is not None]:
                     if failure := _outcome(process, p := running.pop(process)):
                         failures.append(failure)
-                        display.say(f"[red]failed[/] {p.path}" + ("" if failure.expected else f"\n{failure.message}"))
+                        why = "" if failure.expected else f"\n{failure.message}"
+                        say(console, ("failed", "red"), f" {p.path}{why}")
                         if failure.expected and not runs.state(p.path)["step"]:
                             waiting.clear()
                 display.update()
@@ -84,6 +84,15 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
             process.kill()  # runs survive it, and it cannot be ignored
             process.wait()
     return failures
+
+
+def at_a_time(jobs: int | None) -> int:
+    """How many runs at a time `--jobs` allows: by default as many as there are cores. Raises ConfigError for none."""
+    if jobs is None:
+        return os.cpu_count() or 1
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs}: at least one run must be allowed at a time")
+    return jobs
 
 
 def preflight(study: Study, planned: Sequence[Planned]) -> list[str]:
@@ -122,24 +131,39 @@ def work() -> int:
     try:
         with runs.RunFolder.open(planned.path, planned.config.to_dict(), planned.config.hash) as folder:
             watch = Watch(folder)
-            try:
+            with recorded(folder, planned.config.steps, watch):
                 load(trainer)(planned.config, folder, cache=cache, listen=watch)
-                if folder.manifest.get("finished", -1) < planned.config.steps:
-                    raise RunError(f"{trainer} returned before {planned.path} was finished")
-            except Diverged as error:  # a result, which the trainer has committed
-                print(error, file=sys.stderr)
-            except BaseException as error:
-                folder.progress(watch.step, error=str(error) or type(error).__name__)
-                raise
         return 0
-    except MoeRlError as error:
-        message, expected = str(error), True
-    except BaseException:
-        message, expected = traceback.format_exc(), False
+    except BaseException as error:  # a divergence is this run's own: other runs need not fail alike
+        expected = isinstance(error, MoeRlError) and not isinstance(error, Diverged)
+        message = str(error) if expected else traceback.format_exc()
     print(message, file=sys.stderr)
     json.dump({"message": message[-20_000:], "expected": expected}, report)
     report.flush()
     return 2 if expected else 1
+
+
+@contextlib.contextmanager
+def recorded(folder: runs.RunFolder, steps: int, watch: Watch) -> Iterator[None]:
+    """Around a trainer's work on a run, after which the folder says how that ended.
+
+    A divergence is a result: the run ends at its last commit, whether or not its trainer saw to that. Raises Diverged
+    where there is no commit to end at, RunError when the trainer returns early, and whatever it raises itself.
+    """
+    try:
+        try:
+            yield
+        except Diverged as error:
+            if "diverged" not in folder.manifest:
+                if folder.latest()[-1] is None:
+                    raise Diverged(f"{error} That was before its first commit, so nothing is left to be reported: a "
+                                   "trainer commits at step 0, or before it raises.") from error
+                folder.finish(diverged=str(error))
+        if folder.manifest.get("finished", -1) < steps and "diverged" not in folder.manifest:
+            raise RunError(f"the trainer returned before {folder.path} was finished")
+    except BaseException as error:
+        folder.progress(watch.step, error=str(error) or type(error).__name__)
+        raise
 
 
 class Watch:
@@ -164,8 +188,8 @@ class Display:
     def __init__(self, planned: Sequence[Planned], console: Console) -> None:
         self.console, self.planned, self.told = console, planned, {}
         self.bars = Progress(
-            TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[text]}"),
-            console=console, refresh_per_second=4,
+            TextColumn("{task.description}", markup=False), BarColumn(20), MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}", markup=False), console=console, refresh_per_second=4,
         )
         self.rows = [self.bars.add_task(_name(p.path), total=p.config.steps, text="") for p in planned]
 
@@ -178,9 +202,6 @@ class Display:
         if self.console.is_terminal:
             self.update()
             self.bars.stop()
-
-    def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
 
     def update(self) -> None:
         """Read every run's progress and show it."""
@@ -200,14 +221,7 @@ class Display:
         due = now["state"] == "running" and time.monotonic() - when > QUIET
         if now["state"] != "waiting" and (now["state"] != said or due):
             self.told[p.path] = (now["state"], time.monotonic())
-            self.say(f"{_name(p.path)}  {now['step']}/{p.config.steps}  {text}")
-
-
-def duration(seconds: float) -> str:
-    """A length of time as people say it."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+            say(self.console, f"{_name(p.path)}  {now['step']}/{p.config.steps}  {text}")
 
 
 def load(spec: str) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_rl.config import Arm, RunConfig
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, Diverged
 from moe_rl.lookup import Use
 from moe_rl.runs import Row, RunFolder, Tables
 from moe_rl.study import Study
@@ -71,6 +71,8 @@ def train(config: RunConfig, folder: RunFolder, *, cache: Path, listen=lambda ro
         raise ZeroDivisionError("a bug in the trainer")
     if config.task.name == "unknown":
         raise ConfigError("there is no task 'unknown'; choose running_sums")
+    if config.task.name == "brackets" and config.arm.name == "grpo":
+        raise RuntimeError("the prompt [/INST] [bold]has no answer")
     nap = float(os.environ.get("FAKE_NAP", "0"))
     done, tables, checkpoint = folder.latest()
     weights = np.load(checkpoint / "weights.npy") if checkpoint else np.random.default_rng(config.seed).normal(size=100)
@@ -81,6 +83,11 @@ def train(config: RunConfig, folder: RunFolder, *, cache: Path, listen=lambda ro
         (path / "optimizer.txt").write_text("state")
 
     for step in range(done + 1, config.steps + 1):
+        if config.arm.name == "grpo" and step == config.task.options.get("diverges_at"):
+            if config.task.name == "raises":  # and leaves it to others to record it
+                raise Diverged("the gradient norm is nan")
+            folder.commit(step - 1, tables, save)
+            return folder.finish(diverged=f"step {step}: the gradient norm is nan")
         row, updates, layers = fake_step(config, step, weights)
         weights = weights * 0.99 + np.random.default_rng((config.seed, step)).normal(size=100)
         tables.steps.append(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -16,8 +17,9 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from moe_rl import cli, report, runs
+from moe_rl import cli, ranks, report, runs, study_on_ranks
 from moe_rl.config import RunConfig
+from moe_rl.errors import RunError
 from moe_rl.frames import diff, load_study
 from moe_rl.runs import RunFolder, run_folders
 from moe_rl.study import write_declaration
@@ -158,6 +160,95 @@ def test_a_wrong_task_is_one_sentence_and_starts_no_more_runs(tmp_path, command)
     assert code == 2 and "Traceback" not in out + err
     assert err.count("there is no task 'unknown'") == 1
     assert len(list(run_folders(tmp_path))) == 2, "the two that ran when the first one failed"
+
+
+@pytest.mark.parametrize("at, task", [(1, "commits"), (5, "commits"), (5, "raises")])
+def test_a_run_that_diverges_is_a_result_and_the_others_go_on(tmp_path, command, at, task):
+    code, out, err = command("run", FAKE, "--mix-code", "--jobs", "1", "--out", str(tmp_path), "--seeds", "0",
+                             "--steps", "6", "--task", task, "--set", f"task.options.diverges_at={at}")
+    assert (code, err) == (0, ""), "no failure"
+    states = {p.parent.parent.name: runs.state(p) for p in run_folders(tmp_path)}
+    assert {arm: now["state"] for arm, now in states.items()} == {
+        "grpo": "diverged", "grpo-replay": "finished", "gspo": "finished"}
+    assert states["grpo"]["step"] == {"commits": at - 1, "raises": 3}[task], "up to its last commit"
+    assert "the gradient norm is nan" in runs.read_manifest(tmp_path / "fake/grpo/base/seed=0")["diverged"]
+    assert "reward, second half" in out
+
+
+def test_a_divergence_without_a_commit_is_a_failure_of_its_own_run_alone(tmp_path, command):
+    code, out, err = command("run", FAKE, "--mix-code", "--jobs", "1", "--out", str(tmp_path), "--seeds", "0",
+                             "--steps", "6", "--task", "raises", "--set", "task.options.diverges_at=1")
+    assert code == 1 and "the gradient norm is nan" in err and "before its first commit" in err
+    states = {p.parent.parent.name: runs.state(p)["state"] for p in run_folders(tmp_path)}
+    assert states == {"grpo": "failed", "grpo-replay": "finished", "gspo": "finished"}
+
+
+@pytest.mark.parametrize("task", ["commits", "raises"])
+def test_a_run_that_diverges_on_ranks_is_recorded_and_the_next_one_begins(tmp_path, task):
+    study = dataclasses.replace(fake_study.study, trainer="tests.fake_study:train", seeds=(0,))
+    study = dataclasses.replace(study, base=study.base.replace(task=Use(task, diverges_at=5)))
+    planned = study.runs(tmp_path)
+    study_on_ranks.run_study(study, planned, cache=tmp_path, mix_code=True, console=Console(quiet=True))
+    assert [runs.state(p.path)["state"] for p in planned] == ["diverged", "finished", "finished"]
+
+
+def test_brackets_in_an_error_are_printed_as_they_stand_and_stop_nobody(tmp_path, command):
+    code, out, err = command("run", FAKE, "--mix-code", "--jobs", "1", "--out", str(tmp_path), "--seeds", "0",
+                             "--steps", "3", "--task", "brackets")
+    assert code == 1 and "[/INST] [bold]has no answer" in out and "[/INST] [bold]has no answer" in err
+    states = {p.parent.parent.name: runs.state(p)["state"] for p in run_folders(tmp_path)}
+    assert states == {"grpo": "failed", "grpo-replay": "finished", "gspo": "finished"}
+
+
+BRACKETS = "[/INST] [red] :bug:"
+
+
+def test_brackets_in_a_declaration_are_printed_as_they_stand(tmp_path, capsys):
+    file = tmp_path / "brackets_study.py"
+    texts = ", ".join(f"{key}={key + BRACKETS!r}" for key in ("question", "hypothesis", "caution", "cost"))
+    file.write_text(f"import dataclasses, sys\nsys.path.insert(0, {str(Path(FAKE).parent)!r})\nimport fake_study\n"
+                    f"study = dataclasses.replace(fake_study.study, {texts})\n")
+    out = tmp_path / "[bold]runs[/]"
+    assert cli.main(["run", str(file), "--dry-run", "--out", str(out)]) == 0
+    plan = capsys.readouterr().out
+    assert all(key + BRACKETS in plan for key in ("question", "hypothesis", "cost")) and "[bold]runs[/]" in plan
+    assert cli.main(["run", str(file), "--seeds", "0", "--steps", "3", "--mix-code", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "caution" + BRACKETS in shown and str(out / "fake" / "figures" / "expert_change.png") in shown
+
+
+def test_brackets_in_a_warning_a_figure_and_a_table_are_printed_as_they_stand(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("moe_rl.workers.preflight", lambda *_: [f"void {BRACKETS}"])
+    assert cli.main(["run", FAKE, "--dry-run", "--out", str(tmp_path)]) == 0
+    assert f"void {BRACKETS}" in capsys.readouterr().out
+    folder = fake_runs(tmp_path, seeds=(0,))
+    write_declaration(fake_study.study, tmp_path)
+
+    def missing(*_):
+        raise RunError(f"missing {BRACKETS}")
+
+    monkeypatch.setattr("moe_rl.figures.draw", lambda *_: missing)
+    assert cli.main(["plot", str(folder), "--mix-code"]) == 0
+    assert f"missing {BRACKETS}" in capsys.readouterr().out
+    console = Console(width=200, file=io.StringIO())
+    report.print_table(console, Shown(f"title {BRACKETS}", ("mean", f"arm {BRACKETS}"), [("a", BRACKETS)], BRACKETS))
+    printed = console.file.getvalue()
+    assert printed.count(BRACKETS) == 4 and f"title {BRACKETS}" in printed and f"arm {BRACKETS}" in printed
+
+
+@pytest.mark.parametrize("world", ["1", "2"])
+def test_a_world_of_one_left_in_the_environment_is_not_a_launch(monkeypatch, world):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", world)
+    assert ranks.launched() == (world == "2") and ranks.world() == int(world) and ranks.rank() == 0
+
+
+def test_no_runs_at_a_time_are_refused_also_for_the_plan(tmp_path, capsys):
+    for arguments in ([], ["--dry-run"]):
+        assert cli.main(["run", FAKE, "--jobs", "0", "--out", str(tmp_path / "runs"), *arguments]) == 2
+        assert "--jobs 0: at least one run" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_one_seed_says_that_it_has_no_interval(tmp_path, capsys):
@@ -312,7 +403,22 @@ def test_plot_needs_only_the_folder(tmp_path, capsys):
     assert (tmp_path / "fake" / "figures" / "expert_change.svg").exists() and "Made-up" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["run", "plot", "report", "collect", "rerun", "list", "show", "diff", "export"])
+def test_help_imports_nothing_that_reads_or_draws():
+    heavy = "{'torch', 'pandas', 'matplotlib', 'rich', 'pyarrow', 'numpy', 'scipy', 'transformers'}"
+    code = f"import sys\nfrom moe_rl.cli import main\ntry: main(['--help'])\nfinally: print({heavy} & {{*sys.modules}})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.endswith("\nset()\n")
+
+
+def test_listing_and_showing_runs_draws_nothing(tmp_path):
+    path = fake_runs(tmp_path, seeds=(0,)) / "gspo" / "base" / "seed=0"
+    for words, heavy in ((["list", str(tmp_path)], "{'torch', 'pandas', 'matplotlib', 'rich'}"),
+                         (["show", str(path)], "{'torch', 'matplotlib', 'rich'}"),
+                         (["list", TABLES], "{'torch', 'matplotlib', 'rich'}")):
+        code = f"import sys\nfrom moe_rl.cli import main\nmain({words})\nprint({heavy} & {{*sys.modules}})"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.endswith("\nset()\n")
+
+
+@pytest.mark.parametrize("command", [verb.name for verb in cli.VERBS])
 def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main([command, "--help"])

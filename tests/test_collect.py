@@ -163,7 +163,7 @@ def test_a_run_made_again_from_its_row_ends_with_the_same_weights(results, tmp_p
     monkeypatch.setattr(sys, "path", list(sys.path))
     console = Console(record=True, width=200)
     row = results / "gspo" / "optimizer.lr=0.0002" / "seed=5"
-    assert rerun(row, tmp_path, jobs=1, console=console) == []
+    assert rerun(row, tmp_path, jobs=1, console=console, trusted=lambda code: True) == []
     path = tmp_path / "fake" / "gspo" / "optimizer.lr=0.0002" / "seed=5"
     assert f"{path}: the same weights and optimizer state, bit for bit" in console.export_text()
     assert same(load_study(path, mix_code=True), load_study(row, mix_code=True))

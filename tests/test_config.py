@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from moe_rl.config import Arm, EngineConfig, ModelConfig, Optimizer, Parallel, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
+from moe_rl.values import check_values
 
 CONFIGS = [
     RunConfig(arm=Arm(name="grpo")),
@@ -35,3 +37,37 @@ def test_settings_that_came_later_take_their_defaults_and_lost_ones_are_named():
     old["optimizer"]["nesterov"] = True
     with pytest.raises(ConfigError, match="Optimizer has no setting nesterov"):
         RunConfig.from_dict(old)
+
+
+def forced(key, value):
+    """A configuration with one value that the run-time type checker of these tests would not let through."""
+    config = copy.deepcopy(CONFIGS[0])
+    *path, name = key.split(".")
+    node = config
+    for part in path:
+        node = getattr(node, part)
+    object.__setattr__(node, name, value)
+    return config
+
+
+@pytest.mark.parametrize("key, value, words", [
+    ("optimizer.lr", "fast", r"optimizer.lr='fast': .* type float"),
+    ("optimizer.betas", (0.9,), r"optimizer.betas=\(0.9,\): .* type tuple\[float, float\]"),
+    ("optimizer.betas", 0.9, r"optimizer.betas=0.9: .* type tuple"),
+    ("optimizer", {"lr": 1.0}, "optimizer=.* type Optimizer"),
+    ("stop", "abc", r"stop='abc': .* type tuple\[str, ...\]"),
+    ("measure.full", 1, "measure.full=1: .* type bool"),
+    ("group_size", 4.0, "group_size=4.0: .* type int"),
+    ("steps", True, "steps=True: .* type int"),
+    ("arm.clip", (0.1, "0.2"), r"arm.clip=\(0.1, '0.2'\): .* type tuple\[float, float\] \| None"),
+    ("parallel.etp", 1.0, r"parallel.etp=1.0: .* type int \| None"),
+])
+def test_a_value_of_another_type_is_refused_with_the_type_that_is_needed(key, value, words):
+    with pytest.raises(ConfigError, match=words):
+        check_values(forced(key, value))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_configuration_with_every_kind_of_value_is_accepted(config):
+    check_values(config)
+    check_values(RunConfig.from_dict(config.to_dict()))

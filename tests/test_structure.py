@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "moe_rl"
 
 LAYERS = [
-    ["errors", "seeds", "lookup", "older", "config", "columns", "versions"],
+    ["errors", "seeds", "lookup", "older", "config", "values", "columns", "versions", "terminal"],
     ["routing.layout", "routing.trace", "types"],
     ["routing", "tasks", "objectives", "metrics", "runs", "ranks", "frames", "stats"],
     ["checkpoints", "models", "memory", "policies", "rollouts", "experts_cpu"],
@@ -20,7 +20,7 @@ LAYERS = [
     ["execute", "study"],
     ["workers", "study_on_ranks", "summary", "factors", "plots", "figures", "tables", "report", "page", "collect",
      "rerun", "volatility", "view", "trl"],
-    ["arguments", "cli", "__main__"],
+    ["cli", "__main__"],
 ]
 """A module may import from its own layer and from those above it."""
 PROTOCOLS_ONLY = {"probe", "recorder", "evaluate", "trainer"}
@@ -90,8 +90,9 @@ def test_the_trainer_knows_protocols_only(module):
 
 @pytest.mark.parametrize(
     "module",
-    ["moe_rl", "moe_rl.config", "moe_rl.columns", "moe_rl.runs", "moe_rl.frames", "moe_rl.stats", "moe_rl.study",
-     "moe_rl.plots", "moe_rl.page", "moe_rl.collect", "moe_rl.rerun", "moe_rl.cli", "moe_rl.metrics.convergence"],
+    ["moe_rl", "moe_rl.config", "moe_rl.values", "moe_rl.columns", "moe_rl.runs", "moe_rl.frames", "moe_rl.stats",
+     "moe_rl.study", "moe_rl.plots", "moe_rl.page", "moe_rl.collect", "moe_rl.rerun", "moe_rl.cli",
+     "moe_rl.metrics.convergence"],
 )  # fmt: skip
 def test_reading_and_declaring_never_imports_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -87,6 +87,64 @@ def test_runs_without_work_are_refused_before_they_start(tmp_path, changes, word
         with_changes(base=study.base.replace(**changes)).runs(tmp_path)
 
 
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("key, value, words", [
+    ("optimizer.grad_clip", -1.0, "uphill"),
+    ("optimizer.warmup", -3, "optimizer.warmup=-3"),
+    ("optimizer.eps", -1e-8, "optimizer.eps=-1e-08"),
+    ("optimizer.weight_decay", -0.1, "optimizer.weight_decay=-0.1"),
+    ("optimizer.router_lr_scale", -1.0, "optimizer.router_lr_scale=-1"),
+    ("optimizer.betas", (0.9, 1.0), "optimizer.betas=\\(0.9, 1.0\\)"),
+    ("optimizer.lr", float("1e999"), "optimizer.lr=inf"),
+    ("optimizer.lr", NAN, "optimizer.lr=nan"),
+    ("temperature", NAN, "temperature=nan"),
+    ("temperature", 0.0, "temperature=0"),
+    ("cold_start.lr", NAN, "cold_start.lr=nan"),
+    ("cold_start.target", NAN, "cold_start.target=nan"),
+    ("cold_start.batch_size", 0, "cold_start.batch_size=0"),
+    ("cold_start.seed", -1, "cold_start.seed=-1"),
+    ("task.options.share", NAN, "task.options.share=nan"),
+    ("model.overrides.rope", {"theta": [1.0, INF]}, "model.overrides.rope.theta=inf"),
+    ("engine.router_noise", NAN, "engine.router_noise=nan"),
+    ("stop", ("",), "stop=\\('',\\).*every completion"),
+    ("eval_prompts", 0, "eval_prompts=0"),
+    ("measure.probe", 0, "measure.probe=0"),
+    ("save_every", 0, "save_every=0"),
+    ("hf_checkpoints", (0,), "hf_checkpoints=\\(0,\\)"),
+    ("parallel.tp", 0, "parallel.tp=0"),
+    ("engine.gpu_memory", 1.5, "engine.gpu_memory=1.5"),
+])
+def test_values_that_no_run_can_have_are_refused_where_runs_are_planned(tmp_path, key, value, words):
+    with pytest.raises(ConfigError, match=words):
+        with_changes(base=study.base.replace(**{key: value})).runs(tmp_path)
+
+
+def test_nan_in_an_arm_is_refused_and_an_infinite_clip_range_is_not(tmp_path):
+    with pytest.raises(ConfigError, match="arm.kl=nan"):
+        with_changes(arms=(Arm(name="a", kl=NAN),)).runs(tmp_path)
+    assert with_changes(arms=(Arm(name="a", clip=(0.2, INF)),)).runs(tmp_path)
+
+
+def test_what_every_setting_may_be_is_accepted(tmp_path):
+    base = study.base.replace(**{"optimizer.lr": 1, "optimizer.grad_clip": 0.0, "stop": ("\n",), "engine.max_tokens": 9,
+                                 "cold_start.target": 0, "parallel.etp": None, "task": Use("t", a=[1, {"b": None}]),
+                                 "hf_checkpoints": (1, 2)})
+    assert with_changes(base=base).runs(tmp_path)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"factors": {"model.name": ("a/b", "a_b")}}, "model.name='a/b'.*model.name='a_b'"),
+    ({"factors": {"task": ("1", "2"), "task.options.n": (1, "1")}}, "task.options.n=1.*task.options.n='1'"),
+    ({"factors": {"task.options.x": (0.1, "0.1")}}, "task.options.x=0.1.*task.options.x='0.1'"),
+    ({"factors": {"optimizer.lr": (1e-4, 0.0001)}}, "optimizer.lr=0.0001.*optimizer.lr=0.0001"),
+])
+def test_two_values_that_would_share_a_folder_are_refused_by_name(tmp_path, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        with_changes(**changes).runs(tmp_path)
+
+
 def test_seeds_must_be_there_and_different(tmp_path):
     for seeds in ([], [1, 1]):
         with pytest.raises(ConfigError, match="seed"):

@@ -26,6 +26,7 @@ from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import Layout
+from moe_rl.terminal import say
 from moe_rl.versions import code_version, package_versions
 from moe_rl.volatility import tables
 from moe_rl.volatility.observed import Observed, Observer
@@ -83,7 +84,7 @@ def measure_volatility(
     if _finished(out, wanted) and (not keep_traces or (out / "traces").exists()):
         return tables.read(out)
     console = console or Console(stderr=True)
-    console.print(f"reading {data}", highlight=False)
+    say(console, f"reading {data}")
     texts = Texts(data, tokenizer, max_tokens=comparison.max_tokens, batch_tokens=comparison.batch_tokens)
     if not (out / MANIFEST).exists():  # the folder is claimed once nothing in the request can be wrong any more
         out.mkdir(parents=True, exist_ok=True)

@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from moe_rl import plots
+from moe_rl.terminal import say
 from moe_rl.volatility.figures import FIGURES
 from moe_rl.volatility.tables import SEEN, SHOWN, Frames, top_share
 
@@ -27,19 +27,19 @@ def print_report(console: Console, frames: Frames, out: Path) -> None:
     """The summary, where change concentrates, and the figures, which are drawn into `out`."""
     settings = json.loads((out / "comparison.json").read_text())
     counts = settings["finished"]
-    console.print(f"[bold]{escape(settings['before'])}[/] → [bold]{escape(settings['after'])}[/]: "
-                  f"{counts['lines']} texts, {counts['tokens']:,} tokens", highlight=False)
+    say(console, (settings["before"], "bold"), " → ", (settings["after"], "bold"),
+        f": {counts['lines']} texts, {counts['tokens']:,} tokens", wrap=True)
     if counts["cut_lines"]:
-        console.print(f"[yellow]{counts['cut_lines']} texts were cut[/] at {settings['max_tokens']} tokens "
-                      "(--max-tokens)", highlight=False)
+        say(console, (f"{counts['cut_lines']} texts were cut", "yellow"),
+            f" at {settings['max_tokens']} tokens (--max-tokens)", wrap=True)
     console.print(_metrics(frames["summary"], counts))
     console.print(_layers(frames["layers"]))
     for line in concentration(frames):
-        console.print(f"· {line}", highlight=False, markup=False)
+        say(console, f"· {line}", wrap=True)
     for name, draw in FIGURES.items():
         paths = plots.save(draw(frames), out, name)
-        console.print(f"figure {' '.join(map(str, paths))}", highlight=False, soft_wrap=True)
-    console.print(f"tables {out}/*.parquet", highlight=False, soft_wrap=True)
+        say(console, f"figure {' '.join(map(str, paths))}")
+    say(console, f"tables {out}/*.parquet")
 
 
 def concentration(frames: Frames) -> list[str]:

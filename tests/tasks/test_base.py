@@ -76,6 +76,13 @@ def test_a_task_of_ones_own_is_found_in_the_working_directory(tmp_path, monkeypa
         load_task("my_own_tasks.broken:Echo")
 
 
+def test_a_class_that_is_no_task_is_not_even_built(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="'subprocess:Popen' is no task"):
+        load_task("subprocess:Popen", {"args": ["touch", "built"]})
+    assert not (tmp_path / "built").exists()
+
+
 def test_draw_leaves_out_what_is_excluded_and_keeps_the_order():
     assert [p.text for p in draw(Finite(), 4, 0, excluding={"1", "3"})] == ["0", "2", "4", "0"]
     task = RunningSums(digits=2)

@@ -244,6 +244,16 @@ def test_the_command_prints_a_summary_and_draws_figures(there, tmp_path, capsys)
         assert (out / f"{name}.png").stat().st_size > 1000 and (out / f"{name}.svg").exists()
 
 
+def test_brackets_in_a_path_are_printed_as_they_stand(there, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    folder = tmp_path / "[red]"
+    folder.mkdir()
+    data = folder / "[INST].jsonl"
+    data.write_text("\n".join((there / "data.jsonl").read_text().splitlines()[:3]) + "\n")
+    code, printed = run(capsys, there / "before", there / "after", "--data", data, "--out", folder / "out")
+    assert code == 0 and str(data) in printed.err and str(folder / "out" / "by_layer.png") in printed.out
+
+
 @pytest.fixture(scope="module")
 def bad(there):
     """Checkpoints that cannot be compared with `before`."""

@@ -1,0 +1,64 @@
+"""Verbs that look at checkpoints and at traces of their routes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from moe_rl.cli.verbs import argument, verb
+
+
+@verb(
+    "volatility",
+    "How far routing moved between two checkpoints, on your own texts.",
+    argument("before", help="a Hugging Face checkpoint: a folder, or a name on the hub"),
+    argument("after", help="another of the same architecture and tokenizer"),
+    argument("--data", required=True, help="JSONL: prompt and response, chat messages, or text per line"),
+    argument("--out", type=Path, default=Path("volatility"), help="folder to write (default: volatility)"),
+    argument("--device", default="cpu", help="cpu, cuda or cuda:<index> (default: cpu)"),
+    argument("--dtype", default="float32", help="of the weights (default: float32)"),
+    argument("--max-tokens", type=int, default=2048, help="longer texts are cut, and counted (default: 2048)"),
+    argument("--batch-tokens", type=int, default=4096, help="tokens in one forward (default: 4096)"),
+    argument("--traces", action="store_true", help="keep the routes of both, for `moe-rl view`"),
+    argument("--trust-remote-code", action="store_true", help="run code that a checkpoint brings along"),
+    examples="""
+  moe-rl volatility sft/ rl-step-500/ --data responses.jsonl
+  moe-rl volatility sft/ rl-step-500/ --data responses.jsonl --out moved --traces --device cuda --dtype bfloat16
+a line of the file: {"prompt": "2+2=", "response": "4"}, {"messages": [{"role": "user", "content": "2+2="}, …]}
+or {"text": "…"}. Every metric comes with its noise floor; the same command goes on after a kill.""",
+)
+def volatility(options: argparse.Namespace) -> int:
+    """Compare two checkpoints; tables and figures into `--out`."""
+    from rich.console import Console
+
+    from moe_rl.volatility.measure import Comparison, measure_volatility
+    from moe_rl.volatility.report import print_report
+
+    comparison = Comparison(options.before, options.after, options.data, options.dtype, options.max_tokens,
+                            options.batch_tokens)
+    frames = measure_volatility(comparison, options.out, device=options.device, keep_traces=options.traces,
+                                trust_remote_code=options.trust_remote_code)
+    print_report(Console(), frames, options.out)
+    return 0
+
+
+@verb(
+    "view",
+    "A web page of one response: where its routes differ between two trace files.",
+    argument("before", type=Path, help="a trace file"),
+    argument("after", type=Path, help="a trace file of the same tokens"),
+    argument("--row", type=int, help="which response of the files, from 0 (default: the one that changed most)"),
+    argument("--tokenizer", help="checkpoint whose tokenizer spells the tokens (default: beside the traces)"),
+    argument("--out", type=Path, default=Path("view.html"), help="page to write (default: view.html)"),
+    examples="""
+  moe-rl view volatility/traces/before/000000.safetensors volatility/traces/after/000000.safetensors
+  moe-rl view before.safetensors after.safetensors --row 3 --tokenizer sft/ --out flips.html
+trace files come from `moe-rl volatility --traces`, or from RoutingTrace.save(path, {"gates": gates}).""",
+)
+def view(options: argparse.Namespace) -> int:
+    """Write the page."""
+    from moe_rl.view import write_page
+
+    row = write_page(options.before, options.after, options.out, row=options.row, tokenizer=options.tokenizer)
+    print(f"{options.out}: response {row}; open it in any browser")
+    return 0

@@ -1,0 +1,108 @@
+"""Verbs that look at runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from moe_rl.cli.verbs import argument, verb
+from moe_rl.errors import ConfigError
+
+
+@verb(
+    "list",
+    "Every run below a folder: state, age, time left.",
+    argument("folder", type=Path, nargs="?", default=Path("runs")),
+    examples="""
+  moe-rl list                                             every run below runs/
+  moe-rl list runs/routing_replay/gspo                    one arm""",
+)
+def list_runs(options: argparse.Namespace) -> int:
+    """A line per run. A folder of runs needs neither pandas nor torch."""
+    from moe_rl.runs import run_folders, state
+    from moe_rl.terminal import duration
+
+    found = [(path, state(path)) for path in run_folders(options.folder)] or _collected_runs(options.folder)
+    if not found:
+        raise ConfigError(f"there is no run below {options.folder}; give the folder that holds them")
+    rows = [("run", "state", "step", "reward", "changed", "left")]
+    for path, now in found:
+        age = f"{duration(time.time() - now['updated'])} ago" if "updated" in now else ""
+        left = duration(now["seconds_left"]) if now.get("seconds_left") else ""
+        reward = f"{now['reward']:.3f}" if now.get("reward") is not None else ""
+        rows.append((str(path), now["state"], f"{now['step']}/{now['steps']}", reward, age, left))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+@verb(
+    "show",
+    "One run: its manifest and its last rows.",
+    argument("run", type=Path),
+    examples="""
+  moe-rl show runs/routing_replay/gspo/base/seed=0        configuration, versions and the last rows""",
+)
+def show(options: argparse.Namespace) -> int:
+    """The manifest, the state, and the last row of every table."""
+    from moe_rl.frames import collected, read_table
+    from moe_rl.runs import TABLES, read_manifest, state
+
+    manifest, frames = read_manifest(options.run), None
+    if manifest is not None:
+        print(json.dumps(manifest, indent=2))
+        print(json.dumps({"progress": state(options.run)}, indent=2))
+    else:
+        frames = collected(options.run)
+        if frames is None or len(frames.runs) != 1:
+            raise ConfigError(f"{options.run} is not a run: it has no manifest.json (see `moe-rl list`)")
+        row = frames.runs.iloc[0].to_dict()
+        print(json.dumps(row | {k: json.loads(row[k]) for k in ("config", "packages", "git")}, indent=2, default=str))
+    for name in TABLES:
+        frame = read_table(options.run, name) if frames is None else getattr(frames, name)
+        print(f"\n{name}: {len(frame)} rows, {len(frame.columns)} columns")
+        if len(frame):
+            print(frame.iloc[-1].dropna().to_string())
+    return 0
+
+
+@verb(
+    "diff",
+    "The first row in which two runs part, and the settings in which they differ.",
+    argument("a", type=Path),
+    argument("b", type=Path),
+    examples="""
+  moe-rl diff runs/routing_replay/gspo/base/seed=0 again/routing_replay/gspo/base/seed=0
+exit code: 0 when every value is equal (seconds_* and memory_* are ignored), 1 when the runs part""",
+)
+def diff(options: argparse.Namespace) -> int:
+    """Settings that differ, then the first row that does."""
+    from moe_rl.frames import diff as first_difference
+    from moe_rl.frames import settings_that_differ
+
+    for path in (options.a, options.b):
+        if not (path / "manifest.json").exists():
+            raise ConfigError(f"{path} is not a run: it has no manifest.json (see `moe-rl list`)")
+    for key, (a, b) in settings_that_differ(options.a, options.b).items():
+        print(f"{key}: {a!r} | {b!r}")
+    found = first_difference(options.a, options.b)
+    if found is None:
+        print("every row is equal (seconds_* and memory_* are not compared)")
+        return 0
+    where = ", ".join(f"{k} {v}" for k, v in found.row.items())
+    if found.column is None:
+        print(f"{found.table}: {where} exists only in {options.a if found.a else options.b}")
+    else:
+        print(f"{found.table}: {where}: {found.column} = {found.a!r} | {found.b!r}")
+    return 1
+
+
+def _collected_runs(folder: Path) -> list[tuple[Path, dict[str, object]]]:
+    from moe_rl.frames import collected
+
+    frames = collected(folder)
+    return [] if frames is None else [(folder / run.path, {"state": run.state, "step": run.step, "steps": run.steps})
+                                      for run in frames.runs.itertuples()]

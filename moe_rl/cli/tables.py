@@ -1,0 +1,102 @@
+"""Verbs that read the tables of a study."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from moe_rl.cli.verbs import MIX_CODE, UNFINISHED, argument, verb
+
+
+@verb(
+    "plot",
+    "Draw a study's figures and print its summary, from tables alone.",
+    argument("folder", type=Path, help="the study's folder, e.g. runs/routing_replay"),
+    UNFINISHED,
+    argument("--cells", action="store_true", help="tables and figures of every combination of factors, too"),
+    MIX_CODE,
+    examples="""
+  moe-rl plot runs/routing_replay                         PNG and SVG into runs/routing_replay/figures
+  moe-rl plot studies/results/routing_replay              the same from committed tables
+  moe-rl plot runs/routing_replay --unfinished            with what running and interrupted runs have so far
+  moe-rl plot runs/my_sweep --cells                       every combination of factors by itself, too""",
+)
+def plot(options: argparse.Namespace) -> int:
+    """Summary and figures of a study that has run."""
+    from rich.console import Console
+
+    from moe_rl import report
+
+    report.print_study(Console(), options.folder, mix_code=options.mix_code, unfinished=options.unfinished,
+                       cells=options.cells)
+    return 0
+
+
+@verb(
+    "report",
+    "A study as one web page: tables, figures, settings, versions, cost.",
+    argument("folder", type=Path, help="the study's folder, of runs or of collected tables"),
+    argument("--out", type=Path, help="page to write (default: report.html in the folder)"),
+    MIX_CODE,
+    examples="""
+  moe-rl report runs/routing_replay                       runs/routing_replay/report.html, one file to read or print
+  moe-rl report studies/results/routing_replay --out page.html""",
+)
+def write_report(options: argparse.Namespace) -> int:
+    """Write the page of a study."""
+    from moe_rl.page import write_page
+
+    out = options.out or options.folder / "report.html"
+    write_page(options.folder, out, mix_code=options.mix_code)
+    print(f"{out}: open it in any browser, or print it")
+    return 0
+
+
+@verb(
+    "collect",
+    "The tables of a finished study as a few small files, to be committed.",
+    argument("folder", type=Path, help="the study's folder, e.g. runs/routing_replay"),
+    argument("--out", type=Path, required=True, help="folder to write"),
+    argument("--also", action="append", default=[], metavar="PATTERN",
+             help="further columns, e.g. 'margin_*'; may be repeated"),
+    MIX_CODE,
+    examples="""
+  moe-rl collect runs/routing_replay --out studies/results/routing_replay
+  moe-rl collect runs/my_study --out results/my_study --also 'margin_*' --also grad_norm
+plot, report, list, show, export and rerun read the folder it writes as they read a folder of runs.""",
+)
+def collect(options: argparse.Namespace) -> int:
+    """Write the compact tables, and say how large they are."""
+    from moe_rl.collect import collect as write_tables
+
+    written = write_tables(options.folder, options.out, also=options.also, mix_code=options.mix_code)
+    for file, size in written.items():
+        print(f"{file}: {size / 1024:.0f} KB")
+    print(f"{sum(written.values()) / 1024:.0f} KB in all")
+    return 0
+
+
+@verb(
+    "export",
+    "The tables of all runs below a folder as CSV.",
+    argument("folder", type=Path),
+    argument("--to", type=Path, default=Path("csv"), help="folder to write (default: csv)"),
+    UNFINISHED,
+    MIX_CODE,
+    examples="""
+  moe-rl export runs/routing_replay --to csv              csv/steps.csv, updates.csv, layers.csv, runs.csv""",
+)
+def export(options: argparse.Namespace) -> int:
+    """CSV files, floats with all their digits."""
+    from moe_rl.frames import load_study
+
+    frames = load_study(options.folder, unfinished=options.unfinished, mix_code=options.mix_code)
+    options.to.mkdir(parents=True, exist_ok=True)
+    for name in ("runs", "steps", "updates", "layers"):
+        file = options.to / f"{name}.csv"
+        getattr(frames, name).to_csv(file, index=False)
+        print(f"{file}: {len(getattr(frames, name))} rows")
+    for text in frames.left_out:
+        print(f"left out: {text}", file=sys.stderr)
+    return 0

@@ -1,0 +1,51 @@
+"""What a verb of the command line is. Each has what it takes, its examples and its action in one place.
+
+    @verb("plot", "Draw a study's figures.", argument("folder", type=Path), MIX_CODE, examples="moe-rl plot runs/x")
+    def plot(options): …
+
+Help is printed without importing anything that reads tables: actions import what they need when they are called.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Action = Callable[[argparse.Namespace], int]
+"""From the parsed options to the exit code."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What `ArgumentParser.add_argument` takes."""
+
+    flags: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One command: `moe-rl NAME …`."""
+
+    name: str
+    help: str
+    arguments: tuple[Argument, ...]
+    examples: str
+    action: Action
+
+
+def argument(*flags: str, **settings: Any) -> Argument:
+    """One argument or option of a verb, said as to argparse."""
+    return Argument(flags, settings)
+
+
+def verb(name: str, help: str, *arguments: Argument, examples: str) -> Callable[[Action], Verb]:
+    """Makes an action a verb. `examples` end its help: indented lines, then what else there is to say."""
+    return lambda action: Verb(name, help, arguments, "examples:\n" + examples.removeprefix("\n"), action)
+
+
+MIX_CODE = argument("--mix-code", action="store_true", help="pool runs written by different versions of the code")
+UNFINISHED = argument("--unfinished", action="store_true", help="include the last commits of unfinished runs")
+JOBS = argument("--jobs", type=int, help="runs at a time, one thread each (default: all cores)")

@@ -1,0 +1,26 @@
+"""How text reaches a terminal: as it stands, whatever brackets it holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def say(console: Console, *parts: str | tuple[str, str], wrap: bool = False) -> None:
+    """Print parts of a line, each a text or (text, style); Rich's markup and emoji codes in them mean nothing.
+
+    Paths, errors and what a study declares come from outside, and a prompt's `[/INST]` would end a tag that was never
+    opened. With `wrap`, lines break between words; else they are left whole, so that a path can be copied.
+    """
+    from rich.text import Text
+
+    console.print(Text.assemble(*parts), soft_wrap=not wrap)
+
+
+def duration(seconds: float) -> str:
+    """A length of time as people say it."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,160 @@
+"""`Use` as data, and what becomes of names and options that are not there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+
+import pytest
+
+from moe_rl.config import Arm, RunConfig
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use, lookup, needs, needs_of
+
+GSPO = Use("gspo", clip_low=0.01, clip_high=0.013)
+
+
+def plain(x):
+    return x
+
+
+def with_options(x, *, must, may=2):
+    return x, must, may
+
+
+def anything(x, **options):
+    return x, options
+
+
+@needs("scores", "reference")
+def demanding(x, *, share=0.5):
+    return x * share
+
+
+KNOWN = {"plain": plain, "with_options": with_options, "anything": anything, "demanding": demanding}
+
+
+# ---------------------------------------------------------------------- as data
+def test_uses_are_equal_and_hash_alike_whatever_the_order_of_their_options():
+    again = Use("gspo", clip_high=0.013, clip_low=0.01)
+    assert again == GSPO and hash(again) == hash(GSPO) and len({again, GSPO, Use("gspo")}) == 2
+    assert Use("gspo") != GSPO != Use("grpo", clip_low=0.01, clip_high=0.013)
+    assert hash(Use("jsonl:a", names=["a", "b"])) == hash(Use("jsonl:a", names=["c"])), "options need not be hashable"
+
+
+def test_a_use_has_one_form_and_may_be_written_in_three():
+    assert Use.of("grpo") == Use("grpo") == Use.of({"name": "grpo", "options": {}})
+    assert Use.of(GSPO) is GSPO and str(GSPO) == "gspo(clip_low=0.01, clip_high=0.013)" and str(Use("grpo")) == "grpo"
+    assert Use("anything", name=3).options == {"name": 3}, "an option may be called name"
+
+
+@pytest.mark.parametrize("wrong", ["", 3, None, {"name": "grpo"}, {"name": "grpo", "options": {}, "more": 1}, ["grpo"]])
+def test_what_names_nothing_is_refused(wrong):
+    with pytest.raises(ConfigError, match="names nothing"):
+        Use.of(wrong)
+
+
+@pytest.mark.parametrize("name, own", [
+    ("a:b", True), ("a.b_c:D", True), ("running_sums", False), ("jsonl:a/b.jsonl", False), ("jsonl:", False),
+    ("a-b:c", False), (":b", False), ("a..b:c", False),
+])  # fmt: skip
+def test_what_names_a_users_own_code(name, own):
+    assert Use(name).own == own
+
+
+PARTS = {
+    "loss": GSPO, "aggregate": "mine:mean", "corrections": (Use("truncated", cap=2.0), "mine:other"),
+    "terms": (Use("kl", coef=0.1), "mine:term"), "advantage": Use("group"), "routes": Use("random_share", share=0.5),
+    "ratio_routes": "live",
+}  # fmt: skip
+
+
+def test_a_configuration_comes_back_from_json_with_its_uses():
+    run = RunConfig(arm=Arm(name="a", **PARTS), task=Use("running_sums", digits=12, names=["a", "b"]))
+    content = json.loads(json.dumps(run.to_dict()))
+    again = RunConfig.from_dict(content)
+    assert again == run and again.hash == run.hash and again.to_dict() == content
+    assert isinstance(again.task, Use) and again.task.options == {"digits": 12, "names": ["a", "b"]}
+    assert again.arm.corrections == (Use("truncated", cap=2.0), Use("mine:other"))
+    assert again.arm.ratio_routes == Use("live")
+
+
+def test_a_use_without_options_is_its_plain_name_in_json():
+    arm = RunConfig(arm=Arm(name="a", **PARTS), task="running_sums").to_dict()["arm"]
+    assert arm["aggregate"] == "mine:mean" and arm["advantage"] == "group" and arm["ratio_routes"] == "live"
+    assert arm["loss"] == {"name": "gspo", "options": {"clip_low": 0.01, "clip_high": 0.013}}
+    assert arm["corrections"] == [{"name": "truncated", "options": {"cap": 2.0}}, "mine:other"]
+    bare = RunConfig(arm=Arm(name="a")).to_dict()
+    assert bare["arm"]["loss"] == "grpo" and bare["task"] == "running_sums"
+    assert bare["arm"]["ratio_routes"] is None and bare["arm"]["terms"] == []
+
+
+# ---------------------------------------------------------------------- what they name
+def test_a_known_name_is_its_function_with_the_options_bound():
+    assert lookup("part", "plain", KNOWN) is plain
+    assert lookup("part", Use("with_options", must=1), KNOWN)(0) == (0, 1, 2)
+    assert lookup("part", Use("anything", b=2), KNOWN)(0) == (0, {"b": 2})
+
+
+def test_an_unknown_name_is_refused_with_the_closest_and_all_known_ones():
+    with pytest.raises(ConfigError) as error:
+        lookup("part", "plane", KNOWN)
+    assert "no part is called 'plane'. Did you mean plain?" in str(error.value)
+    assert all(name in str(error.value) for name in (*KNOWN, "pkg.module:name"))
+
+
+@pytest.mark.parametrize("use", [Use("with_options", must=1, mayy=3), Use("plain", may=1), Use("with_options", x=1)])
+def test_an_unknown_option_is_refused_with_the_known_ones(use):
+    with pytest.raises(ConfigError, match="no option of the part") as error:
+        lookup("part", use, KNOWN)
+    assert ("may, must" if use.name == "with_options" else "none") in str(error.value)
+
+
+def test_a_missing_option_is_named_before_anything_is_called():
+    with pytest.raises(ConfigError, match=r"'with_options' needs must: Use\('with_options', must=…\)"):
+        lookup("part", Use("with_options", may=3), KNOWN)
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Somebody's module in the working directory, which nothing has put on the path."""
+    (tmp_path / "own_parts_of_a_user.py").write_text("VALUE = 3\ndef fine(x, *, k=1): return x + k\n")
+    (tmp_path / "broken_parts_of_a_user.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "failing_parts_of_a_user.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def test_a_users_own_function_is_found_in_the_working_directory(package):
+    assert lookup("part", "own_parts_of_a_user:fine", {})(1) == 2
+    assert lookup("part", Use("own_parts_of_a_user:fine", k=5), {})(1) == 6
+    with pytest.raises(ConfigError, match="no option of the part 'own_parts_of_a_user:fine' is called 'q'.*k"):
+        lookup("part", Use("own_parts_of_a_user:fine", q=5), {})
+
+
+@pytest.mark.parametrize("name", ["finee", "VALUE"])
+def test_what_a_users_module_does_not_have_is_named_with_what_it_has(package, name):
+    with pytest.raises(ConfigError, match=rf"no part in the module own_parts_of_a_user is called '{name}'.*fine"):
+        lookup("part", f"own_parts_of_a_user:{name}", {})
+
+
+def test_a_module_that_is_not_there_is_named_with_where_it_was_sought(package, tmp_path):
+    with pytest.raises(ConfigError, match=f"no module 'nowhere_at_all' in {tmp_path}.*PYTHONPATH"):
+        lookup("part", "nowhere_at_all.parts:f", {})
+
+
+@pytest.mark.parametrize("module, error", [
+    ("broken_parts_of_a_user", ModuleNotFoundError), ("failing_parts_of_a_user", ZeroDivisionError),
+])  # fmt: skip
+def test_an_error_inside_a_users_module_is_its_own_and_passes(package, module, error):
+    with pytest.raises(error):
+        lookup("part", f"{module}:f", {})
+
+
+# ---------------------------------------------------------------------- what they need
+def test_what_a_part_needs_is_seen_through_its_options():
+    assert needs_of(demanding) == {"scores", "reference"}
+    assert needs_of(lookup("part", Use("demanding", share=0.1), KNOWN)) == {"scores", "reference"}
+    assert needs_of(lookup("part", Use("with_options", must=1), KNOWN)) == frozenset()
+    assert needs_of(None) == needs_of(plain) == needs_of(partial(plain)) == frozenset()

@@ -1,0 +1,109 @@
+"""What travels with a batch is cut, moved and named alike, whatever it is."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from moe_rl.routing.trace import RoutingTrace
+from moe_rl.types import Batch, prompt_rows, response_rows
+from tests.conftest import build
+from tests.policies.test_hf import make_batch, policy_of
+
+
+@pytest.fixture(scope="module")
+def full() -> Batch:
+    """A batch whose every field holds something: traces, and numbers of several dtypes."""
+    batch = make_batch()
+    policy = policy_of(build("qwen3_moe"))
+    generator = torch.Generator().manual_seed(0)
+    natural = policy.score(batch).routes
+    values = {}
+    for field in fields(Batch):
+        kind = str(field.type)
+        if "RoutingTrace" in kind:
+            values[field.name] = natural
+        elif getattr(batch, field.name) is None:
+            dtype = torch.float64 if field.name == "weights" else torch.float32
+            values[field.name] = torch.rand(batch.tokens.shape, generator=generator, dtype=dtype)
+    return replace(batch, **values)
+
+
+ROWS = [torch.tensor([7, 2, 9]), torch.tensor([0]), slice(3, 8), slice(None), torch.tensor([4, 4])]
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_every_field_of_some_rows_is_those_rows_without_common_padding(rows, full):
+    part = full.rows(rows)
+    time = int(full.attention_mask[rows].sum(1).max())
+    assert part.tokens.shape[1] == time and part.attention_mask[:, -1].any()
+    for field in fields(Batch):
+        value, found = getattr(full, field.name), getattr(part, field.name)
+        assert value is not None, f"{field.name} is empty: give the fixture a value, or nobody sees that it is cut"
+        if isinstance(value, RoutingTrace):
+            assert torch.equal(found.experts, value.experts[rows][:, :time]), field.name
+            assert torch.equal(found.tokens, part.tokens) and found.layout == value.layout
+        else:
+            expected = value[rows] if value.dim() == 1 else value[rows][:, :time]
+            assert torch.equal(found, expected) and found.dtype == value.dtype, field.name
+    assert len(part) == len(full.tokens[rows])
+
+
+def test_what_a_batch_does_not_have_its_rows_do_not_have(full):
+    part = make_batch().rows(slice(2))
+    assert part.routes is part.ratio_routes is part.old_logprobs is part.weights is part.ref_logprobs is None
+
+
+def test_no_rows_are_a_batch_without_columns(full):
+    assert full.rows(slice(0, 0)).tokens.shape == (0, 0)
+
+
+def test_a_batch_moves_as_a_whole(full):
+    """To `meta`, which is a device wherever the tests run; what is None stays None."""
+    there = full.to("meta")
+    for field in fields(Batch):
+        value, moved = getattr(full, field.name), getattr(there, field.name)
+        tensor = moved.experts if isinstance(moved, RoutingTrace) else moved
+        original = value.experts if isinstance(value, RoutingTrace) else value
+        assert tensor.device.type == "meta" and tensor.dtype == original.dtype and tensor.shape == original.shape
+    here = full.to("cpu")
+    assert all(getattr(here, f.name) == value if isinstance(value := getattr(full, f.name), RoutingTrace)
+               else torch.equal(getattr(here, f.name), value) for f in fields(Batch))  # fmt: skip
+    assert replace(full, routes=None, weights=None).to("meta").routes is None
+
+
+# ---------------------------------------------------------------------- whose token comes next
+def batch_of(*rows: str) -> Batch:
+    """Of letters: p prompt, r response, e an environment, . padding."""
+    letters = [list(row) for row in rows]
+    response = torch.tensor([[x == "r" for x in row] for row in letters])
+    real = torch.tensor([[x != "." for x in row] for row in letters])
+    zeros, n = torch.zeros(real.shape), len(rows)
+    return Batch(
+        tokens=zeros.long(), attention_mask=real, response_mask=response, prompt_index=torch.zeros(n, dtype=torch.long),
+        rollout_logprobs=zeros, rewards=torch.zeros(n), advantages=zeros, finished=torch.ones(n, dtype=torch.bool),
+    )  # fmt: skip
+
+
+def written(mask: torch.Tensor) -> list[str]:
+    return ["".join("x" if one else "-" for one in row) for row in mask]
+
+
+def test_rows_of_a_trace_decide_the_token_that_comes_next():
+    batch = batch_of("ppprrr..", "prrrrrrr", "pppppppr")
+    assert written(response_rows(batch)) == ["--xxx---", "xxxxxxx-", "------x-"]
+    assert written(prompt_rows(batch)) == ["xx------", "--------", "xxxxxx--"]
+
+
+def test_what_an_environment_writes_is_neither_prompt_nor_response():
+    batch = batch_of("ppprreerr.", "pprrrree..", "preeereeer")
+    assert written(response_rows(batch)) == ["--xx--xx--", "-xxxx-----", "x---x---x-"]
+    assert written(prompt_rows(batch)) == ["xx--------", "x---------", "----------"]
+    assert not (response_rows(batch) & prompt_rows(batch)).any()
+
+
+def test_a_row_without_a_response_is_all_prompt():
+    batch = batch_of("ppp..", "pprr.")
+    assert written(prompt_rows(batch)) == ["xx---", "x----"] and written(response_rows(batch)) == ["-----", "-xx--"]
