@@ -10,6 +10,7 @@ import torch
 from moe_rl import memory
 from moe_rl.config import Arm, ModelConfig, RunConfig
 from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
 from moe_rl.memory import check_memory, estimate_memory
 from moe_rl.models import PRESETS, load
 
@@ -51,7 +52,8 @@ def test_weights_gradients_and_moments_are_exact():
         8 * parameters,
     )
     assert estimate_memory(run(**{"model.dtype": "bfloat16"}), 13).weights == 2 * parameters
-    assert (estimate.reference, estimate_memory(run(**{"arm.kl": 0.1}), 13).reference) == (0, 4 * parameters)
+    pulled = run(**{"arm.terms": (Use("kl", coef=0.1),)})
+    assert (estimate.reference, estimate_memory(pulled, 13).reference) == (0, 4 * parameters)
 
 
 def test_checkpointing_saves_activations():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pandas as pd
@@ -160,6 +161,25 @@ def test_more_steps_extend_a_run_as_if_it_had_never_stopped(tmp_path):
     assert frames.diff(tmp_path / "grown", tmp_path / "whole") is None
 
 
+def test_what_terms_add_to_the_loss_is_in_its_row(finished):
+    """At the first update the weights are the reference's; later ones have moved away. No other arm has the columns."""
+    updates = finished["kl"]["updates"]
+    first = updates.query("step == 1 and update == 1").iloc[0]
+    assert abs(first["term_kl"]) < 1e-9 and (updates.query("step > 1")["term_kl"] > 1e-5).all()
+    assert (updates["term_entropy"] < 0).all()
+    assert first["term_entropy"] == pytest.approx(-0.01 * first["entropy"], rel=0.2), "by token instead of by response"
+    for name in ARMS.keys() - {"kl"}:
+        assert not [column for column in finished[name]["updates"] if column.startswith("term_")]
+
+
+@pytest.mark.parametrize("routes", ["old_policy", "random_sets", "shuffled"])
+def test_the_reference_is_scored_under_the_routes_that_are_forced(routes, tmp_path):
+    """Else a placebo would be pulled away from its experts at equal weights: a KL of nats instead of 0."""
+    arm = Arm(name="kl", routes=routes, terms=(Use("kl", coef=1.0),))
+    updates = carry_out(TINY.replace(arm=arm, steps=1), tmp_path / "run")["updates"].set_index("update")
+    assert abs(updates.loc[1, "term_kl"]) < 1e-9 and updates.loc[4, "term_kl"] > 1e-6
+
+
 def test_measuring_changes_no_weight(tmp_path):
     """The same run with the least and the most measurement: identical weights."""
     least = TINY.replace(measure=Measure(probe=4, detail_every=100))
@@ -247,3 +267,20 @@ def test_ratio_and_gradient_may_have_routes_of_their_own(ratio, gradient):
     for name, p in reference.named_parameters():
         if p.grad is not None:
             torch.testing.assert_close(found[name], p.grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_with_a_ratio_of_its_own_routes_truncation_still_compares_the_old_policy_with_the_engine():
+    """An engine that agrees with π_old has weights of 1, whatever routes make of π_θ: the gradient keeps every bit.
+    One that was half as sure of every token doubles what the cap lets through."""
+    batch = make_batch()
+    policy = HFPolicy(build_tiny("qwen3_moe"), Optimizer())
+    old = policy.score(batch)
+    perturb(policy.model, 0.5)
+    part = replace(part_of(batch, old, old.routes), ratio_logprobs=policy.score(batch).logprobs)
+    assert (part.ratio_logprobs - policy.score(batch, old.routes).logprobs).abs().max() > 1e-2, "routes must matter"
+    found = [policy.gradient(part, objective_of(Arm(name="plain")))]
+    for gap in (0.0, math.log(2)):
+        told = replace(part, rollout_logprobs=torch.where(batch.response_mask, old.logprobs - gap, 0))
+        found.append(policy.gradient(told, objective_of(Arm(name="tis", corrections=(Use("truncated", cap=3.0),)))))
+    assert found[0].abs().max() > 1e-4 and torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[2], 2 * found[0], rtol=1e-5, atol=1e-8)
