@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "moe_rl"
 LAYERS = [
     ["errors", "seeds", "config", "columns", "versions"],
     ["routing.trace", "types"],
-    ["routing", "tasks", "advantages", "losses", "metrics", "runs", "ranks", "frames", "stats"],
+    ["routing", "tasks", "advantages", "losses", "metrics", "runs", "ranks", "frames", "stats",
+     "pooling"],
     ["checkpoints", "models", "memory", "policies", "rollouts", "experts_cpu"],
     ["cold_start", "measure", "trainer"],
     ["execute", "execute_megatron", "study"],
