@@ -21,11 +21,12 @@ from moe_rl.models import PRESETS, encode_prompts, hf_config, load, placement, s
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.policies.megatron_layout import check_layout
 from moe_rl.rollouts.choose import check_engine, engine_of
+from moe_rl.rollouts.request import check_request, context_length
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES, RouteSource
 from moe_rl.runs import RunFolder
 from moe_rl.tasks.base import held_out, load_task, unknown
-from moe_rl.trainer import Parts, train
+from moe_rl.trainer import Parts, sampling_of, train
 
 
 def execute(
@@ -58,6 +59,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
     loaded = load(run.model, run.cold_start.seed)
     encode = partial(encode_prompts, tokenizer=loaded.tokenizer)
     evaluation = encode(held_out(task, run.eval_prompts))
+    check_request(evaluation, 1, sampling_of(run), context_length(loaded.model.config))
     check_memory(estimate_memory(run, max(len(p.tokens) for p in evaluation)), run.model.device)
     cold_start(loaded, task, run, cache)
     policy = HFPolicy(

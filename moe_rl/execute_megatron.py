@@ -16,9 +16,10 @@ from moe_rl.models import LoadedModel, encode_prompts, hf_config, load, save_che
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.push import Tolerance, probe_prompts
 from moe_rl.rollouts.pushed import PushedEngine
+from moe_rl.rollouts.request import check_request, context_length
 from moe_rl.routing.sources import RouteSource
 from moe_rl.tasks.base import Task, held_out
-from moe_rl.trainer import Parts
+from moe_rl.trainer import Parts, sampling_of
 from moe_rl.types import Prompt
 
 
@@ -63,6 +64,7 @@ def _prepare(run: RunConfig, task: Task, loaded: LoadedModel, cache: Path) -> tu
     """The cold start; evaluation prompts, prompts that a push is checked with, and the padding token."""
     tokenizer = loaded.tokenizer
     evaluation = encode_prompts(held_out(task, run.eval_prompts), tokenizer)
+    check_request(evaluation, 1, sampling_of(run), context_length(loaded.model.config))
     check_memory(estimate_memory(run, max(len(p.tokens) for p in evaluation)), run.model.device)
     cold_start(loaded, task, run, cache)
     return evaluation, probe_prompts(tokenizer, loaded.model.config.vocab_size), tokenizer.pad_token_id

@@ -64,7 +64,7 @@ def train(
     """Run, or go on with, `run` in `folder` until `run.steps`; resumes at the last commit and ends identical.
 
     Each step draws prompts, samples completions, scores them under π_old, and takes one update per mini-batch. A run
-    whose gradients stop being finite is finished there, with what was measured, and says so in its manifest.
+    whose gradients or logits stop being finite is finished there, with what was measured, and says so in its manifest.
     """
     for text in warn_void(run):
         warnings.warn(text, stacklevel=2)
@@ -78,14 +78,14 @@ def train(
         clock = Clock()
         try:
             row, updates, layers = train_step(run, parts, step, clock)
+            if step % run.eval_every == 0 or step == run.steps:
+                with clock("evaluate"):
+                    row |= parts.once(lambda: evaluate(run, parts))
         except Diverged as error:
             warnings.warn(f"step {step}: {error}", stacklevel=2)
             folder.commit(step - 1, tables, parts.policy.save)
             folder.finish(diverged=f"step {step}: {error}")
             return
-        if step % run.eval_every == 0 or step == run.steps:
-            with clock("evaluate"):
-                row |= parts.once(lambda: evaluate(run, parts))
         if step in run.hf_checkpoints and parts.export:
             parts.export(step)
         tables.steps.append(row | clock.columns() | {"memory_peak_mb": peak_memory_mb()})

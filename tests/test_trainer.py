@@ -10,7 +10,7 @@ import torch
 
 from moe_rl import frames
 from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig
-from moe_rl.errors import Diverged
+from moe_rl.errors import ConfigError, Diverged
 from moe_rl.execute import build, execute
 from moe_rl.losses import objective_of, sequence_mean_weights
 from moe_rl.policies.hf import HFPolicy
@@ -184,6 +184,35 @@ def test_a_diverged_run_keeps_its_rows_and_says_so(tmp_path, monkeypatch):
     assert list(steps["step"]) == [0, 1, 2]
     with RunFolder.open(tmp_path / "run", TINY.to_dict(), TINY.hash) as folder:
         assert "gradient norm" in folder.manifest["diverged"]
+
+
+@pytest.mark.parametrize("when", ["sampling", "evaluation"])
+def test_a_run_diverges_where_its_policy_can_no_longer_be_sampled_from(tmp_path, monkeypatch, when):
+    """The last update of step 2 left weights that are not finite: its evaluation meets them, or the next sampling."""
+    update, calls = HFPolicy.update, []
+
+    def breaks_the_weights(self, *args, **kwargs):
+        updated = update(self, *args, **kwargs)
+        calls.append(1)
+        if len(calls) == 8:
+            with torch.no_grad():
+                self.model.lm_head.weight.fill_(float("nan"))
+        return updated
+
+
+    monkeypatch.setattr(HFPolicy, "update", breaks_the_weights)
+    run = TINY.replace(eval_every=2 if when == "evaluation" else 3)
+    steps = carry_out(run, tmp_path / "run")["steps"]
+    assert list(steps["step"]) == ([0, 1] if when == "evaluation" else [0, 1, 2])
+    with RunFolder.open(tmp_path / "run", run.to_dict(), run.hash) as folder:
+        assert "no longer finite" in folder.manifest["diverged"]
+
+
+def test_a_task_whose_prompts_leave_no_room_in_the_context_is_refused_before_any_compute(tmp_path, monkeypatch):
+    monkeypatch.setattr("moe_rl.execute.cold_start", lambda *a, **k: pytest.fail("a cold start was made"))
+    run = TINY.replace(**{"model.overrides": TINY.model.overrides | {"max_position_embeddings": 8}})
+    with pytest.raises(ConfigError, match="context .* 8"):
+        carry_out(run, tmp_path / "run")
 
 
 def test_any_step_can_be_saved_as_a_hugging_face_checkpoint(tmp_path):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_rl.errors import ConfigError, RoutingError, RunError
-from moe_rl.rollouts.hf import before_stop
+from moe_rl.rollouts.request import before_stop
 from moe_rl.routing.formats import RoutesRefused, decode_routes
 from moe_rl.routing.trace import Layout, RoutingTrace
 from moe_rl.types import Prompt, Rollout, Sampling

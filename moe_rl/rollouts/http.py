@@ -28,7 +28,6 @@ from torch import Tensor
 from moe_rl.errors import ConfigError, MoeRlError, RunError
 from moe_rl.rollouts.answers import Answer, Reader
 from moe_rl.rollouts.dialects import DIALECTS, WEIGHTS_FILE
-from moe_rl.rollouts.hf import check_request, end_tokens
 from moe_rl.rollouts.push import (
     PROBE_KEY,
     PROBE_TOKENS,
@@ -40,6 +39,7 @@ from moe_rl.rollouts.push import (
     require_parity,
     skeleton,
 )
+from moe_rl.rollouts.request import check_request, context_length, end_tokens
 from moe_rl.routing.sites import layout_of
 from moe_rl.seeds import derive
 from moe_rl.types import Prompt, Rollout, Sampling
@@ -95,7 +95,7 @@ class ServerEngine:
         self.folder, self.model = folder, skeleton(folder)
         self.score, self.temperature = score, temperature
         self.tolerance = Tolerance.of(dtype, policy_dtype)
-        self.ends = end_tokens(self.model, tokenizer)
+        self.ends, self.context = end_tokens(self.model, tokenizer), context_length(self.model.config)
         layers = self.model.config.num_hidden_layers
         self.reader = Reader(tokenizer, layout_of(self.model), self.ends, num_layers=layers, routes=routes)
         self.reports_routes = routes != "off"
@@ -113,7 +113,7 @@ class ServerEngine:
         Raises BatchIncomplete, which carries what was received, when the server stays away or refuses a request, and
         RunError when it no longer holds the pushed weights.
         """
-        check_request(prompts, group_size, sampling)
+        check_request(prompts, group_size, sampling, self.context)
         jobs = [((*key, i, n), prompt, sampling) for i, prompt in enumerate(prompts) for n in range(group_size)]
         names = [(noise, prompt.tokens, sampling) for noise, prompt, _ in jobs]
         missing = {name: job for name, job in zip(names, jobs, strict=True) if name not in self.received}

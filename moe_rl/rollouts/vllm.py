@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.rollouts.answers import Answer, Reader
-from moe_rl.rollouts.hf import check_request, end_tokens
 from moe_rl.rollouts.push import (
     PROBE_KEY,
     PROBE_TOKENS,
@@ -33,6 +32,7 @@ from moe_rl.rollouts.push import (
     require_receipt,
     skeleton,
 )
+from moe_rl.rollouts.request import check_request, context_length, end_tokens
 from moe_rl.routing.sites import layout_of
 from moe_rl.seeds import derive
 from moe_rl.types import Prompt, Rollout, Sampling
@@ -81,6 +81,7 @@ class VLLMEngine:
         self.score, self.temperature = score, temperature
         self.tolerance = Tolerance.of(dtype, policy_dtype)
         self.ends = end_tokens(self.model, tokenizer)
+        self.context = min((n for n in (max_tokens, context_length(self.model.config)) if n), default=None)
         layers = self.model.config.num_hidden_layers
         self.reader = Reader(tokenizer, layout_of(self.model), self.ends, num_layers=layers, routes=routes)
         self.reports_routes = routes != "off"
@@ -97,7 +98,7 @@ class VLLMEngine:
         Log-probs are those after the temperature (vLLM's `processed_logprobs`). vLLM knows none for the arg max at a
         temperature other than 1: they are NaN.
         """
-        check_request(prompts, group_size, sampling)
+        check_request(prompts, group_size, sampling, self.context)
         if not self.pushes:
             raise RunError("the engine has no weights yet: call load(policy.weights()) before generate.")
         if sampling.temperature < LEAST_TEMPERATURE:
