@@ -30,8 +30,10 @@ def print_report(console: Console, frames: Frames, out: Path) -> None:
     console.print(f"[bold]{escape(settings['before'])}[/] → [bold]{escape(settings['after'])}[/]: "
                   f"{counts['lines']} texts, {counts['tokens']:,} tokens", highlight=False)
     if counts["cut_lines"]:
+        lost = counts.get("lost_lines", 0)
+        nothing = f", {lost} of them to nothing but prompt: their responses are in no number" * bool(lost)
         console.print(f"[yellow]{counts['cut_lines']} texts were cut[/] at {settings['max_tokens']} tokens "
-                      "(--max-tokens)", highlight=False)
+                      f"(--max-tokens){nothing}", highlight=False)
     console.print(_metrics(frames["summary"], counts))
     console.print(_layers(frames["layers"]))
     for line in concentration(frames):
