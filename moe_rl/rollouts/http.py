@@ -19,7 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse, IncompleteRead
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 RETRIED = {408, 429, 500, 502, 503, 504}
 """HTTP states that may pass. Any other refusal is final."""
+LARGEST_ANSWER = 2**29
+"""Bytes of an answer. Routes are most of one: 8 experts (int32) in 64 layers of 100,000 tokens are 270 MB of base64."""
 FIRST_WAIT = 0.5
 """Seconds before a request is tried again; doubled each time."""
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -96,8 +98,15 @@ class ServerEngine:
         self.score, self.temperature = score, temperature
         self.tolerance = Tolerance.of(dtype, policy_dtype)
         self.ends, self.context = end_tokens(self.model, tokenizer), context_length(self.model.config)
-        layers = self.model.config.num_hidden_layers
-        self.reader = Reader(tokenizer, layout_of(self.model), self.ends, num_layers=layers, routes=routes)
+        config = self.model.config
+        self.reader = Reader(
+            tokenizer,
+            layout_of(self.model),
+            self.ends,
+            vocabulary=config.vocab_size,
+            num_layers=config.num_hidden_layers,
+            routes=routes,
+        )
         self.reports_routes = routes != "off"
         self.probes = probe_prompts(tokenizer, self.model.config.vocab_size)
         self.pushes = 0
@@ -201,10 +210,10 @@ class ServerEngine:
                 time.sleep(FIRST_WAIT * 2 ** (attempt - 1))
             try:
                 with DIRECT.open(request, timeout=self.timeout) as response:
-                    text = response.read()
+                    text = _bounded(response, self.url + path)
                 return json.loads(text) if text.strip() else {}
             except urllib.error.HTTPError as error:
-                said = error.read()[:300].decode(errors="replace")
+                said = error.read(300).decode(errors="replace")
                 failure = f"HTTP {error.code}: {said}"
                 if error.code not in RETRIED:
                     raise ConfigError(f"{self.url}{path} refuses the request ({failure}).") from error
@@ -213,3 +222,18 @@ class ServerEngine:
         if lost is not None:
             lost.set()
         raise RunError(f"{self.url}{path} gave no answer in {self.retries + 1} tries; the last: {failure}.")
+
+
+def _bounded(response: HTTPResponse, where: str) -> bytes:
+    """The body. Raises RunError, since another try would be as long, when it is larger than LARGEST_ANSWER."""
+    said = response.length
+    if said is None or said <= LARGEST_ANSWER:
+        text = response.read(LARGEST_ANSWER + 1)
+        if response.length:  # announced, but broken off: `read` with a bound does not notice
+            raise IncompleteRead(text, response.length)
+        if len(text) <= LARGEST_ANSWER:
+            return text
+    raise RunError(
+        f"{where} answers with {f'{said:,}' if said else f'more than {LARGEST_ANSWER:,}'} bytes; at most "
+        f"{LARGEST_ANSWER:,} are read, so that a server gone wrong cannot fill the memory. Is it the right address?"
+    )

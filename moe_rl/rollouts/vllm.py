@@ -82,8 +82,15 @@ class VLLMEngine:
         self.tolerance = Tolerance.of(dtype, policy_dtype)
         self.ends = end_tokens(self.model, tokenizer)
         self.context = min((n for n in (max_tokens, context_length(self.model.config)) if n), default=None)
-        layers = self.model.config.num_hidden_layers
-        self.reader = Reader(tokenizer, layout_of(self.model), self.ends, num_layers=layers, routes=routes)
+        config = self.model.config
+        self.reader = Reader(
+            tokenizer,
+            layout_of(self.model),
+            self.ends,
+            vocabulary=config.vocab_size,
+            num_layers=config.num_hidden_layers,
+            routes=routes,
+        )
         self.reports_routes = routes != "off"
         self.probes = probe_prompts(tokenizer, self.model.config.vocab_size)
         self.pushes = 0

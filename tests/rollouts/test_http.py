@@ -232,6 +232,50 @@ def test_half_an_answer_is_no_answer(server, loaded, tmp_path):
     assert len(rollouts) == 3
 
 
+def test_an_answer_that_breaks_off_before_its_first_byte_is_no_answer(server, loaded, tmp_path):
+    def says_nothing(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000")
+        handler.end_headers()
+        handler.close_connection = True
+
+    server.faults = lambda number: says_nothing if number == 1 else None
+    rollouts = engine_of(server, loaded, tmp_path, concurrency=1).generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)
+    assert len(rollouts) == 3 and server.completions == 4
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_an_answer_without_end_is_refused_by_its_size(server, loaded, tmp_path, monkeypatch, said):
+    monkeypatch.setattr(http, "LARGEST_ANSWER", 10_000)
+
+    def goes_on(handler):
+        handler.send_response(200)
+        if said:
+            handler.send_header("Content-Length", "20000")
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            handler.wfile.write(b" " * 20_000)
+        handler.close_connection = True
+
+    server.faults = lambda number: goes_on
+    with pytest.raises(BatchIncomplete, match=("20,000 bytes" if said else "more than") + ".*10,000"):
+        engine_of(server, loaded, tmp_path, concurrency=1).generate(PROMPTS[:1], 1, key=(3,), sampling=SAMPLING)
+    assert server.completions == 1, "another try would be as long"
+
+
+def test_tokens_that_the_model_has_not_are_refused(server, loaded, tmp_path, monkeypatch):
+    complete = server.complete
+
+    def of_a_larger_model(body):
+        reply = complete(body)
+        reply["choices"][0]["token_ids"][0] = 99_999
+        return reply
+
+    monkeypatch.setattr(server, "complete", of_a_larger_model)
+    with pytest.raises(RunError, match="99999"):
+        engine_of(server, loaded, tmp_path).generate(PROMPTS[:1], 1, key=(3,), sampling=SAMPLING)
+
+
 def test_a_server_that_dies_mid_batch_loses_nothing_already_received(server, loaded, tmp_path):
     engine = engine_of(server, loaded, tmp_path, concurrency=2)
     whole = engine.generate(PROMPTS, 4, key=(3,), sampling=SAMPLING)
