@@ -110,8 +110,11 @@ def check_policy(run: RunConfig) -> None:
     if run.policy == "megatron":
         if importlib.util.find_spec("megatron.core") is None:
             raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")
-        if run.engine != EngineConfig():
-            raise ConfigError(f"policy='megatron' samples with the Hugging Face engine on rank 0, not {run.engine}.")
+        if run.engine.name == "hf" and run.engine != EngineConfig(routes=run.engine.routes):
+            raise ConfigError(
+                "policy='megatron' samples with the Hugging Face engine as it is, with vLLM or with a server; another "
+                f"dtype, other experts, int8 and router noise are for policy='hf', not {run.engine}."
+            )
         check_layout(run.parallel, hf_config(run.model), ranks.world())
     elif ranks.launched():
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Rollouts from a vLLM or SGLang server: the same `Rollout`s as from the engines in this process.
 
 How each server is spoken to is in `rollouts/dialects.py`, and there which ones have been run.
-A vLLM server that `load` can push to is started with
+A vLLM server that can be pushed to is started with
 
     VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-return-routed-experts --logprobs-mode processed_logprobs \\
         --worker-extension-cls moe_rl.rollouts.vllm.WorkerExtension
@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from http.client import HTTPException, HTTPResponse, IncompleteRead
 from pathlib import Path
@@ -28,17 +28,7 @@ from torch import Tensor
 from moe_rl.errors import ConfigError, MoeRlError, RunError
 from moe_rl.rollouts.answers import Answer, Reader
 from moe_rl.rollouts.dialects import DIALECTS, WEIGHTS_FILE
-from moe_rl.rollouts.push import (
-    PROBE_KEY,
-    PROBE_TOKENS,
-    Score,
-    Tolerance,
-    checkpoint_weights,
-    parity,
-    probe_prompts,
-    require_parity,
-    skeleton,
-)
+from moe_rl.rollouts.push import Receipt, skeleton
 from moe_rl.rollouts.request import check_request, context_length, end_tokens
 from moe_rl.routing.sites import layout_of
 from moe_rl.seeds import derive
@@ -66,9 +56,9 @@ class BatchIncomplete(RunError):
 
 
 class ServerEngine:
-    """A server behind the verbs of `RolloutEngine`: one request per completion, `concurrency` at a time.
+    """A server as a `CheckpointReceiver`: one request per completion, `concurrency` at a time.
 
-    `folder` holds the model's config and tokenizer, and the server must be able to read it under the same path: `load`
+    `folder` holds the model's config and tokenizer, and the server must be able to read it under the same path: `push`
     writes the weights there. A request is tried 1 + `retries` times, waiting 0.5, 1, 2, … s in between, each `timeout`
     seconds without a byte at most. What was received before a failure is kept: the same `generate` again asks for the
     rest only. Noise is the server's own, seeded per completion from (key, prompt, sample).
@@ -79,12 +69,8 @@ class ServerEngine:
         url: str,
         folder: Path,
         tokenizer: PreTrainedTokenizerBase,
-        score: Score,
         *,
         dialect: str = "openai",
-        dtype: str = "float32",
-        policy_dtype: str = "float32",
-        temperature: float = 1.0,
         routes: str = "raise",
         timeout: float = 600.0,
         retries: int = 4,
@@ -95,8 +81,6 @@ class ServerEngine:
         self.url, self.dialect = url.rstrip("/"), DIALECTS[dialect]
         self.timeout, self.retries, self.concurrency = timeout, retries, concurrency
         self.folder, self.model = folder, skeleton(folder)
-        self.score, self.temperature = score, temperature
-        self.tolerance = Tolerance.of(dtype, policy_dtype)
         self.ends, self.context = end_tokens(self.model, tokenizer), context_length(self.model.config)
         config = self.model.config
         self.reader = Reader(
@@ -108,7 +92,6 @@ class ServerEngine:
             routes=routes,
         )
         self.reports_routes = routes != "off"
-        self.probes = probe_prompts(tokenizer, self.model.config.vocab_size)
         self.pushes = 0
         self.received: dict[tuple, Answer] = {}
         """Answers of a batch that is not complete yet."""
@@ -144,22 +127,20 @@ class ServerEngine:
         self.received.clear()
         return rollouts
 
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> float:
-        """Write the weights to `folder`, let the server take them over, and check them as `VLLMEngine.load` does.
-        SGLang hands out no checksums: there the version in every answer and the comparison of completions must do."""
+    @property
+    def name(self) -> str:
+        return self.url
+
+    def push(self, weights: Mapping[str, Tensor]) -> list[Receipt]:
+        """Write the weights to `folder` and let the server take them over. See `CheckpointReceiver.push`; SGLang hands
+        out no receipts, but names the push in every answer."""
         from safetensors.torch import save_file
 
-        sent = checkpoint_weights(self.model, weights)
-        save_file(sent, str(self.folder / WEIGHTS_FILE), metadata={"format": "pt"})
+        save_file(dict(weights), str(self.folder / WEIGHTS_FILE), metadata={"format": "pt"})
         self.received.clear()
         taken = self.dialect.taken(self)  # by earlier runs too: a server may outlive its clients
         self.pushes = (self.pushes if taken is None else taken) + 1
-        self.dialect.push(self, sent)
-        sampling = Sampling(self.temperature, PROBE_TOKENS)
-        rollouts = self.generate(self.probes, 1, key=PROBE_KEY, sampling=sampling)
-        found = parity(rollouts, self.score)
-        require_parity(found, self.tolerance, f"push {self.pushes} to {self.url}")
-        return found.logprob_max
+        return self.dialect.push(self)
 
     def close(self) -> None:
         """Nothing to give back: the server belongs to whoever started it."""

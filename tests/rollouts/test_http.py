@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.rollouts import http
+from moe_rl.rollouts.checked import CheckedEngine
 from moe_rl.rollouts.http import DIALECTS, BatchIncomplete, ServerEngine
-from moe_rl.rollouts.push import receipt
+from moe_rl.rollouts.push import Tolerance, probe_prompts, receipt
 from moe_rl.types import Sampling
 from tests.rollouts.fake_engine import PROMPTS, FakeEngine, as_base64, policy_of, routes_of, small
 
@@ -106,7 +107,9 @@ def server(tmp_path, loaded, monkeypatch):
 
 def engine_of(server, loaded, tmp_path, **settings):
     settings = {"dialect": "vllm", "timeout": 5.0, "retries": 2, "concurrency": 4, **settings}
-    return ServerEngine(server.url, server.fake.folder, loaded.tokenizer, policy_of(loaded).score, **settings)
+    engine = ServerEngine(server.url, server.fake.folder, loaded.tokenizer, **settings)
+    probes = probe_prompts(loaded.tokenizer, 258)
+    return CheckedEngine(engine, policy_of(loaded).score, probes, Tolerance.of("float32"), temperature=1.0)
 
 
 def same(a, b):
@@ -163,12 +166,12 @@ def test_a_server_outlives_its_clients_and_notices_when_two_push_to_it(server, l
     first, second = (engine_of(server, loaded, tmp_path) for _ in range(2))
     for engine in (first, first, second):
         assert engine.load(policy_of(loaded).weights()) < 1e-5
-    assert (first.pushes, second.pushes) == (2, 3)
+    assert (first.engine.pushes, second.engine.pushes) == (2, 3)
     second.generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)
     with pytest.raises(RunError, match="holds push 3, but 2 was this run's last"):
         first.generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)
     server.fake.pushes = 0  # restarted between two pushes, which the next one mends
-    assert first.load(policy_of(loaded).weights()) < 1e-5 and first.pushes == 1
+    assert first.load(policy_of(loaded).weights()) < 1e-5 and first.engine.pushes == 1
 
 
 def test_a_push_whose_answer_was_lost_is_sent_again(server, loaded, tmp_path, monkeypatch):
@@ -182,7 +185,7 @@ def test_a_push_whose_answer_was_lost_is_sent_again(server, loaded, tmp_path, mo
     monkeypatch.setattr(server.fake, "reload", loses_its_answer)
     monkeypatch.setattr(server.http, "handle_error", lambda *args: None)
     assert engine.load(policy_of(loaded).weights()) < 1e-5
-    assert engine.pushes == server.fake.pushes == 2
+    assert engine.engine.pushes == server.fake.pushes == 2
     assert len(engine.generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)) == 3
 
 
@@ -293,7 +296,7 @@ def test_a_server_that_dies_mid_batch_loses_nothing_already_received(server, loa
     assert len(kept) >= 5 and all(same(raised.value.rollouts[n], whole[n]) for n in kept)
 
     again = Server(tmp_path / "again", loaded)
-    engine.url = again.url
+    engine.engine.url = again.url
     assert all(map(same, whole, engine.generate(PROMPTS, 4, key=(3,), sampling=SAMPLING)))
     assert again.completions == 12 - len(kept), "only what was missing is asked for"
     engine.generate(PROMPTS, 4, key=(3,), sampling=SAMPLING)
@@ -343,8 +346,9 @@ def sglang_reply(loaded, **meta):
 
 @pytest.fixture
 def sglang(server, loaded, tmp_path, monkeypatch):
-    engine = engine_of(server, loaded, tmp_path, dialect="sglang")
-    engine.replies, engine.asked = sglang_reply(loaded), []
+    checked = engine_of(server, loaded, tmp_path, dialect="sglang")
+    engine = checked.engine
+    engine.replies, engine.asked, engine.checked = sglang_reply(loaded), [], checked
 
     def post(path, body, lost=None):
         engine.asked.append((path, body))
@@ -380,7 +384,7 @@ def test_sglang_length_abort_and_old_weights(sglang, loaded):
 def test_sglang_takes_weights_from_disk_and_must_then_agree(sglang, loaded):
     sglang.replies = sglang_reply(loaded, weight_version="1", routed_experts=None)
     with pytest.raises(RoutingError, match="no routes"):
-        sglang.load(policy_of(loaded).weights())
+        sglang.checked.load(policy_of(loaded).weights())
     path, body = sglang.asked[0]
     assert path == "/update_weights_from_disk" and body["weight_version"] == "1" and body["flush_cache"]
     assert (sglang.folder / "model.safetensors").is_file() and (sglang.folder / "config.json").is_file()
