@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
+from safetensors.torch import load_file
 
 from moe_rl.config import EngineConfig, ModelConfig, Parallel, RunConfig
 from moe_rl.errors import ConfigError
@@ -157,6 +159,13 @@ def tables(command, folder, tmp_path_factory) -> dict:
 def test_the_command_completes_a_study_on_two_ranks_and_rank_0_writes_it_once(command, tables, folder):
     assert command["out"].count("3/3  finished") == 1
     assert (folder / "runs/megatron/figures/learning.png").exists()
+
+
+def test_a_step_is_exported_with_the_weights_of_all_ranks(tables, folder):
+    saved = [load_file(folder / f"runs/megatron/replay/base/seed=0/checkpoints/step={n:06d}/model.safetensors")
+             for n in (1, 3)]
+    assert saved[0].keys() == saved[1].keys()
+    assert all(not torch.equal(w, saved[1][name]) for name, w in saved[0].items() if "proj" in name)
 
 
 def test_three_steps_of_grpo_with_replay_get_the_rewards_of_the_hugging_face_policy(tables):
