@@ -20,6 +20,7 @@ from filelock import FileLock
 from jaxtyping import Float
 from torch import Tensor
 
+from moe_rl.checkpoints import load_weights
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.models import LoadedModel, completion_tokens, encode_prompts, no_progress_bars, save_checkpoint
@@ -249,15 +250,16 @@ def _write(folder: Path, loaded: LoadedModel, identity: dict[str, Any], result: 
 
 
 def _from_cache(folder: Path, loaded: LoadedModel, report: Callable[[str], None]) -> ColdStartResult:
-    from transformers import AutoModelForCausalLM
-
+    """The model takes over the weights when all of them are there and fit, or none."""
     try:
         record = json.loads((folder / "cold_start.json").read_text())
-        with no_progress_bars():
-            saved = AutoModelForCausalLM.from_pretrained(folder, dtype=loaded.model.dtype, local_files_only=True)
-        loaded.model.load_state_dict(saved.state_dict())
         result = ColdStartResult(record["rate"], record["steps"], record["seconds"], folder, cached=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        with no_progress_bars():
+            saved = load_weights(str(folder), loaded.model.dtype).state_dict()
+        if {name: x.shape for name, x in saved.items()} != {n: x.shape for n, x in loaded.model.state_dict().items()}:
+            raise ValueError("its weights are of another model")
+        loaded.model.load_state_dict(saved)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise RunError(f"the cached cold start {folder} cannot be read ({error}); delete that folder.") from error
     report(f"cold start: success {result.rate:.1%} after {result.steps} steps, from {folder}")
     return result

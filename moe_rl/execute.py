@@ -23,18 +23,16 @@ from moe_rl.policies.hf import HFPolicy
 from moe_rl.policies.megatron_layout import check_layout
 from moe_rl.rollouts.choose import check_engine, engine_of
 from moe_rl.rollouts.hf import HFEngine
-from moe_rl.rollouts.push import Tolerance, probe_prompts
-from moe_rl.rollouts.pushed import PushedEngine
+from moe_rl.rollouts.request import check_request, context_length
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES
 from moe_rl.runs import RunFolder
 from moe_rl.tasks.base import Task, held_out, load_task
-from moe_rl.trainer import Listener, Parts, train, warn_void
+from moe_rl.trainer import Listener, Parts, sampling_of, train, warn_void
 from moe_rl.types import Prompt
 
 if TYPE_CHECKING:
     from moe_rl.policies.base import Policy
-    from moe_rl.rollouts.base import RolloutEngine
 
 POLICIES = ("hf", "megatron")
 
@@ -84,12 +82,19 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
     reference = _policy(run, loaded, frozen=True) if "reference" in objective.needs else None
 
     def export(step: int) -> None:
+        """Collective: the Hugging Face model may have older weights than the policy, which is spread over ranks."""
+        weights = policy.weights()
+        if loaded is None:
+            for _ in weights:  # a rank still has to give its part of them
+                pass
+            return
+        HFEngine(loaded.model, loaded.tokenizer).load(weights)
         save_checkpoint(loaded.model, loaded.tokenizer, folder / "checkpoints" / f"step={step:06d}")
 
     return Parts(
         task=task,
         policy=policy,
-        engine=_engine(run, loaded, policy, folder / "engine"),
+        engine=engine_of(run, loaded, policy.score, folder / "engine", shared=run.policy == "hf"),
         objective=objective,
         advantage=advantage_of(run.arm),
         source=lookup("route source", run.arm.routes, SOURCES),
@@ -98,7 +103,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         pad_token=pad_token,
         held_out=evaluation,
         reference=reference,
-        export=export if loaded else None,
+        export=export,
         from_rank_0=ranks.once,
     )
 
@@ -106,6 +111,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
 def _prepare(run: RunConfig, task: Task, loaded: LoadedModel, cache: Path) -> tuple[list[Prompt], int]:
     """The cold start; evaluation prompts and the padding token."""
     evaluation = encode_prompts(held_out(task, run.eval_prompts), loaded.tokenizer)
+    check_request(evaluation, 1, sampling_of(run), context_length(loaded.model.config))
     check_memory(estimate_memory(run, max(len(p.tokens) for p in evaluation)), run.model.device)
     cold_start(loaded, task, run, cache)
     return evaluation, loaded.tokenizer.pad_token_id
@@ -138,15 +144,6 @@ def _policy(run: RunConfig, loaded: LoadedModel | None, frozen: bool = False) ->
     )
 
 
-def _engine(run: RunConfig, loaded: LoadedModel | None, policy: Policy, folder: Path) -> RolloutEngine:
-    """What samples: the policy's own module, an engine of its own, or a copy on rank 0."""
-    if run.policy == "hf":
-        return engine_of(run, loaded, policy.score, folder)
-    engine = loaded and HFEngine(loaded.model, loaded.tokenizer)
-    probes = ranks.once(lambda: probe_prompts(loaded.tokenizer, loaded.model.config.vocab_size))
-    return PushedEngine(engine, policy.score, probes, Tolerance.of(run.model.dtype), run.temperature)
-
-
 def _check_policy(run: RunConfig) -> None:
     """Raise ConfigError where policy, layout, model and the processes that run do not fit each other."""
     if run.policy not in POLICIES:
@@ -154,8 +151,11 @@ def _check_policy(run: RunConfig) -> None:
     if run.policy == "megatron":
         if importlib.util.find_spec("megatron.core") is None:
             raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")
-        if run.engine != EngineConfig():
-            raise ConfigError(f"policy='megatron' samples with the Hugging Face engine on rank 0, not {run.engine}.")
+        if run.engine.name == "hf" and run.engine != EngineConfig(routes=run.engine.routes):
+            raise ConfigError(
+                "policy='megatron' samples with the Hugging Face engine as it is, with vLLM or with a server; another "
+                f"dtype, other experts, int8 and router noise are for policy='hf', not {run.engine}."
+            )
         if run.optimizer.name != "adamw" or run.optimizer.warmup:
             raise ConfigError(f"policy='megatron' trains with AdamW and without warm-up, not {run.optimizer}.")
         check_layout(run.parallel, hf_config(run.model), ranks.world())

@@ -79,7 +79,7 @@ def survival(frames: Frames, arms: Sequence[str]) -> Figure:
         share, low, high = (np.append(y, y[-1]) for y in (curve.share, curve.low, curve.high))
         recovered = int((rows["fate"] == "recovered").sum())
         label = f"{arm}: {curve.events} of {curve.n} collapsed" + f", {recovered} recovered" * bool(recovered)
-        colour = plots.COLOURS[i % len(plots.COLOURS)]
+        colour = plots.colour_of(arm, arms)
         ax.fill_between(np.repeat(x, 2)[1:], *(np.repeat(y, 2)[:-1] for y in (low, high)), color=colour, alpha=0.12,
                         linewidth=0)  # step="post" would lose the last step before a NaN
         ax.step(x, share, where="post", color=colour, label=label, linewidth=1.8 + 0.8 * (len(arms) - 1 - i),

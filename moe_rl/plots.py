@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from moe_rl.errors import RunError
 from moe_rl.frames import Frames
-from moe_rl.metrics.attribution import AttributionSums
+from moe_rl.pooling import attribution, mean_by, require_columns, windows
 from moe_rl.stats import Band, band
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -36,8 +36,6 @@ GAPS = {"engine_{}_natural": "engine against\npolicy", "engine_{}_replayed": "ro
 DIFFER = "token × site pairs, S ≠ S′"
 FIGURES = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares", "engine_mismatch",
            "engine_over_steps")
-POINTS = 25
-"""Most points of a curve over steps: more are averaged within windows of equal length, so that bands stay readable."""
 styled = matplotlib.rc_context(STYLE)
 
 
@@ -62,7 +60,7 @@ def clipping(frames: Frames, arms: Sequence[str]) -> Figure:
     over_steps, window = windows(frames.steps, "clip_tokens")
     note = curves(axes[0], over_steps, "clip_tokens", "step", arms)
     axes[0].set(title="Over training", xlabel="step" + window, ylabel="clipped share of tokens with an advantage")
-    by_update = _mean_by(frames.updates, "clip_tokens", "update")
+    by_update = mean_by(frames.updates, "clip_tokens", "update")
     curves(axes[1], by_update[by_update["update"] > 1], "clip_tokens", "update", arms, marker="o")
     axes[1].set(title="By mini-batch, mean over steps", xlabel="mini-batch index (the first is 0 by construction)")
     axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -80,7 +78,7 @@ def expert_change(frames: Frames, arms: Sequence[str]) -> Figure:
     note = curves(axes[0], over_steps, "slot_change", "step", arms)
     axes[0].set(title="Over training, all sites", xlabel="step" + window)
     axes[0].set_ylabel("expert slots changed, 1 − |S ∩ S′| / k")
-    curves(axes[1], _mean_by(frames.layers, "slot_change", "site"), "slot_change", "site", arms, marker="o")
+    curves(axes[1], mean_by(frames.layers, "slot_change", "site"), "slot_change", "site", arms, marker="o")
     axes[1].set(title="Per routing site, mean over steps", xlabel="routing site, in forward order")
     axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
     for ax in axes:
@@ -104,9 +102,9 @@ def ratio_spread(frames: Frames, arms: Sequence[str]) -> Figure:
     for ax, arm in zip(axes, present, strict=True):
         for column, line, name in (("natural_std", "-", "natural"), ("replayed_std", "--", "replayed")):
             face = None if column == "natural_std" else "white"
-            note = curves(ax, spread, column, "update", [arm], colour_of=arms, marker="o", linestyle=line, face=face,
+            note = curves(ax, spread, column, "update", [arm], order=arms, marker="o", linestyle=line, face=face,
                           label=name)
-        ax.set_title(arm, color=COLOURS[list(arms).index(arm) % len(COLOURS)])
+        ax.set_title(arm, color=colour_of(arm, arms))
         ax.set_xlabel("mini-batch index (the first is 0)")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.legend(loc="upper left")
@@ -130,7 +128,7 @@ def variance_shares(frames: Frames, arms: Sequence[str]) -> Figure:
         b = band(rows[list(SHARES)].to_numpy())
         x = np.arange(len(SHARES)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
         note = _note(b, "bar")
-        ax.bar(x, b.mean, 0.72 / len(arms), color=COLOURS[i % len(COLOURS)], alpha=0.8, label=arm)
+        ax.bar(x, b.mean, 0.72 / len(arms), color=colour_of(arm, arms), alpha=0.8, label=arm)
         ax.errorbar(x, b.mean, [b.mean - b.low, b.high - b.mean], fmt="none", ecolor="black", capsize=3, linewidth=1.2)
         for seed, row in rows.set_index("seed")[list(SHARES)].iterrows():
             ax.plot(x, row, "o", color="white", markeredgecolor="black", markersize=4, gid=f"{arm} seed={seed}")
@@ -153,9 +151,9 @@ def engine_mismatch(frames: Frames, arms: Sequence[str]) -> Figure:
     and the noise floor: the policy scoring the same tokens twice.
     """
     figure, axes = new_figure(3, "How much do engine and policy differ at equal weights?")
-    per_site = _mean_by(frames.layers, "engine_set_change", "site")
+    per_site = mean_by(frames.layers, "engine_set_change", "site")
     note = curves(axes[0], per_site, "engine_set_change", "site", arms, marker="o")
-    floor = _mean_by(frames.layers, "noise_floor_set_change", "site").groupby("site")["noise_floor_set_change"].mean()
+    floor = mean_by(frames.layers, "noise_floor_set_change", "site").groupby("site")["noise_floor_set_change"].mean()
     axes[0].plot(floor.index, floor, color="#666666", linestyle=":", label="noise floor")
     axes[0].set(title="Routers that differ", xlabel="routing site, in forward order", ylabel=DIFFER, ylim=(0, None))
     axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -163,7 +161,7 @@ def engine_mismatch(frames: Frames, arms: Sequence[str]) -> Figure:
     titles = {"kl_k3": "KL k3, nats per token", "beyond_2": "F(2): tokens off by more than × 2"}
     for ax, (measure, title) in zip(axes[1:], titles.items(), strict=True):
         columns = [name.format(measure) for name in GAPS]
-        _need(frames.steps, *columns)
+        require_columns(frames.steps, *columns)
         means = frames.steps.dropna(subset=columns).groupby(["arm", "seed"])[columns].mean().reset_index()
         for i, arm in enumerate(a for a in arms if (means["arm"] == a).any()):
             offset = (i - (len(arms) - 1) / 2) * 0.7 / len(arms)
@@ -189,27 +187,9 @@ def engine_over_steps(frames: Frames, arms: Sequence[str]) -> Figure:
     return finish(figure, axes, note)
 
 
-def attribution(updates: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Pool the attribution sums of each run (and each value of `by`), then divide: `AttributionSums.shares`, with
-    `natural_std` and `replayed_std`, the standard deviations of D and R in nats."""
-    sums = ["attribution_n", *(f"attribution_sum_{s}" for s in ("d", "r", "dd", "rr", "jj", "rj"))]
-    _need(updates, *sums)
-    pooled = updates.dropna(subset=sums).groupby(["arm", "seed", *by])[sums].sum()
-    shares = [AttributionSums(*row).shares() for row in pooled.itertuples(index=False)]
-    found = pooled.reset_index().join(pd.DataFrame(shares, columns=["variance", *SHARES]))
-    return found.assign(natural_std=found["variance"] ** 0.5,
-                        replayed_std=(found["replayed"] * found["variance"]) ** 0.5)
-
-
-def windows(steps: pd.DataFrame, column: str) -> tuple[pd.DataFrame, str]:
-    """Means of a column within windows of steps, per run, at most POINTS of them; and how to say so on the axis."""
-    _need(steps, column)
-    measured = steps.dropna(subset=[column])
-    width = -(-measured["step"].nunique() // POINTS) if len(measured) else 1
-    window = (measured["step"] - measured["step"].min()) // width
-    keys = [measured["arm"], measured["seed"], window.rename("window")]
-    means = measured.groupby(keys)[["step", column]].mean().reset_index()
-    return means, f" (each point: mean of {width} steps)" if width > 1 else ""
+def colour_of(arm: str, arms: Sequence[str]) -> str:
+    """The colour of an arm, by its place in the study's order; from the eighth arm on, colours come again."""
+    return COLOURS[list(arms).index(arm) % len(COLOURS)]
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
@@ -232,12 +212,12 @@ def new_figure(panels: int, title: str, width: float = 0.0, sharey: bool = False
 
 
 def curves(ax: Axes, frame: pd.DataFrame, column: str, x: str, arms: Sequence[str], *, marker: str = "",
-           linestyle: str = "-", face: str | None = None, label: str = "", colour_of: Sequence[str] = ()) -> str:
+           linestyle: str = "-", face: str | None = None, label: str = "", order: Sequence[str] = ()) -> str:
     """Per arm: every seed thin, their mean thick, the interval as a band. Returns the note that names it.
 
-    Raises RunError when no arm was measured.
+    `order` fixes the colours, by default `arms`. Raises RunError when no arm was measured.
     """
-    _need(frame, column, x)
+    require_columns(frame, column, x)
     note = ""
     for arm in arms:
         rows = frame[frame["arm"] == arm].dropna(subset=[column])
@@ -245,7 +225,7 @@ def curves(ax: Axes, frame: pd.DataFrame, column: str, x: str, arms: Sequence[st
         values = every.dropna(axis=1)  # mean and interval only where every seed was measured: n never changes
         if values.empty:
             continue
-        colour = COLOURS[list(colour_of or arms).index(arm) % len(COLOURS)]
+        colour = colour_of(arm, order or arms)
         b = band(values.to_numpy())
         for seed, row in every.iterrows():
             ax.plot(row.dropna().index, row.dropna(), color=colour, alpha=0.35, linewidth=0.8, linestyle=linestyle,
@@ -261,7 +241,7 @@ def curves(ax: Axes, frame: pd.DataFrame, column: str, x: str, arms: Sequence[st
 
 def _marks(ax: Axes, rows: pd.DataFrame, arm: str, arms: Sequence[str], offset: float) -> None:
     """One arm at every column: each seed a small dot, their mean a large one with its interval."""
-    b, x, colour = band(rows.to_numpy()), np.arange(rows.shape[1]) + offset, COLOURS[list(arms).index(arm)]
+    b, x, colour = band(rows.to_numpy()), np.arange(rows.shape[1]) + offset, colour_of(arm, arms)
     for seed, row in rows.iterrows():
         ax.plot(x, row, ".", color=colour, alpha=0.35, markersize=5, gid=f"{arm} seed={seed} {rows.columns[0]}")
     ax.errorbar(x, b.mean, [b.mean - b.low, b.high - b.mean], fmt="none", ecolor=colour, capsize=3, linewidth=1.4)
@@ -290,13 +270,3 @@ def finish(figure: Figure, axes: list[Axes], note: str, legend: bool = True) -> 
     else:
         figure.supxlabel(note, fontsize=9, color="#555555")
     return figure
-
-
-def _mean_by(frame: pd.DataFrame, column: str, by: str) -> pd.DataFrame:
-    _need(frame, column, by)
-    return frame.dropna(subset=[column]).groupby(["arm", "seed", by])[column].mean().reset_index()
-
-
-def _need(frame: pd.DataFrame, *columns: str) -> None:
-    if missing := [c for c in columns if c not in frame.columns]:
-        raise RunError(f"no run has measured {', '.join(missing)}, so there is nothing to draw")

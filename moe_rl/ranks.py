@@ -14,6 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from moe_rl.errors import Diverged
+
 if TYPE_CHECKING:
     from moe_rl.runs import RunFolder, Tables
 
@@ -78,7 +80,8 @@ def device(name: str) -> Any:
 
 
 def once(function: Callable[[], T]) -> T:
-    """What `function()` returns on rank 0, on every rank. When it fails there, rank 0 raises and the others end."""
+    """What `function()` returns on rank 0, on every rank. When it fails there, rank 0 raises and the others end; a
+    divergence is raised on all of them, which finish the run together."""
     if world() == 1:
         return function()
     import torch.distributed as dist
@@ -87,10 +90,15 @@ def once(function: Callable[[], T]) -> T:
     if rank() == 0:
         try:
             answer = [function(), False]
+        except Diverged as error:
+            answer = [error, True]
+            raise
         finally:
             dist.broadcast_object_list(answer, 0, group=_messages)
     else:
         dist.broadcast_object_list(answer, 0, group=_messages)
+        if isinstance(answer[0], Diverged):
+            raise answer[0]
         if answer[1]:
             sys.exit(2)
     return answer[0]

@@ -6,6 +6,7 @@ The unit of replication is the seed: a step, a prompt or a token is never counte
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from scipy import stats
 
 from moe_rl.errors import ConfigError
 
+LARGEST_LOG = math.log(sys.float_info.max)
 FEW = 8
 """Below this many seeds a Student-t interval is used: a bootstrap of so few values is too narrow."""
 
@@ -35,6 +37,8 @@ class Interval:
         if np.isnan(self.low):
             return f"{self.mean:.3g} [–]"
         half = (self.high - self.low) / 2  # its first digit is the last that means something
+        if not math.isfinite(half):
+            return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]"
         digits = min(max(-math.floor(math.log10(half)), 2), 9) if half > 1e-12 else 3
         return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
@@ -102,13 +106,20 @@ def rate(events: int, n: int, confidence: float = 0.95) -> Interval:
 def paired(a: Mapping[int, float], b: Mapping[int, float], confidence: float = 0.95, seed: int = 0) -> Paired:
     """a − b over the seeds (keys) both have, tested by flipping signs within pairs.
 
-    Two-sided p = share of the 2^n sign patterns whose |mean| is at least the observed one: exact up to 16 seeds, above
-    that 65,535 random patterns. The observed pattern counts, so p is at least 2 / 2^n.
+    Two-sided p = share of the 2^n sign patterns whose |mean| is at least the observed one: exact up to 16 seeds, where
+    the observed pattern and its mirror image count, so that p is at least 2 / 2^n. Above that 65,535 random patterns
+    and the observed one: at least 1 / 65,536 (Phipson and Smyth 2010).
+
+    Raises ConfigError where the difference of a seed is not finite: leaving out the seeds that failed would favour the
+    arm that fails more, so whoever calls decides what a failed run counts as.
     """
     shared = sorted(set(a) & set(b))
     if not shared:
         raise ConfigError(f"no seed is shared: one arm has {sorted(a)}, the other {sorted(b)}; pairs need equal seeds")
     d = np.array([a[s] - b[s] for s in shared])
+    if odd := [s for s, x in zip(shared, d, strict=True) if not math.isfinite(x)]:
+        raise ConfigError(f"seeds {odd} have no finite difference: {[a[s] for s in odd]} − {[b[s] for s in odd]}, so "
+                          "there is no test of it; give them a value, or leave them out of both arms and say so")
     n, exact = len(d), len(d) <= 16
     if exact:
         signs = 1 - 2 * ((np.arange(2**n)[:, None] >> np.arange(n)) & 1)
@@ -117,7 +128,8 @@ def paired(a: Mapping[int, float], b: Mapping[int, float], confidence: float = 0
         signs[0] = 1
     reached = np.abs((signs * d).mean(1)) >= np.abs(d.mean()) * (1 - 1e-12)  # rounding must not lose the pattern itself
     kind = "exact" if exact else "65,535 random"
-    return Paired(interval(d, confidence, seed), float(reached.mean()), 2 / len(signs), n, f"{kind} sign flips")
+    smallest = (2 if exact else 1) / len(signs)
+    return Paired(interval(d, confidence, seed), float(reached.mean()), smallest, n, f"{kind} sign flips")
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -127,14 +139,6 @@ def holm(p: Sequence[float]) -> list[float]:
     result = np.empty(len(order))
     result[order] = np.minimum(adjusted, 1)
     return result.tolist()
-
-
-def iqm(values: ArrayLike) -> float:
-    """Interquartile mean: the mean without the lowest and the highest quarter (Agarwal et al. 2021, 2108.13264).
-
-    It hides failures of fewer than a quarter of the runs: report the rate of collapses beside it.
-    """
-    return float(stats.trim_mean(values, 0.25))
 
 
 @dataclass(frozen=True)
@@ -233,4 +237,5 @@ def geometric(values: ArrayLike, confidence: float = 0.95) -> Interval:
 
 
 def _exp(i: Interval) -> Interval:
-    return Interval(math.exp(i.mean), math.exp(i.low), math.exp(i.high), i.n, f"{i.method} of logs")
+    mean, low, high = (math.inf if x > LARGEST_LOG else math.exp(x) for x in (i.mean, i.low, i.high))
+    return Interval(mean, low, high, i.n, f"{i.method} of logs")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moe_rl.cold_start import answer_logprobs, cold_start
 from moe_rl.config import Arm, ColdStart, ModelConfig, RunConfig
@@ -190,6 +191,28 @@ def test_a_damaged_cache_is_reported_not_overwritten(tmp_path):
     with pytest.raises(RunError, match="delete that folder"):
         start(tmp_path, run)
     assert (result.path / "cold_start.json").read_text() == "{"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "cold_start.json"])
+@pytest.mark.parametrize("damage", ["cut short", "gone", "of another model"])
+def test_no_damage_to_a_cache_goes_unnoticed_or_into_the_model(tmp_path, file, damage):
+    run = RUN.replace(**{"cold_start.target": 0.01})
+    _, result = start(tmp_path, run)
+    path = result.path / file
+    if damage == "cut short":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif damage == "gone":
+        path.unlink()
+    elif file == "model.safetensors":
+        weights = load_file(path)
+        weights.pop(sorted(weights)[-1])
+        save_file(weights, path, {"format": "pt"})
+    else:
+        path.write_text("[]")
+    loaded = load(run.model, run.cold_start.seed)
+    with pytest.raises(RunError, match=f"{result.path} cannot be read.*delete that folder"):
+        cold_start(loaded, task(), run, tmp_path, greedy, print)
+    assert same_weights(loaded.model, load(run.model, run.cold_start.seed).model)
 
 
 def _race(folder: str, queue) -> None:

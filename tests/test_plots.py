@@ -143,6 +143,17 @@ def test_an_arm_keeps_its_colour_when_others_are_missing(frames, name):
 
 
 @pytest.mark.parametrize("name", plots.FIGURES)
+def test_a_study_of_more_arms_than_colours_is_drawn(frames, name):
+    arms = [f"arm {i}" for i in range(9)]
+    many = Frames(*(pd.concat([f[f["arm"] == "gspo"].assign(arm=arm) for arm in arms], ignore_index=True)
+                    for f in (frames.runs, frames.steps, frames.updates, frames.layers)))
+    figure = getattr(plots, name)(many, arms)
+    words = [t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text"))]
+    assert all(arm in words for arm in arms)
+    assert plots.colour_of("arm 8", arms) == plots.colour_of("arm 1", arms)
+
+
+@pytest.mark.parametrize("name", plots.FIGURES)
 def test_a_figure_names_n_and_interval_and_labels_its_axes(frames, name):
     figure = getattr(plots, name)(frames, ARMS)
     words = [t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text"))]

@@ -98,9 +98,28 @@ def test_holm_of_the_textbook_example():
     assert stats.holm([]) == []
 
 
-def test_iqm_is_the_mean_of_the_middle_half():
-    assert stats.iqm([0, 1, 2, 100]) == 1.5
-    assert stats.iqm([-50, 0, 1, 2, 3, 4, 5, 1000]) == 2.5
+def test_a_pair_without_a_finite_difference_is_refused_by_its_seed():
+    for odd in (math.nan, math.inf):
+        with pytest.raises(ConfigError, match=r"seeds \[1, 2\]"):
+            stats.paired({0: 1.0, 1: odd, 2: 3.0}, {0: 0.0, 1: 1.0, 2: odd})
+
+
+def test_no_p_lies_below_the_smallest():
+    for n in (16, 17, 40):
+        got = stats.paired(dict.fromkeys(range(n), 1.0), dict.fromkeys(range(n), 0.0))
+        assert got.p_smallest <= got.p < 1e-3, n
+    assert got.p_smallest == 1 / 65_536, "the observed pattern among 65,535 random ones"
+
+
+def test_an_interval_without_bounds_can_be_printed():
+    assert str(stats.Interval(1.0, -math.inf, math.inf, 2, "")) == "1 [-inf, inf]"
+    assert str(stats.Interval(1.0, 0.5, math.inf, 2, "")) == "1 [0.5, inf]"
+    assert str(stats.Interval(math.nan, math.nan, math.nan, 2, "")) == "nan [–]"
+
+
+def test_a_ratio_whose_bound_is_too_large_for_a_float_is_unbounded():
+    got = stats.geometric([1e-200, 1e200])
+    assert (got.mean, got.low, got.high) == (pytest.approx(1.0), 0.0, math.inf) and str(got) == "1 [0, inf]"
 
 
 def test_kaplan_meier_of_six_runs_by_hand():

@@ -12,9 +12,9 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "moe_rl"
 
 LAYERS = [
-    ["errors", "seeds", "lookup", "older", "config", "values", "columns", "versions", "terminal"],
+    ["errors", "seeds", "lookup", "older", "config", "values", "columns", "versions", "terminal", "json_lines"],
     ["routing.layout", "routing.trace", "types"],
-    ["routing", "tasks", "objectives", "metrics", "runs", "ranks", "frames", "stats"],
+    ["routing", "tasks", "objectives", "metrics", "runs", "ranks", "frames", "stats", "pooling"],
     ["checkpoints", "models", "memory", "policies", "rollouts", "experts_cpu"],
     ["cold_start", "probe", "recorder", "evaluate", "trainer"],
     ["execute", "study"],

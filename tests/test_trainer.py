@@ -11,7 +11,7 @@ import torch
 
 from moe_rl import frames
 from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig
-from moe_rl.errors import Diverged
+from moe_rl.errors import ConfigError, Diverged
 from moe_rl.execute import build, execute
 from moe_rl.lookup import Use
 from moe_rl.objectives import objective_of
@@ -207,6 +207,35 @@ def test_a_diverged_run_keeps_its_rows_and_says_so(tmp_path, monkeypatch):
         assert "gradient norm" in folder.manifest["diverged"]
 
 
+@pytest.mark.parametrize("when", ["sampling", "evaluation"])
+def test_a_run_diverges_where_its_policy_can_no_longer_be_sampled_from(tmp_path, monkeypatch, when):
+    """The last update of step 2 left weights that are not finite: its evaluation meets them, or the next sampling."""
+    update, calls = HFPolicy.update, []
+
+    def breaks_the_weights(self, *args, **kwargs):
+        updated = update(self, *args, **kwargs)
+        calls.append(1)
+        if len(calls) == 8:
+            with torch.no_grad():
+                self.model.lm_head.weight.fill_(float("nan"))
+        return updated
+
+
+    monkeypatch.setattr(HFPolicy, "update", breaks_the_weights)
+    run = TINY.replace(eval_every=2 if when == "evaluation" else 3)
+    steps = carry_out(run, tmp_path / "run")["steps"]
+    assert list(steps["step"]) == ([0, 1] if when == "evaluation" else [0, 1, 2])
+    with RunFolder.open(tmp_path / "run", run.to_dict(), run.hash) as folder:
+        assert "no longer finite" in folder.manifest["diverged"]
+
+
+def test_a_task_whose_prompts_leave_no_room_in_the_context_is_refused_before_any_compute(tmp_path, monkeypatch):
+    monkeypatch.setattr("moe_rl.execute.cold_start", lambda *a, **k: pytest.fail("a cold start was made"))
+    run = TINY.replace(**{"model.overrides": TINY.model.overrides | {"max_position_embeddings": 8}})
+    with pytest.raises(ConfigError, match="context .* 8"):
+        carry_out(run, tmp_path / "run")
+
+
 def test_any_step_can_be_saved_as_a_hugging_face_checkpoint(tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -277,7 +306,7 @@ def test_with_a_ratio_of_its_own_routes_truncation_still_compares_the_old_policy
     old = policy.score(batch)
     perturb(policy.model, 0.5)
     part = replace(part_of(batch, old, old.routes), ratio_logprobs=policy.score(batch).logprobs)
-    assert (part.ratio_logprobs - policy.score(batch, old.routes).logprobs).abs().max() > 1e-2, "routes must matter"
+    assert (part.ratio_logprobs - policy.score(batch, old.routes).logprobs).abs().max() > 1e-3, "routes must matter"
     found = [policy.gradient(part, objective_of(Arm(name="plain")))]
     for gap in (0.0, math.log(2)):
         told = replace(part, rollout_logprobs=torch.where(batch.response_mask, old.logprobs - gap, 0))

@@ -1,7 +1,6 @@
-"""Whether and how fast a run learned: smoothing, collapse, and one-number summaries of a curve. NumPy only.
+"""Whether a run's reward lasted: smoothing, collapse, and where a curve ends up. NumPy only.
 
-A curve is a sequence of values per step, step 0 first; the functions that take `steps` also accept sparse curves such
-as an evaluation every tenth step.
+A curve is a sequence of values, one per consecutive step.
 """
 
 from __future__ import annotations
@@ -69,23 +68,6 @@ def collapse(steps: ArrayLike, rewards: ArrayLike) -> Collapse:
     lasting = under_way and runs[-1] in collapses
     dip = int(steps[runs[-1][0]]) if under_way and not lasting else None
     return Collapse(step=first, recovered=first is not None and not lasting, dip=dip)
-
-
-def area_under_curve(steps: ArrayLike, values: ArrayLike) -> float:
-    """Trapezoid area divided by the steps it spans, so in the unit of the values: the mean height of the curve."""
-    x, y = _curve(steps), _curve(values)
-    if len(x) != len(y) or not len(x) or (np.diff(x) <= 0).any():
-        raise ConfigError(f"a curve needs increasing steps and a value for each: got {len(x)} steps, {len(y)} values")
-    return float((np.diff(x) * (y[1:] + y[:-1]) / 2).sum() / (x[-1] - x[0])) if len(x) > 1 else float(y[0])
-
-
-def steps_to(steps: ArrayLike, values: ArrayLike, threshold: float) -> int | None:
-    """First step whose value is at least the threshold; None when none is (censored at the last step).
-
-    One lucky batch counts: pass `ema(values, span)` for a curve that must stay up.
-    """
-    reached = np.flatnonzero(_curve(values) >= threshold)
-    return int(np.asarray(steps)[reached[0]]) if reached.size else None
 
 
 def second_half_mean(values: ArrayLike) -> float:

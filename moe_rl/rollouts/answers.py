@@ -6,12 +6,13 @@ import math
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe_rl.errors import ConfigError, RoutingError, RunError
-from moe_rl.rollouts.hf import before_stop
+from moe_rl.rollouts.request import before_stop
 from moe_rl.routing.formats import RoutesRefused, decode_routes
 from moe_rl.routing.trace import Layout, RoutingTrace
 from moe_rl.types import Prompt, Rollout, Sampling
@@ -24,11 +25,11 @@ ROUTES = ("raise", "unknown", "off")
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion as an engine reports it."""
+    """One completion as an engine reports it; nothing of it is checked yet."""
 
-    tokens: Sequence[int]
-    """The completion, with the EOS or the stop string's tokens that ended it."""
-    logprobs: Sequence[float]
+    tokens: Sequence[Any]
+    """Ids of the completion, with the EOS or the stop string's tokens that ended it."""
+    logprobs: Sequence[Any]
     """Of these tokens, in nats, under the distribution they were drawn from."""
     finished: bool
     """Whether it ended by itself rather than at its length limit."""
@@ -50,13 +51,14 @@ class Reader:
         layout: Layout,
         ends: Collection[int],
         *,
+        vocabulary: int,
         num_layers: int,
         routes: str = "raise",
     ):
         if routes not in ROUTES:
             raise ConfigError(f"engine.routes is {routes!r}; choose {', '.join(ROUTES)}.")
         self.tokenizer, self.layout, self.ends = tokenizer, layout, frozenset(ends)
-        self.num_layers, self.routes = num_layers, routes
+        self.vocabulary, self.num_layers, self.routes = vocabulary, num_layers, routes
         self.refused = 0
         """Rows (token × site) whose routes were missing or impossible, so far."""
 
@@ -83,8 +85,13 @@ class Reader:
                 f"the engine answered with {len(tokens)} tokens and {len(logprobs)} log-probabilities where 1 to "
                 f"{sampling.max_new_tokens} of each were asked for; is its API another one?"
             )
-        if odd := [x for x in logprobs if not (math.isfinite(x) and x <= 1e-4)]:
-            raise RunError(f"the engine reported {odd[0]} as the log-probability of a token it had sampled.")
+        if odd := [t for t in tokens if not (isinstance(t, Integral) and 0 <= t < self.vocabulary)]:
+            raise RunError(
+                f"the engine answered with the token {odd[0]!r}, but the model has {self.vocabulary} tokens from 0 "
+                "on: it serves another model, or its API is another one."
+            )
+        if odd := [x for x in logprobs if not (isinstance(x, Real) and math.isfinite(x) and x <= 1e-4)]:
+            raise RunError(f"the engine reported {odd[0]!r} as the log-probability of a token it had sampled.")
         ended = tokens[-1] in self.ends
         text = self._decode(tokens[:-1] if ended else tokens)
         self._check_end(tokens, text, answer.finished, sampling)

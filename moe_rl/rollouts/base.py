@@ -27,8 +27,8 @@ class RolloutEngine(Protocol):
         """
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> float | None:
-        """Take over the policy's weights, given by Hugging Face name. An engine that checks the push returns the
-        largest difference between its log-probs and the policy's, in nats."""
+        """Take over the policy's weights, given by Hugging Face name. A `CheckedEngine` returns the largest
+        difference between the engine's log-probs and the policy's, in nats."""
 
     def close(self) -> None:
         """Give back processes, devices and memory. The engine cannot be used afterwards."""

@@ -12,10 +12,11 @@ from moe_rl.errors import ConfigError
 from moe_rl.models import LoadedModel
 from moe_rl.rollouts.answers import ROUTES
 from moe_rl.rollouts.base import RolloutEngine
+from moe_rl.rollouts.checked import CheckedEngine, CheckpointReceiver
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.http import ServerEngine
 from moe_rl.rollouts.mismatch import MismatchedEngine
-from moe_rl.rollouts.push import Score, describe
+from moe_rl.rollouts.push import Score, Tolerance, describe, probe_prompts
 from moe_rl.rollouts.vllm import INSTALL, VLLMEngine
 
 OF_HF = ("experts", "int8", "router_noise")
@@ -48,37 +49,42 @@ def check_engine(run: RunConfig) -> None:
         raise ConfigError(f"engine.router_noise={engine.router_noise} must not be negative.")
 
 
-def engine_of(run: RunConfig, loaded: LoadedModel, score: Score, folder: Path) -> RolloutEngine:
-    """The engine, which shares the policy's module when nothing about it differs. `score` is the policy's; `folder` is
-    where an engine of its own finds the model's description, and a server its weights."""
+def engine_of(
+    run: RunConfig, loaded: LoadedModel | None, score: Score, folder: Path, *, shared: bool = True
+) -> RolloutEngine:
+    """The engine. `score` is the policy's; `folder` is where an engine elsewhere finds the model's description, and a
+    server its weights. `loaded` is None on ranks that have no engine.
+
+    `shared` says that `loaded.model` is the policy's own module: the Hugging Face engine then has the policy's weights
+    or, where its numerics differ on purpose, a copy of them. Any other engine is checked after every push.
+    """
     settings = run.engine
-    if settings.name == "hf":
+    if settings.name == "hf" and shared:
         if settings == EngineConfig(routes=settings.routes):
             return HFEngine(loaded.model, loaded.tokenizer, record_routes=settings.routes != "off")
         return MismatchedEngine(loaded.model, loaded.tokenizer, settings)
+    tolerance = Tolerance.of(settings.dtype or run.model.dtype, run.model.dtype)
+    if loaded is None:
+        return CheckedEngine(None, score, [], tolerance, run.temperature)
+    probes = probe_prompts(loaded.tokenizer, loaded.model.config.vocab_size)
+    return CheckedEngine(_with_own_weights(run, loaded, folder), score, probes, tolerance, run.temperature)
+
+
+def _with_own_weights(run: RunConfig, loaded: LoadedModel, folder: Path) -> CheckpointReceiver | HFEngine:
+    settings = run.engine
+    if settings.name == "hf":
+        return HFEngine(loaded.model, loaded.tokenizer, record_routes=settings.routes != "off")
     folder.mkdir(parents=True, exist_ok=True)
     describe(loaded.model, loaded.tokenizer, folder)
-    dtype = settings.dtype or run.model.dtype
     if settings.name == "vllm":
         return VLLMEngine(
             folder,
             loaded.tokenizer,
-            score,
-            dtype=dtype,
-            policy_dtype=run.model.dtype,
-            temperature=run.temperature,
+            dtype=settings.dtype or run.model.dtype,
             routes=settings.routes,
             max_tokens=settings.max_tokens,
             memory=settings.gpu_memory,
         )
     return ServerEngine(
-        settings.name,
-        folder,
-        loaded.tokenizer,
-        score,
-        dialect=settings.dialect,
-        dtype=dtype,
-        policy_dtype=run.model.dtype,
-        temperature=run.temperature,
-        routes=settings.routes,
+        settings.name, folder, loaded.tokenizer, dialect=settings.dialect, routes=settings.routes
     )

@@ -9,16 +9,14 @@ documentation: no SGLang server has answered this client.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
-
 from moe_rl.errors import RunError
 from moe_rl.rollouts.answers import Answer
-from moe_rl.rollouts.push import Receipt, require_receipt
+from moe_rl.rollouts.push import Receipt
 from moe_rl.types import Sampling
 
 WEIGHTS_FILE = "model.safetensors"
@@ -45,8 +43,8 @@ class Dialect:
     request: Callable[[tuple[int, ...], Sampling, int, list[int], bool], dict[str, Any]]
     """(prompt, sampling, seed, end tokens, routes wanted) → the body."""
     answer: Callable[[Server, Any], Answer]
-    push: Callable[[Server, Mapping[str, Tensor]], None]
-    """Make the server take over the file of weights, and check what it says of them."""
+    push: Callable[[Server], list[Receipt]]
+    """Make the server take over the file of weights; what each of its workers says of them, if anything."""
     taken: Callable[[Server], int | None]
     """Pushes that the server has taken over since it started; None where it cannot say."""
 
@@ -91,14 +89,15 @@ def _finished(reason: str | None) -> bool:
     return reason == "stop"
 
 
-def _vllm_push(server: Server, sent: Mapping[str, Tensor]) -> None:
+def _vllm_push(server: Server) -> list[Receipt]:
     file = str((server.folder / WEIGHTS_FILE).resolve())
     reply = server.post("/collective_rpc", {"method": "moe_rl_push", "args": [file]})
     server.post("/reset_prefix_cache", {})
     server.pushes = max(server.pushes, *(found["pushes"] for found in reply["results"]))  # sent again if no answer came
-    for found in reply["results"]:
-        held = {name: (dtype, value) for name, (dtype, value) in found["checksums"].items()}
-        require_receipt(Receipt(found["pushes"], held), sent, server.pushes)
+    return [
+        Receipt(found["pushes"], {name: (dtype, value) for name, (dtype, value) in found["checksums"].items()})
+        for found in reply["results"]
+    ]
 
 
 def _vllm_taken(server: Server) -> int:
@@ -139,11 +138,12 @@ def _sglang_answer(server: Server, reply: Any) -> Answer:
     return Answer([p[1] for p in pairs], [p[0] for p in pairs], _finished(meta["finish_reason"]["type"]), routes)
 
 
-def _sglang_push(server: Server, sent: Mapping[str, Tensor]) -> None:
+def _sglang_push(server: Server) -> list[Receipt]:
     body = {"model_path": str(server.folder.resolve()), "weight_version": str(server.pushes), "flush_cache": True}
     reply = server.post("/update_weights_from_disk", body)
     if not reply.get("success"):
         raise RunError(f"{server.url} did not take over the weights: {json.dumps(reply)[:300]}.")
+    return []
 
 
 DIALECTS = {

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Integer
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from moe_rl.errors import ConfigError, RunError
-from moe_rl.routing import Layout, Recording, RoutingTrace, record_routing
+from moe_rl.errors import Diverged, RunError
+from moe_rl.rollouts.buffers import CompletionBuffers
+from moe_rl.rollouts.request import before_stop, check_request, context_length, end_tokens
+from moe_rl.routing import Recording, record_routing
 from moe_rl.types import Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class HFEngine:
         self.reports_routes = record_routes
         self.max_rows = max_rows
         self.device = next(model.parameters()).device
+        self.context = context_length(model.config)
         self.ends = torch.tensor(sorted(end_tokens(model, tokenizer)), dtype=torch.long, device=self.device)
 
     # ------------------------------------------------------------------ the verbs
@@ -49,9 +51,10 @@ class HFEngine:
         """`group_size` completions of every prompt, prompt-major; see `RolloutEngine.generate`.
 
         Prompts are batched with others of about their length and padded on the left. Log-probabilities are float32,
-        of softmax(logits / temperature), under `greedy` too (where the token is the arg max).
+        of softmax(logits / temperature), under `greedy` too (where the token is the arg max). Raises Diverged when the
+        model's logits are not finite, and ConfigError for a prompt that leaves no room in its context.
         """
-        check_request(prompts, group_size, sampling)
+        check_request(prompts, group_size, sampling, self.context)
         groups: list[list[Rollout]] = [[] for _ in prompts]
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
         at_once = max(1, self.max_rows // group_size)
@@ -92,11 +95,12 @@ class HFEngine:
         noise: Float[Tensor, "rows new"],
         sampling: Sampling,
         recording: Recording | None,
-    ) -> Drawn:
+    ) -> CompletionBuffers:
         """Prefill every prompt once, repeat the cache per sample, then decode until every row has ended."""
         padded, mask = _pad_left(prompts, self.device)
         start = padded.shape[1]
-        drawn = Drawn.empty(padded, mask, group_size, sampling.max_new_tokens, recording and recording.layout)
+        layout = recording and recording.layout
+        drawn = CompletionBuffers.empty(padded, mask, group_size, sampling.max_new_tokens, layout)
         ragged = not bool(mask.all())  # without padding no mask is needed, which is faster
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         inputs = {"attention_mask": mask.long(), "position_ids": positions} if ragged else {}
@@ -140,7 +144,12 @@ class HFEngine:
         return self.tokenizer.batch_decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _hand_out(
-        self, prompts: list[Prompt], group_size: int, drawn: Drawn, sampling: Sampling, recording: Recording | None
+        self,
+        prompts: list[Prompt],
+        group_size: int,
+        drawn: CompletionBuffers,
+        sampling: Sampling,
+        recording: Recording | None,
     ) -> list[Rollout]:
         """Cut every row out of the buffers; tensors are views of them."""
         drawn = drawn.cpu()
@@ -165,68 +174,6 @@ class HFEngine:
         return rollouts
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """What a batch of completions has so far: one buffer per quantity, prompts left-padded, filled in place."""
-
-    tokens: Int[Tensor, "rows time"]
-    """Prompt and completion."""
-    mask: Bool[Tensor, "rows time"]
-    """False at the prompt's padding only."""
-    logprobs: Float[Tensor, "rows new"]
-    lengths: Int[Tensor, " rows"]
-    """Completion tokens so far."""
-    finished: Bool[Tensor, " rows"]
-    routes: Integer[Tensor, "rows time site k"] | None
-
-    @staticmethod
-    def empty(
-        prompts: Int[Tensor, "prompts start"],
-        mask: Bool[Tensor, "prompts start"],
-        group_size: int,
-        new: int,
-        layout: Layout | None,
-    ) -> Drawn:
-        rows, device = len(prompts) * group_size, prompts.device
-        tokens = nn.functional.pad(prompts, (0, new)).repeat_interleave(group_size, 0)
-        routes = None
-        if layout is not None:
-            shape = (*tokens.shape, len(layout.sites), layout.top_k)
-            routes = torch.full(shape, layout.unknown, dtype=layout.dtype, device=device)
-        return Drawn(
-            tokens=tokens,
-            mask=nn.functional.pad(mask, (0, new), value=True).repeat_interleave(group_size, 0),
-            logprobs=torch.zeros(rows, new, device=device),
-            lengths=torch.zeros(rows, dtype=torch.long, device=device),
-            finished=torch.zeros(rows, dtype=torch.bool, device=device),
-            routes=routes,
-        )
-
-    def decode_inputs(self, rows: Int[Tensor, " rows"], time: int) -> dict[str, Tensor]:
-        """Mask and position of the token at `time - 1`, for rows whose prompts were padded."""
-        mask = self.mask[rows, :time].long()
-        return {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1}
-
-    def keep_routes(
-        self, rows: Int[Tensor, " rows"] | slice, time: slice, recording: Recording | None, repeat: int = 1
-    ) -> None:
-        """Store the routes of the last forward; `repeat` rows share those of one prompt."""
-        if recording is not None:
-            ids = recording.take().unflatten(0, (-1, time.stop - time.start))
-            self.routes[rows, time] = ids.repeat_interleave(repeat, 0) if repeat > 1 else ids
-
-    def cpu(self) -> Drawn:
-        buffers = {name: None if x is None else x.cpu() for name, x in vars(self).items()}
-        return Drawn(**buffers | {"tokens": buffers["tokens"].to(torch.int32)})
-
-    def trace(self, row: int, time: slice, recording: Recording | None) -> RoutingTrace | None:
-        """The routes of one row, without its padding."""
-        if recording is None:
-            return None
-        tokens, mask, ids = (x[row : row + 1, time] for x in (self.tokens, self.mask, self.routes))
-        return RoutingTrace.from_ids(ids, recording.layout, tokens=tokens, attention_mask=mask, check=False)
-
-
 # ---------------------------------------------------------------------- drawing
 def draw_noise(key: tuple[int, ...], samples: int, length: int) -> Float[Tensor, "samples length"]:
     """Uniform numbers in [0, 1), float64. Sample i has the same ones however many samples there are."""
@@ -239,9 +186,16 @@ def draw_tokens(
     """The token at which the cumulative probability first exceeds the noise, and its log-probability.
 
     log p = log softmax(logits / temperature), in float32; probabilities are added up in float64, so that no token of a
-    large vocabulary loses its share to rounding. With `greedy` the arg max instead.
+    large vocabulary loses its share to rounding. With `greedy` the arg max instead. Raises Diverged for logits that are
+    NaN or infinite, from which nothing can be drawn; -inf is an impossible token.
     """
     logprobs = (logits.float() / sampling.temperature).log_softmax(-1)
+    broken = logprobs[:, 0].isnan()  # one bad logit makes its whole row NaN, so a column tells
+    if bool(broken.any()):
+        raise Diverged(
+            f"the logits of {int(broken.sum())} of {len(broken)} completions are NaN or infinite, so no token can be "
+            "drawn: the weights are no longer finite, or too large for their dtype. Lower the learning rate."
+        )
     if sampling.greedy:
         token = logits.argmax(-1)
     else:
@@ -253,25 +207,6 @@ def draw_tokens(
 
 
 # ---------------------------------------------------------------------- small parts
-def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """EOS of the tokenizer and of the model's generation config, which may name several."""
-    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    named = named if isinstance(named, list) else [named]
-    return {token for token in (*named, tokenizer.eos_token_id) if token is not None}
-
-
-def check_request(prompts: list[Prompt], group_size: int, sampling: Sampling) -> None:
-    if not prompts:
-        raise ConfigError("zero prompts were given, so there is nothing to complete.")
-    if group_size < 1 or sampling.max_new_tokens < 1:
-        raise ConfigError(f"group size {group_size} and max_new_tokens {sampling.max_new_tokens} must be at least 1.")
-    if not sampling.temperature > 0:
-        raise ConfigError(f"temperature {sampling.temperature} must be above 0; for the arg max use greedy.")
-    for i, prompt in enumerate(prompts):
-        if not prompt.tokens:
-            raise ConfigError(f"prompt {i} ({prompt.text[:40]!r}) has no token ids; encode it with the tokenizer.")
-
-
 def _pad_left(
     prompts: list[Prompt], device: torch.device
 ) -> tuple[Int[Tensor, "prompts start"], Bool[Tensor, "prompts start"]]:
@@ -281,12 +216,6 @@ def _pad_left(
     rows = [(0,) * pad + prompt.tokens for pad, prompt in zip(pads, prompts, strict=True)]
     mask = torch.arange(width)[None] >= torch.tensor(pads)[:, None]
     return torch.tensor(rows, device=device), mask.to(device)
-
-
-def before_stop(text: str, stops: tuple[str, ...]) -> str:
-    """The text up to the first stop string."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(found)] if found else text
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Rollouts from a vLLM or SGLang server: the same `Rollout`s as from the engines in this process.
 
 How each server is spoken to is in `rollouts/dialects.py`, and there which ones have been run.
-A vLLM server that `load` can push to is started with
+A vLLM server that can be pushed to is started with
 
     VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-return-routed-experts --logprobs-mode processed_logprobs \\
         --worker-extension-cls moe_rl.rollouts.vllm.WorkerExtension
@@ -17,9 +17,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse, IncompleteRead
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,18 +28,8 @@ from torch import Tensor
 from moe_rl.errors import ConfigError, MoeRlError, RunError
 from moe_rl.rollouts.answers import Answer, Reader
 from moe_rl.rollouts.dialects import DIALECTS, WEIGHTS_FILE
-from moe_rl.rollouts.hf import check_request, end_tokens
-from moe_rl.rollouts.push import (
-    PROBE_KEY,
-    PROBE_TOKENS,
-    Score,
-    Tolerance,
-    checkpoint_weights,
-    parity,
-    probe_prompts,
-    require_parity,
-    skeleton,
-)
+from moe_rl.rollouts.push import Receipt, skeleton
+from moe_rl.rollouts.request import check_request, context_length, end_tokens
 from moe_rl.routing.sites import layout_of
 from moe_rl.seeds import derive
 from moe_rl.types import Prompt, Rollout, Sampling
@@ -49,6 +39,8 @@ if TYPE_CHECKING:
 
 RETRIED = {408, 429, 500, 502, 503, 504}
 """HTTP states that may pass. Any other refusal is final."""
+LARGEST_ANSWER = 2**29
+"""Bytes of an answer. Routes are most of one: 8 experts (int32) in 64 layers of 100,000 tokens are 270 MB of base64."""
 FIRST_WAIT = 0.5
 """Seconds before a request is tried again; doubled each time."""
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -64,9 +56,9 @@ class BatchIncomplete(RunError):
 
 
 class ServerEngine:
-    """A server behind the verbs of `RolloutEngine`: one request per completion, `concurrency` at a time.
+    """A server as a `CheckpointReceiver`: one request per completion, `concurrency` at a time.
 
-    `folder` holds the model's config and tokenizer, and the server must be able to read it under the same path: `load`
+    `folder` holds the model's config and tokenizer, and the server must be able to read it under the same path: `push`
     writes the weights there. A request is tried 1 + `retries` times, waiting 0.5, 1, 2, … s in between, each `timeout`
     seconds without a byte at most. What was received before a failure is kept: the same `generate` again asks for the
     rest only. Noise is the server's own, seeded per completion from (key, prompt, sample).
@@ -77,12 +69,8 @@ class ServerEngine:
         url: str,
         folder: Path,
         tokenizer: PreTrainedTokenizerBase,
-        score: Score,
         *,
         dialect: str = "openai",
-        dtype: str = "float32",
-        policy_dtype: str = "float32",
-        temperature: float = 1.0,
         routes: str = "raise",
         timeout: float = 600.0,
         retries: int = 4,
@@ -93,13 +81,17 @@ class ServerEngine:
         self.url, self.dialect = url.rstrip("/"), DIALECTS[dialect]
         self.timeout, self.retries, self.concurrency = timeout, retries, concurrency
         self.folder, self.model = folder, skeleton(folder)
-        self.score, self.temperature = score, temperature
-        self.tolerance = Tolerance.of(dtype, policy_dtype)
-        self.ends = end_tokens(self.model, tokenizer)
-        layers = self.model.config.num_hidden_layers
-        self.reader = Reader(tokenizer, layout_of(self.model), self.ends, num_layers=layers, routes=routes)
+        self.ends, self.context = end_tokens(self.model, tokenizer), context_length(self.model.config)
+        config = self.model.config
+        self.reader = Reader(
+            tokenizer,
+            layout_of(self.model),
+            self.ends,
+            vocabulary=config.vocab_size,
+            num_layers=config.num_hidden_layers,
+            routes=routes,
+        )
         self.reports_routes = routes != "off"
-        self.probes = probe_prompts(tokenizer, self.model.config.vocab_size)
         self.pushes = 0
         self.received: dict[tuple, Answer] = {}
         """Answers of a batch that is not complete yet."""
@@ -113,7 +105,7 @@ class ServerEngine:
         Raises BatchIncomplete, which carries what was received, when the server stays away or refuses a request, and
         RunError when it no longer holds the pushed weights.
         """
-        check_request(prompts, group_size, sampling)
+        check_request(prompts, group_size, sampling, self.context)
         jobs = [((*key, i, n), prompt, sampling) for i, prompt in enumerate(prompts) for n in range(group_size)]
         names = [(noise, prompt.tokens, sampling) for noise, prompt, _ in jobs]
         missing = {name: job for name, job in zip(names, jobs, strict=True) if name not in self.received}
@@ -135,22 +127,20 @@ class ServerEngine:
         self.received.clear()
         return rollouts
 
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> float:
-        """Write the weights to `folder`, let the server take them over, and check them as `VLLMEngine.load` does.
-        SGLang hands out no checksums: there the version in every answer and the comparison of completions must do."""
+    @property
+    def name(self) -> str:
+        return self.url
+
+    def push(self, weights: Mapping[str, Tensor]) -> list[Receipt]:
+        """Write the weights to `folder` and let the server take them over. See `CheckpointReceiver.push`; SGLang hands
+        out no receipts, but names the push in every answer."""
         from safetensors.torch import save_file
 
-        sent = checkpoint_weights(self.model, weights)
-        save_file(sent, str(self.folder / WEIGHTS_FILE), metadata={"format": "pt"})
+        save_file(dict(weights), str(self.folder / WEIGHTS_FILE), metadata={"format": "pt"})
         self.received.clear()
         taken = self.dialect.taken(self)  # by earlier runs too: a server may outlive its clients
         self.pushes = (self.pushes if taken is None else taken) + 1
-        self.dialect.push(self, sent)
-        sampling = Sampling(self.temperature, PROBE_TOKENS)
-        rollouts = self.generate(self.probes, 1, key=PROBE_KEY, sampling=sampling)
-        found = parity(rollouts, self.score)
-        require_parity(found, self.tolerance, f"push {self.pushes} to {self.url}")
-        return found.logprob_max
+        return self.dialect.push(self)
 
     def close(self) -> None:
         """Nothing to give back: the server belongs to whoever started it."""
@@ -201,10 +191,10 @@ class ServerEngine:
                 time.sleep(FIRST_WAIT * 2 ** (attempt - 1))
             try:
                 with DIRECT.open(request, timeout=self.timeout) as response:
-                    text = response.read()
+                    text = _bounded(response, self.url + path)
                 return json.loads(text) if text.strip() else {}
             except urllib.error.HTTPError as error:
-                said = error.read()[:300].decode(errors="replace")
+                said = error.read(300).decode(errors="replace")
                 failure = f"HTTP {error.code}: {said}"
                 if error.code not in RETRIED:
                     raise ConfigError(f"{self.url}{path} refuses the request ({failure}).") from error
@@ -213,3 +203,18 @@ class ServerEngine:
         if lost is not None:
             lost.set()
         raise RunError(f"{self.url}{path} gave no answer in {self.retries + 1} tries; the last: {failure}.")
+
+
+def _bounded(response: HTTPResponse, where: str) -> bytes:
+    """The body. Raises RunError, since another try would be as long, when it is larger than LARGEST_ANSWER."""
+    said = response.length
+    if said is None or said <= LARGEST_ANSWER:
+        text = response.read(LARGEST_ANSWER + 1)
+        if response.length:  # announced, but broken off: `read` with a bound does not notice
+            raise IncompleteRead(text, response.length)
+        if len(text) <= LARGEST_ANSWER:
+            return text
+    raise RunError(
+        f"{where} answers with {f'{said:,}' if said else f'more than {LARGEST_ANSWER:,}'} bytes; at most "
+        f"{LARGEST_ANSWER:,} are read, so that a server gone wrong cannot fill the memory. Is it the right address?"
+    )

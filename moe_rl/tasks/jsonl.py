@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from moe_rl.errors import ConfigError
+from moe_rl.json_lines import objects
 from moe_rl.types import Prompt
 
 
@@ -26,11 +26,7 @@ class JsonlTask:
         path = Path(file).expanduser()
         if not path.is_file():
             raise ConfigError(f"task 'jsonl:{file}': there is no such file (looked at {path.absolute()}).")
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON strings may hold U+2028
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not UTF-8 text: {error}.") from error
-        self._all = [_prompt(line, f"{path}, line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
+        self._all = [_prompt(entry, where) for where, _, entry in objects(path)]
         if not self._all:
             raise ConfigError(f'{path} holds no question; write lines such as {{"question": "1+1=", "answer": "2"}}.')
 
@@ -52,13 +48,7 @@ class JsonlTask:
             yield from rng.sample(self._all, len(self._all))
 
 
-def _prompt(line: str, where: str) -> Prompt:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not a JSON object ({error.msg}): {line[:80]!r}.") from error
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: a JSON object is needed, not {line[:80]!r}.")
+def _prompt(entry: Mapping[str, Any], where: str) -> Prompt:
     for key in ("question", "answer"):
         if key not in entry or entry[key] is None or str(entry[key]).strip() == "":
             raise ConfigError(f"{where}: no {key!r}; the keys found are {', '.join(map(repr, entry)) or 'none'}.")

@@ -11,7 +11,7 @@ import gc
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,7 +81,8 @@ def measure_volatility(
     digest = check_file(data)
     tokenizer, layout = _same_model(comparison, trust_remote_code)
     wanted = _wanted(comparison, digest)
-    if _finished(out, wanted) and (not keep_traces or (out / "traces").exists()):
+    finished = _finished(out, wanted)
+    if finished and (not keep_traces or _traced(out, finished["batches"])):
         return tables.read(out)
     console = console or Console(stderr=True)
     say(console, f"reading {data}")
@@ -96,8 +97,8 @@ def measure_volatility(
     tables.write(frames, out)
     if keep_traces:
         tokenizer.save_pretrained(out / "traces" / "tokenizer")
-    counts = {"lines": texts.lines, "cut_lines": texts.cut, "tokens": sum(texts.sizes), "batches": len(texts.sizes),
-              "noise_batches": noise.done}
+    counts = {"lines": texts.lines, "cut_lines": texts.cut, "lost_lines": texts.lost, "tokens": sum(texts.sizes),
+              "batches": len(texts.sizes), "noise_batches": noise.done}
     runs.write_json(out / MANIFEST, runs.read_json(out / MANIFEST, ()) | {"finished": counts})
     for folder in (out / "sums", *(() if keep_traces else (out / "traces",))):
         shutil.rmtree(folder)
@@ -126,7 +127,8 @@ class _Passes:
             self._fill(noise, lambda i, batch, first: model.observe_again(batch, first.routes), advance)
             del model
             _release()
-        if change.done < count:
+        untraced = {i for i in range(count) if self.keep_after and not _file(self.after, i).exists()}
+        if change.done < count or untraced:
             model = load(self.comparison.after)
 
             def observe(i: int, batch: TextBatch, first: Observed) -> Observed:
@@ -135,7 +137,7 @@ class _Passes:
                     seen.save(_file(self.after, i), batch)
                 return seen
 
-            self._fill(change, observe, advance)
+            self._fill(change, observe, advance, untraced)
         return noise, change
 
     def _keep_routes(self, model: Observer, advance: Advance) -> None:
@@ -144,8 +146,15 @@ class _Passes:
                 model.observe(batch).save(_file(self.before, i), batch)
             advance("before", self.texts.sizes[i])
 
-    def _fill(self, tally: Tally, observe: Callable[[int, TextBatch, Observed], Observed], advance: Advance) -> None:
-        """Add to a tally the batches that it lacks; the noise floor takes one in NOISE_EVERY."""
+    def _fill(
+        self,
+        tally: Tally,
+        observe: Callable[[int, TextBatch, Observed], Observed],
+        advance: Advance,
+        again: Collection[int] = (),
+    ) -> None:
+        """Add to a tally the batches that it lacks; the noise floor takes one in NOISE_EVERY. Batches in `again` are
+        observed even if it has them: for their traces, which were not asked for before."""
         saved = time.monotonic()
         every = NOISE_EVERY if tally.name == "noise" else 1
         for i, batch in enumerate(self.texts.batches()):
@@ -154,6 +163,8 @@ class _Passes:
             if i // every >= tally.done:
                 first = Observed.load(_file(self.before, i))
                 tally.add(batch, i, first, observe(i, batch, first))
+            elif i in again:
+                observe(i, batch, Observed.load(_file(self.before, i)))
             if time.monotonic() - saved > SAVE_SECONDS:
                 tally.save(self.sums)
                 saved = time.monotonic()
@@ -205,20 +216,26 @@ def _wanted(comparison: Comparison, digest: str) -> dict[str, Any]:
     return wanted | {f"{side}_files": _fingerprint(getattr(comparison, side)) for side in ("before", "after")}
 
 
-def _finished(out: Path, wanted: Mapping[str, Any]) -> bool:
-    """Whether the folder holds this comparison to its end. Raises RunError if it holds anything else."""
+def _finished(out: Path, wanted: Mapping[str, Any]) -> dict[str, int] | None:
+    """What was counted, if the folder holds this comparison to its end. Raises RunError if it holds anything else."""
     manifest = runs.read_json(out / MANIFEST, ())
     if manifest is None:
         if out.exists() and any(out.iterdir()):
             raise RunError(f"--out {out} has other files in it; give a folder that is new or empty.")
-        return False
+        return None
     finished = manifest.pop("finished", None)
     there = {key: value for key, value in manifest.items() if not (finished and key in ("code", "packages"))}
     different = {k: v for k, v in runs.differing(there, wanted).items() if k.split(".")[0] in there}
     if different:
         listed = "; ".join(f"{key}: {a!r} there, {b!r} now" for key, (a, b) in different.items())
         raise RunError(f"{out} holds another comparison ({listed}); give another --out, or delete it.")
-    return finished is not None
+    return finished
+
+
+def _traced(out: Path, batches: int) -> bool:
+    """Whether the folder has both traces of every batch, and what spells their tokens."""
+    traces = [_file(out / "traces" / side, i) for side in ("before", "after") for i in range(batches)]
+    return all(path.exists() for path in (*traces, out / "traces" / "tokenizer"))
 
 
 def _fingerprint(name: str) -> str:

@@ -30,8 +30,10 @@ def print_report(console: Console, frames: Frames, out: Path) -> None:
     say(console, (settings["before"], "bold"), " → ", (settings["after"], "bold"),
         f": {counts['lines']} texts, {counts['tokens']:,} tokens", wrap=True)
     if counts["cut_lines"]:
+        lost = counts.get("lost_lines", 0)
+        nothing = f", {lost} of them to nothing but prompt: their responses are in no number" * bool(lost)
         say(console, (f"{counts['cut_lines']} texts were cut", "yellow"),
-            f" at {settings['max_tokens']} tokens (--max-tokens)", wrap=True)
+            f" at {settings['max_tokens']} tokens (--max-tokens){nothing}", wrap=True)
     console.print(_metrics(frames["summary"], counts))
     console.print(_layers(frames["layers"]))
     for line in concentration(frames):

@@ -68,7 +68,7 @@ class Tally:
         self.done += 1
 
     def table_of_responses(self) -> Float[NDArray, "responses columns"]:
-        """A row per response, in the order in which they came; columns as in RESPONSE."""
+        """A row per response with a known row, in the order in which they came; columns as in RESPONSE."""
         return torch.cat(self._responses).numpy() if self._responses else np.zeros((0, len(RESPONSE)))
 
     # ------------------------------------------------------------------ where change concentrates
@@ -91,10 +91,11 @@ class Tally:
                 self.sums[group][name].index_add_(0, where, value[known])
         histogram = torch.bincount(layers[known], minlength=len(self.layout.sites) + 1)
         self.sums["layers_changed"]["tokens"] += histogram
-        n = known.sum(1).clamp(min=1)
+        n = known.sum(1)
         means = [(x.double() * known).sum(1) / n for x in (slot, layers > 0, layers)]
-        place_of = [torch.tensor(batch.lines), torch.full_like(n, index), torch.arange(len(n)), known.sum(1)]
-        self._responses.append(torch.stack([x.double() for x in (*place_of, *means)], 1))
+        place_of = [torch.tensor(batch.lines), torch.full_like(n, index), torch.arange(len(n)), n]
+        rows = torch.stack([x.double() for x in (*place_of, *means)], 1)
+        self._responses.append(rows[n > 0])  # of a response that was cut off whole nothing is known
 
     def _count(
         self, ids: Int64[Tensor, "tokens site k"], hit: Bool[Tensor, "tokens site k"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor, nn
 
 from moe_rl.errors import ConfigError
+from moe_rl.json_lines import objects
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,6 +46,8 @@ class TextBatch:
     response_mask: Bool[Tensor, "batch time"]
     cut: int
     """Lines that `max_tokens` cut."""
+    lost: int
+    """Of these, lines that kept nothing of their response: their prompts count, but no response does."""
 
     @property
     def response_rows(self) -> Bool[Tensor, "batch time"]:
@@ -74,20 +76,24 @@ class Texts:
         if batch_tokens < 1:
             raise ConfigError(f"--batch-tokens {batch_tokens}: a forward needs at least 1.")
         check_file(self.file)
-        self.lines = self.cut = 0
+        self.lines = self.cut = self.lost = 0
         self.sizes: list[int] = []
         """Tokens of every batch. Encoding it all once also shows every bad line before a model is loaded."""
         for batch in self.batches():
             self.lines += len(batch.lines)
             self.cut += batch.cut
+            self.lost += batch.lost
             self.sizes.append(int(batch.attention_mask.sum()))
+        if self.lost == self.lines:
+            raise ConfigError(f"--data {self.file}: no response is left of {self.lines} lines, since every prompt "
+                              f"fills --max-tokens {max_tokens}; raise it.")
 
     def batches(self) -> Iterator[TextBatch]:
         """The same batches every time: consecutive windows of lines, each ordered by length and cut at
         `batch_tokens` tokens, padding included."""
         window: list[Text] = []
-        for n, entry in entries(self.file):
-            window.append(self._encode(entry, n))
+        for where, n, entry in objects(self.file):
+            window.append(self._encode(entry, n, where))
             if len(window) == WINDOW:
                 yield from self._cut(window)
                 window = []
@@ -103,8 +109,7 @@ class Texts:
         if rows:
             yield _collate(rows)
 
-    def _encode(self, entry: Mapping[str, Any], n: int) -> Text:
-        where = f"{self.file}, line {n}"
+    def _encode(self, entry: Mapping[str, Any], n: int, where: str) -> Text:
         prompt, response = _parts(entry, where)
         if isinstance(prompt, list):
             tokens, start = self._chat(prompt, response, where)
@@ -141,32 +146,14 @@ class Texts:
         return list(tokens), shared
 
 
-def entries(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Line number and object of every line that is not empty, one at a time."""
-    with file.open(encoding="utf-8", newline="\n") as lines:
-        for n, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                entry = json.loads(line)
-            except (json.JSONDecodeError, RecursionError):
-                entry = None
-            if not isinstance(entry, dict):
-                raise ConfigError(f"{file}, line {n}: a JSON object is needed, not {line[:80].strip()!r}.")
-            yield n, entry
-
-
 def check_file(file: Path) -> str:
     """A digest of the file. Raises ConfigError for the first line without text, or if there is none with."""
     if not file.is_file():
         what = "is a folder; give one JSONL file" if file.is_dir() else "there is no such file"
         raise ConfigError(f"--data {file}: {what} (looked at {file.absolute()}).")
     count = 0
-    try:
-        for count, (n, entry) in enumerate(entries(file), start=1):  # noqa: B007
-            _parts(entry, f"{file}, line {n}")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--data {file} is not UTF-8 text: {error}.") from error
+    for count, (where, _, entry) in enumerate(objects(file), start=1):  # noqa: B007
+        _parts(entry, where)
     if not count:
         raise ConfigError(f"--data {file} is empty; write one JSON object per line: {FORMS}.")
     with file.open("rb") as content:
@@ -201,4 +188,5 @@ def _collate(rows: list[Text]) -> TextBatch:
         tokens[b, : len(row.tokens)] = torch.tensor(row.tokens)
         mask[b, : len(row.tokens)] = True
         response[b, row.response : len(row.tokens)] = True
-    return TextBatch(tuple(row.line for row in rows), tokens, mask, response, sum(row.cut for row in rows))
+    cut, lost = (sum(flags) for flags in ([row.cut for row in rows], (~response.any(1)).tolist()))
+    return TextBatch(tuple(row.line for row in rows), tokens, mask, response, cut, lost)

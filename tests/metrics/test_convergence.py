@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from moe_rl.errors import ConfigError
-from moe_rl.metrics.convergence import Collapse, area_under_curve, collapse, ema, second_half_mean, steps_to
+from moe_rl.metrics.convergence import Collapse, collapse, ema, second_half_mean
 
 
 def judge(*parts):
@@ -105,20 +105,6 @@ def test_a_run_without_reward_does_not_collapse():
 def test_collapse_refuses_steps_with_gaps():
     with pytest.raises(ConfigError, match="consecutive"):
         collapse([1, 2, 4], [0.1, 0.2, 0.3])
-
-
-def test_area_is_the_mean_height_between_unequal_steps():
-    """Trapezoids of 1·(0 + 1)/2 and 3·(1 + 0)/2 over 4 steps."""
-    assert area_under_curve([0, 1, 4], [0.0, 1.0, 0.0]) == pytest.approx(0.5)
-    assert area_under_curve([5], [0.25]) == 0.25
-    for steps, values in (([0, 0], [1.0, 1.0]), ([0], [1.0, 1.0]), ([], [])):
-        with pytest.raises(ConfigError):
-            area_under_curve(steps, values)
-
-
-def test_steps_to_a_threshold_is_the_first_that_reaches_it():
-    assert steps_to([0, 10, 20, 30], [0.1, 0.5, 0.4, 0.9], 0.5) == 10
-    assert steps_to([0, 10], [0.1, 0.2], 0.5) is None
 
 
 def test_second_half_starts_at_half_the_length():

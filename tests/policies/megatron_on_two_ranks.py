@@ -21,11 +21,16 @@ from moe_rl.config import Arm, Optimizer, Parallel
 from moe_rl.lookup import Use
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
+from moe_rl.rollouts.checked import CheckedEngine
+from moe_rl.rollouts.http import ServerEngine
+from moe_rl.rollouts.push import Tolerance, probe_prompts
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.runs import RunFolder
 from tests.conftest import build, perturb
 from tests.policies.megatron_study import study
 from tests.policies.test_hf import make_batch, part_of
+from tests.rollouts.fake_engine import small
+from tests.rollouts.test_http import Server
 
 torch.set_num_threads(1)
 LAYOUTS = {
@@ -52,6 +57,7 @@ def main(folder: Path) -> None:
     facts["unnormalised"] = family(LAYOUTS["ep2"], "qwen3_moe", norm_topk_prob=False, num_experts_per_tok=3)
     facts["checkpoint"] = checkpoint(folder)
     facts["resumed"] = resumed(folder)
+    facts["server"] = server(folder)
     if ranks.rank() == 0:
         (folder / "facts.json").write_text(json.dumps(facts))
     die_on_rank_1()
@@ -135,6 +141,26 @@ def family(parallel: Parallel, name: str, **shape) -> dict:
         "replayed": far(c.logprobs, d.logprobs),
         "stepped": far(hf.score(batch).logprobs, ours.score(batch).logprobs),
     }
+
+
+def server(folder: Path) -> dict:
+    """Pushes to a server on rank 0, of weights that every rank holds parts of; the second one follows a step."""
+    loaded, facts = small(), {}
+    policy = megatron(small().model, LAYOUTS["ep2"])
+    served = Server(folder / "served", loaded) if ranks.rank() == 0 else None
+    engine = served and ServerEngine(served.url, served.fake.folder, loaded.tokenizer, dialect="vllm")
+    probes = probe_prompts(loaded.tokenizer, loaded.model.config.vocab_size)
+    checked = CheckedEngine(engine, policy.score, probes, Tolerance.of("float32"), ROWS["temperature"])
+    facts["gap"] = checked.load(policy.weights())
+    batch = example()
+    before = weights_of(policy)
+    policy.update(batch, policy.score(batch), OBJECTIVE)
+    facts["gap after a step"] = checked.load(policy.weights())
+    facts["moved"] = max(far(w, before[n]) for n, w in policy.weights())
+    if served:
+        facts["pushes"] = served.fake.pushes
+        served.stop()
+    return facts
 
 
 def checkpoint(folder: Path) -> dict:

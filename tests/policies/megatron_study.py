@@ -30,5 +30,6 @@ study = Study(
         max_new_tokens=6,
         eval_every=3,
         eval_prompts=8,
+        hf_checkpoints=(1, 3),
     ),
 )

@@ -13,9 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
+from safetensors.torch import load_file
 
-from moe_rl.config import ModelConfig, Parallel, RunConfig
+from moe_rl.config import EngineConfig, ModelConfig, Parallel, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.execute import check, execute
 from moe_rl.frames import read_table
@@ -159,6 +161,13 @@ def test_the_command_completes_a_study_on_two_ranks_and_rank_0_writes_it_once(co
     assert (folder / "runs/megatron/figures/learning.png").exists()
 
 
+def test_a_step_is_exported_with_the_weights_of_all_ranks(tables, folder):
+    saved = [load_file(folder / f"runs/megatron/replay/base/seed=0/checkpoints/step={n:06d}/model.safetensors")
+             for n in (1, 3)]
+    assert saved[0].keys() == saved[1].keys()
+    assert all(not torch.equal(w, saved[1][name]) for name, w in saved[0].items() if "proj" in name)
+
+
 def test_three_steps_of_grpo_with_replay_get_the_rewards_of_the_hugging_face_policy(tables):
     ours, theirs = tables["steps"]
     assert len(ours) == 4
@@ -216,6 +225,20 @@ def test_layouts_that_megatron_gets_wrong_are_refused_with_the_reason(parallel, 
 def test_families_without_a_mapping_are_refused_by_name(preset, reason):
     with pytest.raises(ConfigError, match=reason):
         check_layout(Parallel(), hf_config(ModelConfig(name=preset)), 1)
+
+
+def test_pushes_to_a_server_reach_parity_before_and_after_a_step(facts):
+    found = facts["server"]
+    assert found["gap"] < 1e-5 and found["gap after a step"] < 1e-5 < found["moved"] and found["pushes"] == 2
+
+
+@pytest.mark.parametrize("name", ["vllm", "http://127.0.0.1:8000"])
+def test_vllm_and_servers_are_engines_of_this_policy_too(name):
+    run = RunConfig(arm=replay, policy="megatron", model=TINY)
+    check_policy(run.replace(engine=EngineConfig(name=name, dtype="bfloat16")))
+    check_policy(run.replace(engine=EngineConfig(routes="unknown")))
+    with pytest.raises(ConfigError, match="another dtype, other experts"):
+        check_policy(run.replace(engine=EngineConfig(dtype="bfloat16")))
 
 
 def test_torchrun_is_refused_for_a_policy_of_one_process(monkeypatch):

@@ -33,7 +33,7 @@ def drawn(loaded):
 
 
 def reader(loaded, routes="raise"):
-    return Reader(loaded.tokenizer, layout_of(loaded.model), {256}, num_layers=3, routes=routes)
+    return Reader(loaded.tokenizer, layout_of(loaded.model), {256}, vocabulary=258, num_layers=3, routes=routes)
 
 
 def answers(drawn, **changes):
@@ -72,6 +72,12 @@ def test_a_stop_string_ends_the_text_and_counts_as_finished(loaded, drawn):
         ({"tokens": [65, 66], "logprobs": [-1.0, 3.0], "finished": False}, "3.0"),
         ({"tokens": [65, 66], "logprobs": [-1.0, -1.0], "finished": True}, "leaves out or adds an end"),
         ({"tokens": [65, 256], "logprobs": [-1.0, -1.0], "finished": False}, "leaves out or adds an end"),
+        ({"tokens": [65, 258], "logprobs": [-1.0, -1.0], "finished": False}, "token 258, .*has 258 tokens"),
+        ({"tokens": [-1, 65], "logprobs": [-1.0, -1.0], "finished": False}, "token -1, .*has 258 tokens"),
+        ({"tokens": [65, 66.0], "logprobs": [-1.0, -1.0], "finished": False}, "66.0"),
+        ({"tokens": [65, None], "logprobs": [-1.0, -1.0], "finished": False}, "None"),
+        ({"tokens": [65, 66], "logprobs": [-1.0, None], "finished": False}, "None"),
+        ({"tokens": [65, 66], "logprobs": [-1.0, "-1"], "finished": False}, "'-1'"),
         ({"tokens": [65, 256, 66], "logprobs": [-1.0] * 3, "finished": False}, "sampled on after the end"),
     ],
 )

@@ -13,12 +13,14 @@ from transformers import (
     DeepseekV3Config,
     GptOssConfig,
     MixtralConfig,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3MoeConfig,
 )
 
-from moe_rl.errors import ConfigError, RunError
+from moe_rl.errors import ConfigError, Diverged, RunError
 from moe_rl.rollouts.hf import HFEngine, draw_noise, draw_tokens
+from moe_rl.rollouts.request import context_length
 from moe_rl.routing import record_routing
 from moe_rl.types import Prompt, Rollout, Sampling
 
@@ -199,6 +201,29 @@ def test_noise_at_its_limits_never_picks_an_impossible_token() -> None:
     assert token.tolist() == [1, 2, 2]
 
 
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_a_divergence(odd, greedy) -> None:
+    """Wherever they stand; an impossible token, of logit -inf, is none."""
+    noise, sampling = torch.full((2,), 0.5).double(), Sampling(greedy=greedy)
+    for at in range(4):
+        logits = torch.tensor([[0.0, float("-inf"), 1.0, 2.0]] * 2)
+        draw_tokens(logits, noise, sampling)
+        logits[1, at] = odd
+        with pytest.raises(Diverged, match="1 of 2 completions"):
+            draw_tokens(logits, noise, sampling)
+    with pytest.raises(Diverged, match="2 of 2 completions"):
+        draw_tokens(torch.full((2, 4), float("-inf")), noise, sampling)
+
+
+def test_weights_that_are_not_finite_are_a_divergence(model, tokenizer) -> None:
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.lm_head.weight[3] = float("nan")
+    with pytest.raises(Diverged, match="no longer finite"):
+        HFEngine(broken, tokenizer).generate(prompts(), 2, key=(0,), sampling=Sampling())
+
+
 def test_a_dense_prompt_batch_of_equal_length_gives_the_same_as_a_padded_one(model, tokenizer) -> None:
     equal = prompts([(5, 6, 7), (8, 9, 10)])
     engine, sampling = HFEngine(model, tokenizer), Sampling(max_new_tokens=6)
@@ -253,8 +278,25 @@ def test_without_recording_nothing_else_changes(model, tokenizer) -> None:
         ([(1,)], 0, Sampling(), "at least 1"),
         ([(1,)], 1, Sampling(max_new_tokens=0), "at least 1"),
         ([(1,)], 1, Sampling(temperature=0.0), "greedy"),
+        ([(1,), (1,) * 65], 1, Sampling(max_new_tokens=1), "prompt 1 .* has 65 tokens.*context .* 64"),
+        ([(1,) * 60], 1, Sampling(max_new_tokens=5), "prompt 0 .* has 60 tokens, with max_new_tokens=5 65.* 64"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(model, tokenizer, rows, group, sampling, message) -> None:
     with pytest.raises(ConfigError, match=message):
         HFEngine(model, tokenizer).generate(prompts(rows), group, key=(0,), sampling=sampling)
+
+
+def test_a_prompt_may_fill_the_context_to_its_end(model, tokenizer) -> None:
+    (rollout,) = HFEngine(model, tokenizer).generate(
+        prompts([(5,) * 62]), 1, key=(0,), sampling=Sampling(max_new_tokens=2)
+    )
+    assert 1 <= len(rollout.tokens) <= 2
+
+
+def test_the_context_is_what_the_configuration_says_after_any_stretching(model) -> None:
+    config = copy.deepcopy(model.config)
+    assert context_length(config) == 64
+    config.rope_parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    assert context_length(config) == 128
+    assert context_length(PreTrainedConfig()) is None

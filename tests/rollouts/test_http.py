@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.rollouts import http
+from moe_rl.rollouts.checked import CheckedEngine
 from moe_rl.rollouts.http import DIALECTS, BatchIncomplete, ServerEngine
-from moe_rl.rollouts.push import receipt
+from moe_rl.rollouts.push import Tolerance, probe_prompts, receipt
 from moe_rl.types import Sampling
 from tests.rollouts.fake_engine import PROMPTS, FakeEngine, as_base64, policy_of, routes_of, small
 
@@ -106,7 +107,9 @@ def server(tmp_path, loaded, monkeypatch):
 
 def engine_of(server, loaded, tmp_path, **settings):
     settings = {"dialect": "vllm", "timeout": 5.0, "retries": 2, "concurrency": 4, **settings}
-    return ServerEngine(server.url, server.fake.folder, loaded.tokenizer, policy_of(loaded).score, **settings)
+    engine = ServerEngine(server.url, server.fake.folder, loaded.tokenizer, **settings)
+    probes = probe_prompts(loaded.tokenizer, 258)
+    return CheckedEngine(engine, policy_of(loaded).score, probes, Tolerance.of("float32"), temperature=1.0)
 
 
 def same(a, b):
@@ -163,12 +166,12 @@ def test_a_server_outlives_its_clients_and_notices_when_two_push_to_it(server, l
     first, second = (engine_of(server, loaded, tmp_path) for _ in range(2))
     for engine in (first, first, second):
         assert engine.load(policy_of(loaded).weights()) < 1e-5
-    assert (first.pushes, second.pushes) == (2, 3)
+    assert (first.engine.pushes, second.engine.pushes) == (2, 3)
     second.generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)
     with pytest.raises(RunError, match="holds push 3, but 2 was this run's last"):
         first.generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)
     server.fake.pushes = 0  # restarted between two pushes, which the next one mends
-    assert first.load(policy_of(loaded).weights()) < 1e-5 and first.pushes == 1
+    assert first.load(policy_of(loaded).weights()) < 1e-5 and first.engine.pushes == 1
 
 
 def test_a_push_whose_answer_was_lost_is_sent_again(server, loaded, tmp_path, monkeypatch):
@@ -182,7 +185,7 @@ def test_a_push_whose_answer_was_lost_is_sent_again(server, loaded, tmp_path, mo
     monkeypatch.setattr(server.fake, "reload", loses_its_answer)
     monkeypatch.setattr(server.http, "handle_error", lambda *args: None)
     assert engine.load(policy_of(loaded).weights()) < 1e-5
-    assert engine.pushes == server.fake.pushes == 2
+    assert engine.engine.pushes == server.fake.pushes == 2
     assert len(engine.generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)) == 3
 
 
@@ -232,6 +235,50 @@ def test_half_an_answer_is_no_answer(server, loaded, tmp_path):
     assert len(rollouts) == 3
 
 
+def test_an_answer_that_breaks_off_before_its_first_byte_is_no_answer(server, loaded, tmp_path):
+    def says_nothing(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000")
+        handler.end_headers()
+        handler.close_connection = True
+
+    server.faults = lambda number: says_nothing if number == 1 else None
+    rollouts = engine_of(server, loaded, tmp_path, concurrency=1).generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)
+    assert len(rollouts) == 3 and server.completions == 4
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_an_answer_without_end_is_refused_by_its_size(server, loaded, tmp_path, monkeypatch, said):
+    monkeypatch.setattr(http, "LARGEST_ANSWER", 10_000)
+
+    def goes_on(handler):
+        handler.send_response(200)
+        if said:
+            handler.send_header("Content-Length", "20000")
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            handler.wfile.write(b" " * 20_000)
+        handler.close_connection = True
+
+    server.faults = lambda number: goes_on
+    with pytest.raises(BatchIncomplete, match=("20,000 bytes" if said else "more than") + ".*10,000"):
+        engine_of(server, loaded, tmp_path, concurrency=1).generate(PROMPTS[:1], 1, key=(3,), sampling=SAMPLING)
+    assert server.completions == 1, "another try would be as long"
+
+
+def test_tokens_that_the_model_has_not_are_refused(server, loaded, tmp_path, monkeypatch):
+    complete = server.complete
+
+    def of_a_larger_model(body):
+        reply = complete(body)
+        reply["choices"][0]["token_ids"][0] = 99_999
+        return reply
+
+    monkeypatch.setattr(server, "complete", of_a_larger_model)
+    with pytest.raises(RunError, match="99999"):
+        engine_of(server, loaded, tmp_path).generate(PROMPTS[:1], 1, key=(3,), sampling=SAMPLING)
+
+
 def test_a_server_that_dies_mid_batch_loses_nothing_already_received(server, loaded, tmp_path):
     engine = engine_of(server, loaded, tmp_path, concurrency=2)
     whole = engine.generate(PROMPTS, 4, key=(3,), sampling=SAMPLING)
@@ -249,7 +296,7 @@ def test_a_server_that_dies_mid_batch_loses_nothing_already_received(server, loa
     assert len(kept) >= 5 and all(same(raised.value.rollouts[n], whole[n]) for n in kept)
 
     again = Server(tmp_path / "again", loaded)
-    engine.url = again.url
+    engine.engine.url = again.url
     assert all(map(same, whole, engine.generate(PROMPTS, 4, key=(3,), sampling=SAMPLING)))
     assert again.completions == 12 - len(kept), "only what was missing is asked for"
     engine.generate(PROMPTS, 4, key=(3,), sampling=SAMPLING)
@@ -299,8 +346,9 @@ def sglang_reply(loaded, **meta):
 
 @pytest.fixture
 def sglang(server, loaded, tmp_path, monkeypatch):
-    engine = engine_of(server, loaded, tmp_path, dialect="sglang")
-    engine.replies, engine.asked = sglang_reply(loaded), []
+    checked = engine_of(server, loaded, tmp_path, dialect="sglang")
+    engine = checked.engine
+    engine.replies, engine.asked, engine.checked = sglang_reply(loaded), [], checked
 
     def post(path, body, lost=None):
         engine.asked.append((path, body))
@@ -336,7 +384,7 @@ def test_sglang_length_abort_and_old_weights(sglang, loaded):
 def test_sglang_takes_weights_from_disk_and_must_then_agree(sglang, loaded):
     sglang.replies = sglang_reply(loaded, weight_version="1", routed_experts=None)
     with pytest.raises(RoutingError, match="no routes"):
-        sglang.load(policy_of(loaded).weights())
+        sglang.checked.load(policy_of(loaded).weights())
     path, body = sglang.asked[0]
     assert path == "/update_weights_from_disk" and body["weight_version"] == "1" and body["flush_cache"]
     assert (sglang.folder / "model.safetensors").is_file() and (sglang.folder / "config.json").is_file()

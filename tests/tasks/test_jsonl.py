@@ -68,7 +68,7 @@ def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
         ([{"question": "q", "answer": ""}], "line 1: no 'answer'"),
         ([{"question": "q", "answer": None}], "line 1: no 'answer'"),
         (["", "{}"], "line 2: no 'question'"),
-        (['{"question": "q", '], "line 1: not a JSON object"),
+        (['{"question": "q", '], "line 1: a JSON object is needed.*Expecting property name"),
         (["[1]"], "line 1: a JSON object is needed"),
         ([], "holds no question"),
     ],
@@ -76,6 +76,29 @@ def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
 def test_a_broken_file_names_the_line(tmp_path, lines, said):
     with pytest.raises(ConfigError, match=said):
         task_of(tmp_path, lines)
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"question": "q", "answer": "1"}\r\n{"question": "r", "answer": "2"}\r\n')
+    assert {p.text for p in load_task(f"jsonl:{file}", {}).prompts(2, 0)} == {"q", "r"}
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        (rb'{"question": "a\ud800b", "answer": "1"}', r"pairs.jsonl, line 2: .ud800 is half of a surrogate pair"),
+        (rb'{"question": "a", "answer": "1", "more": [{"\uDFFF": 1}]}', r"line 2: .*half of a surrogate pair"),
+        (b'{"question": "\xff", "answer": "1"}', "pairs.jsonl, line 2: not UTF-8"),
+        (b'{"question": "q", "answer": ' + b"1" * 5000 + b"}", "line 2: a JSON object is needed"),
+        (b"[" * 100_000, "line 2: a JSON object is needed"),
+    ],
+)
+def test_what_no_tokenizer_could_read_names_file_and_line(tmp_path, line, said):
+    file = tmp_path / "pairs.jsonl"
+    file.write_bytes(rb'{"question": "\ud83d\ude00", "answer": "whole pairs are fine"}' + b"\n" + line)
+    with pytest.raises(ConfigError, match=said):
+        load_task(f"jsonl:{file}", {})
 
 
 def test_a_missing_file_is_one_sentence():

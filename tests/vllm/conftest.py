@@ -41,16 +41,17 @@ class Serving:
     """One engine and the policy whose weights it serves; the tests change the weights."""
 
     def __init__(self, folder, temperature=1.0, dtype="float32", model=RUN.model):
-        from moe_rl.rollouts.push import describe
+        from moe_rl.rollouts.checked import CheckedEngine
+        from moe_rl.rollouts.push import Tolerance, describe, probe_prompts
         from moe_rl.rollouts.vllm import VLLMEngine
 
         self.loaded = load(model, 0)
         self.folder = folder
         describe(self.loaded.model, self.loaded.tokenizer, folder)
         self.policy = HFPolicy(self.loaded.model, Optimizer(), temperature=temperature)
-        self.engine = VLLMEngine(
-            folder, self.loaded.tokenizer, self.score, dtype=dtype, temperature=temperature, max_tokens=256
-        )
+        self.vllm = VLLMEngine(folder, self.loaded.tokenizer, dtype=dtype, max_tokens=256)
+        probes = probe_prompts(self.loaded.tokenizer, self.loaded.model.config.vocab_size)
+        self.engine = CheckedEngine(self.vllm, self.score, probes, Tolerance.of(dtype, "float32"), temperature)
 
     def score(self, batch):
         return self.policy.score(batch)

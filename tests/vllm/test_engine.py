@@ -104,10 +104,10 @@ def test_a_push_that_corrupts_the_experts_is_a_hard_error(serving, monkeypatch):
 
 def test_a_push_that_never_reaches_the_model_is_a_hard_error(serving, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(adapter, "push", lambda worker, weights: adapter.Receipt(serving.engine.pushes, {}))
+        patch.setattr(adapter, "push", lambda worker, weights: adapter.Receipt(serving.vllm.pushes, {}))
         with pytest.raises(RunError, match="missed one"):
             serving.engine.load(serving.policy.weights())
-    serving.engine.pushes -= 1
+    serving.vllm.pushes -= 1
 
     def counts_only(worker, weights):
         worker.moe_rl_pushes_taken += 1
@@ -123,12 +123,12 @@ def test_a_push_that_never_reaches_the_model_is_a_hard_error(serving, monkeypatc
 
 def test_the_same_key_gives_the_same_bits_whatever_is_sampled_beside_it(serving):
     generate = serving.engine.generate
-    first = generate(PROMPTS[:6], 3, key=(7, 1), sampling=LONG)
+    first = generate(PROMPTS[:6], 3, key=(7, 1, 0), sampling=LONG)
     assert [r.prompt for r in first] == [p for p in PROMPTS[:6] for _ in range(3)]
-    assert all(map(same, first, generate(PROMPTS[:6], 3, key=(7, 1), sampling=LONG)))
-    assert [r.tokens for r in first] != [r.tokens for r in generate(PROMPTS[:6], 3, key=(7, 2), sampling=LONG)]
+    assert all(map(same, first, generate(PROMPTS[:6], 3, key=(7, 1, 0), sampling=LONG)))
+    assert [r.tokens for r in first] != [r.tokens for r in generate(PROMPTS[:6], 3, key=(7, 2, 0), sampling=LONG)]
     assert len({r.tokens for r in first[:3]}) == 3
-    fewer = generate(PROMPTS[:2], 1, key=(7, 1), sampling=LONG)
+    fewer = generate(PROMPTS[:2], 1, key=(7, 1, 0), sampling=LONG)
     assert [r.tokens for r in fewer] == [first[0].tokens, first[3].tokens]
 
 
@@ -161,7 +161,7 @@ def test_impossible_routes_are_refused_or_route_freely_and_are_counted(serving, 
     monkeypatch.setattr(adapter, "_answer", answer)
     with pytest.raises(RoutingError):
         serving.engine.generate(PROMPTS[:4], 1, key=(4,), sampling=LONG)
-    monkeypatch.setattr(serving.engine.reader, "routes", "unknown")
+    monkeypatch.setattr(serving.vllm.reader, "routes", "unknown")
     with pytest.warns(RoutesRefused):
         rollouts = serving.engine.generate(PROMPTS[:4], 1, key=(4,), sampling=LONG)
     batch = collate(rollouts, list(range(4)), [0.0] * 4, 257)
@@ -203,10 +203,10 @@ def test_greedy_takes_the_policys_arg_max(serving):
 def test_before_the_first_push_nothing_is_sampled_and_too_cold_is_refused(serving):
     with pytest.raises(ConfigError, match="0.01 at least"):
         serving.engine.generate(PROMPTS[:1], 1, key=(0,), sampling=Sampling(temperature=0.001))
-    serving.engine.pushes, pushes = 0, serving.engine.pushes
+    serving.vllm.pushes, pushes = 0, serving.vllm.pushes
     with pytest.raises(RunError, match="no weights yet"):
         serving.engine.generate(PROMPTS[:1], 1, key=(0,), sampling=LONG)
-    serving.engine.pushes = pushes
+    serving.vllm.pushes = pushes
 
 
 def test_what_cannot_be_served_is_refused_beforehand(tmp_path):

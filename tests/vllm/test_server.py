@@ -14,8 +14,9 @@ from moe_rl.config import Optimizer
 from moe_rl.errors import RunError
 from moe_rl.models import load
 from moe_rl.policies.hf import HFPolicy
+from moe_rl.rollouts.checked import CheckedEngine
 from moe_rl.rollouts.http import BatchIncomplete, ServerEngine
-from moe_rl.rollouts.push import parity
+from moe_rl.rollouts.push import Tolerance, parity, probe_prompts
 from moe_rl.types import Prompt, Sampling
 from tests.conftest import perturb
 from tests.vllm.conftest import NEEDS_VLLM, RUN
@@ -64,8 +65,9 @@ def when(condition, action):
 
 def engine_of(server, policy, **settings):
     tokenizer = load(RUN.model, 0).tokenizer
-    settings = {"temperature": LONG.temperature, "retries": 1, "timeout": 60.0, **settings}
-    return ServerEngine(server.address, server.folder, tokenizer, policy.score, **settings)
+    engine = ServerEngine(server.address, server.folder, tokenizer, **{"retries": 1, "timeout": 60.0, **settings})
+    probes = probe_prompts(tokenizer, policy.model.config.vocab_size)
+    return CheckedEngine(engine, policy.score, probes, Tolerance.of("float32"), LONG.temperature)
 
 
 def same(a, b):
@@ -112,13 +114,13 @@ def test_a_server_that_hangs_for_a_while_is_asked_again(server, policy):
 def test_a_server_that_hangs_too_long_loses_nothing_already_received(server, policy):
     engine = engine_of(server, policy, concurrency=4, timeout=2.0, retries=0)
     whole = engine_of(server, policy).generate(PROMPTS, 4, key=(8,), sampling=LONG)
-    when(lambda: len(engine.received) > 8, lambda: server.signal(signal.SIGSTOP))
+    when(lambda: len(engine.engine.received) > 8, lambda: server.signal(signal.SIGSTOP))
     with pytest.raises(BatchIncomplete, match=r"no answer in 1 tries") as raised:
         engine.generate(PROMPTS, 4, key=(8,), sampling=LONG)
     server.signal(signal.SIGCONT)
     kept = [n for n, rollout in enumerate(raised.value.rollouts) if rollout is not None]
     assert 9 <= len(kept) < 64 and all(same(raised.value.rollouts[n], whole[n]) for n in kept)
-    engine.timeout = 60.0
+    engine.engine.timeout = 60.0
     assert all(map(same, whole, engine.generate(PROMPTS, 4, key=(8,), sampling=LONG)))
 
 
@@ -135,10 +137,10 @@ def test_a_server_killed_in_the_middle_of_a_batch_loses_nothing_already_received
     """The last test of this file: the server is gone afterwards."""
     engine = engine_of(server, policy, concurrency=4, retries=1)
     whole = engine.generate(PROMPTS, 4, key=(5,), sampling=LONG)
-    when(lambda: len(engine.received) > 8, server.kill)
+    when(lambda: len(engine.engine.received) > 8, server.kill)
     with pytest.raises(BatchIncomplete, match="of 64 completions were received") as raised:
         engine.generate(PROMPTS, 4, key=(5,), sampling=LONG)
     kept = [n for n, rollout in enumerate(raised.value.rollouts) if rollout is not None]
     print(f"{len(kept)} of 64 kept")
     assert 9 <= len(kept) < 64 and all(same(raised.value.rollouts[n], whole[n]) for n in kept)
-    assert len(engine.received) == len(kept) and not healthy(server.address)
+    assert len(engine.engine.received) == len(kept) and not healthy(server.address)

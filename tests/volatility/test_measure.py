@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import random
 import shutil
@@ -23,6 +24,7 @@ from moe_rl.routing import RoutingTrace, record_routing
 from moe_rl.volatility import measure
 from moe_rl.volatility.measure import Comparison, measure_volatility
 from moe_rl.volatility.observed import Observer
+from moe_rl.volatility.report import print_report
 from moe_rl.volatility.tables import METRICS, top_share
 from moe_rl.volatility.texts import Texts
 from tests.conftest import perturb
@@ -195,6 +197,58 @@ def test_kept_traces_are_traces_with_gates_of_both(there, tmp_path, frames):
         changed += int((~before.same_sets(after))[rows].sum())
         total += int(rows.sum()) * before.shape[2]
     assert changed / total == frames["summary"].set_index("metric")["response"]["set_change"]
+
+
+def traces_of(out):
+    return [[f.name for f in sorted((out / "traces" / side).glob("*"))] for side in ("before", "after")]
+
+
+def test_traces_asked_for_later_are_those_of_every_batch(there, tmp_path, frames, monkeypatch):
+    """Killed without them, finished without them, killed while they were made: in the end all are there."""
+    monkeypatch.setattr(measure, "SAVE_SECONDS", 0.0)
+    forward, calls, last = Observer._forward, [], 99
+
+    def dies(self, *arguments):
+        calls.append(1)
+        if len(calls) > last:
+            raise KeyboardInterrupt
+        return forward(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Observer, "_forward", dies)
+        whole = compare(there, tmp_path / "whole", keep_traces=True)
+    expected, last = traces_of(tmp_path / "whole"), len(calls) - 2  # two batches before the end
+
+    def killed(out, **settings):
+        calls.clear()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Observer, "_forward", dies)
+            compare(there, out, **settings)
+
+    killed(tmp_path / "half")
+    again = compare(there, tmp_path / "half", keep_traces=True)
+    assert traces_of(tmp_path / "half") == expected
+    compare(there, tmp_path / "done")
+    killed(tmp_path / "done", keep_traces=True)
+    compare(there, tmp_path / "done", keep_traces=True)
+    assert traces_of(tmp_path / "done") == expected
+    for name, frame in frames.items():
+        pd.testing.assert_frame_equal(frame, again[name])
+        pd.testing.assert_frame_equal(frame, whole[name])
+
+
+def test_a_response_that_was_cut_off_whole_has_no_change_and_is_counted(there, tmp_path):
+    with (tmp_path / "data.jsonl").open("w") as file:
+        file.write(json.dumps({"prompt": "abc </>abc </>", "response": "abc"}) + "\n")
+        for _ in range(3):
+            file.write(json.dumps({"prompt": "ab", "response": "c </>abc "}) + "\n")
+    comparison = Comparison(str(there / "before"), str(there / "after"), str(tmp_path / "data.jsonl"), max_tokens=9)
+    found = measure_volatility(comparison, tmp_path / "out", console=Console(quiet=True))
+    assert found["responses"]["line"].tolist() == [2, 3, 4]
+    assert json.loads((tmp_path / "out" / "comparison.json").read_text())["finished"]["lost_lines"] == 1
+    said = Console(width=200, record=True, file=io.StringIO())
+    print_report(said, found, tmp_path / "out")
+    assert "1 of them to nothing but prompt" in said.export_text()
 
 
 def test_without_them_nothing_but_tables_is_left(there, tmp_path):

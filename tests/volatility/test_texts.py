@@ -106,6 +106,26 @@ def test_a_bad_line_is_named(tmp_path, line, says):
         texts(tmp_path, {"text": "fine"}, line)
 
 
+def test_a_byte_order_mark_is_read_over(tmp_path):
+    (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "ab"}\n')
+    (batch,) = Texts(tmp_path / "data.jsonl", byte_tokenizer(), max_tokens=9, batch_tokens=9).batches()
+    assert read(batch)[0] == "ab"
+
+
+@pytest.mark.parametrize("text, says", [(rb"\ud800", "half of a surrogate pair"), (b"\xff", "not UTF-8")])
+def test_text_that_no_tokenizer_could_read_names_file_and_line(tmp_path, text, says):
+    (tmp_path / "data.jsonl").write_bytes(b'{"text": "ab"}\n{"text": "a' + text + b'b"}\n')
+    with pytest.raises(ConfigError, match=f"data.jsonl, line 2: .*{says}"):
+        Texts(tmp_path / "data.jsonl", byte_tokenizer(), max_tokens=9, batch_tokens=9)
+
+
+def test_a_response_that_was_cut_off_whole_is_counted(tmp_path):
+    found = texts(tmp_path, {"prompt": "abcdef", "response": "gh"}, {"text": "ab"}, max_tokens=5)
+    assert (found.cut, found.lost) == (1, 1)
+    with pytest.raises(ConfigError, match="no response is left .*--max-tokens 5"):
+        texts(tmp_path, {"prompt": "abcdef", "response": "gh"}, max_tokens=5)
+
+
 def test_a_missing_an_empty_and_a_binary_file_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="is empty; write one JSON object per line"):
         texts(tmp_path, "", "  ")

@@ -1,0 +1,46 @@
+"""The rows of many runs pooled for a figure: attribution sums, windows of steps, means per group."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from moe_rl.errors import RunError
+from moe_rl.metrics.attribution import AttributionSums
+
+POINTS = 25
+"""Most points of a curve over steps: more are averaged within windows of equal length, so that bands stay readable."""
+
+
+def attribution(updates: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Pool the attribution sums of each run (and each value of `by`), then divide: `AttributionSums.shares`, with
+    `natural_std` and `replayed_std`, the standard deviations of D and R in nats."""
+    sums = ["attribution_n", *(f"attribution_sum_{s}" for s in ("d", "r", "dd", "rr", "jj", "rj"))]
+    require_columns(updates, *sums)
+    pooled = updates.dropna(subset=sums).groupby(["arm", "seed", *by])[sums].sum()
+    shares = [AttributionSums(*row).shares() for row in pooled.itertuples(index=False)]
+    found = pooled.reset_index().join(pd.DataFrame(shares, columns=["variance", "replayed", "routes", "covariance"]))
+    return found.assign(natural_std=found["variance"] ** 0.5,
+                        replayed_std=(found["replayed"] * found["variance"]) ** 0.5)
+
+
+def windows(steps: pd.DataFrame, column: str) -> tuple[pd.DataFrame, str]:
+    """Means of a column within windows of steps, per run, at most POINTS of them; and how to say so on the axis."""
+    require_columns(steps, column)
+    measured = steps.dropna(subset=[column])
+    width = -(-measured["step"].nunique() // POINTS) if len(measured) else 1
+    window = (measured["step"] - measured["step"].min()) // width
+    keys = [measured["arm"], measured["seed"], window.rename("window")]
+    means = measured.groupby(keys)[["step", column]].mean().reset_index()
+    return means, f" (each point: mean of {width} steps)" if width > 1 else ""
+
+
+def mean_by(frame: pd.DataFrame, column: str, by: str) -> pd.DataFrame:
+    """Means of a column per run and value of `by`."""
+    require_columns(frame, column, by)
+    return frame.dropna(subset=[column]).groupby(["arm", "seed", by])[column].mean().reset_index()
+
+
+def require_columns(frame: pd.DataFrame, *columns: str) -> None:
+    """Raise RunError for a column that no run has."""
+    if missing := [c for c in columns if c not in frame.columns]:
+        raise RunError(f"no run has measured {', '.join(missing)}, so there is nothing to draw")

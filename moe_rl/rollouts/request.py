@@ -1,0 +1,60 @@
+"""What every engine is asked for: what ends a completion, and which requests none can carry out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from moe_rl.errors import ConfigError
+from moe_rl.types import Prompt, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+
+def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """EOS of the tokenizer and of the model's generation config, which may name several."""
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    named = named if isinstance(named, list) else [named]
+    return {token for token in (*named, tokenizer.eos_token_id) if token is not None}
+
+
+def context_length(config: PreTrainedConfig) -> int | None:
+    """Most tokens of a sequence, prompt and completion; None where the configuration does not say.
+
+    Rotary positions may be stretched (YaRN, linear): the configuration then names the length before, or after it.
+    """
+    text = config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None)
+    if most is None:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    stretched = (rope.get("original_max_position_embeddings") or most) * (rope.get("factor") or 1)
+    return max(most, int(stretched))
+
+
+def check_request(prompts: list[Prompt], group_size: int, sampling: Sampling, context: int | None = None) -> None:
+    """Raise ConfigError for what no engine can carry out. `context` is the most tokens that a sequence may have."""
+    if not prompts:
+        raise ConfigError("zero prompts were given, so there is nothing to complete.")
+    if group_size < 1 or sampling.max_new_tokens < 1:
+        raise ConfigError(f"group size {group_size} and max_new_tokens {sampling.max_new_tokens} must be at least 1.")
+    if not sampling.temperature > 0:
+        raise ConfigError(f"temperature {sampling.temperature} must be above 0; for the arg max use greedy.")
+    for i, prompt in enumerate(prompts):
+        if not prompt.tokens:
+            raise ConfigError(f"prompt {i} ({prompt.text[:40]!r}) has no token ids; encode it with the tokenizer.")
+        whole = len(prompt.tokens) + sampling.max_new_tokens
+        if context is not None and whole > context:
+            raise ConfigError(
+                f"prompt {i} ({prompt.text[:40]!r}) has {len(prompt.tokens)} tokens, with max_new_tokens="
+                f"{sampling.max_new_tokens} {whole}, but the context of the model (max_position_embeddings) ends at "
+                f"{context}: beyond it positions were never trained. Shorten prompts, or lower max_new_tokens."
+            )
+
+
+def before_stop(text: str, stops: tuple[str, ...]) -> str:
+    """The text up to the first stop string."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(found)] if found else text
