@@ -44,8 +44,10 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), mix_code: bool
     """Write the finished runs of the study in `folder` into `out`; returns the files and their sizes in bytes.
 
     `also` names further columns, by pattern, wherever they appear. Unfinished runs are left out, and named in
-    `study.json`. Raises ConfigError for a pattern that no column matches, RunError where nothing has finished.
+    `study.json`. Raises ConfigError for a pattern that no column matches and for a folder `out` where the tables would
+    hide runs, RunError where nothing has finished.
     """
+    _check_out(folder, out)
     declared, frames = read_declaration(folder), load_study(folder, mix_code=mix_code)
     tables = {name: _select(name, getattr(frames, name), also) for name in TABLES}
     for pattern in also:
@@ -59,6 +61,13 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), mix_code: bool
     for file, table in written.items():
         _write(table, file)
     return {file: file.stat().st_size for file in (out / DECLARATION, *written)}
+
+
+def _check_out(folder: Path, out: Path) -> None:
+    """Tables stand for every run below them, also for those that are still to come."""
+    if folder.resolve().is_relative_to(out.resolve()) or any(runs.run_folders(out)):
+        raise ConfigError(f"--out {out}: tables there would hide the runs below it, those of {folder} and all that "
+                          "are still to come; give a folder of their own, e.g. --out results")
 
 
 def _select(name: str, frame: pd.DataFrame, also: Sequence[str]) -> pd.DataFrame:

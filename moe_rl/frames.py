@@ -67,7 +67,8 @@ def load_study(root: Path, *, unfinished: bool = False, mix_code: bool = False) 
     With `unfinished`, runs that still go on or were interrupted contribute the rows of their last commit. Raises
     RunError when there is no run, or when runs were written by different versions of the code, unless `mix_code`.
     """
-    frames = collected(root) or _from_runs(root, unfinished)
+    tables = None if any(run_folders(root)) else collected(root)  # runs go on, so they know more than tables of them
+    frames = tables or _from_runs(root, unfinished)
     codes = frames.runs["code"]
     mixed = frames.runs.groupby("study")["code"].nunique().max() > 1 or codes.str.contains(" then ").any()
     if mixed and not mix_code:

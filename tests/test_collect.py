@@ -178,3 +178,20 @@ def test_a_run_that_ends_otherwise_says_in_which_columns_and_under_which_version
     steps = other.steps.assign(reward=other.steps["reward"] + (other.steps["step"] == 12) * 1e-6)
     parted = verdict(dataclasses.replace(other, steps=steps), folder / run)
     assert "values part in 1 of " in parted and "steps.reward" in parted
+
+
+@pytest.mark.parametrize("where", [".", "..", "../..", "gspo", "gspo/optimizer.lr=0.0002/seed=0"])
+def test_tables_are_not_written_where_they_would_hide_runs(folder, tmp_path, where):
+    copy = Path(shutil.copytree(folder, tmp_path / "deep" / "runs" / folder.name))
+    out = copy / where
+    with pytest.raises(ConfigError, match="hide the runs"):
+        collect(copy, out, mix_code=True)
+    assert not list(tmp_path.glob("**/runs.parquet"))
+
+
+def test_runs_are_read_even_where_tables_lie_beside_or_above_them(folder, results, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / folder.name)
+    shutil.rmtree(copy / "gspo")
+    for above in (copy, tmp_path):
+        shutil.copytree(results, above, dirs_exist_ok=True)
+        assert set(load_study(copy, mix_code=True).runs["arm"]) == {"grpo", "grpo-replay"}
