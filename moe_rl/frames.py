@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moe_rl.columns import TABLES, timing
 from moe_rl.errors import RunError
-from moe_rl.runs import ENDED, differing, read_manifest, run_folders, state
+from moe_rl.runs import ENDED, differing, latest_commit, read_manifest, run_folders, state
 
 LABELS = ["study", "arm", "factors", "seed", "code"]
 """Columns that every frame starts with: which run a row belongs to, and the code that wrote it."""
@@ -88,7 +90,7 @@ def collected(root: Path) -> Frames | None:
         return None
     tables = {}
     for name in ("runs", *TABLES):
-        frame = pq.read_table(folder / f"{name}.parquet", partitioning=None).to_pandas()
+        frame = read_parquet(folder / f"{name}.parquet").to_pandas()
         tables[name] = frame.astype({c: "float64" for c in frame.select_dtypes("float32")})
     frames = Frames(**tables)
     for label, part in zip(LABELS[1:4], here.relative_to(folder).parts, strict=False):
@@ -126,19 +128,33 @@ def _described(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def read_table(path: Path, name: str) -> pd.DataFrame:
     """One table of one run: the published one, else that of the last commit; empty before the first."""
-    commits = sorted((path / "commit").glob("step=*"))
-    folder = path if state(path)["state"] in ENDED or not commits else commits[-1]
+    commit = latest_commit(path)
+    folder = path if state(path)["state"] in ENDED or commit is None else commit
     file = folder / f"{name}.parquet"
     if not file.exists():
         return pd.DataFrame(columns=list(TABLES[name]))
-    frame = pq.read_table(file, partitioning=None).to_pandas()
+    frame = read_parquet(file).to_pandas()
     return frame if len(frame.columns) else pd.DataFrame(columns=list(TABLES[name]))
 
 
+def read_parquet(file: Path) -> pa.Table:
+    """A file as it is. Raises RunError for one that is damaged."""
+    try:
+        return pq.read_table(file, partitioning=None)  # else "seed=0" in the path becomes a column
+    except (pa.ArrowInvalid, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise RunError(f"{file} cannot be read ({error}); restore it from a copy, or remove {file.parent} and run it "
+                       "again") from error
+
+
 def labels_of(path: Path) -> dict[str, Any]:
-    """Study, arm, factors and seed of a run, from its path."""
-    study, arm, factors, seed = Path(path).absolute().parts[-4:]
-    return {"study": study, "arm": arm, "factors": factors, "seed": int(seed.removeprefix("seed="))}
+    """Study, arm, factors and seed of a run, from its path. Raises RunError for one that was renamed."""
+    *_, study, arm, factors, name = ("", "", "", *Path(path).absolute().parts)
+    if not re.fullmatch(r"seed=\d+", name):
+        raise RunError(f"{path} holds a run, but its name says no seed, which rows are told apart by; rename it to "
+                       "seed=<n>, or move it out of its study")
+    return {"study": study, "arm": arm, "factors": factors, "seed": int(name.removeprefix("seed="))}
 
 
 def settings_that_differ(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:

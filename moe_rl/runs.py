@@ -11,10 +11,13 @@ No torch here: listing, plotting and comparing runs stays instant.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +35,8 @@ from moe_rl.versions import code_version, git_state, package_versions
 Row = dict[str, Any]
 ENDED = ("finished", "diverged")
 """States of a run that is not run again."""
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What flock says on a file system without locks, as some network mounts are."""
 
 
 @dataclass
@@ -82,12 +87,12 @@ class RunFolder:
     @property
     def step(self) -> int:
         """Of the last commit; 0 before the first."""
-        commit = _latest_commit(self.path)
+        commit = latest_commit(self.path)
         return _step(commit) if commit else 0
 
     def latest(self) -> tuple[int, Tables, Path | None]:
         """The last commit: its step, its tables, the folder of its checkpoint. (0, empty, None) before the first."""
-        commit = _latest_commit(self.path)
+        commit = latest_commit(self.path)
         if commit is None:
             return 0, Tables(), None
         tables = Tables(**{t: [{k: v for k, v in row.items() if v is not None} for row in _read(commit, t).to_pylist()]
@@ -114,7 +119,7 @@ class RunFolder:
         aside.rename(final)
         _fsync(commits)
         _fsync(self.path)
-        for old in set(commits.iterdir()) - {final}:
+        for old in set(_commits(self.path)) - {final}:
             shutil.rmtree(old)
 
     def progress(self, step: int, **values: Any) -> None:
@@ -128,7 +133,7 @@ class RunFolder:
 
         The manifest gains the step, the seconds of all steps, a digest of the final checkpoint, and `extra`.
         """
-        commit = _latest_commit(self.path)
+        commit = latest_commit(self.path)
         if commit is None:
             raise RunError(f"{self.path} has no commit, so there is nothing to finish; commit the last step first")
         for name in TABLES:
@@ -171,7 +176,9 @@ def state(path: Path, steps: int | None = None) -> dict[str, Any]:
     `steps` is the length asked for, by default the one in the manifest. A diverged run has ended: its numbers stopped
     being finite, which is a result.
     """
-    manifest, progress = read_manifest(path), read_json(path / "progress.json", ("step",)) or {"step": 0}
+    manifest, progress = read_manifest(path), {"step": 0}
+    with contextlib.suppress(RunError):  # it is not fsynced, so a power cut may leave half of one
+        progress = read_json(path / "progress.json", ("step",)) or progress
     if manifest is None:
         return {**progress, "state": "waiting", "steps": steps}
     steps = steps or manifest["config"]["steps"]
@@ -223,6 +230,13 @@ def _lock(path: Path) -> Any:
             return lock
         except BlockingIOError:
             time.sleep(0.1)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            lock.close()
+            raise RunError(f"{path} cannot be locked: its file system has no locks ({error.strerror}), so nothing "
+                           "would stop two processes from running it at once; choose an --out on another file system, "
+                           "or have this one mounted with locks") from error
     lock.close()
     raise RunError(f"another process is running {path}; wait for it or choose another --out")
 
@@ -236,14 +250,24 @@ def _locked(path: Path) -> bool:
         return False
     except BlockingIOError:
         return True
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return False  # nothing can run there; what lies there can be read
 
 
 def _step(commit: Path) -> int:
     return int(commit.name.removeprefix("step="))
 
 
-def _latest_commit(path: Path) -> Path | None:
-    return max((path / "commit").glob("step=*"), key=_step, default=None)
+def latest_commit(path: Path) -> Path | None:
+    """The folder of a run's last commit, or None before the first."""
+    return max(_commits(path), key=_step, default=None)
+
+
+def _commits(path: Path) -> list[Path]:
+    """Not what file managers and people put beside them."""
+    return [p for p in (path / "commit").glob("step=*") if re.fullmatch(r"step=\d+", p.name) and p.is_dir()]
 
 
 def _digest(folder: Path) -> str:

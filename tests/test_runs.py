@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import multiprocessing
@@ -283,3 +284,53 @@ def test_published_tables_are_plain_parquet_that_anyone_can_read(tmp_path):
     path = train(tmp_path)
     frame = pd.read_parquet(path / "updates.parquet", partitioning=None)
     assert frame["update"].tolist() == [1, 2, 3, 4] * 12 and json.loads((path / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("stray", [".DS_Store", "step=abc", "step=000007.txt"])
+def test_a_stray_file_among_the_commits_is_left_alone(tmp_path, stray):
+    with open_run(tmp_path, CONFIG.replace(steps=6)) as folder:
+        (folder.path / "commit").mkdir()
+        (folder.path / "commit" / stray).write_text("mine")
+        fake_study.train(CONFIG.replace(steps=6), folder, cache=tmp_path)
+        assert folder.latest()[0] == 6
+    path = train(tmp_path)
+    assert (path / "commit" / stray).read_text() == "mine" and runs.state(path)["state"] == "finished"
+    assert len(read_table(path, "steps")) == 12
+
+
+@pytest.mark.parametrize("content", ["", '{"step": 4, "ste', "[1]"])
+def test_a_damaged_progress_file_is_as_none(tmp_path, content):
+    with open_run(tmp_path) as folder:
+        folder.progress(4)
+    (folder.path / "progress.json").write_text(content)
+    assert (runs.state(folder.path)["state"], runs.state(folder.path)["step"]) == ("interrupted", 0)
+    train(tmp_path)
+    (folder.path / "progress.json").write_text(content)
+    assert runs.state(folder.path) == {"state": "finished", "step": 12, "steps": 12, "seconds_left": 0.0}
+
+
+def test_a_truncated_table_is_named_with_what_to_do(tmp_path):
+    file = train(tmp_path) / "updates.parquet"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(RunError, match=r"updates\.parquet cannot be read .*run it again"):
+        load_study(tmp_path / "fake")
+
+
+def test_a_renamed_run_is_named_with_what_to_do(tmp_path):
+    path = train(tmp_path)
+    for name in ("old", "seed=0-old"):
+        path = path.rename(path.with_name(name))
+        with pytest.raises(RunError, match=rf"{name} .*seed=<n>"):
+            load_study(path)
+
+
+def test_a_file_system_without_locks_is_told_what_to_do_and_can_be_read(tmp_path, monkeypatch):
+    path = train(tmp_path)
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(runs.fcntl, "flock", no_locks)
+    assert runs.state(path)["state"] == "finished" and len(load_study(path).runs) == 1
+    with pytest.raises(RunError, match="cannot be locked: .*--out"):
+        open_run(tmp_path, CONFIG.replace(seed=1))
