@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from moe_rl.columns import TABLES, timing
+from moe_rl.commits import read_parquet, read_rows
 from moe_rl.errors import RunError
-from moe_rl.runs import ENDED, differing, latest_commit, read_manifest, run_folders, state
+from moe_rl.runs import ENDED, differing, read_manifest, run_folders, state
 
 LABELS = ["study", "arm", "factors", "seed", "code"]
 """Columns that every frame starts with: which run a row belongs to, and the code that wrote it."""
@@ -23,13 +22,15 @@ LABELS = ["study", "arm", "factors", "seed", "code"]
 
 @dataclass(frozen=True)
 class Frames:
-    """Rows of all runs of a study, one frame per table; `runs` has a row per run, `left_out` the unfinished ones."""
+    """Rows of all runs of a study: `runs` has a row per run, `frames["steps"]` is the frame of the table `steps`, and
+    `left_out` says what is not there because it has not finished."""
 
     runs: pd.DataFrame
-    steps: pd.DataFrame
-    updates: pd.DataFrame
-    layers: pd.DataFrame
+    tables: Mapping[str, pd.DataFrame]
     left_out: tuple[str, ...] = ()
+
+    def __getitem__(self, table: str) -> pd.DataFrame:
+        return self.tables[table]
 
     @property
     def cells(self) -> list[str]:
@@ -47,8 +48,8 @@ class Frames:
         return replace(kept, left_out=tuple(t for t in self.left_out if t.startswith(tuple(f"{p} (" for p in paths))))
 
     def _where(self, rows: Callable[[pd.DataFrame], Any]) -> Frames:
-        tables = (self.runs, self.steps, self.updates, self.layers)
-        return Frames(*(frame[rows(frame)] if len(frame) else frame for frame in tables))
+        runs, *tables = (f[rows(f)] if len(f) else f for f in (self.runs, *self.tables.values()))
+        return Frames(runs, dict(zip(self.tables, tables, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Difference:
     """The first row in which two runs part; `column` is None where only one run has the row at all."""
 
     table: str
-    row: dict[str, int]
+    row: dict[str, Any]
     column: str | None
     a: Any
     b: Any
@@ -88,11 +89,12 @@ def collected(root: Path) -> Frames | None:
     folder = next((f for f in folders if (f / "runs.parquet").exists()), None)
     if folder is None:
         return None
-    tables = {}
+    tables = {name: pd.DataFrame(columns=[*LABELS, *keys]) for name, keys in TABLES.items()}
     for name in ("runs", *TABLES):
-        frame = read_parquet(folder / f"{name}.parquet").to_pandas()
-        tables[name] = frame.astype({c: "float64" for c in frame.select_dtypes("float32")})
-    frames = Frames(**tables)
+        if name == "runs" or (folder / f"{name}.parquet").exists():  # a table may be younger than the folder
+            frame = read_parquet(folder / f"{name}.parquet").to_pandas()
+            tables[name] = frame.astype({c: "float64" for c in frame.select_dtypes("float32")})
+    frames = Frames(tables.pop("runs"), tables)
     for label, part in zip(LABELS[1:4], here.relative_to(folder).parts, strict=False):
         part = int(part.removeprefix("seed=")) if label == "seed" and part.startswith("seed=") else part
         frames = frames._where(lambda frame, label=label, part=part: frame[label] == part)
@@ -106,17 +108,22 @@ def _from_runs(root: Path, unfinished: bool) -> Frames:
     for path in run_folders(root):
         manifest, now = read_manifest(path), state(path)
         if now["state"] not in ENDED and not unfinished:
-            left_out.append(f"{path} ({now['state']}, step {now['step']} of {now['steps']})")
-            continue
+            before = manifest.get("finished")
+            shown = "" if before is None else f"; the {before} steps that it finished before are shown"
+            left_out.append(f"{path} ({now['state']}, step {now['step']} of {now['steps']}{shown})")
+            if before is None:
+                continue
+            manifest |= {"config": manifest["config"] | {"steps": before}}
+            now |= {"state": "finished", "step": before}
         labels = labels_of(path) | {"code": " then ".join(manifest["code"])}
         runs.append(labels | {"path": str(path), "state": now["state"], "step": now["step"]} | _described(manifest))
         for name in TABLES:
-            frame = read_table(path, name)
+            frame = read_table(path, name, beyond=unfinished)
             tables[name].append(frame.assign(**labels)[[*LABELS, *frame.columns]])
     if not runs:
         why = f"; unfinished: {'; '.join(left_out)}" if left_out else ""
         raise RunError(f"no finished run below {root}{why}")
-    return Frames(pd.DataFrame(runs), *(_concatenate(tables[name]) for name in TABLES), left_out=tuple(left_out))
+    return Frames(pd.DataFrame(runs), {name: _concatenate(tables[name]) for name in TABLES}, tuple(left_out))
 
 
 def _described(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -126,26 +133,11 @@ def _described(manifest: dict[str, Any]) -> dict[str, Any]:
     return {"steps": manifest["config"]["steps"], **plain, **nested}
 
 
-def read_table(path: Path, name: str) -> pd.DataFrame:
-    """One table of one run: the published one, else that of the last commit; empty before the first."""
-    commit = latest_commit(path)
-    folder = path if state(path)["state"] in ENDED or commit is None else commit
-    file = folder / f"{name}.parquet"
-    if not file.exists():
-        return pd.DataFrame(columns=list(TABLES[name]))
-    frame = read_parquet(file).to_pandas()
+def read_table(path: Path, name: str, *, beyond: bool = True) -> pd.DataFrame:
+    """One table of one run, up to its last commit; empty before the first. Of a run that finished and was asked for
+    more steps since, only what it had finished, without `beyond`."""
+    frame = read_rows(path, name, (read_manifest(path) or {}).get("finished"), beyond=beyond).to_pandas()
     return frame if len(frame.columns) else pd.DataFrame(columns=list(TABLES[name]))
-
-
-def read_parquet(file: Path) -> pa.Table:
-    """A file as it is. Raises RunError for one that is damaged."""
-    try:
-        return pq.read_table(file, partitioning=None)  # else "seed=0" in the path becomes a column
-    except (pa.ArrowInvalid, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise RunError(f"{file} cannot be read ({error}); restore it from a copy, or remove {file.parent} and run it "
-                       "again") from error
 
 
 def labels_of(path: Path) -> dict[str, Any]:
@@ -167,10 +159,10 @@ def settings_that_differ(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
 def diff(a: Path, b: Path) -> Difference | None:
     """The earliest row in which two runs part, or None. Equality is exact; `seconds_*` and `memory_*` are ignored.
 
-    Within a step the rows are compared in the order in which they arise: updates, then sites, then the step's own.
+    Within a step the rows are compared in the order in which they arise: those of a part of the step before its own.
     """
     _manifest(a), _manifest(b)
-    names = ("updates", "layers", "steps")
+    names = [*(name for name in TABLES if name != "steps"), "steps"]
     found = [d for name in names for d in _first(name, read_table(a, name), read_table(b, name))]
     return min(found, key=lambda d: d.row["step"], default=None)
 
@@ -188,15 +180,20 @@ def _first(name: str, a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Difference]:
     if not parted.any():
         return
     row = both[parted].iloc[0]
-    where = {k: int(row[k]) for k in keys}
+    where = {k: _plain(row[k]) for k in keys}
     if row["_merge"] != "both":
         yield Difference(name, where, None, *((row["_merge"] == side) for side in ("left_only", "right_only")))
         return
     for c in columns:
         x, y = row[f"{c} a"], row[f"{c} b"]
         if not (x == y or (pd.isna(x) and pd.isna(y))):
-            yield Difference(name, where, c, *(v.item() if hasattr(v, "item") else v for v in (x, y)))
+            yield Difference(name, where, c, _plain(x), _plain(y))
             return
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy number as a Python one."""
+    return value.item() if hasattr(value, "item") else value
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -68,19 +68,19 @@ def train(
     """
     for text in warn_void(run):
         warnings.warn(text, stacklevel=2)
-    start, tables, checkpoint = folder.latest()
+    start, checkpoint = folder.latest()
     if checkpoint is not None:
         parts.policy.load(checkpoint)
     parts.engine.load(parts.policy.weights())
     if checkpoint is None:
-        tables.steps.append({"step": 0, **parts.once(lambda: evaluate(run, parts))})
+        folder.add("steps", [{"step": 0, **parts.once(lambda: evaluate(run, parts))}])
     for step in range(start + 1, run.steps + 1):
         clock = Clock()
         try:
             row, updates, layers = train_step(run, parts, step, clock)
         except Diverged as error:
             warnings.warn(f"step {step}: {error}", stacklevel=2)
-            folder.commit(step - 1, tables, parts.policy.save)
+            folder.commit(step - 1, parts.policy.save)
             folder.finish(diverged=f"step {step}: {error}")
             return
         if step % run.eval_every == 0 or step == run.steps:
@@ -88,13 +88,13 @@ def train(
                 row |= parts.once(lambda: evaluate(run, parts))
         if step in run.hf_checkpoints and parts.export:
             parts.export(step)
-        tables.steps.append(row | clock.columns() | {"memory_peak_mb": peak_memory_mb()})
-        tables.updates.extend(updates)
-        tables.layers.extend(layers)
+        row |= clock.columns() | {"memory_peak_mb": peak_memory_mb()}
+        for table, rows in (("steps", [row]), ("updates", updates), ("layers", layers)):
+            folder.add(table, rows)
         if step % run.save_every == 0 or step == run.steps:
-            folder.commit(step, tables, parts.policy.save)
+            folder.commit(step, parts.policy.save)
         if on_step:
-            on_step(tables.steps[-1])
+            on_step(row)
     folder.finish()
 
 

@@ -11,9 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-READERS = ["__main__.py", "arguments.py", "cli.py", "collect.py", "columns.py", "factors.py", "figures.py", "frames.py",
-           "metrics/convergence.py", "page.py", "plots.py", "report.py", "rerun.py", "runs.py", "stats.py", "study.py",
-           "summary.py", "tables.py", "versions.py", "view.py", "workers.py"]
+READERS = ["__main__.py", "arguments.py", "cli.py", "collect.py", "columns.py", "commits.py", "factors.py",
+           "figures.py", "frames.py", "inputs.py", "metrics/convergence.py", "page.py", "plots.py", "report.py",
+           "rerun.py", "runs.py", "stats.py", "study.py", "summary.py", "tables.py", "versions.py", "view.py",
+           "workers.py"]
 """Modules that only read or move finished numbers: a change in them does not make another code version."""
 
 

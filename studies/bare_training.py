@@ -6,23 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_rl.config import RunConfig
-from moe_rl.runs import Tables
+from moe_rl.runs import RunFolder
 from moe_rl.trainer import Clock, Parts, train_step
 
 OnStep = Callable[[dict[str, Any]], None] | None
 
 
-def train_bare(run: RunConfig, parts: Parts, on_step: OnStep, before: Callable[[int], None] | None = None) -> Tables:
-    """Take `run.steps` steps and return their rows; `before` is called with the number of each before it begins."""
-    tables = Tables()
+def train_bare(run: RunConfig, parts: Parts, folder: RunFolder, on_step: OnStep,
+               before: Callable[[int], None] | None = None) -> None:
+    """Take `run.steps` steps, and add their rows; `before` is called with the number of each before it begins."""
     for step in range(1, run.steps + 1):
         if before:
             before(step)
         clock = Clock()
         row, updates, layers = train_step(run, parts, step, clock)
-        tables.steps.append(row | clock.columns())
-        tables.updates.extend(updates)
-        tables.layers.extend(layers)
+        row |= clock.columns()
+        for table, rows in (("steps", [row]), ("updates", updates), ("layers", layers)):
+            folder.add(table, rows)
         if on_step:
-            on_step(tables.steps[-1])
-    return tables
+            on_step(row)

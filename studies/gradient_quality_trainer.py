@@ -34,10 +34,10 @@ def execute(run: RunConfig, folder: RunFolder, *, cache: Path, on_step: OnStep =
     """Carry out a run of the study from its beginning; nothing is kept of one that was interrupted."""
     parts = build(run, folder.path, cache)
     rows = compare(run, parts, 0, folder.path / "frozen")
-    tables = train_bare(run, parts, on_step)
+    train_bare(run, parts, folder, on_step)
     rows += compare(run, parts, run.steps, folder.path / "frozen")
     pd.DataFrame(rows).to_parquet(folder.path / "gradients.parquet", index=False)
-    folder.commit(run.steps, tables, parts.policy.save)
+    folder.commit(run.steps, parts.policy.save)
     folder.finish()
 
 

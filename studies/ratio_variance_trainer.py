@@ -40,10 +40,10 @@ def execute(run: RunConfig, folder: RunFolder, *, cache: Path, on_step: OnStep =
     """Carry out a run of the study from its beginning; nothing is kept of one that was interrupted."""
     parts = build(run, folder.path, cache)
     watched = Watched(parts.policy, HFPolicy(deepcopy(parts.policy.model), run.optimizer))
-    tables = train_bare(run, replace(parts, policy=watched), on_step, watched.begin)
+    train_bare(run, replace(parts, policy=watched), folder, on_step, watched.begin)
     pd.concat(watched.rows).to_parquet(folder.path / "prompts.parquet", index=False)
     pd.DataFrame(scaling(run, parts)).to_parquet(folder.path / "scaling.parquet", index=False)
-    folder.commit(run.steps, tables, parts.policy.save)
+    folder.commit(run.steps, parts.policy.save)
     folder.finish()
 
 
