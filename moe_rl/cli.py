@@ -164,7 +164,7 @@ def _collected_runs(folder: Path) -> list[tuple[Path, dict[str, object]]]:
 def show(options: argparse.Namespace) -> int:
     """The manifest, the state, and the last row of every table."""
     from moe_rl.columns import TABLES
-    from moe_rl.frames import collected, read_table
+    from moe_rl.frames import NESTED, collected, read_table
     from moe_rl.runs import read_manifest, state
 
     manifest, frames = read_manifest(options.run), None
@@ -176,7 +176,7 @@ def show(options: argparse.Namespace) -> int:
         if frames is None or len(frames.runs) != 1:
             raise ConfigError(f"{options.run} is not a run: it has no manifest.json (see `moe-rl list`)")
         row = frames.runs.iloc[0].to_dict()
-        print(json.dumps(row | {k: json.loads(row[k]) for k in ("config", "packages", "git")}, indent=2, default=str))
+        print(json.dumps(row | {k: json.loads(row[k]) for k in NESTED if k in row}, indent=2, default=str))
     for name in TABLES:
         frame = read_table(options.run, name) if frames is None else frames[name]
         print(f"\n{name}: {len(frame)} rows, {len(frame.columns)} columns")

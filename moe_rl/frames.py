@@ -18,6 +18,8 @@ from moe_rl.runs import ENDED, differing, read_manifest, run_folders, state
 
 LABELS = ["study", "arm", "factors", "seed", "code"]
 """Columns that every frame starts with: which run a row belongs to, and the code that wrote it."""
+NESTED = ("config", "packages", "git", "inputs")
+"""Columns of `runs` that hold JSON."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ def load_study(root: Path, *, unfinished: bool = False, mix_code: bool = False) 
     `collect` wrote.
 
     With `unfinished`, runs that still go on or were interrupted contribute the rows of their last commit. Raises
-    RunError when there is no run, or when runs were written by different versions of the code, unless `mix_code`.
+    RunError when there is no run, or when runs were written by different versions of the code, or made from different
+    versions of data, checkpoints or code of one's own, unless `mix_code`.
     """
     tables = None if any(run_folders(root)) else collected(root)  # runs go on, so they know more than tables of them
     frames = tables or _from_runs(root, unfinished)
@@ -78,7 +81,19 @@ def load_study(root: Path, *, unfinished: bool = False, mix_code: bool = False) 
         counts = ", ".join(f"{n} by {code}" for code, n in codes.value_counts().items())
         raise RunError(f"the runs below {root} were written by different versions of the code ({counts}), so their "
                        "numbers may not be comparable; run them again in another --out, or pool them with --mix-code")
+    if not mix_code and (names := _parted_inputs(frames.runs)):
+        raise RunError(f"the runs below {root} were made from different versions of {', '.join(names)}, so their "
+                       "numbers may not be comparable; run them again in another --out, or pool them with --mix-code")
     return frames
+
+
+def _parted_inputs(runs: pd.DataFrame) -> list[str]:
+    """What the runs of one study were made from in more than one version. Older tables do not say."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for run in runs.itertuples():
+        for name, value in json.loads(getattr(run, "inputs", "{}")).items():
+            found.setdefault((run.study, name), set()).update(value.split(" then "))
+    return sorted({name for (_, name), values in found.items() if len(values) > 1})
 
 
 def collected(root: Path) -> Frames | None:
@@ -128,8 +143,9 @@ def _from_runs(root: Path, unfinished: bool) -> Frames:
 
 def _described(manifest: dict[str, Any]) -> dict[str, Any]:
     """A manifest as columns of `runs`; what is nested is JSON, so that a row can be run again as it stands."""
-    plain = {k: manifest.get(k) for k in ("hash", "seconds", "checkpoint", "device", "threads")}
-    nested = {k: json.dumps(manifest.get(k), sort_keys=True) for k in ("config", "packages", "git")}
+    keys = ("hash", "created", "finished_at", "seconds", "checkpoint", "device", "threads")
+    plain = {k: manifest.get(k) for k in keys}
+    nested = {k: json.dumps(manifest.get(k, {}), sort_keys=True) for k in NESTED}
     return {"steps": manifest["config"]["steps"], **plain, **nested}
 
 
@@ -151,7 +167,7 @@ def labels_of(path: Path) -> dict[str, Any]:
 
 def settings_that_differ(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
     """Everything but numbers in which two runs differ: configuration, code, packages, threads, final checkpoint."""
-    keys = ("config", "code", "packages", "device", "threads", "finished", "checkpoint")
+    keys = ("config", "code", "inputs", "packages", "device", "threads", "finished", "checkpoint")
     left, right = ({k: _manifest(path).get(k) for k in keys} for path in (a, b))
     return differing(left, right)
 

@@ -1,7 +1,8 @@
 """Runs on disk: a folder per run that survives a SIGKILL at any instant (`frames` reads many of them at once).
 
     runs/<study>/<arm>/<factors>/seed=<n>/
-        manifest.json     configuration and its hash, seed, code and package versions, device, seconds
+        manifest.json     configuration and its hash, seed, code and package versions, digests of what it is made from,
+                          device, dates, seconds
         progress.json     state, step, seconds per step; replaced at every step
         commit/, tables/  rows and checkpoint of the last commit, which a kill leaves whole or absent: see `commits`
         <table>.parquet   each table of `columns.TABLES`, published when the run has finished
@@ -14,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -27,6 +27,7 @@ from moe_rl import commits
 from moe_rl.columns import TABLES
 from moe_rl.commits import Row, fsync, last_step, latest_commit
 from moe_rl.errors import RunError
+from moe_rl.inputs import digest, inputs_of, merged
 from moe_rl.versions import code_version, git_state, package_versions
 
 ENDED = ("finished", "diverged")
@@ -44,8 +45,8 @@ class RunFolder:
         self._rows: dict[str, list[Row]] = {name: [] for name in TABLES}
 
     @classmethod
-    def open(cls, path: Path, config: Mapping[str, Any], hash: str) -> RunFolder:
-        """Create the folder of a run, or go on with it.
+    def open(cls, path: Path, config: Mapping[str, Any], hash: str, *, trainer: str = "") -> RunFolder:
+        """Create the folder of a run, or go on with it; `trainer` names what carries it out.
 
         Raises RunError when the folder holds another configuration (naming the keys that differ; `steps` may), when it
         holds something that is not a run, or when another process is running it. Nothing is overwritten then.
@@ -59,7 +60,10 @@ class RunFolder:
         config = dict(config)
         config["steps"] = max(config.get("steps", 0), manifest.get("config", config).get("steps", 0))
         codes = [*manifest["code"], *({code_version()} - set(manifest["code"]))]
+        trainer = trainer or manifest.get("trainer", "")
+        inputs = merged(manifest.get("inputs", {}), inputs_of(config, trainer))
         manifest |= {"config": config, "code": codes, "git": git_state(), "packages": package_versions(),
+                     "trainer": trainer, "inputs": inputs,
                      "device": config.get("model", {}).get("device", "cpu"),
                      "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count()}
         folder = cls(path, lock, manifest)
@@ -132,7 +136,7 @@ class RunFolder:
         rows = commits.read_parquet(self.path / "steps.parquet")
         seconds = sum(s or 0 for s in rows["seconds_step"].to_pylist()) if "seconds_step" in rows.column_names else None
         self.manifest |= {"finished": self.step, "finished_at": time.time(), "seconds": seconds,
-                          "checkpoint": _digest(commit / "checkpoint"), **extra}
+                          "checkpoint": digest(commit / "checkpoint"), **extra}
         write_json(self.path / "manifest.json", self.manifest)
         commits.drop_parts(self.path)
 
@@ -237,15 +241,6 @@ def _locked(path: Path) -> bool:
         if error.errno not in NO_LOCKS:
             raise
         return False  # nothing can run there; what lies there can be read
-
-
-def _digest(folder: Path) -> str:
-    """Of the names and bytes of all files: equal weights and optimizer states, equal digest."""
-    digest = hashlib.sha256()
-    files = (p for p in folder.rglob("*") if p.is_file() and p.name != ".metadata")  # torch's, which holds a random id
-    for file in sorted(files):
-        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()
 
 
 def read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from moe_rl import runs
 from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError
+from moe_rl.inputs import changed, inputs_of
 from moe_rl.study import TRAINER, Planned, Study
 from moe_rl.versions import code_version
 
@@ -139,11 +140,12 @@ def work() -> int:
     sys.path[:], planned, trainer, cache = _job()
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
-        with runs.RunFolder.open(planned.path, planned.config.to_dict(), planned.config.hash) as folder:
+        config = planned.config
+        with runs.RunFolder.open(planned.path, config.to_dict(), config.hash, trainer=trainer) as folder:
             watch = Watch(folder)
             try:
-                load(trainer)(planned.config, folder, cache=cache, on_step=watch)
-                if folder.manifest.get("finished", -1) < planned.config.steps:
+                load(trainer)(config, folder, cache=cache, on_step=watch)
+                if folder.manifest.get("finished", -1) < config.steps:
                     raise RunError(f"{trainer} returned before {planned.path} was finished")
             except Diverged as error:  # a result, which the trainer has committed
                 print(error, file=sys.stderr)
@@ -238,11 +240,17 @@ def load(spec: str) -> Any:
 
 
 def check_code(path: Path, mix_code: bool) -> None:
-    """Raise RunError for a run that other code wrote, unless that is wanted."""
+    """Raise RunError for a run that other code wrote, or that was made from other data, unless that is wanted."""
     manifest = runs.read_manifest(path)
-    if manifest and not mix_code and manifest["code"] != [code_version()]:
+    if manifest is None or mix_code:
+        return
+    if manifest["code"] != [code_version()]:
         raise RunError(f"{path} was written by code {' then '.join(manifest['code'])}, this is {code_version()}: their "
                        "numbers may not be comparable; choose another --out, or go on knowingly with --mix-code")
+    if names := changed(manifest.get("inputs", {}), inputs_of(manifest["config"], manifest.get("trainer", ""))):
+        raise RunError(f"{path} was made from {', '.join(names)}, which changed or went since: what it would do "
+                       "now may not be comparable with what it did; put it back, choose another --out, or go on "
+                       "knowingly with --mix-code")
 
 
 def _outcome(process: subprocess.Popen, planned: Planned) -> Failure | None:

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "moe_rl"
 
 LAYERS = [
-    ["errors", "seeds", "config", "columns", "commits", "versions"],
+    ["errors", "seeds", "config", "columns", "commits", "inputs", "versions"],
     ["routing.trace", "types"],
     ["routing", "tasks", "advantages", "losses", "metrics", "runs", "ranks", "frames", "stats"],
     ["checkpoints", "models", "memory", "policies", "rollouts", "experts_cpu"],
