@@ -3,7 +3,7 @@
     studies/results/<study>/
         study.json        the declaration
         runs.parquet      a row per run: full configuration, code and package versions, seconds, digest of the weights
-        steps.parquet, updates.parquet, layers.parquet      the columns KEPT, floats as float32
+        <table>.parquet   each table of the data dictionary: the columns KEPT, floats as float32
         <name>.parquet    a table that the study's own trainer wrote into its runs, whole
 
 `frames.load_study` reads such a folder as it reads a folder of runs.
@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from moe_rl import runs
 from moe_rl.columns import TABLES
+from moe_rl.commits import read_parquet
 from moe_rl.errors import ConfigError
 from moe_rl.frames import LABELS, Frames, load_study
 from moe_rl.study import DECLARATION, read_declaration
@@ -37,23 +38,26 @@ KEPT = {
                 "clip_tokens_all", "token_log_ratio_var", "sequence_log_ratio_var"),
     "layers": ("layer", "slot_change", "set_change", "load_dead_experts", "margin_q50", "engine_*", "noise_floor_*"),
 }
-"""Columns of each table, beside its keys, as patterns. The rest stays with the runs."""
+"""Columns of each table, beside its keys, as patterns; the rest stays with the runs. A table without an entry is kept
+whole."""
 
 
 def collect(folder: Path, out: Path, *, also: Sequence[str] = (), mix_code: bool = False) -> dict[Path, int]:
     """Write the finished runs of the study in `folder` into `out`; returns the files and their sizes in bytes.
 
     `also` names further columns, by pattern, wherever they appear. Unfinished runs are left out, and named in
-    `study.json`. Raises ConfigError for a pattern that no column matches, RunError where nothing has finished.
+    `study.json`. Raises ConfigError for a pattern that no column matches and for a folder `out` where the tables would
+    hide runs, RunError where nothing has finished.
     """
+    _check_out(folder, out)
     declared, frames = read_declaration(folder), load_study(folder, mix_code=mix_code)
-    tables = {name: _select(name, getattr(frames, name), also) for name in TABLES}
+    tables = {name: _select(name, frames[name], also) for name in TABLES}
     for pattern in also:
         if not any(fnmatchcase(c, pattern) for table in tables.values() for c in table):
             raise ConfigError(f"--also {pattern}: no column of this study matches; see docs/columns.md")
     out.mkdir(parents=True, exist_ok=True)
     left_out = [text.replace(f"{folder}/", "") for text in frames.left_out]
-    runs.write_json(out / DECLARATION, declared | {"left_out": left_out}, fsync=False)
+    runs.write_json(out / DECLARATION, declared | {"left_out": left_out}, durable=False)
     tables = {"runs": _runs(frames), **tables, **_own(frames)}
     written = {out / f"{name}.parquet": table for name, table in tables.items()}
     for file, table in written.items():
@@ -61,9 +65,16 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), mix_code: bool
     return {file: file.stat().st_size for file in (out / DECLARATION, *written)}
 
 
+def _check_out(folder: Path, out: Path) -> None:
+    """Tables stand for every run below them, also for those that are still to come."""
+    if folder.resolve().is_relative_to(out.resolve()) or any(runs.run_folders(out)):
+        raise ConfigError(f"--out {out}: tables there would hide the runs below it, those of {folder} and all that "
+                          "are still to come; give a folder of their own, e.g. --out results")
+
+
 def _select(name: str, frame: pd.DataFrame, also: Sequence[str]) -> pd.DataFrame:
     first = [*LABELS, *TABLES[name]]
-    kept = [c for c in frame if c not in first and any(fnmatchcase(c, p) for p in (*KEPT[name], *also))]
+    kept = [c for c in frame if c not in first and any(fnmatchcase(c, p) for p in (*KEPT.get(name, "*"), *also))]
     return _narrow(frame.reindex(columns=[*first, *kept]))
 
 
@@ -78,7 +89,7 @@ def _own(frames: Frames) -> dict[str, pd.DataFrame]:
         for file in sorted(Path(run.path).glob("*.parquet")):
             if file.stem not in TABLES:
                 labels = {label: getattr(run, label) for label in LABELS}
-                rows = pq.read_table(file, partitioning=None).to_pandas()
+                rows = read_parquet(file).to_pandas()
                 found.setdefault(file.stem, []).append(rows.assign(**labels)[[*LABELS, *rows.columns]])
     return {name: _narrow(pd.concat(parts, ignore_index=True)) for name, parts in found.items()}
 

@@ -46,7 +46,7 @@ def learning(frames: Frames, arms: Sequence[str]) -> Figure:
     panels = {"reward": "Training reward", "eval_exact_greedy": "Held-out exact match, greedy",
               "eval_exact_sampled": "Held-out exact match, sampled"}
     for ax, (column, title) in zip(axes, panels.items(), strict=True):
-        frame, window = windows(frames.steps, column) if column == "reward" else (frames.steps, "")
+        frame, window = windows(frames["steps"], column) if column == "reward" else (frames["steps"], "")
         note = curves(ax, frame, column, "step", arms, marker="o" if column != "reward" else "")
         ax.set(title=title, xlabel="step" + window)
     axes[0].set(ylabel="mean reward, share of prompts", ylim=(-0.02, 1.02))  # a t band knows no bounds
@@ -57,10 +57,10 @@ def learning(frames: Frames, arms: Sequence[str]) -> Figure:
 def clipping(frames: Frames, arms: Sequence[str]) -> Figure:
     """Fraction of response tokens that lose their gradient, over steps and by mini-batch (GSPO, Fig. 2), log axis."""
     figure, axes = new_figure(2, "How much does clipping take away?", sharey=True)
-    over_steps, window = windows(frames.steps, "clip_tokens")
+    over_steps, window = windows(frames["steps"], "clip_tokens")
     note = curves(axes[0], over_steps, "clip_tokens", "step", arms)
     axes[0].set(title="Over training", xlabel="step" + window, ylabel="clipped share of tokens with an advantage")
-    by_update = mean_by(frames.updates, "clip_tokens", "update")
+    by_update = mean_by(frames["updates"], "clip_tokens", "update")
     curves(axes[1], by_update[by_update["update"] > 1], "clip_tokens", "update", arms, marker="o")
     axes[1].set(title="By mini-batch, mean over steps", xlabel="mini-batch index (the first is 0 by construction)")
     axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -74,11 +74,11 @@ def clipping(frames: Frames, arms: Sequence[str]) -> Figure:
 def expert_change(frames: Frames, arms: Sequence[str]) -> Figure:
     """Share of expert slots that change over one step, over training and per routing site (GSPO, section 5.3)."""
     figure, axes = new_figure(2, "How many experts change in one step?", sharey=True)
-    over_steps, window = windows(frames.steps, "slot_change")
+    over_steps, window = windows(frames["steps"], "slot_change")
     note = curves(axes[0], over_steps, "slot_change", "step", arms)
     axes[0].set(title="Over training, all sites", xlabel="step" + window)
     axes[0].set_ylabel("expert slots changed, 1 − |S ∩ S′| / k")
-    curves(axes[1], mean_by(frames.layers, "slot_change", "site"), "slot_change", "site", arms, marker="o")
+    curves(axes[1], mean_by(frames["layers"], "slot_change", "site"), "slot_change", "site", arms, marker="o")
     axes[1].set(title="Per routing site, mean over steps", xlabel="routing site, in forward order")
     axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
     for ax in axes:
@@ -94,7 +94,7 @@ def ratio_spread(frames: Frames, arms: Sequence[str]) -> Figure:
 
     Sums are pooled over steps within a seed before dividing; tokens are measured before they are trained on.
     """
-    spread = attribution(frames.updates, by=["update"])
+    spread = attribution(frames["updates"], by=["update"])
     present = [arm for arm in arms if (spread["arm"] == arm).any()]
     if not present:
         raise RunError("no run has measured attribution sums, so there is nothing to draw")
@@ -120,7 +120,7 @@ def variance_shares(frames: Frames, arms: Sequence[str]) -> Figure:
     They sum to 1; a share can exceed 1 and the covariance can be negative. The first mini-batch is left out.
     """
     figure, (ax,) = new_figure(1, "What is the variance of log-ratios associated with?", width=7.5)
-    shares = attribution(frames.updates[frames.updates["update"] > 1], by=[])
+    shares = attribution(frames["updates"][frames["updates"]["update"] > 1], by=[])
     for i, arm in enumerate(arms):
         rows = shares[shares["arm"] == arm].dropna(subset=list(SHARES))
         if rows.empty:
@@ -151,9 +151,10 @@ def engine_mismatch(frames: Frames, arms: Sequence[str]) -> Figure:
     and the noise floor: the policy scoring the same tokens twice.
     """
     figure, axes = new_figure(3, "How much do engine and policy differ at equal weights?")
-    per_site = mean_by(frames.layers, "engine_set_change", "site")
+    per_site = mean_by(frames["layers"], "engine_set_change", "site")
     note = curves(axes[0], per_site, "engine_set_change", "site", arms, marker="o")
-    floor = mean_by(frames.layers, "noise_floor_set_change", "site").groupby("site")["noise_floor_set_change"].mean()
+    floor = mean_by(frames["layers"], "noise_floor_set_change", "site")
+    floor = floor.groupby("site")["noise_floor_set_change"].mean()
     axes[0].plot(floor.index, floor, color="#666666", linestyle=":", label="noise floor")
     axes[0].set(title="Routers that differ", xlabel="routing site, in forward order", ylabel=DIFFER, ylim=(0, None))
     axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -161,8 +162,8 @@ def engine_mismatch(frames: Frames, arms: Sequence[str]) -> Figure:
     titles = {"kl_k3": "KL k3, nats per token", "beyond_2": "F(2): tokens off by more than × 2"}
     for ax, (measure, title) in zip(axes[1:], titles.items(), strict=True):
         columns = [name.format(measure) for name in GAPS]
-        require_columns(frames.steps, *columns)
-        means = frames.steps.dropna(subset=columns).groupby(["arm", "seed"])[columns].mean().reset_index()
+        require_columns(frames["steps"], *columns)
+        means = frames["steps"].dropna(subset=columns).groupby(["arm", "seed"])[columns].mean().reset_index()
         for i, arm in enumerate(a for a in arms if (means["arm"] == a).any()):
             offset = (i - (len(arms) - 1) / 2) * 0.7 / len(arms)
             _marks(ax, means[means["arm"] == arm].set_index("seed")[columns], arm, arms, offset)
@@ -178,7 +179,7 @@ def engine_over_steps(frames: Frames, arms: Sequence[str]) -> Figure:
     figure, axes = new_figure(2, "Does the mismatch grow in training?")
     panels = {"engine_set_change": "Routers that differ", "engine_kl_k3": "KL k3, nats per token"}
     for ax, (column, title) in zip(axes, panels.items(), strict=True):
-        over_steps, window = windows(frames.steps, column)
+        over_steps, window = windows(frames["steps"], column)
         note = curves(ax, over_steps, column, "step", arms)
         ax.set(title=title, xlabel="step" + window)
     axes[0].set(ylabel=DIFFER, ylim=(0, None))

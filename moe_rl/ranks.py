@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from moe_rl.errors import Diverged
 
 if TYPE_CHECKING:
-    from moe_rl.runs import RunFolder, Tables
+    from moe_rl.runs import Row, RunFolder
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)
@@ -122,10 +122,14 @@ class SharedFolder:
         self.folder = folder
         self.path: Path = once(lambda: folder.path)
 
-    def latest(self) -> tuple[int, Tables, Path | None]:
+    def latest(self) -> tuple[int, Path | None]:
         return once(lambda: self.folder.latest())
 
-    def commit(self, step: int, tables: Tables, save: Callable[[Path], None]) -> None:
+    def add(self, table: str, rows: Iterable[Row]) -> None:
+        if self.folder is not None:
+            self.folder.add(table, rows)
+
+    def commit(self, step: int, save: Callable[[Path], None]) -> None:
         """Rank 0 commits; when it comes to the checkpoint, every rank saves its part."""
         if self.folder is None:
             if (target := once(lambda: None)) is not None:
@@ -137,7 +141,7 @@ class SharedFolder:
             announced.append(once(lambda: target))
             save(target)
 
-        self.folder.commit(step, tables, together)
+        self.folder.commit(step, together)
         if not announced:  # this step was committed before
             once(lambda: None)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+from pandas.api.types import is_numeric_dtype
 from rich.console import Console
 
 from moe_rl import runs
@@ -79,15 +81,19 @@ def _make_importable(code: list[str], tables: Path) -> None:
             sys.path.extend(str(folder) for folder in itertools.islice(holds, 1))
 
 
+def _equal(a: pd.Series, b: pd.Series) -> bool:
+    numbers = is_numeric_dtype(a) and is_numeric_dtype(b)  # else names, as of a benchmark
+    return np.array_equal(*(x.to_numpy("float32" if numbers else object) for x in (a, b)), equal_nan=numbers)
+
+
 def verdict(reported: Frames, path: Path) -> str:
     """How the run in `path` compares with the one that `reported` holds. Values are compared as float32."""
     (row,), manifest = reported.runs.to_dict("records"), runs.read_manifest(path)
     if manifest is not None and manifest.get("checkpoint") == row["checkpoint"]:
         return "the same weights and optimizer state, bit for bit"
-    tables = {name: (getattr(reported, name), read_table(path, name)) for name in TABLES}
+    tables = {name: (reported[name], read_table(path, name)) for name in TABLES}
     both = [(name, c) for name, (a, b) in tables.items() for c in b if c in a and not timing(c)]
-    parted = [f"{name}.{c}" for name, c in both if not np.array_equal(
-        *(table[c].to_numpy("float32") for table in tables[name]), equal_nan=True)]
+    parted = [f"{name}.{c}" for name, c in both if not _equal(*(table[c] for table in tables[name]))]
     values = (f"values part in {len(parted)} of {len(both)} columns ({', '.join(parted[:3])}, …)" if parted else
               f"equal values in all {len(both)} columns")
     there = json.loads(row["packages"]) | {"code": row["code"]}

@@ -1,46 +1,39 @@
 """Runs on disk: a folder per run that survives a SIGKILL at any instant (`frames` reads many of them at once).
 
     runs/<study>/<arm>/<factors>/seed=<n>/
-        manifest.json     configuration and its hash, seed, code and package versions, device, seconds
+        manifest.json     configuration and its hash, seed, code and package versions, digests of what it is made from,
+                          device, dates, seconds
         progress.json     state, step, seconds per step; replaced at every step
-        commit/step=<n>/  tables and checkpoint, committed together: written aside, fsynced, renamed
-        steps.parquet, updates.parquet, layers.parquet      published when the run has finished
+        commit/, tables/  rows and checkpoint of the last commit, which a kill leaves whole or absent: see `commits`
+        <table>.parquet   each table of `columns.TABLES`, published when the run has finished
 
 No torch here: listing, plotting and comparing runs stays instant.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
-import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from moe_rl.columns import COLUMNS, TABLES, unknown
+from moe_rl import commits
+from moe_rl.columns import TABLES
+from moe_rl.commits import Row, fsync, last_step, latest_commit
 from moe_rl.errors import RunError
+from moe_rl.inputs import digest, inputs_of, merged
 from moe_rl.versions import code_version, git_state, package_versions
 
-Row = dict[str, Any]
 ENDED = ("finished", "diverged")
 """States of a run that is not run again."""
-
-
-@dataclass
-class Tables:
-    """The rows a run has written so far. A value that was not measured is simply absent from its row."""
-
-    steps: list[Row] = field(default_factory=list)
-    updates: list[Row] = field(default_factory=list)
-    layers: list[Row] = field(default_factory=list)
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What flock says on a file system without locks, as some network mounts are."""
 
 
 class RunFolder:
@@ -49,10 +42,11 @@ class RunFolder:
     def __init__(self, path: Path, lock: Any, manifest: dict[str, Any]) -> None:
         self.path, self.manifest, self._lock = path, manifest, lock
         self._opened = time.time()
+        self._rows: dict[str, list[Row]] = {name: [] for name in TABLES}
 
     @classmethod
-    def open(cls, path: Path, config: Mapping[str, Any], hash: str) -> RunFolder:
-        """Create the folder of a run, or go on with it.
+    def open(cls, path: Path, config: Mapping[str, Any], hash: str, *, trainer: str = "") -> RunFolder:
+        """Create the folder of a run, or go on with it; `trainer` names what carries it out.
 
         Raises RunError when the folder holds another configuration (naming the keys that differ; `steps` may), when it
         holds something that is not a run, or when another process is running it. Nothing is overwritten then.
@@ -66,7 +60,10 @@ class RunFolder:
         config = dict(config)
         config["steps"] = max(config.get("steps", 0), manifest.get("config", config).get("steps", 0))
         codes = [*manifest["code"], *({code_version()} - set(manifest["code"]))]
+        trainer = trainer or manifest.get("trainer", "")
+        inputs = merged(manifest.get("inputs", {}), inputs_of(config, trainer))
         manifest |= {"config": config, "code": codes, "git": git_state(), "packages": package_versions(),
+                     "trainer": trainer, "inputs": inputs,
                      "device": config.get("model", {}).get("device", "cpu"),
                      "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count()}
         folder = cls(path, lock, manifest)
@@ -82,67 +79,68 @@ class RunFolder:
     @property
     def step(self) -> int:
         """Of the last commit; 0 before the first."""
-        commit = _latest_commit(self.path)
-        return _step(commit) if commit else 0
+        return last_step(self.path)
 
-    def latest(self) -> tuple[int, Tables, Path | None]:
-        """The last commit: its step, its tables, the folder of its checkpoint. (0, empty, None) before the first."""
-        commit = _latest_commit(self.path)
-        if commit is None:
-            return 0, Tables(), None
-        tables = Tables(**{t: [{k: v for k, v in row.items() if v is not None} for row in _read(commit, t).to_pylist()]
-                           for t in TABLES})
-        return _step(commit), tables, commit / "checkpoint"
+    def latest(self) -> tuple[int, Path | None]:
+        """The step of the last commit and the folder of its checkpoint. (0, None) before the first."""
+        commit = latest_commit(self.path)
+        return self.step, None if commit is None else commit / "checkpoint"
 
-    def commit(self, step: int, tables: Tables, save: Callable[[Path], None]) -> None:
-        """Tables and checkpoint of `step` in one atomic change; `save` writes the checkpoint into the folder it gets.
+    def add(self, table: str, rows: Iterable[Row]) -> None:
+        """Rows for the next commit; their `step` is later than that of the last one.
 
-        A kill at any instant leaves either the previous commit or this one. A step that is committed already is left
-        as it is. Raises RunError for a column that the data dictionary does not explain.
+        Raises RunError for a table or a column that the data dictionary does not explain.
         """
-        commits = self.path / "commit"
-        aside, final = commits / f".tmp-{step}", commits / f"step={step:06d}"
+        rows = list(rows)
+        commits.check_rows(table, rows)
+        self._rows[table] += rows
+
+    def commit(self, step: int, save: Callable[[Path], None]) -> None:
+        """The rows added since the last commit and the checkpoint of `step`, in one atomic change.
+
+        `save` writes the checkpoint into the folder it gets. A kill at any instant leaves either the previous commit or
+        this one. A step that is committed already is left as it is.
+        """
+        folder = self.path / "commit"
+        aside, final = folder / f".tmp-{step}", folder / f"step={step:06d}"
         if final.exists():
             return
         (aside / "checkpoint").mkdir(parents=True)
-        for name in TABLES:
-            pq.write_table(to_table(name, getattr(tables, name)), aside / f"{name}.parquet")
         save(aside / "checkpoint")
         for file in aside.rglob("*"):
-            _fsync(file)
-        _fsync(aside)
+            fsync(file)
+        fsync(aside)
+        commits.add_parts(self.path, step, self._rows)
         aside.rename(final)
-        _fsync(commits)
-        _fsync(self.path)
-        for old in set(commits.iterdir()) - {final}:
-            shutil.rmtree(old)
+        fsync(folder)
+        fsync(self.path)
+        commits.drop_commits(self.path, but=final)
+        self._rows = {name: [] for name in TABLES}
 
     def progress(self, step: int, **values: Any) -> None:
         """Where the run is, for `list` and the live display: atomically replaced, not fsynced."""
         steps, now = self.manifest["config"]["steps"], time.time()
         state = {"step": step, "steps": steps, "started": self._opened, "updated": now, "pid": os.getpid(), **values}
-        write_json(self.path / "progress.json", state, fsync=False)
+        write_json(self.path / "progress.json", state, durable=False)
 
     def finish(self, diverged: str | None = None) -> None:
         """Publish the last commit's tables at the run's root and mark the run finished, or how it diverged.
 
         The manifest gains the step, the seconds of all steps and a digest of the final checkpoint.
         """
-        commit = _latest_commit(self.path)
+        commit = latest_commit(self.path)
         if commit is None:
             raise RunError(f"{self.path} has no commit, so there is nothing to finish; commit the last step first")
-        for name in TABLES:
-            aside = self.path / f".tmp-{name}.parquet"
-            shutil.copyfile(commit / f"{name}.parquet", aside)
-            _fsync(aside)
-            aside.rename(self.path / f"{name}.parquet")
-        rows = _read(commit, "steps")
+        finished = self.manifest.get("finished")
+        commits.publish(self.path, finished)
+        rows = commits.read_parquet(self.path / "steps.parquet")
         seconds = sum(s or 0 for s in rows["seconds_step"].to_pylist()) if "seconds_step" in rows.column_names else None
-        self.manifest |= {"finished": _step(commit), "finished_at": time.time(), "seconds": seconds,
-                          "checkpoint": _digest(commit / "checkpoint")}
+        self.manifest |= {"finished": self.step, "finished_at": time.time(), "seconds": seconds,
+                          "checkpoint": digest(commit / "checkpoint")}
         if diverged is not None:
             self.manifest["diverged"] = diverged
         write_json(self.path / "manifest.json", self.manifest)
+        commits.drop_parts(self.path)
 
 
 def check(path: Path, config: Mapping[str, Any], hash: str) -> None:
@@ -171,9 +169,12 @@ def state(path: Path, steps: int | None = None) -> dict[str, Any]:
     """What a run is doing: its progress and `state`: waiting, running, failed, interrupted, finished or diverged.
 
     `steps` is the length asked for, by default the one in the manifest. A diverged run has ended: its numbers stopped
-    being finite, which is a result.
+    being finite, which is a result. One that has not, but had before it was asked for more steps, says `finished`, the
+    step up to which it had.
     """
-    manifest, progress = read_manifest(path), read_json(path / "progress.json", ("step",)) or {"step": 0}
+    manifest, progress = read_manifest(path), {"step": last_step(path)}
+    with contextlib.suppress(RunError):  # it is not fsynced, so a power cut may leave half of one
+        progress = read_json(path / "progress.json", ("step",)) or progress
     if manifest is None:
         return {**progress, "state": "waiting", "steps": steps}
     steps = steps or manifest["config"]["steps"]
@@ -185,6 +186,8 @@ def state(path: Path, steps: int | None = None) -> dict[str, Any]:
         name, progress["step"] = "diverged", manifest["finished"]
     else:
         name = "failed" if "error" in progress else "interrupted"
+    if name not in ENDED and "finished" in manifest:
+        progress["finished"] = manifest["finished"]
     left = (steps - progress["step"]) * progress["seconds_per_step"] if progress.get("seconds_per_step") else None
     return {**progress, "state": name, "steps": steps, "seconds_left": 0.0 if name in ENDED else left}
 
@@ -194,15 +197,6 @@ def run_folders(root: Path) -> Iterator[Path]:
     depths = ("manifest.json", "seed=*/manifest.json", "*/seed=*/manifest.json", "*/*/seed=*/manifest.json",
               "*/*/*/seed=*/manifest.json")
     yield from sorted({m.parent for pattern in depths for m in Path(root).glob(pattern)})
-
-
-def to_table(name: str, rows: list[Row]) -> pa.Table:
-    """Rows as an Arrow table: columns in the order of the data dictionary, absent values null (NaN stays NaN)."""
-    names = {key for row in rows for key in row}
-    if bad := unknown(name, names):
-        raise RunError(f"table {name!r} got columns that moe_rl/columns.py does not explain: {', '.join(sorted(bad))}; "
-                       "add an entry with unit and formula for each")
-    return pa.table({c: pa.array([row.get(c) for row in rows]) for c in COLUMNS if c in names})
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
@@ -225,6 +219,13 @@ def _lock(path: Path) -> Any:
             return lock
         except BlockingIOError:
             time.sleep(0.1)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            lock.close()
+            raise RunError(f"{path} cannot be locked: its file system has no locks ({error.strerror}), so nothing "
+                           "would stop two processes from running it at once; choose an --out on another file system, "
+                           "or have this one mounted with locks") from error
     lock.close()
     raise RunError(f"another process is running {path}; wait for it or choose another --out")
 
@@ -238,27 +239,10 @@ def _locked(path: Path) -> bool:
         return False
     except BlockingIOError:
         return True
-
-
-def _step(commit: Path) -> int:
-    return int(commit.name.removeprefix("step="))
-
-
-def _latest_commit(path: Path) -> Path | None:
-    return max((path / "commit").glob("step=*"), key=_step, default=None)
-
-
-def _digest(folder: Path) -> str:
-    """Of the names and bytes of all files: equal weights and optimizer states, equal digest."""
-    digest = hashlib.sha256()
-    files = (p for p in folder.rglob("*") if p.is_file() and p.name != ".metadata")  # torch's, which holds a random id
-    for file in sorted(files):
-        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()
-
-
-def _read(folder: Path, table: str) -> pa.Table:
-    return pq.read_table(folder / f"{table}.parquet", partitioning=None)  # else "seed=0" in the path becomes a column
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return False  # nothing can run there; what lies there can be read
 
 
 def read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
@@ -273,19 +257,11 @@ def read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
     return content
 
 
-def write_json(file: Path, content: Mapping[str, Any], fsync: bool = True) -> None:
+def write_json(file: Path, content: Mapping[str, Any], durable: bool = True) -> None:
     aside = file.with_name(f".tmp-{file.name}")
     aside.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
-    if fsync:
-        _fsync(aside)
+    if durable:
+        fsync(aside)
     aside.rename(file)
-    if fsync:
-        _fsync(file.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if durable:
+        fsync(file.parent)

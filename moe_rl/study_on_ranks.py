@@ -36,7 +36,7 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, mix_code
     say(console, f"{study.name}: {len(planned)} runs, {done} finished, {ranks.world()} ranks each")
     with workers.Display(planned, console) as display:
         for p in waiting:
-            with RunFolder.open(p.path, p.config.to_dict(), p.config.hash) as folder:
+            with RunFolder.open(p.path, p.config.to_dict(), p.config.hash, trainer=study.trainer) as folder:
                 _lead(execute, p.config, folder, cache, display)
             display.update()
 

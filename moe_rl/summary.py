@@ -87,10 +87,10 @@ def metric(name: str) -> Metric:
 
 def per_run(frames: Frames, metric: Metric) -> pd.Series:
     """One number per (arm, seed) of one combination of factors. NaN where a diverged run has none."""
-    if metric.column not in frames.steps:
+    if metric.column not in frames["steps"]:
         return pd.Series(index=pd.MultiIndex.from_arrays([[], []]), dtype=float)
     runs = {(run.arm, run.seed): run for run in frames.runs.itertuples()}
-    rows = frames.steps.dropna(subset=[metric.column]).sort_values("step").groupby(["arm", "seed"])[metric.column]
+    rows = frames["steps"].dropna(subset=[metric.column]).sort_values("step").groupby(["arm", "seed"])[metric.column]
     found = {}
     for key, measured in rows:
         values, run = measured.to_numpy(), runs[key]
@@ -107,8 +107,8 @@ def outcomes(frames: Frames) -> pd.DataFrame:
     one; `dip` the step at which a dip began that the run's end cut short. A diverged run has collapsed for good, at the
     latest in the step it could not take.
     """
-    rewards = frames.steps.get("reward", pd.Series(dtype=float))
-    measured = frames.steps[rewards.notna()] if len(rewards) else pd.DataFrame(columns=[*RUN, "step", "reward"])
+    rewards = frames["steps"].get("reward", pd.Series(dtype=float))
+    measured = frames["steps"][rewards.notna()] if len(rewards) else pd.DataFrame(columns=[*RUN, "step", "reward"])
     curves = {key: rows.sort_values("step") for key, rows in measured.groupby(RUN)}
     found = []
     for run in frames.runs.itertuples():

@@ -69,12 +69,12 @@ def train(
     """
     for text in warn_void(run):
         warnings.warn(text, stacklevel=2)
-    start, tables, checkpoint = folder.latest()
+    start, checkpoint = folder.latest()
     if checkpoint is not None:
         parts.policy.load(checkpoint)
     parts.engine.load(parts.policy.weights())
     if checkpoint is None:
-        tables.steps.append({"step": 0, **evaluated(run, parts)})
+        folder.add("steps", [{"step": 0, **evaluated(run, parts)}])
     recorder = parts.recorder(run, parts.policy)
     for step in range(start + 1, run.steps + 1):
         try:
@@ -84,15 +84,15 @@ def train(
                     rows["steps"][0] |= evaluated(run, parts)
         except Diverged as error:
             warnings.warn(f"step {step}: {error}", stacklevel=2)
-            folder.commit(step - 1, tables, parts.policy.save)
+            folder.commit(step - 1, parts.policy.save)
             return f"step {step}: {error}"
         if step in run.hf_checkpoints and parts.export:
             parts.export(step)
         rows["steps"][0] |= recorder.cost()
-        for name, new in rows.items():
-            getattr(tables, name).extend(new)
+        for table, new in rows.items():
+            folder.add(table, new)
         if step % run.save_every == 0 or step == run.steps:
-            folder.commit(step, tables, parts.policy.save)
+            folder.commit(step, parts.policy.save)
         listen(rows)
     return None
 

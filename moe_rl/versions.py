@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 READERS = ["__main__.py", "cli/__init__.py", "cli/checkpoints.py", "cli/running.py", "cli/runs.py", "cli/tables.py",
-           "cli/verbs.py", "collect.py", "columns.py", "factors.py", "figures.py", "frames.py",
+           "cli/verbs.py", "collect.py", "columns.py", "commits.py", "factors.py", "figures.py", "frames.py",
+           "inputs.py",
            "metrics/convergence.py", "page.py", "plots.py", "report.py", "rerun.py", "runs.py", "stats.py", "study.py",
            "summary.py", "tables.py", "terminal.py", "values.py", "versions.py", "view.py", "workers.py"]
 """Modules that only read or move finished numbers: a change in them does not make another code version."""

@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from moe_rl import runs
 from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError
+from moe_rl.inputs import changed, inputs_of
 from moe_rl.study import TRAINER, Planned, Study
 from moe_rl.terminal import duration, say
 from moe_rl.versions import code_version
@@ -129,10 +130,11 @@ def work() -> int:
     sys.path[:], planned, trainer, cache = _job()
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
-        with runs.RunFolder.open(planned.path, planned.config.to_dict(), planned.config.hash) as folder:
+        config = planned.config
+        with runs.RunFolder.open(planned.path, config.to_dict(), config.hash, trainer=trainer) as folder:
             watch = Watch(folder)
-            with recorded(folder, planned.config.steps, watch):
-                load(trainer)(planned.config, folder, cache=cache, listen=watch)
+            with recorded(folder, config.steps, watch):
+                load(trainer)(config, folder, cache=cache, listen=watch)
         return 0
     except BaseException as error:  # a divergence is this run's own: other runs need not fail alike
         expected = isinstance(error, MoeRlError) and not isinstance(error, Diverged)
@@ -155,7 +157,7 @@ def recorded(folder: runs.RunFolder, steps: int, watch: Watch) -> Iterator[None]
             yield
         except Diverged as error:
             if "diverged" not in folder.manifest:
-                if folder.latest()[-1] is None:
+                if folder.latest()[1] is None:
                     raise Diverged(f"{error} That was before its first commit, so nothing is left to be reported: a "
                                    "trainer commits at step 0, or before it raises.") from error
                 folder.finish(diverged=str(error))
@@ -234,11 +236,17 @@ def load(spec: str) -> Any:
 
 
 def check_code(path: Path, mix_code: bool) -> None:
-    """Raise RunError for a run that other code wrote, unless that is wanted."""
+    """Raise RunError for a run that other code wrote, or that was made from other data, unless that is wanted."""
     manifest = runs.read_manifest(path)
-    if manifest and not mix_code and manifest["code"] != [code_version()]:
+    if manifest is None or mix_code:
+        return
+    if manifest["code"] != [code_version()]:
         raise RunError(f"{path} was written by code {' then '.join(manifest['code'])}, this is {code_version()}: their "
                        "numbers may not be comparable; choose another --out, or go on knowingly with --mix-code")
+    if names := changed(manifest.get("inputs", {}), inputs_of(manifest["config"], manifest.get("trainer", ""))):
+        raise RunError(f"{path} was made from {', '.join(names)}, which changed or went since: what it would do "
+                       "now may not be comparable with what it did; put it back, choose another --out, or go on "
+                       "knowingly with --mix-code")
 
 
 def _outcome(process: subprocess.Popen, planned: Planned) -> Failure | None:

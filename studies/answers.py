@@ -88,7 +88,7 @@ def at_equal_step(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     log-ratio to the old policy at tokens about to be trained on: to second order twice the KL, though few tokens carry
     it. Linear in its log between learning rates, as far as it rises with them. NaN where the ranges share nothing.
     """
-    early = frames.updates[frames.updates["step"] <= frames.steps["step"].max() / 2]
+    early = frames["updates"][frames["updates"]["step"] <= frames["steps"]["step"].max() / 2]
     sums = early.groupby(["arm", "factors", "seed"])[["attribution_sum_dd", "attribution_n"]].sum()
     moved = (sums["attribution_sum_dd"] / sums["attribution_n"]).rename("moved").reset_index()
     moved["x"] = moved["factors"].map(lambda cell: settings_of(cell)["optimizer.lr"])
@@ -109,7 +109,7 @@ def expert_volatility() -> None:
     """Every definition in the base cell, and the endpoint's trends as ratios to it."""
     frames = load_study(RESULTS / "expert_volatility")
     base = frames.cell("base")
-    updates = base.updates[base.updates["step"] > 20]
+    updates = base["updates"][base["updates"]["step"] > 20]
     print("Base cell, steps 21–40, response tokens:")
     for name in ("slot_change", "set_change", "any_layer_change", "layers_changed", "jaccard_distance"):
         one = updates.groupby("seed")[name].mean()
@@ -134,7 +134,7 @@ def expert_volatility() -> None:
         end = total[(total["factors"] == cell) & (total["responses_of"] == "end")]["slot_change"]
         print(f"  {cell}: {interval(values)}, times {times}; sets {sets.mean():.3f}, tokens {tokens.mean():.3f}; "
               f"cumulative {interval(end)}")
-    sites = base.layers[base.layers["step"] > 20].groupby("site")["slot_change"].mean()
+    sites = base["layers"][base["layers"]["step"] > 20].groupby("site")["slot_change"].mean()
     print("  per site, base: " + ", ".join(f"{share:.3f}" for share in sites))
     plots.save(draw_expert_volatility(frames), RESULTS / "expert_volatility" / "figures", "expert_volatility")
 
@@ -174,7 +174,7 @@ def staleness() -> None:
 
 def part_at(frames: Frames, arm: str) -> None:
     """Print the first step at which the rewards of an arm and of GRPO are not equal, per seed."""
-    rewards = frames.steps.pivot(index=["seed", "step"], columns="arm", values="reward").drop(index=0, level="step")
+    rewards = frames["steps"].pivot(index=["seed", "step"], columns="arm", values="reward").drop(index=0, level="step")
     differ = rewards[rewards["grpo"] != rewards[arm]].reset_index().groupby("seed")["step"].min()
     parts = [f"seed {seed} at step {differ[seed]}" if seed in differ else f"seed {seed} never"
              for seed in rewards.index.unique("seed")]
@@ -196,7 +196,7 @@ def why_gspo() -> None:
     rewards = per_run(frames, MAIN).unstack(0)
     for arm in rewards:
         print(f"  {arm}: {interval(rewards[arm])}, − grpo {differences(rewards, arm, 'grpo')}")
-    later = frames.updates[frames.updates["update"] > 1].groupby(["arm", "seed"])["clip_tokens"].mean().unstack(0)
+    later = frames["updates"][frames["updates"]["update"] > 1].groupby(["arm", "seed"])["clip_tokens"].mean().unstack(0)
     print("Clipped or dropped, tokens with an advantage, second to eighth mini-batch of all steps: "
           + ", ".join(f"{arm} {interval(later[arm])}" for arm in ("grpo", "gspo", "random-mask")))
     variance = metric("token_log_ratio_var")

@@ -51,7 +51,7 @@ def moments(frames: Frames) -> pd.DataFrame:
     fates = outcomes(frames).set_index(["arm", "factors", "seed"])
     configs = frames.runs.set_index(["arm", "factors", "seed"])["config"].map(json.loads)
     parts = []
-    for key, run in frames.steps[frames.steps["reward"].notna()].groupby(["arm", "factors", "seed"]):
+    for key, run in frames["steps"][frames["steps"]["reward"].notna()].groupby(["arm", "factors", "seed"]):
         run, fate = run.sort_values("step"), fates.loc[key]
         collapses = fate["fate"] != "stable"
         average = np.maximum(ema(run["reward"], 10), 1e-3)

@@ -15,7 +15,7 @@ import numpy as np
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.lookup import Use
-from moe_rl.runs import Row, RunFolder, Tables
+from moe_rl.runs import Row, RunFolder
 from moe_rl.study import Study
 
 GRPO = Arm(name="grpo")
@@ -74,7 +74,7 @@ def train(config: RunConfig, folder: RunFolder, *, cache: Path, listen=lambda ro
     if config.task.name == "brackets" and config.arm.name == "grpo":
         raise RuntimeError("the prompt [/INST] [bold]has no answer")
     nap = float(os.environ.get("FAKE_NAP", "0"))
-    done, tables, checkpoint = folder.latest()
+    done, checkpoint = folder.latest()
     weights = np.load(checkpoint / "weights.npy") if checkpoint else np.random.default_rng(config.seed).normal(size=100)
 
     def save(path: Path) -> None:
@@ -90,24 +90,23 @@ def train(config: RunConfig, folder: RunFolder, *, cache: Path, listen=lambda ro
             return folder.finish(diverged=f"step {step}: the gradient norm is nan")
         row, updates, layers = fake_step(config, step, weights)
         weights = weights * 0.99 + np.random.default_rng((config.seed, step)).normal(size=100)
-        tables.steps.append(row)
-        tables.updates.extend(updates)
-        tables.layers.extend(layers)
+        for table, rows in (("steps", [row]), ("updates", updates), ("layers", layers)):
+            folder.add(table, rows)
         time.sleep(nap)
         if step % config.save_every == 0 or step == config.steps:
-            folder.commit(step, tables, save)
+            folder.commit(step, save)
         listen({"steps": [row], "updates": updates, "layers": layers})
     folder.finish()
 
 
-def fake_tables(config: RunConfig) -> Tables:
+def fake_tables(config: RunConfig) -> dict[str, list[Row]]:
     """All rows of a run, at once."""
-    tables = Tables()
+    tables: dict[str, list[Row]] = {"steps": [], "updates": [], "layers": []}
     for step in range(1, config.steps + 1):
         row, updates, layers = fake_step(config, step, np.ones(3))
-        tables.steps.append(row)
-        tables.updates.extend(updates)
-        tables.layers.extend(layers)
+        tables["steps"].append(row)
+        tables["updates"].extend(updates)
+        tables["layers"].extend(layers)
     return tables
 
 

@@ -392,7 +392,7 @@ def test_export_writes_every_digit(tmp_path, capsys):
     assert cli.main(["export", str(folder), "--to", str(tmp_path / "csv"), "--mix-code"]) == 0
     frame = pd.read_csv(tmp_path / "csv" / "steps.csv", float_precision="round_trip")
     want = [row["reward"] for arm in ("grpo", "grpo-replay", "gspo") for row in fake_study.fake_tables(
-        fake_study.study.base.replace(arm=next(a for a in fake_study.study.arms if a.name == arm))).steps]
+        fake_study.study.base.replace(arm=next(a for a in fake_study.study.arms if a.name == arm)))["steps"]]
     assert frame["reward"].to_list() == want and frame["arm"].unique().tolist() == ["grpo", "grpo-replay", "gspo"]
 
 

@@ -50,7 +50,7 @@ def results(folder, tmp_path_factory) -> Path:
 def same(a: Frames, b: Frames) -> bool:
     """Equal rows, in order, for the columns that b has; its floats are those of a, as float32."""
     for name in ("steps", "updates", "layers"):
-        x, y = getattr(a, name), getattr(b, name)
+        x, y = a[name], b[name]
         for column in y.columns.drop("code"):  # of whoever ran it
             want = x[column].astype("float32") if x[column].dtype == "float64" else x[column]
             if not np.array_equal(want.to_numpy(), y[column].to_numpy(), equal_nan=want.dtype.kind == "f"):
@@ -74,10 +74,10 @@ def test_a_table_of_the_studys_own_trainer_is_collected_whole(folder, tmp_path):
 
 def test_the_collected_tables_are_the_rows_of_the_runs_in_float32(folder, results):
     there, here = load_study(folder, mix_code=True), load_study(results, mix_code=True)
-    assert same(there, here) and len(here.updates) == 27 * 12 * 4
-    assert here.steps["reward"].dtype == "float64", "sums over rows must not be taken in single precision"
-    assert {"reward", "eval_exact_greedy"} <= set(here.steps) and "attribution_sum_dd" in here.updates
-    assert not any(c.startswith(("seconds_", "memory_")) for c in here.steps)
+    assert same(there, here) and len(here["updates"]) == 27 * 12 * 4
+    assert here["steps"]["reward"].dtype == "float64", "sums over rows must not be taken in single precision"
+    assert {"reward", "eval_exact_greedy"} <= set(here["steps"]) and "attribution_sum_dd" in here["updates"]
+    assert not any(c.startswith(("seconds_", "memory_")) for c in here["steps"])
     assert here.runs["seconds"].to_list() == there.runs["seconds"].to_list(), "what each run cost is kept"
     assert here.runs["path"].iloc[0] == "grpo/optimizer.lr=0.0001/seed=0"
 
@@ -105,16 +105,16 @@ def test_the_same_runs_give_the_same_bytes_whatever_the_folder(folder, results, 
 
 def test_an_arm_a_cell_or_a_run_of_collected_tables_can_be_read(results):
     arm = load_study(results / "gspo", mix_code=True)
-    assert len(arm.runs) == 9 and set(arm.steps["arm"]) == {"gspo"}
+    assert len(arm.runs) == 9 and set(arm["steps"]["arm"]) == {"gspo"}
     one = load_study(results / "gspo" / "optimizer.lr=0.0002" / "seed=5", mix_code=True)
-    assert len(one.runs) == 1 and len(one.steps) == 12 and set(one.layers["seed"]) == {5}
+    assert len(one.runs) == 1 and len(one["steps"]) == 12 and set(one["layers"]["seed"]) == {5}
     with pytest.raises(RunError, match="hold no run"):
         load_study(results / "gspo" / "optimizer.lr=0.0002" / "seed=7")
 
 
 def test_further_columns_are_kept_on_request_and_a_pattern_without_match_is_refused(folder, tmp_path):
     collect(folder, tmp_path / "a", also=["loss"], mix_code=True)
-    assert "loss" in load_study(tmp_path / "a", mix_code=True).updates and "loss" not in KEPT["updates"]
+    assert "loss" in load_study(tmp_path / "a", mix_code=True)["updates"] and "loss" not in KEPT["updates"]
     with pytest.raises(ConfigError, match="--also los: no column"):
         collect(folder, tmp_path / "b", also=["los"], mix_code=True)
     assert not (tmp_path / "b").exists()
@@ -175,6 +175,23 @@ def test_a_run_that_ends_otherwise_says_in_which_columns_and_under_which_version
     other = dataclasses.replace(row, runs=row.runs.assign(checkpoint="0", code="0.0.1+other"))
     equal = verdict(other, folder / run)
     assert equal.startswith("another checkpoint, equal values in all ") and "code 0.0.1+other there" in equal
-    steps = other.steps.assign(reward=other.steps["reward"] + (other.steps["step"] == 12) * 1e-6)
-    parted = verdict(dataclasses.replace(other, steps=steps), folder / run)
+    steps = other["steps"].assign(reward=other["steps"]["reward"] + (other["steps"]["step"] == 12) * 1e-6)
+    parted = verdict(dataclasses.replace(other, tables={**other.tables, "steps": steps}), folder / run)
     assert "values part in 1 of " in parted and "steps.reward" in parted
+
+
+@pytest.mark.parametrize("where", [".", "..", "../..", "gspo", "gspo/optimizer.lr=0.0002/seed=0"])
+def test_tables_are_not_written_where_they_would_hide_runs(folder, tmp_path, where):
+    copy = Path(shutil.copytree(folder, tmp_path / "deep" / "runs" / folder.name))
+    out = copy / where
+    with pytest.raises(ConfigError, match="hide the runs"):
+        collect(copy, out, mix_code=True)
+    assert not list(tmp_path.glob("**/runs.parquet"))
+
+
+def test_runs_are_read_even_where_tables_lie_beside_or_above_them(folder, results, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / folder.name)
+    shutil.rmtree(copy / "gspo")
+    for above in (copy, tmp_path):
+        shutil.copytree(results, above, dirs_exist_ok=True)
+        assert set(load_study(copy, mix_code=True).runs["arm"]) == {"grpo", "grpo-replay"}

@@ -38,4 +38,4 @@ def test_a_column_is_unknown_where_no_entry_puts_it(table, name):
 
 def test_keys_of_every_table_are_columns_of_it():
     for table, keys in columns.TABLES.items():
-        assert not columns.unknown(table, set(keys))
+        assert not columns.unknown(table, set(keys)) and keys[0] == "step"

@@ -32,9 +32,9 @@ def sweep(heights: dict[str, tuple[float, ...]] = HEIGHTS, seeds: int = 3, facto
         curves = {(arm, s): [h[i] * (1 + 0.01 * s)] * 4 for (arm, h), s in itertools.product(heights.items(),
                                                                                              range(seeds))}
         frames = with_curves(curves)
-        parts.append([f.assign(factors=f"{factor}={value}{also}") for f in (frames.runs, frames.steps)])
+        parts.append([f.assign(factors=f"{factor}={value}{also}") for f in (frames.runs, frames["steps"])])
     runs, steps = (pd.concat(tables, ignore_index=True) for tables in zip(*parts, strict=True))
-    return Frames(runs, steps, pd.DataFrame(), pd.DataFrame())
+    return Frames(runs, {"steps": steps})
 
 
 def test_a_combination_of_factors_is_read_as_numbers_and_words():
@@ -100,8 +100,7 @@ def test_the_figure_draws_every_seed_and_the_mean_over_seeds_on_a_log_axis():
 
 def test_other_factors_have_panels_of_their_own_and_words_stand_side_by_side():
     parts = [sweep(also=f",mini_batches={n}") for n in (1, 8)]
-    both = Frames(*(pd.concat(pair, ignore_index=True) for pair in
-                    zip(*([p.runs, p.steps] for p in parts), strict=True)), pd.DataFrame(), pd.DataFrame())
+    both = Frames(pd.concat([p.runs for p in parts]), {"steps": pd.concat([p["steps"] for p in parts])})
     axes = figures.draw("against:optimizer.lr:reward", MAIN.name)(both, ["grpo", "gspo"]).axes
     assert [ax.get_title(loc="left") for ax in axes] == ["mini_batches=1.0", "mini_batches=8.0"]
     words = sweep(factor="task", values=("b", "a", "c", "d"))

@@ -26,8 +26,8 @@ def frames_of(seeds: int, steps: int) -> Frames:
             labels = {"study": "fake", "arm": arm.name, "factors": "base", "seed": seed, "code": "1"}
             runs.append(labels | {"state": "finished", "step": steps, "steps": steps})
             for name in TABLES:
-                tables[name].append(pd.DataFrame(getattr(rows, name)).assign(**labels))
-    return Frames(pd.DataFrame(runs), *(pd.concat(tables[name], ignore_index=True) for name in TABLES))
+                tables[name].append(pd.DataFrame(rows[name]).assign(**labels))
+    return Frames(pd.DataFrame(runs), {name: pd.concat(tables[name], ignore_index=True) for name in TABLES})
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_learning_draws_every_seed_and_their_mean_from_the_table(frames):
     figure = plots.learning(frames, ARMS)
     for ax, column in zip(figure.axes, ("reward", "eval_exact_greedy", "eval_exact_sampled"), strict=True):
         for arm in ARMS:
-            table = frames.steps.query("arm == @arm").dropna(subset=[column]).pivot(
+            table = frames["steps"].query("arm == @arm").dropna(subset=[column]).pivot(
                 index="seed", columns="step", values=column)
             for seed in range(3):
                 x, y = line(ax, f"{arm} seed={seed} {column}")
@@ -55,7 +55,7 @@ def test_learning_draws_every_seed_and_their_mean_from_the_table(frames):
 
 def test_the_band_is_the_interval_over_seeds(frames):
     ax = plots.learning(frames, ARMS[:1]).axes[1]
-    table = frames.steps.query("arm == 'grpo'").dropna(subset=["eval_exact_greedy"])
+    table = frames["steps"].query("arm == 'grpo'").dropna(subset=["eval_exact_greedy"])
     (band,) = [c.get_paths()[0].vertices for c in ax.collections]
     for step, rows in table.groupby("step")["eval_exact_greedy"]:
         want = stats.interval(rows.to_list())
@@ -66,7 +66,7 @@ def test_the_band_is_the_interval_over_seeds(frames):
 def test_long_curves_are_means_over_windows_and_say_so():
     long = frames_of(seeds=2, steps=60)
     figure = plots.learning(long, ARMS)
-    table = long.steps.query("arm == 'gspo' and seed == 1").sort_values("step")
+    table = long["steps"].query("arm == 'gspo' and seed == 1").sort_values("step")
     x, y = line(figure.axes[0], "gspo seed=1 reward")
     assert len(x) == 20 and x[0] == 2 and y[0] == pytest.approx(table["reward"][:3].mean(), abs=1e-15)
     assert y[-1] == pytest.approx(table["reward"][-3:].mean(), abs=1e-15)
@@ -78,21 +78,21 @@ def test_clipping_is_drawn_on_a_log_axis_from_the_second_mini_batch_on(frames):
     figure = plots.clipping(frames, ARMS)
     assert [ax.get_yscale() for ax in figure.axes] == ["symlog"] * 2
     x, y = line(figure.axes[1], "gspo seed=2 clip_tokens")
-    table = frames.updates.query("arm == 'gspo' and seed == 2").groupby("update")["clip_tokens"].mean()
+    table = frames["updates"].query("arm == 'gspo' and seed == 2").groupby("update")["clip_tokens"].mean()
     assert x.tolist() == [2, 3, 4] and np.allclose(y, table[[2, 3, 4]], rtol=0, atol=1e-15)
 
 
 def test_expert_change_per_site_is_the_mean_over_steps(frames):
     x, y = line(plots.expert_change(frames, ARMS).axes[1], "grpo seed=0 slot_change")
-    table = frames.layers.query("arm == 'grpo' and seed == 0").groupby("site")["slot_change"].mean()
+    table = frames["layers"].query("arm == 'grpo' and seed == 0").groupby("site")["slot_change"].mean()
     assert x.tolist() == list(range(fake_study.SITES)) and np.allclose(y, table, rtol=0, atol=1e-15)
 
 
 def test_nothing_is_cut_off_at_the_top(frames):
-    taller = frames.updates.copy()
+    taller = frames["updates"].copy()
     sums = [c for c in taller if c.startswith("attribution_sum")]
     taller.loc[taller["arm"] == "gspo", sums] *= 100
-    figure = plots.ratio_spread(dataclasses.replace(frames, updates=taller), ARMS)
+    figure = plots.ratio_spread(dataclasses.replace(frames, tables={**frames.tables, "updates": taller}), ARMS)
     highest = max(one.get_ydata().max() for ax in figure.axes for one in ax.lines)
     assert all(ax.get_ylim()[0] == 0 and ax.get_ylim()[1] >= highest for ax in figure.axes)
 
@@ -122,7 +122,7 @@ def test_variance_shares_are_drawn_as_bars_that_sum_to_one(frames):
     (ax,) = plots.variance_shares(frames, ARMS).axes
     heights = np.array([bar.get_height() for bar in ax.patches]).reshape(len(ARMS), 3)
     assert np.allclose(heights.sum(1), 1)
-    shares = plots.attribution(frames.updates.query("update > 1"), by=[]).groupby("arm")[list(plots.SHARES)].mean()
+    shares = plots.attribution(frames["updates"].query("update > 1"), by=[]).groupby("arm")[list(plots.SHARES)].mean()
     assert np.allclose(heights, shares.loc[ARMS], rtol=0, atol=1e-12)
 
 
@@ -134,7 +134,8 @@ def test_an_arm_keeps_its_colour_when_others_are_missing(frames, name):
                 for c in [*(x.get_color() for x in ax.lines if "gspo" in str(x.get_gid())),
                           *(x.get_facecolor() for x in ax.patches[6:9])]}
 
-    alone = Frames(*(f[f["arm"] == "gspo"] for f in (frames.runs, frames.steps, frames.updates, frames.layers)))
+    alone = Frames(frames.runs[frames.runs["arm"] == "gspo"],
+                   {name: frame[frame["arm"] == "gspo"] for name, frame in frames.tables.items()})
     assert plots.COLOURS[2] in colours(frames)
     if name != "variance_shares":
         assert colours(alone) == {plots.COLOURS[2]}
@@ -146,7 +147,7 @@ def test_an_arm_keeps_its_colour_when_others_are_missing(frames, name):
 def test_a_study_of_more_arms_than_colours_is_drawn(frames, name):
     arms = [f"arm {i}" for i in range(9)]
     many = Frames(*(pd.concat([f[f["arm"] == "gspo"].assign(arm=arm) for arm in arms], ignore_index=True)
-                    for f in (frames.runs, frames.steps, frames.updates, frames.layers)))
+                    for f in (frames.runs, *frames.tables.values())))
     figure = getattr(plots, name)(many, arms)
     words = [t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text"))]
     assert all(arm in words for arm in arms)
@@ -177,13 +178,13 @@ def test_one_seed_is_drawn_without_interval_and_says_so():
 
 
 def test_a_seed_that_ended_early_is_drawn_to_its_end_and_the_mean_stops_there(frames):
-    cut = frames.steps.query("not (arm == 'grpo' and seed == 1 and step > 10)")
-    ax = plots.learning(dataclasses.replace(frames, steps=cut), ARMS).axes[0]
+    cut = frames["steps"].query("not (arm == 'grpo' and seed == 1 and step > 10)")
+    ax = plots.learning(dataclasses.replace(frames, tables={"steps": cut}), ARMS).axes[0]
     assert line(ax, "grpo seed=1 reward")[0][-1] == 10 and line(ax, "grpo seed=0 reward")[0][-1] == 24
     assert line(ax, "grpo mean reward")[0][-1] == 10
 
 
 def test_what_nobody_measured_is_an_error_that_names_it(frames):
-    bare = dataclasses.replace(frames, updates=frames.updates[["arm", "seed", "step", "update"]])
+    bare = dataclasses.replace(frames, tables={"updates": frames["updates"][["arm", "seed", "step", "update"]]})
     with pytest.raises(RunError, match="attribution_n"):
         plots.variance_shares(bare, ARMS)

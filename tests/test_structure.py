@@ -12,7 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "moe_rl"
 
 LAYERS = [
-    ["errors", "seeds", "lookup", "older", "config", "values", "columns", "versions", "terminal", "json_lines"],
+    ["errors", "seeds", "lookup", "older", "config", "values", "columns", "commits", "inputs", "versions", "terminal",
+     "json_lines"],
     ["routing.layout", "routing.trace", "types"],
     ["routing", "tasks", "objectives", "metrics", "runs", "ranks", "frames", "stats", "pooling"],
     ["checkpoints", "models", "memory", "policies", "rollouts", "experts_cpu"],

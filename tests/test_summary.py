@@ -28,30 +28,29 @@ def with_curves(curves: dict[tuple[str, int], list[float]], diverged: tuple[str,
              "state": "diverged" if (arm, seed) == diverged else "finished"} for (arm, seed), y in curves.items()]
     rows = [{"arm": arm, "factors": "base", "seed": seed, "step": t, "reward": reward}
             for (arm, seed), y in curves.items() for t, reward in enumerate(y, 1)]
-    empty = pd.DataFrame()
-    return Frames(pd.DataFrame(runs), pd.DataFrame(rows), empty, empty)
+    return Frames(pd.DataFrame(runs), {"steps": pd.DataFrame(rows)})
 
 
 def test_the_summary_reduces_each_run_to_a_number_and_puts_intervals_over_seeds(frames):
     table = summarise(frames, ARMS)
-    reward = frames.steps.query("arm == 'gspo' and step > 12").groupby("seed")["reward"].mean()
+    reward = frames["steps"].query("arm == 'gspo' and step > 12").groupby("seed")["reward"].mean()
     got, want = table.loc["reward, second half", "gspo"], stats.interval(reward.to_list())
     assert (got.mean, got.low, got.high) == pytest.approx((want.mean, want.low, want.high), abs=1e-14)
     assert (got.n, got.method) == (3, "95% Student t")
-    last = frames.steps.query("arm == 'grpo' and step == 20")["eval_exact_greedy"]
+    last = frames["steps"].query("arm == 'grpo' and step == 20")["eval_exact_greedy"]
     assert table.loc["greedy exact match, end", "grpo"] == stats.interval(last.to_list())
     assert table.loc["lasting collapses", "gspo"] == table.loc["recovered collapses", "gspo"] == stats.rate(0, 3)
 
 
 def test_the_engines_gap_is_shown_over_the_whole_run_where_it_is_more_than_rounding(frames):
-    steps, names = frames.steps, [one.name for one in ENGINE]
+    steps, names = frames["steps"], [one.name for one in ENGINE]
     rounding = steps.assign(engine_kl_k3=1e-13, engine_set_change=0.0)
     near_tie = rounding.assign(engine_kl_k3=rounding["engine_kl_k3"].where(steps["step"] != 5, 1e-5))
     for same in (rounding, near_tie):
-        assert not set(names) & set(summarise(dataclasses.replace(frames, steps=same), ARMS).index)
+        assert not set(names) & set(summarise(dataclasses.replace(frames, tables={"steps": same}), ARMS).index)
     detail = steps["step"] % 8 == 0
     other = steps.assign(engine_kl_k3=steps["step"] / 1000, engine_kl_k3_replayed=(steps["step"] / 1e6).where(detail))
-    table = summarise(dataclasses.replace(frames, steps=other), ARMS)
+    table = summarise(dataclasses.replace(frames, tables={"steps": other}), ARMS)
     assert table.loc["engine: KL k3, nats, run", "grpo"].mean == pytest.approx(np.arange(1, 25).mean() / 1000)
     assert table.loc["engine: KL k3 replayed, probe, run", "grpo"].mean == pytest.approx(16e-6)
 
@@ -103,12 +102,11 @@ def test_only_named_contrasts_are_compared_and_holm_counts_only_these(frames):
 
 def test_contrasts_at_every_combination_of_factors_share_one_adjustment(frames):
     def at(lr: float, gain: float) -> list[pd.DataFrame]:
-        named = [frame.assign(factors=f"optimizer.lr={lr:g}") for frame in
-                 (frames.runs, frames.steps, frames.updates, frames.layers)]
-        named[1] = named[1].assign(reward=named[1]["reward"] + gain * (named[1]["arm"] == "gspo"))
-        return named
+        runs, steps = (frame.assign(factors=f"optimizer.lr={lr:g}") for frame in (frames.runs, frames["steps"]))
+        return [runs, steps.assign(reward=steps["reward"] + gain * (steps["arm"] == "gspo"))]
 
-    both = Frames(*(pd.concat(pair, ignore_index=True) for pair in zip(at(1e-4, 0.0), at(2e-4, 0.5), strict=True)))
+    runs, steps = (pd.concat(pair, ignore_index=True) for pair in zip(at(1e-4, 0.0), at(2e-4, 0.5), strict=True))
+    both = Frames(runs, {"steps": steps})
     found = compare(both, ARMS, [("gspo", "grpo")])
     assert [c.cell for c in found] == ["optimizer.lr=0.0001", "optimizer.lr=0.0002"]
     gain = found[1].result.difference.mean - found[0].result.difference.mean

@@ -32,7 +32,8 @@ def list_runs(options: argparse.Namespace) -> int:
         age = f"{duration(time.time() - now['updated'])} ago" if "updated" in now else ""
         left = duration(now["seconds_left"]) if now.get("seconds_left") else ""
         reward = f"{now['reward']:.3f}" if now.get("reward") is not None else ""
-        rows.append((str(path), now["state"], f"{now['step']}/{now['steps']}", reward, age, left))
+        reached = f", finished to {now['finished']}" if "finished" in now else ""
+        rows.append((str(path), now["state"] + reached, f"{now['step']}/{now['steps']}", reward, age, left))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -48,8 +49,9 @@ def list_runs(options: argparse.Namespace) -> int:
 )
 def show(options: argparse.Namespace) -> int:
     """The manifest, the state, and the last row of every table."""
-    from moe_rl.frames import collected, read_table
-    from moe_rl.runs import TABLES, read_manifest, state
+    from moe_rl.columns import TABLES
+    from moe_rl.frames import NESTED, collected, read_table
+    from moe_rl.runs import read_manifest, state
 
     manifest, frames = read_manifest(options.run), None
     if manifest is not None:
@@ -60,9 +62,9 @@ def show(options: argparse.Namespace) -> int:
         if frames is None or len(frames.runs) != 1:
             raise ConfigError(f"{options.run} is not a run: it has no manifest.json (see `moe-rl list`)")
         row = frames.runs.iloc[0].to_dict()
-        print(json.dumps(row | {k: json.loads(row[k]) for k in ("config", "packages", "git")}, indent=2, default=str))
+        print(json.dumps(row | {k: json.loads(row[k]) for k in NESTED if k in row}, indent=2, default=str))
     for name in TABLES:
-        frame = read_table(options.run, name) if frames is None else getattr(frames, name)
+        frame = read_table(options.run, name) if frames is None else frames[name]
         print(f"\n{name}: {len(frame)} rows, {len(frame.columns)} columns")
         if len(frame):
             print(frame.iloc[-1].dropna().to_string())

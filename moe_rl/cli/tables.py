@@ -93,10 +93,10 @@ def export(options: argparse.Namespace) -> int:
 
     frames = load_study(options.folder, unfinished=options.unfinished, mix_code=options.mix_code)
     options.to.mkdir(parents=True, exist_ok=True)
-    for name in ("runs", "steps", "updates", "layers"):
+    for name, frame in {"runs": frames.runs, **frames.tables}.items():
         file = options.to / f"{name}.csv"
-        getattr(frames, name).to_csv(file, index=False)
-        print(f"{file}: {len(getattr(frames, name))} rows")
+        frame.to_csv(file, index=False)
+        print(f"{file}: {len(frame)} rows")
     for text in frames.left_out:
         print(f"left out: {text}", file=sys.stderr)
     return 0

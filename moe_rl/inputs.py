@@ -1,0 +1,127 @@
+"""Digests of what a run is made from beside this package: data, code and checkpoints that somebody may edit.
+
+Nothing is imported for them, neither torch nor the code that is hashed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+NAMED = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
+"""`pkg.module:name`, as a configuration names code."""
+DATA, LIBRARY = "jsonl:", "reasoning_gym:"
+"""Tasks that name a file, and a dataset of an installed library, whose version says what it is."""
+PIECE = 1 << 20
+"""Bytes of a file in memory at a time."""
+
+
+def inputs_of(config: Mapping[str, Any], trainer: str = "") -> dict[str, str]:
+    """SHA-256 of everything outside the package that a configuration, as `RunConfig.to_dict` gives it, names.
+
+    By name: a module of which it uses something (its own source file; what that imports is not followed), a data file,
+    which a task or one of its options names, and the folder of a checkpoint (names and bytes of its files). What cannot
+    be found is left out: whoever needs it says so. Reads every byte of a checkpoint, at the speed of the disk, once per
+    process.
+    """
+    found: dict[str, str] = {}
+    for text in [trainer, *_strings(config)]:
+        if text.startswith(DATA):
+            found |= _of_file(text.removeprefix(DATA))
+        elif (named := NAMED.fullmatch(text)) and not text.startswith((LIBRARY, "moe_rl.")):
+            source = _source(named[1])
+            found |= {} if source is None else {named[1]: _file_digest(*_stamp(source))}
+    for text in _strings(config.get("task", {})):
+        found |= _of_file(text)
+    name = config.get("model", {}).get("name", "")
+    if name and (folder := Path(name).expanduser()).is_dir():
+        found[name] = _folder_digest(folder, tuple(sorted(_stamp(f) for f in folder.rglob("*") if f.is_file())))
+    return found
+
+
+def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The names of what is no longer as it was; what was not recorded then is no change."""
+    return [name for name, value in before.items() if now.get(name) != value]
+
+
+def merged(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    """What a run that goes on was made from: `old then new` where something changed on the way."""
+    def after(name: str) -> str:
+        old, new = before.get(name), now.get(name)
+        return new or old if old is None or new is None or old.endswith(new) else f"{old} then {new}"
+
+    return {name: after(name) for name in (before | now)}
+
+
+def digest(folder: Path) -> str:
+    """Of the names and bytes of all files: equal weights and optimizer states, equal digest.
+
+    Hidden files are left out: torch's `.metadata` holds a random id, downloads keep dates in a `.cache`.
+    """
+    found = hashlib.sha256()
+    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = file.relative_to(folder).as_posix()
+        if not any(part.startswith(".") for part in name.split("/")):
+            found.update(name.encode() + b"\0")
+            for piece in _pieces(file):
+                found.update(piece)
+    return found.hexdigest()
+
+
+def _of_file(name: str) -> dict[str, str]:
+    file = Path(name).expanduser()
+    try:
+        return {name: _file_digest(*_stamp(file))} if file.is_file() else {}
+    except OSError:  # a text that is no name of a file, by its length for example
+        return {}
+
+
+def _stamp(file: Path) -> tuple[Path, int, int]:
+    return file.absolute(), (known := file.stat()).st_size, known.st_mtime_ns
+
+
+@cache
+def _folder_digest(folder: Path, stamps: tuple[tuple[Path, int, int], ...]) -> str:
+    return digest(folder)
+
+
+@cache
+def _file_digest(file: Path, size: int, modified: int) -> str:
+    found = hashlib.sha256()
+    for piece in _pieces(file):
+        found.update(piece)
+    return found.hexdigest()
+
+
+def _pieces(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as opened:
+        while piece := opened.read(PIECE):
+            yield piece
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module, found as an import would, but for running the packages it is in."""
+    path: list[str] | None = [*sys.path, os.getcwd()]
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        found = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next((s for s in found if s is not None), None)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    return Path(spec.origin) if spec.has_location else None
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for below in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(below)
