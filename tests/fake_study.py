@@ -86,7 +86,7 @@ def train(config: RunConfig, folder: RunFolder, *, cache: Path, listen=lambda ro
         if config.arm.name == "grpo" and step == config.task.options.get("diverges_at"):
             if config.task.name == "raises":  # and leaves it to others to record it
                 raise Diverged("the gradient norm is nan")
-            folder.commit(step - 1, tables, save)
+            folder.commit(step - 1, save)
             return folder.finish(diverged=f"step {step}: the gradient norm is nan")
         row, updates, layers = fake_step(config, step, weights)
         weights = weights * 0.99 + np.random.default_rng((config.seed, step)).normal(size=100)

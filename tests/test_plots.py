@@ -146,8 +146,9 @@ def test_an_arm_keeps_its_colour_when_others_are_missing(frames, name):
 @pytest.mark.parametrize("name", plots.FIGURES)
 def test_a_study_of_more_arms_than_colours_is_drawn(frames, name):
     arms = [f"arm {i}" for i in range(9)]
-    many = Frames(*(pd.concat([f[f["arm"] == "gspo"].assign(arm=arm) for arm in arms], ignore_index=True)
-                    for f in (frames.runs, *frames.tables.values())))
+    runs, *tables = (pd.concat([f[f["arm"] == "gspo"].assign(arm=arm) for arm in arms], ignore_index=True)
+                     for f in (frames.runs, *frames.tables.values()))
+    many = Frames(runs, dict(zip(frames.tables, tables, strict=True)))
     figure = getattr(plots, name)(many, arms)
     words = [t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text"))]
     assert all(arm in words for arm in arms)
