@@ -312,4 +312,4 @@ def test_with_a_ratio_of_its_own_routes_truncation_still_compares_the_old_policy
         told = replace(part, rollout_logprobs=torch.where(batch.response_mask, old.logprobs - gap, 0))
         found.append(policy.gradient(told, objective_of(Arm(name="tis", corrections=(Use("truncated", cap=3.0),)))))
     assert found[0].abs().max() > 1e-4 and torch.equal(found[0], found[1])
-    torch.testing.assert_close(found[2], 2 * found[0], rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(found[2], 2 * found[0], rtol=1e-4, atol=1e-6)
