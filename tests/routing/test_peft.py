@@ -13,7 +13,7 @@ from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing import layout_of, replay_routing
 from moe_rl.routing.sites import router_parameters
 from tests.conftest import build
-from tests.policies.test_hf import GRPO, make_batch, policy_of
+from tests.policies.test_hf import GRPO, make_batch, part_of, policy_of
 from tests.routing.test_families import gradients, record, watched
 from tests.test_trainer import ARMS, TINY, carry_out
 
@@ -109,7 +109,7 @@ def test_a_policy_trains_the_adapters_alone_and_an_engine_on_its_module_needs_no
     policy, batch = policy_of(model), make_batch()
     before = {name: w.clone() for name, w in policy.weights()}
     natural = policy.score(batch)
-    updated = policy.update(batch, natural, GRPO, natural.routes)
+    updated = policy.update(part_of(batch, natural, natural.routes), GRPO)
     assert (updated.logprobs - natural.logprobs).abs().max() < 1e-5
     moved = {name for name, w in policy.weights() if not torch.equal(w, before[name])}
     assert moved and moved <= {n for n, p in model.named_parameters() if p.requires_grad}

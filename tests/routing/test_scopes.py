@@ -13,7 +13,7 @@ from moe_rl.errors import RoutingError
 from moe_rl.routing import record_routing, replay_routing
 from moe_rl.routing.sources import random_sets
 from tests.conftest import build, perturb
-from tests.policies.test_hf import GRPO, make_batch, policy_of
+from tests.policies.test_hf import GRPO, make_batch, part_of, policy_of
 from tests.routing.test_hooks import record
 
 MODES = ["reentrant", "non-reentrant"]
@@ -177,7 +177,7 @@ def test_a_micro_batch_without_a_known_route_routes_freely_within_a_batch_that_h
         routes = holed(policy.score(batch).routes, rows=(4, 5))
         perturb(model)
         old = policy.score(batch, routes)
-        updated = policy.update(batch, old, GRPO, routes)
+        updated = policy.update(part_of(batch, old, routes), GRPO)
         found.append((old, updated))
     (old, updated), (old_cut, updated_cut) = found
     assert old_cut.routes == old.routes and old_cut.preferred == old.preferred
@@ -191,7 +191,7 @@ def test_a_whole_trace_that_knows_nothing_is_refused_everywhere():
     policy = policy_of(build("qwen3_moe"))
     natural = policy.score(batch)
     routes = holed(random_sets(batch, natural), rows=())
-    for use in (lambda: policy.score(batch, routes), lambda: policy.update(batch, natural, GRPO, routes)):
+    for use in (lambda: policy.score(batch, routes), lambda: policy.update(part_of(batch, natural, routes), GRPO)):
         with pytest.raises(RoutingError, match="no known route"):
             use()
     with pytest.raises(RoutingError, match="no known route"), replay_routing(policy.model, routes):
