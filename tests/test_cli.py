@@ -21,6 +21,7 @@ from moe_rl import cli, ranks, report, runs, study_on_ranks
 from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
 from moe_rl.frames import diff, load_study
+from moe_rl.lookup import Use
 from moe_rl.runs import RunFolder, run_folders
 from moe_rl.study import write_declaration
 from moe_rl.tables import Shown

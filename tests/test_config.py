@@ -59,7 +59,8 @@ def forced(key, value):
     ("measure.full", 1, "measure.full=1: .* type bool"),
     ("group_size", 4.0, "group_size=4.0: .* type int"),
     ("steps", True, "steps=True: .* type int"),
-    ("arm.clip", (0.1, "0.2"), r"arm.clip=\(0.1, '0.2'\): .* type tuple\[float, float\] \| None"),
+    ("arm.terms", "kl", r"arm.terms='kl': .* type tuple\[str \| .*Use, ...\]"),
+    ("arm.loss", ("grpo", 0.2), r"arm.loss=\('grpo', 0.2\): .* type str \| .*Use"),
     ("parallel.etp", 1.0, r"parallel.etp=1.0: .* type int \| None"),
 ])
 def test_a_value_of_another_type_is_refused_with_the_type_that_is_needed(key, value, words):

@@ -17,6 +17,7 @@ from moe_rl.config import Arm, ModelConfig, RunConfig
 from moe_rl.errors import RunError
 from moe_rl.frames import load_study
 from moe_rl.inputs import inputs_of
+from moe_rl.lookup import Use
 from moe_rl.runs import RunFolder
 from moe_rl.study import Planned, write_declaration
 from moe_rl.workers import check_code
@@ -61,7 +62,7 @@ def test_a_run_names_all_it_takes_from_outside(config, tmp_path):
     assert set(found) == {f"{tmp_path}/data.jsonl", "own.loss", "own_routes", f"{tmp_path}/model"}
     assert all(len(value) == 64 for value in found.values())
     assert inputs_of(fake_study.study.base.to_dict(), trainer="moe_rl.execute:execute") == {}
-    user = config.replace(task="own_routes:Task", task_options={"file": str(tmp_path / "data.jsonl"), "digits": 3})
+    user = config.replace(task=Use("own_routes:Task", file=str(tmp_path / "data.jsonl"), digits=3))
     assert inputs_of(user.to_dict())[f"{tmp_path}/data.jsonl"] == found[f"{tmp_path}/data.jsonl"]
 
 

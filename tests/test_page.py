@@ -64,7 +64,7 @@ def test_text_from_a_declaration_is_text(page):
 def test_the_page_says_what_was_asked_found_and_used(page):
     _, reader = page
     for words in ("It does.", "Fixed before: p < 0.05.", "Made-up numbers.", "reward, second half", "lasting collapses",
-                  "all pairs of arms, exploratory", "95% Student t", "n = 2 seeds", "arm.clip", "[0.01, 0.013]",
+                  "all pairs of arms, exploratory", "95% Student t", "n = 2 seeds", "arm.loss", "clip_low", "0.013",
                   "optimizer.lr", "torch", "6 runs", "0, 1", "minutes"):
         assert words in reader.text, words
     assert reader.tags.count("img") + reader.text.count("No figure") == 3
@@ -73,8 +73,9 @@ def test_the_page_says_what_was_asked_found_and_used(page):
 def test_only_what_differs_between_arms_is_listed_by_arm(page):
     _, reader = page
     differing, shared = reader.text.split("in which the arms differ")[1].split("of all runs")
-    assert all(name in differing for name in ("arm.loss", "arm.routes", "arm.clip")) and "arm.kl" not in differing
-    assert all(name in shared for name in ("arm.kl", "optimizer.lr", "group_size"))
+    assert all(name in differing for name in ("arm.loss", "clip_low", "0.013", "arm.routes"))
+    assert "arm.terms" not in differing
+    assert all(name in shared for name in ("arm.terms", "optimizer.lr", "group_size"))
 
 
 def test_every_setting_of_the_configuration_is_on_the_page(page):

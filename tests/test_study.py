@@ -122,9 +122,9 @@ def test_values_that_no_run_can_have_are_refused_where_runs_are_planned(tmp_path
 
 
 def test_nan_in_an_arm_is_refused_and_an_infinite_clip_range_is_not(tmp_path):
-    with pytest.raises(ConfigError, match="arm.kl=nan"):
-        with_changes(arms=(Arm(name="a", kl=NAN),)).runs(tmp_path)
-    assert with_changes(arms=(Arm(name="a", clip=(0.2, INF)),)).runs(tmp_path)
+    with pytest.raises(ConfigError, match="arm.terms.options.coef=nan"):
+        with_changes(arms=(Arm(name="a", terms=(Use("kl", coef=NAN),)),)).runs(tmp_path)
+    assert with_changes(arms=(Arm(name="a", loss=Use("grpo", clip_low=0.2, clip_high=INF)),)).runs(tmp_path)
 
 
 def test_what_every_setting_may_be_is_accepted(tmp_path):

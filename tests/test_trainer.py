@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import pandas as pd
 import pytest
 import torch
@@ -14,15 +11,9 @@ from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunCo
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.execute import build, execute
 from moe_rl.lookup import Use
-from moe_rl.objectives import objective_of
-from moe_rl.objectives.aggregate import seq_mean_token_mean
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.routing import replay_routing
 from moe_rl.runs import RunFolder
 from moe_rl.trainer import mini_batches, roll_out
-from tests.conftest import build as build_tiny
-from tests.conftest import perturb
-from tests.policies.test_hf import make_batch, part_of
 
 TINY = RunConfig(
     arm=Arm(name="grpo"),
@@ -264,52 +255,3 @@ def test_a_step_never_trains_on_held_out_prompts(tmp_path):
         batch = roll_out(TINY, parts, step)
         prompts = batch.attention_mask & ~batch.response_mask
         assert not evaluation & {tuple(row[mask].tolist()) for row, mask in zip(batch.tokens, prompts, strict=True)}
-
-
-@pytest.mark.parametrize("ratio, gradient", [(True, False), (False, True)])
-def test_ratio_and_gradient_may_have_routes_of_their_own(ratio, gradient):
-    """Against autograd: Σ weights · sg[r · A, where not clipped] · log π, r and log π under routes of their own."""
-    batch = make_batch()
-    policy = HFPolicy(build_tiny("qwen3_moe"), Optimizer(grad_clip=0.0))
-    old = policy.score(batch)
-    of_ratio, of_gradient = (old.routes if replayed else None for replayed in (ratio, gradient))
-    perturb(policy.model, 0.5)
-    objective = objective_of(Arm(name="grpo"))
-    found = {}
-    policy.optimizer.register_step_pre_hook(
-        lambda *_: found.update({n: p.grad.clone() for n, p in policy.model.named_parameters()})
-    )
-    reference = build_tiny("qwen3_moe")
-    reference.load_state_dict(policy.model.state_dict())
-    log_r = policy.score(batch, of_ratio).logprobs - old.logprobs
-    r, a = log_r.exp(), batch.advantages
-    kept = batch.response_mask & ~((a > 0) & (r > 1.27)) & ~((a < 0) & (r < 0.8))
-    assert 0 < kept.sum() < batch.response_mask.sum()
-    weights = seq_mean_token_mean(batch.response_mask)
-    forced = None if of_gradient is None else of_gradient.rows(slice(None), batch.tokens.shape[1] - 1)
-    with replay_routing(reference, forced):
-        log_p = reference(batch.tokens[:, :-1]).logits.log_softmax(-1)
-        chosen = torch.nn.functional.pad(log_p.gather(-1, batch.tokens[:, 1:, None])[..., 0], (1, 0))
-        (-(weights * kept * r * a * chosen).sum()).backward()
-    part = replace(part_of(batch, old, of_gradient), ratio_logprobs=log_r + old.logprobs)
-    policy.update(part, objective)
-    for name, p in reference.named_parameters():
-        if p.grad is not None:
-            torch.testing.assert_close(found[name], p.grad, atol=1e-6, rtol=1e-4, msg=name)
-
-
-def test_with_a_ratio_of_its_own_routes_truncation_still_compares_the_old_policy_with_the_engine():
-    """An engine that agrees with π_old has weights of 1, whatever routes make of π_θ: the gradient keeps every bit.
-    One that was half as sure of every token doubles what the cap lets through."""
-    batch = make_batch()
-    policy = HFPolicy(build_tiny("qwen3_moe"), Optimizer())
-    old = policy.score(batch)
-    perturb(policy.model, 0.5)
-    part = replace(part_of(batch, old, old.routes), ratio_logprobs=policy.score(batch).logprobs)
-    assert (part.ratio_logprobs - policy.score(batch, old.routes).logprobs).abs().max() > 1e-3, "routes must matter"
-    found = [policy.gradient(part, objective_of(Arm(name="plain")))]
-    for gap in (0.0, math.log(2)):
-        told = replace(part, rollout_logprobs=torch.where(batch.response_mask, old.logprobs - gap, 0))
-        found.append(policy.gradient(told, objective_of(Arm(name="tis", corrections=(Use("truncated", cap=3.0),)))))
-    assert found[0].abs().max() > 1e-4 and torch.equal(found[0], found[1])
-    torch.testing.assert_close(found[2], 2 * found[0], rtol=1e-4, atol=1e-6)

@@ -81,7 +81,7 @@ def test_a_broken_file_names_the_line(tmp_path, lines, said):
 def test_a_byte_order_mark_is_read_over(tmp_path):
     file = tmp_path / "pairs.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"question": "q", "answer": "1"}\r\n{"question": "r", "answer": "2"}\r\n')
-    assert {p.text for p in load_task(f"jsonl:{file}", {}).prompts(2, 0)} == {"q", "r"}
+    assert {p.text for p in load_task(f"jsonl:{file}").prompts(2, 0)} == {"q", "r"}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_what_no_tokenizer_could_read_names_file_and_line(tmp_path, line, said):
     file = tmp_path / "pairs.jsonl"
     file.write_bytes(rb'{"question": "\ud83d\ude00", "answer": "whole pairs are fine"}' + b"\n" + line)
     with pytest.raises(ConfigError, match=said):
-        load_task(f"jsonl:{file}", {})
+        load_task(f"jsonl:{file}")
 
 
 def test_a_missing_file_is_one_sentence():
