@@ -11,7 +11,7 @@ from pandas.testing import assert_frame_equal
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, RoutingError
-from moe_rl.lookup import needs_of
+from moe_rl.lookup import Use, needs_of
 from moe_rl.routing import RoutingTrace
 from moe_rl.routing.scores import RouterScores
 from moe_rl.routing.sources import (
@@ -126,7 +126,7 @@ def test_a_share_outside_0_to_1_is_refused(step, source, share):
 
 
 ARMS = {
-    "flipped-ratio": Arm(name="flipped-ratio", ratio_routes="tests.test_trainer:tenth_flipped"),
+    "flipped-ratio": Arm(name="flipped-ratio", ratio_routes=Use("false_flips", share=0.1)),
     "no-dose": Arm(name="no-dose", routes="tests.routing.test_sources:no_dose"),
     "full-dose": Arm(name="full-dose", routes="tests.routing.test_sources:full_dose"),
 }
