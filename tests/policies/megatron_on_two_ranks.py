@@ -154,7 +154,7 @@ def server(folder: Path) -> dict:
     facts["gap"] = checked.load(policy.weights())
     batch = example()
     before = weights_of(policy)
-    policy.update(batch, policy.score(batch), OBJECTIVE)
+    policy.update(part_of(batch, policy.score(batch)), OBJECTIVE)
     facts["gap after a step"] = checked.load(policy.weights())
     facts["moved"] = max(far(w, before[n]) for n, w in policy.weights())
     if served:
@@ -190,8 +190,9 @@ def checkpoint(folder: Path) -> dict:
 
 def resumed(folder: Path) -> dict:
     """A run interrupted after its first step and gone on with, against one that was not."""
-    from moe_rl.execute import execute
     from moe_rl.frames import diff
+
+    from moe_rl.execute import execute
 
     less = {"prompts_per_step": 2, "eval_prompts": 2, "mini_batches": 2, "measure.detail_every": 10}
     run = study.base.replace(policy="megatron", parallel=LAYOUTS["ep2"], steps=2, save_every=1, **less)
