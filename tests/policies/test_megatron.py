@@ -233,12 +233,13 @@ def test_pushes_to_a_server_reach_parity_before_and_after_a_step(facts):
 
 
 @pytest.mark.parametrize("name", ["vllm", "http://127.0.0.1:8000"])
-def test_vllm_and_servers_are_engines_of_this_policy_too(name):
+def test_vllm_and_servers_are_engines_of_this_policy_too(name, monkeypatch):
+    monkeypatch.setattr("moe_rl.execute.check_engine", lambda run: None)  # which asks whether vLLM is installed
     run = RunConfig(arm=replay, policy="megatron", model=TINY)
-    check_policy(run.replace(engine=EngineConfig(name=name, dtype="bfloat16")))
-    check_policy(run.replace(engine=EngineConfig(routes="unknown")))
+    check(run.replace(engine=EngineConfig(name=name, dtype="bfloat16")))
+    check(run.replace(engine=EngineConfig(routes="unknown")))
     with pytest.raises(ConfigError, match="another dtype, other experts"):
-        check_policy(run.replace(engine=EngineConfig(dtype="bfloat16")))
+        check(run.replace(engine=EngineConfig(dtype="bfloat16")))
 
 
 def test_torchrun_is_refused_for_a_policy_of_one_process(monkeypatch):
