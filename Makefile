@@ -60,8 +60,8 @@ test-trl: $(TRL)/installed
 lint: $(STAMP)
 	$(BIN)/ruff check .
 
-docs/columns.md: moe_rl/columns.py $(STAMP)
-	$(BIN)/python -c "from moe_rl.columns import markdown; print(markdown(), end='')" > $@
+docs/columns.md: moe_rl/runs/columns.py $(STAMP)
+	$(BIN)/python -c "from moe_rl.runs.columns import markdown; print(markdown(), end='')" > $@
 
 clean:
 	rm -rf .venv $(VLLM) $(TRL) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

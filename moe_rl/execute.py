@@ -8,28 +8,30 @@ import importlib.util
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moe_rl import ranks
-from moe_rl.checkpoints import check_weights
-from moe_rl.cold_start import cold_start
 from moe_rl.config import EngineConfig, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import lookup, unknown
-from moe_rl.memory import check_memory, estimate_memory
-from moe_rl.models import PRESETS, LoadedModel, encode_prompts, hf_config, load, placement, save_checkpoint, skeleton
+from moe_rl.models.checkpoints import check_weights
+from moe_rl.models.cold_start import cold_start
+from moe_rl.models.load import LoadedModel, load, save_checkpoint
+from moe_rl.models.memory import check_memory, estimate_memory
+from moe_rl.models.presets import PRESETS, hf_config, placement, skeleton
+from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.policies.megatron_layout import check_layout
+from moe_rl.policies.megatron.layout import check_layout
 from moe_rl.rollouts.choose import check_engine, engine_of
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.request import check_request, context_length
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES
-from moe_rl.runs import RunFolder
+from moe_rl.runs.folder import RunFolder
 from moe_rl.tasks.base import Task, held_out, load_task
 from moe_rl.trainer import Listener, Parts, sampling_of, train, warn_void
-from moe_rl.types import Prompt
+from moe_rl.types import Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
     from moe_rl.policies.base import Policy
@@ -112,15 +114,25 @@ def _prepare(run: RunConfig, task: Task, loaded: LoadedModel, cache: Path) -> tu
     """The cold start; evaluation prompts and the padding token."""
     evaluation = encode_prompts(held_out(task, run.eval_prompts), loaded.tokenizer)
     check_request(evaluation, 1, sampling_of(run), context_length(loaded.model.config))
-    check_memory(estimate_memory(run, max(len(p.tokens) for p in evaluation)), run.model.device)
-    cold_start(loaded, task, run, cache)
+    longest, compares = max(len(p.tokens) for p in evaluation), "reference" in objective_of(run.arm).needs
+    check_memory(estimate_memory(run, longest, compares), run.model.device)
+    cold_start(loaded, task, run, cache, sample)
     return evaluation, loaded.tokenizer.pad_token_id
+
+
+def sample(
+    model: Any, tokenizer: Any, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling
+) -> list[Rollout]:
+    """Completions of a Hugging Face model, without their routes."""
+    return HFEngine(model, tokenizer, record_routes=False).generate(prompts, group_size, key=key, sampling=sampling)
 
 
 def _policy(run: RunConfig, loaded: LoadedModel | None, frozen: bool = False) -> Policy:
     """What scores and updates; `frozen` only scores, and on one process has a model of its own."""
     if run.policy == "megatron":
-        from moe_rl.policies.megatron import MegatronPolicy  # Megatron-core asks for process groups when it is imported
+        from moe_rl.policies.megatron.policy import (
+            MegatronPolicy,  # Megatron-core asks for process groups when it is imported
+        )
 
         return MegatronPolicy(
             loaded.model if loaded else skeleton(run.model),

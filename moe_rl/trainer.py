@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,14 +17,13 @@ from moe_rl.evaluate import evaluate
 from moe_rl.lookup import needs_of
 from moe_rl.objectives import Objective
 from moe_rl.policies.base import Policy
-from moe_rl.ranks import SharedFolder
 from moe_rl.recorder import Recorder, Row, Rows
 from moe_rl.rollouts.base import RolloutEngine
+from moe_rl.rollouts.collate import collate
 from moe_rl.routing.sources import RouteSource
-from moe_rl.runs import RunFolder
 from moe_rl.seeds import NOISE, PROMPTS, SPLIT, derive
 from moe_rl.tasks.base import Task, checked_reward, draw
-from moe_rl.types import Batch, Prompt, Sampling, Scored, collate
+from moe_rl.types import Batch, Prompt, Sampling, Scored
 
 T = TypeVar("T")
 Listener = Callable[[Rows], None]
@@ -58,9 +58,20 @@ class Parts:
     recorder: Callable[[RunConfig, Policy], Recorder] = Recorder
 
 
-def train(
-    run: RunConfig, parts: Parts, folder: RunFolder | SharedFolder, listen: Listener = lambda rows: None
-) -> str | None:
+class Folder(Protocol):
+    """Where a run is kept; see `runs.folder`."""
+
+    def latest(self) -> tuple[int, Path | None]:
+        """Step and checkpoint of the last commit; (0, None) before the first."""
+
+    def add(self, table: str, rows: list[Row]) -> None:
+        """Rows for the next commit."""
+
+    def commit(self, step: int, save: Callable[[Path], None]) -> None:
+        """Rows and checkpoint, which `save` writes, in one atomic change."""
+
+
+def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambda rows: None) -> str | None:
     """Run, or go on with, `run` in `folder` until `run.steps`; resumes at the last commit and ends identical.
 
     Each step draws prompts, samples completions, scores them under π_old, and takes one update per mini-batch. A run
@@ -74,7 +85,9 @@ def train(
         parts.policy.load(checkpoint)
     parts.engine.load(parts.policy.weights())
     if checkpoint is None:
-        folder.add("steps", [{"step": 0, **evaluated(run, parts)}])
+        before = [{"step": 0, **evaluated(run, parts)}]
+        folder.add("steps", before)
+        listen({"steps": before})
     recorder = parts.recorder(run, parts.policy)
     for step in range(start + 1, run.steps + 1):
         try:

@@ -173,36 +173,3 @@ def prompt_rows(batch: Batch) -> Bool[Tensor, "batch time"]:
     environment writes later is neither prompt nor response."""
     prompt = batch.attention_mask & (batch.response_mask.cumsum(1) == 0)
     return nn.functional.pad(prompt[:, 1:], (0, 1))
-
-
-def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[float], pad_token: int) -> Batch:
-    """Right-pad rollouts into one batch; advantages are zero until the trainer fills them.
-
-    Routes are kept when every rollout carries them. The batch lives on the CPU.
-    """
-    from moe_rl.routing.trace import RoutingTrace
-
-    lengths = [len(r.prompt.tokens) + len(r.tokens) for r in rollouts]
-    shape = (len(rollouts), max(lengths))
-    tokens = torch.full(shape, pad_token, dtype=torch.long)
-    attention_mask = torch.zeros(shape, dtype=torch.bool)
-    response_mask = torch.zeros(shape, dtype=torch.bool)
-    logprobs = torch.zeros(shape)
-    for b, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
-        start = len(rollout.prompt.tokens)
-        tokens[b, :length] = torch.tensor(rollout.prompt.tokens + rollout.tokens)
-        attention_mask[b, :length] = True
-        response_mask[b, start:length] = True
-        logprobs[b, start:length] = rollout.logprobs
-    routed = all(r.routes is not None for r in rollouts)
-    return Batch(
-        tokens=tokens,
-        attention_mask=attention_mask,
-        response_mask=response_mask,
-        prompt_index=torch.tensor(prompt_index),
-        rollout_logprobs=logprobs,
-        rewards=torch.tensor(rewards, dtype=torch.float32),
-        advantages=torch.zeros(shape),
-        finished=torch.tensor([r.finished for r in rollouts]),
-        rollout_routes=RoutingTrace.stack([r.routes for r in rollouts], tokens, attention_mask) if routed else None,
-    )

@@ -19,13 +19,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from why_gspo_losses import SHRINK
 
-from moe_rl import plots
-from moe_rl.factors import against, settings_of
-from moe_rl.frames import Frames, load_study
 from moe_rl.metrics.attribution import AttributionSums
-from moe_rl.stats import Interval, geometric, interval
-from moe_rl.study import read_declaration
-from moe_rl.summary import MAIN, metric, per_run
+from moe_rl.results import plots
+from moe_rl.results.factors import against, settings_of
+from moe_rl.results.stats import Interval, geometric, interval
+from moe_rl.results.summary import MAIN, metric, per_run
+from moe_rl.runs.frames import Frames, load_study
+from moe_rl.study.declaration import read_declaration
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -31,10 +31,10 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import minimize
 
-from moe_rl.frames import Frames, load_study
 from moe_rl.metrics.convergence import ema
-from moe_rl.stats import interval
-from moe_rl.summary import outcomes
+from moe_rl.results.stats import interval
+from moe_rl.results.summary import outcomes
+from moe_rl.runs.frames import Frames, load_study
 
 RESULTS = Path(__file__).parent / "results"
 HORIZON = 10

@@ -20,7 +20,7 @@ from moe_rl.config import Arm, RunConfig
 from moe_rl.execute import build
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.runs import RunFolder
+from moe_rl.runs.folder import RunFolder
 from moe_rl.trainer import Listener, Parts, mini_batches, roll_out, train
 from moe_rl.types import Batch, Scored
 

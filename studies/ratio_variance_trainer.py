@@ -24,7 +24,7 @@ from moe_rl.config import RunConfig
 from moe_rl.execute import build
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.recorder import Recorder
-from moe_rl.runs import RunFolder
+from moe_rl.runs.folder import RunFolder
 from moe_rl.trainer import Listener, Parts, roll_out, train, train_step
 from moe_rl.types import Batch, Scored, response_rows
 

@@ -17,14 +17,17 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from moe_rl import cli, ranks, report, runs, study_on_ranks
+from moe_rl import cli, ranks
 from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
-from moe_rl.frames import diff, load_study
 from moe_rl.lookup import Use
-from moe_rl.runs import RunFolder, run_folders
-from moe_rl.study import write_declaration
-from moe_rl.tables import Shown
+from moe_rl.results import report
+from moe_rl.results.tables import Shown
+from moe_rl.runs import folder as runs
+from moe_rl.runs.folder import RunFolder, run_folders
+from moe_rl.runs.frames import diff, load_study
+from moe_rl.study import on_ranks as study_on_ranks
+from moe_rl.study.declaration import write_declaration
 from tests import fake_study
 
 FAKE = str(Path(__file__).parent / "fake_study.py")
@@ -220,7 +223,7 @@ def test_brackets_in_a_declaration_are_printed_as_they_stand(tmp_path, capsys):
 
 def test_brackets_in_a_warning_a_figure_and_a_table_are_printed_as_they_stand(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("moe_rl.workers.preflight", lambda *_: [f"void {BRACKETS}"])
+    monkeypatch.setattr("moe_rl.study.workers.preflight", lambda *_: [f"void {BRACKETS}"])
     assert cli.main(["run", FAKE, "--dry-run", "--out", str(tmp_path)]) == 0
     assert f"void {BRACKETS}" in capsys.readouterr().out
     folder = fake_runs(tmp_path, seeds=(0,))
@@ -229,7 +232,7 @@ def test_brackets_in_a_warning_a_figure_and_a_table_are_printed_as_they_stand(tm
     def missing(*_):
         raise RunError(f"missing {BRACKETS}")
 
-    monkeypatch.setattr("moe_rl.figures.draw", lambda *_: missing)
+    monkeypatch.setattr("moe_rl.results.figures.draw", lambda *_: missing)
     assert cli.main(["plot", str(folder), "--mix-code"]) == 0
     assert f"missing {BRACKETS}" in capsys.readouterr().out
     console = Console(width=200, file=io.StringIO())

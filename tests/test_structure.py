@@ -1,41 +1,26 @@
-"""The rules that keep the package readable: who may import whom, and what must stay free of torch."""
+"""The rules that keep the package readable: the tree in the README is the order of imports, and of the folders."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "moe_rl"
-
-LAYERS = [
-    ["errors", "seeds", "lookup", "older", "config", "values", "columns", "commits", "inputs", "versions", "terminal",
-     "json_lines"],
-    ["routing.layout", "routing.trace", "types"],
-    ["routing", "tasks", "objectives", "metrics", "runs", "ranks", "frames", "stats", "pooling"],
-    ["checkpoints", "models", "memory", "policies", "rollouts", "experts_cpu"],
-    ["cold_start", "probe", "recorder", "evaluate", "trainer"],
-    ["execute", "study"],
-    ["workers", "study_on_ranks", "summary", "factors", "plots", "figures", "tables", "report", "page", "collect",
-     "rerun", "volatility", "view", "trl"],
-    ["cli", "__main__"],
-]
-"""A module may import from its own layer and from those above it."""
-PROTOCOLS_ONLY = {"probe", "recorder", "evaluate", "trainer"}
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "moe_rl"
+TREE = re.search(r"^moe_rl/\n((?:  .*\n)+)", (ROOT / "README.md").read_text(), re.M).group(1)
+ROOMS = [re.match(r"  (\w+)(?:/|\.py) ", line).group(1) for line in TREE.splitlines()]
+"""Files and folders of the package, in the order in which a newcomer reads them."""
+USERS_IMPORT_FROM = {"config", "routing", "objectives", "study", "cli"}
+"""Rooms whose `__init__` hands names on."""
 HEAVY = {"transformers", "vllm", "megatron", "trl"}
-MAY_IMPORT_HEAVY = (
-    "checkpoints", "models", "memory", "cold_start", "policies", "rollouts", "experts_cpu", "volatility", "trl",
-)  # fmt: skip
-
-
-def layer(module: str) -> int | None:
-    for depth, names in enumerate(LAYERS):
-        if module in names:
-            return depth
-    return layer(module.rpartition(".")[0]) if "." in module else None
+MAY_IMPORT_HEAVY = {"models", "policies", "rollouts", "compare", "adapters"}
+LONGEST, DEEPEST, MOST = 300, 3, 28
+"""Lines of a file, folders above one, and entries of the package."""
 
 
 def imports(file: Path) -> set[str]:
@@ -62,44 +47,78 @@ def imports(file: Path) -> set[str]:
 FILES = {
     file.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__"): file
     for file in sorted(PACKAGE.rglob("*.py"))
-    if file.parent != PACKAGE or file.name != "__init__.py"
+    if file.parent != PACKAGE or file.name not in ("__init__.py", "__main__.py")
 }
 
 
+def test_the_tree_in_the_readme_is_the_package():
+    entries = {p.name.removesuffix(".py") for p in PACKAGE.iterdir() if p.suffix in ("", ".py")}
+    entries -= {"__pycache__", "__init__", "__main__"}
+    assert set(ROOMS) == entries and len(ROOMS) == len(set(ROOMS))
+    assert len(ROOMS) + len(("__init__", "__main__", "py.typed")) <= MOST
+
+
 @pytest.mark.parametrize("module", FILES)
-def test_no_module_imports_from_a_later_layer(module):
-    own = layer(module)
-    assert own is not None, f"{module} has no place in LAYERS: give it one"
+def test_no_module_imports_from_a_later_room(module):
+    own = ROOMS.index(module.partition(".")[0])
     for name in imports(FILES[module]):
-        if name.startswith("moe_rl."):
-            other = layer(name.removeprefix("moe_rl."))
-            assert other is None or other <= own, f"{module} imports {name}, which is of a later layer"
-        assert not name.startswith("studies"), f"{module} imports {name}: the library never imports studies"
+        package, _, rest = name.partition(".")
+        assert package != "studies", f"{module} imports {name}: the library never imports studies"
+        if package == "moe_rl" and rest:
+            room = rest.partition(".")[0]
+            assert ROOMS.index(room) <= own, f"{module} imports {name}, which comes later in the README's tree"
+
+
+def test_no_imports_go_in_circles():
+    known = {f"moe_rl.{module}": module for module in FILES}
+    graph = {m: {known[n] for n in imports(f) if n in known and known[n] != m} for m, f in FILES.items()}
+    graph = {m: {n for n in to if not n.startswith(f"{m}.")} for m, to in graph.items()}  # what a room hands on
+    while leaves := {m for m, to in graph.items() if not to & graph.keys()}:
+        graph = {m: to for m, to in graph.items() if m not in leaves}
+    assert not graph, f"these import each other: {sorted(graph)}"
 
 
 @pytest.mark.parametrize("module", FILES)
 def test_only_the_edges_import_backends(module):
     heavy = {name.partition(".")[0] for name in imports(FILES[module])} & HEAVY
-    assert not heavy or module.startswith(MAY_IMPORT_HEAVY), f"{module} imports {heavy}"
+    assert not heavy or module.partition(".")[0] in MAY_IMPORT_HEAVY, f"{module} imports {heavy}"
 
 
-@pytest.mark.parametrize("module", sorted(PROTOCOLS_ONLY))
-def test_the_trainer_knows_protocols_only(module):
+@pytest.mark.parametrize("module", ["probe", "recorder", "evaluate", "trainer"])
+def test_the_loop_knows_protocols_only(module):
     concrete = {"policies.hf", "policies.megatron", "rollouts.hf", "rollouts.vllm", "models"}
     assert not {f"moe_rl.{name}" for name in concrete} & imports(FILES[module])
 
 
 @pytest.mark.parametrize(
     "module",
-    ["moe_rl", "moe_rl.config", "moe_rl.values", "moe_rl.columns", "moe_rl.runs", "moe_rl.frames", "moe_rl.stats",
-     "moe_rl.study", "moe_rl.plots", "moe_rl.page", "moe_rl.collect", "moe_rl.rerun", "moe_rl.cli",
-     "moe_rl.metrics.convergence"],
+    ["moe_rl", "moe_rl.config", "moe_rl.study", "moe_rl.cli", "moe_rl.metrics.convergence",
+     *(f"moe_rl.{m}" for m in FILES if m.startswith(("runs.", "results.")))],
 )  # fmt: skip
 def test_reading_and_declaring_never_imports_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize("package", ["policies", "rollouts"])
-def test_packages_of_backends_import_nothing_by_themselves(package):
-    assert (PACKAGE / package / "__init__.py").read_text() == ""
+def test_printing_a_table_never_imports_matplotlib():
+    code = "import sys, moe_rl.results.tables; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_rooms_import_nothing_by_themselves_but_those_that_users_import_from():
+    rooms = {p.parent.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("__init__.py") if p.read_text()}
+    assert rooms == USERS_IMPORT_FROM
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_files_are_short_shallow_and_named_for_what_they_hold(module):
+    file = FILES[module]
+    assert len(file.read_text().splitlines()) <= LONGEST, f"{module}: is there one idea in it?"
+    assert len(file.relative_to(PACKAGE).parts) <= DEEPEST
+    assert file.stem not in ("utils", "util", "helpers", "common", "misc")
+
+
+def test_a_step_of_training_fits_on_a_screen():
+    tree = ast.parse((PACKAGE / "trainer.py").read_text())
+    (step,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "train_step")
+    assert step.end_lineno - step.lineno + 1 <= 30

@@ -6,13 +6,13 @@ import pandas as pd
 import pytest
 import torch
 
-from moe_rl import frames
 from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.execute import build, execute
 from moe_rl.lookup import Use
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.runs import RunFolder
+from moe_rl.runs import frames
+from moe_rl.runs.folder import RunFolder
 from moe_rl.trainer import mini_batches, roll_out
 
 TINY = RunConfig(

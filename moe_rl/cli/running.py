@@ -13,8 +13,8 @@ from moe_rl.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moe_rl.study import Planned, Study
-    from moe_rl.workers import Failure
+    from moe_rl.study.declaration import Planned, Study
+    from moe_rl.study.workers import Failure
 
 
 @verb(
@@ -52,10 +52,11 @@ def run(options: argparse.Namespace) -> int:
     """Plan, check, run, summarise, draw."""
     from rich.console import Console
 
-    from moe_rl import ranks, report
-    from moe_rl.study import QUICK_STEPS, Study, load_study_file, parse_settings, write_declaration
+    from moe_rl import ranks
+    from moe_rl.results import report
+    from moe_rl.study.declaration import QUICK_STEPS, Study, load_study_file, parse_settings, write_declaration
+    from moe_rl.study.workers import at_a_time, preflight, run_study
     from moe_rl.terminal import say
-    from moe_rl.workers import at_a_time, preflight, run_study
 
     jobs, console = at_a_time(options.jobs), Console(quiet=ranks.rank() > 0)
     study = load_study_file(options.study)
@@ -106,7 +107,7 @@ def rerun(options: argparse.Namespace) -> int:
     """Runs made again from their rows, and whether they end alike."""
     from rich.console import Console
 
-    from moe_rl.rerun import rerun as run_again
+    from moe_rl.study.rerun import rerun as run_again
 
     return _failed(run_again(options.folder, options.out, jobs=options.jobs, console=Console(),
                              trusted=lambda code: options.trust or _confirmed(code)))
@@ -114,8 +115,10 @@ def rerun(options: argparse.Namespace) -> int:
 
 def _run_on_ranks(options: argparse.Namespace, study: Study, planned: list[Planned], console: Console) -> int:
     """All ranks carry out the runs; rank 0 writes and reports."""
-    from moe_rl import ranks, report, study_on_ranks
-    from moe_rl.study import write_declaration
+    from moe_rl import ranks
+    from moe_rl.results import report
+    from moe_rl.study import on_ranks as study_on_ranks
+    from moe_rl.study.declaration import write_declaration
 
     ranks.once(lambda: write_declaration(study, options.out))
     study_on_ranks.run_study(study, planned, cache=options.out / ".cache", mix_code=options.mix_code, console=console)
@@ -128,7 +131,7 @@ def _run_on_ranks(options: argparse.Namespace, study: Study, planned: list[Plann
 
 def _failed(failures: list[Failure]) -> int:
     """Say what failed, each message once; the exit code."""
-    from moe_rl import report
+    from moe_rl.results import report
 
     for message, paths in report.by_message(failures).items():
         print(f"moe-rl: {message}\n  in {', '.join(map(str, paths))}", file=sys.stderr)

@@ -21,7 +21,7 @@ from moe_rl.errors import ConfigError
 )
 def list_runs(options: argparse.Namespace) -> int:
     """A line per run. A folder of runs needs neither pandas nor torch."""
-    from moe_rl.runs import run_folders, state
+    from moe_rl.runs.folder import run_folders, state
     from moe_rl.terminal import duration
 
     found = [(path, state(path)) for path in run_folders(options.folder)] or _collected_runs(options.folder)
@@ -49,9 +49,9 @@ def list_runs(options: argparse.Namespace) -> int:
 )
 def show(options: argparse.Namespace) -> int:
     """The manifest, the state, and the last row of every table."""
-    from moe_rl.columns import TABLES
-    from moe_rl.frames import NESTED, collected, read_table
-    from moe_rl.runs import read_manifest, state
+    from moe_rl.runs.columns import TABLES
+    from moe_rl.runs.folder import read_manifest, state
+    from moe_rl.runs.frames import NESTED, collected, read_table
 
     manifest, frames = read_manifest(options.run), None
     if manifest is not None:
@@ -82,8 +82,8 @@ exit code: 0 when every value is equal (seconds_* and memory_* are ignored), 1 w
 )
 def diff(options: argparse.Namespace) -> int:
     """Settings that differ, then the first row that does."""
-    from moe_rl.frames import diff as first_difference
-    from moe_rl.frames import settings_that_differ
+    from moe_rl.runs.frames import diff as first_difference
+    from moe_rl.runs.frames import settings_that_differ
 
     for path in (options.a, options.b):
         if not (path / "manifest.json").exists():
@@ -103,7 +103,7 @@ def diff(options: argparse.Namespace) -> int:
 
 
 def _collected_runs(folder: Path) -> list[tuple[Path, dict[str, object]]]:
-    from moe_rl.frames import collected
+    from moe_rl.runs.frames import collected
 
     frames = collected(folder)
     return [] if frames is None else [(folder / run.path, {"state": run.state, "step": run.step, "steps": run.steps})

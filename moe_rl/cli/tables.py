@@ -26,7 +26,7 @@ def plot(options: argparse.Namespace) -> int:
     """Summary and figures of a study that has run."""
     from rich.console import Console
 
-    from moe_rl import report
+    from moe_rl.results import report
 
     report.print_study(Console(), options.folder, mix_code=options.mix_code, unfinished=options.unfinished,
                        cells=options.cells)
@@ -45,7 +45,7 @@ def plot(options: argparse.Namespace) -> int:
 )
 def write_report(options: argparse.Namespace) -> int:
     """Write the page of a study."""
-    from moe_rl.page import write_page
+    from moe_rl.results.page import write_page
 
     out = options.out or options.folder / "report.html"
     write_page(options.folder, out, mix_code=options.mix_code)
@@ -68,7 +68,7 @@ plot, report, list, show, export and rerun read the folder it writes as they rea
 )
 def collect(options: argparse.Namespace) -> int:
     """Write the compact tables, and say how large they are."""
-    from moe_rl.collect import collect as write_tables
+    from moe_rl.study.collect import collect as write_tables
 
     written = write_tables(options.folder, options.out, also=options.also, mix_code=options.mix_code)
     for file, size in written.items():
@@ -89,7 +89,7 @@ def collect(options: argparse.Namespace) -> int:
 )
 def export(options: argparse.Namespace) -> int:
     """CSV files, floats with all their digits."""
-    from moe_rl.frames import load_study
+    from moe_rl.runs.frames import load_study
 
     frames = load_study(options.folder, unfinished=options.unfinished, mix_code=options.mix_code)
     options.to.mkdir(parents=True, exist_ok=True)

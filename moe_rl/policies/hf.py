@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from moe_rl.config import OPTIMIZERS, Optimizer
+from moe_rl.config.run import OPTIMIZERS, Optimizer
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.objectives import Objective
 from moe_rl.routing.hooks import RouterScores, record_routing, replay_routing

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from moe_rl.errors import RunError
 from moe_rl.metrics.volatility import route_change
-from moe_rl.types import Batch, Prompt, Rollout, Scored, collate
+from moe_rl.rollouts.collate import collate
+from moe_rl.types import Batch, Prompt, Rollout, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

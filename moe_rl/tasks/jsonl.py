@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.errors import ConfigError
-from moe_rl.json_lines import objects
+from moe_rl.tasks.json_lines import objects
 from moe_rl.types import Prompt
 
 

@@ -22,8 +22,8 @@ import torch
 import workload
 
 from moe_rl.config import ModelConfig, Optimizer
-from moe_rl.experts_cpu import use_cpu_experts
-from moe_rl.models import load
+from moe_rl.models.experts_cpu import use_cpu_experts
+from moe_rl.models.load import load
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing import RoutingTrace, record_routing, replay_routing

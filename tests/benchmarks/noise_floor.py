@@ -16,11 +16,13 @@ import torch
 
 from moe_rl.config import ModelConfig, Optimizer
 from moe_rl.metrics.volatility import route_change
-from moe_rl.models import encode_prompts, load
+from moe_rl.models.load import load
+from moe_rl.models.tokens import encode_prompts
 from moe_rl.policies.hf import HFPolicy
+from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.tasks.running_sums import RunningSums
-from moe_rl.types import Batch, Sampling, Scored, collate
+from moe_rl.types import Batch, Sampling, Scored
 
 
 def padded(batch: Batch, extra: int) -> Batch:

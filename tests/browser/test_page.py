@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from moe_rl.view import write_page
-from tests.test_view import EVIL, pair, save_tokenizer
+from moe_rl.compare.view import write_page
+from tests.compare.test_view import EVIL, pair, save_tokenizer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="tests in a real browser are run by `make test-browser`")
 

@@ -18,12 +18,13 @@ from moe_rl.errors import RoutingError
 from moe_rl.lookup import Use
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.losses import LOSSES
+from moe_rl.rollouts.collate import collate
 from moe_rl.routing import layout_of, record_routing, replay_routing
 from moe_rl.routing.formats import decode_routes
 from moe_rl.routing.intercept import MAXIMUM, TOPK, recomputing
 from moe_rl.routing.sites import find_sites
 from moe_rl.routing.sources import random_sets
-from moe_rl.types import Prompt, Rollout, collate
+from moe_rl.types import Prompt, Rollout
 from tests.conftest import build, perturb
 from tests.objectives.examples import inputs
 from tests.policies.test_hf import GRPO, make_batch, part_of, policy_of

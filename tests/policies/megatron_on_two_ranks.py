@@ -25,7 +25,7 @@ from moe_rl.rollouts.checked import CheckedEngine
 from moe_rl.rollouts.http import ServerEngine
 from moe_rl.rollouts.push import Tolerance, probe_prompts
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.runs import RunFolder
+from moe_rl.runs.folder import RunFolder
 from tests.conftest import build, perturb
 from tests.policies.megatron_study import study
 from tests.policies.test_hf import make_batch, part_of
@@ -64,7 +64,7 @@ def main(folder: Path) -> None:
 
 
 def megatron(model, parallel: Parallel, **settings):
-    from moe_rl.policies.megatron import MegatronPolicy
+    from moe_rl.policies.megatron.policy import MegatronPolicy
 
     return MegatronPolicy(model, SETTINGS, parallel, **ROWS | settings)
 
@@ -190,9 +190,8 @@ def checkpoint(folder: Path) -> dict:
 
 def resumed(folder: Path) -> dict:
     """A run interrupted after its first step and gone on with, against one that was not."""
-    from moe_rl.frames import diff
-
     from moe_rl.execute import execute
+    from moe_rl.runs.frames import diff
 
     less = {"prompts_per_step": 2, "eval_prompts": 2, "mini_batches": 2, "measure.detail_every": 10}
     run = study.base.replace(policy="megatron", parallel=LAYOUTS["ep2"], steps=2, save_every=1, **less)

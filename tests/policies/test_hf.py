@@ -11,10 +11,11 @@ from moe_rl.config import Arm, Optimizer
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
+from moe_rl.rollouts.collate import collate
 from moe_rl.routing import record_routing
 from moe_rl.routing.sites import router_parameters
 from moe_rl.routing.sources import old_policy, random_sets, rollout, shuffled
-from moe_rl.types import Prompt, Rollout, collate
+from moe_rl.types import Prompt, Rollout
 from tests.conftest import FAMILIES, build, perturb
 
 

@@ -11,11 +11,12 @@ from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.objectives import objective_of
 from moe_rl.recorder import engine_row
 from moe_rl.rollouts.answers import Answer, Reader
+from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing import layout_of
 from moe_rl.routing.formats import RoutesRefused
 from moe_rl.routing.sources import rollout as replay_rollout
-from moe_rl.types import Sampling, collate
+from moe_rl.types import Sampling
 from tests.policies.test_hf import part_of
 from tests.rollouts.fake_engine import PROMPTS, policy_of, routes_of, small
 

@@ -122,7 +122,7 @@ def test_anchored_on_the_engine_the_first_ratio_is_the_mismatch(tmp_path):
 
 
 def test_a_resumed_run_of_another_numerics_ends_identical(tmp_path):
-    from moe_rl import frames
+    from moe_rl.runs import frames
 
     run = WIDE.replace(engine=EngineConfig(router_noise=0.1, int8=True))
     carry_out(run.replace(steps=2), tmp_path / "cut")

@@ -18,8 +18,8 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
-from moe_rl.experts_cpu import NAME as CPU_EXPERTS
-from moe_rl.experts_cpu import use_cpu_experts
+from moe_rl.models.experts_cpu import NAME as CPU_EXPERTS
+from moe_rl.models.experts_cpu import use_cpu_experts
 from moe_rl.routing import RoutingTrace, record_routing, replay_routing
 from moe_rl.routing.sites import find_sites
 from tests.routing.families import FAMILIES, REFUSED, At, Family, build, table

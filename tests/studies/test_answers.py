@@ -9,7 +9,7 @@ import answers
 import early_warning
 import pytest
 
-from moe_rl.frames import load_study
+from moe_rl.runs.frames import load_study
 
 HERE = [name for name in answers.ANSWERS if (answers.RESULTS / name).exists()]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl import report
-from moe_rl.study import QUICK_STEPS, load_study_file
-from moe_rl.workers import preflight
+from moe_rl.results import report
+from moe_rl.study.declaration import QUICK_STEPS, load_study_file
+from moe_rl.study.workers import preflight
 
 ROOT = Path(__file__).parents[2] / "studies"
 FILES = sorted(f for f in ROOT.glob("*.py") if "study = " in f.read_text())

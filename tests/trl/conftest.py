@@ -7,8 +7,8 @@ import os
 
 import pytest
 import torch
+from moe_rl.models.tokens import byte_tokenizer
 
-from moe_rl.models import byte_tokenizer
 from tests.conftest import build
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -60,7 +60,7 @@ def make(trainer_class, folder, model=None, peft_config=None, eval_dataset=None,
 
 
 def ours(*args, **settings):
-    from moe_rl.trl import ReplayGRPOTrainer
+    from moe_rl.adapters.trl import ReplayGRPOTrainer
 
     return make(ReplayGRPOTrainer, *args, **settings)
 

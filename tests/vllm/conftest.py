@@ -16,7 +16,7 @@ import torch
 
 from moe_rl.config import Arm, ColdStart, ModelConfig, Optimizer, RunConfig
 from moe_rl.lookup import Use
-from moe_rl.models import load, save_checkpoint
+from moe_rl.models.load import load, save_checkpoint
 from moe_rl.policies.hf import HFPolicy
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
@@ -80,11 +80,12 @@ def serving(running):
 @pytest.fixture(scope="session")
 def trained():
     """Weights that solve four running sums in about a third of the attempts."""
-    from moe_rl.cold_start import cold_start
+    from moe_rl import execute
+    from moe_rl.models.cold_start import cold_start
     from moe_rl.tasks.base import load_task
 
     loaded = load(RUN.model, 0)
-    cold_start(loaded, load_task(RUN.task), RUN, CACHE)
+    cold_start(loaded, load_task(RUN.task), RUN, CACHE, execute.sample)
     return loaded
 
 

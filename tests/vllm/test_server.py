@@ -12,7 +12,7 @@ import torch
 
 from moe_rl.config import Optimizer
 from moe_rl.errors import RunError
-from moe_rl.models import load
+from moe_rl.models.load import load
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.checked import CheckedEngine
 from moe_rl.rollouts.http import BatchIncomplete, ServerEngine

@@ -1,0 +1,115 @@
+"""What the routers of one checkpoint did on one batch of texts, and its file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+
+from moe_rl.compare.checkpoints.texts import TextBatch
+from moe_rl.errors import RoutingError
+from moe_rl.routing.hooks import record_routing
+from moe_rl.routing.trace import Layout, RoutingTrace
+
+PerSlot = Float[Tensor, "batch time site k"]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Natural routes of a batch and how sure the routers were. The scores are None for a family that hands out none."""
+
+    routes: RoutingTrace
+    gates: PerSlot | None = None
+    """Combine weights of the used experts."""
+    log_probs: PerSlot | None = None
+    """Of the experts of a reference (by default the used ones themselves), from the router's full softmax."""
+    margins: Float[Tensor, "batch time site"] | None = None
+    """k-th minus (k+1)-th choice score, in the router's own units."""
+
+    def save(self, path: Path, batch: TextBatch) -> None:
+        """Write a trace file that carries the scores and the response beside the routes; whole or not at all."""
+        beside = {"response": batch.response_mask}
+        if self.gates is not None:
+            beside |= {"gates": self.gates.half(), "log_probs": self.log_probs, "margins": self.margins}
+        aside = path.with_name(f".tmp-{path.name}")
+        self.routes.save(aside, beside)
+        os.replace(aside, path)
+
+    @staticmethod
+    def load(path: Path) -> Observed:
+        """Read what `save` wrote."""
+        beside = RoutingTrace.load_beside(path)
+        gates = beside.get("gates")
+        return Observed(
+            RoutingTrace.load(path), None if gates is None else gates.float(), beside.get("log_probs"),
+            beside.get("margins"),
+        )
+
+
+class Observer:
+    """One loaded checkpoint, seen through its routers."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.decoder = getattr(model, "base_model", model)  # without the head: nobody reads logits
+        self.scored = self._hands_out_scores()
+
+    def observe(self, batch: TextBatch, reference: RoutingTrace | None = None) -> Observed:
+        """One forward. `reference` names the experts whose log-probabilities are wanted: those used before."""
+        layout, found = self._forward(batch.tokens, batch.attention_mask, reference)
+        return _observed(batch, layout, found)
+
+    def observe_again(self, batch: TextBatch, reference: RoutingTrace) -> Observed:
+        """The same in other company: rows in reverse, in two forwards of unequal size, with three padded columns."""
+        order = torch.arange(len(batch.lines) - 1, -1, -1)
+        time, found = batch.tokens.shape[1], {}
+        for index in order.tensor_split([-(-len(order) // 3)]):
+            if not len(index):
+                continue
+            tokens, mask = (nn.functional.pad(x[index], (0, 3)) for x in (batch.tokens, batch.attention_mask))
+            layout, part = self._forward(tokens, mask, reference.rows(index).to(tokens.device))
+            for name, x in part.items():
+                whole = found.setdefault(name, x.new_empty((len(order), time, *x.shape[2:])))
+                whole[index] = x[:, :time]
+        return _observed(batch, layout, found)
+
+    @torch.no_grad()
+    def _forward(
+        self, tokens: Int64[Tensor, "batch time"], mask: Bool[Tensor, "batch time"], reference: RoutingTrace | None
+    ) -> tuple[Layout, dict[str, Tensor]]:
+        """Experts, gates, log-probabilities and margins of one forward, on the CPU."""
+        tokens, mask = tokens.to(self.device), mask.to(self.device)
+        with record_routing(self.model, scores=self.scored) as recording:
+            self.decoder(input_ids=tokens, attention_mask=mask, use_cache=False)
+        routes = recording.trace(tokens, mask)
+        found = {"experts": routes.experts}
+        if self.scored:
+            scores = recording.scores(len(tokens))
+            log_probs = scores.log_probs
+            if reference is not None:
+                ids = reference.ids().to(self.device)
+                ids = nn.functional.pad(ids, (0, 0, 0, 0, 0, tokens.shape[1] - ids.shape[1]), value=-1)
+                log_probs = scores.log_probs_at(ids)
+            found |= {"gates": scores.gates.half().float(), "log_probs": log_probs, "margins": scores.margins}
+        return routes.layout, {name: x.cpu() for name, x in found.items()}
+
+    def _hands_out_scores(self) -> bool:
+        tokens = torch.zeros(1, 2, dtype=torch.long)
+        self.scored = True
+        try:
+            self._forward(tokens, torch.ones_like(tokens).bool(), None)
+        except RoutingError:
+            self.scored = False
+            self._forward(tokens, torch.ones_like(tokens).bool(), None)  # raises when not the scores were at fault
+        return self.scored
+
+
+def _observed(batch: TextBatch, layout: Layout, found: dict[str, Tensor]) -> Observed:
+    experts, tokens, mask = found.pop("experts"), batch.tokens, batch.attention_mask
+    routes = RoutingTrace.from_ids(experts, layout, tokens=tokens, attention_mask=mask, check=False)
+    return Observed(routes, **found)

@@ -1,0 +1,122 @@
+"""What a comparison of two checkpoints prints and draws, from its tables alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moe_rl.compare.checkpoints.figures import FIGURES
+from moe_rl.compare.checkpoints.tables import SEEN, SHOWN, Frames, top_share
+from moe_rl.results import plots
+from moe_rl.terminal import say
+
+SHARES = ("slot_change", "set_change", "jaccard_distance", "any_layer_change", "response_set_change",
+          "response_usage_change", "router_shift_ratio_low", "coactivation_change")
+"""Metrics that are shares, to be read in percent."""
+
+
+def print_report(console: Console, frames: Frames, out: Path) -> None:
+    """The summary, where change concentrates, and the figures, which are drawn into `out`."""
+    settings = json.loads((out / "comparison.json").read_text())
+    counts = settings["finished"]
+    say(console, (settings["before"], "bold"), " → ", (settings["after"], "bold"),
+        f": {counts['lines']} texts, {counts['tokens']:,} tokens", wrap=True)
+    if counts["cut_lines"]:
+        lost = counts.get("lost_lines", 0)
+        nothing = f", {lost} of them to nothing but prompt: their responses are in no number" * bool(lost)
+        say(console, (f"{counts['cut_lines']} texts were cut", "yellow"),
+            f" at {settings['max_tokens']} tokens (--max-tokens){nothing}", wrap=True)
+    console.print(_metrics(frames["summary"], counts))
+    console.print(_layers(frames["layers"]))
+    for line in concentration(frames):
+        say(console, f"· {line}", wrap=True)
+    for name, draw in FIGURES.items():
+        paths = plots.save(draw(frames), out, name)
+        say(console, f"figure {' '.join(map(str, paths))}")
+    say(console, f"tables {out}/*.parquet")
+
+
+def concentration(frames: Frames) -> list[str]:
+    """Where change concentrates: by layer, token, position, token id and expert, one sentence each."""
+    layers, spread, positions = frames["layers"], frames["layers_changed"], frames["positions"]
+    changed = (layers["set_change"] * layers["volatility_tokens"]).to_numpy()
+    if not changed.sum():
+        return ["no expert set changed anywhere"]
+    worst = layers.sort_values("set_change").iloc[-1]
+    lines = [f"by layer: decoder layer {worst['layer']:.0f} changes most, {_percent(worst['set_change'])} of its sets; "
+             f"the most changed tenth of {len(layers)} sites holds {_percent(top_share(changed, 0.1))} of all changes"]
+    somewhere = 1 - spread["tokens"][0] / spread["tokens"].sum()
+    most = top_share(spread["layers_changed"].to_numpy(), 0.1, spread["tokens"].to_numpy())
+    lines.append(f"by token: {_percent(somewhere)} of tokens change somewhere; the most changed tenth holds "
+                 f"{_percent(most)} of all changes")
+    early, late = positions[positions["position"] < 16], positions[positions["position"] >= 16]
+    if len(late):
+        rates = [np.average(part["slot_change"], weights=part["n"]) for part in (early, late)]
+        lines.append(f"by position: {_percent(rates[0])} of slots change in the first 16 tokens of a response, "
+                     f"{_percent(rates[1])} after")
+    common = frames["tokens"][frames["tokens"]["n"] >= SEEN].sort_values("slot_change", ascending=False)
+    if len(common):
+        named = ", ".join(f"{row.text!r} {_percent(row.slot_change)}" for row in common.head(5).itertuples())
+        lines.append(f"by token id (seen {SEEN} times or more): {named}")
+    left = frames["experts"]["left"].to_numpy()
+    lines.append(f"by expert: a tenth of {len(left)} (layer, expert) pairs accounts for "
+                 f"{_percent(top_share(left, 0.1))} of departures")
+    return lines
+
+
+def _metrics(summary: pd.DataFrame, counts: Mapping[str, int]) -> Table:
+    table = _table("How far routing moved")
+    for column, justify in (("metric", "left"), ("response", "right"), ("prompt", "right"), ("noise floor", "right"),
+                            ("formula", "left")):
+        table.add_column(column, justify=justify, no_wrap=True)
+    for row in summary.itertuples():
+        cells = [_cell(row.metric, value) for value in (row.response, row.prompt, row.noise_floor)]
+        table.add_row(row.metric, *cells, row.formula, style="dim" if "tokens" in row.metric else "")
+    table.caption = (f"Noise floor: BEFORE's own weights on {counts['noise_batches']} of {counts['batches']} batches, "
+                     "seen again with rows in reverse, other batch sizes and more padding. Response, prompt: rows that "
+                     "decide a token of either. S experts of a token, U of a response, f their shares of its slots, "
+                     "q shares of pairs serving one token, p the router's probabilities.")
+    return table
+
+
+def _layers(layers: pd.DataFrame) -> Table:
+    table = _table("By layer")
+    change = {"slots\nchanged": "slot_change", "\nnoise": "noise_slot_change", "sets\nchanged": "set_change",
+              "gates\nmoved": "gate_mass_moved", "router\nshift": "router_shift"}
+    both = {"margin,\nmedian": "margin_q50", "load\nentropy": "load_entropy", "\ndead": "load_dead_experts"}
+    for title in ("layer", *change, *both):
+        table.add_column(title, justify="right", no_wrap=True)
+    shown = layers if len(layers) <= 2 * SHOWN else layers.sort_values("slot_change").tail(2 * SHOWN).sort_index()
+    for _, row in shown.iterrows():
+        cells = [_cell(c, row.get(c, math.nan), digits=2) for c in change.values()]
+        pairs = ["→".join(_cell(c, row[f"{c}_{when}"]) for when in ("before", "after")) for c in both.values()]
+        table.add_row(f"{row['layer']:.0f}", *cells, *pairs)
+    if len(shown) < len(layers):
+        table.caption = f"the {len(shown)} of {len(layers)} sites that change most; all are in layers.parquet"
+    return table
+
+
+# ---------------------------------------------------------------------- small parts
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", caption_justify="left", box=box.SIMPLE_HEAD,
+                 collapse_padding=True, pad_edge=False)
+
+
+def _cell(metric: str, value: float, digits: int = 3) -> str:
+    if value is None or math.isnan(value):
+        return "–"
+    if metric in ("tokens", "unknown_rows") or "dead" in metric:
+        return f"{value:,.0f}"
+    return _percent(value, digits) if metric.removeprefix("noise_") in SHARES else f"{value:.2g}"
+
+
+def _percent(value: float, digits: int = 3) -> str:
+    return f"{100 * value:.{digits}g} %" if value < 0.9995 else f"{100 * value:.0f} %"

@@ -1,0 +1,288 @@
+"""What a run is, as data: plain frozen dataclasses, hashed into the run's manifest.
+
+Nothing here imports torch, so that declaring, listing and hashing studies stays instant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_rl.config.older import modern
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Part, Use
+
+ANCHORS = ("policy", "engine")
+WITH_ARGUMENT = ("reasoning_gym", "jsonl")
+"""Tasks whose name goes on after a colon: a dataset, a file."""
+NAMED = re.compile(r"[^\s:(),=]+:[^\s:(),=]+")
+"""`pkg.module:name`, wherever it stands in a setting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One row of the comparison, made of parts: a name, or a `Use` with options, each.
+
+    GRPO with Routing Replay is `Arm(name="replay", loss="grpo", routes="old_policy")`; a KL to the reference is
+    `terms=(Use("kl", coef=0.04),)`. What is there is in `moe_rl.objectives` and `moe_rl.routing.sources`; a user's own
+    function is `pkg.module:function`.
+    """
+
+    name: str
+    loss: Part = "grpo"
+    """Ratio level and trust region: `objectives.losses`."""
+    aggregate: Part = "seq_mean_token_mean"
+    """How the tokens of a mini-batch weigh: `objectives.aggregate`."""
+    corrections: tuple[Part, ...] = ()
+    """Factors on those weights, without gradient, e.g. `Use("truncated", cap=2.0)`: `objectives.corrections`."""
+    terms: tuple[Part, ...] = ()
+    """What is added to the loss, e.g. `Use("entropy", coef=0.01)`: `objectives.terms`."""
+    advantage: Part = "group"
+    """Rewards to advantages: `objectives.advantages`."""
+    routes: Part = "live"
+    """Routes of ratio and gradient: `routing.sources`."""
+    ratio_routes: Part | None = None
+    """Routes of the ratio alone, when not those of the gradient: splits replay into its two mechanisms. Costs a forward
+    more per update. None: one and the same."""
+    anchor: str = "policy"
+    """Denominator of the ratio: `policy` (recomputed by the trainer) or `engine` (the rollout's own log-probs)."""
+
+    def __post_init__(self) -> None:
+        for part in ("loss", "aggregate", "advantage", "routes"):
+            object.__setattr__(self, part, Use.of(getattr(self, part)))
+        for parts in ("corrections", "terms"):
+            object.__setattr__(self, parts, tuple(Use.of(part) for part in getattr(self, parts)))
+        if self.ratio_routes is not None:
+            object.__setattr__(self, "ratio_routes", Use.of(self.ratio_routes))
+        if self.anchor not in ANCHORS:
+            raise ConfigError(f"arm {self.name!r}: anchor={self.anchor!r}; choose {' or '.join(ANCHORS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model. A preset of `moe_rl.models`, or any Hugging Face checkpoint directory or name."""
+
+    name: str = "qwen3_moe-tiny"
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Changes to a preset's Hugging Face configuration, e.g. `{"num_experts": 32}`."""
+    device: str = "cpu"
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColdStart:
+    """Supervised training until a target success rate. Ignored for a checkpoint with `target=0`."""
+
+    target: float = 0.35
+    """Share of sampled completions with reward 1 at which it stops; 0 turns the cold start off."""
+    seed: int = 0
+    """Initial weights and order of examples: a factor of its own, since runs that share one cold start say nothing
+    about other starts."""
+    max_steps: int = 3000
+    batch_size: int = 64
+    lr: float = 2e-3
+
+
+OPTIMIZERS = ("adamw", "sgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW, or SGD, and its surroundings."""
+
+    name: str = "adamw"
+    """`adamw`, or `sgd` with momentum `betas[0]`."""
+    lr: float = 2e-4
+    warmup: int = 0
+    """Updates over which the learning rate rises from 0, linearly."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    """Global L2 norm to which gradients are clipped; 0 turns clipping off."""
+    router_lr_scale: float = 1.0
+    """Learning-rate factor of the router weights; 0 freezes them."""
+
+    def lr_at(self, update: int) -> float:
+        """Learning rate of an update, counted from 1 over the whole run."""
+        return self.lr * min(1.0, update / self.warmup) if self.warmup else self.lr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """The measuring budget (see "What is measured" in the README)."""
+
+    probe: int = 32
+    """Responses per step on which quantities that need an extra forward are measured."""
+    detail_every: int = 10
+    """Steps between detailed measurements: per-update volatility, attribution by mini-batch index, noise floor."""
+    full: bool = False
+    """Measure every response at every step and print what that costs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """How `policy="megatron"` is spread over dp × tp × pp processes, one per GPU."""
+
+    dp: int = 1
+    """Data parallel: each rank takes part of a mini-batch's rows."""
+    tp: int = 1
+    """Tensor parallel, with sequence parallelism: attention, embedding and output are cut."""
+    pp: int = 1
+    """Pipeline parallel: each stage holds consecutive layers."""
+    ep: int = 1
+    """Expert parallel: the experts of a layer are spread over `ep` of the dp × tp ranks."""
+    etp: int | None = None
+    """Ranks that share one expert. None: `tp` when ep = 1, else 1."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of Megatron-core's TransformerConfig, e.g. `{"moe_token_dispatcher_type": "allgather"}`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What draws the rollouts, and in which numerics. By default the policy's own module samples, so that engine and
+    policy agree to float rounding; anything else is an engine of its own, whose weights follow the policy's."""
+
+    name: str = "hf"
+    """`hf`, `vllm` (in this process), or the address of a server, e.g. `http://127.0.0.1:8000`."""
+    dtype: str | None = None
+    """In which the engine computes, e.g. `bfloat16`; None: the policy's."""
+    routes: str = "raise"
+    """What becomes of routes that are missing or impossible: `raise`, `unknown` (they route freely under replay and are
+    counted), or `off`: none are asked for."""
+    experts: str | None = None
+    """hf: another of transformers' implementations of the experts, `eager`, `batched_mm` or `grouped_mm`."""
+    int8: bool = False
+    """hf: matrices rounded to 8 bits, one scale per row; embeddings and routers are kept."""
+    router_noise: float = 0.0
+    """hf: noise on router weights in units of their standard deviation, new after every update."""
+    gpu_memory: float = 0.4
+    """vllm: share of the GPU's memory it may take."""
+    max_tokens: int | None = None
+    """vllm: prompt and completion it makes room for; None: as many as the model can take."""
+    dialect: str = "openai"
+    """Server: `openai` (vLLM's completions), `vllm` (its `--enable-scale-out` endpoint) or `sglang`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that determines a run, and nothing else."""
+
+    arm: Arm
+    seed: int = 0
+    """Prompts, sampling noise, mini-batch split and probe; shared by all arms of a study."""
+    task: Part = "running_sums"
+    """What is asked and rewarded: `running_sums`, `reasoning_gym:<dataset>`, `jsonl:<file>`, `pkg.module:Class`, or a
+    `Use` of one with its options, e.g. `Use("running_sums", digits=12)`."""
+    model: ModelConfig = ModelConfig()
+    cold_start: ColdStart = ColdStart()
+    optimizer: Optimizer = Optimizer()
+    measure: Measure = Measure()
+    engine: EngineConfig = EngineConfig()
+    policy: str = "hf"
+    """`hf`, or `megatron` (Megatron-core), laid out as `parallel` says."""
+    parallel: Parallel = Parallel()
+    steps: int = 100
+    prompts_per_step: int = 32
+    group_size: int = 8
+    mini_batches: int = 8
+    micro_batch: int = 64
+    """Most rows in one forward with gradient."""
+    activation_checkpointing: bool = False
+    temperature: float = 1.0
+    max_new_tokens: int = 16
+    stop: tuple[str, ...] = ()
+    eval_every: int = 10
+    eval_prompts: int = 128
+    save_every: int = 25
+    """Steps between resume checkpoints."""
+    hf_checkpoints: tuple[int, ...] = ()
+    """Steps after which the weights are also saved as a Hugging Face checkpoint, in the run's folder."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "task", Use.of(self.task))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it; `from_dict` reads it back."""
+        return json.loads(json.dumps(_plain(self)))
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> RunConfig:
+        """The configuration that `to_dict` described, now or in an older version: settings that came later take their
+        defaults, and what was written otherwise is read as it would be written now.
+
+        Raises ConfigError for a setting that no longer exists.
+        """
+        return _from_dict(cls, modern(content))
+
+    def own_code(self) -> set[str]:
+        """Every `pkg.module:name` that the parts of the run name, in their options too."""
+        names = {name for text in _texts(_plain(self.arm)) for name in NAMED.findall(text)}
+        task = self.task.name
+        return names | ({task} if ":" in task and task.partition(":")[0] not in WITH_ARGUMENT else set())
+
+    @property
+    def hash(self) -> str:
+        """Of everything but `steps`, so that more steps extend a run."""
+        d = {k: v for k, v in self.to_dict().items() if k != "steps"}
+        return hashlib.sha256(json.dumps(d, sort_keys=True).encode()).hexdigest()[:16]
+
+    def replace(self, **changes: Any) -> RunConfig:
+        """A copy with changes. Dotted keys reach inside: `run.replace(**{"optimizer.lr": 1e-4})`."""
+        new = self
+        for key, value in changes.items():
+            new = _with(new, key, value)
+        return new
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a setting, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for below in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(below)
+
+
+def _plain(value: Any) -> Any:
+    """A configuration as nested dictionaries; a Use without options is its name."""
+    if isinstance(value, Use) and not value.options:
+        return value.name
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(below) for key, below in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, tuple | list) else value
+
+
+def _from_dict(kind: Any, value: Any) -> Any:
+    """`value` as JSON gave it, as an instance of the dataclass `kind`; JSON's lists were tuples."""
+    if Use in typing.get_args(kind) and isinstance(value, Mapping):
+        return Use.of(value)
+    if not dataclasses.is_dataclass(kind):
+        return tuple(_from_dict(typing.get_args(kind)[0], one) for one in value) if isinstance(value, list) else value
+    hints = typing.get_type_hints(kind)
+    if later := sorted(set(value) - set(hints)):
+        raise ConfigError(f"{kind.__name__} has no setting {', '.join(later)}: this configuration is of another "
+                          "version of moe_rl; run it with the code that its row names")
+    return kind(**{name: _from_dict(hints[name], below) for name, below in value.items()})
+
+
+def _with(node: Any, key: str, value: Any, name: str = "a run") -> Any:
+    """`node` with one dotted setting changed; what lies below a mapping is one key of it."""
+    if isinstance(node, Mapping):
+        return {**node, key: value}
+    if isinstance(node, Use) and key.startswith("options."):
+        return Use(node.name, **{**node.options, key.removeprefix("options."): value})
+    head, _, tail = key.partition(".")
+    known = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
+    if head not in known:
+        raise ConfigError(f"{name} has no setting {head!r}; it has {', '.join(known) or 'none, being a value'}")
+    below = _with(getattr(node, head), tail, value, head) if tail else value
+    return dataclasses.replace(node, **{head: below})

@@ -1,0 +1,110 @@
+"""The values a configuration may have, checked before anything is computed. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moe_rl.config.run import OPTIMIZERS, RunConfig
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
+
+_EXISTS = "a run needs at least 1, or there is nothing to do"
+_EVERY = "an interval is at least 1 step; one longer than the run means only at its end, or never"
+_SIGN = "it must not be negative, or updates would not go along the gradient"
+_RANK = "a size is at least 1 process"
+_SEED = "random streams are derived from seeds, which must not be negative"
+RANGES: Mapping[str, tuple[float, float, str]] = {
+    **dict.fromkeys(("steps", "prompts_per_step", "group_size", "mini_batches", "micro_batch", "max_new_tokens",
+                     "eval_prompts", "cold_start.batch_size", "measure.probe", "engine.max_tokens"),
+                    (1, math.inf, _EXISTS)),
+    **dict.fromkeys(("eval_every", "save_every", "measure.detail_every"), (1, math.inf, _EVERY)),
+    **dict.fromkeys(("parallel.dp", "parallel.tp", "parallel.pp", "parallel.ep", "parallel.etp"),
+                    (1, math.inf, _RANK)),
+    **dict.fromkeys(("seed", "cold_start.seed"), (0, math.inf, _SEED)),
+    **dict.fromkeys(("optimizer.lr", "cold_start.lr"), (0, math.inf, "a learning rate must not be negative")),
+    **dict.fromkeys(("optimizer.eps", "optimizer.weight_decay", "optimizer.router_lr_scale"), (0, math.inf, _SIGN)),
+    "optimizer.warmup": (0, math.inf, "a number of updates; a negative one makes learning rates negative"),
+    "optimizer.grad_clip": (0, math.inf, "a norm, or 0 for no clipping; a negative one would train uphill"),
+    "cold_start.max_steps": (0, math.inf, "a number of steps"),
+    "cold_start.target": (0, 1, "a success rate, from 0 (no cold start) to 1"),
+    "engine.router_noise": (0, math.inf, "a standard deviation"),
+    "engine.gpu_memory": (0, 1, "a share of the GPU's memory"),
+}
+"""Smallest and largest value of a setting, and what it is or why; None, where a setting may be it, is not compared."""
+
+
+def check_values(config: RunConfig) -> None:
+    """Raise ConfigError for a value that no run can have: of another type than its setting, not finite, out of range.
+
+    What depends on a model, an engine or the processes that run is checked where these are known; so are the parts of
+    an arm, whose clip range may be infinite.
+    """
+    settings = list(_settings(config))
+    for key, value, hint in settings:
+        if not _fits(value, hint):
+            wanted = getattr(hint, "__name__", "") if typing.get_origin(hint) is None else str(hint)
+            raise ConfigError(f"{key}={value!r}: the setting needs a value of type {wanted.replace('typing.', '')}")
+    for key, number in itertools.chain.from_iterable(_floats(name, value) for name, value, _ in settings):
+        if math.isnan(number) or (math.isinf(number) and not key.startswith("arm.")):
+            raise ConfigError(f"{key}={number:g}: numbers must be finite, or nothing computed with them is")
+    for key, value, _ in settings:
+        least, most, why = RANGES.get(key, (-math.inf, math.inf, ""))
+        if value is not None and key in RANGES and not least <= value <= most:
+            raise ConfigError(f"{key}={value:g}: {why}")
+    if config.temperature <= 0:
+        raise ConfigError(f"temperature={config.temperature:g}: logits are divided by it, so it must be positive")
+    if not all(0 <= beta < 1 for beta in config.optimizer.betas):
+        raise ConfigError(f"optimizer.betas={config.optimizer.betas}: shares of a mean that are kept, in [0, 1)")
+    if config.optimizer.name not in OPTIMIZERS:
+        raise ConfigError(f"optimizer.name={config.optimizer.name!r}: choose {' or '.join(OPTIMIZERS)}")
+    if "" in config.stop:
+        raise ConfigError(f"stop={config.stop}: every completion contains the empty string, so all would end at once")
+    if config.hf_checkpoints and min(config.hf_checkpoints) < 1:
+        raise ConfigError(f"hf_checkpoints={config.hf_checkpoints}: steps are counted from 1")
+    rows = config.prompts_per_step * config.group_size
+    if config.mini_batches > rows:
+        raise ConfigError(f"mini_batches={config.mini_batches} is more than the {rows} rollouts of a step "
+                          f"({config.prompts_per_step} prompts × {config.group_size}); some would be empty")
+
+
+def _settings(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every setting below a dataclass: its dotted key, its value, its annotation."""
+    for name, hint in typing.get_type_hints(type(node)).items():
+        value = getattr(node, name)
+        yield prefix + name, value, hint
+        if dataclasses.is_dataclass(value):
+            yield from _settings(value, f"{prefix}{name}.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type. An int is welcome where a float is asked for; a bool is no number."""
+    kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind is Any:
+        return True
+    if kind in (types.UnionType, typing.Union):
+        return any(_fits(value, part) for part in parts)
+    if kind is tuple and isinstance(value, tuple):
+        each = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
+        return len(each) == len(value) and all(map(_fits, value, each))
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _floats(key: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, float):
+        yield key, value
+    elif isinstance(value, Use):
+        yield from _floats(f"{key}.options", value.options)
+    elif isinstance(value, Mapping):
+        for name, below in value.items():
+            yield from _floats(f"{key}.{name}", below)
+    elif isinstance(value, (list, tuple)):
+        for below in value:
+            yield from _floats(key, below)

@@ -1,0 +1,115 @@
+"""How much memory a run will need, before anything is loaded."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict, dataclass
+
+import psutil
+import torch
+
+from moe_rl.config import RunConfig
+from moe_rl.errors import ConfigError
+from moe_rl.models.presets import hf_config, skeleton
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one run, by what holds them; see `estimate_memory`."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+    sampling: int
+    routes: int
+
+    @property
+    def persistent(self) -> int:
+        """What is there all the time and known exactly: weights, gradients, AdamW's moments, the reference policy."""
+        return self.weights + self.gradients + self.optimizer + self.reference
+
+    @property
+    def total(self) -> int:
+        """Sampling and updates take turns, so the larger of the two counts."""
+        return self.persistent + self.routes + max(self.activations, self.sampling)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {_readable(size)}" for name, size in asdict(self).items() if size)
+        return f"about {_readable(self.total)} ({parts}), besides the 0.5 GB of the libraries"
+
+
+def estimate_memory(run: RunConfig, prompt_tokens: int, reference: bool = False) -> MemoryEstimate:
+    """The memory of a run whose longest prompt has `prompt_tokens` tokens; nothing is loaded, the weights are counted
+    on the meta device.
+
+    With P parameters of b bytes, L layers, width h, vocabulary V, k experts of width w per token, time
+    T = prompt_tokens + max_new_tokens, R = prompts × group rollouts and M = min(micro_batch, ceil(R / mini_batches))
+    rows per forward:
+
+        weights = gradients = P b,  optimizer = 2 P b,  reference = P b where an arm compares with one
+        activations = M T (L A + 3 V) b,  A = 8 h + 5 heads head_dim + k (4 w + 2 h);
+                      L h + A in place of L A with activation checkpointing
+        sampling    = R (2 L T kv_heads head_dim b + 3 V · 4)
+        routes      = R T L k bytes (two per id above 255 experts), for engine and policy
+
+    A is a fit to what autograd keeps for the presets (within a factor of 1.5); eager attention adds heads · T² per row,
+    which is not counted.
+    """
+    config = hf_config(run.model)
+    b = torch.empty((), dtype=getattr(torch, run.model.dtype)).element_size()
+    weights = sum(p.numel() for p in skeleton(run.model).parameters()) * b
+    layers, hidden, vocab = config.num_hidden_layers, config.hidden_size, config.vocab_size
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    k = getattr(config, "num_experts_per_tok", None) or 1
+    width = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 4 * hidden
+    experts = next((e for key in _EXPERTS if (e := getattr(config, key, None))), 1)
+
+    time = prompt_tokens + run.max_new_tokens
+    rollouts = run.prompts_per_step * run.group_size
+    rows = min(run.micro_batch, -(-rollouts // run.mini_batches))
+    layer = 8 * hidden + 5 * heads * head_dim + k * (4 * width + 2 * hidden)
+    kept = layers * hidden + layer if run.activation_checkpointing else layers * layer
+    return MemoryEstimate(
+        weights=weights,
+        gradients=weights,
+        optimizer=2 * weights,
+        reference=weights if reference else 0,
+        activations=rows * time * (kept + 3 * vocab) * b,
+        sampling=rollouts * (2 * layers * time * kv_heads * head_dim * b + 3 * vocab * 4),
+        routes=2 * rollouts * time * layers * k * (1 if experts <= 255 else 2),
+    )
+
+
+def check_memory(estimate: MemoryEstimate, device: str = "cpu") -> None:
+    """Raise ConfigError when what is certainly needed exceeds the device's free memory; warn when the whole estimate
+    does."""
+    free = available_memory(device)
+    advice = "Use a smaller model, bfloat16 (model.dtype), a smaller micro_batch, or activation_checkpointing."
+    if estimate.persistent > free:
+        raise ConfigError(
+            f"this run needs {estimate}, but {device} has {_readable(free)} free, less than weights, gradients and "
+            f"optimizer alone take ({_readable(estimate.persistent)}). {advice}"
+        )
+    if estimate.total > free:
+        warnings.warn(
+            f"this run needs {estimate}, but {device} has {_readable(free)} free: it may be killed. {advice}",
+            stacklevel=2,
+        )
+
+
+def available_memory(device: str = "cpu") -> int:
+    """Free bytes of a CUDA device, or the bytes this machine can give to a process without swapping."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    return psutil.virtual_memory().available
+
+
+_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+
+
+def _readable(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,80 @@
+"""A tokenizer of bytes, and prompts and answers as the model reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from moe_rl.errors import ConfigError
+from moe_rl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def byte_tokenizer(vocab_size: int = 258) -> PreTrainedTokenizerBase:
+    """Bytes as tokens: any text becomes its UTF-8 bytes and comes back exactly.
+
+    Ids 0 … 255 are the bytes, then come end and padding. The text `<|end|>` in a prompt is seven bytes, not the end.
+    With fewer than 258 ids only the first bytes from the space (32) on are known, the last known id standing for all
+    others; `encode_prompts` refuses prompts that contain it.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    complete = vocab_size >= 258
+    letters = _letters_of_bytes()
+    known = letters if complete else letters[32 : 32 + vocab_size - 3]
+    vocab = {letter: i for i, letter in enumerate(known)}
+    if complete:
+        bpe = BPE(vocab=vocab, merges=[])
+    else:
+        bpe = BPE(vocab=vocab | {"<|unknown|>": len(vocab)}, merges=[], unk_token="<|unknown|>")
+    backend = Tokenizer(bpe)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|pad|>", special=True)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+        **({} if complete else {"unk_token": "<|unknown|>"}),
+    )
+
+
+def encode_prompts(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The prompts with `tokens` filled in: as one user turn where the tokenizer has a chat template, else as plain text
+    with the special tokens that the tokenizer puts in front."""
+    return [dataclasses.replace(p, tokens=tuple(_encode(p.text, tokenizer))) for p in prompts]
+
+
+def completion_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids of a whole completion, EOS included."""
+    return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+
+
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if tokenizer.chat_template:
+        turn = [{"role": "user", "content": text}]
+        ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)
+    else:
+        ids = tokenizer.encode(text)
+    if not ids:
+        raise ConfigError(f"the prompt {text!r} has no tokens; the first token of a response needs one before it.")
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+        raise ConfigError(
+            f"the tokenizer has no tokens for part of the prompt {text[:80]!r}, which the model would not see; "
+            f"choose a model whose vocabulary (now {len(tokenizer)}) covers the task."
+        )
+    return ids
+
+
+def _letters_of_bytes() -> list[str]:
+    """The letter that the ByteLevel pre-tokenizer writes for each byte: itself if printable, else the next from 256."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(b if b in printable else next(others)) for b in range(256)]

@@ -1,0 +1,164 @@
+"""Routes ↔ Megatron-core's RouterReplay: what every router of one model is told to use, and what it used.
+
+Megatron keeps all routers ever built in one global list, which two models in a process would share. Here a model's own
+routers are walked instead, and cleared at the borders of every schedule, after an exception too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float, Int16, Integer
+from megatron.core import parallel_state as ps
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from torch import Tensor, nn
+
+from moe_rl.errors import RoutingError
+from moe_rl.policies.megatron.weights import gather
+from moe_rl.routing.hooks import RouterScores
+from moe_rl.routing.trace import Layout, RoutingTrace
+from moe_rl.types import Batch
+
+
+class SiteReplay(RouterReplay):
+    """Megatron-core's RouterReplay of one router, with two additions to its target look-up: a row of -1 routes freely,
+    and what the router would have picked itself is kept. Natural routing is a target that is -1 everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        RouterReplay.global_router_replay_instances.remove(self)
+        self.preferred: Tensor | None = None
+        self.scores: Tensor | None = None
+
+    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):  # noqa: ANN001, ANN201
+        """(scores at the used ids, ids), as Megatron asks for them."""
+        if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
+            self.preferred = default_compute_topk(scores, topk, num_groups, group_topk)[1]
+            used = torch.where(self.target_topk_idx < 0, self.preferred, self.target_topk_idx)
+            # A recomputation uses what this forward used, also where it routed freely.
+            self.target_topk_idx = self.replay_backward_list[-1] = used
+            self.scores = scores.detach()
+        return super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+
+    def clear_indices(self) -> None:
+        super().clear_indices()
+        self.preferred = self.scores = None
+
+
+class Routers:
+    """The routers of this rank's layers, in forward order."""
+
+    def __init__(self, model: nn.Module, num_experts: int):
+        self.num_experts, self.device = num_experts, next(model.parameters()).device
+        self.sites: list[SiteReplay] = []
+        for module in model.modules():
+            if isinstance(module, TopKRouter):
+                RouterReplay.global_router_replay_instances.remove(module.router_replay)
+                module.router_replay = SiteReplay()
+                self.sites.append(module.router_replay)
+        stage = ps.get_pipeline_model_parallel_rank()
+        self.layers = slice(stage * len(self.sites), (stage + 1) * len(self.sites))
+        """Which sites of a trace are this stage's."""
+
+    @contextmanager
+    def schedule(self, recompute: bool) -> Iterator[None]:
+        """Scope of one schedule. Raises RoutingError when a recomputation did not use its routes."""
+        self._clear()
+        try:
+            yield
+            left = sum(len(site.replay_backward_list) for site in self.sites)
+            if recompute and left:
+                raise RoutingError(
+                    f"{left} layers were not recomputed under their routes, so gradients may belong to other experts; "
+                    "Megatron-core's recompute did not reach its routers."
+                )
+        finally:
+            self._clear()
+
+    def aim(self, ids: Integer[Tensor, "rows time site k"]) -> None:
+        """Routes of the micro-batch whose forward comes next, -1 where it routes freely; sites of all stages."""
+        for site, targets in zip(self.sites, ids[:, :, self.layers].permute(2, 1, 0, 3), strict=True):
+            if ps.get_tensor_model_parallel_world_size() > 1:  # sequence parallel: a rank sees its part of the tokens
+                ranks = ps.get_tensor_model_parallel_world_size()
+                targets = targets.chunk(ranks)[ps.get_tensor_model_parallel_rank()]
+            site.set_target_indices(targets.flatten(0, 1).to(self.device, torch.int64))
+            site.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+    def taken(self, rows: int, *, preferred: bool, scores: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """After that forward: ids used, on request ids preferred and scores, [site, time, rows, …], this rank's part.
+        From here on, until the next micro-batch, a router that is asked again is being recomputed."""
+        for site in self.sites:
+            site.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+
+        def stack(kind: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+            return torch.stack([x.to(dtype).unflatten(0, (-1, rows)) for x in kind])
+
+        narrow = torch.uint8 if self.num_experts <= 256 else torch.int16
+        return (
+            stack([site.target_topk_idx for site in self.sites], narrow),
+            stack([site.preferred for site in self.sites], narrow) if preferred else None,
+            stack([site.scores for site in self.sites], torch.float32) if scores else None,
+        )
+
+    def _clear(self) -> None:
+        for site in self.sites:
+            site.clear_indices()
+            site.clear_router_replay_action()
+
+
+def gathered(parts: list[Tensor]) -> Tensor:
+    """What `Routers.taken` gave for every micro-batch, as [batch, time, site, …] on every rank."""
+    mine = torch.stack(parts)  # [micro-batch, site, time, rows, …]
+    mine = gather(mine, 2, ps.get_tensor_model_parallel_group())
+    mine = gather(mine, 1, ps.get_pipeline_model_parallel_group())
+    mine = gather(mine, 0, ps.get_data_parallel_group())
+    return mine.movedim((0, 3), (0, 1)).flatten(0, 1).transpose(1, 2)
+
+
+def targets_of(batch: Batch, routes: RoutingTrace | None, layout: Layout) -> Int16[Tensor, "batch time site k"]:
+    """Ids to force on every input token of the batch, -1 where a router decides. Raises RoutingError for routes that
+    do not belong to this model or these tokens."""
+    rows, time = batch.tokens.shape[0], batch.tokens.shape[1] - 1
+    if routes is None:
+        return torch.full((1, 1, 1, 1), -1, dtype=torch.int16).expand(rows, time, len(layout.sites), layout.top_k)
+    layout.require(routes.layout, "the trace")
+    # The last token of a row is never an input, and padding decides nothing.
+    followed = batch.attention_mask[:, 1:]
+    if routes.tokens is not None:
+        same = (routes.tokens[:, :time] == batch.tokens[:, :time]) | ~followed
+        if routes.tokens.shape != batch.tokens.shape or not bool(same.all()):
+            raise RoutingError("the trace holds the routes of other tokens than the batch; align paddings first.")
+    ids = routes.experts[:, :time].to(torch.int16)
+    ids = ids.masked_fill((ids == layout.unknown) | ~followed[..., None, None], -1)
+    if bool((ids < 0).all()):
+        raise RoutingError("the trace holds no known route, so replay would do nothing.")
+    return ids
+
+
+def trace_of(ids: Integer[Tensor, "batch time site k"], batch: Batch, layout: Layout) -> RoutingTrace:
+    """Gathered ids as a trace over the batch, unknown where no token follows."""
+    followed = batch.attention_mask[:, 1:]
+    ids = nn.functional.pad(ids, (0, 0, 0, 0, 0, followed.shape[1] - ids.shape[1]))  # or cuts what only Megatron needed
+    ids = ids.to(batch.tokens.device, layout.dtype).masked_fill(~followed[..., None, None], layout.unknown)
+    trace = RoutingTrace.from_ids(ids, layout, tokens=batch.tokens[:, :-1], attention_mask=followed, check=False)
+    return RoutingTrace.cat([trace], batch.tokens, batch.attention_mask)
+
+
+def scores_of(
+    scores: Float[Tensor, "batch time site expert"], used: RoutingTrace, *, probabilities: bool
+) -> RouterScores:
+    """Gates, margins and log-probabilities as the Hugging Face model has them, from what Megatron's routers chose by:
+    probabilities, whose gates are not renormalised, or logits, whose gates are."""
+    log_probs = scores.clamp_min(1e-45).log() if probabilities else scores.log_softmax(-1)
+    log_probs = nn.functional.pad(log_probs, (0, 0, 0, 0, 0, used.shape[1] - scores.shape[1])).cpu()
+    at_used = log_probs.gather(-1, used.ids().clamp(min=0).cpu())
+    gates = at_used.exp() if probabilities else at_used.softmax(-1)
+    k, experts = used.layout.top_k, log_probs.shape[-1]
+    margins = torch.full(log_probs.shape[:-1], float("inf"))
+    if k < experts:
+        top = log_probs.exp().topk(k + 1, dim=-1).values
+        margins = top[..., -2] - top[..., -1]
+    return RouterScores(gates, at_used, margins, tuple(log_probs.unbind(2)))

@@ -1,0 +1,114 @@
+"""What the command prints: the plan of a study, its tables, and where its figures are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moe_rl.errors import ConfigError, RunError
+from moe_rl.runs import folder as runs
+from moe_rl.study.declaration import Planned, Study, folder_name, read_declaration
+from moe_rl.study.workers import Failure
+from moe_rl.terminal import duration, say
+
+if TYPE_CHECKING:
+    from moe_rl.results.tables import Shown
+    from moe_rl.runs.frames import Frames
+
+
+def check(study: Study) -> None:
+    """Raise ConfigError for a figure, a factor or an endpoint that does not exist."""
+    from moe_rl.results import figures
+    from moe_rl.results.factors import factor_of, settings_of
+    from moe_rl.results.summary import metric
+
+    metric(study.endpoint)
+    cells = {planned.path.parts[-2] for planned in study.runs(Path(), seeds=study.seeds[:1])}
+    known = {key for cell in cells for key in settings_of(cell)}
+    for name in study.figures:
+        figures.draw(name, study.endpoint)
+        if (factor := factor_of(name)) and factor not in known:
+            raise ConfigError(f"figure {name!r} needs {factor} among the study's factors: {', '.join(sorted(known))}")
+
+
+def print_plan(console: Console, study: Study, planned: Sequence[Planned], jobs: int) -> None:
+    """What `--dry-run` says: question, runs and their states, cost."""
+    jobs, todo = min(jobs, len(planned)), 0
+    say(console, (study.name, "bold"), f": {study.question}\n{study.hypothesis}\n", wrap=True)
+    for p in planned:
+        runs.check(p.path, p.config.to_dict(), p.config.hash)
+        now = runs.state(p.path, p.config.steps)
+        todo += 0 if now["state"] in runs.ENDED else p.config.steps - now["step"]
+        say(console, f"{p.path}  {now['state']} {now['step']}/{p.config.steps}")
+    cost = f"{len(planned)} runs, {todo} steps to go"
+    if study.seconds_per_step:
+        seconds = todo * study.seconds_per_step
+        cost += (f", about {study.seconds_per_step:g} s each by the study's own estimate: {duration(seconds)} of one "
+                 f"core, {duration(seconds / jobs)} with {jobs} at a time")
+    say(console, f"\ncost: {cost}. {study.cost}", wrap=True)
+
+
+def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfinished: bool = False,
+                cells: bool = False, only: Sequence[Path] | None = None) -> None:
+    """The tables of a study and its figures; with `cells`, those of every combination of factors too. `only` restricts
+    it to some runs."""
+    from moe_rl.results.tables import study_tables
+    from moe_rl.runs.frames import load_study
+
+    declared = read_declaration(folder)
+    frames = load_study(folder, unfinished=unfinished, mix_code=mix_code)
+    if only is not None:
+        frames = frames.select(only)
+    for text in frames.left_out:
+        say(console, ("left out", "yellow"), f" {text}")
+    for table in study_tables(frames, declared, cells=cells):
+        print_table(console, table)
+    draw_figures(console, frames, declared, folder / "figures", cells=cells)
+    if declared["caution"]:
+        say(console, ("Caution", "bold"), f": {declared['caution']}", wrap=True)
+
+
+def print_table(console: Console, shown: Shown) -> None:
+    """One table and the note below it."""
+    table = Table(title=Text(shown.title, style="bold"), title_justify="left")
+    for i, column in enumerate(shown.header):
+        table.add_column(Text(column), justify="right" if i else "left", overflow="fold")  # narrow: wrapped, never cut
+    for row in shown.rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+    say(console, f"{shown.note}\n", wrap=True)
+
+
+def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path, *, cells: bool) -> None:
+    """Draw and save: once what spans all combinations of factors; the rest if there is only one, or with `cells`.
+
+    A figure whose columns nobody measured is named and left out.
+    """
+    from moe_rl.results import figures, plots
+
+    arms = [arm["name"] for arm in declared["arms"]] or sorted(frames.runs["arm"].unique())
+    for name, cell in figures.planned(declared["figures"], frames.cells, every=cells):
+        where = folder if cell in (None, "base") else folder / folder_name("factors", cell, folder)
+        try:
+            figure = figures.draw(name, declared["endpoint"])(frames if cell is None else frames.cell(cell), arms)
+            paths = plots.save(figure, where, figures.file_name(name))
+        except RunError as error:
+            say(console, (f"no figure {name}", "yellow"), f": {error}", wrap=True)
+        else:
+            say(console, f"figure {' '.join(map(str, paths))}")
+    if len(frames.cells) > 1 and not cells:
+        say(console, f"{len(frames.cells)} combinations of factors, shown together; `--cells` adds each by itself")
+
+
+def by_message(failures: Sequence[Failure]) -> dict[str, list[Path]]:
+    """Failures with one message together: nine runs of an unknown task are one mistake."""
+    found: dict[str, list[Path]] = {}
+    for failure in failures:
+        text = failure.message if failure.expected else failure.message.strip().splitlines()[-1]
+        found.setdefault(text, []).append(failure.path)
+    return found

@@ -1,0 +1,176 @@
+"""What a study found, as numbers: arm × metric with intervals over seeds, collapses, and the arms compared in pairs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+
+from moe_rl.errors import ConfigError
+from moe_rl.metrics.convergence import Collapse, collapse, second_half_mean
+from moe_rl.results.stats import Paired, holm, interval, log_rank, paired, rate
+from moe_rl.runs.columns import COLUMNS, unknown
+from moe_rl.runs.frames import Frames
+
+RUN = ["arm", "factors", "seed"]
+FATES = {"lasting": "lasting collapses", "recovered": "recovered collapses"}
+"""Fates of a run that count as collapse, and the names of their rows."""
+
+
+def last(values: Float[np.ndarray, " step"]) -> float:
+    """The last value that was measured."""
+    return float(values[-1])
+
+
+def mean(values: Float[np.ndarray, " step"]) -> float:
+    """Over the whole run, all steps that were measured."""
+    return float(values.mean())
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the summary: a column of `steps`, reduced to a number per run."""
+
+    name: str
+    column: str
+    reduce: Callable[[Float[np.ndarray, " step"]], float] = second_half_mean
+    after_divergence: float = math.nan
+    """What each step counts that a diverged run did not live to see: a model of NaNs earns no reward, while most
+    quantities no longer exist."""
+
+
+METRICS = (
+    Metric("reward, second half", "reward", after_divergence=0.0),
+    Metric("greedy exact match, end", "eval_exact_greedy", last, after_divergence=0.0),
+    Metric("sampled exact match, end", "eval_exact_sampled", last, after_divergence=0.0),
+    Metric("expert slots changed", "slot_change"),
+    Metric("log-ratio variance, nats²", "token_log_ratio_var"),
+    Metric("clipped tokens", "clip_tokens"),
+    Metric("clipped sequences", "clip_sequences"),
+    Metric("replay gap std, nats", "replay_gap_std"),
+)
+"""Without `end`: means over the second half of training. Exact match is on the held-out prompts."""
+MAIN = METRICS[0]
+ENGINE = (
+    Metric("engine: expert sets changed, run", "engine_set_change", mean),
+    Metric("engine: tokens with a change, run", "engine_any_layer_change", mean),
+    Metric("engine: KL k3, nats, run", "engine_kl_k3", mean),
+    Metric("engine: F(2), run", "engine_beyond_2", mean),
+    Metric("engine: KL k3 natural, probe, run", "engine_kl_k3_natural", mean),
+    Metric("engine: KL k3 replayed, probe, run", "engine_kl_k3_replayed", mean),
+    Metric("noise floor: KL k3, probe, run", "noise_floor_kl_k3", mean),
+)
+"""Shown where engine and policy differ. Means over the whole run: the gap is there from the first step on."""
+SAME_ENGINE = 1e-6
+"""KL k3 per token, in nats, mean over a run, above which engine and policy differ. Float32 leaves 1e-13 between two
+scorings of the same weights, and 2e-7 in a run in which near ties were routed elsewhere; bfloat16 makes 1e-3."""
+
+
+def metric(name: str) -> Metric:
+    """The metric of a name or of a column; for any other column of `steps`, its mean over the second half.
+
+    Raises ConfigError for a name that is neither.
+    """
+    for known in (*METRICS, *ENGINE):
+        if name in (known.name, known.column):
+            return known
+    if name not in COLUMNS or unknown("steps", {name}):
+        names = ", ".join(repr(m.name) for m in (*METRICS, *ENGINE))
+        raise ConfigError(f"there is no metric {name!r}; choose {names}, or a column of `steps` (docs/columns.md)")
+    return Metric(name, name)
+
+
+def per_run(frames: Frames, metric: Metric) -> pd.Series:
+    """One number per (arm, seed) of one combination of factors. NaN where a diverged run has none."""
+    if metric.column not in frames["steps"]:
+        return pd.Series(index=pd.MultiIndex.from_arrays([[], []]), dtype=float)
+    runs = {(run.arm, run.seed): run for run in frames.runs.itertuples()}
+    rows = frames["steps"].dropna(subset=[metric.column]).sort_values("step").groupby(["arm", "seed"])[metric.column]
+    found = {}
+    for key, measured in rows:
+        values, run = measured.to_numpy(), runs[key]
+        if run.state == "diverged":
+            values = np.append(values, np.full(max(run.steps - run.step, 1), metric.after_divergence))
+        found[key] = metric.reduce(values)
+    return pd.Series(found, index=pd.MultiIndex.from_tuples(found) if found else None, dtype=float)
+
+
+def outcomes(frames: Frames) -> pd.DataFrame:
+    """What became of every run: arm, factors, seed, `fate` (stable, lasting or recovered), `time` and `dip`.
+
+    `time` is the step of the first collapse (`metrics.convergence.collapse`), else the last step known to be free of
+    one; `dip` the step at which a dip began that the run's end cut short. A diverged run has collapsed for good, at the
+    latest in the step it could not take.
+    """
+    rewards = frames["steps"].get("reward", pd.Series(dtype=float))
+    measured = frames["steps"][rewards.notna()] if len(rewards) else pd.DataFrame(columns=[*RUN, "step", "reward"])
+    curves = {key: rows.sort_values("step") for key, rows in measured.groupby(RUN)}
+    found = []
+    for run in frames.runs.itertuples():
+        curve = curves.get((run.arm, run.factors, run.seed), measured.iloc[:0])
+        end = int(curve["step"].max()) if len(curve) else 0
+        what = collapse(curve["step"], curve["reward"])
+        if run.state == "diverged":
+            what = Collapse(step=end + 1 if what.step is None else what.step, recovered=False)
+        fate = "stable" if what.step is None else "recovered" if what.recovered else "lasting"
+        free = end if what.dip is None else what.dip - 1
+        found.append({"arm": run.arm, "factors": run.factors, "seed": run.seed, "fate": fate,
+                      "time": free if what.step is None else what.step, "dip": what.dip})
+    return pd.DataFrame(found)
+
+
+def summarise(frames: Frames, arms: Sequence[str]) -> pd.DataFrame:
+    """Metric × arm, each cell an Interval over seeds; the last two rows are rates of lasting and recovered collapses.
+
+    `frames` holds one combination of factors. A metric nobody measured has no row.
+    """
+    table, gap = {}, per_run(frames, metric("engine_kl_k3"))
+    for one in (*METRICS, *(ENGINE if gap.max() > SAME_ENGINE else ())):
+        values = per_run(frames, one)
+        if len(values):
+            table[one.name] = {a: interval(values[a].to_list()) for a in arms if a in values.index.levels[0]}
+    fates = outcomes(frames)
+    for fate, name in FATES.items():
+        table[name] = {arm: rate(int((rows["fate"] == fate).sum()), len(rows)) for arm, rows in fates.groupby("arm")}
+    return pd.DataFrame.from_dict(table, orient="index").reindex(columns=list(arms))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two arms at one combination of factors: a minus b."""
+
+    cell: str
+    a: str
+    b: str
+    result: Paired
+    p_holm: float
+    """Adjusted for all comparisons of the list it came in."""
+    p_log_rank: float
+    """Of equal times to the first collapse; unadjusted. NaN when neither arm had one."""
+
+
+def pairs_of(arms: Sequence[str], contrasts: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
+    """The contrasts; without any, all pairs, the later arm before the earlier."""
+    return contrasts or [(b, a) for a, b in itertools.combinations(arms, 2)]
+
+
+def compare(frames: Frames, arms: Sequence[str], contrasts: Sequence[Sequence[str]] = (),
+            metric: Metric = MAIN) -> list[Comparison]:
+    """The contrasts (first minus second) over the seeds both arms have, at every combination of factors.
+
+    Without contrasts: all pairs, the later arm minus the earlier. Holm's adjustment is over everything returned.
+    """
+    pairs, found = pairs_of(arms, contrasts), []
+    for cell in frames.cells:
+        values, fates = per_run(frames.cell(cell), metric).dropna(), outcomes(frames.cell(cell))
+        by_arm = {arm: values.xs(arm).to_dict() for arm in dict.fromkeys(values.index.get_level_values(0))}
+        times = {arm: (rows["time"], rows["fate"] != "stable") for arm, rows in fates.groupby("arm")}
+        found += [Comparison(cell, a, b, paired(by_arm[a], by_arm[b]), math.nan, log_rank(times[a], times[b]))
+                  for a, b in pairs if set(by_arm.get(a, ())) & set(by_arm.get(b, ()))]
+    adjusted = holm([one.result.p for one in found])
+    return [Comparison(c.cell, c.a, c.b, c.result, p, c.p_log_rank) for c, p in zip(found, adjusted, strict=True)]

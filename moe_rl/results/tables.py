@@ -1,0 +1,151 @@
+"""A study's numbers as tables of words, for the terminal and for the page alike; every number with its n and method."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from moe_rl.errors import RunError
+from moe_rl.results.factors import HalfLost, against, factor_of, half_lost_points, numeric
+from moe_rl.results.stats import Interval, interval
+from moe_rl.results.summary import Metric, compare, metric, outcomes, pairs_of, per_run, summarise
+from moe_rl.runs.frames import Frames
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A table to show: its first column holds words, the others numbers."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    note: str = ""
+
+
+def arms_of(frames: Frames, declared: Mapping[str, Any]) -> list[str]:
+    """The study's arms that have runs, in its order."""
+    known = [arm["name"] for arm in declared["arms"]] or sorted(frames.runs["arm"].unique())
+    return [arm for arm in known if (frames.runs["arm"] == arm).any()]
+
+
+def study_tables(frames: Frames, declared: Mapping[str, Any], *, cells: bool = False) -> list[Shown]:
+    """All tables of a study. Several combinations of factors are shown side by side, each by itself with `cells`."""
+    arms, endpoint, several = arms_of(frames, declared), metric(declared["endpoint"]), len(frames.cells) > 1
+    tables = [overview(frames, arms, endpoint), collapse_overview(frames, arms)] if several else []
+    for cell in frames.cells if cells or not several else ():
+        name = declared["name"] + (f", {cell}" if cell != "base" else "")
+        tables.append(summary_table(frames.cell(cell), arms, name))
+    if declared["contrasts"] or not several:
+        tables += comparison_table(frames, arms, endpoint, declared["contrasts"])
+    for factor in dict.fromkeys(f for f in map(factor_of, declared["figures"]) if f):
+        tables += half_lost_table(frames, arms, factor, endpoint, declared["contrasts"])
+    return tables
+
+
+def summary_table(frames: Frames, arms: Sequence[str], title: str) -> Shown:
+    """Metric × arm at one combination of factors."""
+    cells = summarise(frames, arms)
+    count = frames.runs["arm"].value_counts().to_dict()
+    rows = [(str(name), *("–" if pd.isna(value) else str(value) for value in row)) for name, row in cells.iterrows()]
+    found = [value for _, row in cells.iterrows() for value in row.dropna()]
+    note = f"{_methods(found)} Means are over the second half of training, where no row says end or run."
+    return Shown(title, ("mean over seeds, interval", *(f"{arm}\n{_seeds(count[arm])}" for arm in arms)), rows,
+                 " ".join([note, *_dips(frames)]))
+
+
+def overview(frames: Frames, arms: Sequence[str], endpoint: Metric) -> Shown:
+    """Combination of factors × arm: the endpoint."""
+    rows, found = [], []
+    for cell in frames.cells:
+        values = per_run(frames.cell(cell), endpoint)
+        known = set(values.index.get_level_values(0))
+        row = [interval(values[arm].to_list()) if arm in known else None for arm in arms]
+        found += [i for i in row if i]
+        rows.append((cell, *(f"{i}, n = {i.n}" if i else "–" for i in row)))
+    return Shown(f"{endpoint.name}: mean over seeds, interval", ("factors", *arms), rows, _methods(found))
+
+
+def collapse_overview(frames: Frames, arms: Sequence[str]) -> Shown:
+    """Combination of factors × arm: how many runs collapsed, lasting and recovered apart."""
+    fates, rows = outcomes(frames), []
+    for cell in frames.cells:
+        of_arms = [fates[(fates["factors"] == cell) & (fates["arm"] == arm)]["fate"] for arm in arms]
+        rows.append((cell, *(f"{(f == 'lasting').sum()} + {(f == 'recovered').sum()} of {len(f)}" for f in of_arms)))
+    return Shown("runs that collapsed: lasting + recovered", ("factors", *arms), rows, " ".join(_dips(frames)))
+
+
+def comparison_table(frames: Frames, arms: Sequence[str], endpoint: Metric,
+                     contrasts: Sequence[Sequence[str]]) -> list[Shown]:
+    """The contrasts, or all pairs of arms; nothing where no two arms share a seed."""
+    found = compare(frames, arms, contrasts, endpoint)
+    if not found:
+        return []
+    what = "contrasts decided on beforehand" if contrasts else "all pairs of arms, exploratory"
+    several = len(frames.cells) > 1
+    header = ("difference", "mean, interval", "n", "p", "p,\nHolm", "smallest\np", "p, log-\nrank")
+    rows = [(f"{c.a} − {c.b}" + f", {c.cell}" * several, str(c.result.difference), str(c.result.n),
+             *map(_p, (c.result.p, c.p_holm, c.result.p_smallest, c.p_log_rank))) for c in found]
+    note = (f"{_methods(c.result.difference for c in found)} p: two-sided, {found[0].result.method} within seeds; "
+            f"Holm over the {len(found)} rows; the smallest p is what this n can reach at all. Log-rank: of times to "
+            "the first collapse, unpaired, not adjusted, exploratory; – where nothing collapsed.")
+    return [Shown(f"{endpoint.name}: {what}", header, rows, note)]
+
+
+def half_lost_table(frames: Frames, arms: Sequence[str], factor: str, endpoint: Metric,
+                    contrasts: Sequence[Sequence[str]]) -> list[Shown]:
+    """Where half of the endpoint is lost along a factor of positive numbers, three at least; else nothing."""
+    try:
+        values = list(set(against(frames, factor, endpoint)["x"]))
+    except RunError:  # the figure says so
+        return []
+    if not numeric(values) or min(values) <= 0 or len(values) < 3:
+        return []
+    pairs = pairs_of(arms, contrasts)
+    found = half_lost_points(frames, factor, endpoint, pairs)
+    rows = [row for one in found for row in _half_lost_rows(one)]
+    used = [i for one in found for i in (*one.points.values(), *(s.ratio for s in one.shifts.values()))]
+    note = (f"Per seed: where its curve, linear over log {factor}, falls below half of its best past that best; "
+            f"geometric means. A seed that never does counts at {max(values):g}, so its row is a lower bound and its "
+            f"ratio one bounded. {_methods(used)} Ratios: 95 % for the {len(pairs)} together "
+            "(Bonferroni); p: sign flips of the logs within seeds, not adjusted.")
+    note += "" if contrasts else " All pairs: exploratory."
+    return [Shown(f"{factor} at which half of the {endpoint.name} is lost", ("arm, or ratio of two", "mean, interval",
+                  "n", "never lost", "p"), rows, note)] if rows else []
+
+
+def _half_lost_rows(one: HalfLost) -> Iterable[tuple[str, ...]]:
+    where = f", {one.others}" * bool(one.others)
+    for arm, point in one.points.items():
+        yield f"{arm}{where}", _significant(point), str(point.n), f"{one.censored[arm]} of {point.n}", ""
+    for (a, b), s in one.shifts.items():
+        yield f"{a} / {b}{where}", str(s.ratio), str(s.ratio.n), f"{s.censored} of {s.ratio.n}", _p(s.p)
+
+
+def _significant(i: Interval) -> str:
+    """As learning rates are written."""
+    return f"{i.mean:.3g}" + (" [–]" if math.isnan(i.low) else f" [{i.low:.3g}, {i.high:.3g}]")
+
+
+def _dips(frames: Frames) -> list[str]:
+    """Runs that end in a dip too short to be called, as a sentence."""
+    fates = outcomes(frames)
+    open_ends = fates[fates["dip"].notna()]
+    named = [f"{r.arm} {r.factors} seed={r.seed} (from step {r.dip:.0f})".replace(" base ", " ")
+             for r in open_ends.itertuples()]
+    return [f"End in a dip too short to be called a collapse: {', '.join(named)}."] if named else []
+
+
+def _methods(intervals: Iterable[Interval]) -> str:
+    return f"Intervals: {'; '.join(dict.fromkeys(i.method for i in intervals))}."
+
+
+def _seeds(n: int) -> str:
+    return f"n = {n} seed{'s' if n > 1 else ''}"
+
+
+def _p(p: float) -> str:
+    return "–" if math.isnan(p) else f"{p:.3g}"

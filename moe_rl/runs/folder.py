@@ -1,0 +1,267 @@
+"""Runs on disk: a folder per run that survives a SIGKILL at any instant (`frames` reads many of them at once).
+
+    runs/<study>/<arm>/<factors>/seed=<n>/
+        manifest.json     configuration and its hash, seed, code and package versions, digests of what it is made from,
+                          device, dates, seconds
+        progress.json     state, step, seconds per step; replaced at every step
+        commit/, tables/  rows and checkpoint of the last commit, which a kill leaves whole or absent: see `commits`
+        <table>.parquet   each table of `columns.TABLES`, published when the run has finished
+
+No torch here: listing, plotting and comparing runs stays instant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_rl.runs import commits
+from moe_rl.runs.columns import TABLES
+from moe_rl.runs.commits import Row, fsync, last_step, latest_commit
+from moe_rl.errors import RunError
+from moe_rl.runs.inputs import digest, inputs_of, merged
+from moe_rl.runs.versions import code_version, git_state, package_versions
+
+ENDED = ("finished", "diverged")
+"""States of a run that is not run again."""
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What flock says on a file system without locks, as some network mounts are."""
+
+
+class RunFolder:
+    """One run's folder, locked while this object is open. Use `with RunFolder.open(...) as folder`."""
+
+    def __init__(self, path: Path, lock: Any, manifest: dict[str, Any]) -> None:
+        self.path, self.manifest, self._lock = path, manifest, lock
+        self._opened = time.time()
+        self._rows: dict[str, list[Row]] = {name: [] for name in TABLES}
+
+    @classmethod
+    def open(cls, path: Path, config: Mapping[str, Any], hash: str, *, trainer: str = "") -> RunFolder:
+        """Create the folder of a run, or go on with it; `trainer` names what carries it out.
+
+        Raises RunError when the folder holds another configuration (naming the keys that differ; `steps` may), when it
+        holds something that is not a run, or when another process is running it. Nothing is overwritten then.
+        """
+        check(path, config, hash)
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path)
+        for leftover in [*path.glob(".tmp-*"), *path.glob("commit/.tmp-*")]:
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        manifest = read_manifest(path) or {"created": time.time(), "hash": hash, "seed": config.get("seed"), "code": []}
+        config = dict(config)
+        config["steps"] = max(config.get("steps", 0), manifest.get("config", config).get("steps", 0))
+        codes = [*manifest["code"], *({code_version()} - set(manifest["code"]))]
+        trainer = trainer or manifest.get("trainer", "")
+        inputs = merged(manifest.get("inputs", {}), inputs_of(config, trainer))
+        manifest |= {"config": config, "code": codes, "git": git_state(), "packages": package_versions(),
+                     "trainer": trainer, "inputs": inputs,
+                     "device": config.get("model", {}).get("device", "cpu"),
+                     "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count()}
+        folder = cls(path, lock, manifest)
+        write_json(path / "manifest.json", manifest)
+        return folder
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.close()
+
+    @property
+    def step(self) -> int:
+        """Of the last commit; 0 before the first."""
+        return last_step(self.path)
+
+    def latest(self) -> tuple[int, Path | None]:
+        """The step of the last commit and the folder of its checkpoint. (0, None) before the first."""
+        commit = latest_commit(self.path)
+        return self.step, None if commit is None else commit / "checkpoint"
+
+    def add(self, table: str, rows: Iterable[Row]) -> None:
+        """Rows for the next commit; their `step` is later than that of the last one.
+
+        Raises RunError for a table or a column that the data dictionary does not explain.
+        """
+        rows = list(rows)
+        commits.check_rows(table, rows)
+        self._rows[table] += rows
+
+    def commit(self, step: int, save: Callable[[Path], None]) -> None:
+        """The rows added since the last commit and the checkpoint of `step`, in one atomic change.
+
+        `save` writes the checkpoint into the folder it gets. A kill at any instant leaves either the previous commit or
+        this one. A step that is committed already is left as it is.
+        """
+        folder = self.path / "commit"
+        aside, final = folder / f".tmp-{step}", folder / f"step={step:06d}"
+        if final.exists():
+            return
+        (aside / "checkpoint").mkdir(parents=True)
+        save(aside / "checkpoint")
+        for file in aside.rglob("*"):
+            fsync(file)
+        fsync(aside)
+        commits.add_parts(self.path, step, self._rows)
+        aside.rename(final)
+        fsync(folder)
+        fsync(self.path)
+        commits.drop_commits(self.path, but=final)
+        self._rows = {name: [] for name in TABLES}
+
+    def progress(self, step: int, **values: Any) -> None:
+        """Where the run is, for `list` and the live display: atomically replaced, not fsynced."""
+        steps, now = self.manifest["config"]["steps"], time.time()
+        state = {"step": step, "steps": steps, "started": self._opened, "updated": now, "pid": os.getpid(), **values}
+        write_json(self.path / "progress.json", state, durable=False)
+
+    def finish(self, diverged: str | None = None) -> None:
+        """Publish the last commit's tables at the run's root and mark the run finished, or how it diverged.
+
+        The manifest gains the step, the seconds of all steps and a digest of the final checkpoint.
+        """
+        commit = latest_commit(self.path)
+        if commit is None:
+            raise RunError(f"{self.path} has no commit, so there is nothing to finish; commit the last step first")
+        finished = self.manifest.get("finished")
+        commits.publish(self.path, finished)
+        rows = commits.read_parquet(self.path / "steps.parquet")
+        seconds = sum(s or 0 for s in rows["seconds_step"].to_pylist()) if "seconds_step" in rows.column_names else None
+        self.manifest |= {"finished": self.step, "finished_at": time.time(), "seconds": seconds,
+                          "checkpoint": digest(commit / "checkpoint")}
+        if diverged is not None:
+            self.manifest["diverged"] = diverged
+        write_json(self.path / "manifest.json", self.manifest)
+        commits.drop_parts(self.path)
+
+
+def check(path: Path, config: Mapping[str, Any], hash: str) -> None:
+    """Raise RunError where the folder cannot become, or go on with, a run of this configuration. Changes nothing."""
+    if path.exists() and not path.is_dir():
+        raise RunError(f"{path} is a file, where a run needs a folder; choose another --out")
+    manifest = read_manifest(path)
+    if manifest is None:
+        found = {p.name for p in path.iterdir() if not p.name.startswith(".tmp-")} if path.is_dir() else set()
+        if foreign := sorted(found - {"lock", "log.txt"}):
+            raise RunError(f"{path} holds {', '.join(foreign[:3])} but no manifest.json, so it is not a run; "
+                           "nothing was touched: choose another --out")
+    elif manifest["hash"] != hash:
+        changes = "; ".join(f"{k}: {a!r} there, {b!r} now" for k, (a, b) in
+                            differing(manifest["config"], config).items() if k != "steps")
+        raise RunError(f"{path} holds a run of another configuration ({changes or 'another version of its settings'}); "
+                       "nothing was overwritten: choose another --out or remove that folder")
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The run's manifest, or None where there is none. Raises RunError for a file that is not one."""
+    return read_json(path / "manifest.json", ("hash", "config", "code"))
+
+
+def state(path: Path, steps: int | None = None) -> dict[str, Any]:
+    """What a run is doing: its progress and `state`: waiting, running, failed, interrupted, finished or diverged.
+
+    `steps` is the length asked for, by default the one in the manifest. A diverged run has ended: its numbers stopped
+    being finite, which is a result. One that has not, but had before it was asked for more steps, says `finished`, the
+    step up to which it had.
+    """
+    manifest, progress = read_manifest(path), {"step": last_step(path)}
+    with contextlib.suppress(RunError):  # it is not fsynced, so a power cut may leave half of one
+        progress = read_json(path / "progress.json", ("step",)) or progress
+    if manifest is None:
+        return {**progress, "state": "waiting", "steps": steps}
+    steps = steps or manifest["config"]["steps"]
+    if _locked(path):
+        name = "running"
+    elif manifest.get("finished", -1) >= steps:
+        name, progress["step"] = "finished", manifest["finished"]
+    elif "diverged" in manifest:
+        name, progress["step"] = "diverged", manifest["finished"]
+    else:
+        name = "failed" if "error" in progress else "interrupted"
+    if name not in ENDED and "finished" in manifest:
+        progress["finished"] = manifest["finished"]
+    left = (steps - progress["step"]) * progress["seconds_per_step"] if progress.get("seconds_per_step") else None
+    return {**progress, "state": name, "steps": steps, "seconds_left": 0.0 if name in ENDED else left}
+
+
+def run_folders(root: Path) -> Iterator[Path]:
+    """Every run below a root, a study, an arm, or the run itself, in the order of their paths."""
+    depths = ("manifest.json", "seed=*/manifest.json", "*/seed=*/manifest.json", "*/*/seed=*/manifest.json",
+              "*/*/*/seed=*/manifest.json")
+    yield from sorted({m.parent for pattern in depths for m in Path(root).glob(pattern)})
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted keys at which two nested configurations differ, with both values (None where one has no such key)."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in dict.fromkeys([*a, *b]):
+        x, y = a.get(key), b.get(key)
+        if isinstance(x, Mapping) and isinstance(y, Mapping):
+            found |= differing(x, y, f"{prefix}{key}.")
+        elif x != y:
+            found[prefix + key] = (x, y)
+    return found
+
+
+def _lock(path: Path) -> Any:
+    lock = (path / "lock").open("a")
+    for _ in range(20):  # `list` holds the lock for an instant; a killed parent's workers need one to notice
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            time.sleep(0.1)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            lock.close()
+            raise RunError(f"{path} cannot be locked: its file system has no locks ({error.strerror}), so nothing "
+                           "would stop two processes from running it at once; choose an --out on another file system, "
+                           "or have this one mounted with locks") from error
+    lock.close()
+    raise RunError(f"another process is running {path}; wait for it or choose another --out")
+
+
+def _locked(path: Path) -> bool:
+    try:
+        with (path / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return False  # nothing can run there; what lies there can be read
+
+
+def read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        content = None
+    if not isinstance(content, dict) or not set(keys) <= set(content):
+        raise RunError(f"{file} is damaged or was not written by moe_rl; nothing was touched: choose another --out")
+    return content
+
+
+def write_json(file: Path, content: Mapping[str, Any], durable: bool = True) -> None:
+    aside = file.with_name(f".tmp-{file.name}")
+    aside.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    if durable:
+        fsync(aside)
+    aside.rename(file)
+    if durable:
+        fsync(file.parent)

@@ -1,0 +1,224 @@
+"""The tables of many runs as pandas frames, and the first place at which two runs part."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from moe_rl.runs.columns import TABLES, timing
+from moe_rl.runs.commits import read_parquet, read_rows
+from moe_rl.errors import RunError
+from moe_rl.runs.folder import ENDED, differing, read_manifest, run_folders, state
+
+LABELS = ["study", "arm", "factors", "seed", "code"]
+"""Columns that every frame starts with: which run a row belongs to, and the code that wrote it."""
+NESTED = ("config", "packages", "git", "inputs")
+"""Columns of `runs` that hold JSON."""
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Rows of all runs of a study: `runs` has a row per run, `frames["steps"]` is the frame of the table `steps`, and
+    `left_out` says what is not there because it has not finished."""
+
+    runs: pd.DataFrame
+    tables: Mapping[str, pd.DataFrame]
+    left_out: tuple[str, ...] = ()
+
+    def __getitem__(self, table: str) -> pd.DataFrame:
+        return self.tables[table]
+
+    @property
+    def cells(self) -> list[str]:
+        """The combinations of factors, in the order of the runs."""
+        return list(self.runs["factors"].unique())
+
+    def cell(self, factors: str) -> Frames:
+        """The rows of one combination of factors."""
+        return self._where(lambda frame: frame["factors"] == factors)
+
+    def select(self, paths: Sequence[Path]) -> Frames:
+        """The rows of some runs, and of what was left out only those."""
+        wanted = {tuple(labels_of(path).values()) for path in paths}
+        kept = self._where(lambda f: [key in wanted for key in f[LABELS[:4]].itertuples(index=False, name=None)])
+        return replace(kept, left_out=tuple(t for t in self.left_out if t.startswith(tuple(f"{p} (" for p in paths))))
+
+    def _where(self, rows: Callable[[pd.DataFrame], Any]) -> Frames:
+        runs, *tables = (f[rows(f)] if len(f) else f for f in (self.runs, *self.tables.values()))
+        return Frames(runs, dict(zip(self.tables, tables, strict=True)))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first row in which two runs part; `column` is None where only one run has the row at all."""
+
+    table: str
+    row: dict[str, Any]
+    column: str | None
+    a: Any
+    b: Any
+
+
+def load_study(root: Path, *, unfinished: bool = False, mix_code: bool = False) -> Frames:
+    """The frames of every finished run below `root` (a study, an arm or a run), of a folder of runs or of tables that
+    `collect` wrote.
+
+    With `unfinished`, runs that still go on or were interrupted contribute the rows of their last commit. Raises
+    RunError when there is no run, or when runs were written by different versions of the code, or made from different
+    versions of data, checkpoints or code of one's own, unless `mix_code`.
+    """
+    tables = None if any(run_folders(root)) else collected(root)  # runs go on, so they know more than tables of them
+    frames = tables or _from_runs(root, unfinished)
+    codes = frames.runs["code"]
+    mixed = frames.runs.groupby("study")["code"].nunique().max() > 1 or codes.str.contains(" then ").any()
+    if mixed and not mix_code:
+        counts = ", ".join(f"{n} by {code}" for code, n in codes.value_counts().items())
+        raise RunError(f"the runs below {root} were written by different versions of the code ({counts}), so their "
+                       "numbers may not be comparable; run them again in another --out, or pool them with --mix-code")
+    if not mix_code and (names := _parted_inputs(frames.runs)):
+        raise RunError(f"the runs below {root} were made from different versions of {', '.join(names)}, so their "
+                       "numbers may not be comparable; run them again in another --out, or pool them with --mix-code")
+    return frames
+
+
+def _parted_inputs(runs: pd.DataFrame) -> list[str]:
+    """What the runs of one study were made from in more than one version. Older tables do not say."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for run in runs.itertuples():
+        for name, value in json.loads(getattr(run, "inputs", "{}")).items():
+            found.setdefault((run.study, name), set()).update(value.split(" then "))
+    return sorted({name for (_, name), values in found.items() if len(values) > 1})
+
+
+def collected(root: Path) -> Frames | None:
+    """The frames that `collect` wrote into `root` or, for an arm, a cell or a run of such a study, above it; None where
+    there are none."""
+    here = Path(root).absolute()
+    folders = [here, *here.parents][:4]
+    folder = next((f for f in folders if (f / "runs.parquet").exists()), None)
+    if folder is None:
+        return None
+    tables = {name: pd.DataFrame(columns=[*LABELS, *keys]) for name, keys in TABLES.items()}
+    for name in ("runs", *TABLES):
+        if name == "runs" or (folder / f"{name}.parquet").exists():  # a table may be younger than the folder
+            frame = read_parquet(folder / f"{name}.parquet").to_pandas()
+            tables[name] = frame.astype({c: "float64" for c in frame.select_dtypes("float32")})
+    frames = Frames(tables.pop("runs"), tables)
+    for label, part in zip(LABELS[1:4], here.relative_to(folder).parts, strict=False):
+        part = int(part.removeprefix("seed=")) if label == "seed" and part.startswith("seed=") else part
+        frames = frames._where(lambda frame, label=label, part=part: frame[label] == part)
+    if frames.runs.empty:
+        raise RunError(f"the tables in {folder} hold no run {root}")
+    return frames
+
+
+def _from_runs(root: Path, unfinished: bool) -> Frames:
+    runs, tables, left_out = [], {name: [] for name in TABLES}, []
+    for path in run_folders(root):
+        manifest, now = read_manifest(path), state(path)
+        if now["state"] not in ENDED and not unfinished:
+            before = manifest.get("finished")
+            shown = "" if before is None else f"; the {before} steps that it finished before are shown"
+            left_out.append(f"{path} ({now['state']}, step {now['step']} of {now['steps']}{shown})")
+            if before is None:
+                continue
+            manifest |= {"config": manifest["config"] | {"steps": before}}
+            now |= {"state": "finished", "step": before}
+        labels = labels_of(path) | {"code": " then ".join(manifest["code"])}
+        runs.append(labels | {"path": str(path), "state": now["state"], "step": now["step"]} | _described(manifest))
+        for name in TABLES:
+            frame = read_table(path, name, beyond=unfinished)
+            tables[name].append(frame.assign(**labels)[[*LABELS, *frame.columns]])
+    if not runs:
+        why = f"; unfinished: {'; '.join(left_out)}" if left_out else ""
+        raise RunError(f"no finished run below {root}{why}")
+    return Frames(pd.DataFrame(runs), {name: _concatenate(tables[name]) for name in TABLES}, tuple(left_out))
+
+
+def _described(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest as columns of `runs`; what is nested is JSON, so that a row can be run again as it stands."""
+    keys = ("hash", "created", "finished_at", "seconds", "checkpoint", "device", "threads")
+    plain = {k: manifest.get(k) for k in keys}
+    nested = {k: json.dumps(manifest.get(k, {}), sort_keys=True) for k in NESTED}
+    return {"steps": manifest["config"]["steps"], **plain, **nested}
+
+
+def read_table(path: Path, name: str, *, beyond: bool = True) -> pd.DataFrame:
+    """One table of one run, up to its last commit; empty before the first. Of a run that finished and was asked for
+    more steps since, only what it had finished, without `beyond`."""
+    frame = read_rows(path, name, (read_manifest(path) or {}).get("finished"), beyond=beyond).to_pandas()
+    return frame if len(frame.columns) else pd.DataFrame(columns=list(TABLES[name]))
+
+
+def labels_of(path: Path) -> dict[str, Any]:
+    """Study, arm, factors and seed of a run, from its path. Raises RunError for one that was renamed."""
+    *_, study, arm, factors, name = ("", "", "", *Path(path).absolute().parts)
+    if not re.fullmatch(r"seed=\d+", name):
+        raise RunError(f"{path} holds a run, but its name says no seed, which rows are told apart by; rename it to "
+                       "seed=<n>, or move it out of its study")
+    return {"study": study, "arm": arm, "factors": factors, "seed": int(name.removeprefix("seed="))}
+
+
+def settings_that_differ(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
+    """Everything but numbers in which two runs differ: configuration, code, packages, threads, final checkpoint."""
+    keys = ("config", "code", "inputs", "packages", "device", "threads", "finished", "checkpoint")
+    left, right = ({k: _manifest(path).get(k) for k in keys} for path in (a, b))
+    return differing(left, right)
+
+
+def diff(a: Path, b: Path) -> Difference | None:
+    """The earliest row in which two runs part, or None. Equality is exact; `seconds_*` and `memory_*` are ignored.
+
+    Within a step the rows are compared in the order in which they arise: those of a part of the step before its own.
+    """
+    _manifest(a), _manifest(b)
+    names = [*(name for name in TABLES if name != "steps"), "steps"]
+    found = [d for name in names for d in _first(name, read_table(a, name), read_table(b, name))]
+    return min(found, key=lambda d: d.row["step"], default=None)
+
+
+def _first(name: str, a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Difference]:
+    keys = list(TABLES[name])
+    columns = [c for c in dict.fromkeys([*a.columns, *b.columns]) if c not in keys and not timing(c)]
+    both = a.reindex(columns=[*keys, *columns]).merge(
+        b.reindex(columns=[*keys, *columns]), on=keys, how="outer", suffixes=(" a", " b"), indicator=True
+    ).sort_values(keys, kind="stable")
+    parted = both["_merge"] != "both"
+    for c in columns:
+        x, y = both[f"{c} a"], both[f"{c} b"]
+        parted |= ~((x == y) | (x.isna() & y.isna()))
+    if not parted.any():
+        return
+    row = both[parted].iloc[0]
+    where = {k: _plain(row[k]) for k in keys}
+    if row["_merge"] != "both":
+        yield Difference(name, where, None, *((row["_merge"] == side) for side in ("left_only", "right_only")))
+        return
+    for c in columns:
+        x, y = row[f"{c} a"], row[f"{c} b"]
+        if not (x == y or (pd.isna(x) and pd.isna(y))):
+            yield Difference(name, where, c, _plain(x), _plain(y))
+            return
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy number as a Python one."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    manifest = read_manifest(Path(path))
+    if manifest is None:
+        raise RunError(f"{path} is not a run: it has no manifest.json")
+    return manifest
+
+
+def _concatenate(frames: list[pd.DataFrame]) -> pd.DataFrame:
+    frames = [f for f in frames if len(f)] or frames[:1]
+    return pd.concat(frames, ignore_index=True)

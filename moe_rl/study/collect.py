@@ -1,0 +1,110 @@
+"""A finished study as a few small files that can be committed: what its figures and its tables are made from.
+
+    studies/results/<study>/
+        study.json        the declaration
+        runs.parquet      a row per run: full configuration, code and package versions, seconds, digest of the weights
+        <table>.parquet   each table of the data dictionary: the columns KEPT, floats as float32
+        <name>.parquet    a table that the study's own trainer wrote into its runs, whole
+
+`frames.load_study` reads such a folder as it reads a folder of runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from moe_rl.errors import ConfigError
+from moe_rl.runs import folder as runs
+from moe_rl.runs.columns import TABLES
+from moe_rl.runs.commits import read_parquet
+from moe_rl.runs.frames import LABELS, Frames, load_study
+from moe_rl.study.declaration import DECLARATION, read_declaration
+
+KEPT = {
+    "steps": ("reward", "exact", "eval_*", "groups_without_signal", "response_tokens", "truncated", "entropy",
+              "grad_norm", "grad_clipped", "token_log_ratio_var", "token_log_ratio_kurtosis", "token_log_ratio_max",
+              "sequence_log_ratio_var", "token_ess", "token_kl_k3", "clip_tokens", "clip_tokens_all", "clip_sequences",
+              "clip_sequences_all", "slot_change", "set_change", "any_layer_change", "layers_changed",
+              "jaccard_distance", "gate_mass_moved", "router_shift", "response_set_change", "replay_gap_mean",
+              "replay_gap_std", "pull", "noise_floor_*", "push_gap_max", "engine_*",
+              "first_update_log_ratio_max"),
+    "updates": ("attribution_*", "fresh_slot_change", "fresh_set_change", "slot_change", "clip_tokens",
+                "clip_tokens_all", "token_log_ratio_var", "sequence_log_ratio_var"),
+    "layers": ("layer", "slot_change", "set_change", "load_dead_experts", "margin_q50", "engine_*", "noise_floor_*"),
+}
+"""Columns of each table, beside its keys, as patterns; the rest stays with the runs. A table without an entry is kept
+whole."""
+
+
+def collect(folder: Path, out: Path, *, also: Sequence[str] = (), mix_code: bool = False) -> dict[Path, int]:
+    """Write the finished runs of the study in `folder` into `out`; returns the files and their sizes in bytes.
+
+    `also` names further columns, by pattern, wherever they appear. Unfinished runs are left out, and named in
+    `study.json`. Raises ConfigError for a pattern that no column matches and for a folder `out` where the tables would
+    hide runs, RunError where nothing has finished.
+    """
+    _check_out(folder, out)
+    declared, frames = read_declaration(folder), load_study(folder, mix_code=mix_code)
+    tables = {name: _select(name, frames[name], also) for name in TABLES}
+    for pattern in also:
+        if not any(fnmatchcase(c, pattern) for table in tables.values() for c in table):
+            raise ConfigError(f"--also {pattern}: no column of this study matches; see docs/columns.md")
+    out.mkdir(parents=True, exist_ok=True)
+    left_out = [text.replace(f"{folder}/", "") for text in frames.left_out]
+    runs.write_json(out / DECLARATION, declared | {"left_out": left_out}, durable=False)
+    tables = {"runs": _runs(frames), **tables, **_own(frames)}
+    written = {out / f"{name}.parquet": table for name, table in tables.items()}
+    for file, table in written.items():
+        _write(table, file)
+    return {file: file.stat().st_size for file in (out / DECLARATION, *written)}
+
+
+def _check_out(folder: Path, out: Path) -> None:
+    """Tables stand for every run below them, also for those that are still to come."""
+    if folder.resolve().is_relative_to(out.resolve()) or any(runs.run_folders(out)):
+        raise ConfigError(f"--out {out}: tables there would hide the runs below it, those of {folder} and all that "
+                          "are still to come; give a folder of their own, e.g. --out results")
+
+
+def _select(name: str, frame: pd.DataFrame, also: Sequence[str]) -> pd.DataFrame:
+    first = [*LABELS, *TABLES[name]]
+    kept = [c for c in frame if c not in first and any(fnmatchcase(c, p) for p in (*KEPT.get(name, "*"), *also))]
+    return _narrow(frame.reindex(columns=[*first, *kept]))
+
+
+def _narrow(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame.astype({c: "float32" for c in frame.select_dtypes("float64")})
+
+
+def _own(frames: Frames) -> dict[str, pd.DataFrame]:
+    """The tables beside the usual ones, of all runs, with the labels of each."""
+    found: dict[str, list[pd.DataFrame]] = {}
+    for run in frames.runs.itertuples():
+        for file in sorted(Path(run.path).glob("*.parquet")):
+            if file.stem not in TABLES:
+                labels = {label: getattr(run, label) for label in LABELS}
+                rows = read_parquet(file).to_pandas()
+                found.setdefault(file.stem, []).append(rows.assign(**labels)[[*LABELS, *rows.columns]])
+    return {name: _narrow(pd.concat(parts, ignore_index=True)) for name, parts in found.items()}
+
+
+def _runs(frames: Frames) -> pd.DataFrame:
+    """Paths within the study: where it lay on somebody's machine says nothing."""
+    parts = frames.runs[["arm", "factors", "seed"]].itertuples(index=False)
+    return frames.runs.assign(path=[f"{arm}/{factors}/seed={seed}" for arm, factors, seed in parts])
+
+
+def _write(frame: pd.DataFrame, file: Path) -> None:
+    floats = [c for c in frame if frame[c].dtype == "float32"]
+    aside = file.with_name(f".tmp-{file.name}")
+    table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata()
+    pq.write_table(table, aside, compression="zstd", compression_level=19,
+                   use_dictionary=[c for c in frame if c not in floats],
+                   column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"))  # a fifth smaller: exponents repeat
+    aside.rename(file)

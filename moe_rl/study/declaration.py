@@ -1,0 +1,242 @@
+"""A study is a declaration: a question, arms × factors × seeds, and what will be shown and decided.
+
+    study = Study(name="routing_replay", question="…", arms=(grpo, replay, gspo), base=RunConfig(arm=grpo), …)
+
+A user's own file does the same from anywhere: `moe-rl run my_study.py`. No torch here; `workers` carries a study out.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import itertools
+import re
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_rl.config import Arm, RunConfig
+from moe_rl.config.values import check_values
+from moe_rl.errors import ConfigError, RunError
+from moe_rl.lookup import Use
+from moe_rl.runs import folder as runs
+
+DECLARATION = "study.json"
+QUICK_STEPS = 3
+TRAINER = "moe_rl.execute:execute"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+CELL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*")
+UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a study: where it lives and what it is."""
+
+    path: Path
+    config: RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Arms × factors × seeds, and what they are for."""
+
+    name: str
+    question: str
+    hypothesis: str
+    arms: tuple[Arm, ...]
+    """In the order in which tables and figures show them; an arm keeps its colour."""
+    base: RunConfig
+    """Settings of every run; its arm and seed are replaced."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    own_cold_starts: bool = False
+    """Each seed begins from a cold start of its own, which its arms share; else all begin from `cold_start.seed`."""
+    factors: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Dotted settings and their values, e.g. `{"cold_start.seed": (0, 1)}`: every combination is run."""
+    cells: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Named variations of the base, for settings that vary together or one at a time, e.g. `{"N=2": {"mini_batches": 2,
+    "steps": 400}}`; crossed with `factors`. A name of the form `key=value` can be drawn against like a factor."""
+    figures: tuple[str, ...] = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares")
+    """Names that `moe_rl.results.figures` knows; `against:optimizer.lr` draws the endpoint over a factor."""
+    endpoint: str = "reward, second half"
+    """The one quantity that the arms are compared by: a metric of `moe_rl.results.summary`, or a column of `steps`."""
+    contrasts: tuple[tuple[str, str], ...] = ()
+    """The comparisons decided on beforehand, as (arm, arm): first minus second, Holm over these and all combinations of
+    factors. Without any, all pairs are compared and called exploratory."""
+    decision_rule: str = ""
+    differs_from_paper: str = ""
+    caution: str = ""
+    """What the summary says under its table, so that nobody reads more into it than there is."""
+    cost: str = ""
+    quick: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the base that `quick_form` changes, beside the number of seeds and steps."""
+    seconds_per_step: float | None = None
+    """Of one core, for the estimate that `--dry-run` prints."""
+    trainer: str = TRAINER
+    """What carries out a run: `execute(run, folder, *, cache, listen)`, imported in the worker process."""
+
+    def __post_init__(self) -> None:
+        names = [arm.name for arm in self.arms]
+        for name in (self.name, *names):
+            if not NAME.fullmatch(name):
+                raise ConfigError(f"{name!r} becomes the name of a folder: use letters, digits, '.', '_' and '-' only")
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"study {self.name!r} needs arms with names of their own, but has {names}")
+        for a, b in self.contrasts:
+            if a == b or not {a, b} <= set(names):
+                raise ConfigError(f"contrast {a} − {b} of study {self.name!r} needs two of its arms {names}")
+        for name, settings in self.cells.items():
+            if not CELL.fullmatch(name) or {"seed", "arm"} & {key.split(".")[0] for key in settings}:
+                raise ConfigError(f"cell {name!r} of study {self.name!r} becomes the name of a folder (letters, digits "
+                                  "and '._+=,-'), and may change any setting but seed and arm")
+        if self.own_cold_starts and "cold_start.seed" in self.factors:
+            raise ConfigError("own_cold_starts gives every seed its cold start, so cold_start.seed cannot be a factor")
+        if "steps" in self.factors or "seed" in self.factors or any(k.split(".")[0] == "arm" for k in self.factors):
+            raise ConfigError("steps, seed and arm cannot be factors: use --steps, `seeds` and `arms`")
+
+    def quick_form(self) -> Study:
+        """A study of its own, `<name>-quick`: one seed and the settings `quick`. Run it for QUICK_STEPS, to see that
+        all of it works; its numbers mean nothing."""
+        return dataclasses.replace(self, name=f"{self.name}-quick", seeds=self.seeds[:1],
+                                   base=self.base.replace(**self.quick))
+
+    def runs(self, out: Path, seeds: Sequence[int] | None = None, steps: int | None = None) -> list[Planned]:
+        """Every run and its folder `out/<study>/<arm>/<factors>/seed=<n>`: seed by seed, so that arms advance together.
+
+        Raises ConfigError for settings no run can have, and for two combinations that would share a folder.
+        """
+        seeds = self.seeds if seeds is None else tuple(seeds)
+        if not seeds or len(set(seeds)) < len(seeds):
+            raise ConfigError(f"a study needs at least one seed, each once, but got {list(seeds)}")
+        planned, described = [], {}
+        combinations = itertools.product(self.cells or {"": {}}, itertools.product(*self.factors.values()))
+        for seed, (name, values), arm in itertools.product(seeds, combinations, self.arms):
+            chosen = dict(zip(self.factors, values, strict=True))
+            config = self.base.replace(**self.cells.get(name, {}) | chosen, arm=arm, seed=seed)
+            config = config if steps is None else config.replace(steps=steps)
+            if self.own_cold_starts:
+                config = config.replace(**{"cold_start.seed": seed})
+            check_values(config)
+            labels = [name] * bool(name) + [f"{k}={re.sub(UNSAFE, '_', str(v))}" for k, v in chosen.items()]
+            path = path_of(out, self.name, arm.name, ",".join(labels) or "base", seed)
+            values_here = ", ".join([name] * bool(name) + [f"{k}={v!r}" for k, v in chosen.items()])
+            if path in described:
+                raise ConfigError(f"{described[path]} and {values_here} of study {self.name!r} would share the folder "
+                                  f"{path.parent.name}, where one would pass for the other; name them with `cells`")
+            described[path] = values_here
+            planned.append(Planned(path, config))
+        return planned
+
+
+def path_of(out: Path, study: Any, arm: Any, factors: Any, seed: Any) -> Path:
+    """The folder of a run. Raises ConfigError for a label that is no `folder_name`."""
+    labels = {"study": study, "arm": arm, "factors": factors, "seed": f"seed={seed}"}
+    return out.joinpath(*(folder_name(kind, label, out) for kind, label in labels.items()))
+
+
+def folder_name(kind: str, label: Any, out: Path) -> str:
+    """The label, where it is the name of one folder. It may come from a table: raises ConfigError for a path, which
+    could lead out of `out`."""
+    if not isinstance(label, str) or label in ("", ".", "..") or re.search(r"[/\\\0]", label):
+        raise ConfigError(f"{kind} {label!r} becomes the name of a folder in {out}, and cannot be a path")
+    return label
+
+
+def write_declaration(study: Study, out: Path) -> None:
+    """Write `study.json` beside the study's runs: what their tables alone do not say."""
+    keys = ("name", "question", "hypothesis", "figures", "endpoint", "contrasts", "decision_rule", "differs_from_paper",
+            "caution", "cost", "seeds", "factors", "cells", "trainer")
+    content = {k: getattr(study, k) for k in keys} | {"arms": [{"name": arm.name} for arm in study.arms]}
+    (out / study.name).mkdir(parents=True, exist_ok=True)
+    runs.write_json(out / study.name / DECLARATION, content)
+
+
+def read_declaration(folder: Path) -> dict[str, Any]:
+    """The `study.json` of a folder of runs or of collected tables. Raises RunError where there is none."""
+    declared = runs.read_json(folder / DECLARATION, ("name", "arms", "figures"))
+    if declared is None:
+        raise RunError(f"{folder} is not the folder of a study: it has no {DECLARATION} (e.g. runs/routing_replay)")
+    later = {f.name: f.default for f in dataclasses.fields(Study) if f.default is not dataclasses.MISSING}
+    return later | {"factors": {}, "cells": {}} | declared
+
+
+def load_study_file(source: str) -> Study:
+    """The `study` object of a Python file or of a module `pkg.module`. Its folder becomes importable.
+
+    Raises ConfigError when there is no such file, when it cannot be imported, or when it declares no study.
+    """
+    path = Path(source)
+    try:
+        if path.suffix == ".py":
+            if not path.is_file():
+                raise ConfigError(f"there is no study file {source}; see `ls studies` or name a module")
+            sys.path.insert(0, str(path.resolve().parent))
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[path.stem] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+    except ConfigError:
+        raise
+    except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{line.filename}:{line.lineno}: " if path.suffix == ".py" else ""
+        raise ConfigError(f"the study {source} cannot be imported: {where}{type(error).__name__}: {error}") from error
+    study = getattr(module, "study", None)
+    if not isinstance(study, Study):
+        raise ConfigError(f"{source} declares no study; it needs a line `study = Study(...)`")
+    return study
+
+
+def parse_settings(config: RunConfig, settings: Sequence[str]) -> dict[str, Any]:
+    """`["optimizer.lr=1e-4"]` as typed values for `RunConfig.replace`: each gets the type of its dataclass field.
+
+    Raises ConfigError for an unknown setting or a value of another type.
+    """
+    typed = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set takes key=value, e.g. optimizer.lr=1e-4, but got {setting!r}")
+        if key.split(".")[0] in ("arm", "seed", "steps"):
+            raise ConfigError(f"{key} is not set with --set: arms belong to the study file; use --seeds and --steps")
+        typed[key] = _typed(config, key, text)
+    config.replace(**typed)
+    return typed
+
+
+def _typed(config: RunConfig, key: str, text: str) -> Any:
+    node, *path = key.split(".")
+    owner, name = config, node
+    for name_below in path:
+        owner, name = getattr(owner, name, None), name_below
+    if isinstance(owner, Mapping):
+        kinds: tuple[Any, ...] = (object,)
+    elif not dataclasses.is_dataclass(owner) or name not in (hints := typing.get_type_hints(type(owner))):
+        known = ", ".join(f.name for f in dataclasses.fields(owner)) if dataclasses.is_dataclass(owner) else "none"
+        raise ConfigError(f"there is no setting {key!r}; known here: {known}")
+    else:
+        hint = hints[name]
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = tuple(typing.get_origin(k) or k for k in kinds)
+    if str in kinds or Use in kinds:
+        return text
+    try:
+        value = ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
+    except (ValueError, SyntaxError):
+        value = text
+    if float in kinds and type(value) is int:
+        value = float(value)
+    if object not in kinds and type(value) not in kinds:
+        wanted = " or ".join(k.__name__ for k in kinds)
+        more = f"; set one entry at a time, {key}.NAME=VALUE" if Mapping in kinds else ""
+        raise ConfigError(f"{key} needs a value of type {wanted}, but got {text!r}{more}")
+    return value

@@ -1,0 +1,280 @@
+"""Carries a study out: a process per run, one thread each, with a live display. Killed at any moment, it can go on.
+
+A worker is `python -m moe_rl.study.workers`. It reads its job from stdin and dies when stdin closes, so no worker
+outlives the study that started it, however that ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError
+from moe_rl.runs import folder as runs
+from moe_rl.runs.inputs import changed, inputs_of
+from moe_rl.runs.versions import code_version
+from moe_rl.study.declaration import TRAINER, Planned, Study
+from moe_rl.terminal import duration, say
+
+ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+HUGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824"
+"""Large tensors come and go at every operation; without it a sixth of a step is spent on page faults. Linux only."""
+QUIET = 15.0
+"""Seconds between lines about running runs when nobody watches a terminal."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that ended without finishing; `expected` errors are the user's to mend and need no traceback."""
+
+    path: Path
+    message: str
+    expected: bool
+
+
+def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: int | None = None,
+              mix_code: bool = False, console: Console | None = None) -> list[Failure]:
+    """Run what is not finished, at most `jobs` (default: all cores) at a time; returns the failures.
+
+    Everything that can be seen to be wrong raises before a process starts: folders of another configuration, runs of
+    other code unless `mix_code`. A failing run does not stop the others, except for an expected error before its first
+    step: then no further run is started, since it would most likely fail alike. A diverged run is no failure.
+    """
+    console, jobs = console or Console(), at_a_time(jobs)
+    for p in planned:
+        runs.check(p.path, p.config.to_dict(), p.config.hash)
+        check_code(p.path, mix_code)
+    waiting = [p for p in planned if runs.state(p.path, p.config.steps)["state"] not in runs.ENDED]
+    say(console, f"{study.name}: {len(planned)} runs, {len(planned) - len(waiting)} finished, "
+                 f"{min(jobs, len(waiting))} at a time")
+    running: dict[subprocess.Popen, Planned] = {}
+    failures: list[Failure] = []
+    try:
+        with Display(planned, console) as display:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    p = waiting.pop(0)
+                    running[start(p, study.trainer, cache)] = p
+                time.sleep(0.2)
+                for process in [p for p in running if p.poll() is not None]:
+                    if failure := _outcome(process, p := running.pop(process)):
+                        failures.append(failure)
+                        why = "" if failure.expected else f"\n{failure.message}"
+                        say(console, ("failed", "red"), f" {p.path}{why}")
+                        if failure.expected and not runs.state(p.path)["step"]:
+                            waiting.clear()
+                display.update()
+    finally:
+        for process in running:
+            process.kill()  # runs survive it, and it cannot be ignored
+            process.wait()
+    return failures
+
+
+def at_a_time(jobs: int | None) -> int:
+    """How many runs at a time `--jobs` allows: by default as many as there are cores. Raises ConfigError for none."""
+    if jobs is None:
+        return os.cpu_count() or 1
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs}: at least one run must be allowed at a time")
+    return jobs
+
+
+def preflight(study: Study, planned: Sequence[Planned]) -> list[str]:
+    """Why the comparison would be void, one sentence each, found before any process starts.
+
+    Raises ConfigError for a task, model, loss or route source that cannot be used. A study with a trainer of its own is
+    left to that trainer.
+    """
+    if study.trainer != TRAINER:
+        return []
+    from moe_rl.execute import check  # imports torch
+
+    return list(dict.fromkeys(text for p in planned for text in check(p.config)))
+
+
+def start(planned: Planned, trainer: str, cache: Path) -> subprocess.Popen:
+    """Start the worker of one run; its output goes to `log.txt` in the run's folder."""
+    planned.path.mkdir(parents=True, exist_ok=True)
+    with (planned.path / "log.txt").open("ab") as log:
+        process = subprocess.Popen([sys.executable, "-m", "moe_rl.study.workers"], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, stderr=log,
+                                   env={"GLIBC_TUNABLES": HUGE_PAGES} | os.environ | ONE_THREAD)
+    with contextlib.suppress(BrokenPipeError):  # a worker that died at once is reported when it is polled
+        pickle.dump((sys.path, planned, trainer, cache), process.stdin)
+        process.stdin.flush()
+    return process
+
+
+def work() -> int:
+    """The worker process: one run, from the job on stdin. An error goes to stdout as JSON, all else to the log."""
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    sys.path[:], planned, trainer, cache = _job()
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    try:
+        config = planned.config
+        with runs.RunFolder.open(planned.path, config.to_dict(), config.hash, trainer=trainer) as folder:
+            watch = Watch(folder)
+            with recorded(folder, config.steps, watch):
+                load(trainer)(config, folder, cache=cache, listen=watch)
+        return 0
+    except BaseException as error:  # a divergence is this run's own: other runs need not fail alike
+        expected = isinstance(error, MoeRlError) and not isinstance(error, Diverged)
+        message = str(error) if expected else traceback.format_exc()
+    print(message, file=sys.stderr)
+    json.dump({"message": message[-20_000:], "expected": expected}, report)
+    report.flush()
+    return 2 if expected else 1
+
+
+@contextlib.contextmanager
+def recorded(folder: runs.RunFolder, steps: int, watch: Watch) -> Iterator[None]:
+    """Around a trainer's work on a run, after which the folder says how that ended.
+
+    A divergence is a result: the run ends at its last commit, whether or not its trainer saw to that. Raises Diverged
+    where there is no commit to end at, RunError when the trainer returns early, and whatever it raises itself.
+    """
+    try:
+        try:
+            yield
+        except Diverged as error:
+            if "diverged" not in folder.manifest:
+                if folder.latest()[1] is None:
+                    raise Diverged(f"{error} That was before its first commit, so nothing is left to be reported: a "
+                                   "trainer commits at step 0, or before it raises.") from error
+                folder.finish(diverged=str(error))
+        if folder.manifest.get("finished", -1) < steps and "diverged" not in folder.manifest:
+            raise RunError(f"the trainer returned before {folder.path} was finished")
+    except BaseException as error:
+        folder.progress(watch.step, error=str(error) or type(error).__name__)
+        raise
+
+
+class Watch:
+    """Listens to the rows of every step; writes `progress.json`."""
+
+    def __init__(self, folder: runs.RunFolder) -> None:
+        self.folder, self.step, self.pace, self.last = folder, folder.step, None, None
+        folder.progress(self.step)
+
+    def __call__(self, rows: dict[str, list[dict[str, Any]]]) -> None:
+        row = rows["steps"][-1]
+        now, self.step = time.monotonic(), row["step"]
+        if self.last is not None:  # the first interval holds the cold start
+            self.pace = now - self.last if self.pace is None else 0.9 * self.pace + 0.1 * (now - self.last)
+        self.last = now
+        self.folder.progress(self.step, seconds_per_step=self.pace, reward=row.get("reward"))
+
+
+class Display:
+    """A bar per run on a terminal, plain lines elsewhere."""
+
+    def __init__(self, planned: Sequence[Planned], console: Console) -> None:
+        self.console, self.planned, self.told = console, planned, {}
+        self.bars = Progress(
+            TextColumn("{task.description}", markup=False), BarColumn(20), MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}", markup=False), console=console, refresh_per_second=4,
+        )
+        self.rows = [self.bars.add_task(_name(p.path), total=p.config.steps, text="") for p in planned]
+
+    def __enter__(self) -> Display:
+        if self.console.is_terminal:
+            self.bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.console.is_terminal:
+            self.update()
+            self.bars.stop()
+
+    def update(self) -> None:
+        """Read every run's progress and show it."""
+        for row, p in zip(self.rows, self.planned, strict=True):
+            now = runs.state(p.path, p.config.steps)
+            text = now["state"] if now["step"] or now["state"] != "running" else "preparing"
+            if now.get("reward") is not None:
+                text += f" · reward {now['reward']:.2f}"
+            if now["state"] == "running" and now.get("seconds_left"):
+                text += f" · {duration(now['seconds_left'])} left"
+            self.bars.update(row, completed=min(now["step"], p.config.steps), text=text)
+            if not self.console.is_terminal:
+                self._line(p, now, text)
+
+    def _line(self, p: Planned, now: dict[str, Any], text: str) -> None:
+        said, when = self.told.get(p.path, (None, 0.0))
+        due = now["state"] == "running" and time.monotonic() - when > QUIET
+        if now["state"] != "waiting" and (now["state"] != said or due):
+            self.told[p.path] = (now["state"], time.monotonic())
+            say(self.console, f"{_name(p.path)}  {now['step']}/{p.config.steps}  {text}")
+
+
+def load(spec: str) -> Any:
+    """The object that `pkg.module:name` names. Raises ConfigError when there is none."""
+    module, colon, name = spec.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{spec!r} names nothing that can be imported ({error}); write pkg.module:name") from error
+
+
+def check_code(path: Path, mix_code: bool) -> None:
+    """Raise RunError for a run that other code wrote, or that was made from other data, unless that is wanted."""
+    manifest = runs.read_manifest(path)
+    if manifest is None or mix_code:
+        return
+    if manifest["code"] != [code_version()]:
+        raise RunError(f"{path} was written by code {' then '.join(manifest['code'])}, this is {code_version()}: their "
+                       "numbers may not be comparable; choose another --out, or go on knowingly with --mix-code")
+    if names := changed(manifest.get("inputs", {}), inputs_of(manifest["config"], manifest.get("trainer", ""))):
+        raise RunError(f"{path} was made from {', '.join(names)}, which changed or went since: what it would do "
+                       "now may not be comparable with what it did; put it back, choose another --out, or go on "
+                       "knowingly with --mix-code")
+
+
+def _outcome(process: subprocess.Popen, planned: Planned) -> Failure | None:
+    text = process.stdout.read()
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    if process.returncode == 0:
+        return None
+    if not text:
+        signals = {s.value: s.name for s in signal.Signals}
+        cause = signals.get(-process.returncode, f"exit code {process.returncode}")
+        return Failure(planned.path, f"the worker ended by {cause}; see {planned.path / 'log.txt'}", False)
+    return Failure(planned.path, **json.loads(text))
+
+
+def _name(path: Path) -> str:
+    return "  ".join(part for part in path.parts[-3:] if part != "base")
+
+
+def _job() -> tuple[Any, ...]:
+    return pickle.load(sys.stdin.buffer)
+
+
+def _die_with_parent() -> None:
+    while os.read(0, 1):  # not sys.stdin: its lock would be held when the interpreter ends
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(work())

@@ -1,0 +1,389 @@
+"""The volatility of one's own checkpoints: numbers against an oracle, resumption, memory, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import random
+import shutil
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+
+from moe_rl import cli, models
+from moe_rl.compare.checkpoints import measure
+from moe_rl.compare.checkpoints.measure import Comparison, measure_volatility
+from moe_rl.compare.checkpoints.observed import Observer
+from moe_rl.compare.checkpoints.report import print_report
+from moe_rl.compare.checkpoints.tables import METRICS, top_share
+from moe_rl.compare.checkpoints.texts import Texts
+from moe_rl.config import ModelConfig
+from moe_rl.errors import ConfigError, RunError
+from moe_rl.routing import RoutingTrace, record_routing
+from tests.conftest import perturb
+
+LINES = 40
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory):
+    """Two checkpoints, the second one sharded, and a file of prompts and responses."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    loaded = models.load(ModelConfig(name="qwen3_moe-tiny"), 0)
+    perturb(loaded.model, 0.3)  # fresh routers are nearly undecided: two experts 4e-8 apart change places by rounding
+    models.save_checkpoint(loaded.model, loaded.tokenizer, root / "before")
+    perturb(loaded.model, 0.05)
+    with models.no_progress_bars():
+        loaded.model.save_pretrained(root / "after", max_shard_size="900KB")
+    loaded.tokenizer.save_pretrained(root / "after")
+    assert len(list((root / "after").glob("*.safetensors"))) > 1
+    draw = random.Random(0)
+    with (root / "data.jsonl").open("w") as file:
+        for _ in range(LINES):
+            prompt, response = ("".join(draw.choices("abc </>", k=draw.randint(2, n))) for n in (9, 25))
+            file.write(json.dumps({"prompt": prompt, "response": response}) + "\n")
+    return root
+
+
+def compare(there, out, before="before", after="after", keep_traces=False, **settings):
+    comparison = Comparison(str(there / before), str(there / after), str(there / "data.jsonl"),
+                            **{"batch_tokens": 200} | settings)
+    return measure_volatility(comparison, out, keep_traces=keep_traces, console=Console(quiet=True))
+
+
+@pytest.fixture(scope="module")
+def frames(there, tmp_path_factory):
+    return compare(there, tmp_path_factory.mktemp("out") / "volatility")
+
+
+def one_by_one(there, name):
+    """Every line through the whole model by itself, hooks and head included; (line, ids, response rows)."""
+    loaded = models.load(ModelConfig(name=str(there / name)), 0)
+    texts = Texts(there / "data.jsonl", loaded.tokenizer, max_tokens=2048, batch_tokens=1)
+    for batch in texts.batches():
+        with torch.no_grad(), record_routing(loaded.model, scores=True) as recording:
+            loaded.model(batch.tokens)
+        yield batch.lines[0], recording.trace(batch.tokens).ids()[0], batch.response_rows[0], recording.scores(1)
+
+
+def test_the_tables_say_what_a_loop_over_single_lines_says(there, frames):
+    slots, sets, moved, layers, per_line, margins = [], [], [], [], {}, []
+    both_checkpoints = zip(one_by_one(there, "before"), one_by_one(there, "after"), strict=True)
+    for (line, old, rows, scores), (_, new, _, _) in both_checkpoints:
+        mine = []
+        for t in rows.nonzero()[:, 0].tolist():
+            kept = [set(a.tolist()) & set(b.tolist()) for a, b in zip(old[t], new[t], strict=True)]
+            slots.append([1 - len(both) / 2 for both in kept])
+            sets.append([len(both) < 2 for both in kept])
+            gates = scores.gates[0, t]
+            moved.append([sum(float(g) for e, g in zip(old[t, s].tolist(), gates[s], strict=True) if e not in kept[s])
+                          for s in range(len(kept))])
+            layers.append(sum(sets[-1]))
+            margins.append(scores.margins[0, t].numpy())
+            mine.append(np.mean(slots[-1]))
+        per_line[line] = np.mean(mine)
+    summary = frames["summary"].set_index("metric")["response"]
+    assert summary["tokens"] == len(slots)
+    assert summary["slot_change"] == pytest.approx(np.mean(slots)) and np.mean(slots) > 0.05
+    assert summary["set_change"] == pytest.approx(np.mean(sets))
+    assert summary["gate_mass_moved"] == pytest.approx(np.mean(moved), rel=1e-3)  # gates are kept in half precision
+    assert summary["layers_changed"] == pytest.approx(np.mean(layers))
+    assert summary["any_layer_change"] == pytest.approx(np.mean(np.array(layers) > 0))
+    assert np.allclose(frames["layers"]["slot_change"], np.mean(slots, 0))
+    assert np.allclose(frames["layers"]["margin_q50_before"], np.median(margins, 0), rtol=0.05)
+    assert frames["layers_changed"]["tokens"].tolist() == np.bincount(layers, minlength=7).tolist()
+    found = frames["responses"].set_index("line")["slot_change"]
+    assert np.allclose(found, [per_line[line] for line in found.index]) and len(found) == LINES
+
+
+def test_tables_agree_with_each_other(frames):
+    summary = frames["summary"].set_index("metric")["response"]
+    tokens, sites = summary["tokens"], len(frames["layers"])
+    use = frames["experts"]
+    assert (use["before"] - use["left"] + use["entered"] == use["after"]).all()
+    assert use["before"].sum() == tokens * sites * 2
+    assert use["left"].sum() / use["before"].sum() == pytest.approx(summary["slot_change"])
+    pairs = frames["pairs"]
+    assert pairs["before"].sum() == pairs["after"].sum() == tokens * sites  # k = 2: one pair per token and site
+    assert (pairs["a"] < pairs["b"]).all() and pairs["b"].max() < 16
+    for name in ("positions", "tokens"):
+        frame = frames[name]
+        assert frame["n"].sum() == tokens
+        assert np.average(frame["slot_change"], weights=frame["n"]) == pytest.approx(summary["slot_change"])
+    assert frames["positions"]["n"].iloc[0] == LINES
+    margins = frames["margins"]
+    assert margins["before"].sum() == margins["after"].sum() == tokens * sites
+    assert margins["changed"].sum() / margins["before"].sum() == pytest.approx(summary["set_change"])
+    small = margins["low"] < 1e-2
+    rate = [part["changed"].sum() / part["before"].sum() for part in (margins[small], margins[~small])]
+    assert rate[0] > rate[1]
+
+
+def test_equal_weights_change_nothing_and_so_does_other_company(there, tmp_path, frames):
+    same = compare(there, tmp_path / "same", after="before")["summary"].set_index("metric")
+    counts = ["tokens", "unknown_rows", "router_shift_ratio"]
+    assert (same["response"].drop(counts) == 0).all()
+    floor = frames["summary"].set_index("metric")["noise_floor"]
+    assert floor["router_shift"] < 1e-5 and (floor.drop([*counts, "router_shift"]) == 0).all()
+    assert floor["tokens"] > 0
+
+
+def test_the_batching_changes_no_number(there, tmp_path, frames):
+    margins = frames["margins"]
+    assert not margins.loc[margins["high"] < 1e-6, ["before", "after"]].any(axis=None), "rounding would decide a route"
+    other = compare(there, tmp_path / "other", batch_tokens=77)
+    for name in ("summary", "layers", "experts", "pairs", "positions", "tokens"):
+        kept = [c for c in frames[name] if "noise" not in c]
+        pd.testing.assert_frame_equal(frames[name][kept], other[name][kept], rtol=1e-5)
+
+
+@pytest.mark.parametrize("after_calls", [1, 4, 7, 11])
+def test_a_killed_comparison_goes_on_and_ends_the_same(there, tmp_path, frames, monkeypatch, after_calls):
+    monkeypatch.setattr(measure, "SAVE_SECONDS", 0.0)
+    forward, calls = Observer._forward, []
+
+    def dies(self, *arguments):
+        calls.append(1)
+        if len(calls) > after_calls:
+            raise KeyboardInterrupt
+        return forward(self, *arguments)
+
+    with monkeypatch.context() as killed:
+        killed.setattr(Observer, "_forward", dies)
+        with pytest.raises(KeyboardInterrupt):
+            compare(there, tmp_path / "out")
+    calls.clear()
+    monkeypatch.setattr(Observer, "_forward", lambda self, *a: calls.append(1) or forward(self, *a))
+    again = compare(there, tmp_path / "out")
+    for name, frame in frames.items():
+        pd.testing.assert_frame_equal(frame, again[name])
+    before, calls[:] = len(calls), []
+    compare(there, tmp_path / "out")
+    assert not calls and before  # a finished one is only read
+
+
+def test_one_model_is_in_memory_at_a_time(there, tmp_path, monkeypatch):
+    load, loaded, alive = models.load, [], []
+
+    def watched(*arguments, **settings):
+        gc.collect()
+        alive.append(sum(model() is not None for model in loaded))
+        found = load(*arguments, **settings)
+        loaded.append(weakref.ref(found.model))
+        return found
+
+    monkeypatch.setattr(models, "load", watched)
+    compare(there, tmp_path / "out")
+    assert alive == [0, 0]
+
+
+def test_kept_traces_are_traces_with_gates_of_both(there, tmp_path, frames):
+    compare(there, tmp_path / "out", keep_traces=True)
+    files = [sorted((tmp_path / "out" / "traces" / side).iterdir()) for side in ("before", "after")]
+    assert [f.name for f in files[0]] == [f.name for f in files[1]]
+    changed = total = 0
+    for a, b in zip(*files, strict=True):
+        before, after = RoutingTrace.load(a), RoutingTrace.load(b)
+        beside = RoutingTrace.load_beside(b)
+        assert beside["gates"].shape == after.shape and beside["response"].any(1).all()
+        rows = torch.nn.functional.pad(beside["response"][:, 1:], (0, 1))
+        changed += int((~before.same_sets(after))[rows].sum())
+        total += int(rows.sum()) * before.shape[2]
+    assert changed / total == frames["summary"].set_index("metric")["response"]["set_change"]
+
+
+def traces_of(out):
+    return [[f.name for f in sorted((out / "traces" / side).glob("*"))] for side in ("before", "after")]
+
+
+def test_traces_asked_for_later_are_those_of_every_batch(there, tmp_path, frames, monkeypatch):
+    """Killed without them, finished without them, killed while they were made: in the end all are there."""
+    monkeypatch.setattr(measure, "SAVE_SECONDS", 0.0)
+    forward, calls, last = Observer._forward, [], 99
+
+    def dies(self, *arguments):
+        calls.append(1)
+        if len(calls) > last:
+            raise KeyboardInterrupt
+        return forward(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Observer, "_forward", dies)
+        whole = compare(there, tmp_path / "whole", keep_traces=True)
+    expected, last = traces_of(tmp_path / "whole"), len(calls) - 2  # two batches before the end
+
+    def killed(out, **settings):
+        calls.clear()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Observer, "_forward", dies)
+            compare(there, out, **settings)
+
+    killed(tmp_path / "half")
+    again = compare(there, tmp_path / "half", keep_traces=True)
+    assert traces_of(tmp_path / "half") == expected
+    compare(there, tmp_path / "done")
+    killed(tmp_path / "done", keep_traces=True)
+    compare(there, tmp_path / "done", keep_traces=True)
+    assert traces_of(tmp_path / "done") == expected
+    for name, frame in frames.items():
+        pd.testing.assert_frame_equal(frame, again[name])
+        pd.testing.assert_frame_equal(frame, whole[name])
+
+
+def test_a_response_that_was_cut_off_whole_has_no_change_and_is_counted(there, tmp_path):
+    with (tmp_path / "data.jsonl").open("w") as file:
+        file.write(json.dumps({"prompt": "abc </>abc </>", "response": "abc"}) + "\n")
+        for _ in range(3):
+            file.write(json.dumps({"prompt": "ab", "response": "c </>abc "}) + "\n")
+    comparison = Comparison(str(there / "before"), str(there / "after"), str(tmp_path / "data.jsonl"), max_tokens=9)
+    found = measure_volatility(comparison, tmp_path / "out", console=Console(quiet=True))
+    assert found["responses"]["line"].tolist() == [2, 3, 4]
+    assert json.loads((tmp_path / "out" / "comparison.json").read_text())["finished"]["lost_lines"] == 1
+    said = Console(width=200, record=True, file=io.StringIO())
+    print_report(said, found, tmp_path / "out")
+    assert "1 of them to nothing but prompt" in said.export_text()
+
+
+def test_without_them_nothing_but_tables_is_left(there, tmp_path):
+    compare(there, tmp_path / "out")
+    assert {f.suffix for f in (tmp_path / "out").iterdir()} == {".parquet", ".json"}
+
+
+def test_a_folder_is_one_comparison(there, tmp_path, frames):
+    compare(there, tmp_path / "out")
+    with pytest.raises(RunError, match="holds another comparison .max_tokens: 2048 there, 9 now"):
+        compare(there, tmp_path / "out", max_tokens=9)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "traces").write_text("precious")
+    with pytest.raises(RunError, match="has other files in it"):
+        compare(there, tmp_path / "mine")
+
+
+def test_a_request_that_is_refused_leaves_the_folder_free_for_the_right_one(there, tmp_path):
+    with pytest.raises(ConfigError, match="--max-tokens 1: two tokens are the least"):
+        compare(there, tmp_path / "out", max_tokens=1)
+    with pytest.raises(ConfigError, match="--batch-tokens 0: a forward needs at least 1"):
+        compare(there, tmp_path / "out", batch_tokens=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_top_share_by_hand():
+    assert top_share(np.array([1.0, 4.0, 3.0, 2.0]), 0.5) == 0.7
+    assert top_share(np.array([0.0, 1.0, 5.0]), 0.2, np.array([6, 3, 1])) == 6 / 8
+    assert np.isnan(top_share(np.zeros(3), 0.1))
+
+
+# ---------------------------------------------------------------------- the command
+def run(capsys, *arguments):
+    code = cli.main(["volatility", *map(str, arguments)])
+    return code, capsys.readouterr()
+
+
+def test_the_command_prints_a_summary_and_draws_figures(there, tmp_path, capsys):
+    out = tmp_path / "out"
+    code, printed = run(capsys, there / "before", there / "after", "--data", there / "data.jsonl", "--out", out,
+                        "--max-tokens", 25)
+    assert code == 0
+    for words in ("How far routing moved", "slot_change", "noise floor", "By layer", "texts were cut at 25 tokens",
+                  "by position:", "by expert:", "by token id"):
+        assert words in printed.out.replace("\n", " ")
+    for name in ("by_layer", "concentration", "experts"):
+        assert (out / f"{name}.png").stat().st_size > 1000 and (out / f"{name}.svg").exists()
+
+
+def test_brackets_in_a_path_are_printed_as_they_stand(there, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    folder = tmp_path / "[red]"
+    folder.mkdir()
+    data = folder / "[INST].jsonl"
+    data.write_text("\n".join((there / "data.jsonl").read_text().splitlines()[:3]) + "\n")
+    code, printed = run(capsys, there / "before", there / "after", "--data", data, "--out", folder / "out")
+    assert code == 0 and str(data) in printed.err and str(folder / "out" / "by_layer.png") in printed.out
+
+
+@pytest.fixture(scope="module")
+def bad(there):
+    """Checkpoints that cannot be compared with `before`."""
+    loaded = models.load(ModelConfig(name="qwen3_moe-tiny", overrides={"num_local_experts": 8}), 0)
+    models.save_checkpoint(loaded.model, loaded.tokenizer, there / "fewer")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    dense = LlamaForCausalLM(LlamaConfig(vocab_size=258, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                         num_attention_heads=2))
+    models.save_checkpoint(dense, loaded.tokenizer, there / "dense")
+    shutil.copytree(there / "before", there / "renamed")
+    tokenizer = json.loads((there / "renamed" / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (there / "renamed" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (there / "empty.jsonl").touch()
+    (there / "bad.jsonl").write_text('{"text": "ab"}\n{"question": 1}\n')
+    shutil.copytree(there / "after", there / "torn")
+    shard = sorted((there / "torn").glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:999])
+    (there / "adapter").mkdir()
+    (there / "adapter" / "adapter_config.json").write_text("{}")
+    (there / "adapter" / "adapter_model.safetensors").touch()
+    return there
+
+
+@pytest.mark.parametrize(
+    "after, data, says",
+    [
+        ("none", "data.jsonl", "there is no checkpoint folder"),
+        ("torn", "data.jsonl", "model-00002-of-"),
+        ("adapter", "data.jsonl", "merge it into its base"),
+        ("after", "none.jsonl", "there is no such file"),
+        ("after", ".", "is a folder; give one JSONL file"),
+        ("after", "empty.jsonl", "is empty"),
+        ("after", "bad.jsonl", "line 2: no text. Its keys are 'question'"),
+        ("fewer", "data.jsonl", "different architectures"),
+        ("dense", "data.jsonl", "has no routing site: it is a dense model"),
+        ("renamed", "data.jsonl", "differ in 4 entries"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2_before_a_model_is_loaded(
+    bad, tmp_path, capsys, monkeypatch, after, data, says
+):
+    monkeypatch.setattr(models, "load", lambda *a, **k: pytest.fail("a model was loaded"))
+    code, printed = run(capsys, bad / "before", bad / after, "--data", bad / data, "--out", tmp_path / "out")
+    assert code == 2
+    assert says in printed.err and printed.err.count("\n") == 1 and printed.err.startswith("moe-rl: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_code_of_a_checkpoint_runs_only_on_request(there, tmp_path, capsys):
+    folder, ran = tmp_path / "custom", tmp_path / "ran"
+    shutil.copytree(there / "before", folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"model_type": "custom_moe", "auto_map": {"AutoConfig": "custom.CustomConfig",
+                                                         "AutoModelForCausalLM": "custom.CustomForCausalLM"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    own = models.load(ModelConfig(name=str(there / "before")), 0).model.state_dict()  # under the names of the class
+    save_file({k: v for k, v in own.items() if k != "lm_head.weight"}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "custom.py").write_text(
+        f"open({str(ran)!r}, 'a').write('x')\n"
+        "from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM\n"
+        "class CustomConfig(Qwen3MoeConfig):\n    model_type = 'custom_moe'\n"
+        "class CustomForCausalLM(Qwen3MoeForCausalLM):\n    config_class = CustomConfig\n"
+    )
+    arguments = (folder, folder, "--data", there / "data.jsonl", "--out", tmp_path / "out")
+    code, printed = run(capsys, *arguments)
+    assert code == 2 and "--trust-remote-code" in printed.err
+    assert not ran.exists()
+    comparison = Comparison(str(folder), str(folder), str(there / "data.jsonl"))
+    measure_volatility(comparison, tmp_path / "out", trust_remote_code=True, console=Console(quiet=True))
+    assert ran.exists()
+
+
+def test_the_documentation_names_every_table_and_metric(frames):
+    page = (Path(__file__).parents[2] / "docs" / "volatility.md").read_text()
+    for name in (*frames, *METRICS, *(c for f in ("positions", "experts", "pairs", "responses") for c in frames[f])):
+        assert f"`{name}`" in page or name in ("site", "layer", "expert", "position", "line"), name

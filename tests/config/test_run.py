@@ -1,0 +1,74 @@
+"""A configuration as data: what a table says of a run is enough to make it again."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from moe_rl.config import Arm, EngineConfig, ModelConfig, Optimizer, Parallel, RunConfig
+from moe_rl.config.values import check_values
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
+
+CONFIGS = [
+    RunConfig(arm=Arm(name="grpo")),
+    RunConfig(
+        arm=Arm(name="gspo", loss=Use("gspo", clip_low=0.01, clip_high=0.013)), seed=3,
+        task=Use("running_sums", digits=12, names=["a", "b"]),
+        model=ModelConfig(overrides={"num_experts": 32}), optimizer=Optimizer(lr=1e-4, betas=(0.9, 0.95)),
+        engine=EngineConfig(dtype="bfloat16"), parallel=Parallel(dp=2, etp=1), stop=("\n",), hf_checkpoints=(10, 20),
+    ),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_configuration_survives_json_with_its_hash(config):
+    again = RunConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again.hash == config.hash and again.to_dict() == config.to_dict()
+    assert again.arm == config.arm and again.optimizer == config.optimizer and again.stop == config.stop
+
+
+def test_settings_that_came_later_take_their_defaults_and_lost_ones_are_named():
+    old = CONFIGS[0].to_dict()
+    del old["engine"], old["optimizer"]["router_lr_scale"]
+    assert RunConfig.from_dict(old) == CONFIGS[0]
+    old["optimizer"]["nesterov"] = True
+    with pytest.raises(ConfigError, match="Optimizer has no setting nesterov"):
+        RunConfig.from_dict(old)
+
+
+def forced(key, value):
+    """A configuration with one value that the run-time type checker of these tests would not let through."""
+    config = copy.deepcopy(CONFIGS[0])
+    *path, name = key.split(".")
+    node = config
+    for part in path:
+        node = getattr(node, part)
+    object.__setattr__(node, name, value)
+    return config
+
+
+@pytest.mark.parametrize("key, value, words", [
+    ("optimizer.lr", "fast", r"optimizer.lr='fast': .* type float"),
+    ("optimizer.betas", (0.9,), r"optimizer.betas=\(0.9,\): .* type tuple\[float, float\]"),
+    ("optimizer.betas", 0.9, r"optimizer.betas=0.9: .* type tuple"),
+    ("optimizer", {"lr": 1.0}, "optimizer=.* type Optimizer"),
+    ("stop", "abc", r"stop='abc': .* type tuple\[str, ...\]"),
+    ("measure.full", 1, "measure.full=1: .* type bool"),
+    ("group_size", 4.0, "group_size=4.0: .* type int"),
+    ("steps", True, "steps=True: .* type int"),
+    ("arm.terms", "kl", r"arm.terms='kl': .* type tuple\[str \| .*Use, ...\]"),
+    ("arm.loss", ("grpo", 0.2), r"arm.loss=\('grpo', 0.2\): .* type str \| .*Use"),
+    ("parallel.etp", 1.0, r"parallel.etp=1.0: .* type int \| None"),
+])
+def test_a_value_of_another_type_is_refused_with_the_type_that_is_needed(key, value, words):
+    with pytest.raises(ConfigError, match=words):
+        check_values(forced(key, value))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_configuration_with_every_kind_of_value_is_accepted(config):
+    check_values(config)
+    check_values(RunConfig.from_dict(config.to_dict()))

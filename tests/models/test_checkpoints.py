@@ -1,0 +1,67 @@
+"""Checkpoints: what is incomplete is refused, never completed with random weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from moe_rl.models.tokens import byte_tokenizer
+from safetensors.torch import load_file, save_file
+
+from moe_rl.config import ModelConfig
+from moe_rl.errors import ConfigError
+from moe_rl.models import checkpoints
+from moe_rl.models.load import load, save_checkpoint
+from tests.conftest import build
+
+WHOLE = checkpoints.WHOLE
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint") / "fine"
+    save_checkpoint(build("qwen3_moe", vocab_size=258), byte_tokenizer(), folder)
+    return folder
+
+
+def without_a_router(folder):
+    weights = load_file(folder / WHOLE)
+    del weights["model.layers.1.mlp.gate.weight"]
+    save_file(weights, folder / WHOLE, {"format": "pt"})
+
+
+def a_larger_router(folder):
+    weights = load_file(folder / WHOLE)
+    weights["model.layers.1.mlp.gate.weight"] = torch.zeros(9, 32)
+    save_file(weights, folder / WHOLE, {"format": "pt"})
+
+
+def a_shard_that_never_arrived(folder):
+    (folder / WHOLE).unlink()
+    (folder / checkpoints.INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+
+
+@pytest.mark.parametrize("damage, says", [
+    (without_a_router, "lacks 1 of the weights of Qwen3MoeForCausalLM .model.layers.1.mlp.gate.weight., which would"),
+    (a_larger_router, "has other shapes of 1 of the weights"),
+    (a_shard_that_never_arrived, "model-00001-of-00001.safetensors is missing or damaged"),
+    (lambda folder: (folder / WHOLE).write_bytes(b"torn" * 9), "model.safetensors is missing or damaged"),
+    (lambda folder: (folder / WHOLE).unlink(), "it holds no weights"),
+])
+def test_an_incomplete_checkpoint_is_refused_in_one_sentence(saved, tmp_path, damage, says):
+    shutil.copytree(saved, tmp_path / "damaged")
+    load(ModelConfig(name=str(tmp_path / "damaged")), 0)
+    damage(tmp_path / "damaged")
+    with pytest.raises(ConfigError, match=says) as error:
+        load(ModelConfig(name=str(tmp_path / "damaged")), 0)
+    assert "\n" not in str(error.value)
+
+
+def test_tied_weights_are_saved_once_and_not_missed(tmp_path):
+    model = build("qwen3_moe", vocab_size=258, tie_word_embeddings=True)
+    save_checkpoint(model, byte_tokenizer(), tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / WHOLE)
+    again = load(ModelConfig(name=str(tmp_path)), 0).model
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)

@@ -1,0 +1,248 @@
+"""The cold start stops at its target, comes out of the cache bit for bit, and says so when it cannot succeed."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_rl import execute
+from moe_rl.config import Arm, ColdStart, ModelConfig, RunConfig
+from moe_rl.errors import ConfigError, RunError
+from moe_rl.lookup import Use
+from moe_rl.models.cold_start import answer_logprobs, cold_start
+from moe_rl.models.load import load
+from moe_rl.models.tokens import completion_tokens, encode_prompts
+from moe_rl.tasks.base import held_out, load_task
+from moe_rl.tasks.running_sums import RunningSums
+from moe_rl.types import Prompt, Rollout
+
+RUN = RunConfig(
+    arm=Arm(name="grpo"),
+    model=ModelConfig(overrides={"hidden_size": 32, "num_hidden_layers": 1, "num_experts": 4}),
+    cold_start=ColdStart(target=0.3, max_steps=300, batch_size=16, lr=1e-2),
+    max_new_tokens=3,
+    eval_prompts=2,
+)
+
+
+class LastDigit(RunningSums):
+    """Only the last digit is asked for, so that a tiny model learns it at once."""
+
+    def prompt(self, digits):
+        text = "".join(map(str, digits))
+        return Prompt(text=text + "=", answer=str(digits[-1]), entry={"digits": digits})
+
+
+def task() -> LastDigit:
+    return LastDigit(digits=6, modulus=3)
+
+
+def greedy(model, tokenizer, prompts, group_size, *, key, sampling):
+    """A few lines that share nothing with the engine; the prompts here are equally long."""
+    tokens = torch.tensor([p.tokens for p in prompts for _ in range(group_size)])
+    for _ in range(sampling.max_new_tokens):
+        with torch.no_grad():
+            tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], 1)
+    rollouts = []
+    for prompt, row in zip([p for p in prompts for _ in range(group_size)], tokens.tolist(), strict=True):
+        made = row[len(prompt.tokens) :]
+        made = made[: made.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in made else made
+        rollouts.append(Rollout(prompt, tuple(made), torch.zeros(len(made)), tokenizer.decode(made), True))
+    return rollouts
+
+
+def start(folder: Path, run: RunConfig = RUN, sample=greedy, said=None):
+    loaded = load(run.model, run.cold_start.seed)
+    return loaded, cold_start(loaded, task(), run, folder, sample, (said if said is not None else []).append)
+
+
+def same_weights(a, b) -> bool:
+    a, b = a.state_dict(), b.state_dict()
+    return all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_it_stops_at_its_target_and_the_cache_returns_the_same_bits(tmp_path):
+    said: list[str] = []
+    loaded, result = start(tmp_path, said=said)
+    assert 0.3 <= result.rate < 1
+    assert 0 < result.steps < 300
+    assert not result.cached
+    assert f"step {result.steps}" in said[-1]
+    assert not loaded.model.training
+    assert all(p.grad is None for p in loaded.model.parameters())
+
+    def never(*args, **kwargs):
+        raise AssertionError("a cached cold start samples nothing")
+
+    again, cached = start(tmp_path, sample=never)
+    assert (cached.cached, cached.rate, cached.steps, cached.path) == (True, result.rate, result.steps, result.path)
+    assert same_weights(loaded.model, again.model)
+    checkpoint = load(ModelConfig(name=str(result.path)), 0)
+    assert same_weights(loaded.model, checkpoint.model)
+    elsewhere, _ = start(tmp_path / "elsewhere")
+    assert same_weights(loaded.model, elsewhere.model)
+
+
+def test_whatever_determines_it_is_part_of_its_name(tmp_path):
+    base = RUN.replace(**{"cold_start.target": 0.01})
+    paths = [start(tmp_path, base)[1].path]
+    for change in (
+        {"cold_start.seed": 1},
+        {"cold_start.lr": 5e-3},
+        {"model": ModelConfig(overrides={**RUN.model.overrides, "num_experts": 8})},
+        {"temperature": 1.1},
+        {"max_new_tokens": 2},
+    ):
+        paths.append(start(tmp_path, base.replace(**change))[1].path)
+    assert len(set(paths)) == len(paths)
+    for change in ({"seed": 5}, {"arm": Arm(name="gspo", loss="gspo")}, {"optimizer.lr": 1.0}, {"steps": 3}):
+        assert start(tmp_path, base.replace(**change))[1].path == paths[0]
+
+
+def test_it_trains_on_no_prompt_that_decides_or_evaluates(tmp_path):
+    asked = {}
+
+    class Watched(LastDigit):
+        def prompts(self, count, seed):
+            asked.setdefault(seed, []).append(count)
+            return super().prompts(count, seed)
+
+    decided: list[str] = []
+
+    def watch(model, tokenizer, prompts, *rest, **more):
+        decided.extend(p.text for p in prompts)
+        return greedy(model, tokenizer, prompts, *rest, **more)
+
+    trained: list[str] = []
+    loaded = load(RUN.model, 0)
+    run_model = loaded.model.forward
+
+    def forward(input_ids=None, **settings):
+        if settings.get("use_cache") is False:
+            trained.extend(loaded.tokenizer.decode(row[:7]) for row in input_ids.tolist())
+        return run_model(input_ids, **settings)
+
+    loaded.model.forward = forward
+    watched = Watched(digits=6, modulus=3)
+    run = RUN.replace(**{"cold_start.target": 0.01})
+    cold_start(loaded, watched, run, tmp_path, watch, lambda line: None)
+    evaluated = {p.text for p in held_out(watched, run.eval_prompts)}
+    assert len(trained) >= run.cold_start.batch_size
+    assert all(text.endswith("=") for text in trained)
+    assert not set(trained) & set(decided)
+    assert not (set(trained) | set(decided)) & evaluated
+
+
+def test_answer_logprobs_are_those_of_each_row_alone():
+    loaded = load(RUN.model, 0)
+    prompts = encode_prompts([Prompt(text="1=", answer="1"), Prompt(text="1221=", answer="10")], loaded.tokenizer)
+    answers = [completion_tokens(p.answer, loaded.tokenizer) for p in prompts]
+    batch = answer_logprobs(loaded, prompts, answers, temperature=0.7)
+    for b, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        row = torch.tensor([[*prompt.tokens, *answer]])
+        expected = (loaded.model(row).logits[0].double() / 0.7).log_softmax(-1)
+        first = len(prompt.tokens) - 1
+        for i, token in enumerate(answer):
+            assert batch[b, first + i].item() == pytest.approx(expected[first + i, token].item(), abs=1e-5)
+        assert torch.count_nonzero(batch[b]) == len(answer)
+
+
+def test_a_target_of_zero_leaves_the_model_alone(tmp_path):
+    loaded, result = start(tmp_path, RUN.replace(**{"cold_start.target": 0}))
+    assert (result.rate, result.steps, result.path) == (None, 0, None)
+    assert same_weights(loaded.model, load(RUN.model, 0).model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_target_it_does_not_reach_says_the_rate_and_leaves_nothing_behind(tmp_path):
+    run = RUN.replace(**{"cold_start.target": 1.0, "cold_start.max_steps": 2})
+    with pytest.raises(RunError, match=r"reached a success rate of \d.*in 2 steps.*target of 100%.*max_steps"):
+        start(tmp_path, run)
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"]
+
+
+@pytest.mark.parametrize("target", [1.5, -0.1])
+def test_a_target_that_is_no_rate_is_refused(tmp_path, target):
+    with pytest.raises(ConfigError, match=str(target)):
+        start(tmp_path, RUN.replace(**{"cold_start.target": target}))
+
+
+def test_answers_that_cannot_fit_are_refused_before_training(tmp_path):
+    run = RUN.replace(max_new_tokens=3)
+    with pytest.raises(ConfigError, match="0% of the answers fit into max_new_tokens=3.*longest has 6"):
+        cold_start(load(run.model, 0), RunningSums(digits=6), run, tmp_path, greedy, print)
+
+
+def test_a_task_without_answers_cannot_be_imitated(tmp_path):
+    class NoAnswers(LastDigit):
+        def prompt(self, digits):
+            return Prompt(text=super().prompt(digits).text)
+
+    with pytest.raises(ConfigError, match="nothing to imitate"):
+        cold_start(load(RUN.model, 0), NoAnswers(digits=6), RUN, tmp_path, greedy, print)
+
+
+def test_a_damaged_cache_is_reported_not_overwritten(tmp_path):
+    run = RUN.replace(**{"cold_start.target": 0.01})
+    _, result = start(tmp_path, run)
+    (result.path / "cold_start.json").write_text("{")
+    with pytest.raises(RunError, match="delete that folder"):
+        start(tmp_path, run)
+    assert (result.path / "cold_start.json").read_text() == "{"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "cold_start.json"])
+@pytest.mark.parametrize("damage", ["cut short", "gone", "of another model"])
+def test_no_damage_to_a_cache_goes_unnoticed_or_into_the_model(tmp_path, file, damage):
+    run = RUN.replace(**{"cold_start.target": 0.01})
+    _, result = start(tmp_path, run)
+    path = result.path / file
+    if damage == "cut short":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif damage == "gone":
+        path.unlink()
+    elif file == "model.safetensors":
+        weights = load_file(path)
+        weights.pop(sorted(weights)[-1])
+        save_file(weights, path, {"format": "pt"})
+    else:
+        path.write_text("[]")
+    loaded = load(run.model, run.cold_start.seed)
+    with pytest.raises(RunError, match=f"{result.path} cannot be read.*delete that folder"):
+        cold_start(loaded, task(), run, tmp_path, greedy, print)
+    assert same_weights(loaded.model, load(run.model, run.cold_start.seed).model)
+
+
+def _race(folder: str, queue) -> None:
+    torch.set_num_threads(1)
+    _, result = start(Path(folder), RUN.replace(**{"cold_start.target": 0.01}))
+    queue.put((result.cached, str(result.path)))
+
+
+def test_of_two_processes_one_trains_and_both_end_well(tmp_path):
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    racers = [context.Process(target=_race, args=(str(tmp_path), queue)) for _ in range(2)]
+    for racer in racers:
+        racer.start()
+    results = [queue.get(timeout=60) for _ in racers]
+    for racer in racers:
+        racer.join()
+    assert sorted(cached for cached, _ in results) == [False, True]
+    assert len({path for _, path in results}) == 1
+
+
+def test_a_task_too_small_to_hold_prompts_out_says_so(tmp_path):
+    with pytest.raises(ConfigError, match="too few prompts.*8 different"):
+        cold_start(load(RUN.model, 0), RunningSums(digits=3, modulus=2), RUN, tmp_path, greedy, print)
+
+
+def test_with_the_real_engine_and_a_named_task(tmp_path):
+    run = RUN.replace(task=Use("running_sums", digits=3), max_new_tokens=4, **{"cold_start.target": 0.005})
+    task = load_task(run.task)
+    result = cold_start(load(run.model, 0), task, run, tmp_path, execute.sample, report=lambda line: None)
+    assert result.rate >= 0.005

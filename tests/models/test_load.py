@@ -1,0 +1,190 @@
+"""Presets route, the tokenizer loses nothing, checkpoints come back bit for bit, and wrong names are one sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_rl.models.presets import PRESETS, hf_config
+from moe_rl.models.tokens import byte_tokenizer, completion_tokens, encode_prompts
+
+from moe_rl.config import ModelConfig
+from moe_rl.errors import ConfigError
+from moe_rl.models.load import load, save_checkpoint
+from moe_rl.types import Prompt
+
+TOKENIZER = byte_tokenizer()
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2}
+
+
+def same_weights(a, b) -> bool:
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# ---------------------------------------------------------------------- tokenizer
+@settings(deadline=None)  # a busy machine is no failure
+@given(st.text())
+def test_any_text_is_its_utf8_bytes_and_comes_back(text):
+    tokens = TOKENIZER.encode(text)
+    assert tokens == list(text.encode())
+    assert TOKENIZER.decode(tokens) == text
+    assert TOKENIZER.decode([*tokens, TOKENIZER.eos_token_id], skip_special_tokens=True) == text
+
+
+def test_special_tokens_cannot_be_written_in_a_prompt():
+    for text in ("<|end|>", "a<|pad|>b"):
+        assert TOKENIZER.encode(text) == list(text.encode())
+    assert (TOKENIZER.eos_token_id, TOKENIZER.pad_token_id, len(TOKENIZER)) == (256, 257, 258)
+
+
+def test_the_saved_tokenizer_is_the_same(tmp_path):
+    from transformers import AutoTokenizer
+
+    TOKENIZER.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("héllo 世界\u2028", " <|end|> 372="):
+        assert again.encode(text) == TOKENIZER.encode(text)
+        assert again.decode(again.encode(text)) == text
+    assert (again.eos_token_id, again.pad_token_id) == (256, 257)
+
+
+def test_a_vocabulary_of_64_knows_digits_and_refuses_the_rest():
+    tokenizer = byte_tokenizer(64)
+    assert len(tokenizer) == 64
+    prompt = encode_prompts([Prompt(text="372=")], tokenizer)[0]
+    assert tokenizer.decode(prompt.tokens) == "372="
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (62, 63)
+    with pytest.raises(ConfigError, match="no tokens for part of the prompt 'word'"):
+        encode_prompts([Prompt(text="word")], tokenizer)
+
+
+def test_a_chat_template_is_used_where_there_is_one():
+    tokenizer = byte_tokenizer()
+    assert encode_prompts([Prompt(text="1=")], tokenizer)[0].tokens == (49, 61)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    assert bytes(encode_prompts([Prompt(text="1=")], tokenizer)[0].tokens) == b"[user]1=>"
+    assert completion_tokens("1", tokenizer) == [49, 256]
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ConfigError, match="no tokens"):
+        encode_prompts([Prompt(text="")], TOKENIZER)
+
+
+# ---------------------------------------------------------------------- presets
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_routes_by_token_and_uses_most_experts_everywhere(name):
+    from moe_rl.routing import record_routing
+
+    model = load(ModelConfig(name=name), seed=0).model
+    assert not model.training
+    assert model.config._experts_implementation == "moe_rl_cpu"
+    tokens = torch.randint(0, 60, (16, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), record_routing(model) as recording:
+        assert model(tokens).logits.isfinite().all()
+    trace = recording.trace(tokens)
+    experts = trace.experts.long()
+    for site in range(experts.shape[2]):
+        counts = experts[:, :, site].flatten().bincount(minlength=trace.layout.sites[site].num_experts)
+        assert (counts > 0).float().mean() >= 0.75
+        assert counts.max() < 0.75 * tokens.numel()  # of at most one per token
+        assert len(experts[:, :, site].flatten(0, 1).sort(-1).values.unique(dim=0)) > 8  # different expert sets
+
+
+@pytest.mark.parametrize("name, millions", [("qwen3_moe-tiny", 0.7), ("qwen3_moe-bench", 6.7)])
+def test_presets_have_the_promised_size(name, millions):
+    parameters = sum(p.numel() for p in load(ModelConfig(name=name), 0).model.parameters())
+    assert round(parameters / 1e6, 1) == millions
+
+
+def test_weights_follow_the_seed_and_the_global_random_state_does_not_move():
+    before = torch.get_rng_state()
+    one, same, other = (load(ModelConfig(overrides=SMALL), seed).model for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert same_weights(one, same)
+    assert not same_weights(one, other)
+
+
+def test_overrides_apply_under_either_of_a_settings_names():
+    for key in ("num_experts", "num_local_experts"):
+        config = hf_config(ModelConfig(overrides={key: 5, "num_experts_per_tok": 3}))
+        assert (config.num_local_experts, config.num_experts_per_tok, config.hidden_size) == (5, 3, 64)
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        (ModelConfig(overrides={"num_expert": 4}), "num_experts"),
+        (ModelConfig(name="qwen3moe-tiny"), "Did you mean qwen3_moe-tiny"),
+        (ModelConfig(name="./nowhere"), "no model preset or checkpoint folder is called './nowhere'"),
+        (ModelConfig(name="/no/such/folder"), "'/no/such/folder'"),
+        (ModelConfig(dtype="float31"), "float31"),
+        (ModelConfig(dtype="int64"), "int64"),
+        (ModelConfig(device="cuda:99"), "cuda:99"),
+        (ModelConfig(device="gpu"), "gpu"),
+    ],
+)
+def test_a_wrong_model_is_one_sentence(config, said):
+    with pytest.raises(ConfigError) as error:
+        load(config, 0)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------------- checkpoints
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_saved_checkpoint_comes_back_bit_for_bit(name, tmp_path):
+    overrides = {} if name.startswith("deepseek") else {"hidden_size": 32}
+    loaded = load(ModelConfig(name=name, overrides={**overrides, "num_hidden_layers": 2}), 3)
+    save_checkpoint(loaded.model, loaded.tokenizer, tmp_path)
+    again = load(ModelConfig(name=str(tmp_path)), 99)
+    assert same_weights(loaded.model, again.model)
+    assert not again.model.training
+    prompt = Prompt(text="12=")
+    assert encode_prompts([prompt], again.tokenizer) == encode_prompts([prompt], loaded.tokenizer)
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        assert torch.equal(loaded.model(tokens).logits, again.model(tokens).logits)
+
+
+def test_a_dense_checkpoint_loads(tmp_path):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    dense = Qwen3ForCausalLM(Qwen3Config(vocab_size=258, hidden_size=16, intermediate_size=16, **shape))
+    save_checkpoint(dense, TOKENIZER, tmp_path)
+    assert same_weights(load(ModelConfig(name=str(tmp_path)), 0).model, dense)
+
+
+def test_broken_checkpoints_are_one_sentence(tmp_path):
+    loaded = load(ModelConfig(overrides=SMALL), 0)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load(ModelConfig(name=str(empty)), 0)
+    loaded.model.save_pretrained(tmp_path / "no_tokenizer")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load(ModelConfig(name=str(tmp_path / "no_tokenizer")), 0)
+    small = load(ModelConfig(name="qwen3_moe-bench", overrides=SMALL), 0)
+    save_checkpoint(small.model, TOKENIZER, tmp_path / "mixed")
+    with pytest.raises(ConfigError, match="258 tokens but the model only 64"):
+        load(ModelConfig(name=str(tmp_path / "mixed")), 0)
+    save_checkpoint(loaded.model, loaded.tokenizer, tmp_path / "fine")
+    with pytest.raises(ConfigError, match="overrides"):
+        load(ModelConfig(name=str(tmp_path / "fine"), overrides={"num_experts": 4}), 0)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
+    ran = tmp_path / "ran"
+    (tmp_path / "code.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    config = {"model_type": "my_own", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load(ModelConfig(name=str(tmp_path)), 0)
+    assert not ran.exists()

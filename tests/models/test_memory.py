@@ -1,0 +1,79 @@
+"""The estimate against what PyTorch really keeps."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from moe_rl.config import Arm, ModelConfig, RunConfig
+from moe_rl.errors import ConfigError
+from moe_rl.models import memory
+from moe_rl.models.load import load
+from moe_rl.models.memory import check_memory, estimate_memory
+from moe_rl.models.presets import PRESETS
+
+
+def run(**changes) -> RunConfig:
+    return RunConfig(arm=Arm(name="grpo")).replace(**changes)
+
+
+def kept_for_backward(model, tokens) -> int:
+    """Bytes of the distinct storages that autograd keeps, weights apart."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model(tokens, use_cache=False).logits.log_softmax(-1).sum()
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_activations_are_estimated_within_a_factor_of_one_and_a_half(name):
+    model = load(ModelConfig(name=name), 0).model
+    estimate = estimate_memory(run(**{"model.name": name, "micro_batch": 8, "max_new_tokens": 12}), prompt_tokens=12)
+    measured = kept_for_backward(model, torch.arange(8 * 24).view(8, 24) % 60)
+    assert 1 / 1.5 < estimate.activations / measured < 1.5
+
+
+def test_weights_gradients_and_moments_are_exact():
+    parameters = sum(p.numel() for p in load(ModelConfig(), 0).model.parameters())
+    estimate = estimate_memory(run(), 13)
+    assert (estimate.weights, estimate.gradients, estimate.optimizer) == (
+        4 * parameters,
+        4 * parameters,
+        8 * parameters,
+    )
+    assert estimate_memory(run(**{"model.dtype": "bfloat16"}), 13).weights == 2 * parameters
+    assert (estimate.reference, estimate_memory(run(), 13, reference=True).reference) == (0, 4 * parameters)
+
+
+def test_checkpointing_saves_activations():
+    assert (
+        estimate_memory(run(activation_checkpointing=True), 13).activations < estimate_memory(run(), 13).activations / 2
+    )
+
+
+def test_too_little_memory_is_refused_or_warned_of(monkeypatch):
+    estimate = estimate_memory(run(), 13)
+    monkeypatch.setattr(memory, "available_memory", lambda device: estimate.total)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_memory(estimate)
+    monkeypatch.setattr(memory, "available_memory", lambda device: estimate.total - 1)
+    with pytest.warns(UserWarning, match="may be killed"):
+        check_memory(estimate)
+    monkeypatch.setattr(memory, "available_memory", lambda device: estimate.persistent - 1)
+    with pytest.raises(ConfigError, match="weights, gradients and optimizer alone"):
+        check_memory(estimate)
+
+
+def test_this_machine_has_memory():
+    assert memory.available_memory() > 1e6

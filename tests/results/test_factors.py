@@ -1,0 +1,157 @@
+"""A metric against a factor, the points where half of it is lost, and the figures that studies name."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_hex
+
+from moe_rl.errors import ConfigError, RunError
+from moe_rl.results import figures, plots, stats
+from moe_rl.results.factors import against, geometrically_spaced, half_lost_points, settings_of
+from moe_rl.results.summary import MAIN
+from moe_rl.results.tables import half_lost_table, study_tables
+from moe_rl.runs.frames import Frames
+from tests.results.test_summary import with_curves
+
+LR = (1e-4, 2e-4, 4e-4, 8e-4)
+HEIGHTS = {"grpo": (0.8, 0.8, 0.0, 0.0), "gspo": (0.8, 0.8, 0.8, 0.0)}
+"""Half is lost half way from the last 0.8 to the first 0: √2 above 2e-4 and above 4e-4."""
+DECLARED = {"name": "sweep", "arms": [{"name": "grpo"}, {"name": "gspo"}], "endpoint": MAIN.name, "contrasts": [],
+            "figures": ["learning", "against:optimizer.lr"]}
+
+
+def sweep(heights: dict[str, tuple[float, ...]] = HEIGHTS, seeds: int = 3, factor: str = "optimizer.lr",
+          values: tuple = LR, also: str = "") -> Frames:
+    """Flat curves of 4 steps; seed s lies s per cent above the height."""
+    parts = []
+    for i, value in enumerate(values):
+        curves = {(arm, s): [h[i] * (1 + 0.01 * s)] * 4 for (arm, h), s in itertools.product(heights.items(),
+                                                                                             range(seeds))}
+        frames = with_curves(curves)
+        parts.append([f.assign(factors=f"{factor}={value}{also}") for f in (frames.runs, frames["steps"])])
+    runs, steps = (pd.concat(tables, ignore_index=True) for tables in zip(*parts, strict=True))
+    return Frames(runs, {"steps": steps})
+
+
+def test_a_combination_of_factors_is_read_as_numbers_and_words():
+    got = settings_of("optimizer.lr=0.0004,mini_batches=8,task=a_b,x=1e-05")
+    assert got == {"optimizer.lr": 4e-4, "mini_batches": 8.0, "task": "a_b", "x": 1e-5} and settings_of("base") == {}
+
+
+@pytest.mark.parametrize("values, yes", [
+    ([1, 2, 4, 8], True), ([1, 20], True), ([1e-4, 1.4e-4, 2e-4], True), ([1, 2, 3], False), ([0, 1, 100], False),
+    ([1, 2], False),
+])
+def test_a_log_axis_is_for_values_spaced_like_one(values, yes):
+    assert geometrically_spaced(values) is yes
+
+
+def test_one_number_per_run_in_increasing_order_of_the_factor():
+    table = against(sweep(values=LR[::-1], heights={"grpo": (0.1, 0.2, 0.3, 0.4)}), "optimizer.lr", MAIN)
+    assert table.query("seed == 0")["x"].to_list() == sorted(LR)
+    assert table.query("seed == 2")["value"].to_list() == pytest.approx([0.408, 0.306, 0.204, 0.102])
+
+
+def test_what_no_run_varies_cannot_be_drawn_against():
+    for factor in ("mini_batches", "optimizer"):
+        with pytest.raises(RunError, match=f"no two runs differ in {factor}"):
+            against(sweep(), factor, MAIN)
+    with pytest.raises(RunError, match="no two runs differ"):
+        figures.draw("against:optimizer.lr", MAIN.name)(sweep(values=LR[:1]), ["grpo", "gspo"])
+
+
+def test_half_is_lost_where_the_curve_over_the_log_of_the_factor_says_and_arms_differ_by_its_ratio():
+    (found,) = half_lost_points(sweep(), "optimizer.lr", MAIN, [("gspo", "grpo")])
+    assert found.points["grpo"].mean == pytest.approx(2e-4 * 2**0.5)
+    assert found.points["gspo"].mean == pytest.approx(4e-4 * 2**0.5) and found.points["gspo"].n == 3
+    shift = found.shifts["gspo", "grpo"]
+    assert shift.ratio.mean == pytest.approx(2) and (shift.censored, shift.p) == (0, 0.25)
+    assert shift.ratio.method == "95% Student t of logs"
+    (three,) = half_lost_points(sweep(), "optimizer.lr", MAIN, [("gspo", "grpo")] * 3)
+    assert three.shifts["gspo", "grpo"].ratio.method == "98.3% Student t of logs", "95 % for three together"
+
+
+def test_an_arm_that_never_loses_half_is_censored_at_the_last_value_and_the_table_says_so():
+    frames = sweep(HEIGHTS | {"gspo": (0.8, 0.8, 0.8, 0.6)})
+    (found,) = half_lost_points(frames, "optimizer.lr", MAIN, [("gspo", "grpo")])
+    assert found.censored == {"grpo": 0, "gspo": 3} and found.points["gspo"].mean == pytest.approx(8e-4)
+    assert found.shifts["gspo", "grpo"].censored == 3
+    (table,) = half_lost_table(frames, ["grpo", "gspo"], "optimizer.lr", MAIN, [("gspo", "grpo")])
+    assert [row[3] for row in table.rows] == ["0 of 3", "3 of 3", "3 of 3"] and "lower bound" in table.note
+    assert not half_lost_table(frames, ["grpo"], "mini_batches", MAIN, []), "no such factor, no table"
+
+
+def test_the_figure_draws_every_seed_and_the_mean_over_seeds_on_a_log_axis():
+    figure = figures.draw("against:optimizer.lr", MAIN.name)(sweep(), ["grpo", "gspo"])
+    (ax,) = figure.axes
+    lines = {line.get_gid(): line for line in ax.lines}
+    assert lines["gspo seed=2 value"].get_xdata().tolist() == list(LR)
+    assert lines["gspo seed=2 value"].get_ydata() == pytest.approx(np.array(HEIGHTS["gspo"]) * 1.02)
+    assert lines["gspo mean value"].get_ydata() == pytest.approx(np.array(HEIGHTS["gspo"]) * 1.01)
+    assert to_hex(lines["gspo mean value"].get_color()).upper() == plots.COLOURS[1]
+    assert ax.get_xscale() == "log" and [t.get_text() for t in ax.get_xticklabels()] == [f"{v:g}" for v in LR]
+    words = [t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text"))]
+    assert any("n = 3 seeds" in w and "95% Student t" in w for w in words)
+
+
+def test_other_factors_have_panels_of_their_own_and_words_stand_side_by_side():
+    parts = [sweep(also=f",mini_batches={n}") for n in (1, 8)]
+    both = Frames(pd.concat([p.runs for p in parts]), {"steps": pd.concat([p["steps"] for p in parts])})
+    axes = figures.draw("against:optimizer.lr:reward", MAIN.name)(both, ["grpo", "gspo"]).axes
+    assert [ax.get_title(loc="left") for ax in axes] == ["mini_batches=1.0", "mini_batches=8.0"]
+    words = sweep(factor="task", values=("b", "a", "c", "d"))
+    (ax,) = figures.draw("against:task", MAIN.name)(words, ["grpo", "gspo"]).axes
+    assert ax.get_xscale() == "linear" and [t.get_text() for t in ax.get_xticklabels()] == ["b", "a", "c", "d"]
+
+
+def test_survival_is_a_step_curve_per_arm_with_marks_where_runs_ended():
+    up, down = [1.0] * 40, [0.0] * 30
+    frames = with_curves({("grpo", 0): up + down, ("grpo", 1): up + down + up, ("grpo", 2): up * 2,
+                          ("gspo", 0): up * 2, ("gspo", 1): up})
+    (ax,) = figures.draw("survival", MAIN.name)(frames, ["grpo", "gspo"]).axes
+    lines = {line.get_gid(): line.get_data() for line in ax.lines}
+    x, y = lines["grpo survival"]
+    want = stats.survival([44, 44, 80], [True, True, False])
+    assert x.tolist() == [0, 44, 80, 80] and y[:-1].tolist() == want.share.tolist() and y[-1] == pytest.approx(1 / 3)
+    assert [xy.tolist() for xy in lines["gspo censored"]] == [[80, 40], [1, 1]]
+    assert lines["grpo censored"][0].tolist() == [80], "a run that collapsed is not censored"
+    labels = ax.get_legend_handles_labels()[1]
+    assert labels == ["grpo: 2 of 3 collapsed, 1 recovered", "gspo: 0 of 2 collapsed"]
+
+
+def test_a_study_of_many_combinations_draws_what_spans_them_once_and_the_rest_only_when_asked():
+    names, cells = ["learning", "against:optimizer.lr"], ["a=1", "a=2"]
+    assert figures.planned(names, cells) == [("against:optimizer.lr", None)]
+    assert figures.planned(names, cells, every=True) == [("against:optimizer.lr", None), ("learning", "a=1"),
+                                                         ("learning", "a=2")]
+    assert figures.planned(["learning", "survival"], ["base"]) == [("learning", "base"), ("survival", "base")]
+    assert figures.file_name("against:optimizer.lr:reward") == "against_optimizer.lr_reward"
+    assert figures.file_name("against:optimizer.lr:expert slots changed") == "against_optimizer.lr_expert_slots_changed"
+
+
+def test_unknown_figures_and_metrics_are_named():
+    with pytest.raises(ConfigError, match="no figure 'learned'.*survival.*against:<factor>"):
+        figures.draw("learned", MAIN.name)
+    with pytest.raises(ConfigError, match="no metric 'rewards'"):
+        figures.draw("against:optimizer.lr:rewards", MAIN.name)
+
+
+def test_tables_of_a_sweep_lie_side_by_side_and_pairs_are_compared_only_where_they_are_named():
+    tables = study_tables(sweep(), DECLARED)
+    assert [t.title for t in tables] == [
+        "reward, second half: mean over seeds, interval", "runs that collapsed: lasting + recovered",
+        "optimizer.lr at which half of the reward, second half is lost"]
+    assert [row[0] for row in tables[0].rows] == [f"optimizer.lr={lr}" for lr in LR]
+    named = study_tables(sweep(), DECLARED | {"contrasts": [["gspo", "grpo"]]})
+    (table,) = [t for t in named if "decided on beforehand" in t.title]
+    assert len(table.rows) == 4 and "Holm over the 4 rows" in table.note
+    assert len(study_tables(sweep(), DECLARED, cells=True)) == 3 + len(LR)
+
+
+def test_a_single_comparison_without_named_contrasts_is_called_exploratory():
+    tables = study_tables(with_curves({(arm, s): [0.5] * 8 for arm in ("grpo", "gspo") for s in (0, 1)}), DECLARED)
+    assert [t.title for t in tables] == ["sweep", "reward, second half: all pairs of arms, exploratory"]

@@ -1,0 +1,88 @@
+"""The page of a study: one file that loads nothing, in which every number of the tables can be read."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+import re
+
+import pytest
+
+from moe_rl.results.page import write_page
+from moe_rl.study.declaration import write_declaration
+from tests import fake_study
+from tests.test_cli import fake_runs
+
+HOSTILE = '<script>alert("x")</script> & $100 ${title}'
+
+
+class Reader(html.parser.HTMLParser):
+    """Tags that are open, everything that would be loaded, and the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.loaded, self.text, self.tags = [], [], "", []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag not in ("meta", "img", "link", "br"):
+            self.open.append(tag)
+        self.loaded += [value for name, value in attributes if name in ("src", "href", "srcset", "data")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture
+def page(tmp_path) -> tuple[str, Reader]:
+    fake_runs(tmp_path)
+    write_declaration(dataclasses.replace(fake_study.study, question=HOSTILE, decision_rule="Fixed before: p < 0.05.",
+                                          figures=("expert_change", "survival", "engine_over_steps")), tmp_path)
+    write_page(tmp_path / "fake", tmp_path / "page.html", mix_code=True)
+    text = (tmp_path / "page.html").read_text()
+    reader = Reader()
+    reader.feed(text)
+    return text, reader
+
+
+def test_the_page_is_whole_and_loads_nothing(page):
+    text, reader = page
+    assert reader.open == [] and "script" not in reader.tags and "link" not in reader.tags
+    assert reader.loaded and all(source.startswith("data:image/svg+xml;base64,") for source in reader.loaded)
+    assert not re.search(r"url\(|@import", text) and "default-src 'none'" in text and "@media print" in text
+
+
+def test_text_from_a_declaration_is_text(page):
+    text, reader = page
+    assert HOSTILE in reader.text and "<script>" not in text
+
+
+def test_the_page_says_what_was_asked_found_and_used(page):
+    _, reader = page
+    for words in ("It does.", "Fixed before: p < 0.05.", "Made-up numbers.", "reward, second half", "lasting collapses",
+                  "all pairs of arms, exploratory", "95% Student t", "n = 2 seeds", "arm.loss", "clip_low", "0.013",
+                  "optimizer.lr", "torch", "6 runs", "0, 1", "minutes"):
+        assert words in reader.text, words
+    assert reader.tags.count("img") + reader.text.count("No figure") == 3
+
+
+def test_only_what_differs_between_arms_is_listed_by_arm(page):
+    _, reader = page
+    differing, shared = reader.text.split("in which the arms differ")[1].split("of all runs")
+    assert all(name in differing for name in ("arm.loss", "clip_low", "0.013", "arm.routes"))
+    assert "arm.terms" not in differing
+    assert all(name in shared for name in ("arm.terms", "optimizer.lr", "group_size"))
+
+
+def test_every_setting_of_the_configuration_is_on_the_page(page):
+    def keys(value: dict, prefix: str = "") -> list[str]:
+        return [k for key, below in value.items() for k in (
+            keys(below, f"{prefix}{key}.") if isinstance(below, dict) and below else [prefix + key])]
+
+    _, reader = page
+    config = json.loads(json.dumps(fake_study.study.base.to_dict()))
+    assert all(key in reader.text for key in keys(config))

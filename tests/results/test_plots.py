@@ -1,0 +1,191 @@
+"""Figures show the numbers of the tables, in the colours of the study's order, the same bytes every time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_hex
+
+from moe_rl.errors import RunError
+from moe_rl.results import plots, stats
+from moe_rl.runs.columns import TABLES
+from moe_rl.runs.frames import Frames
+from tests import fake_study
+
+ARMS = [arm.name for arm in fake_study.study.arms]
+
+
+def frames_of(seeds: int, steps: int) -> Frames:
+    tables, runs = {name: [] for name in TABLES}, []
+    for arm in fake_study.study.arms:
+        for seed in range(seeds):
+            rows = fake_study.fake_tables(fake_study.study.base.replace(arm=arm, seed=seed, steps=steps))
+            labels = {"study": "fake", "arm": arm.name, "factors": "base", "seed": seed, "code": "1"}
+            runs.append(labels | {"state": "finished", "step": steps, "steps": steps})
+            for name in TABLES:
+                tables[name].append(pd.DataFrame(rows[name]).assign(**labels))
+    return Frames(pd.DataFrame(runs), {name: pd.concat(tables[name], ignore_index=True) for name in TABLES})
+
+
+@pytest.fixture(scope="module")
+def frames() -> Frames:
+    return frames_of(seeds=3, steps=24)
+
+
+def line(ax, gid: str) -> tuple[np.ndarray, np.ndarray]:
+    found = [one for one in ax.lines if one.get_gid() == gid]
+    assert len(found) == 1, gid
+    return found[0].get_data()
+
+
+def test_learning_draws_every_seed_and_their_mean_from_the_table(frames):
+    figure = plots.learning(frames, ARMS)
+    for ax, column in zip(figure.axes, ("reward", "eval_exact_greedy", "eval_exact_sampled"), strict=True):
+        for arm in ARMS:
+            table = frames["steps"].query("arm == @arm").dropna(subset=[column]).pivot(
+                index="seed", columns="step", values=column)
+            for seed in range(3):
+                x, y = line(ax, f"{arm} seed={seed} {column}")
+                assert (x == table.columns).all() and (y == table.loc[seed]).all()
+            assert np.allclose(line(ax, f"{arm} mean {column}")[1], table.mean(), rtol=0, atol=1e-15)
+
+
+def test_the_band_is_the_interval_over_seeds(frames):
+    ax = plots.learning(frames, ARMS[:1]).axes[1]
+    table = frames["steps"].query("arm == 'grpo'").dropna(subset=["eval_exact_greedy"])
+    (band,) = [c.get_paths()[0].vertices for c in ax.collections]
+    for step, rows in table.groupby("step")["eval_exact_greedy"]:
+        want = stats.interval(rows.to_list())
+        heights = band[band[:, 0] == step, 1]
+        assert heights.min() == pytest.approx(want.low) and heights.max() == pytest.approx(want.high)
+
+
+def test_long_curves_are_means_over_windows_and_say_so():
+    long = frames_of(seeds=2, steps=60)
+    figure = plots.learning(long, ARMS)
+    table = long["steps"].query("arm == 'gspo' and seed == 1").sort_values("step")
+    x, y = line(figure.axes[0], "gspo seed=1 reward")
+    assert len(x) == 20 and x[0] == 2 and y[0] == pytest.approx(table["reward"][:3].mean(), abs=1e-15)
+    assert y[-1] == pytest.approx(table["reward"][-3:].mean(), abs=1e-15)
+    assert "mean of 3 steps" in figure.axes[0].get_xlabel()
+    assert "mean of" not in plots.learning(frames_of(2, 25), ARMS).axes[0].get_xlabel()
+
+
+def test_clipping_is_drawn_on_a_log_axis_from_the_second_mini_batch_on(frames):
+    figure = plots.clipping(frames, ARMS)
+    assert [ax.get_yscale() for ax in figure.axes] == ["symlog"] * 2
+    x, y = line(figure.axes[1], "gspo seed=2 clip_tokens")
+    table = frames["updates"].query("arm == 'gspo' and seed == 2").groupby("update")["clip_tokens"].mean()
+    assert x.tolist() == [2, 3, 4] and np.allclose(y, table[[2, 3, 4]], rtol=0, atol=1e-15)
+
+
+def test_expert_change_per_site_is_the_mean_over_steps(frames):
+    x, y = line(plots.expert_change(frames, ARMS).axes[1], "grpo seed=0 slot_change")
+    table = frames["layers"].query("arm == 'grpo' and seed == 0").groupby("site")["slot_change"].mean()
+    assert x.tolist() == list(range(fake_study.SITES)) and np.allclose(y, table, rtol=0, atol=1e-15)
+
+
+def test_nothing_is_cut_off_at_the_top(frames):
+    taller = frames["updates"].copy()
+    sums = [c for c in taller if c.startswith("attribution_sum")]
+    taller.loc[taller["arm"] == "gspo", sums] *= 100
+    figure = plots.ratio_spread(dataclasses.replace(frames, tables={**frames.tables, "updates": taller}), ARMS)
+    highest = max(one.get_ydata().max() for ax in figure.axes for one in ax.lines)
+    assert all(ax.get_ylim()[0] == 0 and ax.get_ylim()[1] >= highest for ax in figure.axes)
+
+
+@pytest.mark.parametrize(("arms", "columns"), [(3, 3), (9, 2)])
+def test_a_legend_takes_more_lines_where_it_is_wider_than_the_figure(arms, columns):
+    figure, (ax,) = plots.new_figure(1, "", width=7.5)
+    for i in range(arms):
+        ax.plot([0, 1], label=f"arm {i}" + ": 10 of 16 collapsed, 3 recovered" * (arms > 3))
+    plots.finish(figure, [ax], "note")
+    (legend,) = figure.legends
+    assert legend.get_window_extent().width < figure.bbox.width and legend._ncols == columns
+
+
+def test_spread_and_shares_pool_sums_before_they_divide():
+    # two steps of unlike size: pooled Var(D) = (2 + 90) / (2 + 8) = 9.2, not the mean of 1 and 11.25
+    sums = [{"n": 2, "d": 0, "r": 0, "dd": 2, "rr": 0.5, "jj": 1.5, "rj": 0},
+            {"n": 8, "d": 0, "r": 0, "dd": 90, "rr": 45.5, "jj": 136.5, "rj": -46}]
+    updates = pd.DataFrame([{"step": i, "update": 2, "arm": "grpo", "seed": 0, "attribution_n": s.pop("n")}
+                            | {f"attribution_sum_{k}": float(v) for k, v in s.items()} for i, s in enumerate(sums)])
+    row = plots.attribution(updates, by=["update"]).iloc[0]
+    assert row["natural_std"] == pytest.approx(9.2**0.5) and row["replayed_std"] == pytest.approx(4.6**0.5)
+    assert [row[k] for k in plots.SHARES] == pytest.approx([0.5, 1.5, -1.0])
+
+
+def test_variance_shares_are_drawn_as_bars_that_sum_to_one(frames):
+    (ax,) = plots.variance_shares(frames, ARMS).axes
+    heights = np.array([bar.get_height() for bar in ax.patches]).reshape(len(ARMS), 3)
+    assert np.allclose(heights.sum(1), 1)
+    shares = plots.attribution(frames["updates"].query("update > 1"), by=[]).groupby("arm")[list(plots.SHARES)].mean()
+    assert np.allclose(heights, shares.loc[ARMS], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", plots.FIGURES)
+def test_an_arm_keeps_its_colour_when_others_are_missing(frames, name):
+    def colours(some: Frames) -> set[str]:
+        figure = getattr(plots, name)(some, ARMS)
+        return {to_hex(c).upper() for ax in figure.axes
+                for c in [*(x.get_color() for x in ax.lines if "gspo" in str(x.get_gid())),
+                          *(x.get_facecolor() for x in ax.patches[6:9])]}
+
+    alone = Frames(frames.runs[frames.runs["arm"] == "gspo"],
+                   {name: frame[frame["arm"] == "gspo"] for name, frame in frames.tables.items()})
+    assert plots.COLOURS[2] in colours(frames)
+    if name != "variance_shares":
+        assert colours(alone) == {plots.COLOURS[2]}
+    elif (ax := getattr(plots, name)(alone, ARMS).axes[0]):
+        assert {to_hex(p.get_facecolor()).upper() for p in ax.patches} == {plots.COLOURS[2]}
+
+
+@pytest.mark.parametrize("name", plots.FIGURES)
+def test_a_study_of_more_arms_than_colours_is_drawn(frames, name):
+    arms = [f"arm {i}" for i in range(9)]
+    runs, *tables = (pd.concat([f[f["arm"] == "gspo"].assign(arm=arm) for arm in arms], ignore_index=True)
+                     for f in (frames.runs, *frames.tables.values()))
+    many = Frames(runs, dict(zip(frames.tables, tables, strict=True)))
+    figure = getattr(plots, name)(many, arms)
+    words = [t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text"))]
+    assert all(arm in words for arm in arms)
+    assert plots.colour_of("arm 8", arms) == plots.colour_of("arm 1", arms)
+
+
+@pytest.mark.parametrize("name", plots.FIGURES)
+def test_a_figure_names_n_and_interval_and_labels_its_axes(frames, name):
+    figure = getattr(plots, name)(frames, ARMS)
+    words = [t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text"))]
+    assert any("n = 3 seeds" in w and "95% Student t" in w for w in words)
+    assert figure.axes[0].get_ylabel() and all(ax.get_xlabel() or ax.get_xticklabels() for ax in figure.axes)
+    assert all(arm in words for arm in ARMS)
+
+
+def test_the_same_tables_give_the_same_bytes(frames, tmp_path):
+    first, again = (plots.save(plots.clipping(frames, ARMS), tmp_path / d, "clipping") for d in "ab")
+    assert [p.suffix for p in first] == [".png", ".svg"]
+    assert [p.read_bytes() for p in first] == [p.read_bytes() for p in again]
+
+
+def test_one_seed_is_drawn_without_interval_and_says_so():
+    one = frames_of(seeds=1, steps=12)
+    for name in plots.FIGURES:
+        figure = getattr(plots, name)(one, ARMS)
+        words = [t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text"))]
+        assert any("n = 1 seed: no interval" in w for w in words)
+
+
+def test_a_seed_that_ended_early_is_drawn_to_its_end_and_the_mean_stops_there(frames):
+    cut = frames["steps"].query("not (arm == 'grpo' and seed == 1 and step > 10)")
+    ax = plots.learning(dataclasses.replace(frames, tables={"steps": cut}), ARMS).axes[0]
+    assert line(ax, "grpo seed=1 reward")[0][-1] == 10 and line(ax, "grpo seed=0 reward")[0][-1] == 24
+    assert line(ax, "grpo mean reward")[0][-1] == 10
+
+
+def test_what_nobody_measured_is_an_error_that_names_it(frames):
+    bare = dataclasses.replace(frames, tables={"updates": frames["updates"][["arm", "seed", "step", "update"]]})
+    with pytest.raises(RunError, match="attribution_n"):
+        plots.variance_shares(bare, ARMS)

@@ -1,0 +1,127 @@
+"""The numbers of a study: one per run, intervals over runs, what became of each, and the comparisons asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from moe_rl.errors import ConfigError
+from moe_rl.results import stats
+from moe_rl.results.summary import ENGINE, MAIN, METRICS, compare, metric, outcomes, per_run, summarise
+from moe_rl.runs.frames import Frames
+from tests.results.test_plots import ARMS, frames_of
+
+
+@pytest.fixture(scope="module")
+def frames() -> Frames:
+    return frames_of(seeds=3, steps=24)
+
+
+def with_curves(curves: dict[tuple[str, int], list[float]], diverged: tuple[str, int] | None = None,
+                steps: int = 0) -> Frames:
+    """Runs whose rewards are given, from step 1 on."""
+    runs = [{"arm": arm, "factors": "base", "seed": seed, "step": len(y), "steps": steps or len(y),
+             "state": "diverged" if (arm, seed) == diverged else "finished"} for (arm, seed), y in curves.items()]
+    rows = [{"arm": arm, "factors": "base", "seed": seed, "step": t, "reward": reward}
+            for (arm, seed), y in curves.items() for t, reward in enumerate(y, 1)]
+    return Frames(pd.DataFrame(runs), {"steps": pd.DataFrame(rows)})
+
+
+def test_the_summary_reduces_each_run_to_a_number_and_puts_intervals_over_seeds(frames):
+    table = summarise(frames, ARMS)
+    reward = frames["steps"].query("arm == 'gspo' and step > 12").groupby("seed")["reward"].mean()
+    got, want = table.loc["reward, second half", "gspo"], stats.interval(reward.to_list())
+    assert (got.mean, got.low, got.high) == pytest.approx((want.mean, want.low, want.high), abs=1e-14)
+    assert (got.n, got.method) == (3, "95% Student t")
+    last = frames["steps"].query("arm == 'grpo' and step == 20")["eval_exact_greedy"]
+    assert table.loc["greedy exact match, end", "grpo"] == stats.interval(last.to_list())
+    assert table.loc["lasting collapses", "gspo"] == table.loc["recovered collapses", "gspo"] == stats.rate(0, 3)
+
+
+def test_the_engines_gap_is_shown_over_the_whole_run_where_it_is_more_than_rounding(frames):
+    steps, names = frames["steps"], [one.name for one in ENGINE]
+    rounding = steps.assign(engine_kl_k3=1e-13, engine_set_change=0.0)
+    near_tie = rounding.assign(engine_kl_k3=rounding["engine_kl_k3"].where(steps["step"] != 5, 1e-5))
+    for same in (rounding, near_tie):
+        assert not set(names) & set(summarise(dataclasses.replace(frames, tables={"steps": same}), ARMS).index)
+    detail = steps["step"] % 8 == 0
+    other = steps.assign(engine_kl_k3=steps["step"] / 1000, engine_kl_k3_replayed=(steps["step"] / 1e6).where(detail))
+    table = summarise(dataclasses.replace(frames, tables={"steps": other}), ARMS)
+    assert table.loc["engine: KL k3, nats, run", "grpo"].mean == pytest.approx(np.arange(1, 25).mean() / 1000)
+    assert table.loc["engine: KL k3 replayed, probe, run", "grpo"].mean == pytest.approx(16e-6)
+
+
+UP, DOWN = [1.0] * 40, [0.0] * 30
+FATES = {("grpo", 0): UP + DOWN, ("grpo", 1): UP + DOWN + UP, ("grpo", 2): UP + [0.0] * 10, ("grpo", 3): UP}
+
+
+def test_lasting_and_recovered_collapses_and_open_dips_are_told_apart():
+    found = outcomes(with_curves(FATES)).set_index("seed")
+    assert found["fate"].to_dict() == {0: "lasting", 1: "recovered", 2: "stable", 3: "stable"}
+    assert found["time"].to_dict() == {0: 44, 1: 44, 2: 43, 3: 40}, "free of collapse up to the dip, or to the end"
+    assert found["dip"].dropna().to_dict() == {2: 44}
+    table = summarise(with_curves(FATES), ["grpo"])["grpo"]
+    assert table["lasting collapses"] == table["recovered collapses"] == stats.rate(1, 4)
+
+
+def test_a_diverged_run_has_collapsed_for_good_and_earns_nothing_from_then_on():
+    frames = with_curves({("gspo", 0): [1.0] * 60, ("gspo", 1): [1.0] * 60}, diverged=("gspo", 1), steps=100)
+    found = outcomes(frames).set_index("seed")
+    assert (found.loc[1, "fate"], found.loc[1, "time"]) == ("lasting", 61) and found.loc[0, "fate"] == "stable"
+    assert per_run(frames, MAIN)["gspo"].to_dict() == {0: 1.0, 1: 0.2}, "10 of the steps 51 to 100"
+    late = with_curves({("gspo", 0): UP + DOWN + UP}, diverged=("gspo", 0), steps=200)
+    assert outcomes(late).loc[0, ["fate", "time"]].to_list() == ["lasting", 44]
+
+
+def test_what_a_diverged_run_no_longer_has_is_missing(frames):
+    runs = frames.runs.copy()
+    runs.loc[(runs["arm"] == "gspo") & (runs["seed"] == 0), ["state", "steps"]] = ["diverged", 40]
+    found = summarise(dataclasses.replace(frames, runs=runs), ARMS)
+    assert np.isnan(found.loc["expert slots changed", "gspo"].mean)
+    assert per_run(dataclasses.replace(frames, runs=runs), METRICS[1])["gspo", 0] == 0
+
+
+def test_arms_are_compared_within_seeds_and_adjusted_for_their_number(frames):
+    found = compare(frames, ARMS)
+    assert [(c.a, c.b) for c in found] == [("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")]
+    values = per_run(frames, MAIN)
+    assert found[1].result.difference.mean == pytest.approx((values["gspo"] - values["grpo"]).mean())
+    assert found[1].result.p == 0.25 and found[1].p_holm == 0.75
+    assert all(math.isnan(c.p_log_rank) for c in found), "nothing collapsed"
+
+
+def test_only_named_contrasts_are_compared_and_holm_counts_only_these(frames):
+    (found,) = compare(frames, ARMS, [("grpo", "gspo")])
+    assert (found.a, found.b) == ("grpo", "gspo") and found.result.difference.mean < 0
+    assert found.p_holm == found.result.p == 0.25
+
+
+def test_contrasts_at_every_combination_of_factors_share_one_adjustment(frames):
+    def at(lr: float, gain: float) -> list[pd.DataFrame]:
+        runs, steps = (frame.assign(factors=f"optimizer.lr={lr:g}") for frame in (frames.runs, frames["steps"]))
+        return [runs, steps.assign(reward=steps["reward"] + gain * (steps["arm"] == "gspo"))]
+
+    runs, steps = (pd.concat(pair, ignore_index=True) for pair in zip(at(1e-4, 0.0), at(2e-4, 0.5), strict=True))
+    both = Frames(runs, {"steps": steps})
+    found = compare(both, ARMS, [("gspo", "grpo")])
+    assert [c.cell for c in found] == ["optimizer.lr=0.0001", "optimizer.lr=0.0002"]
+    gain = found[1].result.difference.mean - found[0].result.difference.mean
+    assert gain == pytest.approx(0.5) and [c.p_holm for c in found] == [0.5, 0.5]
+
+
+def test_times_to_collapse_are_compared_by_log_rank():
+    curves = {("a", seed): UP + DOWN for seed in range(4)} | {("b", seed): UP + UP for seed in range(4)}
+    (found,) = compare(with_curves(curves), ["b", "a"])
+    assert found.p_log_rank == stats.log_rank(([44] * 4, [True] * 4), ([80] * 4, [False] * 4)) < 0.01
+
+
+def test_a_metric_is_known_by_its_name_its_column_or_as_any_column_of_steps():
+    assert metric("reward") is metric("reward, second half") is MAIN
+    assert metric("token_ess").reduce([0.0, 1.0]) == 1.0
+    for name in ("margin_q50", "rewards"):
+        with pytest.raises(ConfigError, match=f"no metric '{name}'"):
+            metric(name)

@@ -1,0 +1,198 @@
+"""Collected tables: small, read like a folder of runs, and enough to make every run again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from moe_rl import cli
+from moe_rl.config import RunConfig
+from moe_rl.errors import ConfigError, RunError
+from moe_rl.results.summary import summarise
+from moe_rl.runs import folder as runs
+from moe_rl.runs.folder import RunFolder
+from moe_rl.runs.frames import Frames, load_study
+from moe_rl.study.collect import KEPT, collect
+from moe_rl.study.declaration import read_declaration, write_declaration
+from moe_rl.study.rerun import rerun, verdict
+from tests import fake_study
+
+STUDY = dataclasses.replace(fake_study.study, factors={"optimizer.lr": (1e-4, 2e-4, 4e-4)}, seeds=(0, 1, 5),
+                            figures=("expert_change", "survival", "against:optimizer.lr"),
+                            contrasts=(("gspo", "grpo"),))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A finished study of 3 arms × 3 learning rates × 3 seeds."""
+    out = tmp_path_factory.mktemp("runs")
+    for planned in STUDY.runs(out):
+        with RunFolder.open(planned.path, planned.config.to_dict(), planned.config.hash) as run:
+            fake_study.train(planned.config, run, cache=out)
+    write_declaration(STUDY, out)
+    return out / STUDY.name
+
+
+@pytest.fixture(scope="module")
+def results(folder, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("results") / "fake"
+    collect(folder, out, mix_code=True)
+    return out
+
+
+def same(a: Frames, b: Frames) -> bool:
+    """Equal rows, in order, for the columns that b has; its floats are those of a, as float32."""
+    for name in ("steps", "updates", "layers"):
+        x, y = a[name], b[name]
+        for column in y.columns.drop("code"):  # of whoever ran it
+            want = x[column].astype("float32") if x[column].dtype == "float64" else x[column]
+            if not np.array_equal(want.to_numpy(), y[column].to_numpy(), equal_nan=want.dtype.kind == "f"):
+                return False
+    return True
+
+
+def test_a_table_of_the_studys_own_trainer_is_collected_whole(folder, tmp_path):
+    copy = tmp_path / "runs" / folder.name
+    shutil.copytree(folder, copy)
+    for n, seed in enumerate((0, 1)):
+        own = pd.DataFrame({"prompt": [n, n + 1], "kl": [0.5, 0.25]})
+        own.to_parquet(copy / "gspo" / "optimizer.lr=0.0002" / f"seed={seed}" / "prompts.parquet")
+    collect(copy, tmp_path / "out", mix_code=True)
+    table = pd.read_parquet(tmp_path / "out" / "prompts.parquet")
+    assert table[["arm", "factors", "seed", "prompt"]].to_numpy().tolist() == [
+        ["gspo", "optimizer.lr=0.0002", seed, prompt] for seed, prompt in ((0, 0), (0, 1), (1, 1), (1, 2))
+    ]
+    assert table["kl"].tolist() == [0.5, 0.25] * 2
+
+
+def test_the_collected_tables_are_the_rows_of_the_runs_in_float32(folder, results):
+    there, here = load_study(folder, mix_code=True), load_study(results, mix_code=True)
+    assert same(there, here) and len(here["updates"]) == 27 * 12 * 4
+    assert here["steps"]["reward"].dtype == "float64", "sums over rows must not be taken in single precision"
+    assert {"reward", "eval_exact_greedy"} <= set(here["steps"]) and "attribution_sum_dd" in here["updates"]
+    assert not any(c.startswith(("seconds_", "memory_")) for c in here["steps"])
+    assert here.runs["seconds"].to_list() == there.runs["seconds"].to_list(), "what each run cost is kept"
+    assert here.runs["path"].iloc[0] == "grpo/optimizer.lr=0.0001/seed=0"
+
+
+def test_summaries_of_runs_and_of_collected_tables_agree(folder, results):
+    for cell in load_study(folder, mix_code=True).cells:
+        a, b = (summarise(load_study(f, mix_code=True).cell(cell), ["grpo", "gspo"]) for f in (folder, results))
+        assert a.index.to_list() == b.index.to_list()
+        assert all(x.mean == pytest.approx(y.mean, rel=1e-6) for x, y in zip(a["gspo"], b["gspo"], strict=True))
+
+
+def test_a_row_holds_the_whole_configuration_of_its_run(folder, results):
+    for row in load_study(results, mix_code=True).runs.itertuples():
+        manifest = runs.read_manifest(folder / row.path)
+        assert RunConfig.from_dict(json.loads(row.config)).hash == row.hash == manifest["hash"]
+        assert json.loads(row.config) == manifest["config"] and json.loads(row.packages) == manifest["packages"]
+
+
+def test_the_same_runs_give_the_same_bytes_whatever_the_folder(folder, results, tmp_path):
+    shutil.copytree(folder, tmp_path / "fake")
+    collect(tmp_path / "fake", tmp_path / "again", mix_code=True)
+    for file in results.glob("*.parquet"):
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
+
+
+def test_an_arm_a_cell_or_a_run_of_collected_tables_can_be_read(results):
+    arm = load_study(results / "gspo", mix_code=True)
+    assert len(arm.runs) == 9 and set(arm["steps"]["arm"]) == {"gspo"}
+    one = load_study(results / "gspo" / "optimizer.lr=0.0002" / "seed=5", mix_code=True)
+    assert len(one.runs) == 1 and len(one["steps"]) == 12 and set(one["layers"]["seed"]) == {5}
+    with pytest.raises(RunError, match="hold no run"):
+        load_study(results / "gspo" / "optimizer.lr=0.0002" / "seed=7")
+
+
+def test_further_columns_are_kept_on_request_and_a_pattern_without_match_is_refused(folder, tmp_path):
+    collect(folder, tmp_path / "a", also=["loss"], mix_code=True)
+    assert "loss" in load_study(tmp_path / "a", mix_code=True)["updates"] and "loss" not in KEPT["updates"]
+    with pytest.raises(ConfigError, match="--also los: no column"):
+        collect(folder, tmp_path / "b", also=["los"], mix_code=True)
+    assert not (tmp_path / "b").exists()
+
+
+def test_unfinished_runs_are_left_out_and_named(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "fake")
+    config = STUDY.runs(tmp_path, seeds=[9])[0]
+    with RunFolder.open(config.path, config.config.to_dict(), config.config.hash):
+        pass
+    collect(tmp_path / "fake", tmp_path / "results", mix_code=True)
+    assert len(load_study(tmp_path / "results", mix_code=True).runs) == 27
+    (text,) = read_declaration(tmp_path / "results")["left_out"]
+    assert text.startswith("grpo/optimizer.lr=0.0001/seed=9 (interrupted")
+
+
+def test_every_reading_command_takes_collected_tables(results, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    results = shutil.copytree(results, tmp_path / "fake")
+    run = results / "gspo" / "optimizer.lr=0.0002" / "seed=5"
+    for arguments, words in (
+        (["plot", str(results)], ["gspo − grpo, optimizer.lr=0.0004", "Holm over the 3 rows", "Made-up", "--cells"]),
+        (["plot", str(results), "--cells"], ["fake, optimizer.lr=0.0002", "lasting collapses"]),
+        (["list", str(results)], [f"{run}  ", "finished  12/12"]),
+        (["show", str(run)], ['"mini_batches": 4', "updates: 48 rows"]),
+        (["export", str(run), "--to", str(tmp_path / "csv")], ["steps.csv: 12 rows"]),
+        (["report", str(results)], ["report.html"]),
+    ):
+        extra = ["--mix-code"] if arguments[0] in ("plot", "export", "report") else []
+        assert cli.main([*arguments, *extra]) == 0, arguments
+        out = capsys.readouterr().out
+        assert all(word in out for word in words), (arguments, out)
+
+
+def test_a_sweep_is_drawn_once_and_by_combination_only_when_asked(results, tmp_path, capsys):
+    results = shutil.copytree(results, tmp_path / "fake")
+    assert cli.main(["plot", str(results), "--mix-code"]) == 0
+    assert sorted(p.name for p in (results / "figures").rglob("*.png")) == ["against_optimizer.lr.png"]
+    assert cli.main(["plot", str(results), "--mix-code", "--cells"]) == 0
+    assert len(list((results / "figures").rglob("*.png"))) == 1 + 3 * 2
+    capsys.readouterr()
+
+
+def test_a_run_made_again_from_its_row_ends_with_the_same_weights(results, tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(fake_study.__file__).parent)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    console = Console(record=True, width=200)
+    row = results / "gspo" / "optimizer.lr=0.0002" / "seed=5"
+    assert rerun(row, tmp_path, jobs=1, console=console, trusted=lambda code: True) == []
+    path = tmp_path / "fake" / "gspo" / "optimizer.lr=0.0002" / "seed=5"
+    assert f"{path}: the same weights and optimizer state, bit for bit" in console.export_text()
+    assert same(load_study(path, mix_code=True), load_study(row, mix_code=True))
+
+
+def test_a_run_that_ends_otherwise_says_in_which_columns_and_under_which_versions(folder, results):
+    run = "grpo/optimizer.lr=0.0001/seed=0"
+    row = load_study(results / run, mix_code=True)
+    other = dataclasses.replace(row, runs=row.runs.assign(checkpoint="0", code="0.0.1+other"))
+    equal = verdict(other, folder / run)
+    assert equal.startswith("another checkpoint, equal values in all ") and "code 0.0.1+other there" in equal
+    steps = other["steps"].assign(reward=other["steps"]["reward"] + (other["steps"]["step"] == 12) * 1e-6)
+    parted = verdict(dataclasses.replace(other, tables={**other.tables, "steps": steps}), folder / run)
+    assert "values part in 1 of " in parted and "steps.reward" in parted
+
+
+@pytest.mark.parametrize("where", [".", "..", "../..", "gspo", "gspo/optimizer.lr=0.0002/seed=0"])
+def test_tables_are_not_written_where_they_would_hide_runs(folder, tmp_path, where):
+    copy = Path(shutil.copytree(folder, tmp_path / "deep" / "runs" / folder.name))
+    out = copy / where
+    with pytest.raises(ConfigError, match="hide the runs"):
+        collect(copy, out, mix_code=True)
+    assert not list(tmp_path.glob("**/runs.parquet"))
+
+
+def test_runs_are_read_even_where_tables_lie_beside_or_above_them(folder, results, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / folder.name)
+    shutil.rmtree(copy / "gspo")
+    for above in (copy, tmp_path):
+        shutil.copytree(results, above, dirs_exist_ok=True)
+        assert set(load_study(copy, mix_code=True).runs["arm"]) == {"grpo", "grpo-replay"}

@@ -1,0 +1,249 @@
+"""Declaring studies, planning their runs, and settings given as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from moe_rl.config import Arm, RunConfig
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
+from moe_rl.study.declaration import Study, load_study_file, parse_settings
+from tests.fake_study import GRPO, GSPO, study
+
+BASE = RunConfig(arm=GRPO)
+
+
+def with_changes(**changes) -> Study:
+    return dataclasses.replace(study, **changes)
+
+
+def test_runs_are_arms_times_seeds_and_differ_in_nothing_else(tmp_path):
+    planned = study.runs(tmp_path)
+    assert [p.path.relative_to(tmp_path).as_posix() for p in planned] == [
+        f"fake/{arm}/base/seed={seed}" for seed in (0, 1) for arm in ("grpo", "grpo-replay", "gspo")
+    ]
+    for p in planned:
+        assert p.config == study.base.replace(arm=p.config.arm, seed=p.config.seed)
+
+
+def test_factors_are_crossed_and_named_in_the_path(tmp_path):
+    crossed = with_changes(factors={"optimizer.lr": (1e-4, 2e-4), "model.name": ("a/b",)}, arms=(GRPO,))
+    planned = crossed.runs(tmp_path, seeds=[7], steps=5)
+    assert [p.path.parts[-2] for p in planned] == [
+        "optimizer.lr=0.0001,model.name=a_b", "optimizer.lr=0.0002,model.name=a_b",
+    ]
+    assert [p.config.optimizer.lr for p in planned] == [1e-4, 2e-4]
+    assert {(p.config.model.name, p.config.seed, p.config.steps) for p in planned} == {("a/b", 7, 5)}
+
+
+def test_cells_are_named_variations_and_factors_cross_them(tmp_path):
+    varied = with_changes(cells={"N=1": {"mini_batches": 1, "steps": 7}, "N=2": {"mini_batches": 2}}, arms=(GRPO,),
+                          factors={"optimizer.lr": (1e-4, 2e-4)})  # fmt: skip
+    planned = varied.runs(tmp_path, seeds=[0])
+    assert [p.path.parts[-2] for p in planned] == [
+        f"N={n},optimizer.lr={lr}" for n in (1, 2) for lr in (0.0001, 0.0002)
+    ]
+    base = study.base.steps
+    assert [(p.config.mini_batches, p.config.steps) for p in planned] == [(1, 7), (1, 7), (2, base), (2, base)]
+    assert {p.config.steps for p in varied.runs(tmp_path, steps=3)} == {3}
+    assert with_changes(cells={"one": {}}).runs(tmp_path)[0].path.parts[-2] == "one"
+
+
+def test_own_cold_starts_belong_to_seeds_and_are_shared_by_arms(tmp_path):
+    planned = with_changes(own_cold_starts=True).runs(tmp_path, seeds=[3, 4])
+    assert [(p.config.seed, p.config.cold_start.seed) for p in planned] == [(3, 3)] * 3 + [(4, 4)] * 3
+    assert {p.config.cold_start.seed for p in study.runs(tmp_path, seeds=[3, 4])} == {0}
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"own_cold_starts": True, "factors": {"cold_start.seed": (1, 2)}}, "gives every seed its cold start"),
+    ({"cells": {"a/b": {}}}, "cell 'a/b'"),
+    ({"cells": {"a": {"arm.loss": "gspo"}}}, "any setting but seed and arm"),
+    ({"arms": ()}, "arms"),
+    ({"arms": (GRPO, GRPO)}, "names of their own"),
+    ({"name": "a/b"}, "name of a folder"),
+    ({"arms": (Arm(name="../up"),)}, "name of a folder"),
+    ({"factors": {"seed": (1, 2)}}, "cannot be factors"),
+])
+def test_a_study_that_cannot_be_stored_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        with_changes(**changes)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"prompts_per_step": 0}, "prompts_per_step=0"),
+    ({"group_size": -1}, "group_size=-1"),
+    ({"mini_batches": 17}, "17 is more than the 16 rollouts"),
+    ({"no_such": 1}, "no_such"),
+    ({"optimizer.name": "lion"}, "choose adamw or sgd"),
+    ({"cold_start.target": 2.0}, "success rate"),
+])
+def test_runs_without_work_are_refused_before_they_start(tmp_path, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        with_changes(base=study.base.replace(**changes)).runs(tmp_path)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("key, value, words", [
+    ("optimizer.grad_clip", -1.0, "uphill"),
+    ("optimizer.warmup", -3, "optimizer.warmup=-3"),
+    ("optimizer.eps", -1e-8, "optimizer.eps=-1e-08"),
+    ("optimizer.weight_decay", -0.1, "optimizer.weight_decay=-0.1"),
+    ("optimizer.router_lr_scale", -1.0, "optimizer.router_lr_scale=-1"),
+    ("optimizer.betas", (0.9, 1.0), "optimizer.betas=\\(0.9, 1.0\\)"),
+    ("optimizer.lr", float("1e999"), "optimizer.lr=inf"),
+    ("optimizer.lr", NAN, "optimizer.lr=nan"),
+    ("temperature", NAN, "temperature=nan"),
+    ("temperature", 0.0, "temperature=0"),
+    ("cold_start.lr", NAN, "cold_start.lr=nan"),
+    ("cold_start.target", NAN, "cold_start.target=nan"),
+    ("cold_start.batch_size", 0, "cold_start.batch_size=0"),
+    ("cold_start.seed", -1, "cold_start.seed=-1"),
+    ("task.options.share", NAN, "task.options.share=nan"),
+    ("model.overrides.rope", {"theta": [1.0, INF]}, "model.overrides.rope.theta=inf"),
+    ("engine.router_noise", NAN, "engine.router_noise=nan"),
+    ("stop", ("",), "stop=\\('',\\).*every completion"),
+    ("eval_prompts", 0, "eval_prompts=0"),
+    ("measure.probe", 0, "measure.probe=0"),
+    ("save_every", 0, "save_every=0"),
+    ("hf_checkpoints", (0,), "hf_checkpoints=\\(0,\\)"),
+    ("parallel.tp", 0, "parallel.tp=0"),
+    ("engine.gpu_memory", 1.5, "engine.gpu_memory=1.5"),
+])
+def test_values_that_no_run_can_have_are_refused_where_runs_are_planned(tmp_path, key, value, words):
+    with pytest.raises(ConfigError, match=words):
+        with_changes(base=study.base.replace(**{key: value})).runs(tmp_path)
+
+
+def test_nan_in_an_arm_is_refused_and_an_infinite_clip_range_is_not(tmp_path):
+    with pytest.raises(ConfigError, match="arm.terms.options.coef=nan"):
+        with_changes(arms=(Arm(name="a", terms=(Use("kl", coef=NAN),)),)).runs(tmp_path)
+    assert with_changes(arms=(Arm(name="a", loss=Use("grpo", clip_low=0.2, clip_high=INF)),)).runs(tmp_path)
+
+
+def test_what_every_setting_may_be_is_accepted(tmp_path):
+    base = study.base.replace(**{"optimizer.lr": 1, "optimizer.grad_clip": 0.0, "stop": ("\n",), "engine.max_tokens": 9,
+                                 "cold_start.target": 0, "parallel.etp": None, "task": Use("t", a=[1, {"b": None}]),
+                                 "hf_checkpoints": (1, 2)})
+    assert with_changes(base=base).runs(tmp_path)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"factors": {"model.name": ("a/b", "a_b")}}, "model.name='a/b'.*model.name='a_b'"),
+    ({"factors": {"task": ("1", "2"), "task.options.n": (1, "1")}}, "task.options.n=1.*task.options.n='1'"),
+    ({"factors": {"task.options.x": (0.1, "0.1")}}, "task.options.x=0.1.*task.options.x='0.1'"),
+    ({"factors": {"optimizer.lr": (1e-4, 0.0001)}}, "optimizer.lr=0.0001.*optimizer.lr=0.0001"),
+])
+def test_two_values_that_would_share_a_folder_are_refused_by_name(tmp_path, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        with_changes(**changes).runs(tmp_path)
+
+
+def test_seeds_must_be_there_and_different(tmp_path):
+    for seeds in ([], [1, 1]):
+        with pytest.raises(ConfigError, match="seed"):
+            study.runs(tmp_path, seeds=seeds)
+
+
+@pytest.mark.parametrize("text, key, value", [
+    ("optimizer.lr=1", "optimizer.lr", 1.0),
+    ("optimizer.lr=3e-4", "optimizer.lr", 3e-4),
+    ("optimizer.betas=0.9,0.95", "optimizer.betas", (0.9, 0.95)),
+    ("measure.full=true", "measure.full", True),
+    ("group_size=4", "group_size", 4),
+    ("task=jsonl:a=b.jsonl", "task", "jsonl:a=b.jsonl"),
+    ("model.overrides.num_experts=32", "model.overrides.num_experts", 32),
+    ("task.options.name=abc", "task.options.name", "abc"),
+    ("task.options.digits=12", "task.options.digits", 12),
+])
+def test_settings_get_the_type_of_their_field(text, key, value):
+    got = parse_settings(BASE, [text])
+    assert got == {key: value} and type(got[key]) is type(value)
+    changed = BASE.replace(**got).to_dict()
+    for part in key.split("."):
+        changed = changed[part]
+    assert changed == (list(value) if isinstance(value, tuple) else value)
+
+
+@pytest.mark.parametrize("text, words", [
+    ("group_size=4.5", "type int, but got '4.5'"),
+    ("optimizer.lr=fast", "type float"),
+    ("measure.full=1", "type bool"),
+    ("optimizer.rate=1", "optimizer.rate.*known here: name, lr"),
+    ("nothing=1", "nothing"),
+    ("optimizer.lr.more=1", "no setting"),
+    ("group_size", "key=value"),
+    ("arm.clip=1,2", "study file"),
+    ("seed=3", "--seeds"),
+])
+def test_settings_of_another_type_or_name_are_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_settings(BASE, [text])
+
+
+def test_equal_numbers_written_differently_are_one_configuration():
+    a, b = (BASE.replace(**parse_settings(BASE, [f"optimizer.lr={text}"])) for text in ("1e-4", "0.0001"))
+    assert a.hash == b.hash != BASE.hash
+
+
+def test_a_study_file_anywhere_is_loaded_and_its_folder_is_importable(tmp_path):
+    (tmp_path / "beside_it.py").write_text("ARM = 'mine'\n")
+    (tmp_path / "own.py").write_text(
+        "from beside_it import ARM\nfrom moe_rl.config import Arm, RunConfig\nfrom moe_rl.study import Study\n"
+        "arm = Arm(name=ARM)\n"
+        "study = Study(name='own', question='', hypothesis='', arms=(arm,), base=RunConfig(arm=arm))\n"
+    )
+    assert load_study_file(str(tmp_path / "own.py")).arms[0].name == "mine"
+    assert load_study_file("own").name == "own", "as a module, now that its folder is importable"
+
+
+@pytest.mark.parametrize("content, words", [
+    ("x = 1", "declares no study"),
+    ("import not_installed_anywhere", "cannot be imported.*not_installed_anywhere"),
+    ("study = (", "SyntaxError"),
+    ("study = 3", "declares no study"),
+])
+def test_a_file_without_a_study_is_one_sentence(tmp_path, content, words):
+    (tmp_path / f"bad_{abs(hash(content))}.py").write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        load_study_file(str(next(tmp_path.glob("bad_*.py"))))
+
+
+def test_a_missing_study_file_is_named():
+    with pytest.raises(ConfigError, match="nowhere.py"):
+        load_study_file("nowhere.py")
+
+
+def test_the_study_of_this_repository_is_the_declared_comparison():
+    routing_replay = load_study_file("studies/routing_replay.py")
+    grpo, replay, gspo = routing_replay.arms
+    assert [(arm.loss.name, arm.routes.name) for arm in (grpo, replay, gspo)] == [
+        ("grpo", "live"), ("grpo", "old_policy"), ("gspo", "live"),
+    ]
+    assert max(gspo.loss.options[bound] for bound in ("clip_low", "clip_high")) < 0.1
+    base = routing_replay.base
+    assert (base.prompts_per_step, base.group_size, base.mini_batches, base.steps) == (32, 8, 8, 100)
+    assert routing_replay.seeds == (0, 1, 2) and "not evidence" in routing_replay.caution
+
+
+def test_torch_is_not_imported_by_anything_that_only_reads_tables():
+    modules = ("columns", "runs", "frames", "stats", "plots", "study", "summary", "report", "workers", "cli")
+    code = f"import sys, {', '.join(f'moe_rl.{m}' for m in modules)}; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_listing_runs_does_not_import_pandas():
+    code = "import sys, moe_rl.cli, moe_rl.study.workers; print('pandas' in sys.modules, 'matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False False\n"
+
+
+def test_workers_do_not_differ_from_a_restart_in_their_hash(tmp_path):
+    assert GSPO.loss == Use("gspo", clip_low=0.01, clip_high=0.013)
+    config = study.base.replace(arm=GSPO)
+    assert config.hash == config.replace(steps=99).hash != config.replace(seed=1).hash

@@ -1,0 +1,142 @@
+"""Tables from elsewhere, run again: what they name is listed before it runs, and nothing leaves the output folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from moe_rl import cli
+from moe_rl.config import Arm
+from moe_rl.errors import ConfigError
+from moe_rl.runs import folder as runs
+from moe_rl.runs.folder import RunFolder
+from moe_rl.study.collect import collect
+from moe_rl.study.declaration import write_declaration
+from moe_rl.study.rerun import outside_code, rerun
+from tests import fake_study
+
+TRAINER = "import fake_study\n\n\ndef train(*arguments, **settings):\n    fake_study.train(*arguments, **settings)\n"
+
+
+@pytest.fixture
+def results(tmp_path) -> Path:
+    """Collected tables of one run, below the folder that holds the study's own trainer."""
+    study = dataclasses.replace(fake_study.study, name="mine", trainer="own_trainer:train", seeds=(0,))
+    study = dataclasses.replace(study, arms=study.arms[:1], base=study.base.replace(steps=3))
+    (planned,) = study.runs(tmp_path / "runs")
+    with RunFolder.open(planned.path, planned.config.to_dict(), planned.config.hash) as folder:
+        fake_study.train(planned.config, folder, cache=tmp_path)
+    write_declaration(study, tmp_path / "runs")
+    (tmp_path / "studies").mkdir()
+    (tmp_path / "studies" / "own_trainer.py").write_text(TRAINER)
+    (tmp_path / "studies" / "fake_study.py").write_text(Path(fake_study.__file__).read_text())
+    collect(tmp_path / "runs" / "mine", tmp_path / "studies" / "results" / "mine", mix_code=True)
+    return tmp_path / "studies" / "results" / "mine"
+
+
+def change(results: Path, config: dict | None = None, **columns) -> None:
+    """Write other values into the tables' only row."""
+    frame = pd.read_parquet(results / "runs.parquet")
+    if config:
+        found = json.loads(frame["config"][0])
+        for key, value in config.items():
+            *path, name = key.split(".")
+            node = found
+            for part in path:
+                node = node[part]
+            node[name] = value
+        columns["config"] = json.dumps(found, sort_keys=True)
+    frame.assign(**columns).to_parquet(results / "runs.parquet")
+
+
+def again(results: Path, out: Path, trusted: bool = True) -> list:
+    return rerun(results, out, jobs=1, console=Console(file=io.StringIO()), trusted=lambda code: trusted)
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A working folder without the study's modules, and a search path of its own."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if Path(p).name not in ("tests", "studies")])
+
+
+def test_code_from_outside_is_listed_and_runs_only_when_trusted(results, tmp_path, elsewhere, capsys):
+    assert cli.main(["rerun", str(results), "--out", str(tmp_path / "again")]) == 2
+    err = capsys.readouterr().err
+    assert "own_trainer:train" in err and "--trust" in err and not (tmp_path / "again").exists()
+    with pytest.raises(ConfigError, match="own_trainer:train"):
+        again(results, tmp_path / "again", trusted=False)
+
+
+def test_a_studys_own_modules_are_found_above_its_results(results, tmp_path, elsewhere, capsys):
+    assert cli.main(["rerun", str(results), "--out", str(tmp_path / "again"), "--jobs", "1", "--trust"]) == 0
+    out = capsys.readouterr().out
+    assert "the same weights and optimizer state, bit for bit" in out.replace("\n", " ")
+
+
+def test_a_terminal_is_asked(results, tmp_path, elsewhere, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: "n")
+    assert cli.main(["rerun", str(results), "--out", str(tmp_path / "again"), "--jobs", "1"]) == 2
+    assert not (tmp_path / "again").exists()
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    assert cli.main(["rerun", str(results), "--out", str(tmp_path / "again"), "--jobs", "1"]) == 0
+    capsys.readouterr()
+
+
+def test_every_place_that_can_name_code_is_looked_at():
+    base = fake_study.study.base
+    assert outside_code([base], "moe_rl.execute:execute") == []
+    arm = Arm(name="a", loss="mine.losses:one", routes="partial(mine:two, share=0.5)", ratio_routes="mine:three")
+    own = base.replace(arm=arm, task="subprocess:Popen")
+    assert outside_code([own, own], "trainers:go") == [
+        "mine.losses:one", "mine:three", "mine:two", "subprocess:Popen", "trainers:go"]
+    for task in ("jsonl:C:/data.jsonl", "reasoning_gym:spell_backward", "running_sums"):
+        assert outside_code([base.replace(task=task)], "moe_rl.execute:execute") == []
+    assert outside_code([base.replace(task="moe_rl_evil:Task")], "moe_rl.execute:execute") == ["moe_rl_evil:Task"]
+
+
+@pytest.mark.parametrize("label, value", [
+    ("arm", "../../x"), ("arm", ".."), ("factors", "/tmp/x"), ("factors", "a/../../x"), ("study", "../x"),
+    ("factors", "..\\x"), ("arm", ""),
+])
+def test_labels_that_would_leave_the_output_folder_are_refused(results, tmp_path, elsewhere, label, value):
+    for name in ("runs", "steps", "updates", "layers"):
+        pd.read_parquet(results / f"{name}.parquet").assign(**{label: value}).to_parquet(results / f"{name}.parquet")
+    with pytest.raises(ConfigError, match="name of a folder"):
+        again(results, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_figures_of_a_combination_that_is_a_path_are_refused(results, tmp_path, elsewhere, capsys):
+    for name in ("runs", "steps", "updates", "layers"):
+        frame = pd.read_parquet(results / f"{name}.parquet").assign(factors="../../../../x")
+        pd.concat([frame, frame.assign(factors="base")]).to_parquet(results / f"{name}.parquet")
+    assert cli.main(["plot", str(results), "--cells", "--mix-code"]) == 2
+    assert "name of a folder" in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+def test_a_seed_that_is_a_path_is_refused(results, tmp_path, elsewhere):
+    change(results, seed="0/../../../x")
+    with pytest.raises(ConfigError, match="name of a folder"):
+        again(results, tmp_path / "again")
+
+
+def test_values_of_a_row_are_checked_like_those_of_a_study(results, tmp_path, elsewhere):
+    change(results, config={"optimizer.grad_clip": -1.0})
+    with pytest.raises(ConfigError, match="uphill"):
+        again(results, tmp_path / "again")
+
+
+def test_the_run_of_a_trusted_row_lands_in_the_output_folder(results, tmp_path, elsewhere):
+    assert again(results, tmp_path / "again") == []
+    assert [p.relative_to(tmp_path / "again").as_posix() for p in runs.run_folders(tmp_path / "again")] == [
+        "mine/grpo/base/seed=0"]
