@@ -343,7 +343,7 @@ def test_an_unknown_figure_is_noticed_before_anything_runs(tmp_path, capsys):
     file.write_text(f"import dataclasses, sys\nsys.path.insert(0, {str(Path(FAKE).parent)!r})\nimport fake_study\n"
                     "study = dataclasses.replace(fake_study.study, figures=('lerning',))\n")
     assert cli.main(["run", str(file), "--out", str(tmp_path / "runs")]) == 2
-    assert "no figure 'lerning'" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+    assert "no figure is called 'lerning'" in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("changes, words", [

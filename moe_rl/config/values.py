@@ -18,7 +18,7 @@ _EXISTS = "a run needs at least 1, or there is nothing to do"
 _EVERY = "an interval is at least 1 step; one longer than the run means only at its end, or never"
 _SIGN = "it must not be negative, or updates would not go along the gradient"
 _RANK = "a size is at least 1 process"
-_SEED = "random streams are derived from seeds, which must not be negative"
+_SEED = "random streams are derived from seeds, which are below 2^32 and not negative"
 RANGES: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(("steps", "prompts_per_step", "group_size", "mini_batches", "micro_batch", "max_new_tokens",
                      "eval_prompts", "cold_start.batch_size", "measure.probe", "engine.max_tokens"),
@@ -26,7 +26,7 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(("eval_every", "save_every", "measure.detail_every"), (1, math.inf, _EVERY)),
     **dict.fromkeys(("parallel.dp", "parallel.tp", "parallel.pp", "parallel.ep", "parallel.etp"),
                     (1, math.inf, _RANK)),
-    **dict.fromkeys(("seed", "cold_start.seed"), (0, math.inf, _SEED)),
+    **dict.fromkeys(("seed", "cold_start.seed"), (0, 2**32 - 1, _SEED)),
     **dict.fromkeys(("optimizer.lr", "cold_start.lr"), (0, math.inf, "a learning rate must not be negative")),
     **dict.fromkeys(("optimizer.eps", "optimizer.weight_decay", "optimizer.router_lr_scale"), (0, math.inf, _SIGN)),
     "optimizer.warmup": (0, math.inf, "a number of updates; a negative one makes learning rates negative"),

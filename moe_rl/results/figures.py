@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from moe_rl.lookup import lookup
+from moe_rl.lookup import Use, lookup, unknown
 from moe_rl.results import plots, stats
 from moe_rl.results.factors import ACROSS, against, factor_of, geometrically_spaced, numeric
 from moe_rl.results.summary import Metric, metric, outcomes
@@ -24,6 +24,8 @@ def draw(name: str, endpoint: str) -> Draw:
     if name.startswith(ACROSS):
         factor, _, column = name.removeprefix(ACROSS).partition(":")
         return partial(against_factor, factor=factor, metric=metric(column or endpoint))
+    if name not in FIGURES and not Use(name).own:
+        unknown("figure", name, [*FIGURES, f"{ACROSS}<factor>", f"{ACROSS}<factor>:<metric>", "pkg.module:name"])
     return lookup("figure", name, FIGURES)
 
 

@@ -17,7 +17,9 @@ from typing import Any
 
 import matplotlib
 
+from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
+from moe_rl.lookup import Use
 from moe_rl.results import figures, plots
 from moe_rl.results.tables import Shown, study_tables
 from moe_rl.runs.frames import Frames, load_study
@@ -80,7 +82,7 @@ def _figures(frames: Frames, declared: Mapping[str, Any]) -> Iterable[str]:
 
 def _settings(frames: Frames) -> str:
     """Each arm's own settings, and those of all runs; what differs between the runs of an arm shows all its values."""
-    configs = [_flat(json.loads(text)) for text in frames.runs["config"]]
+    configs = [_flat(RunConfig.from_dict(json.loads(text)).to_dict()) for text in frames.runs["config"]]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     arms = dict.fromkeys(config["arm.name"] for config in configs)
     by_arm = {arm: [c for c in configs if c["arm.name"] == arm] for arm in arms}
@@ -99,7 +101,10 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Dotted settings and their values as JSON."""
     found: dict[str, str] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping) and value:
+        if prefix == "arm." and key != "name":  # parts, as a study writes them
+            parts = value if isinstance(value, list) else [value]
+            found[prefix + key] = ", ".join(str(Use.of(part)) if part else "–" for part in parts) or "–"
+        elif isinstance(value, Mapping) and value:
             found |= _flat(value, f"{prefix}{key}.")
         else:
             found[prefix + key] = value if isinstance(value, str) else json.dumps(value)

@@ -23,7 +23,8 @@ class RolloutEngine(Protocol):
         """`group_size` completions of every prompt, prompt-major: all of prompt 0, then all of prompt 1.
 
         Noise is drawn per completion from `key` + (position of the prompt, number of the sample), so that arms which
-        share a key share their noise, and no completion depends on how rows were batched.
+        share a key share their noise, and no completion depends on how rows were batched. A key is one number, or three
+        and more (`seeds.derive`).
         """
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> float | None:

@@ -28,13 +28,13 @@ def main(responses: int = 2000) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        loaded = models.load(ModelConfig(), seed=0)
-        models.save_checkpoint(loaded.model, loaded.tokenizer, root / "before")
+        loaded = load(ModelConfig(), seed=0)
+        save_checkpoint(loaded.model, loaded.tokenizer, root / "before")
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for p in loaded.model.parameters():
                 p.add_(torch.randn(p.shape, generator=generator) * 0.1 * p.std())
-        models.save_checkpoint(loaded.model, loaded.tokenizer, root / "after")
+        save_checkpoint(loaded.model, loaded.tokenizer, root / "after")
         draw = random.Random(0)
         with (root / "data.jsonl").open("w") as file:
             for _ in range(responses):

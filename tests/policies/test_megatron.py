@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from moe_rl.models.presets import hf_config
 from safetensors.torch import load_file
 
 from moe_rl.config import EngineConfig, ModelConfig, Parallel, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.execute import check, execute
+from moe_rl.models.presets import hf_config
 from moe_rl.policies.megatron.layout import check_layout
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import read_table

@@ -135,7 +135,7 @@ def test_collected_rows_keep_when_a_run_was_made_and_from_what(config, tmp_path)
 def test_digests_are_made_without_torch_and_without_importing_what_is_hashed(config, tmp_path):
     code = ("import json, sys; from moe_rl.runs.inputs import inputs_of; n = len(inputs_of(json.load(sys.stdin))); "
             "assert n == 4, n; assert not {'torch', 'own', 'own_routes'} & set(sys.modules)")
-    path = os.pathsep.join([str(tmp_path), str(Path(runs.__file__).parents[1])])
+    path = os.pathsep.join([str(tmp_path), str(Path(runs.__file__).parents[2])])
     done = subprocess.run([sys.executable, "-c", code], input=json.dumps(config.to_dict()), text=True,
                           env=os.environ | {"PYTHONPATH": path}, capture_output=True)
     assert done.returncode == 0, done.stderr
