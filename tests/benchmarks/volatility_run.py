@@ -18,8 +18,9 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 import torch  # noqa: E402
 
-from moe_rl import cli, models  # noqa: E402
+from moe_rl import cli  # noqa: E402
 from moe_rl.config import ModelConfig  # noqa: E402
+from moe_rl.models.load import load, save_checkpoint  # noqa: E402
 
 WORDS = "the a of experts route token change layer and or is not policy gradient reward ünïcode 中文".split()  # noqa: SIM905
 

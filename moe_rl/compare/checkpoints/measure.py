@@ -29,7 +29,7 @@ from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.models import checkpoints
 from moe_rl.models.load import load, no_progress_bars
-from moe_rl.models.presets import placement, skeleton
+from moe_rl.models.presets import PRESETS, placement, skeleton
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import Layout
 from moe_rl.runs import folder as runs
@@ -198,7 +198,7 @@ def _same_model(comparison: Comparison, trust: bool) -> tuple[PreTrainedTokenize
 
 
 def _layout(name: str, trust: bool) -> Layout:
-    if name in models.PRESETS:
+    if name in PRESETS:
         raise ConfigError(f"{name!r} is a preset, whose weights are random; give the folder of a checkpoint.")
     checkpoints.check_weights(name)
     try:
