@@ -154,7 +154,7 @@ def server(folder: Path) -> dict:
     facts["gap"] = checked.load(policy.weights())
     batch = example()
     before = weights_of(policy)
-    policy.update(batch, policy.score(batch), OBJECTIVE)
+    policy.update(part_of(batch, policy.score(batch)), OBJECTIVE)
     facts["gap after a step"] = checked.load(policy.weights())
     facts["moved"] = max(far(w, before[n]) for n, w in policy.weights())
     if served:

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from moe_rl.execute import check, execute
 from moe_rl.frames import read_table
 from moe_rl.models import hf_config
 from moe_rl.policies.megatron_layout import check_layout
+from moe_rl.rollouts import choose
 from moe_rl.runs import RunFolder
 from tests.policies.megatron_study import replay, study
 
@@ -233,12 +235,13 @@ def test_pushes_to_a_server_reach_parity_before_and_after_a_step(facts):
 
 
 @pytest.mark.parametrize("name", ["vllm", "http://127.0.0.1:8000"])
-def test_vllm_and_servers_are_engines_of_this_policy_too(name):
+def test_vllm_and_servers_are_engines_of_this_policy_too(name, monkeypatch):
+    monkeypatch.setattr(choose, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=bool)))  # vLLM is there
     run = RunConfig(arm=replay, policy="megatron", model=TINY)
-    check_policy(run.replace(engine=EngineConfig(name=name, dtype="bfloat16")))
-    check_policy(run.replace(engine=EngineConfig(routes="unknown")))
+    check(run.replace(engine=EngineConfig(name=name, dtype="bfloat16")))
+    check(run.replace(engine=EngineConfig(routes="unknown")))
     with pytest.raises(ConfigError, match="another dtype, other experts"):
-        check_policy(run.replace(engine=EngineConfig(dtype="bfloat16")))
+        check(run.replace(engine=EngineConfig(dtype="bfloat16")))
 
 
 def test_torchrun_is_refused_for_a_policy_of_one_process(monkeypatch):
