@@ -45,7 +45,8 @@ $(VLLM)/installed: pyproject.toml
 	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	touch $@
 
-test-vllm: $(VLLM)/installed
+# The main environment has Megatron-core, whose ranks train with the server.
+test-vllm: $(VLLM)/installed $(STAMP)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
 
 # TRL's next release may ask for another transformers than the one all other tests pass with.

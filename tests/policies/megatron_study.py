@@ -4,9 +4,16 @@
 """
 
 from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig
+from moe_rl.lookup import Use
 from moe_rl.study import Study
 
 replay = Arm(name="replay", loss="grpo", routes="old_policy")
+parts = Arm(  # what else a loss can be made of: a reference policy, a gradient of the entropy, factors on the weights
+    name="parts",
+    routes="old_policy",
+    corrections=("truncated",),
+    terms=(Use("kl", coef=0.1), Use("entropy", coef=0.01)),
+)
 study = Study(
     name="megatron",
     question="Does Megatron-core train as the Hugging Face policy does?",
@@ -18,7 +25,7 @@ study = Study(
         task="tests.even_task:EvenCharacters",
         # Random weights sample the padding token now and then. Transformers gives it no gradient as an input, if the
         # configuration names it; Megatron-core does.
-        model=ModelConfig(overrides={"num_hidden_layers": 3, "num_local_experts": 8, "pad_token_id": None}),
+        model=ModelConfig(overrides={"num_hidden_layers": 4, "num_local_experts": 8, "pad_token_id": None}),
         cold_start=ColdStart(target=0.0),
         optimizer=Optimizer(lr=1e-3),
         measure=Measure(probe=8, detail_every=2),
@@ -32,4 +39,7 @@ study = Study(
         eval_prompts=8,
         hf_checkpoints=(1, 3),
     ),
+)
+short = study.base.replace(
+    arm=parts, mini_batches=2, eval_prompts=4, hf_checkpoints=(), measure=Measure(probe=4, detail_every=10)
 )

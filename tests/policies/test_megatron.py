@@ -1,7 +1,7 @@
-"""Megatron-core on two CPU ranks against the Hugging Face policy, fp32, random weights; and what is refused.
+"""Megatron-core on two and four CPU ranks against the Hugging Face policy, fp32, random weights; and what is refused.
 
-Two launches of torchrun serve all tests here: `megatron_on_two_ranks.py` states facts as JSON, and the command line
-carries out `megatron_study.py`.
+Three launches of torchrun serve all tests here: `megatron_on_ranks.py` states facts as JSON, once on two ranks and once
+on four, and the command line carries out `megatron_study.py` on two. The layouts are in `megatron_layouts.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,20 +25,23 @@ from moe_rl.errors import ConfigError
 from moe_rl.execute import check, execute
 from moe_rl.models.presets import hf_config
 from moe_rl.policies.megatron.layout import check_layout
+from moe_rl.rollouts import choose
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import read_table
-from tests.policies.megatron_study import replay, study
+from tests.policies.megatron_layouts import LAYOUTS, of_ranks, ranks_of
+from tests.policies.megatron_study import replay, short, study
 
 pytest.importorskip("megatron.core", reason="pip install 'moe_rl[megatron]'")
 pytestmark = pytest.mark.ranks
 HERE = Path(__file__).parent
-LAYOUTS = [name + recompute for name in ("dp2", "ep2", "tp2", "pp2") for recompute in ("", "+recompute")] + ["tp2+ep2"]
+REWARDS = ("reward", "exact", "eval_reward_greedy", "eval_reward_sampled", "response_tokens")
+CASES = [name + recompute for name in LAYOUTS for recompute in ("", "+recompute")]
 
 
-def torchrun(*words: str | Path) -> subprocess.CompletedProcess:
-    """Two ranks, on a free port."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, words)]
-    root = HERE.parents[1]
+def torchrun(world: int, *words: str | Path) -> subprocess.CompletedProcess:
+    """So many ranks, on a free port."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", world)
+    root, command = HERE.parents[1], [sys.executable, *map(str, (*launcher, *words))]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     return subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=1200)
 
@@ -49,98 +55,121 @@ def folder(tmp_path_factory) -> Path:
     return shared / "megatron"
 
 
-def launched_once(folder: Path, name: str, *words: str | Path) -> dict:
+def launched_once(folder: Path, name: str, world: int, *words: str | Path) -> dict:
     """Launch, unless another worker has; one launch at a time."""
     done = folder / f"{name}.json"
     with FileLock(folder / "lock"):
         if not done.exists():
-            ran = torchrun(*words)
+            ran = torchrun(world, *words)
             done.write_text(json.dumps({"code": ran.returncode, "out": ran.stdout, "err": ran.stderr}))
     return json.loads(done.read_text())
 
 
 @pytest.fixture(scope="session")
-def launch(folder) -> dict:
-    return launched_once(folder, "launch", HERE / "megatron_on_two_ranks.py", folder)
+def launch(folder) -> Callable[[int], dict]:
+    """What the launch on so many ranks said; it is made when a test first asks."""
+    script = HERE / "megatron_on_ranks.py"
+    return cache(lambda world: launched_once(folder, f"on-{world}", world, script, folder / str(world)))
 
 
 @pytest.fixture(scope="session")
-def facts(folder, launch) -> dict:
-    assert (folder / "facts.json").exists(), launch["err"][-5000:]
-    return json.loads((folder / "facts.json").read_text())
+def facts(folder, launch) -> Callable[[int], dict]:
+    """The facts that were found on so many ranks."""
+
+    @cache
+    def of(world: int) -> dict:
+        said, file = launch(world), folder / str(world) / "facts.json"
+        assert file.exists(), said["err"][-5000:]
+        return json.loads(file.read_text())
+
+    return of
+
+
+@pytest.fixture
+def found(layout, facts) -> dict:
+    """The facts of a test's layout."""
+    return facts(ranks_of(layout.removesuffix("+recompute")))[layout]
 
 
 @pytest.fixture(scope="session")
 def command(folder) -> dict:
     words = ("run", HERE / "megatron_study.py", "--policy", "megatron", "--ep", "2", "--out", folder / "runs")
-    return launched_once(folder, "command", "-m", "moe_rl", *words)
+    return launched_once(folder, "command", 2, "-m", "moe_rl", *words)
 
 
 # ---------------------------------------------------------------------- the verbs, in every layout
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_survive_the_way_there_and_back_bit_for_bit(layout, facts):
-    assert facts[layout]["exported"] and facts[layout]["imported"]
+@pytest.mark.parametrize("layout", CASES)
+def test_weights_survive_the_way_there_and_back_bit_for_bit(layout, found):
+    assert found["exported"] and found["imported"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_natural_scores_and_recorded_routes_are_those_of_the_hugging_face_model(layout, facts):
-    found = facts[layout]
+@pytest.mark.parametrize("layout", CASES)
+def test_natural_scores_and_recorded_routes_are_those_of_the_hugging_face_model(layout, found):
     assert found["recorded"], "expert ids differ"
     assert found["natural"] < 1e-5 and found["entropy"] < 1e-5
     assert max(found[kind] for kind in ("gates", "margins", "log_probs")) < 1e-5
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_replay_uses_exactly_the_given_experts_and_routes_freely_where_none_is_given(layout, facts):
-    found = facts[layout]
+@pytest.mark.parametrize("layout", CASES)
+def test_replay_uses_exactly_the_given_experts_and_routes_freely_where_none_is_given(layout, found):
     assert found["replayed ids"] and found["preferred"], "ids used, or preferred, differ from the Hugging Face replay"
     assert found["replayed"] < 1e-5 < 1e-3 < found["replay matters"]
     assert found["preferred elsewhere"] > 0.1, "the weights must have moved far enough for replay to mean something"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_replayed_update_has_the_gradients_of_the_hugging_face_policy(layout, facts):
-    update = facts[layout]["update"]
+@pytest.mark.parametrize("layout", CASES)
+def test_a_replayed_update_has_the_gradients_of_the_hugging_face_policy(layout, found):
+    update = found["update"]
     assert update["routes"] and update["clipped"] == [True, True]
-    assert max(update[kind] for kind in ("logprobs", "entropy", "loss", "norm", "metrics")) < 1e-5
-    assert facts[layout]["gradients"] < 1e-5, "in units of each tensor's largest entry"
-    assert facts[layout]["router gradient"] > 1e-6, "gradient must reach every router"
+    assert max(update[kind] for kind in ("logprobs", "entropy", "loss", "norm")) < 1e-5
+    assert found["gradients"] < 1e-5, "in units of each tensor's largest entry"
+    assert found["router gradient"] > 1e-6, "gradient must reach every router"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_after_a_step_of_adamw_log_probs_agree(layout, facts):
-    assert facts[layout]["stepped"] < 1e-5
-    assert facts[layout]["stepped weights"] < 0.01, "in learning rates, where rounding does not decide the sign"
+@pytest.mark.parametrize("layout", CASES)
+def test_terms_and_corrections_add_up_over_ranks_and_micro_batches_to_those_of_one_process(layout, found):
+    """Loss and gradients hold them too: above. Here what they report, and that the correction did something."""
+    update = found["update"]
+    assert update["names"] == [["term_entropy", "term_kl"]] * 2
+    assert update["metrics"] < 1e-7 < 1e-3 < update["least term"]
+    assert 0.1 < found["capped"] < 0.9, "the cap of truncated must matter for some tokens, and not for others"
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "pp2" not in name])
-def test_an_update_that_fails_leaves_no_route_behind(layout, facts):
-    assert facts[layout]["after an exception"]
+@pytest.mark.parametrize("layout", CASES)
+def test_after_a_step_of_adamw_log_probs_agree(layout, found):
+    assert found["stepped"] < 1e-5
+    assert found["stepped weights"] < 0.01, "in learning rates, where rounding does not decide the sign"
+
+
+@pytest.mark.parametrize("layout", [name for name in CASES if "pp2" not in name])
+def test_an_update_that_fails_leaves_no_route_behind(layout, found):
+    assert found["after an exception"]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "unnormalised"])
 def test_mixtral_gates_that_are_not_renormalised_and_the_other_dispatcher_agree_too(name, facts):
-    found = facts[name]
+    found = facts(2)[name]
     assert found["recorded"]
     assert max(found[kind] for kind in ("natural", "gates", "replayed", "stepped")) < 1e-5
 
 
-def test_a_checkpoint_written_under_ep2_is_read_under_tp2_with_its_moments(facts):
-    found = facts["checkpoint"]
-    assert found["ep2 weights"] and found["tp2 weights"], "weights must be equal bit for bit"
-    assert found["ep2 next step, bits"], "under the same layout training goes on bit for bit"
-    assert max(found["ep2 next step"], found["tp2 next step"]) < 1e-5
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_is_read_with_its_moments_in_the_same_layout_and_in_another(layout, facts):
+    found = facts(ranks_of(layout))[f"{layout} checkpoint"]
+    assert found["same weights"] and found["other weights"], "weights must be equal bit for bit"
+    assert found["same next step, bits"], "under the same layout training goes on bit for bit"
+    assert max(found["same next step"], found["other next step"]) < 1e-5
     assert found["moved"] > 1e-4
 
 
 def test_an_interrupted_run_goes_on_and_ends_identical(facts):
-    assert facts["resumed"] == {"tables": True, "weights": True}
+    assert facts(2)["resumed"] == {"tables": True, "weights": True}
 
 
-def test_a_rank_that_fails_ends_the_job_with_its_traceback(facts, launch):
-    assert launch["code"] != 0
-    assert "rank 1 fails on purpose" in launch["err"] and "Traceback" in launch["err"]
-    assert "rank 0 went on without rank 1" not in launch["err"]
+def test_a_rank_that_fails_ends_the_job_with_its_traceback(launch):
+    said = launch(2)
+    assert said["code"] != 0 and "rank 1 fails on purpose" in said["err"] and "Traceback" in said["err"]
+    assert "rank 0 went on without rank 1" not in said["err"]
 
 
 # ---------------------------------------------------------------------- a whole run
@@ -148,12 +177,25 @@ def test_a_rank_that_fails_ends_the_job_with_its_traceback(facts, launch):
 def tables(command, folder, tmp_path_factory) -> dict:
     """The tables of the run on two ranks, and of the same run with the Hugging Face policy."""
     assert command["code"] == 0, command["err"][-5000:]
-    ours = folder / "runs/megatron/replay/base/seed=0"
+    theirs = in_one_process(study.base.replace(arm=replay), tmp_path_factory)
+    return beside(folder / "runs/megatron/replay/base/seed=0", theirs)
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory) -> Path:
+    return in_one_process(short, tmp_path_factory)
+
+
+def in_one_process(run: RunConfig, tmp_path_factory) -> Path:
+    """The run with the Hugging Face policy."""
     path = tmp_path_factory.mktemp("hf")
-    run = study.base.replace(arm=replay)
     with RunFolder.open(path / "run", run.to_dict(), run.hash) as opened:
         execute(run, opened, cache=path)
-    return {n: (read_table(ours, n), read_table(path / "run", n)) for n in ("steps", "updates", "layers")}
+    return path / "run"
+
+
+def beside(ours: Path, theirs: Path) -> dict:
+    return {n: (read_table(ours, n), read_table(theirs, n)) for n in ("steps", "updates", "layers")}
 
 
 def test_the_command_completes_a_study_on_two_ranks_and_rank_0_writes_it_once(command, tables, folder):
@@ -170,10 +212,9 @@ def test_a_step_is_exported_with_the_weights_of_all_ranks(tables, folder):
 
 def test_three_steps_of_grpo_with_replay_get_the_rewards_of_the_hugging_face_policy(tables):
     ours, theirs = tables["steps"]
-    assert len(ours) == 4
-    for column in ("reward", "exact", "eval_reward_greedy", "eval_reward_sampled", "response_tokens"):
+    assert len(ours) == 4 and theirs["reward"].nunique() > 1
+    for column in REWARDS:
         assert ours[column].equals(theirs[column]), column
-    assert theirs["reward"].nunique() > 1
 
 
 def test_three_steps_of_grpo_with_replay_have_its_ratio_statistics_and_slot_change(tables):
@@ -195,6 +236,16 @@ def test_parity_of_engine_and_policy_is_reported_for_every_push(tables):
     ours, theirs = tables["steps"]
     assert ours["push_gap_max"].dropna().between(0, 1e-5).sum() == 3
     assert "push_gap_max" not in theirs
+
+
+@pytest.mark.parametrize("layout", of_ranks(4))
+def test_three_steps_on_four_ranks_with_every_part_of_a_loss_are_those_of_one_process(layout, facts, folder, short_run):
+    facts(4)  # which says so when the launch failed
+    both = beside(folder / "4/runs" / layout, short_run)
+    assert both["steps"][0]["push_gap_max"].dropna().between(0, 1e-5).sum() == 3
+    assert all(both["steps"][0][column].equals(both["steps"][1][column]) for column in REWARDS)
+    ours, theirs = (updates[["term_kl", "term_entropy", "loss", "grad_norm"]] for updates in both["updates"])
+    assert len(ours) == 6 and (ours - theirs).abs().max().max() < 1e-4
 
 
 # ---------------------------------------------------------------------- refusals
@@ -228,13 +279,13 @@ def test_families_without_a_mapping_are_refused_by_name(preset, reason):
 
 
 def test_pushes_to_a_server_reach_parity_before_and_after_a_step(facts):
-    found = facts["server"]
+    found = facts(2)["server"]
     assert found["gap"] < 1e-5 and found["gap after a step"] < 1e-5 < found["moved"] and found["pushes"] == 2
 
 
 @pytest.mark.parametrize("name", ["vllm", "http://127.0.0.1:8000"])
 def test_vllm_and_servers_are_engines_of_this_policy_too(name, monkeypatch):
-    monkeypatch.setattr("moe_rl.execute.check_engine", lambda run: None)  # which asks whether vLLM is installed
+    monkeypatch.setattr(choose, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=bool)))  # vLLM is there
     run = RunConfig(arm=replay, policy="megatron", model=TINY)
     check(run.replace(engine=EngineConfig(name=name, dtype="bfloat16")))
     check(run.replace(engine=EngineConfig(routes="unknown")))

@@ -1,12 +1,18 @@
-"""A real vLLM server on loopback: both dialects, pushes over a shared folder, hangs, refusals, and its death."""
+"""A real vLLM server on loopback: both dialects, pushes over a shared folder, hangs, refusals, a policy on two ranks of
+Megatron-core that trains with it, and its death."""
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -17,6 +23,8 @@ from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.checked import CheckedEngine
 from moe_rl.rollouts.http import BatchIncomplete, ServerEngine
 from moe_rl.rollouts.push import Tolerance, parity, probe_prompts
+from moe_rl.runs import folder as runs
+from moe_rl.runs import frames
 from moe_rl.types import Prompt, Sampling
 from tests.conftest import perturb
 from tests.vllm.conftest import NEEDS_VLLM, RUN
@@ -26,6 +34,9 @@ pytestmark = NEEDS_VLLM
 PROMPTS = [Prompt("", tokens=tuple(range(40 + i, 52 + i))) for i in range(16)]
 LONG = Sampling(0.7, 40)
 START = 600.0  # seconds at most, on a busy machine
+ROOT = Path(__file__).parents[2]
+MAIN = Path(sys.prefix).with_name(".venv") / "bin" / "python"
+"""Of the environment beside this one, which has Megatron-core."""
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +142,59 @@ def test_a_prompt_that_the_server_refuses_leaves_the_others_alone(server, policy
         engine.generate([*PROMPTS[:4], too_long], 2, key=(9,), sampling=LONG)
     whole = engine_of(server, policy).generate(PROMPTS[:4], 2, key=(9,), sampling=LONG)
     assert all(map(same, raised.value.rollouts[:8], whole)) and raised.value.rollouts[8:] == [None, None]
+
+
+class MegatronJob:
+    """`megatron_study.py` on two ranks in the main environment, with this server; begun, or gone on with."""
+
+    def __init__(self, server, out):
+        self.run, self.log = out / "megatron_vllm/r3/base/seed=0", out.with_suffix(".log")
+        launcher = [MAIN, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = ["-m", "moe_rl", "run", "tests/vllm/megatron_study.py", "--policy", "megatron", "--ep", "2"]
+        settings = ["--set", f"engine.name={server.address}", "--out", out]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                [*launcher, *command, *settings], cwd=ROOT, env=environment, stdout=log, stderr=log
+            )
+
+    def finish(self):
+        assert self.process.wait(600) == 0, self.log.read_text()[-5000:]
+        return self.run
+
+    def kill_after(self, step):
+        """SIGKILL to the launcher and both ranks, as soon as this step is committed."""
+        while runs.last_step(self.run) < step:
+            assert self.process.poll() is None, self.log.read_text()[-5000:]
+            time.sleep(0.01)
+        launcher = psutil.Process(self.process.pid)
+        family = [launcher, *launcher.children(recursive=True)]
+        for process in family:
+            process.kill()
+        psutil.wait_procs(family, 60)  # until then they hold the run's lock
+        found = runs.state(self.run)
+        assert (found["state"], runs.last_step(self.run)) == ("interrupted", step)
+
+
+@pytest.mark.skipif(not MAIN.exists(), reason=f"Megatron-core is in the main environment, {MAIN}: `make setup`")
+def test_two_ranks_of_megatron_train_on_its_routes_and_end_identical_after_a_kill(server, policy, tmp_path):
+    """R3. The server has seen pushes of others before, and goes on with those of the run that was killed."""
+    engine = engine_of(server, policy).engine
+    before = engine.dialect.taken(engine)
+    whole = MegatronJob(server, tmp_path / "whole").finish()
+    assert engine.dialect.taken(engine) == before + 4 > 4, "one to begin with, and one after every step"
+    MegatronJob(server, tmp_path / "cut").kill_after(2)
+    cut = MegatronJob(server, tmp_path / "cut").finish()
+
+    steps, updates = (frames.read_table(whole, name) for name in ("steps", "updates"))
+    trained = steps[steps["step"] > 0]
+    print(trained.filter(regex="^(reward|push|engine)").T, updates["coverage"].describe())
+    assert len(trained) == 3 and (trained["push_gap_max"] < 1e-5).all() and trained["reward"].nunique() > 1
+    assert (trained["engine_unknown"] == 0).all() and (trained["engine_set_change"] == 0).all()
+    assert (trained["engine_logprob_max"] < 1e-5).all() and (updates["coverage"] == 1).all()
+    assert frames.read_table(cut, "steps")["reward"].equals(steps["reward"])
+    assert frames.diff(whole, cut) is None
+    assert runs.read_manifest(whole)["checkpoint"] == runs.read_manifest(cut)["checkpoint"]
 
 
 def test_a_server_killed_in_the_middle_of_a_batch_loses_nothing_already_received(server, policy):

@@ -1,77 +1,61 @@
-"""What two ranks of Megatron-core do, against a Hugging Face policy on rank 0: facts as JSON, for `test_megatron.py`.
-
-    torchrun --nproc-per-node 2 tests/policies/megatron_on_two_ranks.py FOLDER
-
-Megatron's process groups belong to a process, so everything is done in this one launch, layout after layout. At the
-end rank 1 fails in the middle of an update, on purpose: the job must end, and say why.
-"""
+"""Layouts of Megatron-core by name, and what a policy in one does when the Hugging Face policy gets the same calls."""
 
 from __future__ import annotations
 
-import json
-import sys
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from moe_rl import ranks
-from moe_rl.config import Arm, Optimizer, Parallel
-from moe_rl.lookup import Use
+from moe_rl.config import Optimizer, Parallel
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.rollouts.checked import CheckedEngine
-from moe_rl.rollouts.http import ServerEngine
-from moe_rl.rollouts.push import Tolerance, probe_prompts
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.runs.folder import RunFolder
 from tests.conftest import build, perturb
-from tests.policies.megatron_study import study
+from tests.policies.megatron_study import parts
 from tests.policies.test_hf import make_batch, part_of
-from tests.rollouts.fake_engine import small
-from tests.rollouts.test_http import Server
 
-torch.set_num_threads(1)
 LAYOUTS = {
     "dp2": Parallel(dp=2),
     "ep2": Parallel(dp=2, ep=2),
     "tp2": Parallel(tp=2),
     "pp2": Parallel(pp=2),
+    "tp2+ep2": Parallel(tp=2, ep=2),
+    "dp2+tp2": Parallel(dp=2, tp=2),
+    "tp2+pp2": Parallel(tp=2, pp=2),
+    "tp2+ep4": Parallel(dp=2, tp=2, ep=4),
+    "pp2+ep2": Parallel(dp=2, pp=2, ep=2),
 }
+"""All that is tested; how many ranks one takes follows from it."""
 LR = 1e-3
 SETTINGS = Optimizer(lr=LR, grad_clip=0.5)
-OBJECTIVE = objective_of(Arm(name="grpo", terms=(Use("kl", coef=0.1), Use("entropy", coef=0.01))))
+OBJECTIVE = objective_of(parts)
 ROWS = {"temperature": 0.8, "micro_batch": 4, "score_batch": 5}  # 9 rows: neither ranks nor micro-batches divide them
 
 
-def main(folder: Path) -> None:
-    ranks.join("cpu")
-    facts = {}
-    for name, parallel in LAYOUTS.items():
-        for recompute in (False, True):  # and with tied embeddings
-            facts[name + "+recompute" * recompute] = layout(parallel, recompute, tied=recompute)
-    facts["tp2+ep2"] = layout(Parallel(tp=2, ep=2), recompute=False, tied=True)
-    gathering = replace(LAYOUTS["ep2"], settings={"moe_token_dispatcher_type": "allgather"})
-    facts["mixtral"] = family(gathering, "mixtral")
-    facts["unnormalised"] = family(LAYOUTS["ep2"], "qwen3_moe", norm_topk_prob=False, num_experts_per_tok=3)
-    facts["checkpoint"] = checkpoint(folder)
-    facts["resumed"] = resumed(folder)
-    facts["server"] = server(folder)
-    if ranks.rank() == 0:
-        (folder / "facts.json").write_text(json.dumps(facts))
-    die_on_rank_1()
+def ranks_of(name: str) -> int:
+    parallel = LAYOUTS[name]
+    return parallel.dp * parallel.tp * parallel.pp
+
+
+def of_ranks(world: int) -> dict[str, Parallel]:
+    """The layouts that take so many ranks."""
+    return {name: parallel for name, parallel in LAYOUTS.items() if ranks_of(name) == world}
 
 
 def megatron(model, parallel: Parallel, **settings):
-    from moe_rl.policies.megatron.policy import MegatronPolicy
+    from moe_rl.policies.megatron.policy.policy import MegatronPolicy
 
     return MegatronPolicy(model, SETTINGS, parallel, **ROWS | settings)
 
 
 def example():
+    """Random rollouts. The engine's log-probs are so far from the policy's that `truncated` caps some tokens."""
     batch = make_batch(prompts=3, group=3)
-    return replace(batch, ref_logprobs=torch.where(batch.response_mask, -3.0, 0.0))
+    engine = torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(5)) - 4.5
+    here = batch.response_mask
+    return replace(batch, ref_logprobs=here * torch.tensor(-3.0), rollout_logprobs=here * engine)
 
 
 def layout(parallel: Parallel, recompute: bool, tied: bool) -> dict:
@@ -112,9 +96,12 @@ def layout(parallel: Parallel, recompute: bool, tied: bool) -> dict:
         "loss": abs(u.loss - v.loss),
         "norm": abs(u.grad_norm - v.grad_norm) / u.grad_norm,
         "clipped": [u.grad_clipped, v.grad_clipped],
-        "metrics": max(abs(u.metrics[name] - v.metrics[name]) for name in ("term_kl", "term_entropy")),
+        "metrics": max(abs(u.metrics[name] - v.metrics[name]) for name in u.metrics),
+        "least term": min(abs(value) for value in u.metrics.values()),
+        "names": [sorted(u.metrics), sorted(v.metrics)],
         "routes": u.routes == v.routes and u.preferred == v.preferred and torch.equal(u.clipped_by, v.clipped_by),
     }
+    facts["capped"] = float(((c.logprobs - batch.rollout_logprobs)[batch.response_mask].exp() > 2).float().mean())
     facts["gradients"], facts["router gradient"] = compare_gradients(ours, gradients)
     facts["stepped"] = far(hf.score(batch).logprobs, ours.score(batch).logprobs)
     facts["stepped weights"] = steps_apart(ours, hf, gradients)
@@ -143,88 +130,6 @@ def family(parallel: Parallel, name: str, **shape) -> dict:
     }
 
 
-def server(folder: Path) -> dict:
-    """Pushes to a server on rank 0, of weights that every rank holds parts of; the second one follows a step."""
-    loaded, facts = small(), {}
-    policy = megatron(small().model, LAYOUTS["ep2"])
-    served = Server(folder / "served", loaded) if ranks.rank() == 0 else None
-    engine = served and ServerEngine(served.url, served.fake.folder, loaded.tokenizer, dialect="vllm")
-    probes = probe_prompts(loaded.tokenizer, loaded.model.config.vocab_size)
-    checked = CheckedEngine(engine, policy.score, probes, Tolerance.of("float32"), ROWS["temperature"])
-    facts["gap"] = checked.load(policy.weights())
-    batch = example()
-    before = weights_of(policy)
-    policy.update(part_of(batch, policy.score(batch)), OBJECTIVE)
-    facts["gap after a step"] = checked.load(policy.weights())
-    facts["moved"] = max(far(w, before[n]) for n, w in policy.weights())
-    if served:
-        facts["pushes"] = served.fake.pushes
-        served.stop()
-    return facts
-
-
-def checkpoint(folder: Path) -> dict:
-    """Written under EP2 after a step; read under EP2 and under TP2, and trained on."""
-    hf = HFPolicy(build("qwen3_moe"), SETTINGS, **ROWS)
-    batch, facts = example(), {}
-    writer = megatron(build("qwen3_moe"), LAYOUTS["ep2"])
-    for policy in (hf, writer):
-        policy.update(part_of(batch, policy.score(batch)), OBJECTIVE)
-    target = folder / "checkpoint"
-    ranks.once(target.mkdir)
-    writer.save(target)
-    written = weights_of(writer)
-    writer.update(part_of(batch, writer.score(batch)), OBJECTIVE)
-    hf.update(part_of(batch, hf.score(batch)), OBJECTIVE)
-    second = weights_of(writer)
-    for name in ("ep2", "tp2"):
-        reader = megatron(build("qwen3_moe", seed=5), LAYOUTS[name])
-        reader.load(target)
-        facts[f"{name} weights"] = all(torch.equal(w, written[n]) for n, w in reader.weights())
-        reader.update(part_of(batch, reader.score(batch)), OBJECTIVE)
-        facts[f"{name} next step"] = far(hf.score(batch).logprobs, reader.score(batch).logprobs)
-        facts[f"{name} next step, bits"] = all(torch.equal(w, second[n]) for n, w in reader.weights())
-    facts["moved"] = max(far(w, second[n]) for n, w in written.items())
-    return facts
-
-
-def resumed(folder: Path) -> dict:
-    """A run interrupted after its first step and gone on with, against one that was not."""
-    from moe_rl.execute import execute
-    from moe_rl.runs.frames import diff
-
-    less = {"prompts_per_step": 2, "eval_prompts": 2, "mini_batches": 2, "measure.detail_every": 10}
-    run = study.base.replace(policy="megatron", parallel=LAYOUTS["ep2"], steps=2, save_every=1, **less)
-
-    def interrupt(rows: dict) -> None:
-        if rows["steps"][0]["step"] == 1:
-            raise KeyboardInterrupt
-
-    def nothing(rows: dict) -> None:
-        pass
-
-    whole, parts = folder / "whole", folder / "parts"
-    for path, listen in ((whole, nothing), (parts, interrupt), (parts, nothing)):
-        real = RunFolder.open(path, run.to_dict(), run.hash) if ranks.rank() == 0 else nullcontext()
-        with real as opened, suppress(KeyboardInterrupt):
-            execute(run, ranks.SharedFolder(opened), cache=folder / "cache", listen=listen)
-    digests = ranks.once(lambda: [json.loads((p / "manifest.json").read_text())["checkpoint"] for p in (whole, parts)])
-    return {"tables": ranks.once(lambda: diff(whole, parts) is None), "weights": digests[0] == digests[1]}
-
-
-def die_on_rank_1() -> None:
-    """In the forward of an update, while rank 0 waits for the other half of the experts."""
-    policy = megatron(build("qwen3_moe"), LAYOUTS["ep2"])
-    batch = example()
-    old = policy.score(batch)
-    policy.update(part_of(batch, old), replace(OBJECTIVE, loss=failing if ranks.rank() else OBJECTIVE.loss))
-    raise AssertionError("rank 0 went on without rank 1")
-
-
-def failing(*args, **kwargs):
-    raise RuntimeError("rank 1 fails on purpose")
-
-
 # ---------------------------------------------------------------------- comparing
 def far(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a.double() - b.double()).abs().max().item()
@@ -234,6 +139,10 @@ def holes(routes: RoutingTrace) -> RoutingTrace:
     """The routes with a third of them unknown: those route freely."""
     gone = torch.rand(routes.shape[:3], generator=torch.Generator().manual_seed(3)) < 0.3
     return replace(routes, experts=routes.experts.masked_fill(gone[..., None], routes.layout.unknown))
+
+
+def failing(*args, **kwargs):
+    raise RuntimeError(f"rank {ranks.rank()} fails on purpose")
 
 
 def weights_of(policy) -> dict[str, torch.Tensor]:
@@ -274,7 +183,3 @@ def after_an_exception(ours, batch, old, routes) -> bool:
     clear = all(s.router_replay_action is None and not s.replay_backward_list for s in ours.routers.sites)
     after = ours.score(batch)
     return clear and after.routes == before.routes and torch.equal(after.logprobs, before.logprobs)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

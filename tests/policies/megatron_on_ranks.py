@@ -1,0 +1,165 @@
+"""What ranks of Megatron-core do, against a Hugging Face policy on rank 0: facts as JSON, for `test_megatron.py`.
+
+    torchrun --nproc-per-node 4 tests/policies/megatron_on_ranks.py FOLDER
+
+Megatron's process groups belong to a process, so one launch does everything for one number of ranks, layout after
+layout. At the end of the one of two, rank 1 fails in the middle of an update, on purpose: the job must end, and say
+why.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from moe_rl import ranks
+from moe_rl.config import RunConfig
+from moe_rl.policies.hf import HFPolicy
+from moe_rl.rollouts.checked import CheckedEngine
+from moe_rl.rollouts.http import ServerEngine
+from moe_rl.rollouts.push import Tolerance, probe_prompts
+from moe_rl.runs.folder import RunFolder
+from tests.conftest import build
+from tests.policies.megatron_layouts import (
+    LAYOUTS,
+    OBJECTIVE,
+    ROWS,
+    SETTINGS,
+    example,
+    failing,
+    family,
+    far,
+    layout,
+    megatron,
+    of_ranks,
+    weights_of,
+)
+from tests.policies.megatron_study import short, study
+from tests.policies.test_hf import part_of
+from tests.rollouts.fake_engine import small
+from tests.rollouts.test_http import Server
+
+torch.set_num_threads(1)
+
+
+def main(folder: Path) -> None:
+    ranks.join("cpu")
+    ranks.once(folder.mkdir)
+    facts, here = {}, of_ranks(ranks.world())
+    for name, parallel in here.items():
+        for recompute in (False, True):  # and with tied embeddings
+            facts[name + "+recompute" * recompute] = layout(parallel, recompute, tied=recompute)
+    for name, other in zip(here, [*here][1:] + [*here][:1], strict=True):
+        facts[f"{name} checkpoint"] = checkpoint(folder, name, other)
+    if ranks.world() == 2:
+        gathering = replace(LAYOUTS["ep2"], settings={"moe_token_dispatcher_type": "allgather"})
+        facts["mixtral"] = family(gathering, "mixtral")
+        facts["unnormalised"] = family(LAYOUTS["ep2"], "qwen3_moe", norm_topk_prob=False, num_experts_per_tok=3)
+        facts["resumed"] = resumed(folder)
+        facts["server"] = server(folder)
+    else:
+        for name in here:
+            run = short.replace(policy="megatron", parallel=here[name])
+            carry_out(run, folder / "runs" / name, folder)
+    if ranks.rank() == 0:
+        (folder / "facts.json").write_text(json.dumps(facts))
+    if ranks.world() == 2:
+        die_on_rank_1()
+    ranks.leave()
+
+
+def nothing(rows: dict) -> None:
+    """Does so, between two steps."""
+
+
+def carry_out(run: RunConfig, path: Path, cache: Path, listen: Callable[[dict], None] = nothing) -> None:
+    """Begin a run, or go on with it, all ranks together."""
+    from moe_rl.execute import execute
+
+    real = RunFolder.open(path, run.to_dict(), run.hash) if ranks.rank() == 0 else nullcontext()
+    with real as opened:
+        execute(run, ranks.SharedFolder(opened), cache=cache, listen=listen)
+
+
+def checkpoint(folder: Path, name: str, other: str) -> dict:
+    """Written in one layout after a step; read in the same and in another one, and trained on."""
+    shape = {"num_hidden_layers": 2}
+    hf = HFPolicy(build("qwen3_moe", **shape), SETTINGS, **ROWS)
+    batch, facts = example(), {}
+    writer = megatron(build("qwen3_moe", **shape), LAYOUTS[name])
+    for policy in (hf, writer):
+        policy.update(part_of(batch, policy.score(batch)), OBJECTIVE)
+    target = folder / f"checkpoint-{name}"
+    ranks.once(target.mkdir)
+    writer.save(target)
+    written = weights_of(writer)
+    writer.update(part_of(batch, writer.score(batch)), OBJECTIVE)
+    hf.update(part_of(batch, hf.score(batch)), OBJECTIVE)
+    second = weights_of(writer)
+    for kind, where in (("same", name), ("other", other)):
+        reader = megatron(build("qwen3_moe", seed=5, **shape), LAYOUTS[where])
+        reader.load(target)
+        facts[f"{kind} weights"] = all(torch.equal(w, written[n]) for n, w in reader.weights())
+        reader.update(part_of(batch, reader.score(batch)), OBJECTIVE)
+        facts[f"{kind} next step"] = far(hf.score(batch).logprobs, reader.score(batch).logprobs)
+        facts[f"{kind} next step, bits"] = all(torch.equal(w, second[n]) for n, w in reader.weights())
+    facts["moved"] = max(far(w, second[n]) for n, w in written.items())
+    return facts
+
+
+def server(folder: Path) -> dict:
+    """Pushes to a server on rank 0, of weights that every rank holds parts of; the second one follows a step."""
+    loaded, facts = small(), {}
+    policy = megatron(small().model, LAYOUTS["ep2"])
+    served = Server(folder / "served", loaded) if ranks.rank() == 0 else None
+    engine = served and ServerEngine(served.url, served.fake.folder, loaded.tokenizer, dialect="vllm")
+    probes = probe_prompts(loaded.tokenizer, loaded.model.config.vocab_size)
+    checked = CheckedEngine(engine, policy.score, probes, Tolerance.of("float32"), ROWS["temperature"])
+    facts["gap"] = checked.load(policy.weights())
+    batch = example()
+    before = weights_of(policy)
+    policy.update(part_of(batch, policy.score(batch)), OBJECTIVE)
+    facts["gap after a step"] = checked.load(policy.weights())
+    facts["moved"] = max(far(w, before[n]) for n, w in policy.weights())
+    if served:
+        facts["pushes"] = served.fake.pushes
+        served.stop()
+    return facts
+
+
+def resumed(folder: Path) -> dict:
+    """A run interrupted after its first step and gone on with, against one that was not."""
+    from moe_rl.runs.frames import diff
+
+    less = {"prompts_per_step": 2, "eval_prompts": 2, "mini_batches": 2, "measure.detail_every": 10}
+    run = study.base.replace(policy="megatron", parallel=LAYOUTS["ep2"], steps=2, save_every=1, **less)
+
+    def interrupt(rows: dict) -> None:
+        if rows["steps"][0]["step"] == 1:
+            raise KeyboardInterrupt
+
+    whole, cut = folder / "whole", folder / "cut"
+    for path, listen in ((whole, nothing), (cut, interrupt), (cut, nothing)):
+        with suppress(KeyboardInterrupt):
+            carry_out(run, path, folder / "cache", listen)
+    digests = ranks.once(lambda: [json.loads((p / "manifest.json").read_text())["checkpoint"] for p in (whole, cut)])
+    return {"tables": ranks.once(lambda: diff(whole, cut) is None), "weights": digests[0] == digests[1]}
+
+
+def die_on_rank_1() -> None:
+    """In the forward of an update, while rank 0 waits for the other half of the experts."""
+    policy = megatron(build("qwen3_moe"), LAYOUTS["ep2"])
+    batch = example()
+    old = policy.score(batch)
+    policy.update(part_of(batch, old), replace(OBJECTIVE, loss=failing if ranks.rank() else OBJECTIVE.loss))
+    raise AssertionError("rank 0 went on without rank 1")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
