@@ -168,6 +168,8 @@ def _check_policy(run: RunConfig) -> None:
                 "policy='megatron' samples with the Hugging Face engine as it is, with vLLM or with a server; another "
                 f"dtype, other experts, int8 and router noise are for policy='hf', not {run.engine}."
             )
+        if run.dial.sigma:
+            raise ConfigError(f"dial.sigma={run.dial.sigma:g}: the routers of policy='megatron' cannot be moved.")
         if run.optimizer.name != "adamw" or run.optimizer.warmup:
             raise ConfigError(f"policy='megatron' trains with AdamW and without warm-up, not {run.optimizer}.")
         check_layout(run.parallel, hf_config(run.model), ranks.world())

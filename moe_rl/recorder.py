@@ -60,6 +60,8 @@ class Recorder:
             count = update + 1
             lr = self.run.optimizer.lr_at((self.step - 1) * len(self.split) + count)
             self.updates.append({"step": self.step, "update": count, "lr": lr} | self.probe.before_update(update))
+            if self.run.dial.sigma:
+                self.updates[-1]["dial_dose"] = self.run.dial.size(update, len(self.split))
 
     def after(self, update: int, part: Batch, updated: Updated) -> None:
         """After that update. `part` is what was trained on, ratios' log-probs and all."""

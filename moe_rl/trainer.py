@@ -20,8 +20,9 @@ from moe_rl.policies.base import Policy
 from moe_rl.recorder import Recorder, Row, Rows
 from moe_rl.rollouts.base import RolloutEngine
 from moe_rl.rollouts.collate import collate
+from moe_rl.routing.dial import Dose
 from moe_rl.routing.sources import RouteSource
-from moe_rl.seeds import NOISE, PROMPTS, SPLIT, derive
+from moe_rl.seeds import DIAL, NOISE, PROMPTS, SPLIT, derive
 from moe_rl.tasks.base import Task, checked_reward, draw
 from moe_rl.types import Batch, Prompt, Sampling, Scored
 
@@ -125,9 +126,11 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
         part = parts.objective.weighed(batch.rows(index))
         recorder.before(number, part)
         with timed("update"):
-            if parts.ratio_source:
-                part = replace(part, ratio_logprobs=policy.score(part, part.ratio_routes).logprobs)
-            updated = policy.update(part, parts.objective)
+            of_ratio, of_gradient = doses(run, step, number, len(split))
+            if parts.ratio_source or of_ratio != of_gradient:
+                routes = part.ratio_routes if parts.ratio_source else part.routes
+                part = replace(part, ratio_logprobs=policy.score(part, routes, dose=of_ratio).logprobs)
+            updated = policy.update(part, parts.objective, dose=of_gradient)
         recorder.after(number, part, updated)
     with timed("sample"):
         push_gap = parts.engine.load(policy.weights())
@@ -172,6 +175,14 @@ def routed(run: RunConfig, parts: Parts, batch: Batch, natural: Scored) -> Batch
     return replace(batch, old_logprobs=old, routes=routes, ratio_routes=apart, ref_logprobs=reference)
 
 
+def doses(run: RunConfig, step: int, update: int, updates: int) -> tuple[Dose | None, Dose | None]:
+    """Under which doses the ratio and the gradient of an update are taken; None where the dial does not act."""
+    if not (size := run.dial.size(update, updates)):
+        return None, None
+    dose = Dose(run.dial.form, size, derive(run.seed, DIAL, step))
+    return tuple(dose if run.dial.acts_on in ("both", what) else None for what in ("ratio", "gradient"))
+
+
 def mini_batches(rows: int, count: int, seed: int) -> list[Tensor]:
     """A random split of the rows into `count` parts whose sizes differ by at most one."""
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
@@ -195,6 +206,8 @@ def warn_void(run: RunConfig) -> list[str]:
     if run.mini_batches > rows:
         raise ConfigError(f"{run.mini_batches} mini-batches cannot be cut from {rows} rollouts per step.")
     found = []
+    if run.mini_batches == 1 and run.dial.sigma:
+        found.append("dial.sigma has no effect with one update per step: the first is given no dose.")
     if run.mini_batches == 1 and run.arm.anchor == "policy":
         found.append(
             "one update per step: every importance ratio is exactly 1, so losses, clipping and replay do not differ. "

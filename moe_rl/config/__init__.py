@@ -3,6 +3,7 @@
 from moe_rl.config.run import (
     Arm,
     ColdStart,
+    Dial,
     EngineConfig,
     Measure,
     ModelConfig,
@@ -11,4 +12,4 @@ from moe_rl.config.run import (
     RunConfig,
 )
 
-__all__ = ["Arm", "ColdStart", "EngineConfig", "Measure", "ModelConfig", "Optimizer", "Parallel", "RunConfig"]
+__all__ = ["Arm", "ColdStart", "Dial", "EngineConfig", "Measure", "ModelConfig", "Optimizer", "Parallel", "RunConfig"]

@@ -127,6 +127,24 @@ class Measure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Dial:
+    """Volatility as an assigned dose (see `routing.dial`): in the j-th of N updates of a step the routers are moved by
+    sigma · (j − 1)/(N − 1) of their standard deviation along a random direction, the same within a step and for all
+    arms of a seed. Ratios start at 1 and drift as real drift does, coherently within a step."""
+
+    sigma: float = 0.0
+    """In standard deviations of each router's weights; 0 turns it off."""
+    form: str = "weights"
+    """`weights`: gates and sets move. `choice`: sets alone."""
+    acts_on: str = "both"
+    """What the moved network gives: the `ratio`, the `gradient`, or `both`."""
+
+    def size(self, update: int, updates: int) -> float:
+        """The dose of an update, counted from 0, in units of sigma's."""
+        return self.sigma * update / (updates - 1) if updates > 1 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parallel:
     """How `policy="megatron"` is spread over dp × tp × pp processes, one per GPU."""
 
@@ -185,6 +203,7 @@ class RunConfig:
     optimizer: Optimizer = Optimizer()
     measure: Measure = Measure()
     engine: EngineConfig = EngineConfig()
+    dial: Dial = Dial()
     policy: str = "hf"
     """`hf`, or `megatron` (Megatron-core), laid out as `parallel` says."""
     parallel: Parallel = Parallel()

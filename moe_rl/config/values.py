@@ -18,6 +18,7 @@ _EXISTS = "a run needs at least 1, or there is nothing to do"
 _EVERY = "an interval is at least 1 step; one longer than the run means only at its end, or never"
 _SIGN = "it must not be negative, or updates would not go along the gradient"
 _RANK = "a size is at least 1 process"
+DIAL = {"form": ("weights", "choice"), "acts_on": ("both", "ratio", "gradient")}
 _SEED = "random streams are derived from seeds, which are below 2^32 and not negative"
 RANGES: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(("steps", "prompts_per_step", "group_size", "mini_batches", "micro_batch", "max_new_tokens",
@@ -33,6 +34,7 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     "optimizer.grad_clip": (0, math.inf, "a norm, or 0 for no clipping; a negative one would train uphill"),
     "cold_start.max_steps": (0, math.inf, "a number of steps"),
     "cold_start.target": (0, 1, "a success rate, from 0 (no cold start) to 1"),
+    "dial.sigma": (0, math.inf, "a standard deviation"),
     "engine.router_noise": (0, math.inf, "a standard deviation"),
     "engine.gpu_memory": (0, 1, "a share of the GPU's memory"),
 }
@@ -63,6 +65,9 @@ def check_values(config: RunConfig) -> None:
         raise ConfigError(f"optimizer.betas={config.optimizer.betas}: shares of a mean that are kept, in [0, 1)")
     if config.optimizer.name not in OPTIMIZERS:
         raise ConfigError(f"optimizer.name={config.optimizer.name!r}: choose {' or '.join(OPTIMIZERS)}")
+    for name, choices in DIAL.items():
+        if (value := getattr(config.dial, name)) not in choices:
+            raise ConfigError(f"dial.{name}={value!r}: choose {' or '.join(choices)}")
     if "" in config.stop:
         raise ConfigError(f"stop={config.stop}: every completion contains the empty string, so all would end at once")
     if config.hf_checkpoints and min(config.hf_checkpoints) < 1:

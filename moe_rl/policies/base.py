@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from moe_rl.objectives import Objective
+from moe_rl.routing.dial import Dose
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, Updated
 
@@ -17,15 +18,18 @@ from moe_rl.types import Batch, Scored, Updated
 class Policy(Protocol):
     """π_θ: scores batches, takes optimizer steps, hands out weights. All verbs are collective where there are ranks."""
 
-    def score(self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False) -> Scored:
+    def score(
+        self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, dose: Dose | None = None
+    ) -> Scored:
         """Log-probs, entropy and routes of a batch without gradient; natural routing when `routes` is None.
 
-        `scores` asks for router scores as well, which cost memory: for probes.
+        `scores` asks for router scores as well, which cost memory: for probes. Under a `dose` the routers are moved.
         """
 
-    def update(self, batch: Batch, objective: Objective) -> Updated:
+    def update(self, batch: Batch, objective: Objective, dose: Dose | None = None) -> Updated:
         """One optimizer step on one weighed mini-batch, live or under its routes. What it says was measured before the
-        weights moved."""
+        weights moved. Under a `dose` the loss and its gradient are those of moved routers; the step moves the others.
+        """
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Hugging Face names and full tensors, for the rollout engine."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moe_rl.config.run import OPTIMIZERS, Optimizer
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.objectives import Objective
+from moe_rl.routing.dial import Dose, disturbed
 from moe_rl.routing.hooks import RouterScores, record_routing, replay_routing
 from moe_rl.routing.sites import router_parameters
 from moe_rl.routing.trace import RoutingTrace
@@ -54,7 +55,9 @@ class HFPolicy:
 
     # ------------------------------------------------------------------ the verbs
     @torch.no_grad()
-    def score(self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False) -> Scored:
+    def score(
+        self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, dose: Dose | None = None
+    ) -> Scored:
         """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. See `Policy.score`."""
         if routes is not None:
             routes.require_known()
@@ -62,14 +65,14 @@ class HFPolicy:
         for rows in _slices(len(batch), self.score_batch):
             part = batch.rows(rows)
             forced = None if routes is None else routes.rows(rows)
-            with self._routed(part, forced, scores) as routed:
+            with disturbed(self.model, dose), self._routed(part, forced, scores) as routed:
                 outputs = self._forward(part)
             parts.append((*outputs, *routed))
         return Scored(*_join(parts, batch))
 
-    def update(self, batch: Batch, objective: Objective) -> Updated:
+    def update(self, batch: Batch, objective: Objective, dose: Dose | None = None) -> Updated:
         """One optimizer step on a mini-batch. Micro-batches only add: the weights of the loss span all of it."""
-        outputs, loss, metrics = self._backward(batch, objective)
+        outputs, loss, metrics = self._backward(batch, objective, dose)
         limit = self.settings.grad_clip or float("inf")
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
         if not math.isfinite(norm):
@@ -128,7 +131,9 @@ class HFPolicy:
         return nn.functional.pad(log_p.where(part.response_mask[:, first:, None], 0.0), (0, 0, first, 0))
 
     # ------------------------------------------------------------------ how
-    def _backward(self, batch: Batch, objective: Objective) -> tuple[list, float, dict[str, float]]:
+    def _backward(
+        self, batch: Batch, objective: Objective, dose: Dose | None = None
+    ) -> tuple[list, float, dict[str, float]]:
         """Fresh gradients of a mini-batch's loss; returns the outputs of its rows, the loss and its metrics."""
         if batch.routes is not None:
             batch.routes.require_known()
@@ -136,7 +141,7 @@ class HFPolicy:
         parts, loss, metrics = [], 0.0, Counter()
         for rows in _slices(len(batch), self.micro_batch):
             part = batch.rows(rows).to(self.device)
-            with self._routed(part, part.routes) as routed:
+            with disturbed(self.model, dose), self._routed(part, part.routes) as routed:
                 logprobs, entropy = self._forward(part, entropy_gradient="entropy" in objective.needs)
                 out = objective(part, logprobs, entropy)
                 out.loss.backward()

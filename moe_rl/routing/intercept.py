@@ -7,7 +7,7 @@ only the ids that its final top-k returns are others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -95,10 +95,12 @@ class SiteForward(StandIn):
         self.replays: list[Replay | None] = []
         self.recomputed: list[CheckpointedForward] = []
         """The checkpointed forward that is being recomputed, if any."""
+        self.moved: list[Callable[[RoutingModule, int], AbstractContextManager[None]]] = []
+        """Scopes in which the router is moved (`dial.py`), for its choice alone."""
 
     @property
     def idle(self) -> bool:
-        return not (self.listeners or self.replays or self.recomputed)
+        return not (self.listeners or self.replays or self.recomputed or self.moved)
 
     @property
     def replay(self) -> Replay | None:
@@ -110,6 +112,12 @@ class SiteForward(StandIn):
             return self.original(*args, **kwargs)
         replay = self.replay
         again = self.recomputed[-1].ids[self.index] if self.recomputed else None
+        if self.moved and replay is None and again is None:
+            elsewhere = self.selection(self.spec, self.index, None, None)
+            with torch.no_grad(), self.moved[-1](self.spec, self.index), elsewhere:
+                self.original(*args, **kwargs)
+            elsewhere.require_complete()
+            again = elsewhere.used.clone()
         with self.selection(self.spec, self.index, replay, again) as seen:
             output = self.original(*args, **kwargs)
         seen.require_complete()
@@ -130,7 +138,7 @@ class Selection(TorchFunctionMode):
         super().__init__()
         self.spec, self.index, self.replay = spec, index, replay
         self.again = again
-        """In a recomputation: the ids that its forward used."""
+        """Ids to use: in a recomputation those of its forward, under a dose of choice those of the moved router."""
         self.hits = 0
         self.used: Integer[Tensor, "tokens k"] | None = None
         """The ids that go to the experts."""

@@ -99,6 +99,11 @@ def router_parameters(model: nn.Module) -> list[nn.Parameter]:
     return list(dict.fromkeys(found))
 
 
+def router_matrices(site: RoutingModule) -> list[nn.Parameter]:
+    """What one site multiplies hidden states with to get its scores; biases and experts beside it are left out."""
+    return [p for name, p in site.module.named_parameters() if "experts" not in name and p.dim() > 1]
+
+
 def plain_name(name: str) -> str:
     """A module or parameter path without what PEFT, FSDP, DDP and torch.compile put in."""
     return ADAPTERS.sub("", WRAPPERS.sub("", name))

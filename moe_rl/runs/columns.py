@@ -54,6 +54,7 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
         Column("eval_n", "steps", "prompts", "held-out prompts evaluated"),
         Column("lr", "updates", "1", "learning rate of the optimizer step"),
         Column("term_{kl,entropy}", "updates", "nats", "what the arm's term adds to the loss, coefficient included"),
+        Column("dial_dose", "updates", "1", "how far the routers were moved for the update, in standard deviations"),
         Column("loss", "updates", "1", "the minimised objective, before the step"),
         Column("grad_norm", "steps updates", "1", "global L2 norm before clipping; in steps the mean over updates"),
         Column("grad_clipped", "steps updates", "share", "updates whose gradient norm was clipped"),

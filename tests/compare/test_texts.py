@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from moe_rl.models.tokens import byte_tokenizer
 
 from moe_rl.compare.checkpoints.texts import Texts
 from moe_rl.errors import ConfigError
+from moe_rl.models.tokens import byte_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

@@ -7,13 +7,13 @@ import shutil
 
 import pytest
 import torch
-from moe_rl.models.tokens import byte_tokenizer
 from safetensors.torch import load_file, save_file
 
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models import checkpoints
 from moe_rl.models.load import load, save_checkpoint
+from moe_rl.models.tokens import byte_tokenizer
 from tests.conftest import build
 
 WHOLE = checkpoints.WHOLE

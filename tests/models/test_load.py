@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_rl.models.presets import PRESETS, hf_config
-from moe_rl.models.tokens import byte_tokenizer, completion_tokens, encode_prompts
 
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import load, save_checkpoint
+from moe_rl.models.presets import PRESETS, hf_config
+from moe_rl.models.tokens import byte_tokenizer, completion_tokens, encode_prompts
 from moe_rl.types import Prompt
 
 TOKENIZER = byte_tokenizer()

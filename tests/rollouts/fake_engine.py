@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from moe_rl.models.tokens import byte_tokenizer
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from moe_rl.config import Optimizer
 from moe_rl.models.load import LoadedModel
+from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.push import describe

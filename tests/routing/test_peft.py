@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_rl.models.tokens import byte_tokenizer
 from peft import LoraConfig, get_peft_model
 
 from moe_rl import execute as execution
 from moe_rl.errors import RunError
 from moe_rl.models.load import LoadedModel
+from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing import layout_of, replay_routing
 from moe_rl.routing.sites import router_parameters

@@ -7,8 +7,8 @@ import os
 
 import pytest
 import torch
-from moe_rl.models.tokens import byte_tokenizer
 
+from moe_rl.models.tokens import byte_tokenizer
 from tests.conftest import build
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")

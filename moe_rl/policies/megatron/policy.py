@@ -27,6 +27,7 @@ from moe_rl.policies.megatron.model import build_gpt, transformer_config
 from moe_rl.policies.megatron.replay import Routers
 from moe_rl.policies.megatron.schedule import Cut, Pass
 from moe_rl.policies.megatron.weights import WeightMap
+from moe_rl.routing.dial import Dose
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, Updated
@@ -79,13 +80,17 @@ class MegatronPolicy:
 
     # ------------------------------------------------------------------ the verbs
     @torch.no_grad()
-    def score(self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False) -> Scored:
+    def score(
+        self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, dose: Dose | None = None
+    ) -> Scored:
         """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. See `Policy.score`."""
+        _refuse(dose)
         ran = Pass(self, batch, routes, Cut.of(batch, self.score_batch), scores=scores).run()
         return Scored(ran.logprobs, ran.entropy, ran.routes, ran.preferred, ran.scores)
 
-    def update(self, batch: Batch, objective: Objective) -> Updated:
+    def update(self, batch: Batch, objective: Objective, dose: Dose | None = None) -> Updated:
         """One AdamW step on a mini-batch. Micro-batches and ranks only add: the weights of the loss span all of it."""
+        _refuse(dose)
         optimizer, settings = self._trained()
         cut = Cut.of(batch, self.micro_batch)
 
@@ -127,6 +132,11 @@ class MegatronPolicy:
         if self.settings is None:
             raise ConfigError("this policy was built without an optimizer, so it can only score.")
         return self.optimizer, self.settings
+
+
+def _refuse(dose: Dose | None) -> None:
+    if dose is not None:
+        raise ConfigError("the routers of policy='megatron' cannot be moved: use policy='hf' with a dial.")
 
 
 def _form_groups(parallel: Parallel) -> None:

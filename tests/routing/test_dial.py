@@ -1,0 +1,137 @@
+"""The dial: what a dose moves, what it leaves alone, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_rl.errors import RoutingError
+from moe_rl.routing import record_routing, replay_routing
+from moe_rl.routing.dial import Dose, directions, disturbed, moved
+from moe_rl.routing.sites import find_sites, router_matrices
+from tests.conftest import FAMILIES, build
+from tests.policies.test_hf import GRPO, make_batch, part_of, policy_of
+
+
+def forward(model, tokens):
+    with torch.no_grad(), record_routing(model) as recording:
+        logits = model(tokens).logits
+    return logits, recording.trace(tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_form_weights_is_a_model_whose_routers_are_moved(family, tokens):
+    model, twin = build(family), build(family)
+    with torch.no_grad():
+        for index, site in enumerate(find_sites(twin)):
+            matrices = router_matrices(site)
+            assert matrices and all(m.shape[0] == site.site.num_experts for m in matrices)
+            for matrix, u in zip(matrices, directions(matrices, 7, index), strict=True):
+                matrix += 0.5 * matrix.std() * u
+    with disturbed(model, Dose("weights", 0.5, 7)):
+        logits, routes = forward(model, tokens)
+    expected, expected_routes = forward(twin, tokens)
+    assert torch.equal(logits, expected) and routes == expected_routes
+    assert routes != forward(model, tokens)[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_form_choice_takes_each_sites_ids_from_its_moved_router_and_all_else_from_its_own(family, tokens):
+    """Site by site, by hand: the router runs on the hidden states that it got in the forward, with moved weights; and
+    the whole is what replaying the ids it picked there gives, bit for bit."""
+    model, dose = build(family), Dose("choice", 0.5, 7)
+    seen = {}
+    handles = [site.module.register_forward_pre_hook(lambda m, a, k: seen.update({m: (a, k)}), with_kwargs=True)
+               for site in find_sites(model)]  # fmt: skip
+    with disturbed(model, dose):
+        logits, routes = forward(model, tokens)
+    for handle in handles:
+        handle.remove()
+    with torch.no_grad(), replay_routing(model, routes):
+        assert torch.equal(logits, model(tokens).logits)
+    assert routes != forward(model, tokens)[1]
+    for index, site in enumerate(find_sites(model)):
+        arguments, settings = seen[site.module]
+        with torch.no_grad(), moved(site, index, dose=dose), record_one(model, site) as ids:
+            site.module(*arguments, **settings)
+        used = routes.ids()[:, :, index, : site.site.top_k].flatten(0, 1)
+        assert torch.equal(ids[0].sort(-1).values, used.sort(-1).values)
+
+
+class record_one:  # noqa: N801
+    """The ids that one site picks in a call of its own."""
+
+    def __init__(self, model, site):
+        from moe_rl.routing.intercept import hooked
+
+        self.ids = []
+        self.scope = hooked((site,), "listeners", lambda number, used, *_: self.ids.append(used))
+
+    def __enter__(self):
+        self.scope.__enter__()
+        return self.ids
+
+    def __exit__(self, *error):
+        return self.scope.__exit__(*error)
+
+
+def test_under_a_choice_gradient_reaches_the_routers_own_weights_through_the_gates(tokens):
+    model = build("qwen3_moe")
+    with disturbed(model, Dose("choice", 0.5, 7)), record_routing(model) as recording:
+        model(tokens).logits.square().sum().backward()
+    routes, mine = recording.trace(tokens), [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with replay_routing(model, routes):
+        model(tokens).logits.square().sum().backward()
+    for parameter, gradient in zip(model.parameters(), mine, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-5)
+    assert all(m.grad.any() for site in find_sites(model) for m in router_matrices(site))
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("form", ["weights", "choice"])
+def test_activation_checkpointing_recomputes_under_the_same_dose(form, activation_checkpointing):
+    found = []
+    for checkpointing in (False, activation_checkpointing):
+        policy = policy_of(build("qwen3_moe"), activation_checkpointing=checkpointing)
+        batch = make_batch()
+        old = policy.score(batch)
+        updated = policy.update(part_of(batch, old), GRPO, dose=Dose(form, 1.0, 3))
+        found.append((updated, policy.score(batch)))
+    (updated, after), (again, after_again) = found
+    assert torch.equal(updated.logprobs, again.logprobs) and updated.routes == again.routes
+    torch.testing.assert_close(after.logprobs, after_again.logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["weights", "choice"])
+def test_weights_are_exactly_as_before_after_a_backward_and_after_an_exception(form, tokens):
+    model = build("deepseek_v3")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with disturbed(model, Dose(form, 2.0, 1)):
+        model(tokens).logits.sum().backward()
+    with pytest.raises(ZeroDivisionError), disturbed(model, Dose(form, 2.0, 1)):
+        model(tokens)
+        raise ZeroDivisionError
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert not any("forward" in vars(site.module) for site in find_sites(model))
+
+
+def test_the_step_moves_the_weights_of_before_the_dose():
+    """A gradient clipped to nothing leaves them where they were, dose or not."""
+    policy, batch = policy_of(build("qwen3_moe"), optimizer={"grad_clip": 1e-30, "name": "sgd"}), make_batch()
+    before = {name: weight.clone() for name, weight in policy.weights()}
+    policy.update(part_of(batch, policy.score(batch)), GRPO, dose=Dose("weights", 2.0, 1))
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.weights())
+
+
+def test_a_direction_has_the_spread_of_its_weights_and_is_the_seeds_own(tokens):
+    matrices = [torch.zeros(64, 200), torch.zeros(8, 3)]
+    first, second = directions(matrices, 5, 0), directions(matrices, 5, 1)
+    assert first[0].std().item() == pytest.approx(1, abs=0.02) and first[0].mean().item() == pytest.approx(0, abs=0.03)
+    assert all(torch.equal(a, b) for a, b in zip(first, directions(matrices, 5, 0), strict=True))
+    assert not torch.equal(first[0], second[0]) and not torch.equal(first[0], directions(matrices, 6, 0)[0])
+
+
+def test_a_dense_model_has_nothing_to_move():
+    with pytest.raises(RoutingError, match="routing site"), disturbed(torch.nn.Linear(2, 2), Dose("weights", 1.0, 0)):
+        pass

@@ -1,0 +1,88 @@
+"""Runs with a dial: where it must change nothing, what it acts on, and what the tables say of it."""
+
+from __future__ import annotations
+
+import pytest
+from pandas.testing import assert_frame_equal
+
+from moe_rl.config import Dial, RunConfig
+from moe_rl.config.values import check_values
+from moe_rl.errors import ConfigError
+from moe_rl.execute import check
+from moe_rl.runs.columns import TABLES, timing
+from tests.test_trainer import ARMS, TINY, carry_out
+
+RUN = TINY.replace(steps=2, **{"measure.detail_every": 1})
+"""Four updates per step; everything is measured."""
+
+
+def tables(path, arm="grpo", **settings):
+    """All rows of a run, without what may differ."""
+    found = carry_out(RUN.replace(arm=ARMS[arm], **settings), path)
+    return {name: found[name][[c for c in found[name] if not timing(c)]] for name in TABLES}
+
+
+def same(a, b, without=()):
+    for name in a:
+        assert_frame_equal(a[name].drop(columns=[c for c in without if c in a[name]]),
+                           b[name].drop(columns=[c for c in without if c in b[name]]))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return {arm: tables(tmp_path_factory.mktemp("plain") / arm, arm) for arm in ("grpo", "replay")}
+
+
+@pytest.mark.parametrize("acts_on", ["both", "ratio", "gradient"])
+@pytest.mark.parametrize("form", ["weights", "choice"])
+def test_a_dial_at_zero_is_no_dial_bit_for_bit(plain, tmp_path, form, acts_on):
+    same(tables(tmp_path / "run", dial=Dial(sigma=0.0, form=form, acts_on=acts_on)), plain["grpo"])
+
+
+def test_with_one_update_per_step_there_is_no_dose(tmp_path):
+    with pytest.warns(UserWarning, match="every importance ratio is exactly 1"):
+        one, none = (tables(tmp_path / str(sigma), mini_batches=1, **{"dial.sigma": sigma}) for sigma in (2.0, 0.0))
+    same(one, none, without=["dial_dose"])
+    assert one["updates"]["dial_dose"].tolist() == [0.0, 0.0]
+
+
+def test_replay_is_immune_to_a_choice_bit_for_bit(plain, tmp_path):
+    same(tables(tmp_path / "run", "replay", dial=Dial(sigma=2.0, form="choice")), plain["replay"], ["dial_dose"])
+
+
+@pytest.mark.parametrize("form", ["weights", "choice"])
+def test_ratios_start_at_one_and_drift_with_the_dose(plain, tmp_path, form):
+    found = tables(tmp_path / "run", dial=Dial(sigma=2.0, form=form))
+    updates = found["updates"].groupby("update")
+    assert updates["dial_dose"].mean().tolist() == pytest.approx([0, 2 / 3, 4 / 3, 2])
+    assert updates["token_log_ratio_max"].max().iloc[0] < 1e-5
+    assert (updates["fresh_slot_change"].mean().iloc[1:] > 0.05).all()
+    before = plain["grpo"]["updates"].groupby("update")["token_log_ratio_var"].mean()
+    assert (updates["token_log_ratio_var"].mean().iloc[1:] > before.iloc[1:]).all()
+    # What is sampled, scored under π_old and evaluated first has never met the dial.
+    first = [table["steps"].loc[:1, ["reward", "entropy", "eval_reward_sampled"]] for table in (found, plain["grpo"])]
+    assert_frame_equal(*first)
+
+
+def test_the_moved_network_gives_the_ratio_or_the_gradient_or_both(tmp_path):
+    """Right after the cold start: ratios of the first step's second update depend on the dose if the ratio is of the
+    moved network, and the gradient's norm if the gradient is, even at equal ratios."""
+    found = {a: tables(tmp_path / a, steps=1, dial=Dial(sigma=1.0, acts_on=a))["updates"].iloc[1]
+             for a in ("both", "ratio", "gradient")}  # fmt: skip
+    none = tables(tmp_path / "none", steps=1)["updates"].iloc[1]
+    spread = {a: row["token_log_ratio_var"] for a, row in found.items()}
+    assert spread["gradient"] == pytest.approx(none["token_log_ratio_var"], rel=1e-3)
+    assert spread["ratio"] == pytest.approx(spread["both"], rel=1e-3)
+    assert spread["both"] > 1.05 * spread["gradient"]
+    norm = {a: row["grad_norm"] for a, row in found.items()}
+    assert abs(norm["gradient"] / none["grad_norm"] - 1) > 1e-3
+
+
+def test_settings_that_no_dial_has_are_refused():
+    for setting, value, message in (("sigma", -1.0, "standard deviation"), ("form", "gates", "weights or choice"),
+                                    ("acts_on", "loss", "both or ratio or gradient")):
+        with pytest.raises(ConfigError, match=message):
+            check_values(RUN.replace(**{f"dial.{setting}": value}))
+    assert any("no effect" in text for text in check(RUN.replace(mini_batches=1, **{"dial.sigma": 1.0})))
+    with pytest.raises(ConfigError, match="cannot be moved"):
+        check(RunConfig(arm=ARMS["grpo"], policy="megatron", dial=Dial(sigma=1.0)))
