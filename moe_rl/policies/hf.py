@@ -70,8 +70,7 @@ class HFPolicy:
 
     def update(self, batch: Batch, objective: Objective) -> Updated:
         """One optimizer step on a mini-batch. Micro-batches only add: the weights of the loss span all of it."""
-        outputs, loss, metrics = self._backward(batch, objective)
-        logprobs, entropy, routes, preferred, clipped_by = outputs
+        (logprobs, entropy, routes, preferred, clipped_by), loss, metrics = self._backward(batch, objective)
         limit = self.settings.grad_clip or float("inf")
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
         if not math.isfinite(norm):

@@ -173,9 +173,7 @@ class Selection(TorchFunctionMode):
         ids = ids.view(*scores.shape[:-1], k)
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
-    def _force(
-        self, replay: Replay, choice: Tensor, select: Callable[[Tensor], Tensor]
-    ) -> Integer[Tensor, "tokens k"]:
+    def _force(self, replay: Replay, choice: Tensor, select: Callable[[Tensor], Tensor]) -> Integer[Tensor, "tokens k"]:
         """The trace's ids; the router's own, which `select` takes from choice scores, where the trace knows none."""
         flat = choice.reshape(-1, self.spec.site.num_experts)
         ids = replay.ids(self.index, flat) if self.again is None else self.again

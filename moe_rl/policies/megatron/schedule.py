@@ -135,9 +135,7 @@ class Pass:
         counted = ps.is_pipeline_last_stage() and ps.get_tensor_model_parallel_rank() == 0
         logprobs, entropy, clipped_by = whole(self.per_token, self.batch)
         return Ran(
-            logprobs,
-            entropy,
-            clipped_by,
+            *(logprobs, entropy, clipped_by),
             loss=from_last_stage(self.total).item(),
             metrics=ranks.summed(self.metrics if counted else {}),
             routes=trace,
