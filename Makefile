@@ -60,9 +60,10 @@ test-trl: $(TRL)/installed
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 docs/columns.md: moe_rl/runs/columns.py $(STAMP)
 	$(BIN)/python -c "from moe_rl.runs.columns import markdown; print(markdown(), end='')" > $@
 
 clean:
-	rm -rf .venv $(VLLM) $(TRL) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(VLLM) $(TRL) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +77,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         ranks.join(run.model.device)
     task, objective = load_task(run.task), objective_of(run.arm)
     loaded = load(run.model, run.cold_start.seed) if ranks.rank() == 0 else None
-    evaluation, pad_token = ranks.once(lambda: _prepare(run, task, loaded, cache))
+    evaluation, pad_token = ranks.once(lambda: _prepare(run, task, _of_rank_0(loaded), cache))
     policy = _policy(run, loaded)
     # Made now, before the policy has moved: it keeps the weights of the cold start.
     reference = _policy(run, loaded, frozen=True) if "reference" in objective.needs else None
@@ -100,14 +99,19 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         objective=objective,
         advantage=advantage_of(run.arm),
         source=lookup("route source", run.arm.routes, SOURCES),
-        ratio_source=run.arm.ratio_routes and lookup("route source", run.arm.ratio_routes, SOURCES),
-        encode=partial(encode_prompts, tokenizer=loaded and loaded.tokenizer),
+        ratio_source=None if run.arm.ratio_routes is None else lookup("route source", run.arm.ratio_routes, SOURCES),
+        encode=lambda prompts: encode_prompts(prompts, _of_rank_0(loaded).tokenizer),
         pad_token=pad_token,
         held_out=evaluation,
         reference=reference,
         export=export,
         from_rank_0=ranks.once,
     )
+
+
+def _of_rank_0(loaded: LoadedModel | None) -> LoadedModel:
+    assert loaded is not None, "rank 0 alone has a model, and is asked for what takes one"
+    return loaded
 
 
 def _prepare(run: RunConfig, task: Task, loaded: LoadedModel, cache: Path) -> tuple[list[Prompt], int]:
@@ -143,10 +147,10 @@ def _policy(run: RunConfig, loaded: LoadedModel | None, frozen: bool = False) ->
             recompute=run.activation_checkpointing and not frozen,
             device=run.model.device,
         )
-    model = loaded.model
+    model = start = _of_rank_0(loaded).model
     if frozen:
         model = load(run.model, run.cold_start.seed).model
-        model.load_state_dict(loaded.model.state_dict())
+        model.load_state_dict(start.state_dict())
     return HFPolicy(
         model,
         run.optimizer,

@@ -113,7 +113,7 @@ def needs(*what: str) -> Callable[[F], F]:
     """Mark a part with what it must be given, e.g. `reference` or `scores`, so that nobody else pays for it."""
 
     def mark(function: F) -> F:
-        function.needs = frozenset(what)  # type: ignore[attr-defined]
+        function.needs = frozenset(what)  # type: ignore[attr-defined]  # functions take any attribute
         return function
 
     return mark

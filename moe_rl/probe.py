@@ -34,7 +34,7 @@ class Probe:
         rows = torch.cat(self.parts)
         self.batch = batch.rows(rows)
         self.old = natural.rows(rows, self.batch.tokens.shape[1])
-        self.before = policy.score(self.batch, scores=True) if self.detail else None
+        self.scores = policy.score(self.batch, scores=True).scores if self.detail else None
         self.engine = self._engine_replayed() if self.detail else {}
         self.routes = self.old.routes
         """Natural routes after the last update that was followed."""
@@ -100,6 +100,7 @@ class Probe:
 
     def _replay_gap(self, natural: Scored, replayed: Scored) -> Row:
         """log π(natural) - log π(replayed) under the new weights, and what routers would pick under replay."""
+        assert replayed.preferred is not None, "a policy that replayed says what its routers preferred"
         rows = response_rows(self.batch)
         gap = (natural.logprobs - replayed.logprobs)[self.batch.response_mask].double()
         pull = volatility.route_change(replayed.routes.ids(), replayed.preferred.ids(), rows).row()["slot_change"]
@@ -114,19 +115,22 @@ class Probe:
         """Volatility of the tokens in `rows` from π_old to the new weights: overall, and per site."""
         old, new = self.old.routes.ids(), after.routes.ids()
         experts = max(site.num_experts for site in after.routes.layout.sites)
-        gates = self.before.scores.gates if self.detail else None
-        found = [volatility.route_change(old, new, rows, gates), volatility.response_change(old, new, rows, experts)]
-        if self.detail:
+        gates = None if self.scores is None else self.scores.gates
+        found: list[volatility.Pooled] = [
+            volatility.route_change(old, new, rows, gates), volatility.response_change(old, new, rows, experts)
+        ]
+        if self.scores is not None and after.scores is not None:
             unused = (old < 0) | (new[..., :1] < 0)
-            at_old = (s.scores.log_probs_at(old).masked_fill(unused, math.nan) for s in (self.before, after))
-            found.append(volatility.router_shift(*at_old, rows))
+            first, then = (s.log_probs_at(old).masked_fill(unused, math.nan) for s in (self.scores, after.scores))
+            found.append(volatility.router_shift(first, then, rows))
         return [(change.row(), change.site_rows()) for change in found]
 
     def _use(self, after: Scored) -> list[Row]:
         """Load, and at detail margins, of the new weights' natural routing, per site."""
         rows, sites = response_rows(self.batch), after.routes.layout.sites
         load = volatility.load_statistics(after.routes.ids(), [s.num_experts for s in sites], rows).site_rows()
-        margins = volatility.margin_summary(after.scores.margins, rows) if self.detail else [{}] * len(sites)
+        scores, none = after.scores, [Row() for _ in sites]
+        margins = none if scores is None else volatility.margin_summary(scores.margins, rows)
         keys = [{"site": i, "layer": site.decoder_layer} for i, site in enumerate(sites)]
         return [key | use | margin for key, use, margin in zip(keys, load, margins, strict=True)]
 

@@ -120,10 +120,14 @@ class SharedFolder:
 
     def __init__(self, folder: RunFolder | None):
         self.folder = folder
-        self.path: Path = once(lambda: folder.path)
+        self.path: Path = once(lambda: self._real().path)
 
     def latest(self) -> tuple[int, Path | None]:
-        return once(lambda: self.folder.latest())
+        return once(lambda: self._real().latest())
+
+    def _real(self) -> RunFolder:
+        assert self.folder is not None, "rank 0 has it, and alone is asked"
+        return self.folder
 
     def add(self, table: str, rows: Iterable[Row]) -> None:
         if self.folder is not None:

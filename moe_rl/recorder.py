@@ -66,6 +66,7 @@ class Recorder:
     def after(self, update: int, part: Batch, updated: Updated) -> None:
         """After that update. `part` is what was trained on, ratios' log-probs and all."""
         with self.timed("measure"):
+            assert part.old_logprobs is not None, "the trainer fills it in before an update"
             index, width = self.split[update], part.tokens.shape[1]
             natural = self.natural.rows(index, width)
             log_ratio = (updated.logprobs if part.ratio_logprobs is None else part.ratio_logprobs) - part.old_logprobs
@@ -107,6 +108,7 @@ def update_row(part: Batch, log_ratio: Tensor, updated: Updated, natural: Scored
         **updated.metrics,
     }
     if part.routes is not None:
+        assert updated.preferred is not None, "a policy that replayed says what its routers preferred"
         pull = volatility.route_change(part.routes.ids(), updated.preferred.ids(), rows).row()["slot_change"]
         known = part.routes.known[rows | prompt_rows(part)]
         return row | {"pull": pull, "coverage": known.double().mean().item()}
@@ -136,7 +138,7 @@ def batch_row(batch: Batch, natural: Scored) -> Row:
 
 def engine_row(batch: Batch, natural: Scored) -> tuple[Row, list[Row]]:
     """Engine and policy at equal weights, on all response tokens of a step: a row for `steps`, and one per site."""
-    row, sites = engine_gap(batch, natural), [{} for _ in natural.routes.layout.sites]
+    row, sites = engine_gap(batch, natural), [Row() for _ in natural.routes.layout.sites]
     if batch.rollout_routes is not None:
         routes, rows = batch.rollout_routes, response_rows(batch)
         change = volatility.route_change(natural.routes.ids(), routes.ids(), rows)

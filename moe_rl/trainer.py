@@ -170,7 +170,7 @@ def routed(run: RunConfig, parts: Parts, batch: Batch, natural: Scored) -> Batch
         old = natural.logprobs
     else:
         old = parts.policy.score(batch, ratio_routes).logprobs
-    reference = parts.reference and parts.reference.score(batch, routes).logprobs
+    reference = None if parts.reference is None else parts.reference.score(batch, routes).logprobs
     apart = ratio_routes if parts.ratio_source else None
     return replace(batch, old_logprobs=old, routes=routes, ratio_routes=apart, ref_logprobs=reference)
 

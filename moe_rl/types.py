@@ -113,8 +113,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        here = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{name: None if value is None else value.to(device) for name, value in here.items()})
+        here: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**here | {name: value.to(device) for name, value in here.items() if value is not None})
 
 
 def _rows(value: Tensor | RoutingTrace | None, index: Tensor | slice, time: int) -> Any:

@@ -173,7 +173,9 @@ class ReplayGRPOTrainer(GRPOTrainer):
                 "compute_loss was called outside training_step, so replay could not span the backward, in which "
                 "activation checkpointing recomputes. Call training_step, or use routes='live'."
             )
-        return self._step_scope.enter_context(replay_routing(self.model, old))
+        replay = self._step_scope.enter_context(replay_routing(self.model, old))
+        assert replay is not None, "it was given routes"
+        return replay
 
     def _trace(
         self, ids: Integer[Tensor, "batch time site k"], input_ids: Tensor, attention_mask: Tensor

@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from moe_rl.cli.verbs import argument, verb
 from moe_rl.errors import ConfigError
@@ -102,7 +103,7 @@ def diff(options: argparse.Namespace) -> int:
     return 1
 
 
-def _collected_runs(folder: Path) -> list[tuple[Path, dict[str, object]]]:
+def _collected_runs(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     from moe_rl.runs.frames import collected
 
     frames = collected(folder)

@@ -134,7 +134,7 @@ def _spell(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Each token's own text, spaces in front included; a token that only begins a character reads ·."""
     texts, before, start = [], 0, 0
     for end in range(1, len(ids) + 1):  # decoded with the token before, without which some tokenizers drop a space
-        known, whole = (tokenizer.decode(part, clean_up_tokenization_spaces=False)
+        known, whole = (str(tokenizer.decode(part, clean_up_tokenization_spaces=False))
                         for part in (ids[before:start], ids[before:end]))
         if whole.endswith("\ufffd") and end - start < 4 and end < len(ids):
             texts.append("·")

@@ -243,7 +243,7 @@ class RunConfig:
     def own_code(self) -> set[str]:
         """Every `pkg.module:name` that the parts of the run name, in their options too."""
         names = {name for text in _texts(_plain(self.arm)) for name in NAMED.findall(text)}
-        task = self.task.name
+        task = Use.of(self.task).name
         return names | ({task} if ":" in task and task.partition(":")[0] not in WITH_ARGUMENT else set())
 
     @property
@@ -284,7 +284,7 @@ def _from_dict(kind: Any, value: Any) -> Any:
     """`value` as JSON gave it, as an instance of the dataclass `kind`; JSON's lists were tuples."""
     if Use in typing.get_args(kind) and isinstance(value, Mapping):
         return Use.of(value)
-    if not dataclasses.is_dataclass(kind):
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         return tuple(_from_dict(typing.get_args(kind)[0], one) for one in value) if isinstance(value, list) else value
     hints = typing.get_type_hints(kind)
     if later := sorted(set(value) - set(hints)):

@@ -25,12 +25,21 @@ PerSite = Float[Tensor, " site"]
 Sums = TypeVar("Sums", bound="Pooled")
 
 
+@dataclass(frozen=True)
 class Pooled:
     """Sums whose `+` pools two sets of tokens. Nothing is divided before `row` or `site_rows`; 0 / 0 is NaN."""
 
     def __add__(self: Sums, other: Sums) -> Sums:
         names = [f.name for f in dataclasses.fields(self)]
         return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def row(self) -> dict[str, float]:
+        """Means over everything, as columns of a table."""
+        raise NotImplementedError
+
+    def site_rows(self) -> list[dict[str, float]]:
+        """Means of every site."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

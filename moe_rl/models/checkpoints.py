@@ -97,7 +97,7 @@ def _require(name: str) -> None:
         raise ConfigError(f"there is no checkpoint folder {name!r} (looked at {Path(name).expanduser().absolute()}).")
 
 
-def _pretrained(auto_class: type, name: str, trust: bool, settings: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def _pretrained(auto_class: Any, name: str, trust: bool, settings: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """`auto_class.from_pretrained`, with what it cannot load reported in one sentence."""
     _require(name)
     try:

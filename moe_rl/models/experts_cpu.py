@@ -6,16 +6,18 @@ activations stay the family's own. A forward with gradient of a small model's ex
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 NAME = "moe_rl_cpu"
 
 
-def use_cpu_experts(model: nn.Module) -> bool:
+def use_cpu_experts(model: Any) -> bool:
     """Make a transformers model on the CPU compute its experts with `cpu_experts`; returns whether it now does.
 
     False, and nothing is changed, when the model is not on the CPU, is not in float32 or float64, uses another
@@ -37,7 +39,7 @@ def use_cpu_experts(model: nn.Module) -> bool:
 
 
 def cpu_experts(
-    self: nn.Module,
+    self: Any,
     hidden_states: Float[Tensor, "tokens hidden"],
     top_k_index: Int[Tensor, "tokens k"],
     top_k_weights: Float[Tensor, "tokens k"],
@@ -64,7 +66,7 @@ def cpu_experts(
 
 
 def _experts_linear(
-    self: nn.Module,
+    self: Any,
     name: str,
     rows: Float[Tensor, "pairs in"],
     expert: Int[Tensor, " pairs"],
@@ -80,13 +82,13 @@ class _Gather(torch.autograd.Function):
     """x[token]. Its backward adds up the k rows of a token in fixed order, in one pass."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, token: Tensor, place: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, token: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(place)
         return x.index_select(0, token)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (place,) = ctx.saved_tensors
         return F.embedding_bag(place, grad.contiguous(), mode="sum"), None, None
 
@@ -95,13 +97,13 @@ class _WeightedSum(torch.autograd.Function):
     """out[t] = sum over k of weight[t, k] · rows[place[t, k]], in one pass and in fixed order."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, weight: Tensor, token: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, token: Tensor, order: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weight, token, order, place)
         return F.embedding_bag(place, rows, mode="sum", per_sample_weights=weight.to(rows.dtype))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         rows, weight, token, order, place = ctx.saved_tensors
         grad = grad.index_select(0, token)
         weight_grad = torch.linalg.vecdot(rows, grad).index_select(0, place.view(-1)).view_as(weight)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -86,7 +86,8 @@ def _from_checkpoint(
         raise ConfigError(f"the tokenizer of {name} has no EOS token, so no completion could ever end.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    rows = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    rows = embeddings.weight.shape[0]
     if len(tokenizer) > rows:
         raise ConfigError(
             f"the tokenizer of {name} has {len(tokenizer)} tokens but the model only {rows} embeddings: they do not "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moe_rl.errors import ConfigError
 from moe_rl.types import Prompt
@@ -60,7 +60,7 @@ def completion_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if tokenizer.chat_template:
         turn = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids: Any = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)
     else:
         ids = tokenizer.encode(text)
     if not ids:

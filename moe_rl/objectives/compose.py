@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Part, lookup, needs_of
+from moe_rl.lookup import Part, Use, lookup, needs_of
 from moe_rl.objectives.advantages import ADVANTAGES
 from moe_rl.objectives.aggregate import AGGREGATIONS
 from moe_rl.objectives.base import LossInputs, LossOutput
@@ -47,6 +47,7 @@ class Objective:
         self, part: Batch, logprobs: Float[Tensor, "batch time"], entropy: Float[Tensor, "batch time"]
     ) -> LossOutput:
         """The loss on some rows of a weighed mini-batch, from the policy's log-probs and entropy of its tokens."""
+        assert part.old_logprobs is not None and part.weights is not None, "the trainer fills in both before an update"
         return self.of(
             LossInputs(
                 logprobs=logprobs,
@@ -86,7 +87,7 @@ def objective_of(arm: Arm) -> Objective:
         loss=lookup("loss", arm.loss, LOSSES),
         aggregate=lookup("aggregation", arm.aggregate, AGGREGATIONS),
         corrections=tuple(lookup("correction", part, CORRECTIONS) for part in arm.corrections),
-        terms={part.name.rpartition(":")[2]: lookup("term", part, TERMS) for part in arm.terms},
+        terms={_term(part): lookup("term", part, TERMS) for part in arm.terms},
     )
     mask, some = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1)
     inputs = dict.fromkeys(("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy"), some)
@@ -132,19 +133,25 @@ def policy_loss(
 
 def _check_arm(arm: Arm) -> None:
     """Refuse combinations that make no sense, and say which are void."""
-    high, low = (arm.loss.options.get(bound, 0.0) for bound in ("clip_high", "clip_low"))
-    if arm.loss.name in SEQUENCE_LEVEL and max(high, low) >= 0.1:
+    loss = Use.of(arm.loss)
+    high, low = (loss.options.get(bound, 0.0) for bound in ("clip_high", "clip_low"))
+    if loss.name in SEQUENCE_LEVEL and max(high, low) >= 0.1:
         warnings.warn(
             f"arm {arm.name!r}: the clip range {low:g}/{high:g} never clips the sequence-level ratio of "
-            f"{arm.loss.name}, a mean over tokens that stays within a few percent of 1, so nothing bounds its updates; "
+            f"{loss.name}, a mean over tokens that stays within a few percent of 1, so nothing bounds its updates; "
             "the paper uses 3e-4/4e-4 (short responses need a range of their own, usually below 0.05)",
             stacklevel=3,
         )
-    if arm.anchor == "engine" and any(part.name == "truncated" for part in arm.corrections):
+    if arm.anchor == "engine" and any(Use.of(part).name == "truncated" for part in arm.corrections):
         raise ConfigError(
             f"arm {arm.name!r}: truncated weighs the trainer's π_old against the engine, but anchor='engine' takes the "
             "engine's log-probs for π_old: every weight is 1. Choose one of the two."
         )
-    names = [part.name.rpartition(":")[2] for part in arm.terms]
+    names = [_term(part) for part in arm.terms]
     if len(set(names)) < len(names):
         raise ConfigError(f"arm {arm.name!r} has a term twice: {', '.join(names)}")
+
+
+def _term(part: Part) -> str:
+    """What a term is called in metrics."""
+    return Use.of(part).name.rpartition(":")[2]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -72,7 +73,7 @@ class HFPolicy:
 
     def update(self, batch: Batch, objective: Objective, dose: Dose | None = None) -> Updated:
         """One optimizer step on a mini-batch. Micro-batches only add: the weights of the loss span all of it."""
-        outputs, loss, metrics = self._backward(batch, objective, dose)
+        (logprobs, entropy, routes, preferred, clipped_by), loss, metrics = self._backward(batch, objective, dose)
         limit = self.settings.grad_clip or float("inf")
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
         if not math.isfinite(norm):
@@ -82,7 +83,8 @@ class HFPolicy:
             group["lr"] = self.settings.lr_at(self.updates) * group["scale"]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return Updated(*outputs, loss=loss, grad_norm=norm, grad_clipped=norm > limit, metrics=metrics)
+        found = (logprobs, entropy, routes, preferred, clipped_by)
+        return Updated(*found, loss=loss, grad_norm=norm, grad_clipped=norm > limit, metrics=metrics)
 
     def gradient(self, batch: Batch, objective: Objective) -> Float[Tensor, " parameters"]:
         """What `update` would clip and hand to its optimizer, of all trainable parameters in one vector. No step."""
@@ -133,12 +135,13 @@ class HFPolicy:
     # ------------------------------------------------------------------ how
     def _backward(
         self, batch: Batch, objective: Objective, dose: Dose | None = None
-    ) -> tuple[list, float, dict[str, float]]:
+    ) -> tuple[list, float, Mapping[str, float]]:
         """Fresh gradients of a mini-batch's loss; returns the outputs of its rows, the loss and its metrics."""
         if batch.routes is not None:
             batch.routes.require_known()
         self.optimizer.zero_grad(set_to_none=True)
-        parts, loss, metrics = [], 0.0, Counter()
+        metrics: Counter[str] = Counter()
+        parts, loss = [], 0.0
         for rows in _slices(len(batch), self.micro_batch):
             part = batch.rows(rows).to(self.device)
             with disturbed(self.model, dose), self._routed(part, part.routes) as routed:
@@ -173,7 +176,8 @@ class HFPolicy:
         chosen = log_p.gather(-1, tokens[:, first:, None])[..., 0]
         with nullcontext() if entropy_gradient else torch.no_grad():
             entropy = -(log_p.exp() * log_p).sum(-1)
-        return tuple(nn.functional.pad(x.where(mask, 0.0), (first, 0)) for x in (chosen, entropy))
+        chosen, entropy = (nn.functional.pad(x.where(mask, 0.0), (first, 0)) for x in (chosen, entropy))
+        return chosen, entropy
 
     def _log_probs(self, part: Batch) -> tuple[int, Float[Tensor, "batch kept vocabulary"]]:
         """The first position at which a row has a response token, and log π over the vocabulary from there on.
@@ -218,7 +222,7 @@ def _optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
         {"params": [p for p in trainable if id(p) not in routers], "scale": 1.0},
         {"params": [p for p in trainable if id(p) in routers], "scale": settings.router_lr_scale},
     ]
-    common = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True}
+    common: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True}
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, **common)
     if settings.name == "sgd":
@@ -226,7 +230,7 @@ def _optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
     raise ConfigError(f"there is no optimizer {settings.name!r}: choose {' or '.join(OPTIMIZERS)}.")
 
 
-def _checkpoint_activations(model: nn.Module, reentrant: bool) -> None:
+def _checkpoint_activations(model: Any, reentrant: bool) -> None:
     """Turn on transformers' activation checkpointing, which it only does in train mode.
 
     The flag is set on the checkpointed layers alone, not on what is inside them: dropout and jitter stay off.

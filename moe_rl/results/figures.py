@@ -69,7 +69,8 @@ def survival(frames: Frames, arms: Sequence[str]) -> Figure:
         recovered = int((rows["fate"] == "recovered").sum())
         label = f"{arm}: {curve.events} of {curve.n} collapsed" + f", {recovered} recovered" * bool(recovered)
         colour = plots.colour_of(arm, arms)
-        ax.fill_between(np.repeat(x, 2)[1:], *(np.repeat(y, 2)[:-1] for y in (low, high)), color=colour, alpha=0.12,
+        below, above = (np.repeat(y, 2)[:-1] for y in (low, high))
+        ax.fill_between(np.repeat(x, 2)[1:], below, above, color=colour, alpha=0.12,
                         linewidth=0)  # step="post" would lose the last step before a NaN
         ax.step(x, share, where="post", color=colour, label=label, linewidth=1.8 + 0.8 * (len(arms) - 1 - i),
                 gid=f"{arm} survival")
@@ -105,11 +106,12 @@ def against_factor(frames: Frames, arms: Sequence[str], *, factor: str, metric: 
 
 def _ticks(ax: Axes, values: Sequence[float | str], is_number: bool) -> None:
     """A tick at every value that was run."""
-    if is_number and geometrically_spaced(values):
+    at: Sequence[float] = [float(v) for v in values] if is_number else range(len(values))
+    if is_number and geometrically_spaced(at):
         ax.set_xscale("log")
-    ax.xaxis.set_major_locator(FixedLocator(values if is_number else range(len(values))))
+    ax.xaxis.set_major_locator(FixedLocator(at))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.set_xticklabels([f"{v:g}" if is_number else v for v in values], rotation=30 if len(values) > 5 else 0)
+    ax.set_xticklabels([f"{v:g}" if is_number else str(v) for v in values], rotation=30 if len(values) > 5 else 0)
 
 
 FIGURES: dict[str, Draw] = {name: getattr(plots, name) for name in plots.FIGURES} | {"survival": survival}

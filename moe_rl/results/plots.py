@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from moe_rl.errors import RunError
@@ -23,7 +25,7 @@ from moe_rl.runs.frames import Frames
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette, told apart by people with any common colour blindness."""
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
     "grid.color": "#e6e6e6", "grid.linewidth": 0.8, "legend.frameon": False, "lines.linewidth": 2,
@@ -205,8 +207,8 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 def new_figure(panels: int, title: str, width: float = 0.0, sharey: bool = False) -> tuple[Figure, list[Axes]]:
     """An empty figure with panels in a row; `width` in inches, by default by their number."""
-    figure = Figure(figsize=(width or 4.2 * max(panels, 2), 4.4), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
+    figure = Figure(figsize=(width or 4.2 * max(panels, 2), 4.4), layout=layout)
     axes = figure.subplots(1, panels, sharey=sharey, squeeze=False)[0]
     figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
     return figure, list(axes)

@@ -226,7 +226,8 @@ class Shift:
 
 def shift(a: Mapping[int, Crossing], b: Mapping[int, Crossing], confidence: float = 0.95) -> Shift:
     """exp of the mean of log(x_a / x_b) over shared seeds, its interval and sign-flip p being those of the logs."""
-    logs = paired(*({s: math.log(c.x) for s, c in side.items()} for side in (a, b)), confidence)
+    log_a, log_b = ({s: math.log(c.x) for s, c in side.items()} for side in (a, b))
+    logs = paired(log_a, log_b, confidence)
     censored = sum(a[s].censored or b[s].censored for s in set(a) & set(b))
     return Shift(_exp(logs.difference), logs.p, logs.p_smallest, censored)
 

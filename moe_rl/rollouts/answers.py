@@ -85,7 +85,7 @@ class Reader:
                 f"the engine answered with {len(tokens)} tokens and {len(logprobs)} log-probabilities where 1 to "
                 f"{sampling.max_new_tokens} of each were asked for; is its API another one?"
             )
-        if odd := [t for t in tokens if not (isinstance(t, Integral) and 0 <= t < self.vocabulary)]:
+        if odd := [t for t in tokens if not (isinstance(t, Integral) and 0 <= int(t) < self.vocabulary)]:
             raise RunError(
                 f"the engine answered with the token {odd[0]!r}, but the model has {self.vocabulary} tokens from 0 "
                 "on: it serves another model, or its API is another one."
@@ -105,7 +105,7 @@ class Reader:
         )
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _check_end(self, tokens: tuple[int, ...], text: str, finished: bool, sampling: Sampling) -> None:
         """Engine and trainer must agree on what ends a completion, or the policy never learns to end one."""

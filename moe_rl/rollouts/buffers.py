@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int, Integer
@@ -57,17 +57,17 @@ class CompletionBuffers:
         self, rows: Int[Tensor, " rows"] | slice, time: slice, recording: Recording | None, repeat: int = 1
     ) -> None:
         """Store the routes of the last forward; `repeat` rows share those of one prompt."""
-        if recording is not None:
+        if recording is not None and self.routes is not None:
             ids = recording.take().unflatten(0, (-1, time.stop - time.start))
             self.routes[rows, time] = ids.repeat_interleave(repeat, 0) if repeat > 1 else ids
 
     def cpu(self) -> CompletionBuffers:
-        buffers = {name: None if x is None else x.cpu() for name, x in vars(self).items()}
-        return CompletionBuffers(**buffers | {"tokens": buffers["tokens"].to(torch.int32)})
+        buffers = {name: x.cpu() for name, x in vars(self).items() if x is not None}
+        return replace(self, **buffers | {"tokens": buffers["tokens"].to(torch.int32)})
 
     def trace(self, row: int, time: slice, recording: Recording | None) -> RoutingTrace | None:
         """The routes of one row, without its padding."""
-        if recording is None:
+        if recording is None or self.routes is None:
             return None
         tokens, mask, ids = (x[row : row + 1, time] for x in (self.tokens, self.mask, self.routes))
         return RoutingTrace.from_ids(ids, recording.layout, tokens=tokens, attention_mask=mask, check=False)

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 class CheckpointReceiver(Protocol):
     """An engine elsewhere: it samples as a `RolloutEngine` does, but is sent weights as a checkpoint has them."""
 
-    name: str
-    """For errors: where weights are pushed to."""
+    @property
+    def name(self) -> str:
+        """For errors: where weights are pushed to."""
+
     model: PreTrainedModel
     """The model it serves, without weights: names and shapes."""
     pushes: int
@@ -77,6 +79,7 @@ class CheckedEngine:
         self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling
     ) -> list[Rollout]:
         """See `RolloutEngine.generate`."""
+        assert self.engine is not None, "rank 0 has an engine, and draws for all"
         return self.engine.generate(prompts, group_size, key=key, sampling=sampling)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> float:

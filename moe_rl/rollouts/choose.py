@@ -9,6 +9,7 @@ import torch
 
 from moe_rl.config import EngineConfig, RunConfig
 from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
 from moe_rl.models.load import LoadedModel
 from moe_rl.rollouts.answers import ROUTES
 from moe_rl.rollouts.base import RolloutEngine
@@ -39,7 +40,7 @@ def check_engine(run: RunConfig) -> None:
         raise ConfigError(f"engine.name='vllm', but vLLM is not installed here; {INSTALL}")
     if engine.routes not in ROUTES:
         raise ConfigError(f"engine.routes={engine.routes!r}: choose {', '.join(ROUTES)}.")
-    if engine.routes == "off" and run.arm.routes.name == "rollout":
+    if engine.routes == "off" and Use.of(run.arm.routes).name == "rollout":
         raise ConfigError("routes='rollout' replays the engine's routes, but engine.routes='off' asks for none.")
     if engine.dtype is not None and not isinstance(getattr(torch, engine.dtype, None), torch.dtype):
         raise ConfigError(f"engine.dtype={engine.dtype!r} is no dtype of torch; use bfloat16 or float32.")
@@ -59,7 +60,7 @@ def engine_of(
     or, where its numerics differ on purpose, a copy of them. Any other engine is checked after every push.
     """
     settings = run.engine
-    if settings.name == "hf" and shared:
+    if settings.name == "hf" and shared and loaded is not None:
         if settings == EngineConfig(routes=settings.routes):
             return HFEngine(loaded.model, loaded.tokenizer, record_routes=settings.routes != "off")
         return MismatchedEngine(loaded.model, loaded.tokenizer, settings)

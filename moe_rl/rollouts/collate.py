@@ -25,7 +25,8 @@ def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[floa
         attention_mask[b, :length] = True
         response_mask[b, start:length] = True
         logprobs[b, start:length] = rollout.logprobs
-    routed = all(r.routes is not None for r in rollouts)
+    routes = [r.routes for r in rollouts if r.routes is not None]
+    routed = len(routes) == len(rollouts)
     return Batch(
         tokens=tokens,
         attention_mask=attention_mask,
@@ -35,5 +36,5 @@ def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[floa
         rewards=torch.tensor(rewards, dtype=torch.float32),
         advantages=torch.zeros(shape),
         finished=torch.tensor([r.finished for r in rollouts]),
-        rollout_routes=RoutingTrace.stack([r.routes for r in rollouts], tokens, attention_mask) if routed else None,
+        rollout_routes=RoutingTrace.stack(routes, tokens, attention_mask) if routed else None,
     )

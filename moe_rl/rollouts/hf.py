@@ -18,7 +18,7 @@ from moe_rl.routing import Recording, record_routing
 from moe_rl.types import Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class HFEngine:
@@ -31,7 +31,7 @@ class HFEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
         record_routes: bool = True,
@@ -99,7 +99,7 @@ class HFEngine:
         """Prefill every prompt once, repeat the cache per sample, then decode until every row has ended."""
         padded, mask = _pad_left(prompts, self.device)
         start = padded.shape[1]
-        layout = recording and recording.layout
+        layout = None if recording is None else recording.layout
         drawn = CompletionBuffers.empty(padded, mask, group_size, sampling.max_new_tokens, layout)
         ragged = not bool(mask.all())  # without padding no mask is needed, which is faster
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)

@@ -146,7 +146,7 @@ class ServerEngine:
         """Nothing to give back: the server belongs to whoever started it."""
 
     # ------------------------------------------------------------------ how
-    def _collect(self, jobs: Mapping[tuple, tuple]) -> list[MoeRlError]:
+    def _collect(self, jobs: Mapping[tuple, tuple[tuple[int, ...], Prompt, Sampling]]) -> list[MoeRlError]:
         """Ask for all jobs at once, store every answer as it comes, and return what failed."""
         failures: list[MoeRlError] = []
         lost = threading.Event()  # the server is gone: the others need not find out one by one

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_rl.config import EngineConfig
 from moe_rl.errors import ConfigError
@@ -22,7 +22,7 @@ from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing.sites import router_parameters
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 KEPT = ("embed", "lm_head")
 """Parts of a name of matrices that 8-bit checkpoints keep; routers are kept too."""
@@ -34,7 +34,7 @@ class MismatchedEngine(HFEngine):
     What is done to weights depends on their values only, so a resumed run meets the same ones.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: EngineConfig):
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: EngineConfig):
         twin = copy.deepcopy(model).requires_grad_(False).eval()
         if settings.experts is not None:
             _set_experts(twin, settings.experts)
@@ -78,7 +78,7 @@ def with_noise(weight: Float[Tensor, "experts hidden"], scale: float) -> Float[T
     return weight + scale * weight.std() * noise
 
 
-def _set_experts(model: nn.Module, name: str) -> None:
+def _set_experts(model: PreTrainedModel, name: str) -> None:
     """Another of transformers' implementations of the experts: eager, batched_mm, grouped_mm."""
     try:
         model.set_experts_implementation(name)

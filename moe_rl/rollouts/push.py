@@ -72,7 +72,7 @@ def checkpoint_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tens
 # ---------------------------------------------------------------------- checksums
 def checksum(tensor: Tensor) -> int:
     """CRC-32 of a tensor's bytes."""
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @dataclass(frozen=True)

@@ -166,9 +166,9 @@ def _shaped(
             return array, fits[0][1]
         has = f"routes have shape {array.shape}"
     else:
-        fits = [(r, c, s) for c in counts for r, s in rows if array.ndim == 1 and array.size == r * c * layout.top_k]
-        if fits:
-            return array.reshape(fits[0][0], fits[0][1], layout.top_k), fits[0][2]
+        flat = [(r, c, s) for c in counts for r, s in rows if array.ndim == 1 and array.size == r * c * layout.top_k]
+        if flat:
+            return array.reshape(flat[0][0], flat[0][1], layout.top_k), flat[0][2]
         has = f"{array.size} ids came" + (f" in shape {array.shape}" if array.ndim > 1 else "")
     raise RoutingError(
         f"{has}; expected [{n - 1 - start} rows, {' or '.join(map(str, counts))} layers, {layout.top_k}]: {n} tokens "

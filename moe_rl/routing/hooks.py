@@ -38,17 +38,17 @@ class Replay:
     """Tokens, batch-major, of which some site's route is unknown; padding among them."""
     pending: set[CheckpointedForward] = field(default_factory=set)
     """Forwards of checkpointed layers whose recomputation is still to come."""
-    _own: list[Tensor | None] = field(default_factory=list)
+    _own: dict[int, Tensor] = field(default_factory=dict)
     """Per site, the [tokens, k] ids of the last forward's own top-k, in the layout's narrow dtype."""
 
     @staticmethod
     def of(trace: RoutingTrace) -> Replay:
         free = (~trace.known.all(-1)).flatten().nonzero()[:, 0]
-        return Replay(trace, trace.coverage, free, _own=[None] * len(trace.layout.sites))
+        return Replay(trace, trace.coverage, free)
 
     @property
     def ran(self) -> bool:
-        return self._own[-1] is not None
+        return len(self.routes.layout.sites) - 1 in self._own
 
     @property
     def preferred(self) -> RoutingTrace:
@@ -59,7 +59,7 @@ class Replay:
         if not self.ran:
             raise RoutingError("no forward has run inside the replay scope yet.")
         layout = self.routes.layout
-        ids = stack_sites(self._own, layout).unflatten(0, self.routes.shape[:2])
+        ids = stack_sites([self._own[site] for site in sorted(self._own)], layout).unflatten(0, self.routes.shape[:2])
         mask = self.routes.attention_mask.to(ids.device)
         ids = ids.masked_fill(~mask[..., None, None], layout.unknown)
         return RoutingTrace.from_ids(ids, layout, tokens=self.routes.tokens, attention_mask=mask, check=False)

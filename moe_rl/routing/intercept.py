@@ -177,14 +177,15 @@ class Selection(TorchFunctionMode):
                 _overwrite(picked, scores, self.again)
             self.used = picked[1].reshape(-1, k)
             return picked
-        ids = self._force(lambda choice: func(choice, k, *args, **kwargs)[1]).view(*scores.shape[:-1], k)
+        ids = self._force(self.replay, self.choice, lambda choice: func(choice, k, *args, **kwargs)[1])
+        ids = ids.view(*scores.shape[:-1], k)
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
-    def _force(self, select: Callable[[Tensor], Tensor]) -> Integer[Tensor, "tokens k"]:
+    def _force(self, replay: Replay, choice: Tensor, select: Callable[[Tensor], Tensor]) -> Integer[Tensor, "tokens k"]:
         """The trace's ids; the router's own, which `select` takes from choice scores, where the trace knows none."""
-        flat = self.choice.reshape(-1, self.spec.site.num_experts)
-        ids = self.replay.ids(self.index, flat) if self.again is None else self.again
-        free = self.replay.free.to(flat.device)
+        flat = choice.reshape(-1, self.spec.site.num_experts)
+        ids = replay.ids(self.index, flat) if self.again is None else self.again
+        free = replay.free.to(flat.device)
         if len(free) and self.again is None:
             ids[free] = torch.where(ids[free] < 0, select(flat[free]), ids[free])
         if self.again is None:  # at once: later would mean to keep the scores of every site
@@ -217,7 +218,7 @@ class MaximaSelection(Selection):
         if self.replay is None:
             return func(scores, *args, **kwargs)
         mask, value = args
-        return func(scores, mask.scatter(-1, self.used[:, self.hits - 1 : self.hits], False), value)
+        return func(scores, mask.scatter(-1, self._turn(self.used), False), value)
 
     def _maximum(self, natural: Any, scores: Tensor) -> Any:
         self.hits += 1
@@ -230,13 +231,18 @@ class MaximaSelection(Selection):
         if self.hits == 1:
             self.choice = scores.detach()
             if self.replay is not None:
-                self._force(lambda choice: choice.topk(k, dim=-1).indices)
+                self._force(self.replay, self.choice, lambda choice: choice.topk(k, dim=-1).indices)
         if self.replay is None:
             if self.again is not None:
-                _overwrite(natural, scores, self.again[:, self.hits - 1 : self.hits])
-            self.used = natural[1] if self.hits == 1 else torch.cat([self.used, natural[1]], -1)
+                _overwrite(natural, scores, self._turn(self.again))
+            self.used = natural[1] if self.used is None else torch.cat([self.used, natural[1]], -1)
             return natural
-        return torch.return_types.max((natural[0], self.used[:, self.hits - 1 : self.hits]))
+        return torch.return_types.max((natural[0], self._turn(self.used)))
+
+    def _turn(self, ids: Tensor | None) -> Integer[Tensor, "tokens 1"]:
+        """Those of the slot whose turn it is."""
+        assert ids is not None, "the first maximum of a replay fills in all slots"
+        return ids[:, self.hits - 1 : self.hits]
 
 
 def _overwrite(picked: Any, scores: Tensor, ids: Integer[Tensor, "tokens k"]) -> None:

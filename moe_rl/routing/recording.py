@@ -135,8 +135,7 @@ class Recording:
         if site == 0:
             tokens, self._reading = self._reading, None
             # A copy: the caller may go on filling the buffer that these are a part of.
-            known = tokens is not None and tokens.numel() == len(used)
-            self._tokens.append(tokens.clone() if known else None)
+            self._tokens.append(tokens.clone() if tokens is not None and tokens.numel() == len(used) else None)
         self._ids[site].append(used.detach())
         if scores is not None:
             self._scores[site] = [scores]

@@ -113,8 +113,9 @@ def token_readers(model: nn.Module) -> tuple[nn.Module, ...]:
     """The model, its text decoder and the wrappers between them, from the outside in: whichever of them is called, and
     however it hands on its inputs, one of them is given the token ids."""
     decoder = _text_decoder(model)
-    path = next((name.split(".") for name, module in model.named_modules() if module is decoder and name), [])
-    return tuple(model.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1))
+    path = next((name for name, module in model.named_modules() if module is decoder), "").split(".")
+    at = [".".join(path[:depth]) for depth in range(len(path) + 1)]
+    return tuple(model.get_submodule(name) for name in dict.fromkeys(at))
 
 
 def _describe(name: str, module: nn.Module) -> RoutingModule:
@@ -130,7 +131,7 @@ def _describe(name: str, module: nn.Module) -> RoutingModule:
 def _running_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules, less those that PEFT keeps but does not run: the original beside an active trained copy, or the
     copies beside an original whose adapters are off."""
-    idle = set()
+    idle: set[nn.Module] = set()
     for name, module in model.named_modules():
         if "modules_to_save" in module._modules:
             copies = module.modules_to_save
@@ -144,7 +145,7 @@ def _running_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _routing_classes(kinds: set[type]) -> set[type]:
     """Those of a model's classes whose forward selects experts. Raises RoutingError for one that is refused."""
-    recorded = set()
+    recorded: set[type] = set()
     for kind in kinds:
         if kind.__name__ in UNSUPPORTED:
             raise RoutingError(f"{kind.__name__} can be neither recorded nor replayed: {UNSUPPORTED[kind.__name__]}.")
@@ -164,8 +165,8 @@ def _routing_classes(kinds: set[type]) -> set[type]:
 def _text_decoder(model: nn.Module) -> nn.Module:
     """The part that reads text, of models that also see or hear; their other routers do not score tokens."""
     for module in model.modules():  # the first transformers model inside DDP, PEFT or the user's own wrapper
-        if hasattr(module, "get_decoder"):
-            return module.get_decoder()
+        if (decoder_of := getattr(module, "get_decoder", None)) is not None:
+            return decoder_of()
     return model
 
 

@@ -100,6 +100,7 @@ def false_flips(batch: Batch, natural: Scored, *, share: float) -> RoutingTrace:
     if share == 0:
         return natural.routes
     routes, scores = natural.routes, natural.scores
+    assert scores is not None, "what is marked as needing scores is given them"
     if len({site.num_experts for site in routes.layout.sites}) > 1:
         raise RoutingError("false_flips needs the same number of experts at every site.")
     ids, log_probs = routes.ids(), torch.stack(scores.all_log_probs, 2)
@@ -129,7 +130,7 @@ def _generator(seed: int, batch: Batch) -> torch.Generator:
     return torch.Generator().manual_seed(hash((seed, int(batch.tokens.sum()), batch.tokens.shape)) % 2**63)
 
 
-SOURCES: dict[str, RouteSource] = {
+SOURCES: dict[str, Callable[..., RoutingTrace | None]] = {
     "live": live,
     "old_policy": old_policy,
     "rollout": rollout,

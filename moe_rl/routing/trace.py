@@ -134,7 +134,7 @@ class RoutingTrace:
             and torch.equal(self.attention_mask, other.attention_mask)
         )
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # equal traces would need equal hashes of all they hold
 
     def same_sets(self, other: RoutingTrace) -> Bool[Tensor, "batch time site"]:
         """Where both chose the same experts, in whatever order; unknown equals unknown only."""

@@ -41,13 +41,16 @@ class Frames:
 
     def cell(self, factors: str) -> Frames:
         """The rows of one combination of factors."""
-        return self._where(lambda frame: frame["factors"] == factors)
+        return self._with("factors", factors)
 
     def select(self, paths: Sequence[Path]) -> Frames:
         """The rows of some runs, and of what was left out only those."""
         wanted = {tuple(labels_of(path).values()) for path in paths}
         kept = self._where(lambda f: [key in wanted for key in f[LABELS[:4]].itertuples(index=False, name=None)])
         return replace(kept, left_out=tuple(t for t in self.left_out if t.startswith(tuple(f"{p} (" for p in paths))))
+
+    def _with(self, label: str, value: object) -> Frames:
+        return self._where(lambda frame: frame[label] == value)
 
     def _where(self, rows: Callable[[pd.DataFrame], Any]) -> Frames:
         runs, *tables = (f[rows(f)] if len(f) else f for f in (self.runs, *self.tables.values()))
@@ -111,17 +114,19 @@ def collected(root: Path) -> Frames | None:
             tables[name] = frame.astype({c: "float64" for c in frame.select_dtypes("float32")})
     frames = Frames(tables.pop("runs"), tables)
     for label, part in zip(LABELS[1:4], here.relative_to(folder).parts, strict=False):
-        part = int(part.removeprefix("seed=")) if label == "seed" and part.startswith("seed=") else part
-        frames = frames._where(lambda frame, label=label, part=part: frame[label] == part)
+        value = int(part.removeprefix("seed=")) if label == "seed" and part.startswith("seed=") else part
+        frames = frames._with(label, value)
     if frames.runs.empty:
         raise RunError(f"the tables in {folder} hold no run {root}")
     return frames
 
 
 def _from_runs(root: Path, unfinished: bool) -> Frames:
-    runs, tables, left_out = [], {name: [] for name in TABLES}, []
+    runs, left_out = [], []
+    tables: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
     for path in run_folders(root):
         manifest, now = read_manifest(path), state(path)
+        assert manifest is not None, "run_folders finds them by it"
         if now["state"] not in ENDED and not unfinished:
             before = manifest.get("finished")
             shown = "" if before is None else f"; the {before} steps that it finished before are shown"

@@ -53,10 +53,10 @@ def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def merged(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
     """What a run that goes on was made from: `old then new` where something changed on the way."""
     def after(name: str) -> str:
-        old, new = before.get(name), now.get(name)
-        return new or old if old is None or new is None or old.endswith(new) else f"{old} then {new}"
+        old, new = before.get(name, ""), now.get(name, "")
+        return new or old if not old or old.endswith(new) else f"{old} then {new}"
 
-    return {name: after(name) for name in (before | now)}
+    return {name: after(name) for name in {**before, **now}}
 
 
 def digest(folder: Path) -> str:
@@ -116,7 +116,7 @@ def _source(module: str) -> Path | None:
         if spec is None:
             return None
         path = list(spec.submodule_search_locations or [])
-    return Path(spec.origin) if spec.has_location else None
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin is not None else None
 
 
 def _strings(value: Any) -> Iterator[str]:

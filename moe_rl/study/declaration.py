@@ -115,11 +115,12 @@ class Study:
         seeds = self.seeds if seeds is None else tuple(seeds)
         if not seeds or len(set(seeds)) < len(seeds):
             raise ConfigError(f"a study needs at least one seed, each once, but got {list(seeds)}")
-        planned, described = [], {}
+        planned: list[Planned] = []
+        described: dict[Path, str] = {}
         combinations = itertools.product(self.cells or {"": {}}, itertools.product(*self.factors.values()))
         for seed, (name, values), arm in itertools.product(seeds, combinations, self.arms):
             chosen = dict(zip(self.factors, values, strict=True))
-            config = self.base.replace(**self.cells.get(name, {}) | chosen, arm=arm, seed=seed)
+            config = self.base.replace(**{**self.cells.get(name, {}), **chosen}, arm=arm, seed=seed)
             config = config if steps is None else config.replace(steps=steps)
             if self.own_cold_starts:
                 config = config.replace(**{"cold_start.seed": seed})
@@ -179,6 +180,7 @@ def load_study_file(source: str) -> Study:
                 raise ConfigError(f"there is no study file {source}; see `ls studies` or name a module")
             sys.path.insert(0, str(path.resolve().parent))
             spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None and spec.loader is not None, "a file of Python has both"
             module = importlib.util.module_from_spec(spec)
             sys.modules[path.stem] = module
             spec.loader.exec_module(module)
@@ -214,8 +216,8 @@ def parse_settings(config: RunConfig, settings: Sequence[str]) -> dict[str, Any]
 
 
 def _typed(config: RunConfig, key: str, text: str) -> Any:
-    node, *path = key.split(".")
-    owner, name = config, node
+    name, *path = key.split(".")
+    owner: Any = config
     for name_below in path:
         owner, name = getattr(owner, name, None), name_below
     if isinstance(owner, Mapping):

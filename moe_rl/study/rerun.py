@@ -83,7 +83,8 @@ def _make_importable(code: list[str], tables: Path) -> None:
 
 def _equal(a: pd.Series, b: pd.Series) -> bool:
     numbers = is_numeric_dtype(a) and is_numeric_dtype(b)  # else names, as of a benchmark
-    return np.array_equal(*(x.to_numpy("float32" if numbers else object) for x in (a, b)), equal_nan=numbers)
+    x, y = (column.to_numpy("float32" if numbers else object) for column in (a, b))
+    return np.array_equal(x, y, equal_nan=numbers)
 
 
 def verdict(reported: Frames, path: Path) -> str:

@@ -116,6 +116,7 @@ def start(planned: Planned, trainer: str, cache: Path) -> subprocess.Popen:
         process = subprocess.Popen([sys.executable, "-m", "moe_rl.study.workers"], stdin=subprocess.PIPE,
                                    stdout=subprocess.PIPE, stderr=log,
                                    env={"GLIBC_TUNABLES": HUGE_PAGES} | os.environ | ONE_THREAD)
+    assert process.stdin is not None, "it is a pipe"
     with contextlib.suppress(BrokenPipeError):  # a worker that died at once is reported when it is polled
         pickle.dump((sys.path, planned, trainer, cache), process.stdin)
         process.stdin.flush()
@@ -172,7 +173,9 @@ class Watch:
     """Listens to the rows of every step; writes `progress.json`."""
 
     def __init__(self, folder: runs.RunFolder) -> None:
-        self.folder, self.step, self.pace, self.last = folder, folder.step, None, None
+        self.folder, self.step = folder, folder.step
+        self.pace: float | None = None
+        self.last: float | None = None
         folder.progress(self.step)
 
     def __call__(self, rows: dict[str, list[dict[str, Any]]]) -> None:
@@ -188,7 +191,8 @@ class Display:
     """A bar per run on a terminal, plain lines elsewhere."""
 
     def __init__(self, planned: Sequence[Planned], console: Console) -> None:
-        self.console, self.planned, self.told = console, planned, {}
+        self.console, self.planned = console, planned
+        self.told: dict[Path, tuple[str, float]] = {}
         self.bars = Progress(
             TextColumn("{task.description}", markup=False), BarColumn(20), MofNCompleteColumn(),
             TextColumn("{task.fields[text]}", markup=False), console=console, refresh_per_second=4,
@@ -250,6 +254,7 @@ def check_code(path: Path, mix_code: bool) -> None:
 
 
 def _outcome(process: subprocess.Popen, planned: Planned) -> Failure | None:
+    assert process.stdin is not None and process.stdout is not None, "both are pipes"
     text = process.stdout.read()
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()

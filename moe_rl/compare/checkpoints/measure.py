@@ -102,7 +102,7 @@ def measure_volatility(
         tokenizer.save_pretrained(out / "traces" / "tokenizer")
     counts = {"lines": texts.lines, "cut_lines": texts.cut, "lost_lines": texts.lost, "tokens": sum(texts.sizes),
               "batches": len(texts.sizes), "noise_batches": noise.done}
-    runs.write_json(out / MANIFEST, runs.read_json(out / MANIFEST, ()) | {"finished": counts})
+    runs.write_json(out / MANIFEST, (runs.read_json(out / MANIFEST, ()) or wanted) | {"finished": counts})
     for folder in (out / "sums", *(() if keep_traces else (out / "traces",))):
         shutil.rmtree(folder)
     return frames

@@ -33,7 +33,7 @@ class Observed:
     def save(self, path: Path, batch: TextBatch) -> None:
         """Write a trace file that carries the scores and the response beside the routes; whole or not at all."""
         beside = {"response": batch.response_mask}
-        if self.gates is not None:
+        if self.gates is not None and self.log_probs is not None and self.margins is not None:
             beside |= {"gates": self.gates.half(), "log_probs": self.log_probs, "margins": self.margins}
         aside = path.with_name(f".tmp-{path.name}")
         self.routes.save(aside, beside)
@@ -67,7 +67,8 @@ class Observer:
     def observe_again(self, batch: TextBatch, reference: RoutingTrace) -> Observed:
         """The same in other company: rows in reverse, in two forwards of unequal size, with three padded columns."""
         order = torch.arange(len(batch.lines) - 1, -1, -1)
-        time, found = batch.tokens.shape[1], {}
+        time = batch.tokens.shape[1]
+        found: dict[str, Tensor] = {}
         for index in order.tensor_split([-(-len(order) // 3)]):
             if not len(index):
                 continue

@@ -74,9 +74,8 @@ def concentration(frames: Frames) -> list[str]:
 
 def _metrics(summary: pd.DataFrame, counts: Mapping[str, int]) -> Table:
     table = _table("How far routing moved")
-    for column, justify in (("metric", "left"), ("response", "right"), ("prompt", "right"), ("noise floor", "right"),
-                            ("formula", "left")):
-        table.add_column(column, justify=justify, no_wrap=True)
+    for column in ("metric", "response", "prompt", "noise floor", "formula"):
+        table.add_column(column, justify="left" if column in ("metric", "formula") else "right", no_wrap=True)
     for row in summary.itertuples():
         cells = [_cell(row.metric, value) for value in (row.response, row.prompt, row.noise_floor)]
         table.add_row(row.metric, *cells, row.formula, style="dim" if "tokens" in row.metric else "")

@@ -56,7 +56,7 @@ class Tally:
         for part, mask in zip(PARTS, (batch.response_rows, batch.prompt_rows), strict=True):
             self._add(f"change.{part}", volatility.route_change(old, new, mask, before.gates))
             if before.log_probs is not None and after.log_probs is not None:
-                first, second = (seen.log_probs.masked_fill(old < 0, torch.nan) for seen in (before, after))
+                first, second = (x.masked_fill(old < 0, torch.nan) for x in (before.log_probs, after.log_probs))
                 self._add(f"shift.{part}", volatility.router_shift(first, second, mask))
         rows = batch.response_rows
         self._add("responses", volatility.response_change(old, new, rows, self.experts))

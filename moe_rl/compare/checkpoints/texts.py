@@ -114,6 +114,7 @@ class Texts:
         if isinstance(prompt, list):
             tokens, start = self._chat(prompt, response, where)
         else:
+            assert isinstance(response, str), "_parts gives two strings or two lists"
             head = self._plain(prompt) if prompt else []
             body = self.tokenizer.encode(response, add_special_tokens=False) if head else self._plain(response)
             tokens, start = head + body, len(head)

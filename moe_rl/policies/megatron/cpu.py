@@ -31,13 +31,14 @@ def use_cpu() -> None:
     view = _View(torch, cuda=_cuda(), **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-            module.torch = view
+            vars(module)["torch"] = view
     # The random tracker (dropout, recompute) saves and restores the states of CUDA generators.
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # Split sizes become numpy arrays only when they come from a CUDA tensor; all_to_all wants sequences.
     dispatcher.maybe_move_tensor_to_cpu = _as_sequence
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # tied embeddings over pipeline stages
+    # Tied embeddings over pipeline stages ask for it.
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]  # to replace it is the point
 
 
 class _View(ModuleType):

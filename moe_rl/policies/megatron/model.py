@@ -87,10 +87,10 @@ class RMSNorm(nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # the mark is Megatron's
 
 
-def build_gpt(config: PreTrainedConfig, transformer: TransformerConfig) -> nn.Module:
+def build_gpt(config: PreTrainedConfig, transformer: TransformerConfig) -> GPTModel:
     """This rank's part of the model, with random weights. The process groups must exist."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # 0.16.1 names it only where TransformerEngine is installed, but always asks

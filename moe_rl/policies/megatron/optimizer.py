@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
 from torch import Tensor, nn
 
@@ -56,7 +57,7 @@ def adamw(module: nn.Module, settings: Optimizer, dtype: torch.dtype) -> Megatro
     return optimizer
 
 
-def save(folder: Path, model: nn.Module, optimizer: MegatronOptimizer) -> None:
+def save(folder: Path, model: GPTModel, optimizer: MegatronOptimizer) -> None:
     """Weights, moments and the number of steps; each rank writes its part."""
     # Its own is a Manager: another process per rank, which imports the whole program, for saves in the background.
     filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
@@ -66,7 +67,7 @@ def save(folder: Path, model: nn.Module, optimizer: MegatronOptimizer) -> None:
 
 
 @torch.no_grad()
-def load(folder: Path, model: nn.Module, optimizer: MegatronOptimizer) -> None:
+def load(folder: Path, model: GPTModel, optimizer: MegatronOptimizer) -> None:
     """Read what `save` wrote, in whatever layout."""
     contents = dist_checkpointing.load(_contents(model, optimizer), str(folder))
     model.load_state_dict(contents["model"])
@@ -78,7 +79,7 @@ def load(folder: Path, model: nn.Module, optimizer: MegatronOptimizer) -> None:
         state["step"].fill_(contents["step"])
 
 
-def _contents(model: nn.Module, optimizer: MegatronOptimizer) -> dict[str, Any]:
+def _contents(model: GPTModel, optimizer: MegatronOptimizer) -> dict[str, Any]:
     """The sharded state: what is where, and how it is cut."""
     weights = model.sharded_state_dict()
     contents: dict[str, Any] = {"model": weights, "step": 0, **{key: {} for key in (*MOMENTS, "master")}}

@@ -14,7 +14,8 @@ from megatron.core import parallel_state as ps
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from moe_rl import ranks
 from moe_rl.config import Optimizer, Parallel
@@ -43,7 +44,7 @@ class MegatronPolicy:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         optimizer: Optimizer | None,
         parallel: Parallel,
         *,

@@ -6,7 +6,7 @@ routers are walked instead, and cleared at the borders of every schedule, after 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +26,8 @@ from moe_rl.types import Batch
 class SiteReplay(RouterReplay):
     """Megatron-core's RouterReplay of one router, with two additions to its target look-up: a row of -1 routes freely,
     and what the router would have picked itself is kept. Natural routing is a target that is -1 everywhere."""
+
+    target_topk_idx: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,14 +95,14 @@ class Routers:
         for site in self.sites:
             site.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
-        def stack(kind: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-            return torch.stack([x.to(dtype).unflatten(0, (-1, rows)) for x in kind])
+        def stack(kind: str, dtype: torch.dtype) -> Tensor:
+            return torch.stack([getattr(site, kind).to(dtype).unflatten(0, (-1, rows)) for site in self.sites])
 
         narrow = torch.uint8 if self.num_experts <= 256 else torch.int16
         return (
-            stack([site.target_topk_idx for site in self.sites], narrow),
-            stack([site.preferred for site in self.sites], narrow) if preferred else None,
-            stack([site.scores for site in self.sites], torch.float32) if scores else None,
+            stack("target_topk_idx", narrow),
+            stack("preferred", narrow) if preferred else None,
+            stack("scores", torch.float32) if scores else None,
         )
 
     def _clear(self) -> None:

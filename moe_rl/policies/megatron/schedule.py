@@ -130,15 +130,17 @@ class Pass:
             None if kind[0] is None else gathered(list(kind))[: len(self.batch)]
             for kind in zip(*self.taken, strict=True)
         )
+        assert used is not None, "every router says what it used"
         trace = trace_of(used, self.batch, policy.layout)
         counted = ps.is_pipeline_last_stage() and ps.get_tensor_model_parallel_rank() == 0
+        logprobs, entropy, clipped_by = whole(self.per_token, self.batch)
         return Ran(
-            *whole(self.per_token, self.batch),
+            *(logprobs, entropy, clipped_by),
             loss=from_last_stage(self.total).item(),
             metrics=ranks.summed(self.metrics if counted else {}),
             routes=trace,
             preferred=None if preferred is None else trace_of(preferred, self.batch, policy.layout),
-            scores=scores_of(chosen_by, trace, probabilities=policy.by_probability) if self.scores else None,
+            scores=None if chosen_by is None else scores_of(chosen_by, trace, probabilities=policy.by_probability),
         )
 
     def _forward(self, micro_batches: Iterator[tuple[int, slice]], model: nn.Module) -> tuple[Tensor, Callable]:
@@ -189,7 +191,8 @@ def token_statistics(
     chosen = add_up(x.gather(-1, (here * inside)[..., None])[..., 0] * inside)
     with nullcontext() if entropy_gradient else torch.no_grad():
         entropy = z.log() - add_up((mass * x).sum(-1)) / z
-    return tuple(nn.functional.pad(v.where(mask[:, 1:], 0.0), (1, 0)) for v in (chosen - z.log(), entropy))
+    logprobs, entropy = (nn.functional.pad(v.where(mask[:, 1:], 0.0), (1, 0)) for v in (chosen - z.log(), entropy))
+    return logprobs, entropy
 
 
 def from_last_stage(tensor: Tensor) -> Tensor:

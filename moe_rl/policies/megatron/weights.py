@@ -6,13 +6,16 @@ rank keeps its part. Out: the parts are gathered inside the pipeline stage that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 GROUPS = ("tp", "etp", "ep")
 
@@ -36,7 +39,7 @@ class Weight:
 class WeightMap:
     """The table of one model: every Hugging Face tensor, with its full shape, and where it lives."""
 
-    def __init__(self, model: nn.Module, shapes: Mapping[str, torch.Size], pp: int, layers: int):
+    def __init__(self, model: Any, shapes: Mapping[str, torch.Size], pp: int, layers: int):
         from megatron.core import parallel_state as ps
 
         self.model, self.shapes = model, shapes
@@ -65,11 +68,11 @@ class WeightMap:
         device = next(self.model.parameters()).device
         for weight in self._table():
             mine = [parameter.detach() for parameter in weight.parameters]
-            full = weight.take(mine) if mine else [None] * len(weight.names)
+            full: Sequence[Tensor | None] = weight.take(mine) if mine else [None] * len(weight.names)
             for name, tensor in zip(weight.names, full, strict=True):
+                if tensor is None:  # another stage has it
+                    tensor = torch.empty(self.shapes[name], dtype=self._dtype(), device=device)
                 if self.stages > 1:
-                    if tensor is None:
-                        tensor = torch.empty(self.shapes[name], dtype=self._dtype(), device=device)
                     source = dist.get_global_rank(self.pipeline, weight.stage)
                     dist.broadcast(tensor := tensor.contiguous(), source, group=self.pipeline)
                 yield name, tensor
@@ -102,19 +105,15 @@ class WeightMap:
         tied = self.model.share_embeddings_and_output_weights
         return self.model.shared_embedding_or_output_weight() if tied else self.model.output_layer.weight
 
-    def _layer(self, at: str, stage: int, layer: nn.Module | None) -> Iterator[Weight]:
+    def _layer(self, at: str, stage: int, layer: Any) -> Iterator[Weight]:
+        """Of one of Megatron's layers; None on the other stages."""
         yield self._cut(at + "input_layernorm.weight", stage, lambda: layer.input_layernorm.weight, None)
         yield self._attention(at + "self_attn.", stage, layer and layer.self_attention)
         yield self._cut(at + "self_attn.o_proj.weight", stage, lambda: layer.self_attention.linear_proj.weight, 1)
         for head in "qk":
             if at + f"self_attn.{head}_norm.weight" in self.shapes:
-                norm = f"{head}_layernorm"
-                yield self._cut(
-                    at + f"self_attn.{head}_norm.weight",
-                    stage,
-                    lambda norm=norm: getattr(layer.self_attention, norm).weight,
-                    None,
-                )
+                norm = partial(attrgetter(f"self_attention.{head}_layernorm.weight"), layer)
+                yield self._cut(at + f"self_attn.{head}_norm.weight", stage, norm, None)
         yield self._cut(at + "post_attention_layernorm.weight", stage, lambda: layer.pre_mlp_layernorm.weight, None)
         yield self._cut(at + "mlp.gate.weight", stage, lambda: layer.mlp.router.weight, None)
         experts = () if layer is None else tuple(layer.mlp.experts.local_experts)
@@ -134,7 +133,7 @@ class WeightMap:
             take=lambda parts: [self._whole(parts[0], axis, "tp")],
         )
 
-    def _attention(self, at: str, stage: int, attention: nn.Module | None) -> Weight:
+    def _attention(self, at: str, stage: int, attention: Any) -> Weight:
         """Queries, keys and values: one matrix in Megatron, key-value group after group: [queries …, key, value]."""
         names = tuple(f"{at}{head}_proj.weight" for head in "qkv")
         rows = [self.shapes[name][0] for name in names]
@@ -172,8 +171,8 @@ class WeightMap:
 
     # ------------------------------------------------------------------ parts
     def _part(self, full: Tensor, axis: int, group: str) -> Tensor:
-        group = self.groups[group]
-        return full.chunk(dist.get_world_size(group), axis)[dist.get_rank(group)]
+        ranks = self.groups[group]
+        return full.chunk(dist.get_world_size(ranks), axis)[dist.get_rank(ranks)]
 
     def _whole(self, part: Tensor, axis: int, group: str) -> Tensor:
         return gather(part, axis, self.groups[group])
