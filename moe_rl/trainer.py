@@ -180,7 +180,8 @@ def doses(run: RunConfig, step: int, update: int, updates: int) -> tuple[Dose | 
     if not (size := run.dial.size(update, updates)):
         return None, None
     dose = Dose(run.dial.form, size, derive(run.seed, DIAL, step))
-    return tuple(dose if run.dial.acts_on in ("both", what) else None for what in ("ratio", "gradient"))
+    acts_on = run.dial.acts_on
+    return dose if acts_on != "gradient" else None, dose if acts_on != "ratio" else None
 
 
 def mini_batches(rows: int, count: int, seed: int) -> list[Tensor]:

@@ -117,6 +117,7 @@ class SiteForward(StandIn):
             with torch.no_grad(), self.moved[-1](self.spec, self.index), elsewhere:
                 self.original(*args, **kwargs)
             elsewhere.require_complete()
+            assert elsewhere.used is not None  # now that it is complete
             again = elsewhere.used.clone()
         with self.selection(self.spec, self.index, replay, again) as seen:
             output = self.original(*args, **kwargs)
