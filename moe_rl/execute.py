@@ -78,7 +78,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         ranks.join(run.model.device)
     task, objective = load_task(run.task), objective_of(run.arm)
     loaded = load(run.model, run.cold_start.seed) if ranks.rank() == 0 else None
-    evaluation, pad_token = ranks.once(lambda: _prepare(run, task, loaded, cache))
+    evaluation, pad_token = ranks.from_rank_0(lambda: _prepare(run, task, loaded, cache))
     policy = _policy(run, loaded)
     # Made now, before the policy has moved: it keeps the weights of the cold start.
     reference = _policy(run, loaded, frozen=True) if "reference" in objective.needs else None
@@ -106,7 +106,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         held_out=evaluation,
         reference=reference,
         export=export,
-        from_rank_0=ranks.once,
+        from_rank_0=ranks.from_rank_0,
     )
 
 

@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     report.check(study)
     if ranks.launched():
         ranks.join(study.base.model.device)
-    cautions = ranks.once(lambda: preflight(study, planned))
+    cautions = ranks.from_rank_0(lambda: preflight(study, planned))
     if options.dry_run:
         report.print_plan(console, study, planned, jobs)
     for caution in cautions:
@@ -120,7 +120,7 @@ def _run_on_ranks(options: argparse.Namespace, study: Study, planned: list[Plann
     from moe_rl.study import on_ranks as study_on_ranks
     from moe_rl.study.declaration import write_declaration
 
-    ranks.once(lambda: write_declaration(study, options.out))
+    ranks.from_rank_0(lambda: write_declaration(study, options.out))
     study_on_ranks.run_study(study, planned, cache=options.out / ".cache", mix_code=options.mix_code, console=console)
     ranks.leave()
     if ranks.rank() == 0:

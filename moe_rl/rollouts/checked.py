@@ -87,7 +87,7 @@ class CheckedEngine:
         disagrees by more than rounding explains.
         """
         self._hand_over(weights)
-        drawn, what = ranks.once(self._answer)
+        drawn, what = ranks.from_rank_0(self._answer)
         found = parity(drawn, self.score)
         require_parity(found, self.tolerance, what)
         return found.logprob_max

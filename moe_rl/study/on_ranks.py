@@ -28,7 +28,7 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, mix_code
         return [runs.state(p.path, p.config.steps)["state"] not in runs.ENDED for p in planned]
 
     execute = workers.load(study.trainer)
-    waiting = [p for p, left in zip(planned, ranks.once(unfinished), strict=True) if left]
+    waiting = [p for p, left in zip(planned, ranks.from_rank_0(unfinished), strict=True) if left]
     if ranks.rank():
         for p in waiting:
             with contextlib.suppress(Diverged):  # rank 0 records it

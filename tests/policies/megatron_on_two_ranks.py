@@ -171,7 +171,7 @@ def checkpoint(folder: Path) -> dict:
     for policy in (hf, writer):
         policy.update(part_of(batch, policy.score(batch)), OBJECTIVE)
     target = folder / "checkpoint"
-    ranks.once(target.mkdir)
+    ranks.from_rank_0(target.mkdir)
     writer.save(target)
     written = weights_of(writer)
     writer.update(part_of(batch, writer.score(batch)), OBJECTIVE)
@@ -208,8 +208,8 @@ def resumed(folder: Path) -> dict:
         real = RunFolder.open(path, run.to_dict(), run.hash) if ranks.rank() == 0 else nullcontext()
         with real as opened, suppress(KeyboardInterrupt):
             execute(run, ranks.SharedFolder(opened), cache=folder / "cache", listen=listen)
-    digests = ranks.once(lambda: [json.loads((p / "manifest.json").read_text())["checkpoint"] for p in (whole, parts)])
-    return {"tables": ranks.once(lambda: diff(whole, parts) is None), "weights": digests[0] == digests[1]}
+    digests = ranks.from_rank_0(lambda: [json.loads((p / "manifest.json").read_text())["checkpoint"] for p in (whole, parts)])
+    return {"tables": ranks.from_rank_0(lambda: diff(whole, parts) is None), "weights": digests[0] == digests[1]}
 
 
 def die_on_rank_1() -> None:

@@ -72,7 +72,7 @@ Loss = Callable[[Tensor, Tensor, slice], LossOutput]
 
 
 @dataclass(frozen=True)
-class Ran:
+class PassResult:
     """What one pass over a batch found out, on every rank; fields as in `Scored` and `Updated`."""
 
     logprobs: Float[Tensor, "batch time"]
@@ -85,7 +85,7 @@ class Ran:
     scores: RouterScores | None
 
 
-class Pass:
+class SchedulePass:
     """One schedule over a batch: forward, and with a loss backward and the sum of gradients over all ranks."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Pass:
         self.metrics: Counter[str] = Counter()
         self.taken: list[tuple] = []
 
-    def run(self) -> Ran:
+    def run(self) -> PassResult:
         """Carry it out; collective."""
         policy, cut = self.policy, self.cut
         with policy.routers.schedule(policy.recompute and self.loss is not None):
@@ -132,7 +132,7 @@ class Pass:
         )
         trace = trace_of(used, self.batch, policy.layout)
         counted = ps.is_pipeline_last_stage() and ps.get_tensor_model_parallel_rank() == 0
-        return Ran(
+        return PassResult(
             *whole(self.per_token, self.batch),
             loss=from_last_stage(self.total).item(),
             metrics=ranks.summed(self.metrics if counted else {}),
