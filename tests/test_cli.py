@@ -26,7 +26,7 @@ from moe_rl.results.tables import Shown
 from moe_rl.runs import folder as runs
 from moe_rl.runs.folder import RunFolder, run_folders
 from moe_rl.runs.frames import diff, load_study
-from moe_rl.study import on_ranks as study_on_ranks
+from moe_rl.study import workers
 from moe_rl.study.declaration import write_declaration
 from tests import fake_study
 
@@ -192,7 +192,7 @@ def test_a_run_that_diverges_on_ranks_is_recorded_and_the_next_one_begins(tmp_pa
     study = dataclasses.replace(fake_study.study, trainer="tests.fake_study:train", seeds=(0,))
     study = dataclasses.replace(study, base=study.base.replace(task=Use(task, diverges_at=5)))
     planned = study.runs(tmp_path)
-    study_on_ranks.run_study(study, planned, cache=tmp_path, mix_code=True, console=Console(quiet=True))
+    workers.run_together(study, planned, planned, tmp_path, Console(quiet=True))
     assert [runs.state(p.path)["state"] for p in planned] == ["diverged", "finished", "finished"]
 
 

@@ -11,9 +11,6 @@ from moe_rl.cli.verbs import JOBS, MIX_CODE, argument, verb
 from moe_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from moe_rl.study.declaration import Planned, Study
     from moe_rl.study.workers import Failure
 
 
@@ -78,13 +75,13 @@ def run(options: argparse.Namespace) -> int:
         say(console, ("warning", "yellow"), f" {caution}", wrap=True)
     if options.dry_run:
         return 0
-    if ranks.launched():
-        return _run_on_ranks(options, study, planned, console)
-    write_declaration(study, options.out)
+    ranks.from_rank_0(lambda: write_declaration(study, options.out))
     failures = run_study(study, planned, cache=options.out / ".cache", jobs=jobs, mix_code=options.mix_code,
                          console=console)
+    if ranks.launched():
+        ranks.leave()
     code = _failed(failures)
-    if len(failures) < len(planned):
+    if ranks.rank() == 0 and len(failures) < len(planned):
         report.print_study(console, options.out / study.name, mix_code=options.mix_code,
                            only=[p.path for p in planned])
     return code
@@ -111,22 +108,6 @@ def rerun(options: argparse.Namespace) -> int:
 
     return _failed(run_again(options.folder, options.out, jobs=options.jobs, console=Console(),
                              trusted=lambda code: options.trust or _confirmed(code)))
-
-
-def _run_on_ranks(options: argparse.Namespace, study: Study, planned: list[Planned], console: Console) -> int:
-    """All ranks carry out the runs; rank 0 writes and reports."""
-    from moe_rl import ranks
-    from moe_rl.results import report
-    from moe_rl.study import on_ranks as study_on_ranks
-    from moe_rl.study.declaration import write_declaration
-
-    ranks.from_rank_0(lambda: write_declaration(study, options.out))
-    study_on_ranks.run_study(study, planned, cache=options.out / ".cache", mix_code=options.mix_code, console=console)
-    ranks.leave()
-    if ranks.rank() == 0:
-        report.print_study(console, options.out / study.name, mix_code=options.mix_code,
-                           only=[p.path for p in planned])
-    return 0
 
 
 def _failed(failures: list[Failure]) -> int:

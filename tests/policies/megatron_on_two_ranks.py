@@ -208,7 +208,8 @@ def resumed(folder: Path) -> dict:
         real = RunFolder.open(path, run.to_dict(), run.hash) if ranks.rank() == 0 else nullcontext()
         with real as opened, suppress(KeyboardInterrupt):
             execute(run, ranks.SharedFolder(opened), cache=folder / "cache", listen=listen)
-    digests = ranks.from_rank_0(lambda: [json.loads((p / "manifest.json").read_text())["checkpoint"] for p in (whole, parts)])
+    manifests = (whole / "manifest.json", parts / "manifest.json")
+    digests = ranks.from_rank_0(lambda: [json.loads(file.read_text())["checkpoint"] for file in manifests])
     return {"tables": ranks.from_rank_0(lambda: diff(whole, parts) is None), "weights": digests[0] == digests[1]}
 
 
