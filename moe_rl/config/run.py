@@ -223,7 +223,7 @@ class RunConfig:
 
     def own_code(self) -> set[str]:
         """Every `pkg.module:name` that the parts of the run name, in their options too."""
-        names = {name for text in _texts(_plain(self.arm)) for name in NAMED.findall(text)}
+        names = {name for _, text in leaves(self.arm) if isinstance(text, str) for name in NAMED.findall(text)}
         task = self.task.name
         return names | ({task} if ":" in task and task.partition(":")[0] not in WITH_ARGUMENT else set())
 
@@ -241,13 +241,18 @@ class RunConfig:
         return new
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a setting, however deep."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for below in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(below)
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in a configuration or its JSON, however deep, and its dotted key, which entries of a list share."""
+    if dataclasses.is_dataclass(value):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        for name, below in value.items():
+            yield from leaves(below, f"{key}.{name}" if key else name)
+    elif isinstance(value, list | tuple):
+        for below in value:
+            yield from leaves(below, key)
+    else:
+        yield key, value
 
 
 def _plain(value: Any) -> Any:

@@ -42,12 +42,9 @@ def write_page(folder: Path, out: Path, *, mix_code: bool = False) -> None:
 
 def _figures(frames: Frames, declared: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]:
     """Name, caption and SVG in base64 of each; for one that cannot be drawn, why."""
-    arms = [arm["name"] for arm in declared["arms"]]
-    for name, cell in figures.planned(declared["figures"], frames.cells):
-        try:
-            figure = figures.draw(name, declared["endpoint"])(frames if cell is None else frames.cell(cell), arms)
-        except RunError as error:
-            yield name, "", "", str(error)
+    for name, _, figure in figures.drawn(frames, declared):
+        if isinstance(figure, RunError):
+            yield name, "", "", str(figure)
             continue
         image = io.BytesIO()
         with matplotlib.rc_context(plots.STYLE):

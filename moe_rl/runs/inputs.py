@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from moe_rl.config.run import leaves
+
 NAMED = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 """`pkg.module:name`, as a configuration names code."""
 DATA, LIBRARY = "jsonl:", "reasoning_gym:"
@@ -31,13 +33,13 @@ def inputs_of(config: Mapping[str, Any], trainer: str = "") -> dict[str, str]:
     process.
     """
     found: dict[str, str] = {}
-    for text in [trainer, *_strings(config)]:
+    for text in [trainer, *_texts(config)]:
         if text.startswith(DATA):
             found |= _of_file(text.removeprefix(DATA))
         elif (named := NAMED.fullmatch(text)) and not text.startswith((LIBRARY, "moe_rl.")):
             source = _source(named[1])
             found |= {} if source is None else {named[1]: _file_digest(*_stamp(source))}
-    for text in _strings(config.get("task", {})):
+    for text in _texts(config.get("task", {})):
         found |= _of_file(text)
     name = config.get("model", {}).get("name", "")
     if name and (folder := Path(name).expanduser()).is_dir():
@@ -72,6 +74,10 @@ def digest(folder: Path) -> str:
             for piece in _pieces(file):
                 found.update(piece)
     return found.hexdigest()
+
+
+def _texts(settings: Any) -> list[str]:
+    return [text for _, text in leaves(settings) if isinstance(text, str)]
 
 
 def _of_file(name: str) -> dict[str, str]:
@@ -117,11 +123,3 @@ def _source(module: str) -> Path | None:
             return None
         path = list(spec.submodule_search_locations or [])
     return Path(spec.origin) if spec.has_location else None
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for below in value.values() if isinstance(value, Mapping) else value:
-            yield from _strings(below)

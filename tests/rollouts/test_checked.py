@@ -92,10 +92,10 @@ def test_a_copy_of_the_module_is_loaded_under_its_own_names_and_checked_too(load
 def test_a_rank_without_engine_gives_its_weights_and_compares_what_rank_0_drew(loaded, monkeypatch):
     with_engine = checked(HFEngine(build("qwen3_moe", seed=9, **SIZES), loaded.tokenizer), loaded)
     drawn = []
-    monkeypatch.setattr(ranks, "once", lambda function: drawn.append(function()) or drawn[-1])
+    monkeypatch.setattr(ranks, "from_rank_0", lambda function: drawn.append(function()) or drawn[-1])
     gap = with_engine.load(weights(loaded))
     other, given = checked(None, loaded), list(weights(loaded))
-    monkeypatch.setattr(ranks, "once", lambda function: drawn[-1])
+    monkeypatch.setattr(ranks, "from_rank_0", lambda function: drawn[-1])
     left = iter(given)
     assert other.load(left) == gap and next(left, None) is None
     perturb(loaded.model, 0.05)

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-GROUPS = ("tp", "etp", "ep")
-
 
 @dataclass(frozen=True)
 class Weight:
