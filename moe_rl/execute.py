@@ -130,9 +130,8 @@ def sample(
 def _policy(run: RunConfig, loaded: LoadedModel | None, frozen: bool = False) -> Policy:
     """What scores and updates; `frozen` only scores, and on one process has a model of its own."""
     if run.policy == "megatron":
-        from moe_rl.policies.megatron.policy import (
-            MegatronPolicy,  # Megatron-core asks for process groups when it is imported
-        )
+        # Here, since Megatron-core asks for process groups when it is imported.
+        from moe_rl.policies.megatron.policy import MegatronPolicy
 
         return MegatronPolicy(
             loaded.model if loaded else skeleton(run.model),
