@@ -87,7 +87,8 @@ class Reader:
         if odd := [x for x in logprobs if not (isinstance(x, Real) and math.isfinite(x) and x <= 1e-4)]:
             raise RunError(f"the engine reported {odd[0]!r} as the log-probability of a token it had sampled.")
         ended = tokens[-1] in self.ends
-        text = self._decode(tokens[:-1] if ended else tokens)
+        text = self.tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False,
+                                     clean_up_tokenization_spaces=False)
         self._check_end(tokens, text, answer.finished, sampling)
         return Rollout(
             prompt=prompt,
@@ -97,9 +98,6 @@ class Reader:
             finished=answer.finished,
             routes=None if self.routes == "off" else self._routes(prompt.tokens + tokens, answer.routes),
         )
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _check_end(self, tokens: tuple[int, ...], text: str, finished: bool, sampling: Sampling) -> None:
         """Engine and trainer must agree on what ends a completion, or the policy never learns to end one."""

@@ -160,9 +160,8 @@ class RoutingTrace:
         attention_mask = attention_mask.bool()
         mine, theirs = self.attention_mask.sum(1), attention_mask.sum(1)
         if not torch.equal(mine, theirs):
-            raise RoutingError(
-                f"cannot align: rows of the trace hold {mine.tolist()} tokens, rows of the mask {theirs.tolist()}."
-            )
+            raise RoutingError(f"cannot align: rows of the trace hold {mine.tolist()} tokens, rows of the mask "
+                               f"{theirs.tolist()}.")
         experts = _unpacked(self.experts[self.attention_mask], attention_mask, self.layout.unknown)
         tokens = None if self.tokens is None else _unpacked(self.tokens[self.attention_mask], attention_mask)
         return replace(self, experts=experts, attention_mask=attention_mask, tokens=tokens)

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,6 @@ NAMED = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 """`pkg.module:name`, as a configuration names code."""
 DATA, LIBRARY = "jsonl:", "reasoning_gym:"
 """Tasks that name a file, and a dataset of an installed library, whose version says what it is."""
-PIECE = 1 << 20
-"""Bytes of a file in memory at a time."""
 
 
 def inputs_of(config: Mapping[str, Any], trainer: str = "") -> dict[str, str]:
@@ -71,8 +69,8 @@ def digest(folder: Path) -> str:
         name = file.relative_to(folder).as_posix()
         if not any(part.startswith(".") for part in name.split("/")):
             found.update(name.encode() + b"\0")
-            for piece in _pieces(file):
-                found.update(piece)
+            with file.open("rb") as opened:
+                hashlib.file_digest(opened, lambda: found)  # goes on with what there is
     return found.hexdigest()
 
 
@@ -99,16 +97,8 @@ def _folder_digest(folder: Path, stamps: tuple[tuple[Path, int, int], ...]) -> s
 
 @cache
 def _file_digest(file: Path, size: int, modified: int) -> str:
-    found = hashlib.sha256()
-    for piece in _pieces(file):
-        found.update(piece)
-    return found.hexdigest()
-
-
-def _pieces(file: Path) -> Iterator[bytes]:
     with file.open("rb") as opened:
-        while piece := opened.read(PIECE):
-            yield piece
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _source(module: str) -> Path | None:

@@ -148,7 +148,7 @@ def work() -> int:
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    sys.path[:], planned, trainer, cache = _job()
+    sys.path[:], planned, trainer, cache = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
         carry_out(planned, trainer, cache)
@@ -250,10 +250,6 @@ def _outcome(process: subprocess.Popen, planned: Planned) -> Failure | None:
         cause = signals.get(-process.returncode, f"exit code {process.returncode}")
         return Failure(planned.path, f"the worker ended by {cause}; see {planned.path / 'log.txt'}", False)
     return Failure(planned.path, **json.loads(text))
-
-
-def _job() -> tuple[Any, ...]:
-    return pickle.load(sys.stdin.buffer)
 
 
 def _die_with_parent() -> None:
