@@ -21,7 +21,7 @@ from moe_rl import cli, ranks
 from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
 from moe_rl.lookup import Use
-from moe_rl.results import report
+from moe_rl.results import printed
 from moe_rl.results.tables import Shown
 from moe_rl.runs import folder as runs
 from moe_rl.runs.folder import RunFolder, run_folders
@@ -236,9 +236,9 @@ def test_brackets_in_a_warning_a_figure_and_a_table_are_printed_as_they_stand(tm
     assert cli.main(["plot", str(folder), "--mix-code"]) == 0
     assert f"missing {BRACKETS}" in capsys.readouterr().out
     console = Console(width=200, file=io.StringIO())
-    report.print_table(console, Shown(f"title {BRACKETS}", ("mean", f"arm {BRACKETS}"), [("a", BRACKETS)], BRACKETS))
-    printed = console.file.getvalue()
-    assert printed.count(BRACKETS) == 4 and f"title {BRACKETS}" in printed and f"arm {BRACKETS}" in printed
+    printed.print_table(console, Shown(f"title {BRACKETS}", ("mean", f"arm {BRACKETS}"), [("a", BRACKETS)], BRACKETS))
+    text = console.file.getvalue()
+    assert text.count(BRACKETS) == 4 and f"title {BRACKETS}" in text and f"arm {BRACKETS}" in text
 
 
 @pytest.mark.parametrize("world", ["1", "2"])
@@ -332,7 +332,7 @@ def test_a_narrow_terminal_wraps_tables_and_cuts_no_number():
     rows = [("reward, second half", "0.17 [-0.32, 0.66]", "0.54 [0.33, 0.76]")]
     shown = Shown("title", ("mean", "grpo", "gspo"), rows, "note")
     console = Console(width=30, file=io.StringIO())
-    report.print_table(console, shown)
+    printed.print_table(console, shown)
     assert "…" not in console.file.getvalue()
     for number in ("-0.32", "0.66]", "0.33", "0.76]"):
         assert number in console.file.getvalue()

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from moe_rl import ranks
-    from moe_rl.results import report
+    from moe_rl.results import printed
     from moe_rl.study.declaration import QUICK_STEPS, Study, load_study_file, parse_settings, write_declaration
     from moe_rl.study.workers import at_a_time, preflight, run_study
     from moe_rl.terminal import say
@@ -65,12 +65,12 @@ def run(options: argparse.Namespace) -> int:
     study = study.quick_form() if options.quick else study
     steps = QUICK_STEPS if options.quick and options.steps is None else options.steps
     planned = study.runs(options.out, _seeds(options.seeds), steps)
-    report.check(study)
+    printed.check(study)
     if ranks.launched():
         ranks.join(study.base.model.device)
     cautions = ranks.from_rank_0(lambda: preflight(study, planned))
     if options.dry_run:
-        report.print_plan(console, study, planned, jobs)
+        printed.print_plan(console, study, planned, jobs)
     for caution in cautions:
         say(console, ("warning", "yellow"), f" {caution}", wrap=True)
     if options.dry_run:
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         ranks.leave()
     code = _failed(failures)
     if ranks.rank() == 0 and len(failures) < len(planned):
-        report.print_study(console, options.out / study.name, mix_code=options.mix_code,
+        printed.print_study(console, options.out / study.name, mix_code=options.mix_code,
                            only=[p.path for p in planned])
     return code
 
@@ -112,9 +112,9 @@ def rerun(options: argparse.Namespace) -> int:
 
 def _failed(failures: list[Failure]) -> int:
     """Say what failed, each message once; the exit code."""
-    from moe_rl.results import report
+    from moe_rl.results import printed
 
-    for message, paths in report.by_message(failures).items():
+    for message, paths in printed.by_message(failures).items():
         print(f"moe-rl: {message}\n  in {', '.join(map(str, paths))}", file=sys.stderr)
     return 0 if not failures else 2 if all(f.expected for f in failures) else 1
 

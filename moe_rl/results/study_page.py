@@ -28,11 +28,11 @@ ABOUT = {"hypothesis": "Hypothesis", "endpoint": "Primary endpoint", "contrasts"
          "cost": "Cost, as planned"}
 
 
-def write_page(folder: Path, out: Path, *, mix_code: bool = False) -> None:
+def write_study_page(folder: Path, out: Path, *, mix_code: bool = False) -> None:
     """Write the page of the finished runs of a study, from its runs or its collected tables."""
     declared, frames = read_declaration(folder), load_study(folder, mix_code=mix_code)
     texts = dict(declared) | {"contrasts": "; ".join(f"{a} − {b}" for a, b in declared["contrasts"])}
-    template = resources.files("moe_rl.results").joinpath("page.html").read_text()
+    template = resources.files("moe_rl.results").joinpath("study_page.html").read_text()
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(Environment(autoescape=True).from_string(template).render(
         declared=declared, about={title: texts[key] for key, title in ABOUT.items()},
