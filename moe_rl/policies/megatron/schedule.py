@@ -39,7 +39,6 @@ class Cut:
     """All rows in order, the filling at the end."""
     order: Int[Tensor, " rows"]
     """Which row of the original batch each one is."""
-    filling: Bool[Tensor, " rows"]
     size: int
     """Rows of a micro-batch."""
     mine: list[slice]
@@ -64,7 +63,7 @@ class Cut:
         inputs = rows.tokens[:, :-1]
         inputs = nn.functional.pad(inputs, (0, -inputs.shape[1] % ps.get_tensor_model_parallel_world_size()))
         starts = ((rank * count + i) * size for i in range(count))
-        return Cut(rows, order, filling, size, [slice(start, start + size) for start in starts], inputs)
+        return Cut(rows, order, size, [slice(start, start + size) for start in starts], inputs)
 
 
 Loss = Callable[[Tensor, Tensor, slice], LossOutput]
