@@ -63,7 +63,7 @@ def _vllm_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends: 
     return {"token_ids": list(prompt), "sampling_params": _vllm_sampling(sampling, seed, ends)}
 
 
-def _choice(server: ServerEngineEngine, reply: Any) -> Answer:
+def _choice(server: ServerEngine, reply: Any) -> Answer:
     """Both of vLLM's endpoints; log-probs lie where OpenAI puts those of completions, or those of chats."""
     choice = reply["choices"][0]
     found = choice["logprobs"]
@@ -115,7 +115,7 @@ def _sglang_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends
     }
 
 
-def _sglang_answer(server: ServerEngineEngine, reply: Any) -> Answer:
+def _sglang_answer(server: ServerEngine, reply: Any) -> Answer:
     meta = reply["meta_info"]
     if server.pushes and meta.get("weight_version") != str(server.pushes):
         raise RunError(

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from moe_rl import cli, models
+from moe_rl import cli
 from moe_rl.compare.checkpoints import measure
 from moe_rl.compare.checkpoints.measure import Comparison, measure_volatility
 from moe_rl.compare.checkpoints.observed import Observer
@@ -26,6 +26,7 @@ from moe_rl.compare.checkpoints.tables import METRICS, top_share
 from moe_rl.compare.checkpoints.texts import Texts
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RunError
+from moe_rl.models.load import load, no_progress_bars, save_checkpoint
 from moe_rl.routing import RoutingTrace, record_routing
 from tests.conftest import perturb
 
@@ -36,11 +37,11 @@ LINES = 40
 def there(tmp_path_factory):
     """Two checkpoints, the second one sharded, and a file of prompts and responses."""
     root = tmp_path_factory.mktemp("checkpoints")
-    loaded = models.load(ModelConfig(name="qwen3_moe-tiny"), 0)
+    loaded = load(ModelConfig(name="qwen3_moe-tiny"), 0)
     perturb(loaded.model, 0.3)  # fresh routers are nearly undecided: two experts 4e-8 apart change places by rounding
-    models.save_checkpoint(loaded.model, loaded.tokenizer, root / "before")
+    save_checkpoint(loaded.model, loaded.tokenizer, root / "before")
     perturb(loaded.model, 0.05)
-    with models.no_progress_bars():
+    with no_progress_bars():
         loaded.model.save_pretrained(root / "after", max_shard_size="900KB")
     loaded.tokenizer.save_pretrained(root / "after")
     assert len(list((root / "after").glob("*.safetensors"))) > 1
@@ -65,7 +66,7 @@ def frames(there, tmp_path_factory):
 
 def one_by_one(there, name):
     """Every line through the whole model by itself, hooks and head included; (line, ids, response rows)."""
-    loaded = models.load(ModelConfig(name=str(there / name)), 0)
+    loaded = load(ModelConfig(name=str(there / name)), 0)
     texts = Texts(there / "data.jsonl", loaded.tokenizer, max_tokens=2048, batch_tokens=1)
     for batch in texts.batches():
         with torch.no_grad(), record_routing(loaded.model, scores=True) as recording:
@@ -170,7 +171,7 @@ def test_a_killed_comparison_goes_on_and_ends_the_same(there, tmp_path, frames, 
 
 
 def test_one_model_is_in_memory_at_a_time(there, tmp_path, monkeypatch):
-    load, loaded, alive = models.load, [], []
+    loaded, alive = [], []
 
     def watched(*arguments, **settings):
         gc.collect()
@@ -179,7 +180,7 @@ def test_one_model_is_in_memory_at_a_time(there, tmp_path, monkeypatch):
         loaded.append(weakref.ref(found.model))
         return found
 
-    monkeypatch.setattr(models, "load", watched)
+    monkeypatch.setattr(measure, "load", watched)
     compare(there, tmp_path / "out")
     assert alive == [0, 0]
 
@@ -311,13 +312,13 @@ def test_brackets_in_a_path_are_printed_as_they_stand(there, tmp_path, monkeypat
 @pytest.fixture(scope="module")
 def bad(there):
     """Checkpoints that cannot be compared with `before`."""
-    loaded = models.load(ModelConfig(name="qwen3_moe-tiny", overrides={"num_local_experts": 8}), 0)
-    models.save_checkpoint(loaded.model, loaded.tokenizer, there / "fewer")
+    loaded = load(ModelConfig(name="qwen3_moe-tiny", overrides={"num_local_experts": 8}), 0)
+    save_checkpoint(loaded.model, loaded.tokenizer, there / "fewer")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     dense = LlamaForCausalLM(LlamaConfig(vocab_size=258, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                          num_attention_heads=2))
-    models.save_checkpoint(dense, loaded.tokenizer, there / "dense")
+    save_checkpoint(dense, loaded.tokenizer, there / "dense")
     shutil.copytree(there / "before", there / "renamed")
     tokenizer = json.loads((there / "renamed" / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -352,7 +353,7 @@ def bad(there):
 def test_bad_input_is_one_sentence_and_exit_code_2_before_a_model_is_loaded(
     bad, tmp_path, capsys, monkeypatch, after, data, says
 ):
-    monkeypatch.setattr(models, "load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(measure, "load", lambda *a, **k: pytest.fail("a model was loaded"))
     code, printed = run(capsys, bad / "before", bad / after, "--data", bad / data, "--out", tmp_path / "out")
     assert code == 2
     assert says in printed.err and printed.err.count("\n") == 1 and printed.err.startswith("moe-rl: ")
@@ -366,7 +367,7 @@ def test_code_of_a_checkpoint_runs_only_on_request(there, tmp_path, capsys):
     settings |= {"model_type": "custom_moe", "auto_map": {"AutoConfig": "custom.CustomConfig",
                                                          "AutoModelForCausalLM": "custom.CustomForCausalLM"}}
     (folder / "config.json").write_text(json.dumps(settings))
-    own = models.load(ModelConfig(name=str(there / "before")), 0).model.state_dict()  # under the names of the class
+    own = load(ModelConfig(name=str(there / "before")), 0).model.state_dict()  # under the names of the class
     save_file({k: v for k, v in own.items() if k != "lm_head.weight"}, folder / "model.safetensors", {"format": "pt"})
     (folder / "custom.py").write_text(
         f"open({str(ran)!r}, 'a').write('x')\n"

@@ -28,8 +28,8 @@ from moe_rl.compare.checkpoints.texts import TextBatch, Texts, check_file
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.models import checkpoints
-from moe_rl.models.load import load
-from moe_rl.models.presets import placement
+from moe_rl.models.load import load, no_progress_bars
+from moe_rl.models.presets import PRESETS, placement, skeleton
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import Layout
 from moe_rl.runs import folder as runs
@@ -198,11 +198,11 @@ def _same_model(comparison: Comparison, trust: bool) -> tuple[PreTrainedTokenize
 
 
 def _layout(name: str, trust: bool) -> Layout:
-    if name in models.PRESETS:
+    if name in PRESETS:
         raise ConfigError(f"{name!r} is a preset, whose weights are random; give the folder of a checkpoint.")
     checkpoints.check_weights(name)
     try:
-        model = models.skeleton(ModelConfig(name=name), trust)
+        model = skeleton(ModelConfig(name=name), trust)
     except ConfigError as error:
         if "trust_remote_code" in str(error.__cause__):
             raise ConfigError(f"{name} brings its own code, which runs only with --trust-remote-code.") from error
@@ -253,7 +253,7 @@ def _fingerprint(name: str) -> str:
 
 
 def _observer(name: str, dtype: str, device: str, trust: bool) -> Observer:
-    with models.no_progress_bars():
+    with no_progress_bars():
         loaded = load(ModelConfig(name=name, device=device, dtype=dtype), seed=0, trust_remote_code=trust)
     return Observer(loaded.model)
 
