@@ -77,7 +77,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         ranks.join(run.model.device)
     task, objective = load_task(run.task), objective_of(run.arm)
     loaded = load(run.model, run.cold_start.seed) if ranks.rank() == 0 else None
-    evaluation, pad_token = ranks.once(lambda: _prepare(run, task, _of_rank_0(loaded), cache))
+    evaluation, pad_token = ranks.from_rank_0(lambda: _prepare(run, task, _of_rank_0(loaded), cache))
     policy = _policy(run, loaded)
     # Made now, before the policy has moved: it keeps the weights of the cold start.
     reference = _policy(run, loaded, frozen=True) if "reference" in objective.needs else None
@@ -105,7 +105,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         held_out=evaluation,
         reference=reference,
         export=export,
-        from_rank_0=ranks.once,
+        from_rank_0=ranks.from_rank_0,
     )
 
 
@@ -134,9 +134,8 @@ def sample(
 def _policy(run: RunConfig, loaded: LoadedModel | None, frozen: bool = False) -> Policy:
     """What scores and updates; `frozen` only scores, and on one process has a model of its own."""
     if run.policy == "megatron":
-        from moe_rl.policies.megatron.policy import (
-            MegatronPolicy,  # Megatron-core asks for process groups when it is imported
-        )
+        # Here, since Megatron-core asks for process groups when it is imported.
+        from moe_rl.policies.megatron.policy import MegatronPolicy
 
         return MegatronPolicy(
             loaded.model if loaded else skeleton(run.model),

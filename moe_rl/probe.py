@@ -73,18 +73,12 @@ class Probe:
             **self.engine,
         }
         sites: list[Row] = [{} for _ in after.routes.layout.sites]
-        for suffix, rows in (("", response_rows(self.batch)), ("_prompt", prompt_rows(self.batch))):
-            for part, per_site in self._changes(after, rows):
-                row |= {name + suffix: value for name, value in part.items()}
-                for site, values in zip(sites, per_site, strict=True):
-                    site |= {name + suffix: value for name, value in values.items()}
-        for site, values in zip(sites, self._use(after), strict=True):
-            site |= values
-        if self.detail:
-            floor, per_site = self._noise_floor(after)
-            row |= floor
-            for site, values in zip(sites, per_site, strict=True):
-                site |= values
+        found = [(suffix, part) for suffix, rows in (("", response_rows), ("_prompt", prompt_rows))
+                 for part in self._changes(after, rows(self.batch))]
+        found += [("", ({}, self._use(after))), *([("", self._noise_floor(after))] if self.detail else [])]
+        for suffix, (part, per_site) in found:
+            for mine, values in zip((row, *sites), (part, *per_site), strict=True):
+                mine |= {name + suffix: value for name, value in values.items()}
         return row, sites
 
     # ------------------------------------------------------------------ parts of it

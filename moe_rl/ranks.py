@@ -1,7 +1,7 @@
 """Several processes that carry out one run together: who is who, what rank 0 does for all, and whose folder it is.
 
 Started by torchrun. Every rank goes through the same program; what draws, samples, rewards or writes happens on rank 0
-and reaches the others through `once`. A rank that fails ends the job: torchrun stops the others.
+and reaches the others through `from_rank_0`. A rank that fails ends the job: torchrun stops the others.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def device(name: str) -> Any:
     return mine
 
 
-def once(function: Callable[[], T]) -> T:
+def from_rank_0(function: Callable[[], T]) -> T:
     """What `function()` returns on rank 0, on every rank. When it fails there, rank 0 raises and the others end; a
     divergence is raised on all of them, which finish the run together."""
     if world() == 1:
@@ -120,10 +120,10 @@ class SharedFolder:
 
     def __init__(self, folder: RunFolder | None):
         self.folder = folder
-        self.path: Path = once(lambda: self._real().path)
+        self.path: Path = from_rank_0(lambda: self._real().path)
 
     def latest(self) -> tuple[int, Path | None]:
-        return once(lambda: self._real().latest())
+        return from_rank_0(lambda: self._real().latest())
 
     def _real(self) -> RunFolder:
         assert self.folder is not None, "rank 0 has it, and alone is asked"
@@ -136,18 +136,18 @@ class SharedFolder:
     def commit(self, step: int, save: Callable[[Path], None]) -> None:
         """Rank 0 commits; when it comes to the checkpoint, every rank saves its part."""
         if self.folder is None:
-            if (target := once(lambda: None)) is not None:
+            if (target := from_rank_0(lambda: None)) is not None:
                 save(target)
             return
         announced = []
 
         def together(target: Path) -> None:
-            announced.append(once(lambda: target))
+            announced.append(from_rank_0(lambda: target))
             save(target)
 
         self.folder.commit(step, together)
         if not announced:  # this step was committed before
-            once(lambda: None)
+            from_rank_0(lambda: None)
 
     def finish(self, diverged: str | None = None) -> None:
         if self.folder is not None:

@@ -21,12 +21,12 @@ from moe_rl import cli, ranks
 from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
 from moe_rl.lookup import Use
-from moe_rl.results import report
+from moe_rl.results import printed
 from moe_rl.results.tables import Shown
 from moe_rl.runs import folder as runs
 from moe_rl.runs.folder import RunFolder, run_folders
 from moe_rl.runs.frames import diff, load_study
-from moe_rl.study import on_ranks as study_on_ranks
+from moe_rl.study import workers
 from moe_rl.study.declaration import write_declaration
 from tests import fake_study
 
@@ -192,7 +192,7 @@ def test_a_run_that_diverges_on_ranks_is_recorded_and_the_next_one_begins(tmp_pa
     study = dataclasses.replace(fake_study.study, trainer="tests.fake_study:train", seeds=(0,))
     study = dataclasses.replace(study, base=study.base.replace(task=Use(task, diverges_at=5)))
     planned = study.runs(tmp_path)
-    study_on_ranks.run_study(study, planned, cache=tmp_path, mix_code=True, console=Console(quiet=True))
+    workers.run_together(study, planned, planned, tmp_path, Console(quiet=True))
     assert [runs.state(p.path)["state"] for p in planned] == ["diverged", "finished", "finished"]
 
 
@@ -236,9 +236,9 @@ def test_brackets_in_a_warning_a_figure_and_a_table_are_printed_as_they_stand(tm
     assert cli.main(["plot", str(folder), "--mix-code"]) == 0
     assert f"missing {BRACKETS}" in capsys.readouterr().out
     console = Console(width=200, file=io.StringIO())
-    report.print_table(console, Shown(f"title {BRACKETS}", ("mean", f"arm {BRACKETS}"), [("a", BRACKETS)], BRACKETS))
-    printed = console.file.getvalue()
-    assert printed.count(BRACKETS) == 4 and f"title {BRACKETS}" in printed and f"arm {BRACKETS}" in printed
+    printed.print_table(console, Shown(f"title {BRACKETS}", ("mean", f"arm {BRACKETS}"), [("a", BRACKETS)], BRACKETS))
+    text = console.file.getvalue()
+    assert text.count(BRACKETS) == 4 and f"title {BRACKETS}" in text and f"arm {BRACKETS}" in text
 
 
 @pytest.mark.parametrize("world", ["1", "2"])
@@ -332,7 +332,7 @@ def test_a_narrow_terminal_wraps_tables_and_cuts_no_number():
     rows = [("reward, second half", "0.17 [-0.32, 0.66]", "0.54 [0.33, 0.76]")]
     shown = Shown("title", ("mean", "grpo", "gspo"), rows, "note")
     console = Console(width=30, file=io.StringIO())
-    report.print_table(console, shown)
+    printed.print_table(console, shown)
     assert "…" not in console.file.getvalue()
     for number in ("-0.32", "0.66]", "0.33", "0.76]"):
         assert number in console.file.getvalue()

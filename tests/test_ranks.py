@@ -10,7 +10,7 @@ from moe_rl.errors import Diverged
 
 
 def once_on_two_ranks(monkeypatch, function):
-    """What `once(function)` gives or raises on rank 0, and then on rank 1."""
+    """What `from_rank_0(function)` gives or raises on rank 0, and then on rank 1."""
     sent, ends = [], []
 
     def broadcast(answer, source, group=None):
@@ -24,7 +24,7 @@ def once_on_two_ranks(monkeypatch, function):
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         try:
-            ends.append(ranks.once(function if rank == "0" else lambda: pytest.fail("rank 1 has no part in it")))
+            ends.append(ranks.from_rank_0(function if rank == "0" else lambda: pytest.fail("rank 1 has no part in it")))
         except (Exception, SystemExit) as error:
             ends.append(error)
     return ends

@@ -189,9 +189,8 @@ class ReplayGRPOTrainer(GRPOTrainer):
         """Routes can be seen, and TRL scores the old policy: only if it updates more than once per generation batch."""
         args = self.args
         if args.torch_compile:
-            raise ConfigError(
-                "torch_compile=True hides the routers' choices from recording and replay; set torch_compile=False."
-            )
+            raise ConfigError("torch_compile=True hides the routers' choices from recording and replay; set "
+                              "torch_compile=False.")
         if args.gradient_accumulation_steps % (args.steps_per_generation * self.num_iterations) != 0:
             return
         text = (
@@ -200,9 +199,8 @@ class ReplayGRPOTrainer(GRPOTrainer):
             f"{self.num_iterations}), so the policy is the old policy, every ratio is 1 and "
         )
         if self.routes == "old_policy":
-            raise ConfigError(
-                f"{text}replay would do nothing. Raise steps_per_generation or num_iterations, or use routes='live'."
-            )
+            raise ConfigError(f"{text}replay would do nothing. Raise steps_per_generation or num_iterations, or use "
+                              "routes='live'.")
         warnings.warn(f"{text}neither volatility nor ratios will be logged.", stacklevel=3)
 
     # ------------------------------------------------------------------ logs

@@ -44,6 +44,6 @@ def parser() -> argparse.ArgumentParser:
         p = commands.add_parser(verb.name, help=verb.help, description=verb.help, epilog=verb.examples,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
         p.set_defaults(action=verb.action)
-        for one in verb.arguments:
-            p.add_argument(*one.flags, **one.settings)
+        for flags, settings in verb.arguments:
+            p.add_argument(*flags, **settings)
     return top

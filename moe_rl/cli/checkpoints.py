@@ -32,7 +32,7 @@ def volatility(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from moe_rl.compare.checkpoints.measure import Comparison, measure_volatility
-    from moe_rl.compare.checkpoints.report import print_report
+    from moe_rl.compare.checkpoints.printed import print_report
 
     comparison = Comparison(options.before, options.after, options.data, options.dtype, options.max_tokens,
                             options.batch_tokens)
@@ -57,8 +57,8 @@ trace files come from `moe-rl volatility --traces`, or from RoutingTrace.save(pa
 )
 def view(options: argparse.Namespace) -> int:
     """Write the page."""
-    from moe_rl.compare.view import write_page
+    from moe_rl.compare.response_page import write_response_page
 
-    row = write_page(options.before, options.after, options.out, row=options.row, tokenizer=options.tokenizer)
+    row = write_response_page(options.before, options.after, options.out, row=options.row, tokenizer=options.tokenizer)
     print(f"{options.out}: response {row}; open it in any browser")
     return 0

@@ -11,9 +11,6 @@ from moe_rl.cli.verbs import JOBS, MIX_CODE, argument, verb
 from moe_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from moe_rl.study.declaration import Planned, Study
     from moe_rl.study.workers import Failure
 
 
@@ -53,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from moe_rl import ranks
-    from moe_rl.results import report
+    from moe_rl.results import printed
     from moe_rl.study.declaration import QUICK_STEPS, Study, load_study_file, parse_settings, write_declaration
     from moe_rl.study.workers import at_a_time, preflight, run_study
     from moe_rl.terminal import say
@@ -68,24 +65,24 @@ def run(options: argparse.Namespace) -> int:
     study = study.quick_form() if options.quick else study
     steps = QUICK_STEPS if options.quick and options.steps is None else options.steps
     planned = study.runs(options.out, _seeds(options.seeds), steps)
-    report.check(study)
+    printed.check(study)
     if ranks.launched():
         ranks.join(study.base.model.device)
-    cautions = ranks.once(lambda: preflight(study, planned))
+    cautions = ranks.from_rank_0(lambda: preflight(study, planned))
     if options.dry_run:
-        report.print_plan(console, study, planned, jobs)
+        printed.print_plan(console, study, planned, jobs)
     for caution in cautions:
         say(console, ("warning", "yellow"), f" {caution}", wrap=True)
     if options.dry_run:
         return 0
-    if ranks.launched():
-        return _run_on_ranks(options, study, planned, console)
-    write_declaration(study, options.out)
+    ranks.from_rank_0(lambda: write_declaration(study, options.out))
     failures = run_study(study, planned, cache=options.out / ".cache", jobs=jobs, mix_code=options.mix_code,
                          console=console)
+    if ranks.launched():
+        ranks.leave()
     code = _failed(failures)
-    if len(failures) < len(planned):
-        report.print_study(console, options.out / study.name, mix_code=options.mix_code,
+    if ranks.rank() == 0 and len(failures) < len(planned):
+        printed.print_study(console, options.out / study.name, mix_code=options.mix_code,
                            only=[p.path for p in planned])
     return code
 
@@ -113,27 +110,11 @@ def rerun(options: argparse.Namespace) -> int:
                              trusted=lambda code: options.trust or _confirmed(code)))
 
 
-def _run_on_ranks(options: argparse.Namespace, study: Study, planned: list[Planned], console: Console) -> int:
-    """All ranks carry out the runs; rank 0 writes and reports."""
-    from moe_rl import ranks
-    from moe_rl.results import report
-    from moe_rl.study import on_ranks as study_on_ranks
-    from moe_rl.study.declaration import write_declaration
-
-    ranks.once(lambda: write_declaration(study, options.out))
-    study_on_ranks.run_study(study, planned, cache=options.out / ".cache", mix_code=options.mix_code, console=console)
-    ranks.leave()
-    if ranks.rank() == 0:
-        report.print_study(console, options.out / study.name, mix_code=options.mix_code,
-                           only=[p.path for p in planned])
-    return 0
-
-
 def _failed(failures: list[Failure]) -> int:
     """Say what failed, each message once; the exit code."""
-    from moe_rl.results import report
+    from moe_rl.results import printed
 
-    for message, paths in report.by_message(failures).items():
+    for message, paths in printed.by_message(failures).items():
         print(f"moe-rl: {message}\n  in {', '.join(map(str, paths))}", file=sys.stderr)
     return 0 if not failures else 2 if all(f.expected for f in failures) else 1
 

@@ -26,9 +26,9 @@ def plot(options: argparse.Namespace) -> int:
     """Summary and figures of a study that has run."""
     from rich.console import Console
 
-    from moe_rl.results import report
+    from moe_rl.results import printed
 
-    report.print_study(Console(), options.folder, mix_code=options.mix_code, unfinished=options.unfinished,
+    printed.print_study(Console(), options.folder, mix_code=options.mix_code, unfinished=options.unfinished,
                        cells=options.cells)
     return 0
 
@@ -45,10 +45,10 @@ def plot(options: argparse.Namespace) -> int:
 )
 def write_report(options: argparse.Namespace) -> int:
     """Write the page of a study."""
-    from moe_rl.results.page import write_page
+    from moe_rl.results.study_page import write_study_page
 
     out = options.out or options.folder / "report.html"
-    write_page(options.folder, out, mix_code=options.mix_code)
+    write_study_page(options.folder, out, mix_code=options.mix_code)
     print(f"{out}: open it in any browser, or print it")
     return 0
 

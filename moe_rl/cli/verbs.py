@@ -15,14 +15,8 @@ from typing import Any
 
 Action = Callable[[argparse.Namespace], int]
 """From the parsed options to the exit code."""
-
-
-@dataclass(frozen=True)
-class Argument:
-    """What `ArgumentParser.add_argument` takes."""
-
-    flags: tuple[str, ...]
-    settings: dict[str, Any]
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+"""Flags and settings, as `ArgumentParser.add_argument` takes them."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,7 @@ class Verb:
 
 def argument(*flags: str, **settings: Any) -> Argument:
     """One argument or option of a verb, said as to argparse."""
-    return Argument(flags, settings)
+    return flags, settings
 
 
 def verb(name: str, help: str, *arguments: Argument, examples: str) -> Callable[[Action], Verb]:

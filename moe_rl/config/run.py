@@ -5,16 +5,15 @@ Nothing here imports torch, so that declaring, listing and hashing studies stays
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import re
-import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from moe_rl.config.older import modern
+from moe_rl.config.tree import changed, leaves, plain, read
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Part, Use
 
@@ -229,7 +228,7 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it; `from_dict` reads it back."""
-        return json.loads(json.dumps(_plain(self)))
+        return json.loads(json.dumps(plain(self)))
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> RunConfig:
@@ -238,11 +237,11 @@ class RunConfig:
 
         Raises ConfigError for a setting that no longer exists.
         """
-        return _from_dict(cls, modern(content))
+        return read(cls, modern(content))
 
     def own_code(self) -> set[str]:
         """Every `pkg.module:name` that the parts of the run name, in their options too."""
-        names = {name for text in _texts(_plain(self.arm)) for name in NAMED.findall(text)}
+        names = {name for _, text in leaves(self.arm) if isinstance(text, str) for name in NAMED.findall(text)}
         task = Use.of(self.task).name
         return names | ({task} if ":" in task and task.partition(":")[0] not in WITH_ARGUMENT else set())
 
@@ -256,52 +255,5 @@ class RunConfig:
         """A copy with changes. Dotted keys reach inside: `run.replace(**{"optimizer.lr": 1e-4})`."""
         new = self
         for key, value in changes.items():
-            new = _with(new, key, value)
+            new = changed(new, key, value)
         return new
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a setting, however deep."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for below in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(below)
-
-
-def _plain(value: Any) -> Any:
-    """A configuration as nested dictionaries; a Use without options is its name."""
-    if isinstance(value, Use) and not value.options:
-        return value.name
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(below) for key, below in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, tuple | list) else value
-
-
-def _from_dict(kind: Any, value: Any) -> Any:
-    """`value` as JSON gave it, as an instance of the dataclass `kind`; JSON's lists were tuples."""
-    if Use in typing.get_args(kind) and isinstance(value, Mapping):
-        return Use.of(value)
-    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-        return tuple(_from_dict(typing.get_args(kind)[0], one) for one in value) if isinstance(value, list) else value
-    hints = typing.get_type_hints(kind)
-    if later := sorted(set(value) - set(hints)):
-        raise ConfigError(f"{kind.__name__} has no setting {', '.join(later)}: this configuration is of another "
-                          "version of moe_rl; run it with the code that its row names")
-    return kind(**{name: _from_dict(hints[name], below) for name, below in value.items()})
-
-
-def _with(node: Any, key: str, value: Any, name: str = "a run") -> Any:
-    """`node` with one dotted setting changed; what lies below a mapping is one key of it."""
-    if isinstance(node, Mapping):
-        return {**node, key: value}
-    if isinstance(node, Use) and key.startswith("options."):
-        return Use(node.name, **{**node.options, key.removeprefix("options."): value})
-    head, _, tail = key.partition(".")
-    known = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
-    if head not in known:
-        raise ConfigError(f"{name} has no setting {head!r}; it has {', '.join(known) or 'none, being a value'}")
-    below = _with(getattr(node, head), tail, value, head) if tail else value
-    return dataclasses.replace(node, **{head: below})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import types
 import typing
@@ -11,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moe_rl.config.run import OPTIMIZERS, RunConfig
+from moe_rl.config.tree import leaves
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
 
 _EXISTS = "a run needs at least 1, or there is nothing to do"
 _EVERY = "an interval is at least 1 step; one longer than the run means only at its end, or never"
@@ -25,8 +24,7 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
                      "eval_prompts", "cold_start.batch_size", "measure.probe", "engine.max_tokens"),
                     (1, math.inf, _EXISTS)),
     **dict.fromkeys(("eval_every", "save_every", "measure.detail_every"), (1, math.inf, _EVERY)),
-    **dict.fromkeys(("parallel.dp", "parallel.tp", "parallel.pp", "parallel.ep", "parallel.etp"),
-                    (1, math.inf, _RANK)),
+    **dict.fromkeys(("parallel.dp", "parallel.tp", "parallel.pp", "parallel.ep", "parallel.etp"), (1, math.inf, _RANK)),
     **dict.fromkeys(("seed", "cold_start.seed"), (0, 2**32 - 1, _SEED)),
     **dict.fromkeys(("optimizer.lr", "cold_start.lr"), (0, math.inf, "a learning rate must not be negative")),
     **dict.fromkeys(("optimizer.eps", "optimizer.weight_decay", "optimizer.router_lr_scale"), (0, math.inf, _SIGN)),
@@ -52,8 +50,8 @@ def check_values(config: RunConfig) -> None:
         if not _fits(value, hint):
             wanted = getattr(hint, "__name__", "") if typing.get_origin(hint) is None else str(hint)
             raise ConfigError(f"{key}={value!r}: the setting needs a value of type {wanted.replace('typing.', '')}")
-    for key, number in itertools.chain.from_iterable(_floats(name, value) for name, value, _ in settings):
-        if math.isnan(number) or (math.isinf(number) and not key.startswith("arm.")):
+    for key, number in leaves(config):
+        if isinstance(number, float) and not (math.isfinite(number) or math.isinf(number) and key.startswith("arm.")):
             raise ConfigError(f"{key}={number:g}: numbers must be finite, or nothing computed with them is")
     for key, value, _ in settings:
         least, most, why = RANGES.get(key, (-math.inf, math.inf, ""))
@@ -100,16 +98,3 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind in (int, float):
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     return isinstance(value, kind)
-
-
-def _floats(key: str, value: Any) -> Iterator[tuple[str, float]]:
-    if isinstance(value, float):
-        yield key, value
-    elif isinstance(value, Use):
-        yield from _floats(f"{key}.options", value.options)
-    elif isinstance(value, Mapping):
-        for name, below in value.items():
-            yield from _floats(f"{key}.{name}", below)
-    elif isinstance(value, (list, tuple)):
-        for below in value:
-            yield from _floats(key, below)

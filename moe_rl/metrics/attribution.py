@@ -53,16 +53,8 @@ class AttributionSums:
         )
 
     def __add__(self, other: AttributionSums) -> AttributionSums:
-        return AttributionSums(
-            n=self.n + other.n,
-            d=self.d + other.d,
-            r=self.r + other.r,
-            dd=self.dd + other.dd,
-            rr=self.rr + other.rr,
-            jj=self.jj + other.jj,
-            rj=self.rj + other.rj,
-            largest=_largest(np.array(self.largest + other.largest)),
-        )
+        sums = {name: value + vars(other)[name] for name, value in vars(self).items()}
+        return AttributionSums(**sums | {"largest": _largest(np.array(sums["largest"]))})
 
     def shares(self) -> dict[str, float]:
         """Shares of Var(D): `replayed` = Var(R), `routes` = Var(J), `covariance` = 2·Cov(R, J); they sum to 1.

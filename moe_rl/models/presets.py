@@ -17,83 +17,30 @@ if TYPE_CHECKING:
 
 # 2^-3 = 1/sqrt(hidden): at the usual 0.02, scores of so narrow a router differ by 0.1 and the model learns nothing.
 _TINY = {
-    "vocab_size": 258,
-    "hidden_size": 64,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.125,
-    "tie_word_embeddings": True,
-    "eos_token_id": 256,
-    "pad_token_id": 257,
-}
+    "vocab_size": 258, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 1024, "initializer_range": 0.125, "tie_word_embeddings": True,
+    "eos_token_id": 256, "pad_token_id": 257}
 _NO_HEAD_DIM = {k: v for k, v in _TINY.items() if k != "head_dim"}  # for families that derive it
 _DEEPSEEK_LIKE = {  # one dense layer, shared expert, sigmoid scores with a selection bias, experts chosen within groups
-    "intermediate_size": 128,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "norm_topk_prob": True,
-    "n_group": 4,
-    "topk_group": 2,
-}
+    "intermediate_size": 128, "moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 4,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "n_group": 4, "topk_group": 2}
 _QWEN3_MOE = _TINY | {
-    "intermediate_size": 128,
-    "moe_intermediate_size": 32,
-    "num_local_experts": 16,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-}
+    "intermediate_size": 128, "moe_intermediate_size": 32, "num_local_experts": 16, "num_experts_per_tok": 2,
+    "norm_topk_prob": True}
 
 PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_moe-tiny": ("qwen3_moe", _QWEN3_MOE),
-    "qwen3_moe-bench": (
-        "qwen3_moe",
-        _QWEN3_MOE
-        | {
-            "vocab_size": 64,
-            "hidden_size": 128,
-            "num_hidden_layers": 8,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 64,
-            "head_dim": 32,
-            "eos_token_id": 62,
-            "pad_token_id": 63,
-        },
-    ),
-    "olmoe-tiny": (
-        "olmoe",
-        _NO_HEAD_DIM | {"intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
-    ),
+    "qwen3_moe-bench": ("qwen3_moe", _QWEN3_MOE | {
+        "vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 8, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 64, "head_dim": 32, "eos_token_id": 62, "pad_token_id": 63}),
+    "olmoe-tiny": ("olmoe", _NO_HEAD_DIM | {"intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4}),
     "mixtral-tiny": ("mixtral", _TINY | {"intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2}),
-    "deepseek_v3-tiny": (
-        "deepseek_v3",
-        _NO_HEAD_DIM
-        | _DEEPSEEK_LIKE
-        | {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 32,
-            "kv_lora_rank": 32,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 16,
-        },
-    ),
-    "gpt_oss-tiny": (
-        "gpt_oss",
-        _TINY
-        | {
-            "intermediate_size": 32,
-            "num_local_experts": 16,
-            "num_experts_per_tok": 4,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
+    "deepseek_v3-tiny": ("deepseek_v3", _NO_HEAD_DIM | _DEEPSEEK_LIKE | {
+        "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+        "v_head_dim": 16}),
+    "gpt_oss-tiny": ("gpt_oss", _TINY | {
+        "intermediate_size": 32, "num_local_experts": 16, "num_experts_per_tok": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     "glm4_moe-tiny": ("glm4_moe", _TINY | _DEEPSEEK_LIKE),
 }
 """Name → (Hugging Face model type, settings of its configuration). About 0.7 M parameters each; `-bench` 6.7 M."""

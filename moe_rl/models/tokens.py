@@ -23,9 +23,10 @@ def byte_tokenizer(vocab_size: int = 258) -> PreTrainedTokenizerBase:
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     complete = vocab_size >= 258
-    letters = _letters_of_bytes()
+    letters = [letter for _, letter in sorted(bytes_to_unicode().items())]  # as the ByteLevel pre-tokenizer writes them
     known = letters if complete else letters[32 : 32 + vocab_size - 3]
     vocab = {letter: i for i, letter in enumerate(known)}
     if complete:
@@ -71,10 +72,3 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             f"choose a model whose vocabulary (now {len(tokenizer)}) covers the task."
         )
     return ids
-
-
-def _letters_of_bytes() -> list[str]:
-    """The letter that the ByteLevel pre-tokenizer writes for each byte: itself if printable, else the next from 256."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(b if b in printable else next(others)) for b in range(256)]

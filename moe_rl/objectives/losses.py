@@ -30,7 +30,10 @@ def gspo(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> L
     GSPO, arXiv 2507.18071, eq. 6 and 8; bounds of section 5.1, chosen there for responses of thousands of tokens.
     Raises ConfigError for advantages that differ within a sequence: they need `gspo_token`.
     """
-    _require_sequence_advantages(x, "gspo")
+    inside = x.advantages.masked_fill(~x.mask, -torch.inf).amax(1, keepdim=True)
+    if bool((x.mask & (x.advantages != inside)).any()):
+        raise ConfigError("gspo has one ratio and one advantage per sequence, but got advantages that differ within "
+                          "one: use gspo_token, which takes an advantage per token")
     return _clipped(x, sequence_level(x.log_ratio, x.mask), clip_low, clip_high)
 
 
@@ -91,15 +94,6 @@ def _output(x: LossInputs, ratio: Tensor, log_ratio: Tensor, above: Tensor, belo
     objective = torch.where(x.mask, ratio * x.advantages.detach(), 0)
     loss = -(x.weights.detach() * objective).sum()
     return LossOutput(loss, log_ratio.detach(), above.to(torch.int8) - below.to(torch.int8))
-
-
-def _require_sequence_advantages(x: LossInputs, name: str) -> None:
-    inside = x.advantages.masked_fill(~x.mask, -torch.inf).amax(1, keepdim=True)
-    if bool((x.mask & (x.advantages != inside)).any()):
-        raise ConfigError(
-            f"{name} has one ratio and one advantage per sequence, but got advantages that differ within one: use "
-            "gspo_token, which takes an advantage per token"
-        )
 
 
 LOSSES: dict[str, Callable[..., LossOutput]] = {

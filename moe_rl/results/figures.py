@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from moe_rl.errors import RunError
 from moe_rl.lookup import Use, lookup, unknown
 from moe_rl.results import plots, stats
 from moe_rl.results.factors import ACROSS, against, factor_of, geometrically_spaced, numeric
@@ -37,6 +39,17 @@ def planned(names: Sequence[str], cells: Sequence[str], *, every: bool = False) 
     across = [(name, None) for name in names if factor_of(name)]
     return across + [(name, cell) for cell in cells if every or len(cells) == 1 for name in names
                      if not factor_of(name)]
+
+
+def drawn(frames: Frames, declared: Mapping[str, Any], *,
+          every: bool = False) -> Iterator[tuple[str, str | None, Figure | RunError]]:
+    """The figures that are `planned` of a study: name, combination of factors, and the figure, or why there is none."""
+    arms = [arm["name"] for arm in declared["arms"]] or sorted(frames.runs["arm"].unique())
+    for name, cell in planned(declared["figures"], frames.cells, every=every):
+        try:
+            yield name, cell, draw(name, declared["endpoint"])(frames if cell is None else frames.cell(cell), arms)
+        except RunError as error:
+            yield name, cell, error
 
 
 def file_name(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_rl.errors import ConfigError, RoutingError, RunError
-from moe_rl.rollouts.request import before_stop
+from moe_rl.rollouts.request import before_stop, end_tokens
 from moe_rl.routing.formats import RoutesRefused, decode_routes
-from moe_rl.routing.trace import Layout, RoutingTrace
+from moe_rl.routing.sites import layout_of
+from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ROUTES = ("raise", "unknown", "off")
 
@@ -39,26 +40,19 @@ class Answer:
 
 class Reader:
     """Makes rollouts of one model's answers. An answer that would train on something else than was sampled is an error.
+    Of the `model`, which may be without weights, it knows vocabulary, layers and routing sites.
 
     `routes` says what becomes of routes that are missing or impossible (all zero, an expert twice, the wrong number of
     rows): `raise` refuses them; `unknown` makes them unknown, so that replay routes there freely, and `refused` counts
     them; with `off` no rollout has routes.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        layout: Layout,
-        ends: Collection[int],
-        *,
-        vocabulary: int,
-        num_layers: int,
-        routes: str = "raise",
-    ):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, routes: str = "raise"):
         if routes not in ROUTES:
             raise ConfigError(f"engine.routes is {routes!r}; choose {', '.join(ROUTES)}.")
-        self.tokenizer, self.layout, self.ends = tokenizer, layout, frozenset(ends)
-        self.vocabulary, self.num_layers, self.routes = vocabulary, num_layers, routes
+        self.tokenizer, self.layout, self.ends = tokenizer, layout_of(model), end_tokens(model, tokenizer)
+        self.vocabulary, self.num_layers = model.config.vocab_size, model.config.num_hidden_layers
+        self.routes = routes
         self.refused = 0
         """Rows (token × site) whose routes were missing or impossible, so far."""
 
@@ -93,7 +87,8 @@ class Reader:
         if odd := [x for x in logprobs if not (isinstance(x, Real) and math.isfinite(x) and x <= 1e-4)]:
             raise RunError(f"the engine reported {odd[0]!r} as the log-probability of a token it had sampled.")
         ended = tokens[-1] in self.ends
-        text = self._decode(tokens[:-1] if ended else tokens)
+        text = str(self.tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False,
+                                         clean_up_tokenization_spaces=False))
         self._check_end(tokens, text, answer.finished, sampling)
         return Rollout(
             prompt=prompt,
@@ -103,9 +98,6 @@ class Reader:
             finished=answer.finished,
             routes=None if self.routes == "off" else self._routes(prompt.tokens + tokens, answer.routes),
         )
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _check_end(self, tokens: tuple[int, ...], text: str, finished: bool, sampling: Sampling) -> None:
         """Engine and trainer must agree on what ends a completion, or the policy never learns to end one."""

@@ -11,7 +11,7 @@ from moe_rl.types import Prompt, Rollout, Sampling
 
 
 @runtime_checkable
-class RolloutEngine(Protocol):
+class Sampler(Protocol):
     """Draws completions. The same prompts, group size, key and weights give the same completions, bit for bit."""
 
     reports_routes: bool
@@ -27,9 +27,14 @@ class RolloutEngine(Protocol):
         and more (`seeds.derive`).
         """
 
+    def close(self) -> None:
+        """Give back processes, devices and memory. The engine cannot be used afterwards."""
+
+
+@runtime_checkable
+class RolloutEngine(Sampler, Protocol):
+    """What the trainer samples from."""
+
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> float | None:
         """Take over the policy's weights, given by Hugging Face name. A `CheckedEngine` returns the largest
         difference between the engine's log-probs and the policy's, in nats."""
-
-    def close(self) -> None:
-        """Give back processes, devices and memory. The engine cannot be used afterwards."""

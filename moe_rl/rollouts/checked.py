@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from torch import Tensor
 
 from moe_rl import ranks
-from moe_rl.rollouts.base import RolloutEngine
+from moe_rl.rollouts.base import RolloutEngine, Sampler
 from moe_rl.rollouts.push import (
     PROBE_KEY,
     PROBE_TOKENS,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class CheckpointReceiver(Protocol):
+class CheckpointReceiver(Sampler, Protocol):
     """An engine elsewhere: it samples as a `RolloutEngine` does, but is sent weights as a checkpoint has them."""
 
     @property
@@ -38,19 +38,10 @@ class CheckpointReceiver(Protocol):
     """The model it serves, without weights: names and shapes."""
     pushes: int
     """The number that the last push must have in its receipts."""
-    reports_routes: bool
-
-    def generate(
-        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling
-    ) -> list[Rollout]:
-        """See `RolloutEngine.generate`."""
 
     def push(self, weights: Mapping[str, Tensor]) -> Sequence[Receipt]:
         """Take over weights, named and cut as in a checkpoint. What each of its workers then holds; empty where they
         do not say, so that the comparison of completions alone must do."""
-
-    def close(self) -> None:
-        """See `RolloutEngine.close`."""
 
 
 class CheckedEngine:
@@ -90,7 +81,7 @@ class CheckedEngine:
         disagrees by more than rounding explains.
         """
         self._hand_over(weights)
-        drawn, what = ranks.once(self._answer)
+        drawn, what = ranks.from_rank_0(self._answer)
         found = parity(drawn, self.score)
         require_parity(found, self.tolerance, what)
         return found.logprob_max

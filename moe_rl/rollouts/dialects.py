@@ -11,28 +11,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from moe_rl.errors import RunError
 from moe_rl.rollouts.answers import Answer
 from moe_rl.rollouts.push import Receipt
 from moe_rl.types import Sampling
 
+if TYPE_CHECKING:
+    from moe_rl.rollouts.http import ServerEngine
+
 WEIGHTS_FILE = "model.safetensors"
-
-
-@runtime_checkable
-class Server(Protocol):
-    """What a dialect needs of the engine that speaks it."""
-
-    url: str
-    folder: Path
-    """Holds WEIGHTS_FILE, and the server reads it under the same path."""
-    pushes: int
-
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON that the server answers."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +31,10 @@ class Dialect:
     path: str
     request: Callable[[tuple[int, ...], Sampling, int, list[int], bool], dict[str, Any]]
     """(prompt, sampling, seed, end tokens, routes wanted) → the body."""
-    answer: Callable[[Server, Any], Answer]
-    push: Callable[[Server], list[Receipt]]
+    answer: Callable[[ServerEngine, Any], Answer]
+    push: Callable[[ServerEngine], list[Receipt]]
     """Make the server take over the file of weights; what each of its workers says of them, if anything."""
-    taken: Callable[[Server], int | None]
+    taken: Callable[[ServerEngine], int | None]
     """Pushes that the server has taken over since it started; None where it cannot say."""
 
 
@@ -74,7 +63,7 @@ def _vllm_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends: 
     return {"token_ids": list(prompt), "sampling_params": _vllm_sampling(sampling, seed, ends)}
 
 
-def _choice(server: Server, reply: Any) -> Answer:
+def _choice(server: ServerEngine, reply: Any) -> Answer:
     """Both of vLLM's endpoints; log-probs lie where OpenAI puts those of completions, or those of chats."""
     choice = reply["choices"][0]
     found = choice["logprobs"]
@@ -89,7 +78,7 @@ def _finished(reason: str | None) -> bool:
     return reason == "stop"
 
 
-def _vllm_push(server: Server) -> list[Receipt]:
+def _vllm_push(server: ServerEngine) -> list[Receipt]:
     file = str((server.folder / WEIGHTS_FILE).resolve())
     reply = server.post("/collective_rpc", {"method": "moe_rl_push", "args": [file]})
     server.post("/reset_prefix_cache", {})
@@ -100,7 +89,7 @@ def _vllm_push(server: Server) -> list[Receipt]:
     ]
 
 
-def _vllm_taken(server: Server) -> int:
+def _vllm_taken(server: ServerEngine) -> int:
     """Least over the workers, so that one that missed a push is noticed."""
     return min(int(count) for count in server.post("/collective_rpc", {"method": "moe_rl_pushes"})["results"])
 
@@ -126,7 +115,7 @@ def _sglang_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends
     }
 
 
-def _sglang_answer(server: Server, reply: Any) -> Answer:
+def _sglang_answer(server: ServerEngine, reply: Any) -> Answer:
     meta = reply["meta_info"]
     if server.pushes and meta.get("weight_version") != str(server.pushes):
         raise RunError(
@@ -138,7 +127,7 @@ def _sglang_answer(server: Server, reply: Any) -> Answer:
     return Answer([p[1] for p in pairs], [p[0] for p in pairs], _finished(meta["finish_reason"]["type"]), routes)
 
 
-def _sglang_push(server: Server) -> list[Receipt]:
+def _sglang_push(server: ServerEngine) -> list[Receipt]:
     body = {"model_path": str(server.folder.resolve()), "weight_version": str(server.pushes), "flush_cache": True}
     reply = server.post("/update_weights_from_disk", body)
     if not reply.get("success"):

@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, MoeRlError, RunError
+from moe_rl.models.presets import skeleton
 from moe_rl.rollouts.answers import Answer, Reader
 from moe_rl.rollouts.dialects import DIALECTS, WEIGHTS_FILE
-from moe_rl.rollouts.push import Receipt, skeleton
-from moe_rl.rollouts.request import check_request, context_length, end_tokens
-from moe_rl.routing.sites import layout_of
+from moe_rl.rollouts.push import Receipt
+from moe_rl.rollouts.request import check_request, context_length
 from moe_rl.seeds import derive
 from moe_rl.types import Prompt, Rollout, Sampling
 
@@ -80,17 +81,8 @@ class ServerEngine:
             raise ConfigError(f"engine.dialect is {dialect!r}; choose {', '.join(DIALECTS)}.")
         self.url, self.dialect = url.rstrip("/"), DIALECTS[dialect]
         self.timeout, self.retries, self.concurrency = timeout, retries, concurrency
-        self.folder, self.model = folder, skeleton(folder)
-        self.ends, self.context = end_tokens(self.model, tokenizer), context_length(self.model.config)
-        config = self.model.config
-        self.reader = Reader(
-            tokenizer,
-            layout_of(self.model),
-            self.ends,
-            vocabulary=config.vocab_size,
-            num_layers=config.num_hidden_layers,
-            routes=routes,
-        )
+        self.folder, self.model = folder, skeleton(ModelConfig(name=str(folder)))
+        self.context, self.reader = context_length(self.model.config), Reader(tokenizer, self.model, routes)
         self.reports_routes = routes != "off"
         self.pushes = 0
         self.received: dict[tuple, Answer] = {}
@@ -160,7 +152,8 @@ class ServerEngine:
         return sorted(failures, key=lambda error: str(error).startswith("not asked"))
 
     def _ask(self, noise: tuple[int, ...], prompt: Prompt, sampling: Sampling, lost: threading.Event) -> Answer:
-        body = self.dialect.request(prompt.tokens, sampling, derive(*noise), sorted(self.ends), self.reports_routes)
+        ends = sorted(self.reader.ends)
+        body = self.dialect.request(prompt.tokens, sampling, derive(*noise), ends, self.reports_routes)
         reply = self.post(self.dialect.path, body, lost)
         try:
             return self.dialect.answer(self, reply)

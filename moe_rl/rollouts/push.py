@@ -43,14 +43,6 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder:
     tokenizer.save_pretrained(folder)
 
 
-def skeleton(folder: Path) -> PreTrainedModel:
-    """The model that a checkpoint folder describes, without weights: what layouts and names are read from."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
-
-
 def checkpoint_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """A policy's weights as a checkpoint on disk names and cuts them, which is what every engine can load.
 

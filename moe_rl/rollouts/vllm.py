@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RunError
+from moe_rl.models.presets import skeleton
 from moe_rl.rollouts.answers import Answer, Reader
-from moe_rl.rollouts.push import Receipt, receipt, skeleton
-from moe_rl.rollouts.request import check_request, context_length, end_tokens
-from moe_rl.routing.sites import layout_of
+from moe_rl.rollouts.push import Receipt, receipt
+from moe_rl.rollouts.request import check_request, context_length
 from moe_rl.seeds import derive
 from moe_rl.types import Prompt, Rollout, Sampling
 
@@ -62,19 +63,10 @@ class VLLMEngine:
         max_tokens: int | None = None,
         memory: float = 0.4,
     ):
-        self.model = skeleton(folder)
-        self.ends = end_tokens(self.model, tokenizer)
+        self.model = skeleton(ModelConfig(name=str(folder)))
         longest = (max_tokens, context_length(self.model.config))
         self.context = min((length for length in longest if length), default=None)
-        config = self.model.config
-        self.reader = Reader(
-            tokenizer,
-            layout_of(self.model),
-            self.ends,
-            vocabulary=config.vocab_size,
-            num_layers=config.num_hidden_layers,
-            routes=routes,
-        )
+        self.reader = Reader(tokenizer, self.model, routes)
         self.reports_routes = routes != "off"
         self.pushes = 0
         self.llm = _start(self.model.config, folder, dtype, self.reports_routes, max_tokens, memory)
@@ -128,7 +120,7 @@ class VLLMEngine:
             max_tokens=sampling.max_new_tokens,
             seed=seed,
             stop=list(sampling.stop) or None,
-            stop_token_ids=sorted(self.ends),
+            stop_token_ids=sorted(self.reader.ends),
             skip_special_tokens=False,  # a stop string is looked for in the text that the scorer will see
             logprobs=0,
         )

@@ -40,7 +40,8 @@ def read_megatron_trace(
         if rows % batch or any(len(site) != rows for site in sites):
             raise RoutingError(f"{path}: layers of one forward have {[len(s) for s in sites]} rows; expected one "
                                f"number, a multiple of batch={batch}.")
-        ids = np.stack([_pad_k(site, layout.top_k) for site in sites], 1)
+        k = layout.top_k
+        ids = np.stack([np.pad(site, ((0, 0), (0, k - site.shape[1])), constant_values=-1) for site in sites], 1)
         yield checked_trace(ids.reshape(-1, batch, *ids.shape[1:]).swapaxes(0, 1), layout, invalid, None)
     if not found:
         raise RoutingError(f"{path} holds no decoder record; expected one JSON object per (step, block, layer).")
@@ -95,9 +96,5 @@ def _sites(forward: Forward, layout: Layout, path: str | Path) -> list[NDArray]:
         if ids.shape[1] != site.top_k:
             raise RoutingError(f"{path}, line {n}: {ids.shape[1]} experts per token; {site.name} uses {site.top_k}.")
     return sites
-
-
-def _pad_k(ids: NDArray, k: int) -> NDArray:
-    return np.pad(ids, ((0, 0), (0, k - ids.shape[1])), constant_values=-1)
 
 

@@ -58,9 +58,8 @@ def read_scores(spec: RoutingModule, used: Tensor, choice: Tensor, output: Any) 
     choice = choice.reshape(-1, experts).float()
     logits, gates = output[:2] if isinstance(output, tuple) and len(output) > 2 else (choice, choice)
     if logits.shape != choice.shape or gates.shape != used.shape:
-        raise RoutingError(
-            f"{type(spec.module).__name__} does not hand out its logits and combine weights; record without scores."
-        )
+        raise RoutingError(f"{type(spec.module).__name__} does not hand out its logits and combine weights; record "
+                           "without scores.")
     logits = logits.detach().float()
     log_probs = logits.log() if type(spec.module).__name__ in PROBABILITIES else logits.log_softmax(-1)
     if k < experts:

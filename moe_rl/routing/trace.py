@@ -160,15 +160,10 @@ class RoutingTrace:
         attention_mask = attention_mask.bool()
         mine, theirs = self.attention_mask.sum(1), attention_mask.sum(1)
         if not torch.equal(mine, theirs):
-            raise RoutingError(
-                f"cannot align: rows of the trace hold {mine.tolist()} tokens, rows of the mask {theirs.tolist()}."
-            )
-        experts = self.experts.new_full((*attention_mask.shape, *self.shape[2:]), self.layout.unknown)
-        experts[attention_mask] = self.experts[self.attention_mask]
-        tokens = None
-        if self.tokens is not None:
-            tokens = self.tokens.new_zeros(attention_mask.shape)
-            tokens[attention_mask] = self.tokens[self.attention_mask]
+            raise RoutingError(f"cannot align: rows of the trace hold {mine.tolist()} tokens, rows of the mask "
+                               f"{theirs.tolist()}.")
+        experts = _unpacked(self.experts[self.attention_mask], attention_mask, self.layout.unknown)
+        tokens = None if self.tokens is None else _unpacked(self.tokens[self.attention_mask], attention_mask)
         return replace(self, experts=experts, attention_mask=attention_mask, tokens=tokens)
 
     def to(self, device: torch.device | str) -> RoutingTrace:
@@ -218,12 +213,8 @@ class RoutingTrace:
             raw = json.loads(header["layout"])
             layout = Layout(tuple(Site(**site) for site in raw["sites"]), raw["architecture"])
             mask = tensors["attention_mask"]
-            experts = torch.full((*mask.shape, *tensors["experts"].shape[1:]), layout.unknown, dtype=layout.dtype)
-            experts[mask] = tensors["experts"]
-            tokens = None
-            if "tokens" in tensors:
-                tokens = torch.zeros(mask.shape, dtype=torch.int32)
-                tokens[mask] = tensors["tokens"]
+            experts = _unpacked(tensors["experts"].to(layout.dtype), mask, layout.unknown)
+            tokens = _unpacked(tensors["tokens"].to(torch.int32), mask) if "tokens" in tensors else None
             _check_ids(experts, layout)
         except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IndexError, OSError) as error:
             if isinstance(error, RoutingError) and "trace" in str(error):
@@ -238,14 +229,15 @@ class RoutingTrace:
 
         with safe_open(str(path), "pt") as file:
             mask = file.get_tensor("attention_mask")
-            found = {}
-            for key in file.keys():  # noqa: SIM118
-                if key.startswith("beside."):
-                    packed = file.get_tensor(key)
-                    padded = packed.new_zeros((*mask.shape, *packed.shape[1:]))
-                    padded[mask] = packed
-                    found[key.removeprefix("beside.")] = padded
-        return found
+            return {key.removeprefix("beside."): _unpacked(file.get_tensor(key), mask)
+                    for key in file.keys() if key.startswith("beside.")}  # noqa: SIM118
+
+
+def _unpacked(packed: Tensor, mask: Bool[Tensor, "batch time"], fill: int = 0) -> Tensor:
+    """What stands at the tokens of `mask`, row by row, as [batch, time, …]; `fill` at padding."""
+    whole = packed.new_full((*mask.shape, *packed.shape[1:]), fill)
+    whole[mask] = packed
+    return whole
 
 
 def _require_rows(

@@ -63,8 +63,7 @@ class RunFolder:
         trainer = trainer or manifest.get("trainer", "")
         inputs = merged(manifest.get("inputs", {}), inputs_of(config, trainer))
         manifest |= {"config": config, "code": codes, "git": git_state(), "packages": package_versions(),
-                     "trainer": trainer, "inputs": inputs,
-                     "device": config.get("model", {}).get("device", "cpu"),
+                     "trainer": trainer, "inputs": inputs, "device": config.get("model", {}).get("device", "cpu"),
                      "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count()}
         folder = cls(path, lock, manifest)
         write_json(path / "manifest.json", manifest)

@@ -9,17 +9,17 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from moe_rl.config.tree import leaves
 
 NAMED = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 """`pkg.module:name`, as a configuration names code."""
 DATA, LIBRARY = "jsonl:", "reasoning_gym:"
 """Tasks that name a file, and a dataset of an installed library, whose version says what it is."""
-PIECE = 1 << 20
-"""Bytes of a file in memory at a time."""
 
 
 def inputs_of(config: Mapping[str, Any], trainer: str = "") -> dict[str, str]:
@@ -31,13 +31,13 @@ def inputs_of(config: Mapping[str, Any], trainer: str = "") -> dict[str, str]:
     process.
     """
     found: dict[str, str] = {}
-    for text in [trainer, *_strings(config)]:
+    for text in [trainer, *_texts(config)]:
         if text.startswith(DATA):
             found |= _of_file(text.removeprefix(DATA))
         elif (named := NAMED.fullmatch(text)) and not text.startswith((LIBRARY, "moe_rl.")):
             source = _source(named[1])
             found |= {} if source is None else {named[1]: _file_digest(*_stamp(source))}
-    for text in _strings(config.get("task", {})):
+    for text in _texts(config.get("task", {})):
         found |= _of_file(text)
     name = config.get("model", {}).get("name", "")
     if name and (folder := Path(name).expanduser()).is_dir():
@@ -69,9 +69,13 @@ def digest(folder: Path) -> str:
         name = file.relative_to(folder).as_posix()
         if not any(part.startswith(".") for part in name.split("/")):
             found.update(name.encode() + b"\0")
-            for piece in _pieces(file):
-                found.update(piece)
+            with file.open("rb") as opened:
+                hashlib.file_digest(opened, lambda: found)  # goes on with what there is
     return found.hexdigest()
+
+
+def _texts(settings: Any) -> list[str]:
+    return [text for _, text in leaves(settings) if isinstance(text, str)]
 
 
 def _of_file(name: str) -> dict[str, str]:
@@ -93,16 +97,8 @@ def _folder_digest(folder: Path, stamps: tuple[tuple[Path, int, int], ...]) -> s
 
 @cache
 def _file_digest(file: Path, size: int, modified: int) -> str:
-    found = hashlib.sha256()
-    for piece in _pieces(file):
-        found.update(piece)
-    return found.hexdigest()
-
-
-def _pieces(file: Path) -> Iterator[bytes]:
     with file.open("rb") as opened:
-        while piece := opened.read(PIECE):
-            yield piece
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _source(module: str) -> Path | None:
@@ -117,11 +113,3 @@ def _source(module: str) -> Path | None:
             return None
         path = list(spec.submodule_search_locations or [])
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin is not None else None
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for below in value.values() if isinstance(value, Mapping) else value:
-            yield from _strings(below)

@@ -1,4 +1,5 @@
-"""Carries a study out: a process per run, one thread each, with a live display. Killed at any moment, it can go on.
+"""Carries a study out: a process per run, one thread each, or all ranks together run after run, with a live display.
+Killed at any moment, it can go on.
 
 A worker is `python -m moe_rl.study.workers`. It reads its job from stdin and dies when stdin closes, so no worker
 outlives the study that started it, however that ended.
@@ -17,26 +18,25 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from moe_rl import ranks
 from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError
 from moe_rl.runs import folder as runs
 from moe_rl.runs.inputs import changed, inputs_of
 from moe_rl.runs.versions import code_version
 from moe_rl.study.declaration import TRAINER, Planned, Study
-from moe_rl.terminal import duration, say
+from moe_rl.study.display import Display
+from moe_rl.terminal import say
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 HUGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824"
 """Large tensors come and go at every operation; without it a sixth of a step is spent on page faults. Linux only."""
-QUIET = 15.0
-"""Seconds between lines about running runs when nobody watches a terminal."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,22 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
 
     Everything that can be seen to be wrong raises before a process starts: folders of another configuration, runs of
     other code unless `mix_code`. A failing run does not stop the others, except for an expected error before its first
-    step: then no further run is started, since it would most likely fail alike. A diverged run is no failure.
+    step: then no further run is started, since it would most likely fail alike. A diverged run is no failure. Under
+    torchrun all ranks carry out one run after the other, and the first error ends the job.
     """
+    def unfinished() -> list[bool]:
+        for p in planned:
+            runs.check(p.path, p.config.to_dict(), p.config.hash)
+            check_code(p.path, mix_code)
+        return [runs.state(p.path, p.config.steps)["state"] not in runs.ENDED for p in planned]
+
     console, jobs = console or Console(), at_a_time(jobs)
-    for p in planned:
-        runs.check(p.path, p.config.to_dict(), p.config.hash)
-        check_code(p.path, mix_code)
-    waiting = [p for p in planned if runs.state(p.path, p.config.steps)["state"] not in runs.ENDED]
-    say(console, f"{study.name}: {len(planned)} runs, {len(planned) - len(waiting)} finished, "
-                 f"{min(jobs, len(waiting))} at a time")
+    waiting = [p for p, left in zip(planned, ranks.from_rank_0(unfinished), strict=True) if left]
+    how = f"{ranks.world()} ranks each" if ranks.launched() else f"{min(jobs, len(waiting))} at a time"
+    say(console, f"{study.name}: {len(planned)} runs, {len(planned) - len(waiting)} finished, {how}")
+    if ranks.launched():
+        run_together(study, planned, waiting, cache, console)
+        return []
     running: dict[subprocess.Popen, Planned] = {}
     failures: list[Failure] = []
     try:
@@ -85,6 +92,20 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
             process.kill()  # runs survive it, and it cannot be ignored
             process.wait()
     return failures
+
+
+def run_together(study: Study, planned: Sequence[Planned], waiting: Sequence[Planned], cache: Path,
+                 console: Console) -> None:
+    """Carry out the waiting runs of those planned, all ranks together; rank 0 keeps the folders and shows them."""
+    if ranks.rank():
+        for p in waiting:
+            with contextlib.suppress(Diverged):  # rank 0 records it
+                load(study.trainer)(p.config, ranks.SharedFolder(None), cache=cache)
+        return
+    with Display(planned, console) as display:
+        for p in waiting:
+            carry_out(p, study.trainer, cache, ranks.SharedFolder, display.update)
+            display.update()
 
 
 def at_a_time(jobs: int | None) -> int:
@@ -128,14 +149,10 @@ def work() -> int:
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    sys.path[:], planned, trainer, cache = _job()
+    sys.path[:], planned, trainer, cache = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
-        config = planned.config
-        with runs.RunFolder.open(planned.path, config.to_dict(), config.hash, trainer=trainer) as folder:
-            watch = Watch(folder)
-            with recorded(folder, config.steps, watch):
-                load(trainer)(config, folder, cache=cache, listen=watch)
+        carry_out(planned, trainer, cache)
         return 0
     except BaseException as error:  # a divergence is this run's own: other runs need not fail alike
         expected = isinstance(error, MoeRlError) and not isinstance(error, Diverged)
@@ -144,6 +161,21 @@ def work() -> int:
     json.dump({"message": message[-20_000:], "expected": expected}, report)
     report.flush()
     return 2 if expected else 1
+
+
+def carry_out(planned: Planned, trainer: str, cache: Path, shared: Callable[[runs.RunFolder], Any] = lambda f: f,
+              update: Callable[[], None] = lambda: None) -> None:
+    """One run in its folder, which the trainer sees as `shared` gives it; `update` is called after every step."""
+    config = planned.config
+    with runs.RunFolder.open(planned.path, config.to_dict(), config.hash, trainer=trainer) as folder:
+        watch = Watch(folder)
+
+        def listen(rows: dict[str, list[dict[str, Any]]]) -> None:
+            watch(rows)
+            update()
+
+        with recorded(folder, config.steps, watch):
+            load(trainer)(config, shared(folder), cache=cache, listen=listen)
 
 
 @contextlib.contextmanager
@@ -187,49 +219,6 @@ class Watch:
         self.folder.progress(self.step, seconds_per_step=self.pace, reward=row.get("reward"))
 
 
-class Display:
-    """A bar per run on a terminal, plain lines elsewhere."""
-
-    def __init__(self, planned: Sequence[Planned], console: Console) -> None:
-        self.console, self.planned = console, planned
-        self.told: dict[Path, tuple[str, float]] = {}
-        self.bars = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(20), MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}", markup=False), console=console, refresh_per_second=4,
-        )
-        self.rows = [self.bars.add_task(_name(p.path), total=p.config.steps, text="") for p in planned]
-
-    def __enter__(self) -> Display:
-        if self.console.is_terminal:
-            self.bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.console.is_terminal:
-            self.update()
-            self.bars.stop()
-
-    def update(self) -> None:
-        """Read every run's progress and show it."""
-        for row, p in zip(self.rows, self.planned, strict=True):
-            now = runs.state(p.path, p.config.steps)
-            text = now["state"] if now["step"] or now["state"] != "running" else "preparing"
-            if now.get("reward") is not None:
-                text += f" · reward {now['reward']:.2f}"
-            if now["state"] == "running" and now.get("seconds_left"):
-                text += f" · {duration(now['seconds_left'])} left"
-            self.bars.update(row, completed=min(now["step"], p.config.steps), text=text)
-            if not self.console.is_terminal:
-                self._line(p, now, text)
-
-    def _line(self, p: Planned, now: dict[str, Any], text: str) -> None:
-        said, when = self.told.get(p.path, (None, 0.0))
-        due = now["state"] == "running" and time.monotonic() - when > QUIET
-        if now["state"] != "waiting" and (now["state"] != said or due):
-            self.told[p.path] = (now["state"], time.monotonic())
-            say(self.console, f"{_name(p.path)}  {now['step']}/{p.config.steps}  {text}")
-
-
 def load(spec: str) -> Any:
     """The object that `pkg.module:name` names. Raises ConfigError when there is none."""
     module, colon, name = spec.partition(":")
@@ -265,14 +254,6 @@ def _outcome(process: subprocess.Popen, planned: Planned) -> Failure | None:
         cause = signals.get(-process.returncode, f"exit code {process.returncode}")
         return Failure(planned.path, f"the worker ended by {cause}; see {planned.path / 'log.txt'}", False)
     return Failure(planned.path, **json.loads(text))
-
-
-def _name(path: Path) -> str:
-    return "  ".join(part for part in path.parts[-3:] if part != "base")
-
-
-def _job() -> tuple[Any, ...]:
-    return pickle.load(sys.stdin.buffer)
 
 
 def _die_with_parent() -> None:

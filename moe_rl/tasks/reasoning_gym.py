@@ -21,16 +21,14 @@ class ReasoningGym:
         try:
             from reasoning_gym.factory import DATASETS
         except ImportError as error:
-            raise ConfigError(
-                f"task 'reasoning_gym:{dataset}' needs the package reasoning-gym: pip install reasoning-gym"
-            ) from error
+            raise ConfigError(f"task 'reasoning_gym:{dataset}' needs the package reasoning-gym: pip install "
+                              "reasoning-gym") from error
         if dataset not in DATASETS:
             unknown("reasoning-gym dataset", dataset, DATASETS)
         reserved = {"seed", "size"} & set(options)
         if reserved:
-            raise ConfigError(
-                f"reasoning_gym:{dataset}: {', '.join(sorted(reserved))} cannot be an option, since the run sets it."
-            )
+            raise ConfigError(f"reasoning_gym:{dataset}: {', '.join(sorted(reserved))} cannot be an option, since the "
+                              "run sets it.")
         self.dataset = dataset
         self.options = options
         self._scorer = self._create(1, 0)

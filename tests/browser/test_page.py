@@ -6,9 +6,9 @@ import os
 import shutil
 
 import pytest
-
-from moe_rl.compare.view import write_page
 from tests.compare.test_view import EVIL, pair, save_tokenizer
+
+from moe_rl.compare.response_page import write_response_page
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="tests in a real browser are run by `make test-browser`")
 
@@ -51,7 +51,7 @@ def browser():
 def file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     save_tokenizer(folder / "tokenizer")
-    write_page(*pair(folder, [TOKENS], FLIPS), folder / "page.html")
+    write_response_page(*pair(folder, [TOKENS], FLIPS), folder / "page.html")
     return folder / "page.html"
 
 
@@ -166,7 +166,7 @@ def test_the_map_shows_layer_by_position_and_selects(page):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_everything_can_be_read_in_light_and_in_dark(browser, tmp_path, scheme):
     every_heat = [(t, s) for t in range(13) for s in range(t)]
-    write_page(*pair(tmp_path, ["abc\ndefghijklm"], every_heat, sites=12), tmp_path / "page.html")
+    write_response_page(*pair(tmp_path, ["abc\ndefghijklm"], every_heat, sites=12), tmp_path / "page.html")
     page = browser.new_page(color_scheme=scheme)
     page.goto((tmp_path / "page.html").as_uri())
     assert page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") == (scheme == "dark")
@@ -177,7 +177,7 @@ def test_everything_can_be_read_in_light_and_in_dark(browser, tmp_path, scheme):
 
 @pytest.mark.parametrize("width", [380, 800, 1400])
 def test_nothing_runs_out_of_the_window(browser, tmp_path, width):
-    write_page(*pair(tmp_path, ["word " * 120], [(9, 40)], sites=48), tmp_path / "page.html")
+    write_response_page(*pair(tmp_path, ["word " * 120], [(9, 40)], sites=48), tmp_path / "page.html")
     page = browser.new_page(viewport={"width": width, "height": 800})
     page.goto((tmp_path / "page.html").as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= width

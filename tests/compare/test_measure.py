@@ -21,7 +21,7 @@ from moe_rl import cli
 from moe_rl.compare.checkpoints import measure
 from moe_rl.compare.checkpoints.measure import Comparison, measure_volatility
 from moe_rl.compare.checkpoints.observed import Observer
-from moe_rl.compare.checkpoints.report import print_report
+from moe_rl.compare.checkpoints.printed import print_report
 from moe_rl.compare.checkpoints.tables import METRICS, top_share
 from moe_rl.compare.checkpoints.texts import Texts
 from moe_rl.config import ModelConfig

@@ -50,7 +50,7 @@ torch.set_num_threads(1)
 
 def main(folder: Path) -> None:
     ranks.join("cpu")
-    ranks.once(folder.mkdir)
+    ranks.from_rank_0(folder.mkdir)
     facts, here = {}, of_ranks(ranks.world())
     for name, parallel in here.items():
         for recompute in (False, True):  # and with tied embeddings
@@ -96,7 +96,7 @@ def checkpoint(folder: Path, name: str, other: str) -> dict:
     for policy in (hf, writer):
         policy.update(part_of(batch, policy.score(batch)), OBJECTIVE)
     target = folder / f"checkpoint-{name}"
-    ranks.once(target.mkdir)
+    ranks.from_rank_0(target.mkdir)
     writer.save(target)
     written = weights_of(writer)
     writer.update(part_of(batch, writer.score(batch)), OBJECTIVE)
@@ -148,8 +148,9 @@ def resumed(folder: Path) -> dict:
     for path, listen in ((whole, nothing), (cut, interrupt), (cut, nothing)):
         with suppress(KeyboardInterrupt):
             carry_out(run, path, folder / "cache", listen)
-    digests = ranks.once(lambda: [json.loads((p / "manifest.json").read_text())["checkpoint"] for p in (whole, cut)])
-    return {"tables": ranks.once(lambda: diff(whole, cut) is None), "weights": digests[0] == digests[1]}
+    manifests = (whole / "manifest.json", cut / "manifest.json")
+    digests = ranks.from_rank_0(lambda: [json.loads(file.read_text())["checkpoint"] for file in manifests])
+    return {"tables": ranks.from_rank_0(lambda: diff(whole, cut) is None), "weights": digests[0] == digests[1]}
 
 
 def die_on_rank_1() -> None:

@@ -13,7 +13,6 @@ from moe_rl.recorder import engine_row
 from moe_rl.rollouts.answers import Answer, Reader
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
-from moe_rl.routing import layout_of
 from moe_rl.routing.formats import RoutesRefused
 from moe_rl.routing.sources import rollout as replay_rollout
 from moe_rl.types import Sampling
@@ -34,7 +33,7 @@ def drawn(loaded):
 
 
 def reader(loaded, routes="raise"):
-    return Reader(loaded.tokenizer, layout_of(loaded.model), {256}, vocabulary=258, num_layers=3, routes=routes)
+    return Reader(loaded.tokenizer, loaded.model, routes)
 
 
 def answers(drawn, **changes):

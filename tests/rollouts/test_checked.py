@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from moe_rl import ranks
-from moe_rl.config import Arm, EngineConfig, RunConfig
+from moe_rl.config import Arm, EngineConfig, ModelConfig, RunConfig
 from moe_rl.errors import RunError
+from moe_rl.models.presets import skeleton
 from moe_rl.rollouts.checked import CheckedEngine, CheckpointReceiver
 from moe_rl.rollouts.choose import engine_of
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.http import ServerEngine
-from moe_rl.rollouts.push import Tolerance, probe_prompts, receipt, skeleton
+from moe_rl.rollouts.push import Tolerance, probe_prompts, receipt
 from tests.conftest import build, perturb
 from tests.rollouts.fake_engine import SIZES, FakeEngine, policy_of, small
 
@@ -25,7 +26,7 @@ class Receiver:
 
     def __init__(self, folder, loaded, receipts=True):
         self.fake, self.receipts, self.pushes = FakeEngine(folder, loaded), receipts, 0
-        self.model, self.lost = skeleton(folder), ()
+        self.model, self.lost = skeleton(ModelConfig(name=str(folder))), ()
 
     def generate(self, *arguments, **settings):
         return self.fake.engine.generate(*arguments, **settings)
@@ -91,10 +92,10 @@ def test_a_copy_of_the_module_is_loaded_under_its_own_names_and_checked_too(load
 def test_a_rank_without_engine_gives_its_weights_and_compares_what_rank_0_drew(loaded, monkeypatch):
     with_engine = checked(HFEngine(build("qwen3_moe", seed=9, **SIZES), loaded.tokenizer), loaded)
     drawn = []
-    monkeypatch.setattr(ranks, "once", lambda function: drawn.append(function()) or drawn[-1])
+    monkeypatch.setattr(ranks, "from_rank_0", lambda function: drawn.append(function()) or drawn[-1])
     gap = with_engine.load(weights(loaded))
     other, given = checked(None, loaded), list(weights(loaded))
-    monkeypatch.setattr(ranks, "once", lambda function: drawn[-1])
+    monkeypatch.setattr(ranks, "from_rank_0", lambda function: drawn[-1])
     left = iter(given)
     assert other.load(left) == gap and next(left, None) is None
     perturb(loaded.model, 0.05)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from moe_rl.config import ModelConfig
 from moe_rl.errors import RunError
+from moe_rl.models.presets import skeleton
 from moe_rl.rollouts.push import (
     Parity,
     Receipt,
@@ -19,7 +21,6 @@ from moe_rl.rollouts.push import (
     receipt,
     require_parity,
     require_receipt,
-    skeleton,
 )
 from moe_rl.routing import layout_of
 from moe_rl.types import Sampling
@@ -35,17 +36,17 @@ def test_weights_leave_under_the_names_a_checkpoint_has_and_come_back_bit_for_bi
 
     saved = load_file(tmp_path / "model.safetensors")
     describe(loaded.model, loaded.tokenizer, tmp_path / "engine")
-    sent = checkpoint_weights(skeleton(tmp_path / "engine"), loaded.model.state_dict().items())
+    sent = checkpoint_weights(skeleton(ModelConfig(name=str(tmp_path / "engine"))), loaded.model.state_dict().items())
     assert set(saved) <= set(sent), "a checkpoint leaves out tied weights at most"
     assert all(torch.equal(sent[name], saved[name]) for name in saved)
-    assert layout_of(skeleton(tmp_path / "engine")) == layout_of(loaded.model)
+    assert layout_of(skeleton(ModelConfig(name=str(tmp_path / "engine")))) == layout_of(loaded.model)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.architectures == [type(loaded.model).__name__]
 
 
 def test_what_is_sent_is_a_copy(tmp_path):
     loaded = small()
     describe(loaded.model, loaded.tokenizer, tmp_path)
-    sent = checkpoint_weights(skeleton(tmp_path), loaded.model.state_dict().items())
+    sent = checkpoint_weights(skeleton(ModelConfig(name=str(tmp_path))), loaded.model.state_dict().items())
     before = {name: checksum(tensor) for name, tensor in sent.items()}
     perturb(loaded.model)
     assert {name: checksum(tensor) for name, tensor in sent.items()} == before
@@ -57,7 +58,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
     weights = dict(loaded.model.state_dict())
     weights.pop("model.norm.weight")
     with pytest.raises(RunError, match="model.norm.weight"):
-        checkpoint_weights(skeleton(tmp_path), weights.items())
+        checkpoint_weights(skeleton(ModelConfig(name=str(tmp_path))), weights.items())
 
 
 def test_a_receipt_covers_plain_weights_and_ignores_padded_rows_and_packed_ones():
@@ -99,7 +100,7 @@ def test_parity_holds_after_a_push_and_fails_before_after_an_update_and_at_anoth
     policy, tolerance = policy_of(loaded), Tolerance.of("float32")
     with pytest.raises(RunError, match="does not serve the policy's weights"):
         require_parity(found(engine, policy), tolerance, "before")
-    engine.reload(checkpoint_weights(skeleton(tmp_path), policy.weights()))
+    engine.reload(checkpoint_weights(skeleton(ModelConfig(name=str(tmp_path))), policy.weights()))
     good = found(engine, policy)
     require_parity(good, tolerance, "after")
     assert good.tokens > 50 and good.logprob_max < 1e-5 and good.set_change == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl.results import report
+from moe_rl.results import printed
 from moe_rl.study.declaration import QUICK_STEPS, load_study_file
 from moe_rl.study.workers import preflight
 
@@ -23,7 +23,7 @@ def test_a_declaration_is_complete_and_its_parts_exist(file, tmp_path):
     for said in (study.question, study.hypothesis, study.decision_rule, study.differs_from_paper, study.caution):
         assert len(said) > 20
     assert study.seconds_per_step and study.cost
-    report.check(study)
+    printed.check(study)
     study = study.quick_form()
     planned = study.runs(tmp_path, steps=QUICK_STEPS)
     if study.base.engine.name != "vllm":  # which is in an environment of its own

@@ -123,13 +123,18 @@ class _Passes:
     def run(self, load: Callable[[str], Observer], advance: Advance) -> tuple[Tally, Tally]:
         """The noise floor and the comparison. `load` makes an observer of a checkpoint's name."""
         count = len(self.texts.sizes)
-        noise, change = self._tally("noise"), self._tally("change")
+        noise, change = (Tally(name, self.layout, self.comparison.max_tokens, self.vocabulary)
+                         for name in ("noise", "change"))
+        for tally in (noise, change):
+            tally.restore(self.sums)
         if noise.done < -(-count // NOISE_EVERY):
             model = load(self.comparison.before)
             self._keep_routes(model, advance)
             self._fill(noise, lambda i, batch, first: model.observe_again(batch, first.routes), advance)
-            del model
-            _release()
+            del model  # its memory is given back before the next one is loaded
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
         untraced = {i for i in range(count) if self.keep_after and not _file(self.after, i).exists()}
         if change.done < count or untraced:
             model = load(self.comparison.after)
@@ -173,11 +178,6 @@ class _Passes:
                 saved = time.monotonic()
             advance(tally.name, self.texts.sizes[i])
         tally.save(self.sums)
-
-    def _tally(self, name: str) -> Tally:
-        tally = Tally(name, self.layout, self.comparison.max_tokens, self.vocabulary)
-        tally.restore(self.sums)
-        return tally
 
 
 def _same_model(comparison: Comparison, trust: bool) -> tuple[PreTrainedTokenizerBase, Layout]:
@@ -256,13 +256,6 @@ def _observer(name: str, dtype: str, device: str, trust: bool) -> Observer:
     with no_progress_bars():
         loaded = load(ModelConfig(name=name, device=device, dtype=dtype), seed=0, trust_remote_code=trust)
     return Observer(loaded.model)
-
-
-def _release() -> None:
-    """Give a model's memory back before the next one is loaded."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _file(folder: Path, i: int) -> Path:

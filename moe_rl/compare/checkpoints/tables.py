@@ -132,12 +132,9 @@ def _site_metrics(tally: Tally, part: str) -> pd.DataFrame:
 
 
 def _coactivation_change(tally: Tally) -> np.ndarray:
-    before, after = (_normalised(tally.sums["pairs"][when]) for when in ("before", "after"))
+    counts = [tally.sums["pairs"][when] for when in ("before", "after")]
+    before, after = (x.double() / x.sum(1, keepdim=True) for x in counts)
     return ((before - after).abs().sum(1) / 2).numpy()
-
-
-def _normalised(counts: Tensor) -> Tensor:
-    return counts.double() / counts.sum(1, keepdim=True)
 
 
 def _margin_columns(tally: Tally, when: str) -> pd.DataFrame:

@@ -36,7 +36,8 @@ def use_cpu() -> None:
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # Split sizes become numpy arrays only when they come from a CUDA tensor; all_to_all wants sequences.
-    dispatcher.maybe_move_tensor_to_cpu = _as_sequence
+    dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor)
     # Tied embeddings over pipeline stages ask for it.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]  # to replace it is the point
 
@@ -98,7 +99,3 @@ def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return factory(*args, **kwargs)
 
     return make
-
-
-def _as_sequence(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -26,7 +26,7 @@ from moe_rl.policies.megatron.cpu import use_cpu
 from moe_rl.policies.megatron.layout import check_layout, expert_tensor, normalised, num_experts
 from moe_rl.policies.megatron.model import build_gpt, transformer_config
 from moe_rl.policies.megatron.replay import Routers
-from moe_rl.policies.megatron.schedule import Cut, Pass
+from moe_rl.policies.megatron.schedule import Cut, SchedulePass
 from moe_rl.policies.megatron.weights import WeightMap
 from moe_rl.routing.dial import Dose
 from moe_rl.routing.sites import layout_of
@@ -86,8 +86,8 @@ class MegatronPolicy:
     ) -> Scored:
         """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. See `Policy.score`."""
         _refuse(dose)
-        ran = Pass(self, batch, routes, Cut.of(batch, self.score_batch), scores=scores).run()
-        return Scored(ran.logprobs, ran.entropy, ran.routes, ran.preferred, ran.scores)
+        result = SchedulePass(self, batch, routes, Cut.of(batch, self.score_batch), scores=scores).run()
+        return Scored(result.logprobs, result.entropy, result.routes, result.preferred, result.scores)
 
     def update(self, batch: Batch, objective: Objective, dose: Dose | None = None) -> Updated:
         """One AdamW step on a mini-batch. Micro-batches and ranks only add: the weights of the loss span all of it."""
@@ -102,7 +102,7 @@ class MegatronPolicy:
 
         self.module.zero_grad_buffer()
         optimizer.zero_grad()
-        ran = Pass(self, batch, batch.routes, cut, loss, entropy_gradient="entropy" in objective.needs).run()
+        result = SchedulePass(self, batch, batch.routes, cut, loss, entropy_gradient="entropy" in objective.needs).run()
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         if not math.isfinite(norm):
@@ -112,8 +112,8 @@ class MegatronPolicy:
             self.module.scale_gradients(limit / (norm + 1e-6))
             optimizer.prepare_grads()
         optimizer.step_with_ready_grads()
-        found = (ran.logprobs, ran.entropy, ran.routes, ran.preferred, ran.clipped_by.to(torch.int8))
-        return Updated(*found, loss=ran.loss, grad_norm=norm, grad_clipped=norm > limit, metrics=ran.metrics)
+        found = (result.logprobs, result.entropy, result.routes, result.preferred, result.clipped_by.to(torch.int8))
+        return Updated(*found, loss=result.loss, grad_norm=norm, grad_clipped=norm > limit, metrics=result.metrics)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors, on every rank; each rank must go through all of them."""

@@ -39,7 +39,6 @@ class Cut:
     """All rows in order, the filling at the end."""
     order: Int[Tensor, " rows"]
     """Which row of the original batch each one is."""
-    filling: Bool[Tensor, " rows"]
     size: int
     """Rows of a micro-batch."""
     mine: list[slice]
@@ -64,7 +63,7 @@ class Cut:
         inputs = rows.tokens[:, :-1]
         inputs = nn.functional.pad(inputs, (0, -inputs.shape[1] % ps.get_tensor_model_parallel_world_size()))
         starts = ((rank * count + i) * size for i in range(count))
-        return Cut(rows, order, filling, size, [slice(start, start + size) for start in starts], inputs)
+        return Cut(rows, order, size, [slice(start, start + size) for start in starts], inputs)
 
 
 Loss = Callable[[Tensor, Tensor, slice], LossOutput]
@@ -72,7 +71,7 @@ Loss = Callable[[Tensor, Tensor, slice], LossOutput]
 
 
 @dataclass(frozen=True)
-class Ran:
+class PassResult:
     """What one pass over a batch found out, on every rank; fields as in `Scored` and `Updated`."""
 
     logprobs: Float[Tensor, "batch time"]
@@ -85,7 +84,7 @@ class Ran:
     scores: RouterScores | None
 
 
-class Pass:
+class SchedulePass:
     """One schedule over a batch: forward, and with a loss backward and the sum of gradients over all ranks."""
 
     def __init__(
@@ -112,7 +111,7 @@ class Pass:
         self.metrics: Counter[str] = Counter()
         self.taken: list[tuple] = []
 
-    def run(self) -> Ran:
+    def run(self) -> PassResult:
         """Carry it out; collective."""
         policy, cut = self.policy, self.cut
         with policy.routers.schedule(policy.recompute and self.loss is not None):
@@ -134,7 +133,7 @@ class Pass:
         trace = trace_of(used, self.batch, policy.layout)
         counted = ps.is_pipeline_last_stage() and ps.get_tensor_model_parallel_rank() == 0
         logprobs, entropy, clipped_by = whole(self.per_token, self.batch)
-        return Ran(
+        return PassResult(
             *(logprobs, entropy, clipped_by),
             loss=from_last_stage(self.total).item(),
             metrics=ranks.summed(self.metrics if counted else {}),

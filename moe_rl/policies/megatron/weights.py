@@ -17,8 +17,6 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-GROUPS = ("tp", "etp", "ep")
-
 
 @dataclass(frozen=True)
 class Weight:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_rl import cli
-from moe_rl.compare.view import _spell, write_page
+from moe_rl.compare.response_page import _spell, write_response_page
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.routing import Layout, RoutingTrace, Site
@@ -72,7 +72,7 @@ def tokenizer(tmp_path):
 
 def test_the_page_holds_both_routes_gates_and_the_text(tmp_path, tokenizer):
     before, after = pair(tmp_path, pad=2)
-    write_page(before, after, tmp_path / "page.html")
+    write_response_page(before, after, tmp_path / "page.html")
     data = embedded(tmp_path / "page.html")
     ids = [unpacked(side, "<i2").reshape(5, 3, 2) for side in data["experts"]]
     assert (ids[0] == [0, 1]).all()
@@ -84,7 +84,7 @@ def test_the_page_holds_both_routes_gates_and_the_text(tmp_path, tokenizer):
 
 
 def test_text_of_a_model_cannot_end_its_element(tmp_path, tokenizer):
-    write_page(*pair(tmp_path, [[97, *range(258, 258 + len(EVIL))]]), tmp_path / "page.html")
+    write_response_page(*pair(tmp_path, [[97, *range(258, 258 + len(EVIL))]]), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert embedded(tmp_path / "page.html")["tokens"] == ["a", *EVIL]
     assert page.count("<script") == 2 and page.count("</script>") == 2 and "<!--" not in page
@@ -93,12 +93,12 @@ def test_text_of_a_model_cannot_end_its_element(tmp_path, tokenizer):
 def test_a_file_name_cannot_become_markup_either(tmp_path):
     before, after = pair(tmp_path)
     evil = before.rename(tmp_path / "<img src=x onerror=alert(1)>.safetensors")
-    write_page(evil, after, tmp_path / "page.html")
+    write_response_page(evil, after, tmp_path / "page.html")
     assert "<img" not in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_the_page_asks_for_nothing_outside_itself(tmp_path):
-    write_page(*pair(tmp_path), tmp_path / "page.html")
+    write_response_page(*pair(tmp_path), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "default-src 'none'" in page
     assert not re.search(r"https?://|\bsrc=|\bhref=|@import|url\(|fetch\(|XMLHttpRequest|innerHTML", page)
@@ -106,14 +106,14 @@ def test_the_page_asks_for_nothing_outside_itself(tmp_path):
 
 def test_the_row_that_changed_most_is_shown_unless_another_is_asked_for(tmp_path):
     files = pair(tmp_path, ["hello", "world"], [(1, 0), (6, 0), (7, 2)])
-    assert write_page(*files, tmp_path / "page.html") == 1
-    assert write_page(*files, tmp_path / "page.html", row=0) == 0
+    assert write_response_page(*files, tmp_path / "page.html") == 1
+    assert write_response_page(*files, tmp_path / "page.html", row=0) == 0
     with pytest.raises(ConfigError, match="--row 2: the traces hold rows 0 to 1"):
-        write_page(*files, tmp_path / "page.html", row=2)
+        write_response_page(*files, tmp_path / "page.html", row=2)
 
 
 def test_without_a_tokenizer_ids_are_shown_and_without_gates_none(tmp_path):
-    write_page(*pair(tmp_path, gates=False), tmp_path / "page.html")
+    write_response_page(*pair(tmp_path, gates=False), tmp_path / "page.html")
     data = embedded(tmp_path / "page.html")
     assert data["tokens"][0] == "104 " and data["gates"] == [None, None]
 
@@ -130,7 +130,7 @@ def test_without_a_tokenizer_ids_are_shown_and_without_gates_none(tmp_path):
 def test_routes_of_other_tokens_or_another_model_are_refused(tmp_path, other, says):
     (tmp_path / "other").mkdir()
     with pytest.raises(RoutingError, match=says):
-        write_page(pair(tmp_path)[0], pair(tmp_path / "other", **other)[1], tmp_path / "page.html")
+        write_response_page(pair(tmp_path)[0], pair(tmp_path / "other", **other)[1], tmp_path / "page.html")
 
 
 def test_every_token_is_spelled_and_together_they_are_the_text():

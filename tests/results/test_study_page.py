@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from moe_rl.results.page import write_page
+from moe_rl.results.study_page import write_study_page
 from moe_rl.study.declaration import write_declaration
 from tests import fake_study
 from tests.test_cli import fake_runs
@@ -42,7 +42,7 @@ def page(tmp_path) -> tuple[str, Reader]:
     fake_runs(tmp_path)
     write_declaration(dataclasses.replace(fake_study.study, question=HOSTILE, decision_rule="Fixed before: p < 0.05.",
                                           figures=("expert_change", "survival", "engine_over_steps")), tmp_path)
-    write_page(tmp_path / "fake", tmp_path / "page.html", mix_code=True)
+    write_study_page(tmp_path / "fake", tmp_path / "page.html", mix_code=True)
     text = (tmp_path / "page.html").read_text()
     reader = Reader()
     reader.feed(text)

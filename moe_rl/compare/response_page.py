@@ -42,9 +42,8 @@ class Response:
     """True at response tokens; everywhere if the file does not say."""
 
 
-def write_page(
-    before: Path, after: Path, out: Path, *, row: int | None = None, tokenizer: str | None = None
-) -> int:
+def write_response_page(before: Path, after: Path, out: Path, *, row: int | None = None,
+                        tokenizer: str | None = None) -> int:
     """Write the page of one row of two trace files, by default the one that changed most; returns the row.
 
     `tokenizer` is a checkpoint that spells the tokens; without it, `tokenizer/` in the folder of the traces or above is
@@ -150,7 +149,7 @@ def _packed(values: Tensor) -> str:
 
 
 def _write(out: Path, data: dict[str, Any]) -> None:
-    page = (resources.files("moe_rl.compare") / "view.html").read_text(encoding="utf-8")
+    page = (resources.files("moe_rl.compare") / "response_page.html").read_text(encoding="utf-8")
     script = page[page.rindex("<script>") + len("<script>") : page.rindex("</script>")]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = json.dumps(data)  # in ASCII: what is left to escape is what could end the element it stands in

@@ -91,16 +91,12 @@ def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path,
     """
     from moe_rl.results import figures, plots
 
-    arms = [arm["name"] for arm in declared["arms"]] or sorted(frames.runs["arm"].unique())
-    for name, cell in figures.planned(declared["figures"], frames.cells, every=cells):
+    for name, cell, figure in figures.drawn(frames, declared, every=cells):
         where = folder if cell in (None, "base") else folder / folder_name("factors", cell, folder)
-        try:
-            figure = figures.draw(name, declared["endpoint"])(frames if cell is None else frames.cell(cell), arms)
-            paths = plots.save(figure, where, figures.file_name(name))
-        except RunError as error:
-            say(console, (f"no figure {name}", "yellow"), f": {error}", wrap=True)
+        if isinstance(figure, RunError):
+            say(console, (f"no figure {name}", "yellow"), f": {figure}", wrap=True)
         else:
-            say(console, f"figure {' '.join(map(str, paths))}")
+            say(console, f"figure {' '.join(map(str, plots.save(figure, where, figures.file_name(name))))}")
     if len(frames.cells) > 1 and not cells:
         say(console, f"{len(frames.cells)} combinations of factors, shown together; `--cells` adds each by itself")
 

@@ -9,13 +9,13 @@ import base64
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from importlib import resources
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import matplotlib
+import pandas as pd
+from jinja2 import Environment
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
@@ -30,57 +30,31 @@ ABOUT = {"hypothesis": "Hypothesis", "endpoint": "Primary endpoint", "contrasts"
          "cost": "Cost, as planned"}
 
 
-def write_page(folder: Path, out: Path, *, mix_code: bool = False) -> None:
+def write_study_page(folder: Path, out: Path, *, mix_code: bool = False) -> None:
     """Write the page of the finished runs of a study, from its runs or its collected tables."""
     declared, frames = read_declaration(folder), load_study(folder, mix_code=mix_code)
-    template = resources.files("moe_rl.results").joinpath("page.html").read_text()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(Template(template).substitute(
-        title=escape(declared["name"]),
-        question=escape(declared["question"]),
-        about=_about(declared),
-        tables="\n".join(map(_table, study_tables(frames, declared))),
-        figures="\n".join(_figures(frames, declared)),
-        settings=_settings(frames),
-        runs=_runs(frames),
-        folder=escape(folder.as_posix()),
-    ))
-
-
-def _about(declared: Mapping[str, Any]) -> str:
     texts = dict(declared) | {"contrasts": "; ".join(f"{a} − {b}" for a, b in declared["contrasts"])}
-    return "\n".join(f"<dt>{title}</dt><dd>{escape(texts[key])}</dd>" for key, title in ABOUT.items() if texts[key])
+    template = resources.files("moe_rl.results").joinpath("study_page.html").read_text()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(Environment(autoescape=True).from_string(template).render(
+        declared=declared, about={title: texts[key] for key, title in ABOUT.items()},
+        tables=study_tables(frames, declared), figures=_figures(frames, declared), settings=_settings(frames),
+        runs=_runs(frames.runs), versions=_versions(frames.runs), left_out=frames.left_out, folder=folder.as_posix()))
 
 
-def _table(shown: Shown, kind: str = "") -> str:
-    rows = "\n".join(_row("td", row) for row in shown.rows)
-    note = f'<p class="soft">{escape(shown.note)}</p>' if shown.note else ""
-    return (f'<h3>{escape(shown.title)}</h3>\n<div class="wide"><table class="{kind}"><thead>'
-            f"{_row('th', shown.header)}</thead>\n<tbody>{rows}</tbody></table></div>\n{note}")
-
-
-def _row(tag: str, cells: Iterable[object]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
-
-
-def _figures(frames: Frames, declared: Mapping[str, Any]) -> Iterable[str]:
-    arms = [arm["name"] for arm in declared["arms"]]
-    for name, cell in figures.planned(declared["figures"], frames.cells):
-        caption = escape(figures.title_of(name))
-        try:
-            figure = figures.draw(name, declared["endpoint"])(frames if cell is None else frames.cell(cell), arms)
-        except RunError as error:
-            yield f'<p class="soft">No figure {escape(name)}: {escape(str(error))}</p>'
+def _figures(frames: Frames, declared: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]:
+    """Name, caption and SVG in base64 of each; for one that cannot be drawn, why."""
+    for name, _, figure in figures.drawn(frames, declared):
+        if isinstance(figure, RunError):
+            yield name, "", "", str(figure)
             continue
         image = io.BytesIO()
         with matplotlib.rc_context(plots.STYLE):
             figure.savefig(image, format="svg", metadata={"Date": None, "Creator": None})
-        data = base64.b64encode(image.getvalue()).decode()
-        yield (f'<figure><img alt="{caption}" src="data:image/svg+xml;base64,{data}">'
-               f"<figcaption>{escape(name)}. {caption}</figcaption></figure>")
+        yield name, figures.title_of(name), base64.b64encode(image.getvalue()).decode(), ""
 
 
-def _settings(frames: Frames) -> str:
+def _settings(frames: Frames) -> tuple[Shown, Shown]:
     """Each arm's own settings, and those of all runs; what differs between the runs of an arm shows all its values."""
     configs = [_flat(RunConfig.from_dict(json.loads(text)).to_dict()) for text in frames.runs["config"]]
     keys = list(dict.fromkeys(key for config in configs for key in config))
@@ -89,8 +63,8 @@ def _settings(frames: Frames) -> str:
     rows = [(key, *(_values(own, key) for own in by_arm.values())) for key in keys if key.startswith("arm.")]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     shared = [(key, _values(configs, key)) for key in keys if key not in [row[0] for row in differing]]
-    return (_table(Shown("in which the arms differ", ("setting", *by_arm), differing), "words")
-            + _table(Shown("of all runs", ("setting", "value"), shared), "words"))
+    return (Shown("in which the arms differ", ("setting", *by_arm), differing),
+            Shown("of all runs", ("setting", "value"), shared))
 
 
 def _values(configs: Sequence[Mapping[str, str]], key: str) -> str:
@@ -111,26 +85,24 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _runs(frames: Frames) -> str:
-    """Seeds, states, cost and versions."""
-    runs = frames.runs
-    hours = runs["seconds"].sum() / 3600
+def _runs(runs: pd.DataFrame) -> Shown:
+    """Seeds, states and cost."""
     rows = [(f"{arm}, {cell}", _list(part["seed"]), _list(f"{n} {state}" for state, n in
              part["state"].value_counts().items()), f"{part['seconds'].sum() / 60:.1f}")
             for (arm, cell), part in runs.groupby(["arm", "factors"], sort=False)]
+    hours = runs["seconds"].sum() / 3600
+    return Shown(f"{len(runs)} runs, {hours:.2f} hours in all, without cold starts",
+                 ("arm, factors", "seeds", "state", "minutes"), rows)
+
+
+def _versions(runs: pd.DataFrame) -> Shown:
     packages: dict[str, list[str]] = {}
     for text in runs["packages"].unique():
         for name, version in (json.loads(text) or {}).items():
             packages.setdefault(name, []).append(version)
-    versions = [(name, _list(found)) for name, found in packages.items()]
     commits = {str((json.loads(text) or {}).get("commit", "–")) for text in runs["git"]}
-    versions = [("code", _list(runs["code"])), ("commit", _list(sorted(commits))), ("device", _list(runs["device"])),
-                ("threads", _list(runs["threads"])), *versions]
-    left_out = "".join(f"<li>{escape(text)}</li>" for text in frames.left_out)
-    return (_table(Shown(f"{len(runs)} runs, {hours:.2f} hours in all, without cold starts",
-                         ("arm, factors", "seeds", "state", "minutes"), rows))
-            + (f'<p class="soft">Left out, unfinished:</p><ul class="soft">{left_out}</ul>' if left_out else "")
-            + _table(Shown("versions", ("what", "which"), versions), "words"))
+    found = {"code": runs["code"], "commit": sorted(commits), "device": runs["device"], "threads": runs["threads"]}
+    return Shown("versions", ("what", "which"), [(name, _list(values)) for name, values in (found | packages).items()])
 
 
 def _list(values: Iterable[object]) -> str:

@@ -1,0 +1,65 @@
+"""How far the runs of a study are: a bar per run on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from moe_rl.runs import folder as runs
+from moe_rl.study.declaration import Planned
+from moe_rl.terminal import duration, say
+
+QUIET = 15.0
+"""Seconds between lines about running runs when nobody watches a terminal."""
+
+
+class Display:
+    """Reads what the folders of the runs say, so it sees runs of any process."""
+
+    def __init__(self, planned: Sequence[Planned], console: Console) -> None:
+        self.console, self.planned = console, planned
+        self.told: dict[Path, tuple[str, float]] = {}
+        self.bars = Progress(
+            TextColumn("{task.description}", markup=False), BarColumn(20), MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}", markup=False), console=console, refresh_per_second=4,
+        )
+        self.rows = [self.bars.add_task(_name(p.path), total=p.config.steps, text="") for p in planned]
+
+    def __enter__(self) -> Display:
+        if self.console.is_terminal:
+            self.bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.console.is_terminal:
+            self.update()
+            self.bars.stop()
+
+    def update(self) -> None:
+        """Read every run's progress and show it."""
+        for row, p in zip(self.rows, self.planned, strict=True):
+            now = runs.state(p.path, p.config.steps)
+            text = now["state"] if now["step"] or now["state"] != "running" else "preparing"
+            if now.get("reward") is not None:
+                text += f" · reward {now['reward']:.2f}"
+            if now["state"] == "running" and now.get("seconds_left"):
+                text += f" · {duration(now['seconds_left'])} left"
+            self.bars.update(row, completed=min(now["step"], p.config.steps), text=text)
+            if not self.console.is_terminal:
+                self._line(p, now, text)
+
+    def _line(self, p: Planned, now: dict[str, Any], text: str) -> None:
+        said, when = self.told.get(p.path, (None, 0.0))
+        due = now["state"] == "running" and time.monotonic() - when > QUIET
+        if now["state"] != "waiting" and (now["state"] != said or due):
+            self.told[p.path] = (now["state"], time.monotonic())
+            say(self.console, f"{_name(p.path)}  {now['step']}/{p.config.steps}  {text}")
+
+
+def _name(path: Path) -> str:
+    return "  ".join(part for part in path.parts[-3:] if part != "base")
