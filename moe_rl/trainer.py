@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ class Parts:
     recorder: Callable[[RunConfig, Policy], Recorder] = Recorder
 
 
+@runtime_checkable
 class Folder(Protocol):
     """Where a run is kept; see `runs.folder`."""
 
