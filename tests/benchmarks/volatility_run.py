@@ -18,8 +18,9 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 import torch  # noqa: E402
 
-from moe_rl import cli, models  # noqa: E402
+from moe_rl import cli  # noqa: E402
 from moe_rl.config import ModelConfig  # noqa: E402
+from moe_rl.models.load import load, save_checkpoint  # noqa: E402
 
 WORDS = "the a of experts route token change layer and or is not policy gradient reward ünïcode 中文".split()  # noqa: SIM905
 
@@ -28,13 +29,13 @@ def main(responses: int = 2000) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        loaded = models.load(ModelConfig(), seed=0)
-        models.save_checkpoint(loaded.model, loaded.tokenizer, root / "before")
+        loaded = load(ModelConfig(), seed=0)
+        save_checkpoint(loaded.model, loaded.tokenizer, root / "before")
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for p in loaded.model.parameters():
                 p.add_(torch.randn(p.shape, generator=generator) * 0.1 * p.std())
-        models.save_checkpoint(loaded.model, loaded.tokenizer, root / "after")
+        save_checkpoint(loaded.model, loaded.tokenizer, root / "after")
         draw = random.Random(0)
         with (root / "data.jsonl").open("w") as file:
             for _ in range(responses):
