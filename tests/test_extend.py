@@ -126,7 +126,13 @@ def test_the_verb_is_one_of_the_command_line(study, monkeypatch, capsys):
     assert "The best reward of every run" in capsys.readouterr().out
 
 
-def test_parts_of_ones_own_are_refused_before_a_run_begins(study):
-    broken = dataclasses.replace(study, arms=(Arm(name="broken", terms=("mine:stay",)),), trainer=TRAINER)
+@pytest.mark.parametrize("trainer", ["mine:execute", TRAINER])
+def test_parts_of_ones_own_are_refused_before_a_run_begins(study, trainer):
+    broken = dataclasses.replace(study, arms=(Arm(name="broken", terms=("mine:stay",)),), trainer=trainer)
     with pytest.raises(ConfigError, match="the term 'mine:stay' needs coef"):
         preflight(broken, broken.runs(Path("runs")))
+
+
+def test_a_trainer_that_is_not_there_is_refused_before_a_run_begins(study):
+    with pytest.raises(ConfigError, match="'mine:exeute' names nothing"):
+        preflight(dataclasses.replace(study, trainer="mine:exeute"), [])
