@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.config import RunConfig
-from moe_rl.execute import build
+from moe_rl.execute import build, check  # noqa: F401  runs are checked by it before they start
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.recorder import Recorder
 from moe_rl.runs.folder import RunFolder

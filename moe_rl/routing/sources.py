@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.lookup import needs
@@ -55,7 +54,7 @@ def shuffled(batch: Batch, natural: Scored) -> RoutingTrace:
         donor[mine] = theirs[torch.arange(len(mine)) % len(theirs)]
     routes = natural.routes
     experts = routes.experts[donor.to(routes.experts.device)]
-    return _forced(routes, experts, routes.attention_mask[..., None])
+    return replace(routes, experts=experts).only(routes.attention_mask[..., None])
 
 
 def random_sets(batch: Batch, natural: Scored, *, seed: int = 0) -> RoutingTrace:
@@ -69,7 +68,7 @@ def random_sets(batch: Batch, natural: Scored, *, seed: int = 0) -> RoutingTrace
     for s, site in enumerate(routes.layout.sites):
         order = torch.rand(*routes.shape[:2], site.num_experts, generator=generator).argsort(-1)
         experts[:, :, s, : site.top_k] = order[..., : site.top_k].to(experts.dtype)
-    return _forced(routes, experts.to(routes.experts.device), routes.known)
+    return replace(routes, experts=experts.to(routes.experts.device)).only(routes.known)
 
 
 def random_share(batch: Batch, natural: Scored, *, share: float, seed: int = 0) -> RoutingTrace | None:
@@ -84,7 +83,7 @@ def random_share(batch: Batch, natural: Scored, *, share: float, seed: int = 0) 
         return routes
     dose = torch.rand(routes.shape[:3], generator=_generator(seed, batch)) < share
     where = routes.known & dose.to(routes.experts.device)
-    return _forced(routes, routes.experts, where) if bool(where.any()) else None
+    return routes.only(where) if bool(where.any()) else None
 
 
 @needs("scores")
@@ -112,12 +111,7 @@ def false_flips(batch: Batch, natural: Scored, *, share: float) -> RoutingTrace:
     flipped = torch.zeros_like(routes.known).flatten()
     flipped[margins.flatten().argsort(stable=True)[:count]] = True
     swapped = ids.scatter(-1, weakest, runner_up[..., None]).where(flipped.view_as(routes.known)[..., None], ids)
-    return _forced(routes, swapped.to(routes.experts.dtype), routes.known)
-
-
-def _forced(routes: RoutingTrace, experts: Tensor, where: Tensor) -> RoutingTrace:
-    """The trace with other experts, unknown except at the (token, site) pairs of `where`."""
-    return replace(routes, experts=experts.masked_fill(~where[..., None], routes.layout.unknown))
+    return replace(routes, experts=swapped.to(routes.experts.dtype)).only(routes.known)
 
 
 def _require_share(source: str, share: float) -> None:

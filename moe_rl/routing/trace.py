@@ -155,6 +155,10 @@ class RoutingTrace:
         mask = self.attention_mask[index][:, :time]
         return replace(self, experts=self.experts[index][:, :time], attention_mask=mask, tokens=tokens)
 
+    def only(self, where: Bool[Tensor, "batch time site"]) -> RoutingTrace:
+        """Without the routes of other (token, site) pairs than those of `where`: replay leaves these free."""
+        return replace(self, experts=self.experts.masked_fill(~where[..., None], self.layout.unknown))
+
     def align(self, attention_mask: Bool[Tensor, "batch time"]) -> RoutingTrace:
         """The same routes under another padding: token i of a row moves to the i-th True of `attention_mask`."""
         attention_mask = attention_mask.bool()

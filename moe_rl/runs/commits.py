@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from moe_rl.runs.columns import COLUMNS, TABLES, unknown
+from moe_rl.runs.columns import TABLES, ordered, unknown
 from moe_rl.errors import RunError
 
 Row = dict[str, Any]
@@ -34,13 +34,13 @@ def check_rows(name: str, rows: list[Row]) -> None:
                        "TABLES in moe_rl/runs/columns.py")
     if bad := unknown(name, {key for row in rows for key in row}):
         raise RunError(f"table {name!r} got columns that moe_rl/runs/columns.py does not explain: {', '.join(sorted(bad))}; "
-                       "add an entry with unit and formula for each")
+                       "add an entry with unit and formula for each, or name what is your own own_…")
 
 
 def to_table(rows: list[Row]) -> pa.Table:
     """Rows as an Arrow table: columns in the order of the data dictionary, absent values null (NaN stays NaN)."""
     names = {key for row in rows for key in row}
-    return pa.table({c: pa.array([row.get(c) for row in rows]) for c in COLUMNS if c in names})
+    return pa.table({c: pa.array([row.get(c) for row in rows]) for c in ordered(names)})
 
 
 def latest_commit(path: Path) -> Path | None:
@@ -104,7 +104,7 @@ def read_rows(path: Path, name: str, finished: int | None, *, beyond: bool = Tru
     if not pieces:
         return pa.table({})
     table = pa.concat_tables(pieces, promote_options="permissive")
-    return table.select([c for c in COLUMNS if c in table.column_names])
+    return table.select(ordered(table.column_names))
 
 
 def publish(path: Path, finished: int | None) -> None:

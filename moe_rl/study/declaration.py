@@ -64,7 +64,8 @@ class Study:
     """Named variations of the base, for settings that vary together or one at a time, e.g. `{"N=2": {"mini_batches": 2,
     "steps": 400}}`; crossed with `factors`. A name of the form `key=value` can be drawn against like a factor."""
     figures: tuple[str, ...] = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares")
-    """Names that `moe_rl.results.figures` knows; `against:optimizer.lr` draws the endpoint over a factor."""
+    """Names that `moe_rl.results.figures` knows, or `pkg.module:function`; `against:optimizer.lr` draws the endpoint
+    over a factor."""
     endpoint: str = "reward, second half"
     """The one quantity that the arms are compared by: a metric of `moe_rl.results.summary`, or a column of `steps`."""
     contrasts: tuple[tuple[str, str], ...] = ()
@@ -80,7 +81,8 @@ class Study:
     seconds_per_step: float | None = None
     """Of one core, for the estimate that `--dry-run` prints."""
     trainer: str = TRAINER
-    """What carries out a run: `execute(run, folder, *, cache, listen)`, imported in the worker process."""
+    """What carries out a run: `execute(run, folder, *, cache, listen)`, imported in the worker process. A function
+    `check(run)` beside it says beforehand what would make the run void, and refuses what cannot run."""
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]

@@ -30,7 +30,7 @@ from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError
 from moe_rl.runs import folder as runs
 from moe_rl.runs.inputs import changed, inputs_of
 from moe_rl.runs.versions import code_version
-from moe_rl.study.declaration import TRAINER, Planned, Study
+from moe_rl.study.declaration import Planned, Study
 from moe_rl.study.display import Display
 from moe_rl.terminal import say
 
@@ -120,13 +120,11 @@ def at_a_time(jobs: int | None) -> int:
 def preflight(study: Study, planned: Sequence[Planned]) -> list[str]:
     """Why the comparison would be void, one sentence each, found before any process starts.
 
-    Raises ConfigError for a task, model, loss or route source that cannot be used. A study with a trainer of its own is
-    left to that trainer.
+    Raises ConfigError for a task, model, loss or route source that cannot be used, and for a trainer that is not there.
+    What runs are checked by is the function `check(run)` beside the study's trainer; without one nothing is checked.
     """
-    if study.trainer != TRAINER:
-        return []
-    from moe_rl.execute import check  # imports torch
-
+    load(study.trainer)
+    check = getattr(sys.modules[study.trainer.partition(":")[0]], "check", lambda run: [])
     return list(dict.fromkeys(text for p in planned for text in check(p.config)))
 
 

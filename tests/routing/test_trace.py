@@ -129,6 +129,13 @@ def test_equality_is_ordered_and_same_sets_is_not():
     assert trace.same_sets(swapped).all()
 
 
+def test_a_part_of_the_routes_leaves_the_rest_free():
+    trace = random_trace()
+    where = torch.rand(trace.shape[:3], generator=torch.Generator().manual_seed(0)) < 0.5
+    part = trace.only(where)
+    assert torch.equal(part.known, trace.known & where) and torch.equal(part.ids()[where], trace.ids()[where])
+
+
 def test_align_round_trips_between_left_and_right_padding():
     right = random_trace(lengths=[5, 3, 2])
     left = right.align(right.attention_mask.flip(1))

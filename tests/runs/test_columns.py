@@ -39,3 +39,19 @@ def test_a_column_is_unknown_where_no_entry_puts_it(table, name):
 def test_keys_of_every_table_are_columns_of_it():
     for table, keys in columns.TABLES.items():
         assert not columns.unknown(table, set(keys)) and keys[0] == "step"
+
+
+def test_what_is_measured_outside_the_package_is_named_own():
+    """Without an entry of its own; under any other new name a column stays refused."""
+    for table in columns.TABLES:
+        assert columns.unknown(table, {"own_heat", "ownheat", "mine_heat"}) == {"ownheat", "mine_heat"}
+    assert columns.entry("own_heat").unit == "own"
+
+
+def test_a_term_of_any_name_has_its_column():
+    assert not columns.unknown("updates", {"term_small"}) and columns.unknown("steps", {"term_small"})
+
+
+def test_columns_stand_in_the_order_of_the_dictionary_and_open_families_by_name():
+    names = ["own_b", "nonsense", "memory_peak_mb", "own_a", "term_z", "loss", "step"]
+    assert columns.ordered(names) == ["step", "term_z", "loss", "memory_peak_mb", "own_a", "own_b"]

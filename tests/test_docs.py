@@ -1,0 +1,88 @@
+"""What README and docs name is there: files, modules, commands, settings; and their Python runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_rl import cli
+from moe_rl.config import Arm, RunConfig
+from moe_rl.study.declaration import load_study_file, parse_settings
+from tests.conftest import build
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "studies" / "README.md", ROOT / "tests" / "benchmarks" / "README.md",
+         *sorted((ROOT / "docs").glob("*.md"))]  # fmt: skip
+YOURS = {"my_study.py", "mine.py", "progress.json"}
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The arguments of every moe-rl in its blocks of commands."""
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)).replace("\\\n", " ")
+    lines = re.findall(r"^.*?(?:moe-rl|-m moe_rl) (.*)$", blocks, re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines if " | " not in line]
+
+
+COMMANDS = [pytest.param(words, id=f"{page.stem}: {' '.join(words)[:50]}") for page in PAGES for words in commands(page)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_and_modules_that_a_page_names_exist(page):
+    text = page.read_text()
+    for path in set(re.findall(r"[\w./-]*\w+\.(?:py|md|ipynb)\b", text)) - YOURS:
+        beside = any((ROOT / "moe_rl").rglob(path)) if "/" not in path else False
+        assert beside or any((folder / path).exists() for folder in (page.parent, ROOT, ROOT / "moe_rl")), path
+    for link in re.findall(r"\]\((?!http|#)(.*?)(?:#.*?)?\)", text):
+        assert (page.parent / link).exists(), link
+    for name in set(re.findall(r"\bmoe_rl(?:\.\w+)+", text)):
+        parts = name.split(".")
+        file = next(f for n in range(len(parts), 0, -1) for f in [ROOT.joinpath(*parts[:n])]
+                    if f.is_dir() or f.with_suffix(".py").exists())  # fmt: skip
+        source = (file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text()
+        rest = parts[len(file.relative_to(ROOT).parts) :]
+        assert not rest or re.search(rf"\b{rest[0]}\b", source), name
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_commands_are_understood_with_their_settings(words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    options = cli.parser().parse_args(words)
+    settings = getattr(options, "settings", [])
+    known = bool(settings) and Path(options.study).exists()
+    base = load_study_file(options.study).base if known else RunConfig(arm=Arm(name="any"))
+    assert len(parse_settings(base, settings)) == len(settings)
+
+
+def test_the_arms_of_the_readme_can_be_made():
+    from moe_rl.lookup import Use
+    from moe_rl.objectives import advantage_of, objective_of
+
+    table = re.search(r"^\| arm \| settings \|\n\|.*\n((?:\|.*\n)+)", PAGES[0].read_text(), re.MULTILINE).group(1)
+    found = [code for row in table.splitlines() for code in re.findall(r"`(\w+=[^`]*)`", row)]
+    for code in found:
+        arm = eval(f"Arm(name='any', {code})", {"Arm": Arm, "Use": Use})
+        assert objective_of(arm) and advantage_of(arm)
+    assert len(found) > 10
+
+
+def test_the_first_example_of_the_readme_records_and_replays(tokens, capsys):
+    model = build("qwen3_moe")
+    names = {"model": model, "input_ids": tokens, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
+    names["loss"] = lambda logits: logits.log_softmax(-1)[..., 0].mean()
+    names["loss"](model(tokens).logits).backward()
+    first, second = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
+    exec(first, names)
+    assert 0 < float(capsys.readouterr().out) < 1, "routes have moved"
+
+
+def test_a_row_is_a_configuration(monkeypatch):
+    from moe_rl.runs.frames import load_study
+
+    _, second = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
+    names = {"Path": lambda _: ROOT / "studies/results/routing_replay", "load_study": load_study, "json": json}
+    exec(second, names | {"RunConfig": RunConfig})
