@@ -26,6 +26,7 @@ from typing import Any
 from rich.console import Console
 
 from moe_rl import ranks
+from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError
 from moe_rl.runs import folder as runs
 from moe_rl.runs.inputs import changed, inputs_of
@@ -124,7 +125,8 @@ def preflight(study: Study, planned: Sequence[Planned]) -> list[str]:
     What runs are checked by is the function `check(run)` beside the study's trainer; without one nothing is checked.
     """
     load(study.trainer)
-    check = getattr(sys.modules[study.trainer.partition(":")[0]], "check", lambda run: [])
+    module = sys.modules[study.trainer.partition(":")[0]]
+    check: Callable[[RunConfig], list[str]] = getattr(module, "check", lambda run: [])
     return list(dict.fromkeys(text for p in planned for text in check(p.config)))
 
 
