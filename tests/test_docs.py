@@ -28,8 +28,7 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if " | " not in line]
 
 
-COMMANDS = [pytest.param(words, id=f"{page.stem}: {' '.join(words)[:50]}")
-            for page in PAGES for words in commands(page)]  # fmt: skip
+COMMANDS = [pytest.param(words, id=f"{p.stem}: {' '.join(words)[:50]}") for p in PAGES for words in commands(p)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
