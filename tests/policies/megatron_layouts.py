@@ -45,7 +45,7 @@ def of_ranks(world: int) -> dict[str, Parallel]:
 
 
 def megatron(model, parallel: Parallel, **settings):
-    from moe_rl.policies.megatron.policy.policy import MegatronPolicy
+    from moe_rl.policies.megatron.policy import MegatronPolicy
 
     return MegatronPolicy(model, SETTINGS, parallel, **ROWS | settings)
 

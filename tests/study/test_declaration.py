@@ -234,7 +234,7 @@ def test_the_study_of_this_repository_is_the_declared_comparison():
 
 def test_torch_is_not_imported_by_anything_that_only_reads_tables():
     modules = ("runs.columns", "runs.folder", "runs.frames", "results.stats", "results.plots", "results.summary",
-               "results.report", "study.declaration", "study.workers", "cli")
+               "results.printed", "study.declaration", "study.workers", "cli")
     code = f"import sys, {', '.join(f'moe_rl.{m}' for m in modules)}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
