@@ -6,7 +6,7 @@ import os
 import shutil
 
 import pytest
-from tests.compare.test_view import EVIL, pair, save_tokenizer
+from tests.compare.test_response_page import EVIL, pair, save_tokenizer
 
 from moe_rl.compare.response_page import write_response_page
 
