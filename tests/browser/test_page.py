@@ -6,9 +6,9 @@ import os
 import shutil
 
 import pytest
-from tests.compare.test_response_page import EVIL, pair, save_tokenizer
 
 from moe_rl.compare.response_page import write_response_page
+from tests.compare.test_response_page import EVIL, pair, save_tokenizer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="tests in a real browser are run by `make test-browser`")
 
