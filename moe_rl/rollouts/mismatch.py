@@ -1,4 +1,4 @@
-"""A second numerics without a second engine: the same model sampled in other arithmetic, as a dial.
+"""A second numerics without a second engine: the same model sampled in other arithmetic, as much as one sets.
 
 Production samples with one engine and trains with another; at equal weights their routes and log-probs differ. Here
 the engine is a copy of the policy's model in another dtype, with another implementation of the experts, with weights

@@ -1,4 +1,4 @@
-"""The mismatch dial: what each setting does to weights, and that the measured gap follows it."""
+"""Engine mismatch: what each setting does to weights, and that the measured gap follows it."""
 
 from __future__ import annotations
 
