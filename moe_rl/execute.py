@@ -61,8 +61,11 @@ def check(run: RunConfig) -> list[str]:
         check_engine(run)
         _check_model(run)
         load_task(run.task)
-        objective_of(run.arm)
+        objective = objective_of(run.arm)
         advantage_of(run.arm)
+        if run.dial.sigma and run.dial.acts_on != "ratio" and "reference" in objective.needs:
+            raise ConfigError(f"arm {run.arm.name!r} compares with a reference, which no dial moves: at equal weights "
+                              "it would be pulled against the dose. Use dial.acts_on='ratio', or leave the term out.")
         lookup("route source", run.arm.routes, SOURCES)
         if run.arm.ratio_routes is not None:
             lookup("route source", run.arm.ratio_routes, SOURCES)

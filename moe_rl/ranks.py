@@ -133,7 +133,10 @@ class SharedFolder:
         if self.folder is not None:
             self.folder.add(table, rows)
 
-    def commit(self, step: int, save: Callable[[Path], None]) -> None:
+    def diverged(self) -> str | None:
+        return from_rank_0(lambda: self._real().diverged())
+
+    def commit(self, step: int, save: Callable[[Path], None], diverged: str | None = None) -> None:
         """Rank 0 commits; when it comes to the checkpoint, every rank saves its part."""
         if self.folder is None:
             if (target := from_rank_0(lambda: None)) is not None:
@@ -145,7 +148,7 @@ class SharedFolder:
             announced.append(from_rank_0(lambda: target))
             save(target)
 
-        self.folder.commit(step, together)
+        self.folder.commit(step, together, diverged)
         if not announced:  # this step was committed before
             from_rank_0(lambda: None)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.evaluate import evaluate
-from moe_rl.lookup import needs_of
+from moe_rl.lookup import Use, needs_of
 from moe_rl.objectives import Objective
 from moe_rl.policies.base import Policy
 from moe_rl.recorder import Recorder, Row, Rows
@@ -22,6 +22,7 @@ from moe_rl.rollouts.base import RolloutEngine
 from moe_rl.rollouts.collate import collate
 from moe_rl.routing.dial import Dose
 from moe_rl.routing.sources import RouteSource
+from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import DIAL, NOISE, PROMPTS, SPLIT, derive
 from moe_rl.tasks.base import Task, checked_reward, draw
 from moe_rl.types import Batch, Prompt, Sampling, Scored
@@ -69,8 +70,11 @@ class Folder(Protocol):
     def add(self, table: str, rows: list[Row]) -> None:
         """Rows for the next commit."""
 
-    def commit(self, step: int, save: Callable[[Path], None]) -> None:
-        """Rows and checkpoint, which `save` writes, in one atomic change."""
+    def diverged(self) -> str | None:
+        """How the run diverged, where its last commit says so."""
+
+    def commit(self, step: int, save: Callable[[Path], None], diverged: str | None = None) -> None:
+        """Rows and checkpoint, which `save` writes, in one atomic change; and how the run diverged, if it did."""
 
 
 def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambda rows: None) -> str | None:
@@ -82,6 +86,8 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
     """
     for text in warn_void(run):
         warnings.warn(text, stacklevel=2)
+    if (diverged := folder.diverged()) is not None:
+        return diverged
     start, checkpoint = folder.latest()
     if checkpoint is not None:
         parts.policy.load(checkpoint)
@@ -92,24 +98,27 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
         listen({"steps": before})
     recorder = parts.recorder(run, parts.policy)
     for step in range(start + 1, run.steps + 1):
+        rows: Rows = {}
         try:
             rows = train_step(run, parts, step, recorder)
             if step % run.eval_every == 0 or step == run.steps:
                 with recorder.timed("evaluate"):
                     rows["steps"][0] |= evaluated(run, parts)
+            if step in run.hf_checkpoints and parts.export:
+                parts.export(step)
         except Diverged as error:
-            warnings.warn(f"step {step}: {error}", stacklevel=2)
-            folder.commit(step - 1, parts.policy.save)
-            return f"step {step}: {error}"
-        if step in run.hf_checkpoints and parts.export:
-            parts.export(step)
-        rows["steps"][0] |= recorder.cost()
-        for table, new in rows.items():
-            folder.add(table, new)
-        if step % run.save_every == 0 or step == run.steps:
-            folder.commit(step, parts.policy.save)
-        listen(rows)
-    return None
+            diverged = f"step {step}: {error}"
+            warnings.warn(diverged, stacklevel=2)
+        if rows:  # else the step itself broke off
+            rows["steps"][0] |= recorder.cost()
+            for table, new in rows.items():
+                folder.add(table, new)
+            listen(rows)
+        if diverged or step % run.save_every == 0 or step == run.steps:
+            folder.commit(step if rows else step - 1, parts.policy.save, diverged)
+        if diverged:
+            break
+    return diverged
 
 
 def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> Rows:
@@ -123,7 +132,7 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
     split = mini_batches(len(batch), run.mini_batches, derive(run.seed, SPLIT, step))
     recorder.begin(step, batch, natural, split)
     for number, index in enumerate(split):
-        part = parts.objective.weighed(batch.rows(index))
+        part = parts.objective.weighed(without_unknown(batch.rows(index)))
         recorder.before(number, part)
         with timed("update"):
             of_ratio, of_gradient = doses(run, step, number, len(split))
@@ -164,6 +173,9 @@ def routed(run: RunConfig, parts: Parts, batch: Batch, natural: Scored) -> Batch
     """
     routes = parts.source(batch, natural)
     ratio_routes = parts.ratio_source(batch, natural) if parts.ratio_source else routes
+    for trace in (routes, ratio_routes):
+        if trace is not None:
+            trace.require_known()
     if run.arm.anchor == "engine":
         old = batch.rollout_logprobs
     elif ratio_routes is None or ratio_routes is natural.routes:
@@ -182,6 +194,14 @@ def doses(run: RunConfig, step: int, update: int, updates: int) -> tuple[Dose | 
     dose = Dose(run.dial.form, size, derive(run.seed, DIAL, step))
     acts_on = run.dial.acts_on
     return dose if acts_on != "gradient" else None, dose if acts_on != "ratio" else None
+
+
+def without_unknown(part: Batch) -> Batch:
+    """A mini-batch whose part of a trace happens to know no route is live; of the whole, `routed` has seen to it."""
+    def kept(routes: RoutingTrace | None) -> RoutingTrace | None:
+        return None if routes is None or routes.coverage == 0 else routes
+
+    return replace(part, routes=kept(part.routes), ratio_routes=kept(part.ratio_routes))
 
 
 def mini_batches(rows: int, count: int, seed: int) -> list[Tensor]:
@@ -209,6 +229,9 @@ def warn_void(run: RunConfig) -> list[str]:
     found = []
     if run.mini_batches == 1 and run.dial.sigma:
         found.append("dial.sigma has no effect with one update per step: the first is given no dose.")
+    if run.dial.sigma and run.dial.form == "choice" and Use.of(run.arm.routes).name in ("old_policy", "rollout"):
+        found.append(f"arm {run.arm.name!r} replays all routes, so a dial of the form 'choice' moves none of them: "
+                     "its runs are those without a dial.")
     if run.mini_batches == 1 and run.arm.anchor == "policy":
         found.append(
             "one update per step: every importance ratio is exactly 1, so losses, clipping and replay do not differ. "

@@ -198,6 +198,39 @@ def test_a_diverged_run_keeps_its_rows_and_says_so(tmp_path, monkeypatch):
         assert "gradient norm" in folder.manifest["diverged"]
 
 
+def test_a_diverged_run_that_was_killed_before_it_said_so_is_not_trained_on(tmp_path, monkeypatch):
+    """Its last checkpoint holds weights in the middle of a step: to go on from them would train that step again."""
+    update, finish, calls = HFPolicy.update, RunFolder.finish, []
+
+    def explode(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 7:
+            raise Diverged("the gradient norm is nan")
+        return update(self, *args, **kwargs)
+
+    def killed(self, diverged=None):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HFPolicy, "update", explode)
+    monkeypatch.setattr(RunFolder, "finish", killed)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(TINY, tmp_path / "run")
+    monkeypatch.setattr(RunFolder, "finish", finish)
+    for _ in range(2):
+        assert list(carry_out(TINY, tmp_path / "run")["steps"]["step"]) == [0, 1]
+        assert len(calls) == 7
+        with RunFolder.open(tmp_path / "run", TINY.to_dict(), TINY.hash) as folder:
+            assert folder.manifest["diverged"].startswith("step 2: the gradient norm")
+
+
+def test_a_mini_batch_of_which_the_trace_knows_nothing_is_live(tmp_path):
+    """A hundredth of the pairs is replayed: some mini-batches have none."""
+    arm = Arm(name="a", routes=Use("random_share", share=0.004))
+    updates = carry_out(TINY.replace(arm=arm), tmp_path / "run")["updates"]
+    assert 0 < updates["coverage"].notna().sum() < len(updates)
+    assert (updates["coverage"].dropna() > 0).all()
+
+
 @pytest.mark.parametrize("when", ["sampling", "evaluation"])
 def test_a_run_diverges_where_its_policy_can_no_longer_be_sampled_from(tmp_path, monkeypatch, when):
     """The last update of step 2 left weights that are not finite: its evaluation meets them, or the next sampling."""
@@ -215,7 +248,7 @@ def test_a_run_diverges_where_its_policy_can_no_longer_be_sampled_from(tmp_path,
     monkeypatch.setattr(HFPolicy, "update", breaks_the_weights)
     run = TINY.replace(eval_every=2 if when == "evaluation" else 3)
     steps = carry_out(run, tmp_path / "run")["steps"]
-    assert list(steps["step"]) == ([0, 1] if when == "evaluation" else [0, 1, 2])
+    assert list(steps["step"]) == [0, 1, 2], "what was measured of a whole step is kept"
     with RunFolder.open(tmp_path / "run", run.to_dict(), run.hash) as folder:
         assert "no longer finite" in folder.manifest["diverged"]
 

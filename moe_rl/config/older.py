@@ -1,4 +1,8 @@
-"""Configurations as they were written before, so that every row of an older table can be made again."""
+"""Configurations as they were written before, so that every row of an older table can be made again.
+
+Two combinations, which no committed row has, are no longer computed as they were: truncation with routes of the ratio's
+own weighed by the wrong π_old, and a KL term scored its reference under natural routes where the arm replayed.
+"""
 
 from __future__ import annotations
 

@@ -241,7 +241,8 @@ class RunConfig:
 
     def own_code(self) -> set[str]:
         """Every `pkg.module:name` that the parts of the run name, in their options too."""
-        names = {name for _, text in leaves(self.arm) if isinstance(text, str) for name in NAMED.findall(text)}
+        texts = [text for key, text in leaves(self.arm) if key != "name" and isinstance(text, str)]
+        names = {name for text in texts for name in NAMED.findall(text)}
         task = Use.of(self.task).name
         return names | ({task} if ":" in task and task.partition(":")[0] not in WITH_ARGUMENT else set())
 

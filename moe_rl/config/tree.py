@@ -55,6 +55,9 @@ def changed(node: Any, key: str, value: Any, name: str = "a run") -> Any:
         return {**node, key: value}
     if isinstance(node, Use) and key.startswith("options."):
         return Use(node.name, **{**node.options, key.removeprefix("options."): value})
+    if isinstance(node, Use):
+        raise ConfigError(f"{name} has no setting {key!r}: give another {name} as a whole, or one of its options as "
+                          f"{name}.options.NAME")
     head, _, tail = key.partition(".")
     known = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
     if head not in known:

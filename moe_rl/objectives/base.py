@@ -52,7 +52,7 @@ class LossInputs:
         """
         difference = self.logprobs - self.old_logprobs.detach()
         if self.ratio_logprobs is not None:
-            difference = self.ratio_logprobs - self.old_logprobs.detach() + self.logprobs - self.logprobs.detach()
+            difference = self.ratio_logprobs - self.old_logprobs.detach() + (self.logprobs - self.logprobs.detach())
         return torch.where(self.mask, difference, 0)
 
 

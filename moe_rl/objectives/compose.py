@@ -89,15 +89,30 @@ def objective_of(arm: Arm) -> Objective:
         corrections=tuple(lookup("correction", part, CORRECTIONS) for part in arm.corrections),
         terms={_term(part): lookup("term", part, TERMS) for part in arm.terms},
     )
+    given = {"reference": "ref_logprobs", "entropy": "entropy"}
+    names = ("logprobs", "old_logprobs", "rollout_logprobs", *(given[need] for need in objective.needs & set(given)))
     mask, some = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1)
-    inputs = dict.fromkeys(("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy"), some)
-    objective.of(LossInputs(**inputs, mask=mask, advantages=some, weights=objective.aggregate(mask)))
+    try:
+        weights = objective.aggregate(mask)
+        found = objective.of(LossInputs(**dict.fromkeys(names, some), mask=mask, advantages=some, weights=weights))
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"arm {arm.name!r}: a part failed when it was tried on one token ({error}). Is an option of "
+                          "another type? One that reads the entropy or the reference is marked with "
+                          "moe_rl.lookup.needs('entropy') or ('reference').") from error
+    if taken := [name for name in found.metrics if not name.startswith(("own_", "term_"))]:
+        raise ConfigError(f"arm {arm.name!r}: its loss gives the metrics {', '.join(taken)}, which could be the names "
+                          "of measured columns; let them begin with own_")
     return objective
 
 
 def advantage_of(arm: Arm) -> Callable[..., Tensor]:
     """What makes advantages of an arm's rewards. Raises ConfigError for a name or option that is not there."""
-    return lookup("advantage", arm.advantage, ADVANTAGES)
+    advantage = lookup("advantage", arm.advantage, ADVANTAGES)
+    shape = tuple(advantage(torch.tensor([0.0, 1.0]), torch.tensor([0, 0])).shape)
+    if shape[:1] != (2,) or len(shape) > 2:
+        raise ConfigError(f"the advantage {arm.advantage} gives shape {shape} for two rewards: it needs (batch,), or "
+                          "(batch, time) where one per token is meant")
+    return advantage
 
 
 def policy_loss(
@@ -134,8 +149,10 @@ def policy_loss(
 def _check_arm(arm: Arm) -> None:
     """Refuse combinations that make no sense, and say which are void."""
     loss = Use.of(arm.loss)
-    high, low = (loss.options.get(bound, 0.0) for bound in ("clip_high", "clip_low"))
-    if loss.name in SEQUENCE_LEVEL and max(high, low) >= 0.1:
+    options = (getattr(LOSSES.get(loss.name), "__kwdefaults__", None) or {}) | dict(loss.options)
+    high, low = (options.get(bound, 0.0) for bound in ("clip_high", "clip_low"))
+    of_sequences = loss.name in SEQUENCE_LEVEL or (loss.name == "crossed" and options.get("clip") == "sequence")
+    if of_sequences and all(isinstance(x, int | float) for x in (high, low)) and max(high, low) >= 0.1:
         warnings.warn(
             f"arm {arm.name!r}: the clip range {low:g}/{high:g} never clips the sequence-level ratio of "
             f"{loss.name}, a mean over tokens that stays within a few percent of 1, so nothing bounds its updates; "
@@ -147,6 +164,8 @@ def _check_arm(arm: Arm) -> None:
             f"arm {arm.name!r}: truncated weighs the trainer's π_old against the engine, but anchor='engine' takes the "
             "engine's log-probs for π_old: every weight is 1. Choose one of the two."
         )
+    if len(set(map(str, arm.corrections))) < len(arm.corrections):
+        raise ConfigError(f"arm {arm.name!r} has a correction twice: {', '.join(map(str, arm.corrections))}")
     names = [_term(part) for part in arm.terms]
     if len(set(names)) < len(names):
         raise ConfigError(f"arm {arm.name!r} has a term twice: {', '.join(names)}")

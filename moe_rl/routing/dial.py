@@ -27,7 +27,8 @@ class Dose:
     part. `choice`: the experts are those of the moved router, their gates those of W, so that sets alone move, and
     replay is exactly immune."""
     size: float
-    """In standard deviations of each router matrix; 0 is no dose."""
+    """In standard deviations of each router matrix; 0 is no dose. In bfloat16 doses below .01 are rounded away in part.
+    Adapters on a router are matrices of their own."""
     seed: int
     """Of the direction u: standard normal, one per router matrix, the same for all weights that W has had."""
 
@@ -45,8 +46,12 @@ def disturbed(model: nn.Module, dose: Dose | None) -> Iterator[None]:
         if dose.form == "choice":
             scope.enter_context(hooked(sites, "moved", partial(moved, dose=dose)))
         else:
+            weights: set[int] = set()
             for index, site in enumerate(sites):
-                scope.enter_context(moved(site, index, dose=dose))
+                own = {id(matrix) for matrix in router_matrices(site)}
+                if not own & weights:  # sites may share theirs
+                    scope.enter_context(moved(site, index, dose=dose))
+                weights |= own
         yield
 
 

@@ -36,6 +36,8 @@ class Replay:
     """Share of (token, site) pairs that are forced; the rest routes freely."""
     free: Integer[Tensor, " rows"]
     """Tokens, batch-major, of which some site's route is unknown; padding among them."""
+    partial: bool
+    """Whether some of them are real tokens."""
     pending: set[CheckpointedForward] = field(default_factory=set)
     """Forwards of checkpointed layers whose recomputation is still to come."""
     _own: dict[int, Tensor] = field(default_factory=dict)
@@ -43,8 +45,9 @@ class Replay:
 
     @staticmethod
     def of(trace: RoutingTrace) -> Replay:
-        free = (~trace.known.all(-1)).flatten().nonzero()[:, 0]
-        return Replay(trace, trace.coverage, free)
+        unknown = ~trace.known.all(-1)
+        partial = bool((unknown & trace.attention_mask).any())
+        return Replay(trace, trace.coverage, unknown.flatten().nonzero()[:, 0], partial)
 
     @property
     def ran(self) -> bool:

@@ -112,14 +112,11 @@ class SiteForward(StandIn):
             return self.original(*args, **kwargs)
         replay = self.replay
         again = self.recomputed[-1].ids[self.index] if self.recomputed else None
-        if self.moved and replay is None and again is None:
-            elsewhere = self.selection(self.spec, self.index, None, None)
-            with torch.no_grad(), self.moved[-1](self.spec, self.index), elsewhere:
-                self.original(*args, **kwargs)
-            elsewhere.require_complete()
-            assert elsewhere.used is not None  # now that it is complete
-            again = elsewhere.used.clone()
-        with self.selection(self.spec, self.index, replay, again) as seen:
+        seen: Any = self.selection(self.spec, self.index, replay, again)
+        if self.moved and again is None and (replay is None or replay.partial):
+            seen.moved = self._choice_when_moved(*args, **kwargs)
+            seen.again = seen.moved if replay is None else None
+        with seen:
             output = self.original(*args, **kwargs)
         seen.require_complete()
         if not recomputing():
@@ -128,6 +125,18 @@ class SiteForward(StandIn):
             for listen in self.listeners:
                 listen(self.index, seen.used, seen.choice, output)
         return output
+
+    def _choice_when_moved(self, *args: Any, **kwargs: Any) -> Integer[Tensor, "tokens k"]:
+        """What the moved router picks from the same hidden states."""
+        if self.spec.by_maxima:
+            raise RoutingError(f"{self.spec.site.name} ({type(self.spec.module).__name__}) weighs within a band below "
+                               "its own maximum, so its choice cannot be moved alone; use dial.form='weights'.")
+        seen = self.selection(self.spec, self.index, None, None)
+        with torch.no_grad(), self.moved[-1](self.spec, self.index), seen:
+            self.original(*args, **kwargs)
+        seen.require_complete()
+        assert seen.used is not None  # now that it is complete
+        return seen.used.clone()
 
 
 class Selection(TorchFunctionMode):
@@ -140,6 +149,8 @@ class Selection(TorchFunctionMode):
         self.spec, self.index, self.replay = spec, index, replay
         self.again = again
         """Ids to use: in a recomputation those of its forward, under a dose of choice those of the moved router."""
+        self.moved: Tensor | None = None
+        """Under a dose of choice: ids for tokens that route freely under replay."""
         self.hits = 0
         self.used: Integer[Tensor, "tokens k"] | None = None
         """The ids that go to the experts."""
@@ -188,7 +199,8 @@ class Selection(TorchFunctionMode):
         ids = replay.ids(self.index, flat) if self.again is None else self.again
         free = replay.free.to(flat.device)
         if len(free) and self.again is None:
-            ids[free] = torch.where(ids[free] < 0, select(flat[free]), ids[free])
+            freely = select(flat[free]) if self.moved is None else self.moved[free]
+            ids[free] = torch.where(ids[free] < 0, freely, ids[free])
         if self.again is None:  # at once: later would mean to keep the scores of every site
             self.own = select(flat)
         self.used = ids

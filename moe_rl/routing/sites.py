@@ -101,7 +101,8 @@ def router_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def router_matrices(site: RoutingModule) -> list[nn.Parameter]:
     """What one site multiplies hidden states with to get its scores; biases and experts beside it are left out."""
-    return [p for name, p in site.module.named_parameters() if "experts" not in name and p.dim() > 1]
+    return [p for name, p in site.module.named_parameters() if "experts" not in name and p.dim() > 1
+            and not name.endswith("bias")]
 
 
 def plain_name(name: str) -> str:

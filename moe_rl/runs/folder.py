@@ -30,6 +30,8 @@ from moe_rl.errors import RunError
 from moe_rl.runs.inputs import digest, inputs_of, merged
 from moe_rl.runs.versions import code_version, git_state, package_versions
 
+DIVERGED = "diverged"
+"""The file of a commit that says how the run diverged."""
 ENDED = ("finished", "diverged")
 """States of a run that is not run again."""
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -94,11 +96,18 @@ class RunFolder:
         commits.check_rows(table, rows)
         self._rows[table] += rows
 
-    def commit(self, step: int, save: Callable[[Path], None]) -> None:
+    def diverged(self) -> str | None:
+        """How the run diverged, where its last commit says so: then there is nothing to go on with."""
+        commit = latest_commit(self.path)
+        marker = None if commit is None else commit / DIVERGED
+        return marker.read_text() if marker is not None and marker.exists() else None
+
+    def commit(self, step: int, save: Callable[[Path], None], diverged: str | None = None) -> None:
         """The rows added since the last commit and the checkpoint of `step`, in one atomic change.
 
-        `save` writes the checkpoint into the folder it gets. A kill at any instant leaves either the previous commit or
-        this one. A step that is committed already is left as it is.
+        `save` writes the checkpoint into the folder it gets; `diverged` says that its weights are those in which a
+        later step broke off. A kill at any instant leaves either the previous commit or this one. A step that is
+        committed already is left as it is.
         """
         folder = self.path / "commit"
         aside, final = folder / f".tmp-{step}", folder / f"step={step:06d}"
@@ -106,6 +115,8 @@ class RunFolder:
             return
         (aside / "checkpoint").mkdir(parents=True)
         save(aside / "checkpoint")
+        if diverged is not None:
+            (aside / DIVERGED).write_text(diverged)
         for file in aside.rglob("*"):
             fsync(file)
         fsync(aside)
@@ -136,10 +147,12 @@ class RunFolder:
         seconds = sum(s or 0 for s in rows["seconds_step"].to_pylist()) if "seconds_step" in rows.column_names else None
         self.manifest |= {"finished": self.step, "finished_at": time.time(), "seconds": seconds,
                           "checkpoint": digest(commit / "checkpoint")}
+        self.manifest.pop("diverged", None)
         if diverged is not None:
             self.manifest["diverged"] = diverged
         write_json(self.path / "manifest.json", self.manifest)
         commits.drop_parts(self.path)
+        commits.drop_commits(self.path, but=commit)  # a kill may have left an earlier one
 
 
 def check(path: Path, config: Mapping[str, Any], hash: str) -> None:

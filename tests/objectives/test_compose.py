@@ -187,3 +187,34 @@ def test_the_same_routes_for_both_are_no_routes_of_its_own(name):
         found.append((output.loss, torch.autograd.grad(output.loss, x.logprobs)[0], output.clipped_by))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, **TIGHT)
+
+
+def reads_entropy(x: LossInputs, *, coef: float) -> torch.Tensor:
+    return -coef * (x.weights * x.entropy).sum()
+
+
+def takes_a_column(x: LossInputs) -> LossOutput:
+    return replace(grpo(x), metrics={"loss": 5.0})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"terms": (Use(f"{__name__}:reads_entropy", coef=0.1),)}, r"needs\('entropy'\)"),
+        ({"loss": f"{__name__}:takes_a_column"}, "the metrics loss, which could be"),
+        ({"loss": Use("grpo", clip_low="0.2")}, "an option of another type"),
+        ({"terms": (Use("kl", coef="0.2"),)}, "an option of another type"),
+        ({"corrections": ("truncated", "truncated")}, "a correction twice"),
+    ],
+)
+def test_parts_that_would_go_wrong_silently_or_late_are_refused_at_once(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        objective_of(Arm(name="a", **settings))
+
+
+def test_the_ratio_of_routes_of_its_own_is_exact():
+    x = torch.tensor([[-17.0]], requires_grad=True)
+    ones = torch.ones(1, 1)
+    inputs = LossInputs(logprobs=x, old_logprobs=-1 - 1e-4 * ones, ratio_logprobs=-ones, mask=ones.bool(),
+                        advantages=ones, weights=ones)  # fmt: skip
+    assert inputs.log_ratio.item() == (-ones - (-1 - 1e-4 * ones)).item()

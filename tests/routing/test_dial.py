@@ -135,3 +135,30 @@ def test_a_direction_has_the_spread_of_its_weights_and_is_the_seeds_own(tokens):
 def test_a_dense_model_has_nothing_to_move():
     with pytest.raises(RoutingError, match="routing site"), disturbed(torch.nn.Linear(2, 2), Dose("weights", 1.0, 0)):
         pass
+
+
+def test_tokens_that_route_freely_under_replay_take_the_choice_of_the_moved_router(tokens):
+    """Every other token is replayed: the others' first site picks what a moved router picks without any replay."""
+    model, dose = build("qwen3_moe"), Dose("choice", 1.0, 7)
+    _, natural = forward(model, tokens)
+    with disturbed(model, dose):
+        _, everywhere = forward(model, tokens)
+    every_other = torch.arange(tokens.shape[1]) % 2 == 0
+    half = natural.only(every_other[None, :, None].expand(natural.shape[:3]))
+    with torch.no_grad(), disturbed(model, dose), replay_routing(model, half), record_routing(model) as recording:
+        model(tokens)
+    used, replayed, moved_ids = (trace.ids()[:, :, 0] for trace in (recording.trace(tokens), natural, everywhere))
+    assert torch.equal(used[:, every_other], replayed[:, every_other])
+    assert torch.equal(used[:, ~every_other], moved_ids[:, ~every_other])
+    assert not torch.equal(used[:, ~every_other], replayed[:, ~every_other])
+
+
+def test_a_weight_that_two_sites_share_is_moved_once_and_biases_never(tokens):
+    model = build("qwen3_moe")
+    first, second = (site.module for site in find_sites(model)[:2])
+    second.weight = first.weight
+    before = first.weight.detach().clone()
+    with disturbed(model, Dose("weights", 1.0, 7)):
+        u = directions([before], 7, 0)[0]
+        torch.testing.assert_close(first.weight.detach(), before + before.std() * u)
+    assert torch.equal(first.weight, before)
