@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.config import RunConfig
-from moe_rl.errors import ConfigError, Diverged
+from moe_rl.errors import ConfigError, Diverged, RunError
 from moe_rl.evaluate import evaluate
 from moe_rl.lookup import Use, needs_of
 from moe_rl.objectives import Objective
@@ -90,7 +90,11 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
         return diverged
     start, checkpoint = folder.latest()
     if checkpoint is not None:
-        parts.policy.load(checkpoint)
+        try:
+            parts.policy.load(checkpoint)
+        except Exception as error:  # of safetensors, torch or Megatron: each has its own
+            raise RunError(f"the checkpoint {checkpoint} cannot be read ({error}): restore it from a copy, or remove "
+                           "the run and start it again") from error
     parts.engine.load(parts.policy.weights())
     if checkpoint is None:
         before = [{"step": 0, **evaluated(run, parts)}]

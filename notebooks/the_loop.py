@@ -124,4 +124,6 @@ def main(method: str = "grpo", steps: int = 30, seed: int = 0) -> list[dict[str,
 
 
 if __name__ == "__main__":
+    if not set(sys.argv[1:2]) <= set(METHODS) or not all(number.isdigit() for number in sys.argv[2:3]):
+        sys.exit(__doc__)
     main(*sys.argv[1:2], *map(int, sys.argv[2:3]))

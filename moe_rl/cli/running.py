@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     from moe_rl import ranks
     from moe_rl.results import printed
     from moe_rl.study.declaration import QUICK_STEPS, Study, load_study_file, parse_settings, write_declaration
-    from moe_rl.study.workers import at_a_time, preflight, run_study
+    from moe_rl.study.workers import at_a_time, preflight, run_study, unfinished
     from moe_rl.terminal import say
 
     jobs, console = at_a_time(options.jobs), Console(quiet=ranks.rank() > 0)
@@ -75,7 +75,10 @@ def run(options: argparse.Namespace) -> int:
         say(console, ("warning", "yellow"), f" {caution}", wrap=True)
     if options.dry_run:
         return 0
-    ranks.from_rank_0(lambda: write_declaration(study, options.out))
+    ranks.from_rank_0(lambda: unfinished(planned, options.mix_code))  # what refuses, refuses before anything is written
+    if changed := ranks.from_rank_0(lambda: write_declaration(study, options.out)):
+        say(console, ("warning", "yellow"), f" {options.out / study.name} held runs of a declaration with another "
+            f"{', '.join(changed)}: from now on the new one is shown. Two studies need two names.", wrap=True)
     failures = run_study(study, planned, cache=options.out / ".cache", jobs=jobs, mix_code=options.mix_code,
                          console=console)
     if ranks.launched():

@@ -106,6 +106,7 @@ def diff(options: argparse.Namespace) -> int:
 def _collected_runs(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     from moe_rl.runs.frames import collected
 
-    frames = collected(folder)
-    return [] if frames is None else [(folder / run.path, {"state": run.state, "step": run.step, "steps": run.steps})
-                                      for run in frames.runs.itertuples()]
+    below = [folder] if collected(folder) else sorted(file.parent for file in folder.glob("*/runs.parquet"))
+    tables = [(study, collected(study)) for study in below]
+    return [(study / run.path, {"state": run.state, "step": run.step, "steps": run.steps})
+            for study, frames in tables if frames is not None for run in frames.runs.itertuples()]

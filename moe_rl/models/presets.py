@@ -77,8 +77,12 @@ def skeleton(model_config: ModelConfig, trust_remote_code: bool = False) -> PreT
     from transformers import AutoModelForCausalLM
 
     config, (_, dtype) = hf_config(model_config, trust_remote_code), placement(model_config)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=dtype).eval()
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=dtype).eval()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"no model can be built of {model_config.name!r} with the overrides "
+                          f"{dict(model_config.overrides)!r}: {error}") from error
 
 
 def placement(model_config: ModelConfig) -> tuple[torch.device, torch.dtype]:

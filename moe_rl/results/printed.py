@@ -66,6 +66,10 @@ def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfin
         frames = frames.select(only)
     for text in frames.left_out:
         say(console, ("left out", "yellow"), f" {text}")
+    names = {arm["name"] for arm in declared["arms"]} or set(frames.runs["arm"])
+    for arm, part in frames.runs.groupby("arm", sort=False):
+        if arm not in names:
+            say(console, ("not declared", "yellow"), f" {arm}: {len(part)} finished runs are in no table and no figure")
     for table in study_tables(frames, declared, cells=cells):
         print_table(console, table)
     draw_figures(console, frames, declared, folder / "figures", cells=cells)

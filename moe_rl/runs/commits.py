@@ -93,6 +93,9 @@ def read_rows(path: Path, name: str, finished: int | None, *, beyond: bool = Tru
     committed after that step is left out. Raises RunError for a damaged file.
     """
     whole, commit = path / f"{name}.parquet", latest_commit(path)
+    if finished is not None and name == "steps" and not whole.exists():
+        raise RunError(f"{whole} is missing, although the run has finished; restore it from a copy, or remove {path} "
+                       "and run it again")
     # By rows, not by files alone: a kill may fall between the publishing of two tables, or of tables and manifest.
     step, pieces, start = pc.field("step"), [], -1
     if finished is not None and whole.exists():

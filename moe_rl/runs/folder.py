@@ -83,9 +83,17 @@ class RunFolder:
         return last_step(self.path)
 
     def latest(self) -> tuple[int, Path | None]:
-        """The step of the last commit and the folder of its checkpoint. (0, None) before the first."""
+        """The step of the last commit and the folder of its checkpoint. (0, None) before the first.
+
+        Raises RunError for the checkpoint of a finished run that is no longer what its manifest says.
+        """
         commit = latest_commit(self.path)
-        return self.step, None if commit is None else commit / "checkpoint"
+        if commit is None:
+            return 0, None
+        if self.manifest.get("finished") == self.step and digest(commit / "checkpoint") != self.manifest["checkpoint"]:
+            raise RunError(f"{commit / 'checkpoint'} is not what the run finished with: a file was damaged or replaced. "
+                           f"Restore it from a copy, or remove {self.path} and run it again")
+        return self.step, commit / "checkpoint"
 
     def add(self, table: str, rows: Iterable[Row]) -> None:
         """Rows for the next commit; their `step` is later than that of the last one.
@@ -174,7 +182,10 @@ def check(path: Path, config: Mapping[str, Any], hash: str) -> None:
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """The run's manifest, or None where there is none. Raises RunError for a file that is not one."""
-    return read_json(path / "manifest.json", ("hash", "config", "code"))
+    manifest = read_json(path / "manifest.json", ("hash", "config", "code"))
+    if manifest is not None and not (isinstance(manifest["config"], dict) and isinstance(manifest["code"], list)):
+        raise RunError(f"{path / 'manifest.json'} is damaged: restore it from a copy, or remove {path}")
+    return manifest
 
 
 def state(path: Path, steps: int | None = None) -> dict[str, Any]:
@@ -186,7 +197,9 @@ def state(path: Path, steps: int | None = None) -> dict[str, Any]:
     """
     manifest, progress = read_manifest(path), {"step": last_step(path)}
     with contextlib.suppress(RunError):  # it is not fsynced, so a power cut may leave half of one
-        progress = read_json(path / "progress.json", ("step",)) or progress
+        found = read_json(path / "progress.json", ("step",)) or progress
+        numbers = [found.get(key) for key in ("step", "updated", "reward", "seconds_per_step")]
+        progress = found if all(isinstance(n, int | float | None) for n in numbers) else progress
     if manifest is None:
         return {**progress, "state": "waiting", "steps": steps}
     steps = steps or manifest["config"]["steps"]
@@ -265,7 +278,8 @@ def read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
     except (json.JSONDecodeError, UnicodeDecodeError):
         content = None
     if not isinstance(content, dict) or not set(keys) <= set(content):
-        raise RunError(f"{file} is damaged or was not written by moe_rl; nothing was touched: choose another --out")
+        raise RunError(f"{file} is damaged or was not written by moe_rl; nothing was touched: remove it, or choose "
+                       "another folder")
     return content
 
 

@@ -107,9 +107,12 @@ def collected(root: Path) -> Frames | None:
     folder = next((f for f in folders if (f / "runs.parquet").exists()), None)
     if folder is None:
         return None
+    if not (folder / "steps.parquet").exists():
+        raise RunError(f"{folder / 'steps.parquet'} is missing beside runs.parquet; restore it from a copy, or collect "
+                       "the study again")
     tables = {name: pd.DataFrame(columns=[*LABELS, *keys]) for name, keys in TABLES.items()}
     for name in ("runs", *TABLES):
-        if name == "runs" or (folder / f"{name}.parquet").exists():  # a table may be younger than the folder
+        if name in ("runs", "steps") or (folder / f"{name}.parquet").exists():  # others may be younger than the folder
             frame = read_parquet(folder / f"{name}.parquet").to_pandas()
             tables[name] = frame.astype({c: "float64" for c in frame.select_dtypes("float32")})
     frames = Frames(tables.pop("runs"), tables)

@@ -8,10 +8,12 @@ A user's own file does the same from anywhere: `moe-rl run my_study.py`. No torc
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import itertools
+import json
 import re
 import sys
 import traceback
@@ -152,13 +154,24 @@ def folder_name(kind: str, label: Any, out: Path) -> str:
     return label
 
 
-def write_declaration(study: Study, out: Path) -> None:
-    """Write `study.json` beside the study's runs: what their tables alone do not say."""
+def write_declaration(study: Study, out: Path) -> list[str]:
+    """Write `study.json` beside the study's runs: what their tables alone do not say. Returns what an earlier one said
+    otherwise of the question and of how it is answered."""
     keys = ("name", "question", "hypothesis", "figures", "endpoint", "contrasts", "decision_rule", "differs_from_paper",
             "caution", "cost", "seeds", "factors", "cells", "trainer")
     content = {k: getattr(study, k) for k in keys} | {"arms": [{"name": arm.name} for arm in study.arms]}
     (out / study.name).mkdir(parents=True, exist_ok=True)
+    before = content
+    with contextlib.suppress(RunError):  # a damaged one is written anew
+        before = runs.read_json(out / study.name / DECLARATION, ()) or content
+    asked = ("question", "arms", "endpoint", "contrasts", "decision_rule")
+    changed = [k for k in asked if _json(before.get(k)) != _json(content[k])]
     runs.write_json(out / study.name / DECLARATION, content)
+    return changed
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
 def read_declaration(folder: Path) -> dict[str, Any]:
@@ -180,6 +193,9 @@ def load_study_file(source: str) -> Study:
         if path.suffix == ".py":
             if not path.is_file():
                 raise ConfigError(f"there is no study file {source}; see `ls studies` or name a module")
+            if path.stem in sys.stdlib_module_names or path.stem == __package__.partition(".")[0]:
+                raise ConfigError(f"the study file {source} has the name of the module {path.stem!r}, which others "
+                                  "would then import from it: rename the file")
             sys.path.insert(0, str(path.resolve().parent))
             spec = importlib.util.spec_from_file_location(path.stem, path)
             assert spec is not None and spec.loader is not None, "a file of Python has both"
@@ -190,8 +206,8 @@ def load_study_file(source: str) -> Study:
             module = importlib.import_module(source)
     except ConfigError:
         raise
-    except Exception as error:
-        line = traceback.extract_tb(error.__traceback__)[-1]
+    except (Exception, SystemExit) as error:
+        line = error if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)[-1]
         where = f"{line.filename}:{line.lineno}: " if path.suffix == ".py" else ""
         raise ConfigError(f"the study {source} cannot be imported: {where}{type(error).__name__}: {error}") from error
     study = getattr(module, "study", None)

@@ -69,7 +69,11 @@ def outside_code(configs: Iterable[RunConfig], trainer: str) -> list[str]:
 def _planned(row: Any, out: Path) -> Planned:
     config = RunConfig.from_dict(json.loads(row.config))
     check_values(config)
-    return Planned(path_of(out, row.study, row.arm, row.factors, row.seed), config)
+    path = path_of(out, row.study, row.arm, row.factors, row.seed)
+    if (config.seed, config.arm.name) != (row.seed, row.arm):
+        raise ConfigError(f"the row of arm {row.arm!r}, seed {row.seed}, holds the configuration of arm "
+                          f"{config.arm.name!r}, seed {config.seed}: somebody has edited one of them")
+    return Planned(path, config)
 
 
 def _make_importable(code: list[str], tables: Path) -> None:

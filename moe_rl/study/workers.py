@@ -58,14 +58,9 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
     step: then no further run is started, since it would most likely fail alike. A diverged run is no failure. Under
     torchrun all ranks carry out one run after the other, and the first error ends the job.
     """
-    def unfinished() -> list[bool]:
-        for p in planned:
-            runs.check(p.path, p.config.to_dict(), p.config.hash)
-            check_code(p.path, mix_code)
-        return [runs.state(p.path, p.config.steps)["state"] not in runs.ENDED for p in planned]
-
     console, jobs = console or Console(), at_a_time(jobs)
-    waiting = [p for p, left in zip(planned, ranks.from_rank_0(unfinished), strict=True) if left]
+    left = ranks.from_rank_0(lambda: unfinished(planned, mix_code))
+    waiting = [p for p, is_left in zip(planned, left, strict=True) if is_left]
     how = f"{ranks.world()} ranks each" if ranks.launched() else f"{min(jobs, len(waiting))} at a time"
     say(console, f"{study.name}: {len(planned)} runs, {len(planned) - len(waiting)} finished, {how}")
     if ranks.launched():
@@ -93,6 +88,15 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
             process.kill()  # runs survive it, and it cannot be ignored
             process.wait()
     return failures
+
+
+def unfinished(planned: Sequence[Planned], mix_code: bool) -> list[bool]:
+    """Which runs are still to be carried out. Raises RunError for a folder that holds another run, or one of other
+    code or data unless `mix_code`; nothing is touched then."""
+    for p in planned:
+        runs.check(p.path, p.config.to_dict(), p.config.hash)
+        check_code(p.path, mix_code)
+    return [runs.state(p.path, p.config.steps)["state"] not in runs.ENDED for p in planned]
 
 
 def run_together(study: Study, planned: Sequence[Planned], waiting: Sequence[Planned], cache: Path,

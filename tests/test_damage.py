@@ -1,0 +1,147 @@
+"""What somebody else did to files: said with the file's name, before anything is computed or overwritten."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from moe_rl.errors import ConfigError, RunError
+from moe_rl.results.printed import print_study
+from moe_rl.runs import folder as runs
+from moe_rl.runs.folder import RunFolder
+from moe_rl.runs.frames import load_study
+from moe_rl.study.collect import collect
+from moe_rl.study.declaration import load_study_file, read_declaration, write_declaration
+from moe_rl.study.rerun import rerun
+from moe_rl.study.workers import run_study
+from tests.fake_study import study
+from tests.test_trainer import TINY, carry_out
+
+STUDY = replace(study, seeds=(0,), trainer="tests.fake_study:train", base=study.base.replace(steps=4))
+
+
+@pytest.fixture
+def out(tmp_path):
+    write_declaration(STUDY, tmp_path)
+    assert not run_study(STUDY, STUDY.runs(tmp_path), cache=tmp_path / ".cache")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """A run of four steps, extended to six and not yet gone on with."""
+    path = tmp_path_factory.mktemp("half") / "run"
+    carry_out(TINY, path)
+    return path
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
+@pytest.mark.parametrize("damage", ["cut", "flip"])
+def test_a_checkpoint_that_is_not_what_the_run_finished_with_is_refused(half, tmp_path, file, damage):
+    path = tmp_path / "run"
+    shutil.copytree(half, path)
+    (damaged,) = path.glob(f"commit/*/checkpoint/{file}")
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 255
+    damaged.write_bytes(bytes(content[:500]) if damage == "cut" else bytes(content))
+    with pytest.raises(RunError, match="checkpoint is not what the run finished with"):
+        carry_out(TINY.replace(steps=6), path)
+
+
+def test_a_damaged_checkpoint_of_an_unfinished_run_is_named(half, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(half, path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != "finished"}))
+    (damaged,) = path.glob("commit/*/checkpoint/model.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:500])
+    with pytest.raises(RunError, match="the checkpoint .*checkpoint cannot be read"):
+        carry_out(TINY.replace(steps=6), path)
+
+
+def test_a_finished_run_without_its_steps_is_an_error_and_no_run_without_collapse(out):
+    next(out.glob("fake/grpo/*/seed=0/steps.parquet")).unlink()
+    with pytest.raises(RunError, match="steps.parquet is missing, although the run has finished"):
+        load_study(out / "fake")
+
+
+def test_collected_tables_without_steps_are_an_error(out):
+    collect(out / "fake", out / "tables")
+    (out / "tables" / "steps.parquet").unlink()
+    with pytest.raises(RunError, match="steps.parquet is missing beside runs.parquet"):
+        load_study(out / "tables")
+
+
+def test_a_progress_of_words_hides_no_run(out):
+    path = next(out.glob("fake/grpo/*/seed=0"))
+    (path / "progress.json").write_text('{"step": "four", "updated": "yesterday"}')
+    assert runs.state(path)["state"] == "finished"
+
+
+def test_a_manifest_of_other_things_is_named(out):
+    path = next(out.glob("fake/grpo/*/seed=0"))
+    (path / "manifest.json").write_text('{"hash": "x", "config": "x", "code": []}')
+    with pytest.raises(RunError, match="manifest.json is damaged"):
+        runs.state(path)
+
+
+def test_a_study_of_another_question_under_the_same_name_is_said(out, capsys):
+    asked = replace(STUDY, question="another", arms=STUDY.arms[:1], contrasts=())
+    assert write_declaration(asked, out) == ["question", "arms"]
+    assert write_declaration(asked, out) == []
+    from rich.console import Console
+
+    print_study(Console(width=200), out / "fake")
+    assert "not declared grpo-replay: 1 finished runs are in no table" in capsys.readouterr().out
+
+
+def test_a_refused_run_overwrites_nothing(out, tmp_path, capsys):
+    from moe_rl import cli
+
+    before = read_declaration(out / "fake")
+    manifest = next(out.glob("fake/grpo/*/seed=0/manifest.json"))
+    manifest.write_text(manifest.read_text().replace('"hash": "', '"hash": "f'))
+    file = tmp_path / "mine_of_that_name.py"
+    file.write_text("from dataclasses import replace\nfrom tests.test_damage import STUDY\n"
+                    "study = replace(STUDY, question='another')\n")
+    assert cli.main(["run", str(file), "--out", str(out)]) == 2
+    assert "nothing was overwritten" in capsys.readouterr().err
+    assert read_declaration(out / "fake") == before
+
+
+def test_a_row_whose_labels_are_not_its_configurations_is_not_run(out, tmp_path):
+    from rich.console import Console
+
+    collect(out / "fake", out / "tables")
+    rows = pd.read_parquet(out / "tables" / "runs.parquet")
+    rows["config"] = rows["config"].str.replace('"seed": 0', '"seed": 77')
+    rows.to_parquet(out / "tables" / "runs.parquet")
+    with pytest.raises(ConfigError, match="holds the configuration of arm .* seed 77"):
+        rerun(out / "tables", tmp_path / "again", jobs=1, console=Console(quiet=True), trusted=lambda code: True)
+
+
+@pytest.mark.parametrize("name", ["types", "moe_rl"])
+def test_a_study_file_that_would_hide_a_module_is_refused(tmp_path, name):
+    (tmp_path / f"{name}.py").write_text("study = 1\n")
+    with pytest.raises(ConfigError, match="has the name of the module"):
+        load_study_file(str(tmp_path / f"{name}.py"))
+
+
+@pytest.mark.parametrize("text, message", [("import sys; sys.exit(3)", "SystemExit: 3"), ("x = (", "own.py:1: Syntax")])
+def test_a_study_file_that_ends_the_program_or_is_no_python_is_named(tmp_path, text, message):
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_study_file(str(tmp_path / "own.py"))
+
+
+def test_the_folder_of_a_run_that_diverged_and_then_finished_no_longer_says_so(tmp_path):
+    with RunFolder.open(tmp_path / "run", TINY.to_dict(), TINY.hash) as folder:
+        folder.add("steps", [{"step": 0, "eval_n": 1}])
+        folder.commit(0, lambda path: None)
+        folder.finish("step 1: the gradient norm is nan")
+        folder.finish()
+        assert "diverged" not in folder.manifest
