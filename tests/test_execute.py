@@ -31,6 +31,7 @@ REFUSED = [
     ({"task": "runing_sums"}, "no task is called 'runing_sums'"),
     ({"policy": "megatorn"}, "no policy is called 'megatorn'"),
     ({"engine": EngineConfig(routes="off"), **arm(routes="rollout")}, "asks for none"),
+    ({"engine": EngineConfig(routes="off"), **arm(ratio_routes="rollout")}, "asks for none"),
     ({"model": ModelConfig(name="no/such/checkpoint")}, "no/such/checkpoint"),
     ({"mini_batches": 17}, "17 mini-batches cannot be cut from 16"),
 ]

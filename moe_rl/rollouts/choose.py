@@ -40,7 +40,8 @@ def check_engine(run: RunConfig) -> None:
         raise ConfigError(f"engine.name='vllm', but vLLM is not installed here; {INSTALL}")
     if engine.routes not in ROUTES:
         raise ConfigError(f"engine.routes={engine.routes!r}: choose {', '.join(ROUTES)}.")
-    if engine.routes == "off" and Use.of(run.arm.routes).name == "rollout":
+    replayed = {Use.of(routes).name for routes in (run.arm.routes, run.arm.ratio_routes) if routes is not None}
+    if engine.routes == "off" and "rollout" in replayed:
         raise ConfigError("routes='rollout' replays the engine's routes, but engine.routes='off' asks for none.")
     if engine.dtype is not None and not isinstance(getattr(torch, engine.dtype, None), torch.dtype):
         raise ConfigError(f"engine.dtype={engine.dtype!r} is no dtype of torch; use bfloat16 or float32.")
