@@ -86,3 +86,8 @@ def test_settings_that_no_dial_has_are_refused():
     assert any("no effect" in text for text in check(RUN.replace(mini_batches=1, **{"dial.sigma": 1.0})))
     with pytest.raises(ConfigError, match="cannot be moved"):
         check(RunConfig(arm=ARMS["grpo"], policy="megatron", dial=Dial(sigma=1.0)))
+    with pytest.raises(ConfigError, match="pulled against the dose"):
+        check(RUN.replace(arm=ARMS["kl"], dial=Dial(sigma=1.0)))
+    assert check(RUN.replace(arm=ARMS["kl"], dial=Dial(sigma=1.0, acts_on="ratio"))) == []
+    immune = check(RUN.replace(arm=ARMS["replay"], dial=Dial(sigma=1.0, form="choice")))
+    assert any("replays all routes" in text for text in immune)
