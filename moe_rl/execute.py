@@ -80,10 +80,11 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         ranks.join(run.model.device)
     task, objective = load_task(run.task), objective_of(run.arm)
     loaded = load(run.model, run.cold_start.seed) if ranks.rank() == 0 else None
-    evaluation, pad_token = ranks.from_rank_0(lambda: _prepare(run, task, _of_rank_0(loaded), cache))
+    compares = "reference" in objective.needs
+    evaluation, pad_token = ranks.from_rank_0(lambda: _prepare(run, task, _of_rank_0(loaded), cache, compares))
     policy = _policy(run, loaded)
     # Made now, before the policy has moved: it keeps the weights of the cold start.
-    reference = _policy(run, loaded, frozen=True) if "reference" in objective.needs else None
+    reference = _policy(run, loaded, frozen=True) if compares else None
 
     def export(step: int) -> None:
         """Collective: the Hugging Face model may have older weights than the policy, which is spread over ranks."""
@@ -117,11 +118,13 @@ def _of_rank_0(loaded: LoadedModel | None) -> LoadedModel:
     return loaded
 
 
-def _prepare(run: RunConfig, task: Task, loaded: LoadedModel, cache: Path) -> tuple[list[Prompt], int]:
-    """The cold start; evaluation prompts and the padding token."""
+def _prepare(
+    run: RunConfig, task: Task, loaded: LoadedModel, cache: Path, compares: bool
+) -> tuple[list[Prompt], int]:
+    """The cold start; evaluation prompts and the padding token. `compares`: there will be a reference policy."""
     evaluation = encode_prompts(held_out(task, run.eval_prompts), loaded.tokenizer)
     check_request(evaluation, 1, sampling_of(run), context_length(loaded.model.config))
-    longest, compares = max(len(p.tokens) for p in evaluation), "reference" in objective_of(run.arm).needs
+    longest = max(len(p.tokens) for p in evaluation)
     check_memory(estimate_memory(run, longest, compares), run.model.device)
     cold_start(loaded, task, run, cache, sample)
     return evaluation, loaded.tokenizer.pad_token_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -82,7 +83,6 @@ def objective_of(arm: Arm) -> Objective:
     Raises ConfigError for a part or an option that is not there; warns when a sequence-level loss gets a range so wide
     that it never clips.
     """
-    _check_arm(arm)
     objective = Objective(
         loss=lookup("loss", arm.loss, LOSSES),
         aggregate=lookup("aggregation", arm.aggregate, AGGREGATIONS),
@@ -102,6 +102,7 @@ def objective_of(arm: Arm) -> Objective:
     if taken := [name for name in found.metrics if not name.startswith(("own_", "term_"))]:
         raise ConfigError(f"arm {arm.name!r}: its loss gives the metrics {', '.join(taken)}, which could be the names "
                           "of measured columns; let them begin with own_")
+    _check_arm(arm)
     return objective
 
 
@@ -132,7 +133,7 @@ def policy_loss(
     rows of `objective_of(arm).aggregate(mask)` over the whole; parts then only add. Raises ConfigError where something
     is missing or has another shape.
     """
-    objective = objective_of(arm if isinstance(arm, Arm) else Arm(name="loss", loss=arm))
+    objective = _objective_once(arm if isinstance(arm, Arm) else Arm(name="loss", loss=arm))
     per_token = advantages[:, None].expand(mask.shape) if advantages.dim() == 1 else advantages
     return objective.of(
         LossInputs(
@@ -146,13 +147,17 @@ def policy_loss(
     )
 
 
+_objective_once = functools.lru_cache(maxsize=64)(objective_of)
+"""For `policy_loss`, which a loop calls for every micro-batch: an arm is looked up and tried once."""
+
+
 def _check_arm(arm: Arm) -> None:
-    """Refuse combinations that make no sense, and say which are void."""
+    """Refuse combinations of parts that make no sense, and say which are void. The parts have been tried."""
     loss = Use.of(arm.loss)
     options = (getattr(LOSSES.get(loss.name), "__kwdefaults__", None) or {}) | dict(loss.options)
     high, low = (options.get(bound, 0.0) for bound in ("clip_high", "clip_low"))
     of_sequences = loss.name in SEQUENCE_LEVEL or (loss.name == "crossed" and options.get("clip") == "sequence")
-    if of_sequences and all(isinstance(x, int | float) for x in (high, low)) and max(high, low) >= 0.1:
+    if of_sequences and max(high, low) >= 0.1:
         warnings.warn(
             f"arm {arm.name!r}: the clip range {low:g}/{high:g} never clips the sequence-level ratio of "
             f"{loss.name}, a mean over tokens that stays within a few percent of 1, so nothing bounds its updates; "

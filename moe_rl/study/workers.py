@@ -131,7 +131,9 @@ def preflight(study: Study, planned: Sequence[Planned]) -> list[str]:
     load(study.trainer)
     module = sys.modules[study.trainer.partition(":")[0]]
     check: Callable[[RunConfig], list[str]] = getattr(module, "check", lambda run: [])
-    return list(dict.fromkeys(text for p in planned for text in check(p.config)))
+    # Runs that differ in their seeds alone would be checked, and their models laid out, again and again.
+    distinct = {p.config.replace(seed=0, **{"cold_start.seed": 0}).hash: p.config for p in planned}
+    return list(dict.fromkeys(text for config in distinct.values() for text in check(config)))
 
 
 def start(planned: Planned, trainer: str, cache: Path) -> subprocess.Popen:
