@@ -80,7 +80,8 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         ranks.join(run.model.device)
     task, objective = load_task(run.task), objective_of(run.arm)
     loaded = load(run.model, run.cold_start.seed) if ranks.rank() == 0 else None
-    compares = "reference" in objective.needs
+    advantage = advantage_of(run.arm)
+    compares = "reference" in objective.needs | advantage.needs
     evaluation, pad_token = ranks.from_rank_0(lambda: _prepare(run, task, _of_rank_0(loaded), cache, compares))
     policy = _policy(run, loaded)
     # Made now, before the policy has moved: it keeps the weights of the cold start.
@@ -101,7 +102,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         policy=policy,
         engine=engine_of(run, loaded, policy.score, folder / "engine", shared=run.policy == "hf"),
         objective=objective,
-        advantage=advantage_of(run.arm),
+        advantage=advantage,
         source=lookup("route source", run.arm.routes, SOURCES),
         ratio_source=None if run.arm.ratio_routes is None else lookup("route source", run.arm.ratio_routes, SOURCES),
         encode=lambda prompts: encode_prompts(prompts, _of_rank_0(loaded).tokenizer),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -165,6 +166,7 @@ def engine_gap(batch: Batch, scored: Scored) -> Row:
 def _padded(batch: Batch, extra: int) -> Batch:
     """The batch with `extra` more columns, which one row claims as tokens, so that no one trims them away."""
     here = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    wide = {n: nn.functional.pad(x, (0, extra)) for n, x in here.items() if isinstance(x, Tensor) and x.dim() > 1}
+    columns = {n: x for n, x in here.items() if isinstance(x, Tensor) and x.dim() > 1}
+    wide: dict[str, Any] = {n: nn.functional.pad(x, (0, extra)) for n, x in columns.items()}
     wide["attention_mask"][0] = True
-    return replace(batch, **wide, rollout_routes=None, routes=None, ratio_routes=None)
+    return replace(batch, **wide, rollout_routes=None, routes=None, ratio_routes=None, old_scores=None)

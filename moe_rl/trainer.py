@@ -15,7 +15,7 @@ from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Diverged, RunError
 from moe_rl.evaluate import evaluate
 from moe_rl.lookup import Use, needs_of
-from moe_rl.objectives import Objective
+from moe_rl.objectives import Advantage, Objective
 from moe_rl.policies.base import Policy
 from moe_rl.recorder import Recorder, Row, Rows
 from moe_rl.rollouts.base import RolloutEngine
@@ -40,8 +40,7 @@ class Parts:
     policy: Policy
     engine: RolloutEngine
     objective: Objective
-    advantage: Callable[[Tensor, Tensor], Tensor]
-    """Rewards and prompt indices to advantages, per row or per token."""
+    advantage: Advantage
     source: RouteSource
     ratio_source: RouteSource | None = None
     """Routes of the ratio, where they are not those of the gradient."""
@@ -58,6 +57,11 @@ class Parts:
     """Calls a function, with several ranks on rank 0 alone, and gives its result to all of them: for what samples,
     rewards and evaluates."""
     recorder: Callable[[RunConfig, Policy], Recorder] = Recorder
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether a part asks for the scores of π_old's routers."""
+        return "router" in self.objective.needs or "scores" in needs_of(self.source) | needs_of(self.ratio_source)
 
 
 @runtime_checkable
@@ -92,6 +96,7 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
     if checkpoint is not None:
         try:
             parts.policy.load(checkpoint)
+            parts.advantage.load(checkpoint)
         except Exception as error:  # of safetensors, torch or Megatron: each has its own
             raise RunError(f"the checkpoint {checkpoint} cannot be read ({error}): restore it from a copy, or remove "
                            "the run and start it again") from error
@@ -119,10 +124,16 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
                 folder.add(table, new)
             listen(rows)
         if diverged or step % run.save_every == 0 or step == run.steps:
-            folder.commit(step if rows else step - 1, parts.policy.save, diverged)
+            folder.commit(step if rows else step - 1, lambda path: save(parts, path), diverged)
         if diverged:
             break
     return diverged
+
+
+def save(parts: Parts, folder: Path) -> None:
+    """Write what resuming needs; collective."""
+    parts.policy.save(folder)
+    parts.from_rank_0(lambda: parts.advantage.save(folder))
 
 
 def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> Rows:
@@ -131,8 +142,10 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
     with timed("sample"):
         batch = parts.from_rank_0(lambda: roll_out(run, parts, step))
     with timed("score"):
-        natural = policy.score(batch, scores="scores" in needs_of(parts.source) | needs_of(parts.ratio_source))
+        natural = policy.score(batch, scores=parts.needs_scores)
         batch = routed(run, parts, batch, natural)
+        if parts.advantage.needs:
+            batch = replace(batch, advantages=parts.advantage(batch))
     split = mini_batches(len(batch), run.mini_batches, derive(run.seed, SPLIT, step))
     recorder.begin(step, batch, natural, split)
     for number, index in enumerate(split):
@@ -143,6 +156,9 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
             if parts.ratio_source or of_ratio != of_gradient:
                 routes = part.ratio_routes if parts.ratio_source else part.routes
                 part = replace(part, ratio_logprobs=policy.score(part, routes, dose=of_ratio).logprobs)
+            if "mini_batch" in parts.objective.needs:
+                whole = policy.score(part, part.routes, dose=of_gradient)
+                part = parts.objective.marked(part, whole.logprobs, whole.entropy)
             updated = policy.update(part, parts.objective, dose=of_gradient)
         recorder.after(number, part, updated)
     with timed("sample"):
@@ -151,16 +167,16 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
 
 
 def roll_out(run: RunConfig, parts: Parts, step: int) -> Batch:
-    """The step's prompts, their completions, rewards and advantages."""
+    """The step's prompts, their completions, rewards and advantages, unless these need the batch to be scored."""
     excluding = {prompt.text for prompt in parts.held_out}
     prompts = parts.encode(draw(parts.task, run.prompts_per_step, derive(run.seed, PROMPTS, step), excluding))
     rollouts = parts.engine.generate(prompts, run.group_size, key=(run.seed, NOISE, step), sampling=sampling_of(run))
     rewards = [checked_reward(parts.task, r.prompt, r.text) for r in rollouts]
     groups = [i for i in range(len(prompts)) for _ in range(run.group_size)]
     batch = collate(rollouts, groups, rewards, parts.pad_token)
-    advantages = parts.advantage(batch.rewards, batch.prompt_index)
-    per_token = advantages[:, None] if advantages.dim() == 1 else advantages
-    batch = replace(batch, advantages=torch.where(batch.response_mask, per_token, 0))
+    if parts.advantage.needs:
+        return batch
+    batch = replace(batch, advantages=parts.advantage(batch))
     if not bool(batch.advantages.any()):
         warnings.warn(
             f"step {step}: all rewards of every group are equal, so nothing can be learned from it. If this goes on, "
@@ -188,7 +204,9 @@ def routed(run: RunConfig, parts: Parts, batch: Batch, natural: Scored) -> Batch
         old = parts.policy.score(batch, ratio_routes).logprobs
     reference = None if parts.reference is None else parts.reference.score(batch, routes).logprobs
     apart = ratio_routes if parts.ratio_source else None
-    return replace(batch, old_logprobs=old, routes=routes, ratio_routes=apart, ref_logprobs=reference)
+    scores = natural.scores if "router" in parts.objective.needs else None
+    return replace(batch, old_logprobs=old, routes=routes, ratio_routes=apart, ref_logprobs=reference,
+                   old_scores=scores)
 
 
 def doses(run: RunConfig, step: int, update: int, updates: int) -> tuple[Dose | None, Dose | None]:

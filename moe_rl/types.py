@@ -99,8 +99,16 @@ class Batch:
     """log π_θ under the ratio's own routes, right before the update, where the arm has them apart."""
     ref_logprobs: Float[Tensor, "batch time"] | None = None
     """Log-probabilities under the reference policy and `routes`, when the objective compares with it."""
+    old_scores: RouterScores | None = None
+    """Of the routers of π_old, when the objective compares routers; rows are those of a trace."""
+    loss_mask: Bool[Tensor, "batch time"] | None = None
+    """The response tokens that the loss is about; None: all of them."""
     weights: Float[Tensor, "batch time"] | None = None
-    """The aggregation over the whole mini-batch, float64; 0 outside the response."""
+    """The aggregation over the whole mini-batch, float64; 0 outside of it."""
+    trust: Float[Tensor, "batch time"] | None = None
+    """The product of the arm's corrections, computed over the whole mini-batch."""
+    marks: Float[Tensor, "batch time"] | None = None
+    """What the loss found out about the whole mini-batch under π_θ, right before the update, where it needs that."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -117,7 +125,7 @@ class Batch:
         return Batch(**here | {name: value.to(device) for name, value in here.items() if value is not None})
 
 
-def _rows(value: Tensor | RoutingTrace | None, index: Tensor | slice, time: int) -> Any:
+def _rows(value: Tensor | RoutingTrace | RouterScores | None, index: Tensor | slice, time: int) -> Any:
     """Some rows of a field and, where it has a time axis, its first columns."""
     if isinstance(value, Tensor):
         return value[index][:, :time] if value.dim() > 1 else value[index]

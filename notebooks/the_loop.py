@@ -82,8 +82,7 @@ def main(method: str = "grpo", steps: int = 30, seed: int = 0) -> list[dict[str,
         # One right-padded batch; the advantage of a response is how much better than its group it is.
         groups = [i for i in range(len(prompts)) for _ in range(GROUP_SIZE)]
         batch = collate(rollouts, groups, rewards, loaded.tokenizer.pad_token_id)
-        advantages = advantage(batch.rewards, batch.prompt_index)[:, None]
-        batch = replace(batch, advantages=torch.where(batch.response_mask, advantages, 0))
+        batch = replace(batch, advantages=advantage(batch))
 
         # π_old: the policy's own scoring of what was sampled, before any update, and the experts every token used.
         natural = policy.score(batch)

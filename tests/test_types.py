@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from moe_rl.routing.scores import RouterScores
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, prompt_rows, response_rows
 from tests.conftest import build
@@ -25,9 +26,12 @@ def full() -> Batch:
         kind = str(field.type)
         if "RoutingTrace" in kind:
             values[field.name] = natural
+        elif "RouterScores" in kind:
+            values[field.name] = policy.score(batch, scores=True).scores
         elif getattr(batch, field.name) is None:
             dtype = torch.float64 if field.name == "weights" else torch.float32
-            values[field.name] = torch.rand(batch.tokens.shape, generator=generator, dtype=dtype)
+            drawn = torch.rand(batch.tokens.shape, generator=generator, dtype=dtype)
+            values[field.name] = drawn < 0.5 if "Bool" in kind else drawn
     return replace(batch, **values)
 
 
@@ -45,6 +49,10 @@ def test_every_field_of_some_rows_is_those_rows_without_common_padding(rows, ful
         if isinstance(value, RoutingTrace):
             assert torch.equal(found.experts, value.experts[rows][:, :time]), field.name
             assert torch.equal(found.tokens, part.tokens) and found.layout == value.layout
+        elif isinstance(value, RouterScores):
+            pairs = zip([value.gates, value.log_probs, value.margins, *value.all_log_probs],
+                        [found.gates, found.log_probs, found.margins, *found.all_log_probs], strict=True)
+            assert all(torch.equal(new, old[rows][:, :time]) for old, new in pairs), field.name
         else:
             expected = value[rows] if value.dim() == 1 else value[rows][:, :time]
             assert torch.equal(found, expected) and found.dtype == value.dtype, field.name
@@ -65,8 +73,10 @@ def test_a_batch_moves_as_a_whole(full):
     there = full.to("meta")
     for field in fields(Batch):
         value, moved = getattr(full, field.name), getattr(there, field.name)
-        tensor = moved.experts if isinstance(moved, RoutingTrace) else moved
-        original = value.experts if isinstance(value, RoutingTrace) else value
+        tensor, original = (
+            x.experts if isinstance(x, RoutingTrace) else x.all_log_probs[-1] if isinstance(x, RouterScores) else x
+            for x in (moved, value)
+        )
         assert tensor.device.type == "meta" and tensor.dtype == original.dtype and tensor.shape == original.shape
     here = full.to("cpu")
     assert all(getattr(here, f.name) == value if isinstance(value := getattr(full, f.name), RoutingTrace)

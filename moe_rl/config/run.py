@@ -40,10 +40,14 @@ class Arm:
     """How the tokens of a mini-batch weigh: `objectives.aggregate`."""
     corrections: tuple[Part, ...] = ()
     """Factors on those weights, without gradient, e.g. `Use("truncated", cap=2.0)`: `objectives.corrections`."""
+    filters: tuple[Part, ...] = ()
+    """Corrections whose zeros leave the loss altogether: such tokens count neither in |y| nor in the number of
+    sequences, nor in the mean of a sequence's ratio; under `corrections` they keep all three."""
     terms: tuple[Part, ...] = ()
     """What is added to the loss, e.g. `Use("entropy", coef=0.01)`: `objectives.terms`."""
-    advantage: Part = "group"
-    """Rewards to advantages: `objectives.advantages`."""
+    advantage: Part | tuple[Part, ...] = ("group",)
+    """Rewards to advantages, step after step, e.g. `("overlong", "group", Use("clipped", at=2.0))`; one may be given
+    alone: `objectives.advantages`."""
     routes: Part = "live"
     """Routes of ratio and gradient: `routing.sources`."""
     ratio_routes: Part | None = None
@@ -53,10 +57,12 @@ class Arm:
     """Denominator of the ratio: `policy` (recomputed by the trainer) or `engine` (the rollout's own log-probs)."""
 
     def __post_init__(self) -> None:
-        for part in ("loss", "aggregate", "advantage", "routes"):
+        for part in ("loss", "aggregate", "routes"):
             object.__setattr__(self, part, Use.of(getattr(self, part)))
-        for parts in ("corrections", "terms"):
-            object.__setattr__(self, parts, tuple(Use.of(part) for part in getattr(self, parts)))
+        for parts in ("corrections", "filters", "terms", "advantage"):
+            given = getattr(self, parts)
+            given = given if isinstance(given, tuple | list) else (given,)
+            object.__setattr__(self, parts, tuple(Use.of(part) for part in given))
         if self.ratio_routes is not None:
             object.__setattr__(self, "ratio_routes", Use.of(self.ratio_routes))
         if self.anchor not in ANCHORS:

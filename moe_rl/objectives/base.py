@@ -29,7 +29,11 @@ class LossInputs:
     advantages: Float[Tensor, "batch time"]
     """Per token; a method with one advantage per sequence finds the same number at all of its tokens."""
     weights: Float[Tensor, "batch time"]
-    """The aggregation, times the corrections: these rows of what was computed over the whole mini-batch."""
+    """The aggregation, for a loss times the corrections: these rows of what was computed over the whole mini-batch."""
+    trust: Float[Tensor, "batch time"] | None = None
+    """These rows of the product of the corrections over the whole mini-batch; None: they are computed of these rows."""
+    marks: Float[Tensor, "batch time"] | None = None
+    """These rows of `LossOutput.marks` of the whole mini-batch; None: these rows are all of it."""
     entropy: Float[Tensor, "batch time"] | None = None
     """Of the distribution each token was drawn from, in nats."""
     rollout_logprobs: Float[Tensor, "batch time"] | None = None
@@ -69,3 +73,7 @@ class LossOutput:
     """+1 where the upper bound took a response token's gradient, -1 where the lower one did, else 0."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that add up over the parts of a mini-batch, e.g. the value of each term."""
+    marks: Float[Tensor, "batch time"] | None = None
+    """What a loss that is marked `needs("mini_batch")` found out about its tokens from statistics of all of them. It is
+    asked for it on the whole mini-batch first, without gradient; its parts then find it in `LossInputs.marks`, so that
+    how a mini-batch is cut changes nothing."""

@@ -7,6 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -15,7 +16,6 @@ from torch import Tensor
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Part, Use, lookup, needs_of
-from moe_rl.objectives.advantages import ADVANTAGES
 from moe_rl.objectives.aggregate import AGGREGATIONS
 from moe_rl.objectives.base import LossInputs, LossOutput
 from moe_rl.objectives.corrections import CORRECTIONS
@@ -23,7 +23,10 @@ from moe_rl.objectives.losses import LOSSES
 from moe_rl.objectives.terms import TERMS
 from moe_rl.types import Batch
 
+PerToken = Float[Tensor, "batch time"]
 SEQUENCE_LEVEL = ("gspo", "gspo_token")
+GIVEN = {"reference": "ref_logprobs", "entropy": "entropy"}
+"""Which of a loss's inputs is there for parts that need it."""
 
 
 @dataclass(frozen=True)
@@ -31,43 +34,45 @@ class Objective:
     """What an arm minimises, its options bound. Made by `objective_of`."""
 
     loss: Callable[[LossInputs], LossOutput]
-    aggregate: Callable[[Bool[Tensor, "batch time"]], Float[Tensor, "batch time"]]
+    aggregate: Callable[[Bool[Tensor, "batch time"]], PerToken]
     corrections: tuple[Callable[[LossInputs], Tensor], ...] = ()
+    filters: tuple[Callable[[LossInputs], Tensor], ...] = ()
     terms: Mapping[str, Callable[[LossInputs], Tensor]] = dataclasses.field(default_factory=dict)
 
     @property
     def needs(self) -> frozenset[str]:
-        """What its parts ask for beyond the log-probs: `reference` (log-probs), `entropy` (with gradient)."""
-        return frozenset().union(*map(needs_of, (self.loss, *self.corrections, *self.terms.values())))
+        """What its parts ask for beyond the log-probs: `reference` (log-probs), `entropy` (with gradient), `router`
+        (`RouterInputs`), and `mini_batch`: its marks, from log-probs and entropy of all of it."""
+        parts = (self.loss, *self.corrections, *self.filters, *self.terms.values())
+        return frozenset().union(*map(needs_of, parts))
 
+    # ------------------------------------------------------------------ on a mini-batch, in this order
     def weighed(self, mini_batch: Batch) -> Batch:
-        """The mini-batch with its aggregation weights, which span all of it."""
-        return dataclasses.replace(mini_batch, weights=self.aggregate(mini_batch.response_mask))
+        """The mini-batch with what spans all of it: its filtered mask, aggregation weights and corrections."""
+        # π_θ is not known before the update; a part that reads it all the same is found out by NaN.
+        x = _inputs(mini_batch, torch.full_like(mini_batch.rollout_logprobs, torch.nan))
+        mask = self._filtered(x)
+        x = dataclasses.replace(x, mask=mask)
+        factors = [_number(one(x), mask) for one in self.corrections]
+        return dataclasses.replace(mini_batch, loss_mask=mask if self.filters else None, weights=self.aggregate(mask),
+                                   trust=functools.reduce(torch.mul, factors) if factors else None)
 
-    def __call__(
-        self, part: Batch, logprobs: Float[Tensor, "batch time"], entropy: Float[Tensor, "batch time"]
-    ) -> LossOutput:
+    def marked(self, mini_batch: Batch, logprobs: PerToken, entropy: PerToken) -> Batch:
+        """The weighed mini-batch with its marks, from the policy's log-probs and entropy of all of it."""
+        return dataclasses.replace(mini_batch, marks=self.loss(_inputs(mini_batch, logprobs, entropy=entropy)).marks)
+
+    def __call__(self, part: Batch, logprobs: PerToken, entropy: PerToken, **further: Any) -> LossOutput:
         """The loss on some rows of a weighed mini-batch, from the policy's log-probs and entropy of its tokens."""
         assert part.old_logprobs is not None and part.weights is not None, "the trainer fills in both before an update"
-        return self.of(
-            LossInputs(
-                logprobs=logprobs,
-                entropy=entropy,
-                old_logprobs=part.old_logprobs,
-                rollout_logprobs=part.rollout_logprobs,
-                ref_logprobs=part.ref_logprobs,
-                ratio_logprobs=part.ratio_logprobs,
-                mask=part.response_mask,
-                advantages=part.advantages,
-                weights=part.weights,
-            )
-        )
+        return self.of(_inputs(part, logprobs, entropy=entropy, **further))
 
+    # ------------------------------------------------------------------ on inputs that somebody else has put together
     def of(self, x: LossInputs) -> LossOutput:
-        """The same of inputs that somebody else has put together."""
-        trusted = x.weights
-        for correction in self.corrections:
-            trusted = trusted * correction(x)
+        """The loss of inputs whose mask and weights are what they should be."""
+        trusted = x.weights if x.trust is None else x.weights * x.trust
+        if x.trust is None:
+            for correction in self.corrections:
+                trusted = trusted * correction(x)
         output = self.loss(dataclasses.replace(x, weights=trusted))
         loss, metrics = output.loss, dict(output.metrics)
         for name, term in self.terms.items():
@@ -75,6 +80,36 @@ class Objective:
             loss = loss + value
             metrics[f"term_{name}"] = metrics.get(f"term_{name}", 0.0) + value.item()
         return dataclasses.replace(output, loss=loss, metrics=metrics)
+
+    def _filtered(self, x: LossInputs) -> Bool[Tensor, "batch time"]:
+        """The response tokens that no filter takes out."""
+        return functools.reduce(torch.logical_and, [_number(one(x), x.mask) != 0 for one in self.filters], x.mask)
+
+
+def _inputs(part: Batch, logprobs: PerToken, **further: Any) -> LossInputs:
+    """What a batch says to the parts of an objective."""
+    old = part.rollout_logprobs if part.old_logprobs is None else part.old_logprobs
+    return LossInputs(
+        logprobs=logprobs,
+        old_logprobs=old,
+        rollout_logprobs=part.rollout_logprobs,
+        ref_logprobs=part.ref_logprobs,
+        ratio_logprobs=part.ratio_logprobs,
+        mask=part.response_mask if part.loss_mask is None else part.loss_mask,
+        advantages=part.advantages,
+        weights=torch.zeros_like(logprobs) if part.weights is None else part.weights,
+        trust=part.trust,
+        marks=part.marks,
+        **further,
+    )
+
+
+def _number(factors: PerToken, mask: Bool[Tensor, "batch time"]) -> PerToken:
+    """A correction's factors, unless some are NaN."""
+    if bool((factors.isnan() & mask).any()):
+        raise ConfigError("a correction gave NaN: it reads log π_θ, which is not known when a mini-batch is weighed "
+                          "(make it a part of the loss, or a term), or log-probs that are no numbers")
+    return factors
 
 
 def objective_of(arm: Arm) -> Objective:
@@ -87,14 +122,15 @@ def objective_of(arm: Arm) -> Objective:
         loss=lookup("loss", arm.loss, LOSSES),
         aggregate=lookup("aggregation", arm.aggregate, AGGREGATIONS),
         corrections=tuple(lookup("correction", part, CORRECTIONS) for part in arm.corrections),
+        filters=tuple(lookup("correction", part, CORRECTIONS) for part in arm.filters),
         terms={_term(part): lookup("term", part, TERMS) for part in arm.terms},
     )
-    given = {"reference": "ref_logprobs", "entropy": "entropy"}
-    names = ("logprobs", "old_logprobs", "rollout_logprobs", *(given[need] for need in objective.needs & set(given)))
+    names = ("logprobs", "old_logprobs", "rollout_logprobs", *(GIVEN[n] for n in objective.needs & set(GIVEN)))
     mask, some = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1)
     try:
-        weights = objective.aggregate(mask)
-        found = objective.of(LossInputs(**dict.fromkeys(names, some), mask=mask, advantages=some, weights=weights))
+        x = LossInputs(**dict.fromkeys(names, some), mask=mask, advantages=some, weights=objective.aggregate(mask))
+        objective._filtered(x)
+        found = objective.of(x)
     except (TypeError, AttributeError) as error:
         raise ConfigError(f"arm {arm.name!r}: a part failed when it was tried on one token ({error}). Is an option of "
                           "another type? One that reads the entropy or the reference is marked with "
@@ -106,45 +142,37 @@ def objective_of(arm: Arm) -> Objective:
     return objective
 
 
-def advantage_of(arm: Arm) -> Callable[..., Tensor]:
-    """What makes advantages of an arm's rewards. Raises ConfigError for a name or option that is not there."""
-    advantage = lookup("advantage", arm.advantage, ADVANTAGES)
-    shape = tuple(advantage(torch.tensor([0.0, 1.0]), torch.tensor([0, 0])).shape)
-    if shape[:1] != (2,) or len(shape) > 2:
-        raise ConfigError(f"the advantage {arm.advantage} gives shape {shape} for two rewards: it needs (batch,), or "
-                          "(batch, time) where one per token is meant")
-    return advantage
-
-
 def policy_loss(
     arm: Arm | Part,
     *,
-    logprobs: Float[Tensor, "batch time"],
-    old_logprobs: Float[Tensor, "batch time"],
-    advantages: Float[Tensor, " batch"] | Float[Tensor, "batch time"],
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    advantages: Float[Tensor, " batch"] | PerToken,
     mask: Bool[Tensor, "batch time"],
-    weights: Float[Tensor, "batch time"] | None = None,
-    **further: Float[Tensor, "batch time"],
+    weights: PerToken | None = None,
+    **further: PerToken,
 ) -> LossOutput:
     """The objective of an arm, or of a loss alone, on a mini-batch of somebody else's loop.
 
     `logprobs` has the gradient; log-probs are of response tokens, in nats; `advantages` are one per row or per token.
     `further` are the other fields of `LossInputs` that the arm needs. For one part of a mini-batch give `weights`: its
-    rows of `objective_of(arm).aggregate(mask)` over the whole; parts then only add. Raises ConfigError where something
-    is missing or has another shape.
+    rows of `objective_of(arm).aggregate(mask)` over the whole; parts then only add, unless a correction or the loss
+    takes statistics of the mini-batch: then give `trust` and `marks` of it, too. Filters take tokens out of `mask`
+    where no `weights` are given. Raises ConfigError where something is missing or has another shape.
     """
     objective = _objective_once(arm if isinstance(arm, Arm) else Arm(name="loss", loss=arm))
-    per_token = advantages[:, None].expand(mask.shape) if advantages.dim() == 1 else advantages
-    return objective.of(
-        LossInputs(
-            logprobs=logprobs,
-            old_logprobs=old_logprobs,
-            mask=mask,
-            advantages=per_token,
-            weights=objective.aggregate(mask) if weights is None else weights,
-            **further,
-        )
+    x = LossInputs(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        mask=mask,
+        advantages=advantages[:, None].expand(mask.shape) if advantages.dim() == 1 else advantages,
+        weights=torch.zeros_like(logprobs) if weights is None else weights,
+        **further,
     )
+    if weights is None:
+        mask = objective._filtered(x)
+        x = dataclasses.replace(x, mask=mask, weights=objective.aggregate(mask))
+    return objective.of(x)
 
 
 _objective_once = functools.lru_cache(maxsize=64)(objective_of)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,18 @@ class RouterScores:
             margins=join([p.margins for p in parts]),
             all_log_probs=tuple(join(site) for site in zip(*(p.all_log_probs for p in parts), strict=True)),
         )
+
+    def rows(self, index: Tensor | slice, time: int) -> RouterScores:
+        """The given rows and the first `time` columns."""
+        return self._each(lambda x: x[index][:, :time])
+
+    def to(self, device: torch.device | str) -> RouterScores:
+        """The same scores on another device."""
+        return self._each(lambda x: x.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> RouterScores:
+        sites = tuple(map(change, self.all_log_probs))
+        return RouterScores(change(self.gates), change(self.log_probs), change(self.margins), sites)
 
     def log_probs_at(self, ids: Integer[Tensor, "batch time site k"]) -> Float[Tensor, "batch time site k"]:
         """Log-probabilities of other ids than the used ones (-1 allowed; its value means nothing)."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from moe_rl.objectives import LossInputs
 from moe_rl.objectives.aggregate import seq_mean_token_mean
+from moe_rl.types import Batch
 
 TIGHT = dict(rtol=0, atol=1e-12)
 
@@ -33,3 +36,15 @@ def inputs(new, old, advantages, mask, *, weights=None, **further) -> LossInputs
         weights=seq_mean_token_mean(mask) if weights is None else weights,
         **{name: torch.as_tensor(x) for name, x in further.items()},
     )
+
+
+def rewarded(rewards, prompt, mask=None, dtype=torch.float32, **further) -> Batch:
+    """A batch of which only rewards, groups and the response matter: one token each, unless there is a mask."""
+    mask = torch.ones(len(rewards), 1, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
+    zeros = torch.zeros(mask.shape, dtype=dtype)
+    batch = Batch(
+        tokens=torch.zeros(mask.shape, dtype=torch.long), attention_mask=torch.ones_like(mask), response_mask=mask,
+        prompt_index=torch.as_tensor(prompt), rollout_logprobs=zeros, rewards=torch.as_tensor(rewards, dtype=dtype),
+        advantages=zeros, finished=torch.ones(len(mask), dtype=torch.bool),
+    )  # fmt: skip
+    return replace(batch, **{name: torch.as_tensor(x) for name, x in further.items()})

@@ -14,12 +14,12 @@ import torch
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use, needs
-from moe_rl.objectives import LossInputs, LossOutput, advantage_of, objective_of, policy_loss
+from moe_rl.objectives import Earned, LossInputs, LossOutput, advantage_of, objective_of, policy_loss
 from moe_rl.objectives.advantages import group
 from moe_rl.objectives.aggregate import seq_mean_token_mean
 from moe_rl.objectives.losses import LOSSES, grpo, gspo
 from tests import oracle
-from tests.objectives.examples import TIGHT, case, inputs
+from tests.objectives.examples import TIGHT, case, inputs, rewarded
 from tests.policies.test_hf import make_batch
 
 MINE = f"{__name__}:my_loss"
@@ -38,8 +38,8 @@ def my_aggregate(mask: torch.Tensor) -> torch.Tensor:
     return mask.double() / mask.sum()
 
 
-def my_advantage(rewards: torch.Tensor, prompt: torch.Tensor, *, shift: float = 0.0) -> torch.Tensor:
-    return rewards - shift
+def my_advantage(x: Earned, *, shift: float = 0.0) -> torch.Tensor:
+    return x.values - shift
 
 
 def test_an_arm_names_its_objective():
@@ -54,7 +54,7 @@ def test_an_arm_names_its_objective():
         assert narrow.loss.func is grpo and narrow.loss.keywords == {"clip_low": 0.1, "clip_high": 0.2}
         own = objective_of(Arm(name="a", loss=Use(MINE, clip_low=0.1, clip_high=0.2)))
     assert own.loss.func.__name__ == "my_loss" and own.loss.keywords == {"clip_low": 0.1, "clip_high": 0.2}
-    assert advantage_of(Arm(name="a")) is group
+    assert advantage_of(Arm(name="a")).steps == (("group", group),)
 
 
 @pytest.mark.parametrize("name, low, high", [("grpo", 0.2, 0.27), ("gspo", 3e-4, 4e-4), ("gspo_token", 3e-4, 4e-4)])
@@ -118,7 +118,7 @@ def test_every_part_may_be_a_users_own():
     output = policy_loss(arm, logprobs=zeros, old_logprobs=zeros, advantages=torch.tensor([1.0, 3.0]), mask=mask)
     assert output.loss.item() == pytest.approx(-(3 * 1 + 3) / 4 + 0.5) and output.metrics == {"term_my_term": 0.5}
     assert objective_of(arm).needs == {"reference"}
-    assert advantage_of(arm)(torch.tensor([1.0]), torch.tensor([0])).tolist() == [0.75]
+    assert advantage_of(arm)(rewarded([1.0], [0]))[:, 0].tolist() == [0.75]
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "gspo_token"])
