@@ -19,12 +19,12 @@ from moe_rl.lookup import Part, Use, lookup, needs_of
 from moe_rl.objectives.aggregate import AGGREGATIONS
 from moe_rl.objectives.base import LossInputs, LossOutput
 from moe_rl.objectives.corrections import CORRECTIONS
-from moe_rl.objectives.losses import LOSSES
+from moe_rl.objectives.losses import CLIPS, LOSSES
+from moe_rl.objectives.ratios import MEANS
 from moe_rl.objectives.terms import TERMS
 from moe_rl.types import Batch
 
 PerToken = Float[Tensor, "batch time"]
-SEQUENCE_LEVEL = ("gspo", "gspo_token")
 GIVEN = {"reference": "ref_logprobs", "entropy": "entropy"}
 """Which of a loss's inputs is there for parts that need it."""
 
@@ -184,8 +184,8 @@ def _check_arm(arm: Arm) -> None:
     loss = Use.of(arm.loss)
     options = (getattr(LOSSES.get(loss.name), "__kwdefaults__", None) or {}) | dict(loss.options)
     high, low = (options.get(bound, 0.0) for bound in ("clip_high", "clip_low"))
-    of_sequences = loss.name in SEQUENCE_LEVEL or (loss.name == "crossed" and options.get("clip") == "sequence")
-    if of_sequences and max(high, low) >= 0.1:
+    level = options.get(CLIPS.get(loss.name, ""), CLIPS.get(loss.name, ""))
+    if CLIPS.get(level, level) in MEANS and max(high, low) >= 0.1:
         warnings.warn(
             f"arm {arm.name!r}: the clip range {low:g}/{high:g} never clips the sequence-level ratio of "
             f"{loss.name}, a mean over tokens that stays within a few percent of 1, so nothing bounds its updates; "

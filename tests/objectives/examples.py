@@ -38,6 +38,11 @@ def inputs(new, old, advantages, mask, *, weights=None, **further) -> LossInputs
     )
 
 
+def ranged(loss, low=0.1, high=0.15) -> dict[str, float]:
+    """The range as options of a loss, where it has one."""
+    return {k: v for k, v in {"clip_low": low, "clip_high": high}.items() if k in (loss.__kwdefaults__ or {})}
+
+
 def rewarded(rewards, prompt, mask=None, dtype=torch.float32, **further) -> Batch:
     """A batch of which only rewards, groups and the response matter: one token each, unless there is a mask."""
     mask = torch.ones(len(rewards), 1, dtype=torch.bool) if mask is None else torch.as_tensor(mask)

@@ -19,7 +19,7 @@ from moe_rl.objectives.advantages import group
 from moe_rl.objectives.aggregate import seq_mean_token_mean
 from moe_rl.objectives.losses import LOSSES, grpo, gspo
 from tests import oracle
-from tests.objectives.examples import TIGHT, case, inputs, rewarded
+from tests.objectives.examples import TIGHT, case, inputs, ranged, rewarded
 from tests.policies.test_hf import make_batch
 
 MINE = f"{__name__}:my_loss"
@@ -182,8 +182,8 @@ def test_the_same_routes_for_both_are_no_routes_of_its_own(name):
     new, old, advantages, mask = (torch.tensor(x) for x in case())
     found = []
     for further in ({}, {"ratio_logprobs": new.clone()}):
-        x = inputs(new.clone().requires_grad_(), old, advantages, mask, **further)
-        output = LOSSES[name](x, clip_low=0.1, clip_high=0.15)
+        x = inputs(new.clone().requires_grad_(), old, advantages, mask, rollout_logprobs=old, **further)
+        output = LOSSES[name](x, **ranged(LOSSES[name]))
         found.append((output.loss, torch.autograd.grad(output.loss, x.logprobs)[0], output.clipped_by))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, **TIGHT)

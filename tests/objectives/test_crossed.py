@@ -33,19 +33,30 @@ def test_the_diagonal_is_grpo_and_gspo(level, whole, low, high, example):
     torch.testing.assert_close(a.log_ratio, b.log_ratio)
 
 
-@pytest.mark.parametrize("weigh", ["token", "sequence", "none"])
-@pytest.mark.parametrize("clip", ["token", "sequence", "none"])
-def test_a_token_weighs_what_its_row_says_and_is_clipped_by_what_its_column_says(weigh, clip):
-    """One response of two tokens, ratios 2 and 1/2, so that the sequence's is 1; A = 1, and 1/2 per token."""
-    logprobs = torch.tensor([[2.0, 0.5]], dtype=torch.float64).log().requires_grad_()
-    one = inputs(logprobs, torch.zeros(1, 2).double(), torch.ones(1).double(), torch.ones(1, 2).bool())
-    weights = {"token": [2.0, 0.5], "sequence": [1.0, 1.0], "none": [1.0, 1.0]}[weigh]
-    kept = [0.0, 1.0] if clip == "token" else [1.0, 1.0]
-    _, found = gradient(crossed, one, weigh=weigh, clip=clip, clip_low=0.2, clip_high=0.2)
-    torch.testing.assert_close(found, -torch.tensor([[w * k / 2 for w, k in zip(weights, kept, strict=True)]]).double())
+RATIOS = {
+    "token": [2.0, 0.0, 0.5, 4.0], "sequence": [4 ** (1 / 3)] * 4, "segment": [2.0, 0.0, 2**0.5, 2**0.5],
+    "product": [4.0] * 4, "none": [1.0] * 4,
+}  # fmt: skip
+"""Of one response of three tokens, ratios 2, 1/2 and 4, the first a turn of its own."""
+
+
+@pytest.mark.parametrize("weigh", RATIOS)
+@pytest.mark.parametrize("clip", RATIOS)
+@pytest.mark.parametrize("high", [0.2, 0.5, 2.5, 9.0])
+def test_a_token_weighs_what_its_row_says_and_is_clipped_by_what_its_column_says(weigh, clip, high):
+    """A = 1, and 1/3 per token."""
+    mask = torch.tensor([[True, False, True, True]])
+    logprobs = torch.tensor([[2.0, 7.0, 0.5, 4.0]], dtype=torch.float64).log().requires_grad_()
+    one = inputs(logprobs, torch.zeros(1, 4).double(), torch.ones(1).double(), mask)
+    output, found = gradient(crossed, one, weigh=weigh, clip=clip, clip_low=0.2, clip_high=high)
+    bounded, weight = (torch.tensor([RATIOS[level]], dtype=torch.float64) for level in (clip, weigh))
+    lost = mask & (bounded > 1 + high)
+    torch.testing.assert_close(found, -weight * (mask & ~lost) / 3, rtol=0, atol=1e-12)
+    assert torch.equal(output.clipped_by != 0, lost)
+    torch.testing.assert_close(output.log_ratio.exp()[mask], weight[mask], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("wrong", [{"weigh": "tokens"}, {"clip": "response"}])
 def test_a_level_that_is_none_is_refused_with_the_choices(wrong, example):
-    with pytest.raises(ConfigError, match="each is one of token, sequence, none"):
+    with pytest.raises(ConfigError, match="each is one of token, sequence, none, segment, product"):
         crossed(example, **wrong)
