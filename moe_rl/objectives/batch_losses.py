@@ -79,7 +79,7 @@ def sat(
             f"sat(quantile={quantile:g}, exponent={exponent:g}): a share of tokens, and a positive number")  # fmt: skip
     if x.rollout_logprobs is None:
         raise ConfigError("sat reads the distance to the engine, but there are no rollout_logprobs")
-    gap = torch.where(x.mask, x.log_ratio.detach() + x.old_logprobs.detach() - x.rollout_logprobs, 0)
+    gap = torch.where(x.mask, x.log_ratio + x.old_logprobs - x.rollout_logprobs, 0).detach()
     sizes = gap.abs()
     marks = x.marks
     if marks is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -138,7 +139,7 @@ def objective_of(arm: Arm) -> Objective:
     if taken := [name for name in found.metrics if not name.startswith(("own_", "term_"))]:
         raise ConfigError(f"arm {arm.name!r}: its loss gives the metrics {', '.join(taken)}, which could be the names "
                           "of measured columns; let them begin with own_")
-    _check_arm(arm)
+    _check_arm(arm, objective.loss)
     return objective
 
 
@@ -179,10 +180,10 @@ _objective_once = functools.lru_cache(maxsize=64)(objective_of)
 """For `policy_loss`, which a loop calls for every micro-batch: an arm is looked up and tried once."""
 
 
-def _check_arm(arm: Arm) -> None:
+def _check_arm(arm: Arm, bound: Callable[..., LossOutput]) -> None:
     """Refuse combinations of parts that make no sense, and say which are void. The parts have been tried."""
     loss = Use.of(arm.loss)
-    options = (getattr(LOSSES.get(loss.name), "__kwdefaults__", None) or {}) | dict(loss.options)
+    options = {name: option.default for name, option in inspect.signature(bound).parameters.items()}
     high, low = (options.get(bound, 0.0) for bound in ("clip_high", "clip_low"))
     level = options.get(CLIPS.get(loss.name, ""), CLIPS.get(loss.name, ""))
     if CLIPS.get(level, level) in MEANS and max(high, low) >= 0.1:

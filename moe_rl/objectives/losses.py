@@ -170,7 +170,7 @@ def dppo(
     require(low >= 0 and high >= 0 and cap >= 1,
              f"dppo(low={low:g}, high={high:g}, cap={cap:g}): bounds must be >= 0 and the cap >= 1")  # fmt: skip
     log_ratio, old = x.log_ratio.detach(), torch.where(x.mask, x.old_logprobs, 0)
-    distance = (old.exp() * torch.expm1(log_ratio)).abs()
+    distance = ((old + log_ratio).exp() - old.exp()).abs()
     if kind == "kl":
         other, old_other = -torch.expm1((old + log_ratio).clamp(max=0)), -torch.expm1(old)
         distance = torch.xlogy(old_other, old_other) - torch.xlogy(old_other, other) - old.exp() * log_ratio

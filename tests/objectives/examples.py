@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import numpy as np
@@ -40,7 +41,7 @@ def inputs(new, old, advantages, mask, *, weights=None, **further) -> LossInputs
 
 def ranged(loss, low=0.1, high=0.15) -> dict[str, float]:
     """The range as options of a loss, where it has one."""
-    return {k: v for k, v in {"clip_low": low, "clip_high": high}.items() if k in (loss.__kwdefaults__ or {})}
+    return {k: v for k, v in {"clip_low": low, "clip_high": high}.items() if k in inspect.signature(loss).parameters}
 
 
 def rewarded(rewards, prompt, mask=None, dtype=torch.float32, **further) -> Batch:

@@ -1,0 +1,420 @@
+"""Trust regions against `oracle.py` and their equations, worked case by case, and what they become at their limits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.config import Arm
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
+from moe_rl.objectives import objective_of
+from moe_rl.objectives.losses import LOSSES
+from tests import oracle
+from tests.objectives import peers
+from tests.objectives.examples import TIGHT, case, inputs, ranged
+
+LEVELS = ("token", "sequence", "sequence_token", "segment", "product")
+
+
+def ours(name, new, old, advantages, response, **options):
+    """(loss, gradient, output) in float64."""
+    x = inputs(torch.tensor(new, requires_grad=True), old, advantages, response, rollout_logprobs=old)
+    output = LOSSES[name](x, **options)
+    return output.loss.item(), torch.autograd.grad(output.loss, x.logprobs)[0].numpy(), output
+
+
+def holes(seed, spread=0.3):
+    """A case with turns: holes in the mask of the longest responses; no probability beyond 1."""
+    new, old, advantages, mask = case(seed, spread)
+    mask = mask.copy()
+    mask[0, 3:5] = mask[4, 2] = mask[5, 6] = False
+    return np.minimum(new, -0.01), old, advantages, mask
+
+
+# ---------------------------------------------------------------------- rules: (value, slope, side) of a token
+def ppo(low, high, dual=math.inf, delta=math.inf, clamp=math.inf):
+    def rule(log_ratio, a, p, old):
+        clamped = min(max(log_ratio, -clamp), clamp)
+        r = math.exp(clamped)
+        value = min(min(r, delta) * a, min(max(r, 1 - low), 1 + high) * a)
+        if a < 0:
+            value = max(value, dual * a)
+        lost = value != r * a or (clamped != log_ratio and a)
+        return value, 0 if lost else r * a, 0 if not lost or not a else (1 if log_ratio > 0 else -1)
+
+    return rule
+
+
+def sapo(positive, negative):
+    def rule(log_ratio, a, p, old):
+        r, tau = math.exp(log_ratio), positive if a > 0 else negative
+        gate = 1 / (1 + math.exp(-tau * (r - 1)))
+        return 4 / tau * gate * a, r / math.cosh(tau * (r - 1) / 2) ** 2 * a, 0
+
+    return rule
+
+
+def local(weight):
+    """A · log π times a number; weight(r, a) is that and the side that took it."""
+
+    def rule(log_ratio, a, p, old):
+        w, side = weight(math.exp(log_ratio), a)
+        return w * a * p, w * a, side
+
+    rule.local = True
+    return rule
+
+
+def unified(low, high):
+    return lambda r, a: 1 if a > 0 and r > 1 + high else -1 if a < 0 and r < 1 - low else 0
+
+
+def masked(low, high, weight):
+    side = unified(low, high)
+    return local(lambda r, a: (0 if side(r, a) else weight(r), side(r, a)))
+
+
+def dppo(kind, low, high, cap):
+    def rule(log_ratio, a, p, old):
+        new, was, r = math.exp(p), math.exp(old), math.exp(log_ratio)
+        far = abs(new - was)
+        if kind == "kl":
+            far = was * math.log(was / new) + (1 - was) * math.log((1 - was) / (1 - new))
+        side = 1 if a > 0 and new > was and far > high else -1 if a < 0 and new < was and far > low else 0
+        return (0, 0, side) if side else (min(r, cap) * a, min(r, cap) * a, 0)
+
+    rule.local = True
+    return rule
+
+
+def vespo(w, a):
+    k, rate = (2, 3) if a > 0 else (3, 2)
+    return w**k * math.exp(rate * (1 - w)), 0
+
+
+CASES = [
+    *(("grpo", {"level": level, "clip_low": 0.1, "clip_high": 0.15}, level, ppo(0.1, 0.15)) for level in LEVELS),
+    ("grpo", {"dual": 1.3, "clip_low": 0.1, "clip_high": 0.15}, "token", ppo(0.1, 0.15, dual=1.3)),
+    ("grpo", {"dual": 1.1, "clip_low": 0.1, "clip_high": 0.15}, "token", ppo(0.1, 0.15, dual=1.1)),
+    ("grpo", {"cap": 1.3, "clip_low": 0.1, "clip_high": 0.15}, "segment", ppo(0.1, 0.15, delta=1.3)),
+    ("grpo", {"cap": 1.05, "clip_low": 0.1, "clip_high": 0.15}, "token", ppo(0.1, 0.15, delta=1.05)),
+    ("grpo", {"log_clamp": 0.3, "clip_low": 0.1, "clip_high": 0.5}, "token", ppo(0.1, 0.5, clamp=0.3)),
+    ("sapo", {}, "token", sapo(1, 1.05)),
+    ("sapo", {"tau_pos": 3.0, "tau_neg": 0.5, "level": "sequence"}, "sequence", sapo(3, 0.5)),
+    ("reinforce", {}, "token", local(lambda r, a: (1, 0))),
+    ("cispo", {"clip_high": 0.1}, "token", local(lambda r, a: (min(r, 1.1), 0))),
+    ("cispo", {"clip_low": 0.1, "clip_high": 0.15}, "token", local(lambda r, a: (min(max(r, 0.9), 1.15), 0))),
+    ("cispo", {"clip_low": 0.1, "clip_high": 0.15, "mask": "unified"}, "token",
+     masked(0.1, 0.15, lambda r: min(max(r, 0.9), 1.15))),
+    ("minirl", {}, "token", masked(0.2, 0.27, lambda r: r)),
+    ("band", {"low": 0.9, "high": 1.2}, "token",
+     local(lambda r, a: (r, 0) if 0.9 <= r <= 1.2 or not a else (0, 1 if r > 1 else -1))),
+    ("dppo", {}, "token", dppo("tv", 0.15, 0.15, math.inf)),
+    ("dppo", {"low": 0.02, "high": 0.1, "cap": 1.2}, "token", dppo("tv", 0.02, 0.1, 1.2)),
+    ("dppo", {"kind": "kl"}, "token", dppo("kl", 0.05, 0.05, math.inf)),
+    ("dppo", {"kind": "kl", "low": 0.01, "high": 0.002}, "token", dppo("kl", 0.01, 0.002, math.inf)),
+    ("topr", {}, "product", local(lambda w, a: (1 if a > 0 else min(w, 1), 0))),
+    ("topr", {"level": "token"}, "token", local(lambda w, a: (1 if a > 0 else min(w, 1), 0))),
+    ("vespo", {}, "product", local(vespo)),
+]  # fmt: skip
+
+
+def expected(new, old, advantages, mask, level, rule):
+    return oracle.trust_region(new, old, advantages, mask, level, rule)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("name", "options", "level", "rule"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
+def test_value_gradient_and_clipped_tokens_are_the_equations(name, options, level, rule, seed):
+    batch = holes(seed)
+    if name == "grpo" and "cap" in options:
+        options = options | {"level": level}
+    loss, gradient, output = ours(name, *batch, **options)
+    value, slopes, side = expected(*batch, level, rule)
+    np.testing.assert_allclose(loss, value, **TIGHT)
+    np.testing.assert_allclose(gradient, slopes, **TIGHT)
+    np.testing.assert_array_equal(output.clipped_by, side)
+    new, old, _, mask = batch
+    cut = options.get("log_clamp", math.inf)
+    ratios = [sum(f * (new[i, u] - old[i, u]) for u, f in oracle.reach(level, t, np.flatnonzero(mask[i])).items())
+              for i, t in zip(*mask.nonzero(), strict=True)]  # fmt: skip
+    np.testing.assert_allclose(output.log_ratio[torch.tensor(mask)], np.clip(ratios, -cut, cut), **TIGHT)
+    assert not output.log_ratio[~torch.tensor(mask)].any()
+
+
+OF_TOKENS = [c for c in CASES if c[2] in ("token", "sequence_token")]
+
+
+@pytest.mark.parametrize(("name", "options", "level", "rule"), OF_TOKENS, ids=[f"{c[0]}-{c[1]}" for c in OF_TOKENS])
+def test_so_they_are_with_an_advantage_per_token(name, options, level, rule):
+    new, old, _, mask = holes(7)
+    batch = (new, old, np.random.default_rng(7).normal(size=mask.shape), mask)
+    loss, gradient, output = ours(name, *batch, **options)
+    value, slopes, side = expected(*batch, level, rule)
+    np.testing.assert_allclose(loss, value, **TIGHT)
+    np.testing.assert_allclose(gradient, slopes, **TIGHT)
+    np.testing.assert_array_equal(output.clipped_by, side)
+
+
+def test_every_rule_is_seen_at_work_on_both_sides():
+    seen = {}
+    for name, options, level, rule in CASES:
+        sides = [np.unique(expected(*holes(seed), level, rule)[2]) for seed in range(4)]
+        seen[name, str(options)] = set(np.concatenate(sides).tolist())
+    assert all(sides == {-1, 0, 1} for (name, _), sides in seen.items() if name in ("grpo", "minirl", "band", "dppo"))
+
+
+def test_the_oracles_gradients_are_those_of_its_values():
+    new, old, advantages, mask = holes(1)
+    for name, _, level, rule in CASES:
+        if not getattr(rule, "local", False) and level != "sequence_token":
+            differences = oracle.central_differences(
+                lambda x, r=rule, at=level: expected(x, old, advantages, mask, at, r)[0], new)  # fmt: skip
+            np.testing.assert_allclose(expected(new, old, advantages, mask, level, rule)[1], differences, rtol=0,
+                                       atol=1e-8, err_msg=name)  # fmt: skip
+    differences = oracle.central_differences(lambda x: oracle.gmpo(x, old, advantages, mask, 0.1, 0.2)[0], new)
+    np.testing.assert_allclose(oracle.gmpo(new, old, advantages, mask, 0.1, 0.2)[1], differences, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gmpo_is_its_equation(seed):
+    batch = holes(seed)
+    loss, gradient, output = ours("gmpo", *batch, clip_low=0.1, clip_high=0.2)
+    value, slopes, side = oracle.gmpo(*batch, 0.1, 0.2)
+    np.testing.assert_allclose(loss, value, **TIGHT)
+    np.testing.assert_allclose(gradient, slopes, **TIGHT)
+    np.testing.assert_array_equal(output.clipped_by, side)
+
+
+def test_gmpo_by_hand():
+    """Ratios e^1 and e^−0.2, A = 2, clipped at .4: exp((.4 − .2) / 2) = e^.1, of which the second token has half."""
+    batch = (np.array([[1.0, -0.2]]), np.zeros((1, 2)), np.array([2.0]), np.ones((1, 2), bool))
+    loss, gradient, output = ours("gmpo", *batch)
+    np.testing.assert_allclose(loss, -2 * math.exp(0.1), **TIGHT)
+    np.testing.assert_allclose(gradient, [[0, -math.exp(0.1)]], **TIGHT)
+    np.testing.assert_allclose(output.log_ratio, [[0.1, 0.1]], **TIGHT)
+    assert output.clipped_by.tolist() == [[1, 0]]
+
+
+# ---------------------------------------------------------------------- at their limits
+WIDE = {"clip_low": math.inf, "clip_high": math.inf}
+LIMITS = [
+    (("grpo", {"dual": 1.4}), ("grpo", {"cap": 1.4})),
+    (("grpo", {"level": "sequence", "clip_low": 0.1, "clip_high": 0.1}), ("gspo", {"clip_low": 0.1, "clip_high": 0.1})),
+    (("grpo", {"level": "sequence_token", "clip_low": 0.1, "clip_high": 0.1}),
+     ("gspo_token", {"clip_low": 0.1, "clip_high": 0.1})),
+    (("gmpo", WIDE), ("gspo", WIDE)),
+    (("gmpo", WIDE | {"level": "product"}), ("grpo", WIDE | {"level": "product"})),
+    (("cispo", {"clip_low": 0.0, "clip_high": 0.0}), ("reinforce", {})),
+    (("vespo", {"k_pos": 0, "lambda_pos": 0, "k_neg": 0, "lambda_neg": 0}), ("reinforce", {})),
+    (("band", {"low": 0.0, "high": math.inf}), ("cispo", WIDE)),
+    (("dppo", {"low": 1.0, "high": 1.0}), ("crossed", {"weigh": "token", "clip": "none"})),
+    (("dppo", {"low": 1.0, "high": 1.0}), ("grpo", WIDE)),
+    (("kl_cov", {"share": 0.0}), ("grpo", WIDE)),
+    (("kl_cov", {"coef": 0.0}), ("grpo", WIDE)),
+    (("clip_cov", {"share": 0.0}), ("grpo", {"clip_high": 0.2})),
+    (("sat", {"quantile": 1.0}), ("grpo", {"clip_high": 0.2})),
+    (("sat", {"base": "gspo", "quantile": 1.0}), ("gspo_token", {"clip_low": 0.2, "clip_high": 0.2})),
+]  # fmt: skip
+GRADIENTS = [
+    (("minirl", {}), ("grpo", {})),
+    (("cispo", WIDE), ("grpo", WIDE)),
+    (("cispo", WIDE | {"mask": "unified"}), ("grpo", WIDE)),
+    (("sapo", {"tau_pos": 1e-6, "tau_neg": 1e-6}), ("grpo", WIDE)),
+    (("crossed", {"weigh": "none", "clip": "none"}), ("reinforce", {})),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), LIMITS, ids=str)
+def test_at_its_limit_a_loss_is_another(one, other):
+    a, b = (ours(name, *case(3), **options) for name, options in (one, other))
+    np.testing.assert_allclose(a[0], b[0], **TIGHT)
+    np.testing.assert_allclose(a[1], b[1], **TIGHT)
+    assert torch.equal(a[2].clipped_by, b[2].clipped_by)
+
+
+@pytest.mark.parametrize(("one", "other"), GRADIENTS, ids=str)
+def test_at_its_limit_a_loss_has_the_gradient_of_another(one, other):
+    a, b = (ours(name, *case(3), **options) for name, options in (one, other))
+    np.testing.assert_allclose(a[1], b[1], rtol=0, atol=1e-9 if one[0] == "sapo" else 1e-12)
+
+
+@pytest.mark.parametrize("name", ["gmpo", "sequence", "sequence_token", "segment", "product"])
+def test_of_one_token_every_level_is_the_tokens(name):
+    new, old, advantages, _ = case()
+    mask = np.zeros(new.shape, dtype=bool)
+    mask[:, 4] = True
+    bounds = {"clip_low": 0.1, "clip_high": 0.15}
+    grpo = ours("grpo", new, old, advantages, mask, **bounds)
+    nats = {"clip_low": -math.log(0.9), "clip_high": math.log(1.15)}
+    one = (ours("gmpo", new, old, advantages, mask, **nats) if name == "gmpo" else
+           ours("grpo", new, old, advantages, mask, level=name, **bounds))  # fmt: skip
+    np.testing.assert_allclose(one[0], grpo[0], **TIGHT)
+    np.testing.assert_allclose(one[1], grpo[1], **TIGHT)
+    assert torch.equal(one[2].clipped_by, grpo[2].clipped_by)
+
+
+def test_a_response_of_one_turn_is_its_segment():
+    a, b = (ours("grpo", *case(2), level=level, clip_low=0.1, clip_high=0.1) for level in ("segment", "sequence"))
+    np.testing.assert_allclose(a[0], b[0], **TIGHT)
+    np.testing.assert_allclose(a[1], b[1], **TIGHT)
+
+
+def test_a_mask_over_both_engine_and_range_is_the_clip_when_the_range_of_a_cap_is_open_on_the_kept_side():
+    """CISPO's unified mask: positive advantages alone, and no lower bound, is PPO's clip for them."""
+    new, old, advantages, mask = case(4)
+    a = ours("cispo", new, old, abs(advantages), mask, clip_high=0.15, mask="unified")
+    b = ours("grpo", new, old, abs(advantages), mask, clip_low=math.inf, clip_high=0.15)
+    np.testing.assert_allclose(a[1], b[1], **TIGHT)
+    assert torch.equal(a[2].clipped_by, b[2].clipped_by) and a[2].clipped_by.any()
+
+
+def test_topr_is_reinforce_of_what_is_good_and_a_cispo_in_0_1_of_what_is_bad():
+    new, old, advantages, mask = case(5)
+    good, bad = (ours("topr", new, old, sign * abs(advantages), mask, level="token") for sign in (1, -1))
+    np.testing.assert_allclose(good[1], ours("reinforce", new, old, abs(advantages), mask)[1], **TIGHT)
+    capped = ours("cispo", new, old, -abs(advantages), mask, clip_low=1.0, clip_high=0.0)
+    np.testing.assert_allclose(bad[1], capped[1], **TIGHT)
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "clip_cov"])
+def test_where_nothing_has_moved_every_loss_is_reinforce(name):
+    """But for what a statistic of the mini-batch takes out."""
+    _, old, advantages, mask = case()
+    _, gradient, output = ours(name, old, old, advantages, mask)
+    np.testing.assert_allclose(gradient, ours("reinforce", old, old, advantages, mask)[1], **TIGHT)
+    assert not output.log_ratio.any() and not output.clipped_by.any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_nothing_but_log_pi_gets_a_gradient_and_padding_leaks_nowhere(name):
+    new, old, advantages, mask = (torch.tensor(x) for x in holes(0))
+    engine = old + 0.1
+    loss, gradient, output = {}, {}, {}
+    for junk in (0.0, math.nan):
+        a = advantages[:, None].expand(mask.shape).masked_fill(~mask, junk)
+        parts = [y.masked_fill(~mask, junk).requires_grad_() for y in (new, old, a, engine)]
+        x = inputs(parts[0], parts[1], parts[2], mask, rollout_logprobs=parts[3])
+        output[junk] = LOSSES[name](x, **ranged(LOSSES[name]))
+        output[junk].loss.backward()
+        assert all(y.grad is None for y in parts[1:]) and not parts[0].grad[~mask].any()
+        loss[junk], gradient[junk] = output[junk].loss, parts[0].grad
+    (a, b), (c, d) = loss.values(), gradient.values()
+    assert torch.equal(a, b) and torch.equal(c, d) and c.isfinite().all() and c.any()
+    one, other = output.values()
+    assert torch.equal(one.log_ratio, other.log_ratio) and torch.equal(one.clipped_by, other.clipped_by)
+    assert not one.log_ratio.requires_grad and not one.log_ratio[~mask].any() and not one.clipped_by[~mask].any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_empty_mini_batch_is_no_loss(name):
+    loss, gradient, _ = ours(name, *(x[[2]] for x in case()))
+    assert loss == 0 and not gradient.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in LOSSES), ("dppo", {"kind": "kl"}),
+                         *(("grpo", {"level": level}) for level in LEVELS), ("sapo", {"level": "product"})], ids=str)
+def test_ratios_that_overflow_make_no_nan_and_no_infinite_gradient_where_one_bound_holds(name, options, dtype):
+    """e^±800: where A > 0 the upper bound holds, where A = 0 nothing counts; e^−800 is 0 under any sign."""
+    log_ratio = torch.tensor([[800.0], [800.0], [-800.0], [-800.0], [0.0]], dtype=dtype)
+    advantages = torch.tensor([1.0, 0.0, 1.0, -1.0, 1.0], dtype=dtype)
+    new, mask = (-1.0 + log_ratio.clamp(max=0)).requires_grad_(), torch.ones(5, 1, dtype=torch.bool)
+    old = new.detach() - log_ratio
+    x = inputs(new, old, advantages, mask, rollout_logprobs=old)
+    output = LOSSES[name](x, **options)
+    gradient = torch.autograd.grad(output.loss, new)[0]
+    assert gradient[1:].isfinite().all() and not gradient.isnan().any() and not output.loss.isnan()
+    assert gradient.isfinite().all() or name == "kl_cov", "which has no range"
+    assert output.loss.isfinite() or name in ("kl_cov", "crossed"), "whose clipped tokens keep their value"
+
+
+def test_a_tie_on_every_kind_of_bound_keeps_its_gradient():
+    """A ratio of exactly 2, or 1/2, on the bound of each; DPPO's probability moves by exactly 1/4."""
+    log2 = math.log(2)
+    for name, options, log_ratio, sign in [
+        ("grpo", {"dual": 2.0}, log2, -1), ("grpo", {"cap": 2.0, "clip_high": 3.0}, log2, 1),
+        ("grpo", {"log_clamp": log2, "clip_high": 3.0}, log2, 1), ("minirl", {"clip_high": 1.0}, log2, 1),
+        ("cispo", {"clip_high": 1.0, "mask": "unified"}, log2, 1), ("band", {"low": 0.5, "high": 2.0}, log2, -1),
+        ("band", {"low": 0.5, "high": 2.0}, -log2, 1), ("gmpo", {"clip_high": log2}, log2, 1),
+        ("gmpo", {"clip_low": log2}, -log2, -1), ("crossed", {"clip": "product", "clip_high": 1.0}, log2, 1),
+    ]:  # fmt: skip
+        loss, gradient, output = ours(name, np.array([[log_ratio]]), np.zeros((1, 1)), np.array([float(sign)]),
+                                      np.ones((1, 1), bool), **options)  # fmt: skip
+        assert not output.clipped_by.any(), (name, options)
+        assert gradient[0, 0] == pytest.approx(-sign * math.exp(log_ratio)), (name, options)
+
+
+def test_dual_clip_by_hand():
+    """A = −1 and ratios 2, 4: c = 3 leaves 2 alone, and bounds the loss of 4 at 3 without gradient."""
+    new = np.log([[2.0], [4.0]])
+    loss, gradient, output = ours("grpo", new, np.zeros((2, 1)), -np.ones(2), np.ones((2, 1), bool), dual=3.0)
+    assert loss == pytest.approx((2 + 3) / 2) and output.clipped_by.tolist() == [[0], [1]]
+    np.testing.assert_allclose(gradient, [[1.0], [0.0]], **TIGHT)
+
+
+def test_a_clamped_log_ratio_keeps_its_value_and_loses_its_gradient():
+    """A = −1.6 of one of 2 tokens, log w = 21.5: e^20 · .8 and no gradient, where the plain loss has e^21.5 · .8."""
+    batch = (np.array([[21.5, 0.0]]), np.zeros((1, 2)), np.array([-1.6]), np.ones((1, 2), bool))
+    loss, gradient, output = ours("grpo", *batch, log_clamp=20.0)
+    assert loss == pytest.approx(0.8 * (math.exp(20) + 1)) and gradient.tolist() == [[0.0, 0.8]]
+    assert output.clipped_by.tolist() == [[1, 0]]
+    assert ours("grpo", *batch)[1][0, 0] == pytest.approx(0.8 * math.exp(21.5))
+
+
+# ---------------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (Use("grpo", dual=0.9), "dual=0.9.*below 1"), (Use("grpo", cap=0.5), "cap=0.5"),
+        (Use("grpo", dual=math.nan), "dual=nan"), (Use("grpo", log_clamp=0.0), "log_clamp=0.*positive"),
+        (Use("grpo", level="turn"), "level='turn'.*token, sequence, sequence_token, segment, product"),
+        (Use("gmpo", level="token"), "choose sequence or product"), (Use("gmpo", clip_low=-1.0), "clip range"),
+        (Use("sapo", tau_pos=0.0), "tau_pos=0.*positive"), (Use("sapo", level="turn"), "is no level"),
+        (Use("cispo", mask="both"), "choose none or unified"), (Use("band", low=1.1), "must hold 1"),
+        (Use("dppo", kind="js"), "choose tv or kl"), (Use("dppo", low=-0.1), "low=-0.1.*>= 0"),
+        (Use("dppo", cap=0.5), "cap >= 1"), (Use("topr", level="turn"), "is no level"),
+        (Use("vespo", k_neg=-1.0), "k_neg=-1.*negative"), (Use("vespo", lambda_pos=math.nan), "lambda_pos=nan"),
+        (Use("clip_cov", share=1.5), "share=1.5"), (Use("kl_cov", share=-0.1), "share=-0.1"),
+        (Use("kl_cov", coef=-1.0), "coef=-1"), (Use("sat", base="gmpo"), "choose grpo or gspo"),
+        (Use("sat", quantile=1.1), "quantile=1.1"), (Use("sat", exponent=0.0), "exponent=0"),
+    ],
+)  # fmt: skip
+def test_an_option_out_of_range_is_refused_before_a_run(loss, message):
+    with pytest.raises(ConfigError, match=message):
+        objective_of(Arm(name="a", loss=loss))
+
+
+def test_gmpo_refuses_advantages_that_differ_within_a_response():
+    x = inputs(*case())
+    advantages = x.advantages.clone()
+    advantages[0, 1] += 1
+    with pytest.raises(ConfigError, match="gmpo has one ratio.*gspo_token"):
+        LOSSES["gmpo"](replace(x, advantages=advantages))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [Use("grpo", level="sequence"), Use("grpo", level="segment"), Use("crossed", clip="segment"),
+     Use("sat", base="gspo"), Use("crossed", clip="sequence")],
+    ids=str,
+)  # fmt: skip
+def test_a_range_for_tokens_on_a_mean_of_them_is_warned_about(loss):
+    with pytest.warns(UserWarning, match="never clips the sequence-level ratio"):
+        objective_of(Arm(name="a", loss=loss))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("loss", [*(name for name in LOSSES if name != "crossed"), Use("grpo", level="product"),
+                                  Use("grpo", level="segment", clip_low=3e-4, clip_high=4e-4)], ids=str)  # fmt: skip
+def test_defaults_pass_without_a_word(loss):
+    objective_of(Arm(name="a", loss=loss))
+
+
+def test_the_peers_cases_are_what_they_say():
+    assert not peers.case("empty-wide-0")["mask"][4].any() and peers.case("main-wide-0")["router_old"].shape[0] == 8
