@@ -109,11 +109,12 @@ def check_options(kind: str, use: Use, found: Callable[..., Any]) -> None:
         raise ConfigError(f"the {kind} {use.name!r} needs {', '.join(missing)}: Use({use.name!r}, {missing[0]}=…)")
 
 
-def needs(*what: str) -> Callable[[F], F]:
-    """Mark a part with what it must be given, e.g. `reference` or `scores`, so that nobody else pays for it."""
+def needs(*what: str, when: Callable[..., bool] | None = None) -> Callable[[F], F]:
+    """Mark a part with what it must be given, e.g. `reference` or `scores`, so that nobody else pays for it; where that
+    depends on its options, `when` is called with those that are given."""
 
     def mark(function: F) -> F:
-        function.needs = frozenset(what)  # type: ignore[attr-defined]  # functions take any attribute
+        function.needs, function.when = frozenset(what), when  # type: ignore[attr-defined]  # they take any attribute
         return function
 
     return mark
@@ -121,7 +122,9 @@ def needs(*what: str) -> Callable[[F], F]:
 
 def needs_of(part: Callable[..., Any] | None) -> frozenset[str]:
     """What a part that `lookup` gave was marked with; nothing, where there is none."""
-    return getattr(part.func if isinstance(part, partial) else part, "needs", frozenset())
+    function, options = (part.func, part.keywords) if isinstance(part, partial) else (part, {})
+    when = getattr(function, "when", None)
+    return getattr(function, "needs", frozenset()) if when is None or when(**options) else frozenset()
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> NoReturn:

@@ -1,4 +1,5 @@
-"""What needs an extra forward, measured on a *probe*: the first few responses of every (randomly drawn) mini-batch.
+"""What needs an extra forward, measured on a *probe*: the first few responses of every (randomly drawn) mini-batch of
+the first epoch.
 
 Each step it is scored twice under the new weights, naturally and replaying the old policy's routes; every few steps the
 *detail* follows single updates. Volatility compares natural routes, in every arm.
@@ -29,10 +30,12 @@ class Probe:
     def __init__(
         self, policy: Policy, batch: Batch, natural: Scored, split: list[Tensor], settings: Measure, detail: bool
     ):
-        per_mini_batch = len(batch) if settings.full else max(1, settings.probe // len(split))
+        first = len(split) * len(batch) // sum(map(len, split))  # of several epochs, each of which splits all rows
+        per_mini_batch = len(batch) if settings.full else max(1, settings.probe // first)
         self.policy, self.detail = policy, detail or settings.full
+        self.whole, self.natural = batch, natural
         self.parts = [index[:per_mini_batch] for index in split]
-        rows = torch.cat(self.parts)
+        rows = torch.cat(self.parts[:first])
         self.batch = batch.rows(rows)
         self.old = natural.rows(rows, self.batch.tokens.shape[1])
         self.scores = policy.score(self.batch, scores=True).scores if self.detail else None
@@ -44,10 +47,8 @@ class Probe:
         """Detail: attribution on the mini-batch about to be updated (undefined at the first: nothing has moved)."""
         if not self.detail or update == 0:
             return {}
-        start = sum(len(p) for p in self.parts[:update])
-        rows = slice(start, start + len(self.parts[update]))
-        part = self.batch.rows(rows)
-        old = self.old.rows(rows, part.tokens.shape[1])
+        part = self.whole.rows(self.parts[update])
+        old = self.natural.rows(self.parts[update], part.tokens.shape[1])
         natural, replayed = self.policy.score(part), self.policy.score(part, old.routes)
         sums = ratios.attribution(
             natural.logprobs - old.logprobs, replayed.logprobs - old.logprobs, part.response_mask

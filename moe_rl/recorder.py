@@ -45,11 +45,12 @@ class Recorder:
     # ------------------------------------------------------------------ one step, in the order of its calls
     def begin(self, step: int, batch: Batch, natural: Scored, split: list[Tensor]) -> None:
         """Before the first update. `natural` is the policy's scoring of the batch under the weights that sampled it,
-        `split` the rows of every mini-batch."""
+        `split` the rows of every update's mini-batch, epoch after epoch."""
         self.step, self.batch, self.natural, self.split = step, batch, natural, split
         self.updates: list[Row] = []
-        self.log_ratio = torch.zeros_like(batch.rollout_logprobs)
-        self.clipped_by = torch.zeros(batch.tokens.shape, dtype=torch.int8)
+        self.per_epoch = len(split) // self.run.epochs
+        self.log_ratio = torch.zeros_like(batch.rollout_logprobs).repeat(self.run.epochs, 1)
+        self.clipped_by = torch.zeros(self.log_ratio.shape, dtype=torch.int8)
         with self.timed("measure"):
             detail = step % self.run.measure.detail_every == 0
             self.probe = Probe(self.policy, batch, natural, split, self.run.measure, detail)
@@ -60,6 +61,8 @@ class Recorder:
             count = update + 1
             lr = self.run.optimizer.lr_at((self.step - 1) * len(self.split) + count)
             self.updates.append({"step": self.step, "update": count, "lr": lr} | self.probe.before_update(update))
+            if self.run.epochs > 1:
+                self.updates[-1]["epoch"] = update // self.per_epoch + 1
             if self.run.dial.sigma:
                 self.updates[-1]["dial_dose"] = self.run.dial.size(update, len(self.split))
 
@@ -71,7 +74,8 @@ class Recorder:
             natural = self.natural.rows(index, width)
             log_ratio = (updated.logprobs if part.ratio_logprobs is None else part.ratio_logprobs) - part.old_logprobs
             self.updates[-1] |= update_row(part, log_ratio, updated, natural) | self.probe.after_update(update)
-            self.log_ratio[index, :width], self.clipped_by[index, :width] = log_ratio, updated.clipped_by
+            rows = index + update // self.per_epoch * len(self.batch)
+            self.log_ratio[rows, :width], self.clipped_by[rows, :width] = log_ratio, updated.clipped_by
 
     def end(self, push_gap: float | None) -> Rows:
         """After the weights went to the engine: the rows of the step. `push_gap` is what that check found, in nats."""
@@ -117,9 +121,10 @@ def update_row(part: Batch, log_ratio: Tensor, updated: Updated, natural: Scored
 
 
 def ratio_row(batch: Batch, log_ratio: Tensor, clipped_by: Tensor) -> Row:
-    """Ratio statistics and clip fractions of some tokens."""
-    mask = batch.response_mask
-    return ratios.ratio_statistics(log_ratio, mask) | ratios.clip_fractions(clipped_by, mask, batch.advantages)
+    """Ratio statistics and clip fractions of a batch's tokens, of every epoch: its rows follow each other as often."""
+    epochs = len(log_ratio) // len(batch)
+    mask, advantages = batch.response_mask.repeat(epochs, 1), batch.advantages.repeat(epochs, 1)
+    return ratios.ratio_statistics(log_ratio, mask) | ratios.clip_fractions(clipped_by, mask, advantages)
 
 
 def batch_row(batch: Batch, natural: Scored) -> Row:

@@ -84,9 +84,9 @@ class Folder(Protocol):
 def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambda rows: None) -> str | None:
     """Run, or go on with, `run` in `folder` until `run.steps`; resumes at the last commit and ends identical.
 
-    Each step draws prompts, samples completions, scores them under π_old, and takes one update per mini-batch. A run
-    whose gradients or weights stop being finite ends there, with what was measured committed; returns how it diverged,
-    for `folder.finish`.
+    Each step draws prompts, samples completions, scores them under π_old, and takes one update per mini-batch and
+    epoch. A run whose gradients or weights stop being finite ends there, with what was measured committed; returns how
+    it diverged, for `folder.finish`.
     """
     for text in warn_void(run):
         warnings.warn(text, stacklevel=2)
@@ -146,7 +146,7 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
         batch = routed(run, parts, batch, natural)
         if parts.advantage.needs:
             batch = replace(batch, advantages=parts.advantage(batch))
-    split = mini_batches(len(batch), run.mini_batches, derive(run.seed, SPLIT, step))
+    split = epochs(run, step, len(batch))
     recorder.begin(step, batch, natural, split)
     for number, index in enumerate(split):
         part = parts.objective.weighed(without_unknown(batch.rows(index)))
@@ -226,6 +226,12 @@ def without_unknown(part: Batch) -> Batch:
     return replace(part, routes=kept(part.routes), ratio_routes=kept(part.ratio_routes))
 
 
+def epochs(run: RunConfig, step: int, rows: int) -> list[Tensor]:
+    """The mini-batches of a step, in the order of their updates: a split of the rows for every epoch."""
+    seeds = [derive(run.seed, SPLIT, step), *(derive(run.seed, SPLIT, step, e, 0) for e in range(1, run.epochs))]
+    return [part for seed in seeds for part in mini_batches(rows, run.mini_batches, seed)]
+
+
 def mini_batches(rows: int, count: int, seed: int) -> list[Tensor]:
     """A random split of the rows into `count` parts whose sizes differ by at most one."""
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
@@ -248,16 +254,16 @@ def warn_void(run: RunConfig) -> list[str]:
     rows = run.prompts_per_step * run.group_size
     if run.mini_batches > rows:
         raise ConfigError(f"{run.mini_batches} mini-batches cannot be cut from {rows} rollouts per step.")
-    found = []
-    if run.mini_batches == 1 and run.dial.sigma:
+    found, one_update = [], run.mini_batches * run.epochs == 1
+    if one_update and run.dial.sigma:
         found.append("dial.sigma has no effect with one update per step: the first is given no dose.")
     if run.dial.sigma and run.dial.form == "choice" and Use.of(run.arm.routes).name in ("old_policy", "rollout"):
         found.append(f"arm {run.arm.name!r} replays all routes, so a dial of the form 'choice' moves none of them: "
                      "its runs are those without a dial.")
-    if run.mini_batches == 1 and run.arm.anchor == "policy":
+    if one_update and run.arm.anchor == "policy":
         found.append(
             "one update per step: every importance ratio is exactly 1, so losses, clipping and replay do not differ. "
-            "Use mini_batches >= 2."
+            "Use mini_batches >= 2, or epochs >= 2."
         )
     if run.group_size == 1:
         found.append("group_size=1: group-relative advantages are all 0, so nothing is learned. Use group_size >= 2.")

@@ -135,7 +135,8 @@ class Measure:
 class Dial:
     """Volatility as an assigned dose (see `routing.dial`): in the j-th of N updates of a step the routers are moved by
     sigma · (j − 1)/(N − 1) of their standard deviation along a random direction, the same within a step and for all
-    arms of a seed. Ratios start at 1 and drift as real drift does, coherently within a step."""
+    arms of a seed. N counts the updates of all epochs. Ratios start at 1 and drift as real drift does, coherently
+    within a step."""
 
     sigma: float = 0.0
     """In standard deviations of each router's weights; 0 turns it off."""
@@ -216,6 +217,8 @@ class RunConfig:
     prompts_per_step: int = 32
     group_size: int = 8
     mini_batches: int = 8
+    epochs: int = 1
+    """Passes over the rollouts of a step, each with a split of its own: `mini_batches` × `epochs` updates."""
     micro_batch: int = 64
     """Most rows in one forward with gradient."""
     activation_checkpointing: bool = False

@@ -20,8 +20,8 @@ _RANK = "a size is at least 1 process"
 DIAL = {"form": ("weights", "choice"), "acts_on": ("both", "ratio", "gradient")}
 _SEED = "random streams are derived from seeds, which are below 2^32 and not negative"
 RANGES: Mapping[str, tuple[float, float, str]] = {
-    **dict.fromkeys(("steps", "prompts_per_step", "group_size", "mini_batches", "micro_batch", "max_new_tokens",
-                     "eval_prompts", "cold_start.batch_size", "measure.probe", "engine.max_tokens"),
+    **dict.fromkeys(("steps", "prompts_per_step", "group_size", "mini_batches", "epochs", "micro_batch",
+                     "max_new_tokens", "eval_prompts", "cold_start.batch_size", "measure.probe", "engine.max_tokens"),
                     (1, math.inf, _EXISTS)),
     **dict.fromkeys(("eval_every", "save_every", "measure.detail_every"), (1, math.inf, _EVERY)),
     **dict.fromkeys(("parallel.dp", "parallel.tp", "parallel.pp", "parallel.ep", "parallel.etp"), (1, math.inf, _RANK)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.lookup import lookup, needs_of
+from moe_rl.lookup import Use, lookup, needs, needs_of, unknown
+from moe_rl.objectives.terms import ESTIMATORS
 from moe_rl.types import Batch
 
 EQUAL = 1e-6
@@ -41,7 +43,7 @@ class Earned:
     ref_logprobs: Float[Tensor, "batch time"] | None = None
     """log π_ref; likewise."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """What a step keeps from one batch to the next, as JSON has it; it is saved and resumed with the run."""
+    """What this step keeps from one batch to the next, as JSON has it; it is saved and resumed with the run."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,9 @@ class Advantage:
                 "group and then the weights NaN: make the task's reward return a number in [0, 1]"
             )
         x = Earned(values=batch.rewards, rewards=batch.rewards, prompt=batch.prompt_index, mask=batch.response_mask,
-                   finished=batch.finished, old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs,
-                   memory=self.memory)
-        for name, step in self.steps:
+                   finished=batch.finished, old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs)
+        for number, (name, step) in enumerate(self.steps):
+            x = replace(x, memory=self.memory.setdefault(str(number), {}))
             x = replace(x, values=step(x))
             if x.values.shape not in (x.rewards.shape, x.mask.shape):
                 raise ConfigError(f"the advantage {name} gives shape {tuple(x.values.shape)} for {len(batch)} rewards: "
@@ -77,8 +79,8 @@ class Advantage:
         return torch.where(batch.response_mask, per_token, 0).to(batch.advantages.dtype)
 
     def save(self, folder: Path) -> None:
-        """Write the memory, if there is one."""
-        if self.memory:
+        """Write the memory, if a step keeps something."""
+        if any(self.memory.values()):
             (folder / "advantage.json").write_text(json.dumps(self.memory))
 
     def load(self, folder: Path) -> None:
@@ -92,6 +94,12 @@ def advantage_of(arm: Arm) -> Advantage:
     """What makes advantages of an arm's rewards, tried on two of them. Raises ConfigError for a name or option that is
     not there."""
     assert isinstance(arm.advantage, tuple), "an arm makes one of a part alone"
+    steps = [Use.of(part) for part in arm.advantage]
+    for one, after in zip(steps, [*steps[1:], Use("")], strict=True):
+        rewards = one.name == "kl_penalty" and one.options.get("per_token", True)
+        if rewards != (after.name == "returns") and (rewards or one.name in ("whitened", "returns")):
+            raise ConfigError(f"arm {arm.name!r}: {one} before {after if after.name else 'the end'}: kl_penalty makes "
+                              "rewards per token, returns makes advantages of them, and of nothing else per token")
     found = Advantage(tuple((str(part), lookup("advantage", part, ADVANTAGES)) for part in arm.advantage))
     mask, zeros = torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 1)
     rewards, prompt = torch.tensor([0.0, 1.0]), torch.zeros(2, dtype=torch.long)
@@ -102,8 +110,9 @@ def advantage_of(arm: Arm) -> Advantage:
     return found
 
 
-def group(x: Earned) -> Float[Tensor, " batch"]:
-    """(r_i - mean) / std over the rows of equal `prompt`; no unit.
+# ---------------------------------------------------------------------- one value per row
+def group(x: Earned) -> Values:
+    """(r_i - mean) / std over the rows of equal `prompt`; no unit: `normalized` as it is by default.
 
     GSPO, arXiv 2507.18071, eq. 7. The paper does not say which deviation its std is; this is the sample one (n - 1), as
     in verl and TRL, so that advantages compare with theirs (the population one would be larger by sqrt(n/(n-1)),
@@ -113,14 +122,151 @@ def group(x: Earned) -> Float[Tensor, " batch"]:
 
     The value of a row does not depend on the order of rows, to the last bit.
     """
-    advantages = torch.zeros_like(x.values)
-    for one in x.prompt.unique():
-        rows = x.prompt == one
-        values = x.values[rows].double().sort().values  # sorted: floating-point sums depend on the order
-        if len(values) > 1 and values[-1] - values[0] > EQUAL:
-            advantages[rows] = ((x.values[rows].double() - values.mean()) / values.std()).to(x.values.dtype)
-    return advantages
+    return normalized(x)
 
 
-ADVANTAGES: dict[str, Callable[..., Values]] = {"group": group}
+def normalized(x: Earned, *, center: str = "group", scale: str = "group", eps: float = 0.0) -> Values:
+    """(r − center) / (scale + eps): mean and sample deviation of the group, the batch, all batches so far ("running",
+    Welford, this one included), or "none"; ROLL's `norm_mean_type` × `norm_std_type`.
+
+    scale="none" is the advantage of Dr. GRPO (arXiv 2503.20783), scale="batch" TRL's `scale_rewards="batch"`. Of values
+    that differ by at most `EQUAL` the deviation is 0 and each is its own mean; 0 where scale + eps is.
+    """
+    values = _rows(x, "normalized")
+    sets = {
+        "group": lambda: _moments(values, x.prompt),
+        "batch": lambda: _moments(values, torch.zeros_like(x.prompt)),
+        "running": lambda: _running(values, x.memory),
+        "none": lambda: (torch.zeros_like(values), torch.ones_like(values)),
+    }
+    if not eps >= 0:
+        raise ConfigError(f"normalized(eps={eps:g}): it is added to a deviation, so it must not be negative")
+    if wrong := {center, scale} - set(sets):
+        unknown("set that normalized compares with", min(wrong), sets)
+    moments = {name: sets[name]() for name in {center, scale}}  # each once: a running one counts
+    mean, divisor = moments[center][0], moments[scale][1] + (0 if scale == "none" else eps)
+    return torch.where(divisor > 0, (values - mean) / divisor, 0).to(x.values.dtype)
+
+
+def leave_one_out(x: Earned) -> Values:
+    """r − mean of the others of its group = n/(n − 1) · (r − mean): RLOO, arXiv 2402.14740. 0 in a group of one."""
+    values = _rows(x, "leave_one_out")
+    n = (x.prompt[:, None] == x.prompt).sum(1)
+    return ((values - _moments(values, x.prompt)[0]) * n / (n - 1).clamp(min=1)).to(x.values.dtype)
+
+
+def opo(x: Earned) -> Values:
+    """r − Σ |y|·r / Σ |y| over its group: OPO's optimal baseline, arXiv 2505.23585. Equal lengths: Dr. GRPO's."""
+    values, lengths = _rows(x, "opo"), x.mask.sum(1).double()
+    same = (x.prompt[:, None] == x.prompt).double()
+    return (values - same @ (lengths * values) / (same @ lengths).clamp(min=1)).to(x.values.dtype)
+
+
+def overlong(x: Earned, *, limit: int, buffer: int) -> Values:
+    """r + min(0, max(−1, (limit − buffer − |y|) / buffer)): DAPO's soft punishment, arXiv 2503.14476, eq. 13.
+
+    In tokens; DAPO: 20480 and 4096. 0 up to limit − buffer, −1 from `limit` on. Before `group`.
+    """
+    if not 0 < buffer <= limit:
+        raise ConfigError(f"overlong(limit={limit}, buffer={buffer}): the buffer is the part of the limit, in tokens, "
+                          "over which the punishment grows, so 0 < buffer <= limit")
+    return (_rows(x, "overlong") + ((limit - buffer - x.mask.sum(1)) / buffer).clamp(-1, 0)).to(x.values.dtype)
+
+
+# ---------------------------------------------------------------------- per row or per token, as it comes
+def clipped(x: Earned, *, at: float) -> Values:
+    """min(max(v, −at), at): of rewards or of advantages (ROLL's `reward_clip` 10, `advantage_clip` 2)."""
+    if not at > 0:
+        raise ConfigError(f"clipped(at={at:g}): values are kept within ± it, so it must be positive")
+    return x.values.clamp(-at, at)
+
+
+def difficulty_mask(x: Earned, *, low: float = 0.1, high: float = 0.95) -> Values:
+    """0 for prompts unless low < mean reward < high (ROLL); such rows stay in |y| and N."""
+    means = _moments(x.rewards.double(), x.prompt)[0]
+    return torch.where(((low < means) & (means < high)).view(-1, *[1] * (x.values.dim() - 1)), x.values, 0)
+
+
+# ---------------------------------------------------------------------- per token
+def whitened(x: Earned, *, eps: float = 1e-8) -> Values:
+    """(v − mean) / sqrt(var + eps) over all response tokens, var with n − 1 (verl, ROLL's `whiten_advantages`)."""
+    values = (x.values if x.values.dim() == 2 else x.values[:, None].expand(x.mask.shape)).double()
+    tokens = values[x.mask]
+    var = tokens.var() if len(tokens) > 1 else tokens.new_zeros(())
+    return torch.where(x.mask, (values - tokens.mean()) / (var + eps).sqrt(), 0).to(x.values.dtype)
+
+
+@needs("reference")
+def kl_penalty(x: Earned, *, coef: float, estimator: str = "k1", per_token: bool = True) -> Values:
+    """r_t = 1[t last]·r − coef · k_t(π_old ‖ π_ref) per response token, for `returns`; or r − coef · Σ_t k_t per row.
+
+    KL in the reward (PPO; REINFORCE++, arXiv 2501.03262), without gradient; k is one of `terms.ESTIMATORS`, in nats.
+    """
+    if estimator not in ESTIMATORS:
+        unknown("estimator of a KL", estimator, ESTIMATORS)
+    if x.old_logprobs is None or x.ref_logprobs is None:
+        raise ConfigError("kl_penalty compares with the reference policy: it needs old_logprobs and ref_logprobs")
+    rewards, k = _rows(x, "kl_penalty"), ESTIMATORS[estimator]((x.ref_logprobs - x.old_logprobs).double())
+    penalty = coef * torch.where(x.mask, k, 0)
+    return (_on_last(rewards, x.mask) - penalty if per_token else rewards - penalty.sum(1)).to(x.values.dtype)
+
+
+def returns(x: Earned, *, gamma: float = 1.0) -> Values:
+    """G_t = r_t + γ·G_t′, t′ the next response token: the return to go; a reward per row is its last token's.
+
+    REINFORCE++, arXiv 2501.03262; GAE (arXiv 1506.02438) with λ = 1 and no critic. Holes in the mask are stepped over.
+    """
+    if not 0 <= gamma <= 1:
+        raise ConfigError(f"returns(gamma={gamma:g}): a discount is from 0 to 1")
+    rewards = (x.values if x.values.dim() == 2 else _on_last(x.values, x.mask)).double()
+    found, later = torch.zeros_like(rewards), torch.zeros(len(rewards)).double()
+    for t in reversed(range(rewards.shape[1])):
+        later = torch.where(x.mask[:, t], rewards[:, t] + gamma * later, later)
+        found[:, t] = torch.where(x.mask[:, t], later, 0)
+    return found.to(x.values.dtype)
+
+
+# ---------------------------------------------------------------------- what they share
+def _rows(x: Earned, step: str) -> Float[Tensor, " batch"]:
+    """The values, float64, one per row. Raises ConfigError where a step before has made them per token."""
+    if x.values.dim() != 1:
+        raise ConfigError(f"the advantage {step} takes one value per row, but a step before it made one per token: put "
+                          "whitened, kl_penalty and returns after it")
+    return x.values.double()
+
+
+def _moments(values: Float[Tensor, " batch"], labels: Int[Tensor, " batch"]) -> tuple[Tensor, Tensor]:
+    """Mean and sample deviation of the set of each row; the value itself and 0 where all of them are equal."""
+    mean, std = values.clone(), torch.zeros_like(values)
+    for one in labels.unique():
+        rows = labels == one
+        ordered = values[rows].sort().values  # floating-point sums depend on the order
+        if len(ordered) > 1 and ordered[-1] - ordered[0] > EQUAL:
+            mean[rows], std[rows] = ordered.mean(), ordered.std()
+    return mean, std
+
+
+def _running(values: Float[Tensor, " batch"], memory: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Mean and sample deviation of all values so far (Welford; Chan et al. 1979)."""
+    count, mean, squares = memory.get("running", (0, 0.0, 0.0))
+    ordered = values.sort().values
+    total, off = count + len(values), ordered.mean().item() - mean
+    mean += off * len(values) / total
+    squares += ((ordered - ordered.mean()) ** 2).sum().item() + off**2 * count * len(values) / total
+    memory["running"] = [total, mean, squares]
+    std = math.sqrt(squares / max(1, total - 1))
+    return torch.full_like(values, mean), torch.full_like(values, std if std > EQUAL else 0)
+
+
+def _on_last(rewards: Float[Tensor, " batch"], mask: Bool[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
+    """Each row's reward at its last response token, 0 elsewhere."""
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    return torch.where(last, rewards[:, None], 0)
+
+
+ADVANTAGES: dict[str, Callable[..., Values]] = {
+    "group": group, "normalized": normalized, "leave_one_out": leave_one_out, "opo": opo, "overlong": overlong,
+    "clipped": clipped, "difficulty_mask": difficulty_mask, "whitened": whitened, "kl_penalty": kl_penalty,
+    "returns": returns,
+}  # fmt: skip
 """Steps from rewards to advantages."""

@@ -40,6 +40,8 @@ class LossInputs:
     """log π_engine: as the engine that sampled reported it."""
     ref_logprobs: Float[Tensor, "batch time"] | None = None
     """log π_ref, under the routes of `logprobs`."""
+    finished: Bool[Tensor, "batch time"] | None = None
+    """Whether the token's response ended by itself, and was not cut off."""
     ratio_logprobs: Float[Tensor, "batch time"] | None = None
     """log π_θ under the ratio's own routes, where they are not the gradient's; without gradient."""
 

@@ -43,7 +43,8 @@ class Objective:
     @property
     def needs(self) -> frozenset[str]:
         """What its parts ask for beyond the log-probs: `reference` (log-probs), `entropy` (with gradient), `router`
-        (`RouterInputs`), and `mini_batch`: its marks, from log-probs and entropy of all of it."""
+        (`RouterInputs`), `mini_batch`: its marks, from log-probs and entropy of all of it. Corrections say `engine`
+        (they compare with it) and `policy` (they read π_θ, row by row, so that they wait for the update)."""
         parts = (self.loss, *self.corrections, *self.filters, *self.terms.values())
         return frozenset().union(*map(needs_of, parts))
 
@@ -54,7 +55,7 @@ class Objective:
         x = _inputs(mini_batch, torch.full_like(mini_batch.rollout_logprobs, torch.nan))
         mask = self._filtered(x)
         x = dataclasses.replace(x, mask=mask)
-        factors = [_number(one(x), mask) for one in self.corrections]
+        factors = [_number(one(x), mask) for one in self.corrections if "policy" not in needs_of(one)]
         return dataclasses.replace(mini_batch, loss_mask=mask if self.filters else None, weights=self.aggregate(mask),
                                    trust=functools.reduce(torch.mul, factors) if factors else None)
 
@@ -71,8 +72,8 @@ class Objective:
     def of(self, x: LossInputs) -> LossOutput:
         """The loss of inputs whose mask and weights are what they should be."""
         trusted = x.weights if x.trust is None else x.weights * x.trust
-        if x.trust is None:
-            for correction in self.corrections:
+        for correction in self.corrections:
+            if x.trust is None or "policy" in needs_of(correction):
                 trusted = trusted * correction(x)
         output = self.loss(dataclasses.replace(x, weights=trusted))
         loss, metrics = output.loss, dict(output.metrics)
@@ -98,6 +99,7 @@ def _inputs(part: Batch, logprobs: PerToken, **further: Any) -> LossInputs:
         ratio_logprobs=part.ratio_logprobs,
         mask=part.response_mask if part.loss_mask is None else part.loss_mask,
         advantages=part.advantages,
+        finished=part.finished[:, None].expand(logprobs.shape),
         weights=torch.zeros_like(logprobs) if part.weights is None else part.weights,
         trust=part.trust,
         marks=part.marks,
@@ -129,7 +131,8 @@ def objective_of(arm: Arm) -> Objective:
     names = ("logprobs", "old_logprobs", "rollout_logprobs", *(GIVEN[n] for n in objective.needs & set(GIVEN)))
     mask, some = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1)
     try:
-        x = LossInputs(**dict.fromkeys(names, some), mask=mask, advantages=some, weights=objective.aggregate(mask))
+        x = LossInputs(**dict.fromkeys(names, some), mask=mask, advantages=some, finished=mask,
+                       weights=objective.aggregate(mask))
         objective._filtered(x)
         found = objective.of(x)
     except (TypeError, AttributeError) as error:
@@ -193,11 +196,15 @@ def _check_arm(arm: Arm, bound: Callable[..., LossOutput]) -> None:
             "the paper uses 3e-4/4e-4 (short responses need a range of their own, usually below 0.05)",
             stacklevel=3,
         )
-    if arm.anchor == "engine" and any(Use.of(part).name == "truncated" for part in arm.corrections):
-        raise ConfigError(
-            f"arm {arm.name!r}: truncated weighs the trainer's π_old against the engine, but anchor='engine' takes the "
-            "engine's log-probs for π_old: every weight is 1. Choose one of the two."
-        )
+    for name in (Use.of(part).name for part in (*arm.corrections, *arm.filters)):
+        if arm.anchor == "engine" and "engine" in needs_of(CORRECTIONS.get(name)):
+            raise ConfigError(
+                f"arm {arm.name!r}: {name} weighs the trainer's π_old against the engine, but anchor='engine' takes "
+                "the engine's log-probs for π_old: every weight is 1. Choose one of the two."
+            )
+    if waiting := [str(f) for f in arm.filters if "policy" in needs_of(CORRECTIONS.get(Use.of(f).name))]:
+        raise ConfigError(f"arm {arm.name!r}: {', '.join(waiting)} reads π_θ, which is not known when filters decide "
+                          "what counts: make it a correction")
     if len(set(map(str, arm.corrections))) < len(arm.corrections):
         raise ConfigError(f"arm {arm.name!r} has a correction twice: {', '.join(map(str, arm.corrections))}")
     names = [_term(part) for part in arm.terms]

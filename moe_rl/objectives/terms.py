@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,26 +10,56 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import needs
+from moe_rl.lookup import needs, unknown
 from moe_rl.objectives.base import LossInputs
 
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda e: -e,
+    "k2": lambda e: e**2 / 2,
+    "k3": lambda e: torch.expm1(e) - e,
+    "abs": lambda e: e.abs(),
+}
+"""Of KL(π ‖ q), in nats, from a token of π by e = log q − log π (Schulman, "Approximating KL divergence", 2020)."""
 
-@needs("reference")
-def kl(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
-    """coef · Σ weights · (exp(d) − 1 − d), d = log π_ref − log π_θ: the k3 estimate of KL(π_θ ‖ π_ref) in nats, ≥ 0.
 
-    Schulman, "Approximating KL divergence" (2020), as GRPO uses it. Its value estimates KL(π_θ ‖ π_ref) for tokens
-    drawn from π_θ; its gradient, 1 − π_ref/π_θ per log-prob, is on average that of KL(π_ref ‖ π_θ). No importance
-    weight corrects for tokens drawn from π_old. Both policies are scored under the same routes: with the reference's
-    own, a replaying arm would be pulled away from its forced experts at equal weights (by .9 nats under a placebo).
+@needs("reference", when=lambda against="reference", **_: against == "reference")
+def kl(
+    x: LossInputs, *, coef: float, estimator: str = "k3", against: str = "reference", ratio: bool = False,
+    clamp: float = math.inf,
+) -> Float[Tensor, ""]:  # fmt: skip
+    """coef · Σ weights · k(e), e = log q − log π_θ, q = π_ref or, by `against`, π_old: an estimate of KL(π_θ ‖ q).
+
+    Its gradient per log-prob is 1 for k1 (of nothing, on average), −e for k2 (on policy, of KL(π_θ ‖ q)), 1 − exp(e)
+    for k3 (of KL(q ‖ π_θ); GRPO, arXiv 2402.03300, eq. 4); k1+ and k3+ have their value and k2's gradient (verl).
+    `ratio`: r·k, r = π_θ/π_old, for tokens of π_old; its gradient r·(k + k′) goes through r (DeepSeek-V3.2, arXiv
+    2512.02556). `clamp`: k within ± so many nats, beyond it without gradient (verl, ms-swift, NeMo-RL: 10). Degenerate:
+    0 where π_θ = q. `reinforce` with k2 against π_old is Kimi k1.5 (arXiv 2501.12599, eq. 3).
+
+    Both policies are scored under the same routes: with the reference's own, a replaying arm would be pulled away from
+    its forced experts at equal weights (by .9 nats under a placebo).
     """
-    if x.ref_logprobs is None:
+    if estimator not in (choices := (*ESTIMATORS, "k1+", "k3+")):
+        unknown("estimator of a KL", estimator, choices)
+    if against not in ("reference", "old"):
+        unknown("policy that kl compares with", against, ("reference", "old"))
+    if not clamp > 0:
+        raise ConfigError(f"kl(clamp={clamp:g}): the largest estimate per token, in nats, must be positive")
+    if against == "old":
+        e = -x.log_ratio
+    elif x.ref_logprobs is None:
         raise ConfigError(
             f"the term kl(coef={coef:g}) compares with the reference policy, but there are no ref_logprobs: score the "
             "batch with the reference, or leave the term out"
         )
-    d = torch.where(x.mask, x.ref_logprobs.detach() - x.logprobs, 0)
-    return coef * (x.weights * (torch.expm1(d) - d)).sum()
+    else:
+        e = torch.where(x.mask, x.ref_logprobs.detach() - x.logprobs, 0)
+    value = ESTIMATORS[estimator.removesuffix("+")](e.detach())
+    k = ESTIMATORS["k2" if "+" in estimator else estimator](e.masked_fill(value.abs() > clamp, 0))  # 0 · inf is NaN
+    if "+" in estimator or clamp < math.inf:
+        k = value.clamp(-clamp, clamp) + (k - k.detach())
+    if ratio:
+        k = k * x.log_ratio.clamp(max=math.log(torch.finfo(k.dtype).max) - 1).exp()  # likewise
+    return coef * (x.weights * k).sum()
 
 
 @needs("entropy")

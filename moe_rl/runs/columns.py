@@ -39,7 +39,9 @@ class Column:
 DICTIONARY: dict[str, tuple[Column, ...]] = {
     "Keys": (
         Column("step", "steps updates layers", "index", "batch of rollouts, from 1; 0 is the cold start"),
-        Column("update", "updates", "index", "optimizer step within a step, from 1: the mini-batch index"),
+        Column("update", "updates", "index", "optimizer step within a step, from 1: the mini-batch index, which goes on "
+               "through the epochs"),
+        Column("epoch", "updates", "index", "pass over the step's rollouts, from 1; where there are several"),
         Column("site", "layers", "index", "routing site in forward order, from 0"),
         Column("layer", "layers", "index", "absolute decoder layer of the site"),
     ),
@@ -61,7 +63,8 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
         Column("grad_norm", "steps updates", "1", "global L2 norm before clipping; in steps the mean over updates"),
         Column("grad_clipped", "steps updates", "share", "updates whose gradient norm was clipped"),
     ),
-    "Importance ratios (the arm's own, before each update; token_: r, sequence_: s, the geometric mean of r)": (
+    "Importance ratios (the arm's own, before each update, of every epoch; token_: r, sequence_: s, the geometric mean "
+    "of r)": (
         Column("{token,sequence}_n", "steps updates", "count", "response tokens, or sequences, behind the row"),
         Column("{token,sequence}_log_ratio_{mean,var}", "steps updates", "nats, nats²", "mean and variance of log r"),
         Column("{token,sequence}_log_ratio_kurtosis", "steps updates", "1", "m4 / m2² of log r: 3 for a Gaussian"),
@@ -143,7 +146,7 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
         Column("noise_floor_any_layer_change", "steps", "share", "tokens with a route that differs at any site"),
     ),
     "Attribution (mini-batch about to be updated; log-ratios D natural, R replayed, J = D − R, same weights)": (
-        Column("attribution_n", "updates", "tokens", "tokens not yet trained on, behind the sums"),
+        Column("attribution_n", "updates", "tokens", "tokens behind the sums; in the first epoch not yet trained on"),
         Column("attribution_sum_{d,r}", "updates", "nats", "Σ D and Σ R; sums are pooled before anything is divided"),
         Column("attribution_sum_{dd,rr,jj,rj}", "updates", "nats²", "Σ D², Σ R², Σ J², Σ R·J"),
         Column("attribution_top_share", "updates", "share", "part of Σ D² carried by the top 0.1 % of tokens"),

@@ -1,0 +1,147 @@
+"""Several epochs: every one trains on all rollouts of the step, in a split of its own, and its updates are rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+
+from moe_rl.config import Arm, Dial, Measure, Optimizer, RunConfig
+from moe_rl.config.values import check_values
+from moe_rl.errors import ConfigError
+from moe_rl.execute import build, check
+from moe_rl.recorder import ratio_row
+from moe_rl.runs import frames
+from moe_rl.seeds import SPLIT, derive
+from moe_rl.trainer import epochs, mini_batches, warn_void
+from tests.policies.test_hf import make_batch
+from tests.test_trainer import TINY, carry_out, weights
+
+TWICE = TINY.replace(epochs=2, mini_batches=2, steps=2, measure=Measure(probe=4, detail_every=1))
+
+
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory):
+    return carry_out(TWICE, tmp_path_factory.mktemp("twice") / "run")
+
+
+def test_the_first_epoch_is_split_as_ever_and_every_other_by_itself():
+    first, *later = (epochs(TINY.replace(epochs=n), 7, 16) for n in (1, 3))
+    expected = mini_batches(16, 4, derive(TINY.seed, SPLIT, 7))
+    assert all(torch.equal(a, b) for a, b in zip(first, expected, strict=True))
+    passes = [later[0][i : i + 4] for i in (0, 4, 8)]
+    assert all(torch.equal(a, b) for a, b in zip(passes[0], expected, strict=True))
+    for one in passes:
+        assert sorted(torch.cat(one).tolist()) == list(range(16))
+    assert len({tuple(torch.cat(one).tolist()) for one in passes}) == 3
+    assert len({tuple(torch.cat(epochs(TWICE, step, 16)[2:]).tolist()) for step in (1, 2, 3)}) == 3
+
+
+def test_with_one_mini_batch_the_first_epoch_is_on_policy_and_the_second_is_not(tmp_path):
+    run = TINY.replace(epochs=2, mini_batches=1, steps=2)
+    assert not warn_void(run), "two updates per step"
+    updates = carry_out(run, tmp_path / "run")["updates"].set_index(["epoch", "update"])
+    assert list(updates.index) == [(1, 1), (2, 2)] * 2
+    assert (updates.loc[1, "token_log_ratio_max"] < 1e-5).all()
+    assert (updates.loc[2, "token_log_ratio_max"] > 1e-4).all()
+
+
+def test_rows_are_per_update_and_a_step_pools_all_of_its_epochs(twice):
+    updates, steps = twice["updates"], twice["steps"].query("step > 0")
+    assert updates["update"].tolist() == [1, 2, 3, 4] * 2 and updates["epoch"].tolist() == [1, 1, 2, 2] * 2
+    for step, rows in updates.groupby("step"):
+        (row,) = steps[steps["step"] == step].to_dict("records")
+        assert row["token_n"] == rows["token_n"].sum() and row["sequence_n"] == 2 * 16
+        assert rows.query("epoch == 1")["token_n"].sum() == rows.query("epoch == 2")["token_n"].sum()
+        for column in ("token_log_ratio_mean", "clip_tokens_all"):
+            pooled = (rows[column] * rows["token_n"]).sum() / rows["token_n"].sum()
+            assert row[column] == pytest.approx(pooled, rel=1e-5, abs=1e-9)
+        assert row["token_log_ratio_max"] == pytest.approx(rows["token_log_ratio_max"].max())
+        assert row["grad_norm"] == pytest.approx(rows["grad_norm"].mean())
+        assert row["first_update_log_ratio_max"] < 1e-5
+
+
+def test_the_probe_is_of_the_first_epoch_and_every_later_mini_batch_has_its_attribution(twice):
+    assert (twice["steps"].query("step > 0")["probe_responses"] == 4).all(), "each response once, not once per epoch"
+    measured = twice["updates"].set_index(["step", "update"])["attribution_n"]
+    assert measured.notna().groupby("update").all().to_dict() == {1: False, 2: True, 3: True, 4: True}
+    assert twice["updates"]["slot_change"].notna().all()
+
+
+def test_attribution_is_of_the_mini_batch_about_to_be_updated(tmp_path):
+    """All of it is measured: the variance of its natural log-ratios is that of the update's own."""
+    run = TWICE.replace(measure=Measure(full=True))
+    updates = carry_out(run, tmp_path / "run")["updates"].query("update > 1")
+    mean = updates["attribution_sum_d"] / updates["attribution_n"]
+    assert (updates["attribution_n"] == updates["token_n"]).all()
+    for found, expected in zip(mean, updates["token_log_ratio_mean"], strict=True):
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-7)
+
+
+def test_one_epoch_is_the_run_it_always_was(tmp_path):
+    tables = carry_out(TINY.replace(epochs=1, steps=2), tmp_path / "run")
+    assert "epoch" not in tables["updates"] and tables["updates"]["update"].tolist() == [1, 2, 3, 4] * 2
+
+
+def test_warm_up_counts_the_updates_of_all_epochs(tmp_path):
+    run = TWICE.replace(optimizer=Optimizer(lr=1e-3, warmup=8))
+    updates = carry_out(run, tmp_path / "run")["updates"]
+    assert updates["lr"].tolist() == pytest.approx([1e-3 * n / 8 for n in range(1, 9)])
+    parts = build(run, tmp_path, tmp_path)
+    parts.policy.load(next((tmp_path / "run").glob("commit/*/checkpoint")))
+    assert parts.policy.updates == 8
+
+
+def test_the_dials_dose_grows_over_all_updates_of_a_step(tmp_path):
+    updates = carry_out(TWICE.replace(dial=Dial(sigma=0.3), steps=1), tmp_path / "run")["updates"]
+    assert updates["dial_dose"].tolist() == pytest.approx([0, 0.1, 0.2, 0.3])
+
+
+def test_an_interrupted_run_of_two_epochs_ends_identical(tmp_path):
+    run = TWICE.replace(steps=4, arm=Arm(name="replay", routes="old_policy"))
+    carry_out(run, tmp_path / "whole")
+
+    def interrupt(rows):
+        if rows["steps"][0]["step"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(run, tmp_path / "cut", interrupt)
+    carry_out(run, tmp_path / "cut")
+    assert frames.diff(tmp_path / "whole", tmp_path / "cut") is None
+    assert weights(tmp_path / "whole")[1] == weights(tmp_path / "cut")[1]
+
+
+def test_no_epoch_is_refused_and_a_second_makes_one_mini_batch_a_comparison():
+    with pytest.raises(ConfigError, match="epochs=0: a run needs at least 1"):
+        check_values(TINY.replace(epochs=0))
+    assert any("one update per step" in text for text in check(TINY.replace(mini_batches=1)))
+    assert not any("one update" in text for text in check(TINY.replace(mini_batches=1, epochs=2)))
+
+
+def test_a_configuration_from_before_epochs_has_one():
+    older = TINY.to_dict()
+    del older["epochs"]
+    assert RunConfig.from_dict(older) == TINY
+
+
+def test_epochs_change_what_is_trained(tmp_path):
+    one, two = (carry_out(TINY.replace(epochs=n, steps=1), tmp_path / str(n))["steps"] for n in (1, 2))
+    pd.testing.assert_series_equal(one["reward"], two["reward"])
+    assert weights(tmp_path / "1")[1] != weights(tmp_path / "2")[1]
+
+
+def test_a_token_counts_once_per_epoch_in_the_ratios_and_clip_fractions_of_a_step():
+    batch = make_batch()
+    batch = replace(batch, advantages=batch.response_mask * (torch.arange(len(batch))[:, None] % 2.0))
+    log_ratio = torch.where(batch.response_mask, torch.linspace(-1, 1, batch.tokens.numel()).view_as(batch.tokens), 0)
+    clipped_by = ((log_ratio > 0.3) & (batch.advantages != 0)).to(torch.int8)
+    one = ratio_row(batch, log_ratio, clipped_by)
+    two = ratio_row(batch, log_ratio.repeat(2, 1), torch.cat([clipped_by, 0 * clipped_by]))
+    assert two["token_n"] == 2 * one["token_n"] and 0 < one["clip_tokens_all"] < one["clip_tokens"]
+    for column in ("token_log_ratio_mean", "token_log_ratio_var", "token_ess"):
+        assert two[column] == pytest.approx(one[column], rel=1e-9)
+    for column in ("clip_tokens", "clip_tokens_all"):
+        assert two[column] == pytest.approx(one[column] / 2, rel=1e-9), "in one of two epochs"
