@@ -23,6 +23,9 @@ def require_rows(
     if trace.weight_version != first.weight_version:
         versions = f"{first.weight_version!r} and {trace.weight_version!r}"
         raise RoutingError(f"traces 0 and {number} are of two weight versions, {versions}: join them apart.")
+    if trace.keep != first.keep or (trace.gates is None) != (first.gates is None):
+        raise RoutingError(f"traces 0 and {number} are replayed by different rules, one keeps or weighs experts "
+                           "otherwise than the other: join them apart.")
     rows, time = trace.shape[:2]
     if time > tokens.shape[1]:
         raise RoutingError(f"trace {number} has {time} columns, the batch {tokens.shape[1]}: rows of other tokens?")
