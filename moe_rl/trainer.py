@@ -204,7 +204,10 @@ def routed(run: RunConfig, parts: Parts, batch: Batch, natural: Scored) -> Batch
         old = parts.policy.score(batch, ratio_routes).logprobs
     reference = None if parts.reference is None else parts.reference.score(batch, routes).logprobs
     apart = ratio_routes if parts.ratio_source else None
-    scores = natural.scores if "router" in parts.objective.needs else None
+    scores = None
+    if "router" in parts.objective.needs:
+        alike = routes is None or routes is natural.routes
+        scores = natural.scores if alike else parts.policy.score(batch, routes, scores=True).scores
     return replace(batch, old_logprobs=old, routes=routes, ratio_routes=apart, ref_logprobs=reference,
                    old_scores=scores)
 

@@ -230,7 +230,7 @@ def kept(
     live = scores.gather(-1, own)
     stays = scores.gather(-1, ids) >= share * live.amin(-1, keepdim=True)
     there = (own[:, :, None] == ids.masked_fill(~stays, -1)[:, None]).any(-1)
-    best = own.gather(-1, live.masked_fill(there, -torch.inf).argsort(-1, descending=True, stable=True))
+    best = own.gather(-1, live.masked_fill(there, -torch.inf).argsort(stable=True, dim=-1, descending=True))
     turn = ((~stays).cumsum(-1) - 1).clamp(min=0)
     return torch.where(stays, ids, best.gather(-1, turn))
 

@@ -191,8 +191,9 @@ class RoutingTrace:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> RoutingTrace:
         """The same change to everything that has rows and columns."""
-        named = {name: getattr(self, name) for name in ("experts", "attention_mask", "tokens", "gates")}
-        return replace(self, **{name: change(x) for name, x in named.items() if x is not None})
+        tokens, gates = (None if x is None else change(x) for x in (self.tokens, self.gates))
+        mask = change(self.attention_mask)
+        return replace(self, experts=change(self.experts), attention_mask=mask, tokens=tokens, gates=gates)
 
     # ------------------------------------------------------------------ keeping it
     def save(self, path: str | Path, beside: Mapping[str, Tensor] | None = None) -> None:
