@@ -254,7 +254,8 @@ def warn_void(run: RunConfig) -> list[str]:
     found = []
     if run.mini_batches == 1 and run.dial.sigma:
         found.append("dial.sigma has no effect with one update per step: the first is given no dose.")
-    if run.dial.sigma and run.dial.form == "choice" and Use.of(run.arm.routes).name in ("old_policy", "rollout"):
+    whole = ("old_policy", "rollout", "soft", "recall")
+    if run.dial.sigma and run.dial.form == "choice" and Use.of(run.arm.routes).name in whole:
         found.append(f"arm {run.arm.name!r} replays all routes, so a dial of the form 'choice' moves none of them: "
                      "its runs are those without a dial.")
     if run.mini_batches == 1 and run.arm.anchor == "policy":

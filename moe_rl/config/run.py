@@ -79,8 +79,8 @@ class ModelConfig:
     device: str = "cpu"
     dtype: str = "float32"
     router_dtype: str | None = None
-    """`float32`: weights of routers are kept, and their logits and combine weights computed, in it, whatever `dtype` is,
-    as Megatron-core's moe_router_dtype has it. None: as the family's own code does it, most in `dtype`."""
+    """`float32`: weights of routers are kept, and their logits and combine weights computed, in it, whatever `dtype`
+    is. None: as the family's own code does it, most in `dtype`. policy='megatron' computes them in float32 anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,8 @@ def keep_routers_in(model: nn.Module, dtype: torch.dtype) -> None:
     """
     for site in find_sites(model):
         if any("experts" in name for name, _ in site.module.named_modules()):
-            raise ConfigError(f"{site.site.name} ({type(site.module).__name__}) holds its experts, so its router has no "
-                              "dtype of its own: leave model.router_dtype out")
+            raise ConfigError(f"{site.site.name} ({type(site.module).__name__}) holds its experts, so its router can "
+                              "have no dtype of its own: leave model.router_dtype out")
         site.module.to(dtype)
         site.module.register_forward_pre_hook(_cast, with_kwargs=True)
 
