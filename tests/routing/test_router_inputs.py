@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -62,8 +63,9 @@ def test_at_a_token_stands_what_routed_its_predecessor(family):
     for b in range(len(batch)):
         n = int(batch.attention_mask[b].sum())
         row = batch.tokens[b : b + 1, :n]
-        logits = []
-        handles = [s.module.register_forward_hook(lambda m, i, o: logits.append(o[0])) for s in find_sites(policy.model)]
+        logits: list[torch.Tensor] = []
+        keep = partial(lambda kept, module, given, output: kept.append(output[0]), logits)
+        handles = [site.module.register_forward_hook(keep) for site in find_sites(policy.model)]
         with torch.no_grad(), record_routing(policy.model) as recording:
             policy.model(row)
         for handle in handles:

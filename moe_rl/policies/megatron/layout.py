@@ -71,8 +71,6 @@ def check_routers(run: RunConfig, needs: frozenset[str]) -> None:
          "RouterReplay forces all ids and no combine weights"),
         (run.model.router_dtype, f"model.router_dtype={run.model.router_dtype!r}",
          "its routers compute in float32 anyway, from weights of the model's dtype"),
-        (run.optimizer.loss_free_bias, f"optimizer.loss_free_bias={run.optimizer.loss_free_bias:g}",
-         "no family with a correction bias is built"),
     ):
         if asked:
             raise ConfigError(f"{what}, which policy='megatron' cannot do: {why}. Use policy='hf'.")
