@@ -9,6 +9,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from moe_rl import ranks
 from moe_rl.config import EngineConfig, RunConfig
 from moe_rl.errors import ConfigError
@@ -21,10 +23,11 @@ from moe_rl.models.presets import PRESETS, hf_config, placement, skeleton
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.policies.megatron.layout import check_layout
+from moe_rl.policies.megatron.layout import check_layout, check_routers
 from moe_rl.rollouts.choose import check_engine, engine_of
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.request import check_request, context_length
+from moe_rl.routing.balance import correction_biases, keep_routers_in
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES
 from moe_rl.runs.folder import RunFolder
@@ -63,6 +66,8 @@ def check(run: RunConfig) -> list[str]:
         load_task(run.task)
         objective = objective_of(run.arm)
         advantage_of(run.arm)
+        if run.policy == "megatron":
+            check_routers(run, objective.needs)
         if run.dial.sigma and run.dial.acts_on != "ratio" and "reference" in objective.needs:
             raise ConfigError(f"arm {run.arm.name!r} compares with a reference, which no dial moves: at equal weights "
                               "it would be pulled against the dose. Use dial.acts_on='ratio', or leave the term out.")
@@ -200,3 +205,7 @@ def _check_model(run: RunConfig) -> None:
     if run.model.name not in PRESETS:
         check_weights(run.model.name)
     layout_of(model)
+    if run.model.router_dtype is not None:
+        keep_routers_in(model, getattr(torch, run.model.router_dtype))
+    if run.optimizer.loss_free_bias:
+        correction_biases(model)

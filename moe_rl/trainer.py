@@ -204,7 +204,10 @@ def routed(run: RunConfig, parts: Parts, batch: Batch, natural: Scored) -> Batch
         old = parts.policy.score(batch, ratio_routes).logprobs
     reference = None if parts.reference is None else parts.reference.score(batch, routes).logprobs
     apart = ratio_routes if parts.ratio_source else None
-    scores = natural.scores if "router" in parts.objective.needs else None
+    scores = None
+    if "router" in parts.objective.needs:
+        alike = routes is None or routes is natural.routes
+        scores = natural.scores if alike else parts.policy.score(batch, routes, scores=True).scores
     return replace(batch, old_logprobs=old, routes=routes, ratio_routes=apart, ref_logprobs=reference,
                    old_scores=scores)
 
@@ -257,7 +260,8 @@ def warn_void(run: RunConfig) -> list[str]:
     found, one_update = [], run.mini_batches * run.epochs == 1
     if one_update and run.dial.sigma:
         found.append("dial.sigma has no effect with one update per step: the first is given no dose.")
-    if run.dial.sigma and run.dial.form == "choice" and Use.of(run.arm.routes).name in ("old_policy", "rollout"):
+    whole = ("old_policy", "rollout", "soft", "recall")
+    if run.dial.sigma and run.dial.form == "choice" and Use.of(run.arm.routes).name in whole:
         found.append(f"arm {run.arm.name!r} replays all routes, so a dial of the form 'choice' moves none of them: "
                      "its runs are those without a dial.")
     if one_update and run.arm.anchor == "policy":

@@ -33,6 +33,11 @@ REFUSED = [
     ({"engine": EngineConfig(routes="off"), **arm(routes="rollout")}, "asks for none"),
     ({"engine": EngineConfig(routes="off"), **arm(ratio_routes="rollout")}, "asks for none"),
     ({"model": ModelConfig(name="no/such/checkpoint")}, "no/such/checkpoint"),
+    ({"engine": EngineConfig(routes="off"), **arm(routes=Use("soft", ratio=0.5, base="rollout"))}, "asks for none"),
+    (arm(loss=Use("rspo", base="grpo", floor=2.0)), r"rspo\(floor=2\)"),
+    (arm(terms=("z_loss",)), "the term 'z_loss' needs coef"),
+    (arm(routes="soft"), "the route source 'soft' needs ratio"),
+    ({"optimizer": Optimizer(loss_free_bias=1e-3)}, "Qwen3MoeTopKRouter.*has no e_score_correction_bias"),
     ({"mini_batches": 17}, "17 mini-batches cannot be cut from 16"),
 ]
 
@@ -55,6 +60,11 @@ def test_an_anchor_that_is_none_is_refused_where_the_arm_is_declared():
     ({"optimizer": Optimizer(name="sgd")}, "trains with AdamW and without warm-up, not .*sgd"),
     ({"optimizer": Optimizer(warmup=5)}, "trains with AdamW and without warm-up, not .*warmup=5"),
     ({"engine": EngineConfig(int8=True)}, "samples with the Hugging Face engine"),
+    (arm(terms=(Use("z_loss", coef=1e-3),)), "looks at routers, which policy='megatron' cannot do"),
+    (arm(routes=Use("soft", ratio=0.5)), "routes=soft, which policy='megatron' cannot do: RouterReplay"),
+    (arm(ratio_routes="recall"), "recall.*, which policy='megatron' cannot do: RouterReplay"),
+    ({"model": ModelConfig(router_dtype="float32")}, "in float32 anyway"),
+    ({"optimizer": Optimizer(loss_free_bias=1e-3)}, "has no e_score_correction_bias"),
 ])  # fmt: skip
 def test_megatron_refuses_settings_that_it_would_ignore(changes, message, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # as if it were installed

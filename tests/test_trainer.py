@@ -44,6 +44,11 @@ ARMS = {
     "gspo_token": Arm(name="gspo_token", loss=Use("gspo_token", **CLIP)),
     "ratio-replayed": Arm(name="ratio-replayed", ratio_routes="old_policy"),
     "gradient-replayed": Arm(name="gradient-replayed", routes="old_policy", ratio_routes="live"),
+    "soft": Arm(name="soft", routes=Use("soft", ratio=0.9)),
+    "recall": Arm(name="recall", routes="recall"),
+    "undecided": Arm(name="undecided", routes=Use("by_margin", below=0.1)),
+    "rspo": Arm(name="rspo", loss=Use("rspo", base="gspo", options=CLIP), terms=(Use("load_balance", coef=0.01),)),
+    "routers": Arm(name="routers", routes="random_sets", terms=(Use("router_kl", coef=0.1),)),
     "kl": Arm(name="kl", terms=(Use("kl", coef=0.1), Use("entropy", coef=0.01))),
 }
 
@@ -98,6 +103,14 @@ def test_replay_of_the_rollout_is_replay_of_the_old_policy_when_the_engine_is_th
         for column in ("reward", "slot_change", "token_log_ratio_var", "pull"):
             if column in a:
                 pd.testing.assert_series_equal(a[column], b[column], rtol=1e-4, atol=1e-6)
+
+
+def test_routers_are_compared_under_the_same_routes(finished):
+    """At equal weights they are equal, under a placebo's routes, too; and later they are not."""
+    for name, column in (("rspo", "own_router_shift"), ("routers", "term_router_kl")):
+        found = finished[name]["updates"].set_index(["step", "update"])[column]
+        assert (found.xs(1, level="update").abs() < 1e-6).all() and (found.xs(4, level="update") > 1e-6).all(), name
+    assert (finished["rspo"]["updates"]["term_load_balance"] > 0.01).all()
 
 
 def test_gspo_and_gspo_token_are_the_same_run(finished):
@@ -159,7 +172,7 @@ def test_what_terms_add_to_the_loss_is_in_its_row(finished):
     assert abs(first["term_kl"]) < 1e-9 and (updates.query("step > 1")["term_kl"] > 1e-5).all()
     assert (updates["term_entropy"] < 0).all()
     assert first["term_entropy"] == pytest.approx(-0.01 * first["entropy"], rel=0.2), "by token instead of by response"
-    for name in ARMS.keys() - {"kl"}:
+    for name in (name for name, arm in ARMS.items() if not arm.terms):
         assert not [column for column in finished[name]["updates"] if column.startswith("term_")]
 
 

@@ -78,6 +78,9 @@ class ModelConfig:
     """Changes to a preset's Hugging Face configuration, e.g. `{"num_experts": 32}`."""
     device: str = "cpu"
     dtype: str = "float32"
+    router_dtype: str | None = None
+    """`float32`: weights of routers are kept, and their logits and combine weights computed, in it, whatever `dtype`
+    is. None: as the family's own code does it, most in `dtype`. policy='megatron' computes them in float32 anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,9 @@ class Optimizer:
     """Global L2 norm to which gradients are clipped; 0 turns clipping off."""
     router_lr_scale: float = 1.0
     """Learning-rate factor of the router weights; 0 freezes them."""
+    loss_free_bias: float = 0.0
+    """Step u of every expert's correction bias after an update, u · sign(mean count − count), counted over the
+    mini-batch's live choices (arXiv 2408.15664, where u is 1e-3). For families that choose with such a bias."""
 
     def lr_at(self, update: int) -> float:
         """Learning rate of an update, counted from 1 over the whole run."""

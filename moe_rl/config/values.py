@@ -28,6 +28,7 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(("seed", "cold_start.seed"), (0, 2**32 - 1, _SEED)),
     **dict.fromkeys(("optimizer.lr", "cold_start.lr"), (0, math.inf, "a learning rate must not be negative")),
     **dict.fromkeys(("optimizer.eps", "optimizer.weight_decay", "optimizer.router_lr_scale"), (0, math.inf, _SIGN)),
+    "optimizer.loss_free_bias": (0, math.inf, "a step; a negative one would load the experts that are full"),
     "optimizer.warmup": (0, math.inf, "a number of updates; a negative one makes learning rates negative"),
     "optimizer.grad_clip": (0, math.inf, "a norm, or 0 for no clipping; a negative one would train uphill"),
     "cold_start.max_steps": (0, math.inf, "a number of steps"),
@@ -66,6 +67,8 @@ def check_values(config: RunConfig) -> None:
     for name, choices in DIAL.items():
         if (value := getattr(config.dial, name)) not in choices:
             raise ConfigError(f"dial.{name}={value!r}: choose {' or '.join(choices)}")
+    if config.model.router_dtype not in (None, "float32"):
+        raise ConfigError(f"model.router_dtype={config.model.router_dtype!r}: choose float32, or None for the model's")
     if "" in config.stop:
         raise ConfigError(f"stop={config.stop}: every completion contains the empty string, so all would end at once")
     if config.hf_checkpoints and min(config.hf_checkpoints) < 1:

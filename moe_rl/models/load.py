@@ -16,6 +16,7 @@ from moe_rl.models import checkpoints
 from moe_rl.models.experts_cpu import use_cpu_experts
 from moe_rl.models.presets import PRESETS, hf_config, placement
 from moe_rl.models.tokens import byte_tokenizer
+from moe_rl.routing.balance import keep_routers_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,6 +51,8 @@ def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) 
     else:
         model, tokenizer = _from_checkpoint(model_config, dtype, trust_remote_code)
     model = model.to(device).eval()
+    if model_config.router_dtype is not None:
+        keep_routers_in(model, getattr(torch, model_config.router_dtype))
     use_cpu_experts(model)
     return LoadedModel(model, tokenizer)
 

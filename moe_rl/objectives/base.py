@@ -10,11 +10,12 @@ from jaxtyping import Bool, Float, Int8
 from torch import Tensor
 
 from moe_rl.errors import ConfigError
+from moe_rl.routing.inputs import RouterInputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """Some rows of a mini-batch. Only `logprobs` has a gradient, and `entropy` where a part needs it.
+    """Some rows of a mini-batch. Only `logprobs` has a gradient, and `entropy` and `router` where a part needs them.
 
     Everything is 0 or without meaning outside the response, `mask`; log-probs are of the batch's tokens, in nats, at
     the run's temperature. Raises ConfigError where shapes differ.
@@ -44,21 +45,27 @@ class LossInputs:
     """Whether the token's response ended by itself, and was not cut off."""
     ratio_logprobs: Float[Tensor, "batch time"] | None = None
     """log π_θ under the ratio's own routes, where they are not the gradient's; without gradient."""
+    router: RouterInputs | None = None
+    """The routers behind every token."""
+    log_shift: Float[Tensor, "batch time"] | None = None
+    """Log of a factor on every token's ratio, before its region, in nats; without gradient."""
 
     def __post_init__(self) -> None:
-        shapes = {name: tuple(x.shape) for name, x in vars(self).items() if x is not None}
+        shapes = {name: tuple(x.shape) for name, x in vars(self).items() if isinstance(x, Tensor)}
         if len(set(shapes.values())) > 1:
             raise ConfigError(f"the inputs of a loss must have one shape (batch, time), but they have {shapes}")
 
     @property
     def log_ratio(self) -> Float[Tensor, "batch time"]:
-        """log π_θ − log π_old at response tokens, 0 elsewhere, whatever the padding holds.
+        """log π_θ − log π_old, and `log_shift`, at response tokens, 0 elsewhere, whatever the padding holds.
 
         With `ratio_logprobs` its value is that of the ratio's routes, and its gradient that of `logprobs`.
         """
         difference = self.logprobs - self.old_logprobs.detach()
         if self.ratio_logprobs is not None:
             difference = self.ratio_logprobs - self.old_logprobs.detach() + (self.logprobs - self.logprobs.detach())
+        if self.log_shift is not None:
+            difference = difference + self.log_shift.detach()
         return torch.where(self.mask, difference, 0)
 
 

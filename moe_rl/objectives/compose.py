@@ -22,7 +22,9 @@ from moe_rl.objectives.base import LossInputs, LossOutput
 from moe_rl.objectives.corrections import CORRECTIONS
 from moe_rl.objectives.losses import CLIPS, LOSSES
 from moe_rl.objectives.ratios import MEANS
+from moe_rl.objectives.router import ROUTER_LOSSES, ROUTER_TERMS
 from moe_rl.objectives.terms import TERMS
+from moe_rl.routing.inputs import RouterInputs
 from moe_rl.types import Batch
 
 PerToken = Float[Tensor, "batch time"]
@@ -43,8 +45,9 @@ class Objective:
     @property
     def needs(self) -> frozenset[str]:
         """What its parts ask for beyond the log-probs: `reference` (log-probs), `entropy` (with gradient), `router`
-        (`RouterInputs`), `mini_batch`: its marks, from log-probs and entropy of all of it. Corrections say `engine`
-        (they compare with it) and `policy` (they read π_θ, row by row, so that they wait for the update)."""
+        (`RouterInputs`), `load` (theirs of all the mini-batch), and `mini_batch`: its marks, from log-probs and entropy
+        of all of it. Corrections say `engine` (they compare with it) and `policy` (they read π_θ, row by row, so that
+        they wait for the update)."""
         parts = (self.loss, *self.corrections, *self.filters, *self.terms.values())
         return frozenset().union(*map(needs_of, parts))
 
@@ -122,23 +125,24 @@ def objective_of(arm: Arm) -> Objective:
     that it never clips.
     """
     objective = Objective(
-        loss=lookup("loss", arm.loss, LOSSES),
+        loss=lookup("loss", arm.loss, LOSSES | ROUTER_LOSSES),
         aggregate=lookup("aggregation", arm.aggregate, AGGREGATIONS),
         corrections=tuple(lookup("correction", part, CORRECTIONS) for part in arm.corrections),
         filters=tuple(lookup("correction", part, CORRECTIONS) for part in arm.filters),
-        terms={_term(part): lookup("term", part, TERMS) for part in arm.terms},
+        terms={_term(part): lookup("term", part, TERMS | ROUTER_TERMS) for part in arm.terms},
     )
     names = ("logprobs", "old_logprobs", "rollout_logprobs", *(GIVEN[n] for n in objective.needs & set(GIVEN)))
     mask, some = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1)
     try:
         x = LossInputs(**dict.fromkeys(names, some), mask=mask, advantages=some, finished=mask,
-                       weights=objective.aggregate(mask))
+                       weights=objective.aggregate(mask),
+                       router=RouterInputs.of_one_token() if "router" in objective.needs else None)
         objective._filtered(x)
         found = objective.of(x)
     except (TypeError, AttributeError) as error:
         raise ConfigError(f"arm {arm.name!r}: a part failed when it was tried on one token ({error}). Is an option of "
-                          "another type? One that reads the entropy or the reference is marked with "
-                          "moe_rl.lookup.needs('entropy') or ('reference').") from error
+                          "another type? One that reads the entropy, the reference or the routers is marked with "
+                          "moe_rl.lookup.needs('entropy'), ('reference') or ('router').") from error
     if taken := [name for name in found.metrics if not name.startswith(("own_", "term_"))]:
         raise ConfigError(f"arm {arm.name!r}: its loss gives the metrics {', '.join(taken)}, which could be the names "
                           "of measured columns; let them begin with own_")
@@ -154,7 +158,7 @@ def policy_loss(
     advantages: Float[Tensor, " batch"] | PerToken,
     mask: Bool[Tensor, "batch time"],
     weights: PerToken | None = None,
-    **further: PerToken,
+    **further: Any,
 ) -> LossOutput:
     """The objective of an arm, or of a loss alone, on a mini-batch of somebody else's loop.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +17,16 @@ from torch import Tensor, nn
 from moe_rl.config.run import OPTIMIZERS, Optimizer
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.objectives import Objective
+from moe_rl.routing.balance import balance, correction_biases
 from moe_rl.routing.dial import Dose, disturbed
 from moe_rl.routing.hooks import RouterScores, record_routing, replay_routing
+from moe_rl.routing.inputs import Routed, RouterInputs, load_of, token_weights
 from moe_rl.routing.sites import router_parameters
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, Updated
 
 PerToken = Float[Tensor, "batch time"]
+
 WEIGHTS, MOMENTS = "model.safetensors", "optimizer.pt"
 
 
@@ -50,6 +53,7 @@ class HFPolicy:
         self.micro_batch, self.score_batch = micro_batch, score_batch
         self.device = next(model.parameters()).device
         self.optimizer = _optimizer(model, optimizer)
+        self.biases = correction_biases(model) if optimizer.loss_free_bias else []
         self.updates = 0
         if activation_checkpointing:
             _checkpoint_activations(model, reentrant=activation_checkpointing == "reentrant")
@@ -68,7 +72,7 @@ class HFPolicy:
             forced = None if routes is None else routes.rows(rows)
             with disturbed(self.model, dose), self._routed(part, forced, scores) as routed:
                 outputs = self._forward(part)
-            parts.append((*outputs, *routed))
+            parts.append((*outputs, *routed.traces(), routed.recording.scores(len(part)) if scores else None))
         return Scored(*_join(parts, batch))
 
     def update(self, batch: Batch, objective: Objective, dose: Dose | None = None) -> Updated:
@@ -83,6 +87,7 @@ class HFPolicy:
             group["lr"] = self.settings.lr_at(self.updates) * group["scale"]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        balance(self.biases, preferred or routes, self.settings.loss_free_bias)
         found = (logprobs, entropy, routes, preferred, clipped_by)
         return Updated(*found, loss=loss, grad_norm=norm, grad_clipped=norm > limit, metrics=metrics)
 
@@ -142,32 +147,47 @@ class HFPolicy:
         self.optimizer.zero_grad(set_to_none=True)
         metrics: Counter[str] = Counter()
         parts, loss = [], 0.0
+        looks = "router" in objective.needs
+        inputs_of = self._router_inputs(batch, objective, dose) if looks else lambda rows, part, routed: {}
         for rows in _slices(len(batch), self.micro_batch):
             part = batch.rows(rows).to(self.device)
-            with disturbed(self.model, dose), self._routed(part, part.routes) as routed:
+            with disturbed(self.model, dose), self._routed(part, part.routes, logits=looks) as routed:
                 logprobs, entropy = self._forward(part, entropy_gradient="entropy" in objective.needs)
-                out = objective(part, logprobs, entropy)
+                out = objective(part, logprobs, entropy, **inputs_of(rows, part, routed))
                 out.loss.backward()
             loss += out.loss.item()
             metrics.update(out.metrics)
-            parts.append((logprobs.detach(), entropy.detach(), *routed[:2], out.clipped_by))
+            parts.append((logprobs.detach(), entropy.detach(), *routed.traces(), out.clipped_by))
         return _join(parts, batch), loss, dict(metrics)
 
+    def _router_inputs(self, batch: Batch, objective: Objective, dose: Dose | None) -> Callable[..., dict[str, Any]]:
+        """What parts that look at routers are given about some rows of a mini-batch, once their forward has run."""
+        weights, load = token_weights(batch), None
+        if "load" in objective.needs and len(batch) > self.micro_batch:
+            whole = self.score(batch, batch.routes, dose=dose)
+            load = load_of(batch, whole.routes, whole.preferred)
+            load = {kind: tuple(share.to(self.device) for share in sites) for kind, sites in load.items()}
+
+        def inputs_of(rows: slice, part: Batch, routed: Routed) -> dict[str, Any]:
+            here = weights[rows][:, : part.tokens.shape[1]].to(self.device)
+            return {"router": RouterInputs.of(part, routed, here, load)}
+
+        return inputs_of
+
     @contextmanager
-    def _routed(self, part: Batch, routes: RoutingTrace | None, scores: bool = False) -> Iterator[list]:
-        """Scope of one forward (and its backward); when it ends the list holds routes used, preferred, and scores."""
-        routed: list[RoutingTrace | RouterScores | None] = []
+    def _routed(
+        self, part: Batch, routes: RoutingTrace | None, scores: bool = False, logits: bool = False
+    ) -> Iterator[Routed]:
+        """Scope of one forward (and its backward), which says what the routers did as soon as the forward has run."""
         inputs = part.tokens[:, :-1].to(self.device)
         followed = part.attention_mask[:, 1:].to(self.device)  # inputs whose output is a real token
         forced = None
         if routes is not None:
             forced = replace(routes.rows(slice(None), inputs.shape[1]).to(self.device), attention_mask=followed)
         # A part may know no route by chance: those who cut it have looked at the whole.
-        with replay_routing(self.model, forced, part=True) as replay, record_routing(self.model, scores) as recording:
-            yield routed
-        routed.append(recording.trace(inputs, followed))
-        routed.append(replay.preferred if replay else None)
-        routed.append(recording.scores(len(part)) if scores else None)
+        recorder = record_routing(self.model, scores, logits)
+        with replay_routing(self.model, forced, part=True) as replay, recorder as recording:
+            yield Routed(inputs, followed, recording, replay)
 
     def _forward(self, part: Batch, entropy_gradient: bool = False) -> tuple[PerToken, PerToken]:
         """Log-probs and entropy of the response tokens, 0 elsewhere."""

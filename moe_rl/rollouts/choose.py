@@ -40,7 +40,8 @@ def check_engine(run: RunConfig) -> None:
         raise ConfigError(f"engine.name='vllm', but vLLM is not installed here; {INSTALL}")
     if engine.routes not in ROUTES:
         raise ConfigError(f"engine.routes={engine.routes!r}: choose {', '.join(ROUTES)}.")
-    replayed = {Use.of(routes).name for routes in (run.arm.routes, run.arm.ratio_routes) if routes is not None}
+    sources = [Use.of(routes) for routes in (run.arm.routes, run.arm.ratio_routes) if routes is not None]
+    replayed = {name for use in sources for name in (use.name, use.options.get("base"))}
     if engine.routes == "off" and "rollout" in replayed:
         raise ConfigError("routes='rollout' replays the engine's routes, but engine.routes='off' asks for none.")
     if engine.dtype is not None and not isinstance(getattr(torch, engine.dtype, None), torch.dtype):

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_rl.routing.intercept import SiteForward, StandIn, hooked, opened, recomputing
+from moe_rl.routing.intercept import SiteForward, hooked, recomputing
 from moe_rl.routing.sites import RoutingModule
+from moe_rl.routing.stand_in import StandIn, opened
 
 if TYPE_CHECKING:
     from moe_rl.routing.hooks import Replay

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from moe_rl.errors import RoutingError
 from moe_rl.routing.checkpointing import CheckpointedForward, checkpoints_bound
 from moe_rl.routing.intercept import hooked, tokens_noted
 from moe_rl.routing.recording import Recording, stack_sites
-from moe_rl.routing.scores import RouterScores, read_scores
+from moe_rl.routing.scores import RouterScores, read_logits, read_scores
 from moe_rl.routing.sites import find_sites, make_layout
 from moe_rl.routing.trace import RoutingTrace
 
@@ -79,28 +80,44 @@ class Replay:
         ids = self.routes.experts[:, :, site, : layout.sites[site].top_k].flatten(0, 1).to(scores.device).long()
         return ids.masked_fill_(ids == layout.unknown, -1) if len(self.free) else ids
 
+    def weighed(self, site: int, output: Any) -> Any:
+        """A site's output with the trace's combine weights, where it has any. Raises RoutingError for a router that
+        hands out something else than (logits, combine weights, ids)."""
+        if self.routes.gates is None:
+            return output
+        spec = self.routes.layout.sites[site]
+        gates = self.routes.gates[:, :, site, : spec.top_k].flatten(0, 1)
+        if not (isinstance(output, tuple) and len(output) == 3 and output[1].shape == gates.shape):
+            raise RoutingError(f"{spec.name} does not hand out (logits, combine weights, ids) and nothing else, so its "
+                               "combine weights cannot be recalled. Replay ids alone: routes='old_policy'.")
+        gates = gates.to(output[1].device, output[1].dtype)
+        known = self.routes.known[:, :, site].flatten()[:, None].to(gates.device)
+        return output[0], torch.where(known, gates, output[1]) if len(self.free) else gates, output[2]
+
     def saw(self, site: int, own: Integer[Tensor, "tokens k"]) -> None:
         self._own[site] = own.to(self.routes.layout.dtype)
 
 
 # ---------------------------------------------------------------------- the two scopes
 @contextmanager
-def record_routing(model: nn.Module, scores: bool = False) -> Iterator[Recording]:
+def record_routing(model: nn.Module, scores: bool = False, logits: bool = False) -> Iterator[Recording]:
     """Record the experts that every forward of `model` inside the block uses, replayed ones included.
 
     A recomputation under activation checkpointing is not recorded again; it uses the experts of its forward. `scores`
-    also keeps gates, router log-probabilities and margins of the last forward. Raises RoutingError for a model without
-    routers. `Recording.trace` knows the tokens that each forward read, and refuses others.
+    also keeps gates, router log-probabilities and margins of the last forward, `logits` the routers' logits with their
+    graph. Raises RoutingError for a model without routers. `Recording.trace` knows the tokens that each forward read,
+    and refuses others.
 
         with record_routing(model) as recording:
             model(input_ids)
         routes = recording.trace(input_ids)
     """
     modules = find_sites(model)
-    recording = Recording(make_layout(model, modules), scored=scores)
+    recording = Recording(make_layout(model, modules), scored=scores, graphed=logits)
 
     def listen(site: int, used: Tensor, choice: Tensor, output: Any) -> None:
-        recording.routed(site, used, read_scores(modules[site], used, choice, output) if scores else None)
+        read = read_scores(modules[site], used, choice, output) if scores else None
+        recording.routed(site, used, read, read_logits(modules[site], output) if logits else None)
 
     with hooked(modules, "listeners", listen), checkpoints_bound(model, modules), tokens_noted(model, recording.reads):
         yield recording
@@ -112,7 +129,8 @@ def replay_routing(
 ) -> Iterator[Replay | None]:
     """Force the experts of `trace` on every forward of `model` inside the block; `None` does nothing.
 
-    Only ids are forced: gates come from the live router, so its gradient flows. The forward must read the trace's
+    Only ids are forced: gates come from the live router, so its gradient flows, unless the trace has `gates` of its
+    own; with `keep` only ids that the live router still scores high enough are. The forward must read the trace's
     tokens, in its padding. Forward *and* backward belong inside the block, so that activation checkpointing
     recomputes under the same routes; scopes may be nested, one per micro-batch, for a single backward. `part` says
     that the trace is some rows of a larger one, and may by chance know no route at all. Raises RoutingError for a trace

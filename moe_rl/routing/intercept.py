@@ -6,17 +6,18 @@ only the ids that its final top-k returns are others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Integer
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing.sites import RoutingModule, token_readers
+from moe_rl.routing.stand_in import StandIn, opened
 
 if TYPE_CHECKING:
     from moe_rl.routing.checkpointing import CheckpointedForward
@@ -25,61 +26,9 @@ if TYPE_CHECKING:
 TOPK = frozenset({torch.topk, torch.Tensor.topk})
 MASK = frozenset({torch.masked_fill, torch.Tensor.masked_fill})
 MAXIMUM = frozenset({torch.max, torch.Tensor.max})
-
-
-class StandIn:
-    """Stands in for one attribute of a module while at least one scope is open on it."""
-
-    attribute: str
-
-    def __init__(self, owner: nn.Module):
-        self.owner, self.original = owner, getattr(owner, self.attribute)
-        self.previous = owner.__dict__.get(self.attribute)
-        self.scopes: list[Any] = []
-
-    @classmethod
-    def on(cls, owner: nn.Module, *args: Any) -> Any:
-        """The one that stands there already, or a new one."""
-        current = owner.__dict__.get(cls.attribute)
-        return current if isinstance(current, cls) else cls(owner, *args)
-
-    @property
-    def idle(self) -> bool:
-        return not self.scopes
-
-    def take_place(self) -> None:
-        setattr(self.owner, self.attribute, self)
-
-    def give_back(self) -> None:
-        """Restore what was there before, unless somebody has wrapped this one meanwhile: it then only hands on."""
-        if self.owner.__dict__.get(self.attribute) is not self:
-            return
-        delattr(self.owner, self.attribute)
-        if self.previous is not None:
-            setattr(self.owner, self.attribute, self.previous)
-
-    def __deepcopy__(self, memo: dict) -> NoReturn:
-        raise RoutingError(
-            "the model is inside record_routing or replay_routing, and a copy of it would go on recording or replaying "
-            "for ever; copy it outside the block."
-        )
-
-
-@contextmanager
-def opened(stand_ins: Sequence[StandIn], kind: str, what: Any) -> Iterator[None]:
-    """Put `what` last in the list `kind` of each; take it off again, come what may and in whatever order."""
-    for stand_in in stand_ins:
-        stand_in.take_place()
-        getattr(stand_in, kind).append(what)
-    try:
-        yield
-    finally:
-        for stand_in in stand_ins:
-            entries = getattr(stand_in, kind)
-            # The last of its kind: a recomputation puts the replay of its forward there a second time.
-            del entries[max(i for i, entry in enumerate(entries) if entry is what)]
-            if stand_in.idle:
-                stand_in.give_back()
+SQUASH = frozenset({torch.softmax, torch.Tensor.softmax, nn.functional.softmax, torch.sigmoid, torch.Tensor.sigmoid,
+                    nn.functional.sigmoid, nn.functional.softplus})
+"""What makes positive scores of logits."""
 
 
 class SiteForward(StandIn):
@@ -119,6 +68,8 @@ class SiteForward(StandIn):
         with seen:
             output = self.original(*args, **kwargs)
         seen.require_complete()
+        if replay is not None:
+            output = replay.weighed(self.index, output)
         if not recomputing():
             if replay is not None:
                 replay.saw(self.index, seen.own)
@@ -142,7 +93,7 @@ class SiteForward(StandIn):
 class Selection(TorchFunctionMode):
     """Sees, and under replay answers, the one top-k over experts inside a routing site's forward."""
 
-    watched = TOPK | MASK
+    watched = TOPK | MASK | SQUASH
 
     def __init__(self, spec: RoutingModule, index: int, replay: Replay | None, again: Tensor | None):
         super().__init__()
@@ -152,6 +103,8 @@ class Selection(TorchFunctionMode):
         self.moved: Tensor | None = None
         """Under a dose of choice: ids for tokens that route freely under replay."""
         self.hits = 0
+        self.squashed = False
+        """Whether the router chooses by positive scores, not by logits."""
         self.used: Integer[Tensor, "tokens k"] | None = None
         """The ids that go to the experts."""
         self.choice: Tensor | None = None
@@ -160,12 +113,15 @@ class Selection(TorchFunctionMode):
         """Under replay: the ids the router would have picked."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in self.watched and args[0].shape[-1] == self.spec.site.num_experts:
+        if func in self.watched and args and args[0].shape[-1] == self.spec.site.num_experts:
             return self._answer(func, *args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _answer(self, func: Callable, scores: Tensor, *args: Any, **kwargs: Any) -> Any:
         groups = self.spec.num_groups
+        if func in SQUASH:
+            self.squashed |= self.hits == 0
+            return func(scores, *args, **kwargs)
         if func in MASK:
             if groups and self.again is not None:  # the groups of its forward's experts stay open
                 args = (args[0].scatter(-1, self.again.view(*scores.shape[:-1], -1), False), *args[1:])
@@ -203,6 +159,8 @@ class Selection(TorchFunctionMode):
             ids[free] = torch.where(ids[free] < 0, freely, ids[free])
         if self.again is None:  # at once: later would mean to keep the scores of every site
             self.own = select(flat)
+            if keep := replay.routes.keep:
+                ids = kept(ids, self.own, flat if self.squashed else flat.softmax(-1), keep)
         self.used = ids
         return ids
 
@@ -241,6 +199,9 @@ class MaximaSelection(Selection):
                 f"{self.spec.site.name} ({type(self.spec.module).__name__}) samples its experts in training mode, so "
                 "its routes cannot be replayed. Call eval() on the model; gradients flow all the same."
             )
+        if self.replay is not None and self.replay.routes.keep:
+            raise RoutingError(f"{self.spec.site.name} ({type(self.spec.module).__name__}) chooses slot by slot, not "
+                               "by one score per expert, so no replay of its routes can be soft.")
         if self.hits == 1:
             self.choice = scores.detach()
             if self.replay is not None:
@@ -256,6 +217,22 @@ class MaximaSelection(Selection):
         """Those of the slot whose turn it is."""
         assert ids is not None, "the first maximum of a replay fills in all slots"
         return ids[:, self.hits - 1 : self.hits]
+
+
+def kept(
+    ids: Integer[Tensor, "tokens k"],
+    own: Integer[Tensor, "tokens k"],
+    scores: Float[Tensor, "tokens experts"],
+    share: float,
+) -> Integer[Tensor, "tokens k"]:
+    """Replayed `ids` whose score is at least `share` of the weakest one among the router's `own`; in the slots of the
+    others the best of its own that are not there yet (prime-rl, pull request 2703)."""
+    live = scores.gather(-1, own)
+    stays = scores.gather(-1, ids) >= share * live.amin(-1, keepdim=True)
+    there = (own[:, :, None] == ids.masked_fill(~stays, -1)[:, None]).any(-1)
+    best = own.gather(-1, live.masked_fill(there, -torch.inf).argsort(stable=True, dim=-1, descending=True))
+    turn = ((~stays).cumsum(-1) - 1).clamp(min=0)
+    return torch.where(stays, ids, best.gather(-1, turn))
 
 
 def _overwrite(picked: Any, scores: Tensor, ids: Integer[Tensor, "tokens k"]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Integer
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
@@ -20,6 +20,7 @@ class Recording:
 
     layout: Layout
     scored: bool = False
+    graphed: bool = False
     _ids: list[list[Tensor]] = field(default_factory=list)
     """Per site, the [tokens, k] ids of each forward."""
     _tokens: list[Tensor | None] = field(default_factory=list)
@@ -27,6 +28,7 @@ class Recording:
     _reading: Tensor | None = None
     """The ids that the forward now running was given, until it reaches its first site."""
     _scores: list[list[dict[str, Tensor]]] = field(default_factory=list)
+    _logits: list[Tensor | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.clear()
@@ -36,6 +38,7 @@ class Recording:
         self._ids = [[] for _ in self.layout.sites]
         self._tokens, self._reading = [], None
         self._scores = [[] for _ in self.layout.sites]
+        self._logits = [None for _ in self.layout.sites]
 
     def take(self) -> Integer[Tensor, "tokens site k"]:
         """Rows of the last forward, batch-major, in the layout's narrow dtype; then forget everything.
@@ -86,12 +89,22 @@ class Recording:
             return [(v if k is None else pad_k(v, k)).unflatten(0, (batch, -1)) for v in values]
 
         k = self.layout.top_k
+        ids = self._stack([calls[-1] for calls in self._ids]).unflatten(0, (batch, -1))
         return RouterScores(
+            ids=ids.to(torch.int16).masked_fill(ids == self.layout.unknown, -1),
             gates=torch.stack(rows("gates", k), 2),
             log_probs=torch.stack(rows("log_probs", k), 2),
             margins=torch.stack(rows("margins"), 2),
             all_log_probs=tuple(rows("all_log_probs")),
         )
+
+    def logits(self, batch: int) -> tuple[Float[Tensor, "batch time _"], ...]:
+        """Logits of every site's router in the last forward, with their graph, for `batch` rows. Needs
+        `record_routing(model, logits=True)`."""
+        if not self.graphed:
+            raise RoutingError("router logits were not recorded; use record_routing(model, logits=True).")
+        self._require_forward()
+        return tuple(x.reshape(batch, -1, x.shape[-1]) for x in self._logits if x is not None)
 
     def _require_forward(self) -> None:
         calls = [len(c) for c in self._ids]
@@ -130,8 +143,10 @@ class Recording:
         """A forward was given these tokens."""
         self._reading = tokens
 
-    def routed(self, site: int, used: Integer[Tensor, "tokens k"], scores: dict[str, Tensor] | None) -> None:
-        """A site used these experts, and chose them by these scores."""
+    def routed(
+        self, site: int, used: Integer[Tensor, "tokens k"], scores: dict[str, Tensor] | None, logits: Tensor | None
+    ) -> None:
+        """A site used these experts, and chose them by these scores, made of these logits."""
         if site == 0:
             tokens, self._reading = self._reading, None
             # A copy: the caller may go on filling the buffer that these are a part of.
@@ -139,6 +154,7 @@ class Recording:
         self._ids[site].append(used.detach())
         if scores is not None:
             self._scores[site] = [scores]
+        self._logits[site] = logits
 
     def _stack(self, sites: Sequence[Tensor]) -> Integer[Tensor, "tokens site k"]:
         return stack_sites(sites, self.layout)

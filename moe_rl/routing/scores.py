@@ -21,6 +21,8 @@ PROBABILITIES = {"Gemma4TextRouter"}
 class RouterScores:
     """How sure the routers were, in one forward. Without gradient, float32."""
 
+    ids: Integer[Tensor, "batch time site k"]
+    """The used experts, as a trace has them, -1 where a site uses fewer than k."""
     gates: Float[Tensor, "batch time site k"]
     """Combine weights of the used experts, as the family computes them."""
     log_probs: Float[Tensor, "batch time site k"]
@@ -38,6 +40,7 @@ class RouterScores:
             return torch.cat([nn.functional.pad(x, [0] * 2 * (x.dim() - 2) + [0, time - x.shape[1]]) for x in tensors])
 
         return RouterScores(
+            ids=join([p.ids for p in parts]),
             gates=join([p.gates for p in parts]),
             log_probs=join([p.log_probs for p in parts]),
             margins=join([p.margins for p in parts]),
@@ -54,11 +57,29 @@ class RouterScores:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> RouterScores:
         sites = tuple(map(change, self.all_log_probs))
-        return RouterScores(change(self.gates), change(self.log_probs), change(self.margins), sites)
+        return RouterScores(change(self.ids), change(self.gates), change(self.log_probs), change(self.margins), sites)
 
     def log_probs_at(self, ids: Integer[Tensor, "batch time site k"]) -> Float[Tensor, "batch time site k"]:
         """Log-probabilities of other ids than the used ones (-1 allowed; its value means nothing)."""
         return torch.stack([p.gather(-1, ids[:, :, s].clamp(min=0)) for s, p in enumerate(self.all_log_probs)], 2)
+
+
+def read_logits(spec: RoutingModule, output: Any) -> Float[Tensor, "tokens experts"]:
+    """The logits of one site's forward as its router hands them out, with their graph.
+
+    Nothing is computed here: under activation checkpointing it would not be computed again. Raises RoutingError for
+    routers that do not return (logits, gates of the chosen, ...), and where the forward has no graph.
+    """
+    name = type(spec.module).__name__
+    logits = output[0] if isinstance(output, tuple) and len(output) > 2 else None
+    if logits is None or logits.shape[-1:] != (spec.site.num_experts,) or name in PROBABILITIES:
+        raise RoutingError(f"{name} does not hand out its logits, so its router can have no term in a loss.")
+    if not torch.is_grad_enabled():
+        raise RoutingError(
+            f"{spec.site.name} runs without a graph, so no gradient of its logits could reach the router: re-entrant "
+            "activation checkpointing computes layers that way. Use the other kind, activation_checkpointing=True."
+        )
+    return logits
 
 
 def read_scores(spec: RoutingModule, used: Tensor, choice: Tensor, output: Any) -> dict[str, Tensor]:

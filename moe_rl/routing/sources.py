@@ -6,10 +6,12 @@ Placebos force routes that carry no information about the tokens they are forced
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.lookup import needs
@@ -82,8 +84,98 @@ def random_share(batch: Batch, natural: Scored, *, share: float, seed: int = 0) 
     if share == 1:
         return routes
     dose = torch.rand(routes.shape[:3], generator=_generator(seed, batch)) < share
-    where = routes.known & dose.to(routes.experts.device)
-    return routes.only(where) if bool(where.any()) else None
+    return _where(routes, dose)
+
+
+def by_layer(
+    batch: Batch,
+    natural: Scored,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    share: float | None = None,
+    sites: Sequence[int] | None = None,
+    base: str = "old_policy",
+) -> RoutingTrace | None:
+    """Replay at some routing sites only, the others are free: the `first` or the `last` so many, a `share` of them
+    spread evenly over the depth, or those that `sites` numbers from 0 in forward order.
+
+    All sites are `base`, none is `live`. Raises ConfigError unless exactly one of the four is given, and in range.
+    """
+    count = len(natural.routes.layout.sites)
+    options = {"first": first, "last": last, "share": share, "sites": sites}
+    given = {name: value for name, value in options.items() if value is not None}
+    if len(given) != 1:
+        raise ConfigError(f"by_layer takes one of first, last, share and sites, not {given or 'none'}.")
+    if share is not None:
+        _require_share("by_layer", share)
+        sites = [s for s in range(count) if int((s + 1) * share) > int(s * share)]
+    elif sites is None:
+        sites = range(count)[:first] if last is None else range(count)[max(0, count - last) :]
+    if any(not 0 <= s < count for s in sites) or min(first or 0, last or 0) < 0:
+        raise ConfigError(f"by_layer({given}): the model has {count} routing sites, numbered from 0.")
+    routes = _base("by_layer", base, batch, natural)
+    chosen = torch.zeros(count, dtype=torch.bool, device=routes.experts.device)
+    chosen[list(sites)] = True
+    return _where(routes, chosen.expand_as(routes.known))
+
+
+@needs("scores")
+def by_margin(batch: Batch, natural: Scored, *, below: float, base: str = "old_policy") -> RoutingTrace | None:
+    """Replay only where π_old's router was undecided: (token, site) pairs whose margin, k-th minus (k+1)-th choice
+    score in the router's own units, is less than `below`.
+
+    below=inf is `base`, 0 is `live`. Raises ConfigError for a bound that is negative.
+    """
+    if not below >= 0:
+        raise ConfigError(f"by_margin(below={below:g}): margins of scores are not negative, so it selects nothing.")
+    assert natural.scores is not None, "what is marked as needing scores is given them"
+    routes = _base("by_margin", base, batch, natural)
+    return routes if below == torch.inf else _where(routes, natural.scores.margins < below)
+
+
+@needs("scores")
+def by_probability(batch: Batch, natural: Scored, *, below: float, base: str = "old_policy") -> RoutingTrace | None:
+    """Replay only where π_old's router spread its bets: (token, site) pairs at which the experts in use have less than
+    `below` of the probability, the softmax of the router's logits over all experts, together.
+
+    A bound above 1 is `base`, 0 is `live`. Raises ConfigError for a bound that is negative.
+    """
+    if not below >= 0:
+        raise ConfigError(f"by_probability(below={below:g}): probabilities are not negative, so it selects nothing.")
+    assert natural.scores is not None, "what is marked as needing scores is given them"
+    routes = _base("by_probability", base, batch, natural)
+    mass = natural.scores.log_probs.exp().where(natural.scores.ids >= 0, 0).sum(-1)
+    return routes if below > 1 else _where(routes, mass < below)
+
+
+def soft(batch: Batch, natural: Scored, *, ratio: float, base: str = "old_policy") -> RoutingTrace:
+    """Routes of `base` that the live router must not contradict too much: in every forward an expert stays only while
+    its live score is at least `ratio` times the weakest live top-k score; the slots of the others are filled with the
+    best of the live top-k that are not there yet.
+
+    Soft replay, "extend router replay", prime-rl's pull request 2703. Scores are those the router chooses by,
+    correction bias and closed groups included; where it chooses by logits, which may be negative, their softmax. Both
+    sides of the ratio are scored under the rule, and activation checkpointing recomputes with the ids of its forward.
+    A ratio of 0 is `base`, bit for bit; from 1 on (at positive scores) the sets are `live`'s, in another order. Raises
+    ConfigError for a ratio that is negative or infinite.
+    """
+    if not 0 <= ratio < torch.inf:
+        raise ConfigError(f"soft(ratio={ratio:g}): a share of the weakest live score, from 0 (replay all) to 1 (none).")
+    routes = _base("soft", base, batch, natural)
+    return replace(routes, keep=ratio) if ratio else routes
+
+
+@needs("scores")
+def recall(batch: Batch, natural: Scored) -> RoutingTrace:
+    """Ids *and* combine weights of π_old are forced, so that no gradient of the policy's loss reaches a router.
+
+    "Total Router Recall", prime-rl's pull request 3523; weights are float32, as the family computes them. At π_old's
+    weights it is `old_policy`, value for value. Raises RoutingError, at the first forward, for families whose routers
+    hand out something else than (logits, combine weights, ids).
+    """
+    assert natural.scores is not None, "what is marked as needing scores is given them"
+    return replace(natural.routes, gates=natural.scores.gates)
 
 
 @needs("scores")
@@ -114,6 +206,19 @@ def false_flips(batch: Batch, natural: Scored, *, share: float) -> RoutingTrace:
     return replace(routes, experts=swapped.to(routes.experts.dtype)).only(routes.known)
 
 
+def _base(source: str, base: str, batch: Batch, natural: Scored) -> RoutingTrace:
+    """The whole routes that a source takes a part of."""
+    if base not in BASES:
+        raise ConfigError(f"{source}(base={base!r}): choose {' or '.join(BASES)}.")
+    return BASES[base](batch, natural)
+
+
+def _where(routes: RoutingTrace, chosen: Bool[Tensor, "batch time site"]) -> RoutingTrace | None:
+    """Known routes at the chosen pairs; None where that is none of them."""
+    where = routes.known & chosen.to(routes.experts.device)
+    return routes.only(where) if bool(where.any()) else None
+
+
 def _require_share(source: str, share: float) -> None:
     if not 0 <= share <= 1:
         raise ConfigError(f"{source} takes a share of (token, site) pairs, from 0 to 1, not {share}.")
@@ -124,6 +229,8 @@ def _generator(seed: int, batch: Batch) -> torch.Generator:
     return torch.Generator().manual_seed(hash((seed, int(batch.tokens.sum()), batch.tokens.shape)) % 2**63)
 
 
+BASES: dict[str, Callable[[Batch, Scored], RoutingTrace]] = {"old_policy": old_policy, "rollout": rollout}
+"""Whole routes, of which other sources take a part."""
 SOURCES: dict[str, Callable[..., RoutingTrace | None]] = {
     "live": live,
     "old_policy": old_policy,
@@ -131,5 +238,10 @@ SOURCES: dict[str, Callable[..., RoutingTrace | None]] = {
     "shuffled": shuffled,
     "random_sets": random_sets,
     "random_share": random_share,
+    "by_layer": by_layer,
+    "by_margin": by_margin,
+    "by_probability": by_probability,
+    "soft": soft,
+    "recall": recall,
     "false_flips": false_flips,
 }

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Bool, Int, Integer
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing.layout import Layout, Site
+from moe_rl.routing.trace_checks import check_ids, require_rows
 
-FORMAT = 1
+FORMAT = 2
+"""Of files; 1 has neither `keep` nor `gates`, and is written where a trace has neither."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +36,11 @@ class RoutingTrace:
     """The tokens that were routed; when present, replay checks that the model reads the same ones."""
     weight_version: str | None = None
     """Which weights routed, in the words of whoever recorded it."""
+    keep: float = 0.0
+    """Under replay an expert stays only where its live score is at least this share of the weakest live top-k score
+    (`sources.soft`); at 0 it stays whatever its score."""
+    gates: Float[Tensor, "batch time site k"] | None = None
+    """Combine weights that replay forces with the ids, float32 (`sources.recall`); None: the live router's."""
 
     # ------------------------------------------------------------------ making one
     @staticmethod
@@ -53,7 +60,7 @@ class RoutingTrace:
         if attention_mask is None:
             attention_mask = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
         if check:
-            _check_ids(ids, layout)
+            check_ids(ids, layout)
             if layout.dtype == torch.uint8 and ids.dtype != torch.uint8:
                 ids = ids.masked_fill(ids < 0, layout.unknown)
         tokens = None if tokens is None else tokens.to(torch.int32)
@@ -82,20 +89,28 @@ class RoutingTrace:
         """Right-padded traces of consecutive rows, micro-batches say, as one trace over `tokens`, on its device.
 
         Columns that a trace lacks are unknown. Raises RoutingError for traces of other tokens (padding aside), of more
-        columns or another number of rows than the batch, of two weight versions, and of two models.
+        columns or another number of rows than the batch, of two weight versions, of two models, and for traces that are
+        replayed by different rules.
         """
         layout, row = traces[0].layout, 0
         for number, trace in enumerate(traces):
-            _require_rows(trace, number, traces[0], tokens[row : row + trace.shape[0]], row)
+            require_rows(trace, number, traces[0], tokens[row : row + trace.shape[0]], row)
             row += trace.shape[0]
         if row != tokens.shape[0]:
             raise RoutingError(f"the traces have {row} rows, the batch has {tokens.shape[0]}.")
-        wide = [
-            nn.functional.pad(t.experts, (0, 0, 0, 0, 0, tokens.shape[1] - t.shape[1]), value=layout.unknown)
-            for t in traces
-        ]
-        experts = torch.cat(wide).to(tokens.device)
-        return RoutingTrace(experts, attention_mask, layout, tokens.to(torch.int32), traces[0].weight_version)
+
+        def join(parts: list[Tensor], value: float) -> Tensor:
+            wide = [nn.functional.pad(x, (0, 0, 0, 0, 0, tokens.shape[1] - x.shape[1]), value=value) for x in parts]
+            return torch.cat(wide).to(tokens.device)
+
+        gates = [t.gates for t in traces if t.gates is not None]
+        return replace(
+            traces[0],
+            experts=join([t.experts for t in traces], layout.unknown),
+            attention_mask=attention_mask,
+            tokens=tokens.to(torch.int32),
+            gates=join(gates, 0.0) if gates else None,
+        )
 
     # ------------------------------------------------------------------ reading it
     @property
@@ -132,6 +147,9 @@ class RoutingTrace:
             and self.layout == other.layout
             and torch.equal(self.experts, other.experts)
             and torch.equal(self.attention_mask, other.attention_mask)
+            and self.keep == other.keep
+            and (self.gates is None) == (other.gates is None)
+            and (self.gates is None or other.gates is None or torch.equal(self.gates, other.gates))
         )
 
     __hash__ = None  # type: ignore[assignment]  # equal traces would need equal hashes of all they hold
@@ -151,9 +169,7 @@ class RoutingTrace:
     # ------------------------------------------------------------------ cutting it
     def rows(self, index: Int[Tensor, " rows"] | slice, time: int | None = None) -> RoutingTrace:
         """The given rows and their first `time` columns."""
-        tokens = None if self.tokens is None else self.tokens[index][:, :time]
-        mask = self.attention_mask[index][:, :time]
-        return replace(self, experts=self.experts[index][:, :time], attention_mask=mask, tokens=tokens)
+        return self._each(lambda x: x[index][:, :time])
 
     def only(self, where: Bool[Tensor, "batch time site"]) -> RoutingTrace:
         """Without the routes of other (token, site) pairs than those of `where`: replay leaves these free."""
@@ -166,14 +182,18 @@ class RoutingTrace:
         if not torch.equal(mine, theirs):
             raise RoutingError(f"cannot align: rows of the trace hold {mine.tolist()} tokens, rows of the mask "
                                f"{theirs.tolist()}.")
+        moved = self._each(lambda x: _unpacked(x[self.attention_mask], attention_mask))
         experts = _unpacked(self.experts[self.attention_mask], attention_mask, self.layout.unknown)
-        tokens = None if self.tokens is None else _unpacked(self.tokens[self.attention_mask], attention_mask)
-        return replace(self, experts=experts, attention_mask=attention_mask, tokens=tokens)
+        return replace(moved, experts=experts, attention_mask=attention_mask)
 
     def to(self, device: torch.device | str) -> RoutingTrace:
-        tokens = None if self.tokens is None else self.tokens.to(device)
-        mask = self.attention_mask.to(device)
-        return replace(self, experts=self.experts.to(device), attention_mask=mask, tokens=tokens)
+        return self._each(lambda x: x.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> RoutingTrace:
+        """The same change to everything that has rows and columns."""
+        tokens, gates = (None if x is None else change(x) for x in (self.tokens, self.gates))
+        mask = change(self.attention_mask)
+        return replace(self, experts=change(self.experts), attention_mask=mask, tokens=tokens, gates=gates)
 
     # ------------------------------------------------------------------ keeping it
     def save(self, path: str | Path, beside: Mapping[str, Tensor] | None = None) -> None:
@@ -189,11 +209,13 @@ class RoutingTrace:
         tensors |= {"experts": self.experts[mask].cpu().contiguous(), "attention_mask": mask.cpu().contiguous()}
         if self.tokens is not None:
             tensors["tokens"] = self.tokens[mask].cpu().contiguous()
+        if self.gates is not None:
+            tensors["gates"] = self.gates[mask].cpu().contiguous()
         header = {
-            "moe_rl_trace": str(FORMAT),
+            "moe_rl_trace": str(FORMAT if self.keep or self.gates is not None else 1),
             "layout": json.dumps(asdict(self.layout)),
             "weight_version": json.dumps(self.weight_version),
-        }
+        } | ({"keep": json.dumps(self.keep)} if self.keep else {})
         save_file(tensors, str(path), metadata=header)
 
     @staticmethod
@@ -219,12 +241,14 @@ class RoutingTrace:
             mask = tensors["attention_mask"]
             experts = _unpacked(tensors["experts"].to(layout.dtype), mask, layout.unknown)
             tokens = _unpacked(tensors["tokens"].to(torch.int32), mask) if "tokens" in tensors else None
-            _check_ids(experts, layout)
+            gates = _unpacked(tensors["gates"], mask) if "gates" in tensors else None
+            keep = json.loads(header.get("keep", "0.0"))
+            check_ids(experts, layout)
         except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IndexError, OSError) as error:
             if isinstance(error, RoutingError) and "trace" in str(error):
                 raise
             raise RoutingError(f"{path} is not a readable routing trace ({error}); record it again.") from error
-        return RoutingTrace(experts, mask, layout, tokens, json.loads(header["weight_version"]))
+        return RoutingTrace(experts, mask, layout, tokens, json.loads(header["weight_version"]), keep, gates)
 
     @staticmethod
     def load_beside(path: str | Path) -> dict[str, Tensor]:
@@ -242,51 +266,3 @@ def _unpacked(packed: Tensor, mask: Bool[Tensor, "batch time"], fill: int = 0) -
     whole = packed.new_full((*mask.shape, *packed.shape[1:]), fill)
     whole[mask] = packed
     return whole
-
-
-def _require_rows(
-    trace: RoutingTrace, number: int, first: RoutingTrace, tokens: Integer[Tensor, "rows time"], row: int
-) -> None:
-    """Raise unless trace `number` may stand beside the first one, over these rows of a batch, from `row` on."""
-    first.layout.require(trace.layout, f"trace {number}")
-    if trace.weight_version != first.weight_version:
-        versions = f"{first.weight_version!r} and {trace.weight_version!r}"
-        raise RoutingError(f"traces 0 and {number} are of two weight versions, {versions}: join them apart.")
-    rows, time = trace.shape[:2]
-    if time > tokens.shape[1]:
-        raise RoutingError(f"trace {number} has {time} columns, the batch {tokens.shape[1]}: rows of other tokens?")
-    if trace.tokens is None or rows != len(tokens):  # too many rows are refused by their sum
-        return
-    other = (trace.tokens.to(tokens.device) != tokens[:, :time]) & trace.attention_mask.to(tokens.device)
-    if bool(other.any()):
-        b, t = other.nonzero()[0].tolist()
-        raise RoutingError(
-            f"trace {number} holds the routes of other tokens than row {row + b} of the batch: at position {t} token "
-            f"{int(trace.tokens[b, t])}, in the batch {int(tokens[b, t])}. Give the traces in the order of the rows."
-        )
-
-
-def _check_ids(ids: Integer[Tensor, "batch time site k"], layout: Layout) -> None:
-    """Raise unless every row is unknown, or holds distinct ids in range (so an all-zero row with k > 1 is refused)."""
-    if ids.dim() != 4 or ids.shape[2:] != (len(layout.sites), layout.top_k):
-        expected = f"[batch, time, {len(layout.sites)} sites, {layout.top_k}]"
-        raise RoutingError(f"routes have shape {tuple(ids.shape)}; expected {expected}.")
-    unknown = 255 if ids.dtype == torch.uint8 else -1
-    for s, site in enumerate(layout.sites):
-        row = ids[:, :, s, : site.top_k].long()
-        free = (row == unknown).all(-1)
-        bad = ((row < 0) | (row >= site.num_experts)).any(-1) & ~free
-        if bool(bad.any()):
-            b, t = bad.nonzero()[0].tolist()
-            raise RoutingError(
-                f"{site.name}: row {b}, token {t} has experts {row[b, t].tolist()}, but ids run from 0 to "
-                f"{site.num_experts - 1}; mark a missing route with -1 in every slot."
-            )
-        ordered = row.sort(-1).values
-        twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~free
-        if bool(twice.any()):
-            b, t = twice.nonzero()[0].tolist()
-            raise RoutingError(
-                f"{site.name}: row {b}, token {t} names an expert twice: {row[b, t].tolist()}. An all-zero row is how "
-                "some engines write a missing route; mark it with -1."
-            )

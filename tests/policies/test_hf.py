@@ -12,11 +12,14 @@ from moe_rl.errors import ConfigError, Diverged
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.collate import collate
-from moe_rl.routing import record_routing
-from moe_rl.routing.sites import router_parameters
+from moe_rl.routing import Layout, RoutingTrace, Site, record_routing
+from moe_rl.routing.balance import balance, keep_routers_in
+from moe_rl.routing.sites import find_sites, router_parameters
 from moe_rl.routing.sources import old_policy, random_sets, rollout, shuffled
 from moe_rl.types import Prompt, Rollout
 from tests.conftest import FAMILIES, build, perturb
+from tests.objectives import peers
+from tests.routing import families
 
 
 def make_batch(prompts=4, group=3, seed=0):
@@ -154,12 +157,14 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(tmp_path, batch):
         assert torch.equal(a, b), name
 
 
-def test_a_frozen_router_does_not_move_and_the_rest_does(batch):
+@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
+def test_a_frozen_router_does_not_move_and_the_rest_does(weight_decay, batch):
     model = build("qwen3_moe")
     routers = {id(p) for p in router_parameters(model)}
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    policy = policy_of(model, optimizer={"router_lr_scale": 0.0})
-    policy.update(part_of(batch, policy.score(batch)), GRPO)
+    policy = policy_of(model, optimizer={"router_lr_scale": 0.0, "weight_decay": weight_decay})
+    for _ in range(2):
+        policy.update(part_of(batch, policy.score(batch)), GRPO)
     moved = {n: not torch.equal(p, before[n]) for n, p in model.named_parameters()}
     assert [n for n, p in model.named_parameters() if id(p) in routers] == [n for n in moved if "gate.weight" in n]
     assert not any(moved[n] for n in moved if "gate.weight" in n)
@@ -255,3 +260,99 @@ def test_distributions_hold_the_log_probabilities_that_score_returns(batch):
         torch.testing.assert_close(log_p.exp().sum(-1)[mask], torch.ones(int(mask.sum())))
         assert not log_p[~mask].any()
     assert not torch.equal(policy.distributions(batch), policy.distributions(batch, routes))
+
+
+# ---------------------------------------------------------------------- routers apart from the loss
+def biases_of(policy):
+    return {n: b.clone() for n, b in policy.weights() if n.endswith("e_score_correction_bias")}
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_a_bias_goes_against_the_load_of_the_live_choices(family, replayed, batch):
+    """u · sign(mean − count) over the mini-batch's real tokens, however it is cut, and whatever is replayed."""
+    u, found = 1e-2, []
+    for micro_batch in (64, 5):
+        policy = policy_of(build(family), micro_batch=micro_batch, optimizer={"loss_free_bias": u})
+        old = policy.score(batch)
+        perturb(policy.model, 0.3)
+        forced = random_sets(batch, old) if replayed else None
+        before = biases_of(policy)
+        updated = policy.update(part_of(batch, old, forced), GRPO)
+        live = updated.preferred if replayed else updated.routes
+        for s, (name, bias) in enumerate(before.items()):
+            chosen = live.ids()[:, :-1, s][batch.attention_mask[:, 1:]]
+            count = torch.bincount(chosen.flatten(), minlength=8).double()
+            expected = bias + u * (count.mean() - count).sign().float()
+            assert torch.equal(biases_of(policy)[name], expected) and not torch.equal(bias, expected)
+        found.append(biases_of(policy))
+    assert len(before) == 2 and all(torch.equal(found[0][n], found[1][n]) for n in before)
+
+
+def test_a_bias_is_saved_resumed_and_given_to_engines(tmp_path, batch):
+    policy = policy_of(build("deepseek_v3"), optimizer={"loss_free_bias": 1e-2})
+    policy.update(part_of(batch, policy.score(batch)), GRPO)
+    policy.save(tmp_path)
+    other = policy_of(build("deepseek_v3", seed=3), optimizer={"loss_free_bias": 1e-2})
+    other.load(tmp_path)
+    for p in (policy, other):
+        p.update(part_of(batch, p.score(batch)), GRPO)
+    first, second = biases_of(policy), biases_of(other)
+    assert len(first) == 2 and all(torch.equal(first[n], second[n]) for n in first)
+    given = dict(policy.weights())
+    assert all(torch.equal(given[n], b) for n, b in first.items()), "what an engine is pushed"
+
+
+def test_the_step_of_a_bias_is_megatrons():
+    data = peers.case("main-wide-0")
+    ids = torch.tensor(data["router_new"][:, :, :1]).topk(2).indices
+    layout = Layout((Site("gate", 0, 8, 2),), "tiny")
+    live = RoutingTrace.from_ids(ids, layout).only(torch.tensor(data["mask"])[..., None])
+    bias = torch.zeros(8, dtype=torch.float64)
+    balance([bias], live, 1e-3)
+    assert bias.tolist() == peers.output("main-wide-0", "megatron/expert_bias").tolist()
+
+
+def test_a_bias_that_is_not_there_or_rounds_its_steps_away_is_refused():
+    with pytest.raises(ConfigError, match="Qwen3MoeTopKRouter.*has no e_score_correction_bias"):
+        policy_of(build("qwen3_moe"), optimizer={"loss_free_bias": 1e-3})
+    model = build("deepseek_v3").to(torch.bfloat16)
+    with pytest.raises(ConfigError, match="bfloat16, which rounds.*router_dtype='float32'"):
+        policy_of(model, optimizer={"loss_free_bias": 1e-3})
+    keep_routers_in(model, torch.float32)
+    assert len(policy_of(model, optimizer={"loss_free_bias": 1e-3}).biases) == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routers_in_float32_compute_and_learn_in_it(family, batch, tmp_path):
+    """The rest stays in bfloat16. Logits are those of float32 weights on the hidden states that the router read."""
+    model, read, made = build(family).to(torch.bfloat16), [], []
+    exact = {s.site.name: s.module.weight.detach().float() for s in find_sites(model)}
+    keep_routers_in(model, torch.float32)
+    site = find_sites(model)[0]
+    policy = policy_of(model, optimizer={"lr": 1e-5})
+    site.module.register_forward_hook(lambda module, given, output: read.append(given[0]) or made.append(output))
+    old = policy.score(batch)
+    assert read[0].dtype == made[0][0].dtype == made[0][1].dtype == torch.float32
+    bias = getattr(site.module, "bias", None)
+    expected = torch.nn.functional.linear(read[0].flatten(0, -2), exact[site.site.name], bias)
+    assert torch.equal(made[0][0], expected)
+    dtypes = {n: w.dtype for n, w in policy.weights()}
+    inside = [n for n in dtypes if n.startswith(tuple(f"{s.site.name}." for s in find_sites(model)))]
+    assert inside and all((dtype == torch.float32) == (n in inside) for n, dtype in dtypes.items())
+    before = dict(policy.weights())[f"{site.site.name}.weight"].clone()
+    policy.update(part_of(batch, old), GRPO)
+    step = dict(policy.weights())[f"{site.site.name}.weight"] - before
+    assert 0 < step.abs().max() < 2e-5, "in bfloat16 such a step would be rounded away"
+    policy.save(tmp_path)
+    other = build(family, seed=3).to(torch.bfloat16)
+    keep_routers_in(other, torch.float32)
+    again = policy_of(other, optimizer={"lr": 1e-5})
+    again.load(tmp_path)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(policy.weights(), again.weights(), strict=True))
+
+
+def test_a_router_that_holds_its_experts_has_no_dtype_of_its_own():
+    model = families.build(next(f for f in families.FAMILIES if f.model_type == "dbrx"))
+    with pytest.raises(ConfigError, match="DbrxFFN.*holds its experts"):
+        keep_routers_in(model, torch.float32)

@@ -94,7 +94,7 @@ def test_false_flips_exchange_one_expert_where_margins_are_smallest(step):
     log_probs = tuple(torch.randn(*routes.shape[:2], experts, generator=generator).log_softmax(-1)
                       for _ in routes.layout.sites)  # fmt: skip
     unused = torch.zeros(routes.shape)
-    natural = replace(natural, scores=RouterScores(unused, unused, margins, log_probs))
+    natural = replace(natural, scores=RouterScores(routes.ids(), unused, unused, margins, log_probs))
     forced = false_flips(batch, natural, share=0.3)
     RoutingTrace.from_ids(forced.ids(), forced.layout)  # distinct and in range, or it raises
     flipped = routes.known & ~forced.same_sets(routes)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moe_rl.config import Parallel
+from moe_rl.config import Parallel, RunConfig
 from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -58,6 +59,21 @@ def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> No
     for key, value in p.settings.items():
         if key in REFUSED_SETTINGS:
             raise ConfigError(f"parallel.settings {key}={value!r} is refused: {REFUSED_SETTINGS[key]}.")
+
+
+def check_routers(run: RunConfig, needs: frozenset[str]) -> None:
+    """Raise ConfigError for what an arm, or a setting, asks of routers that Megatron-core's do not do here."""
+    routes = {Use.of(part).name for part in (run.arm.routes, run.arm.ratio_routes) if part is not None}
+    for asked, what, why in (
+        ("router" in needs, f"arm {run.arm.name!r} looks at routers",
+         "their logits do not leave the schedule's forward with a graph"),
+        (routes & {"soft", "recall"}, f"routes={', '.join(sorted(routes))}",
+         "RouterReplay forces all ids and no combine weights"),
+        (run.model.router_dtype, f"model.router_dtype={run.model.router_dtype!r}",
+         "its routers compute in float32 anyway, from weights of the model's dtype"),
+    ):
+        if asked:
+            raise ConfigError(f"{what}, which policy='megatron' cannot do: {why}. Use policy='hf'.")
 
 
 def _check_family(config: PreTrainedConfig) -> None:

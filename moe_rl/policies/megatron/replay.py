@@ -127,6 +127,9 @@ def targets_of(batch: Batch, routes: RoutingTrace | None, layout: Layout) -> Int
     if routes is None:
         return torch.full((1, 1, 1, 1), -1, dtype=torch.int16).expand(rows, time, len(layout.sites), layout.top_k)
     layout.require(routes.layout, "the trace")
+    if routes.keep or routes.gates is not None:
+        raise RoutingError("RouterReplay of Megatron-core forces all ids and no combine weights, so routes can be "
+                           "neither softened nor recalled: use policy='hf'.")
     # The last token of a row is never an input, and padding decides nothing.
     followed = batch.attention_mask[:, 1:]
     if routes.tokens is not None:
@@ -163,4 +166,4 @@ def scores_of(
     if k < experts:
         top = log_probs.exp().topk(k + 1, dim=-1).values
         margins = top[..., -2] - top[..., -1]
-    return RouterScores(gates, at_used, margins, tuple(log_probs.unbind(2)))
+    return RouterScores(used.ids().to(torch.int16).cpu(), gates, at_used, margins, tuple(log_probs.unbind(2)))

@@ -1,0 +1,137 @@
+"""Parts that look at routers: RSPO's weight on the ratio, and terms on routers' scores.
+
+Probabilities are the softmax of a router's logits in every family, those that choose by sigmoids included. What stands
+at a token is about the routing of its predecessor, whose output it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use, lookup, needs, needs_of
+from moe_rl.objectives.base import LossInputs, LossOutput
+from moe_rl.objectives.losses import LOSSES
+from moe_rl.routing.inputs import RouterInputs
+
+PerToken = Float[Tensor, "batch time"]
+
+
+@needs("router")
+def rspo(
+    x: LossInputs, *, base: str = "gmpo", floor: float = 0.8, options: Mapping[str, Any] | None = None
+) -> LossOutput:
+    """Any loss, `base` with its `options`, on the ratio γ[i,t] · w[i,t]: γ = max(floor, exp(−mean over sites, mean over
+    the experts that π_old used, |log p_θ(e) − log p_old(e)|)), p over all experts; γ has no gradient.
+
+    RSPO, arXiv 2510.23027, eq. 5 to 11: over GMPO, floor 0.8. γ is inside the ratio, before it is clipped or averaged,
+    so it moves the region: it is no correction. A floor of 1 and routers that have not moved give `base`. A fork of
+    verl takes means of exponentials, their product over sites, and masks tokens below 0.7: another weight. Raises
+    ConfigError for a floor outside [0, 1], and for a base that needs more than log-probs.
+    """
+    if not 0 <= floor <= 1:
+        raise ConfigError(f"rspo(floor={floor:g}): the least factor on a ratio is from 0 (no floor) to 1 (no factor)")
+    loss = lookup("loss", Use(base, **(options or {})), LOSSES)
+    if needs_of(loss):
+        raise ConfigError(f"rspo(base={base!r}): it weighs the ratio of a loss that needs log-probs alone, not of one "
+                          f"that needs {', '.join(sorted(needs_of(loss)))}")
+    router = _router(x, "rspo")
+    moved = router_shift(router)
+    log_floor = math.log(floor) if floor else -math.inf
+    output = loss(dataclasses.replace(x, log_shift=(-moved).clamp(min=log_floor).to(x.logprobs.dtype)))
+    return dataclasses.replace(output, metrics={**output.metrics, "own_router_shift": _mean(router, moved).item()})
+
+
+def router_shift(router: RouterInputs) -> PerToken:
+    """Mean over sites and over π_old's experts of |log p_θ − log p_old|, in nats, without gradient."""
+    found = []
+    for site, (new, old) in enumerate(zip(router.log_probs, router.old_log_probs, strict=True)):
+        ids = router.old_used[:, :, site]
+        gap = (new.detach() - old).gather(-1, ids.clamp(min=0)).abs().where(ids >= 0, 0)
+        found.append(gap.sum(-1) / (ids >= 0).sum(-1).clamp(min=1))
+    return torch.stack(found).mean(0).where(router.weights > 0, 0)
+
+
+@needs("router")
+def router_kl(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
+    """coef · Σ weights · mean over sites and experts of exp(d) − 1 − d, d = log p_old(e) − log p_θ(e), in nats.
+
+    The "low_var_kl" (k3) of a fork of verl that has RSPO's weight, over the loss's tokens, with its weights. Drawn from
+    p_θ its mean would be KL(p_θ ‖ p_old); over all experts alike, as there, it is a convex gap with the gradient
+    1 − p_old/p_θ per log-prob. 0 at equal routers.
+    """
+    return coef * _per_site(x, "router_kl", lambda new, old: (torch.expm1(old - new) - (old - new)).mean(-1))
+
+
+@needs("router")
+def router_logits(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
+    """coef · Σ weights · mean over sites and experts of (z_θ(e) − z_old(e))², each router's logits z less their mean.
+
+    A softmax does not see that mean, so it is taken off; a router that chooses by sigmoids may move it freely. No
+    published method: the quadratic neighbour of `router_kl`, over the same tokens. 0 at equal routers.
+    """
+    return coef * _per_site(x, "router_logits", lambda new, old: (new - old).var(-1, correction=0))
+
+
+@needs("router")
+def z_loss(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
+    """coef · Σ over sites of the mean over tokens of (log Σ_e exp z(e))²: keeps routers' logits z small.
+
+    ST-MoE, arXiv 2202.08906, eq. 5, where coef is 1e-3. As in Megatron-LM, the tokens are all real ones of the
+    mini-batch, prompts included, and sites add up. 0 for logits with Σ exp z = 1.
+    """
+    router = _router(x, "z_loss")
+    return coef * torch.stack([_mean(router, logits.logsumexp(-1) ** 2) for logits in router.logits]).sum()
+
+
+@needs("router", "load")
+def load_balance(x: LossInputs, *, coef: float, routes: str = "live") -> Float[Tensor, ""]:
+    """coef · Σ over sites of E · Σ_e f_e · P_e: f_e the share of slots that expert e fills, without gradient, P_e its
+    mean probability; coef per site at perfectly even f.
+
+    Switch, arXiv 2101.03961, eq. 4 to 6, where coef is 1e-2; f over k slots and over the tokens of `z_loss`, as in
+    Megatron-LM. transformers does not divide by k, and pools the layers before f · P. f and P are those of the whole
+    mini-batch: where it is cut, f comes from a forward of all of it right before, which costs one. Under replay f
+    counts what the live routers picked, or the "replayed" experts, which no term can balance.
+    """
+    if routes not in ("live", "replayed"):
+        raise ConfigError(f"load_balance(routes={routes!r}): f counts 'live' or 'replayed' choices of experts")
+    router = _router(x, "load_balance")
+    load = router.loads()["preferred" if routes == "live" else "used"]
+    pairs = zip(load, router.log_probs, strict=True)
+    return coef * torch.stack([len(f) * _mean(router, (p.exp() * f).sum(-1)) for f, p in pairs]).sum()
+
+
+def _router(x: LossInputs, who: str) -> RouterInputs:
+    if x.router is None:
+        raise ConfigError(f"{who} looks at routers, but there are no RouterInputs: policy='hf' makes them, other loops "
+                          "have to give them")
+    return x.router
+
+
+def _mean(router: RouterInputs, values: PerToken) -> Float[Tensor, ""]:
+    """Over all real tokens of the mini-batch: these rows' part of it."""
+    return (router.weights * torch.where(router.weights > 0, values, 0)).sum()
+
+
+def _per_site(x: LossInputs, who: str, gap: Callable[[Tensor, Tensor], PerToken]) -> Float[Tensor, ""]:
+    """Σ weights over the loss's tokens of the mean over sites of a gap between log-probs of π_θ and of π_old."""
+    router = _router(x, who)
+    gaps = [gap(new, old) for new, old in zip(router.log_probs, router.old_log_probs, strict=True)]
+    return (x.weights * torch.where(x.mask, torch.stack(gaps).mean(0), 0)).sum()
+
+
+ROUTER_LOSSES: dict[str, Callable[..., LossOutput]] = {"rspo": rspo}
+ROUTER_TERMS: dict[str, Callable[..., Float[Tensor, ""]]] = {
+    "router_kl": router_kl,
+    "router_logits": router_logits,
+    "z_loss": z_loss,
+    "load_balance": load_balance,
+}

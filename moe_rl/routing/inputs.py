@@ -1,0 +1,129 @@
+"""What a part of an objective sees of routers: those of π_θ with gradient, beside those of π_old."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from moe_rl.errors import RoutingError
+from moe_rl.routing.hooks import Recording, Replay
+from moe_rl.routing.trace import Layout, RoutingTrace
+from moe_rl.types import Batch
+
+PerToken = Float[Tensor, "batch time"]
+Load = Mapping[str, tuple[Float[Tensor, " _"], ...]]
+
+
+class Routed(NamedTuple):
+    """What the routers did in one forward over `inputs`, of which some are followed by a real token."""
+
+    inputs: Tensor
+    followed: Tensor
+    recording: Recording
+    replay: Replay | None
+
+    def traces(self) -> tuple[RoutingTrace, RoutingTrace | None]:
+        """Routes used, and under replay those preferred."""
+        return self.recording.trace(self.inputs, self.followed), self.replay.preferred if self.replay else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterInputs:
+    """The routers behind some rows of a mini-batch. What stands at a token routed its predecessor, whose output it is;
+    at a row's first token there is nothing. Sites are in forward order, and may differ in their experts."""
+
+    logits: tuple[Float[Tensor, "batch time _"], ...]
+    """Per site, of π_θ's router over all experts, with gradient, in at least float32."""
+    used: Int[Tensor, "batch time site k"]
+    """Experts that computed the token, those replayed included; -1 where there is none."""
+    preferred: Int[Tensor, "batch time site k"]
+    """Experts that the live routers of the same forward picked: the used ones, unless it replays."""
+    old_log_probs: tuple[Float[Tensor, "batch time _"], ...]
+    """Per site, the log-softmax of π_old's router, under the routes of this forward."""
+    old_used: Int[Tensor, "batch time site k"]
+    """Experts that π_old used there."""
+    weights: PerToken
+    """1 / n at the n tokens of the whole mini-batch, prompts included, that some router routed; 0 elsewhere."""
+    load: Load | None = None
+    """Share of the whole mini-batch's slots that every expert fills, per site, for `preferred` and for `used`; None:
+    these rows are all of it."""
+
+    @functools.cached_property
+    def log_probs(self) -> tuple[Float[Tensor, "batch time _"], ...]:
+        """Per site, the log-softmax of π_θ's router over all experts, with gradient."""
+        return tuple(logits.log_softmax(-1) for logits in self.logits)
+
+    def loads(self) -> Load:
+        """`load`, or that of these rows."""
+        if self.load is not None:
+            return self.load
+        experts = [logits.shape[-1] for logits in self.logits]
+        return {kind: shares(getattr(self, kind), self.weights, experts) for kind in ("preferred", "used")}
+
+    @staticmethod
+    def of_one_token() -> RouterInputs:
+        """One site with two experts, for trying a part."""
+        zeros, first = torch.zeros(1, 1, 2), torch.zeros(1, 1, 1, 1, dtype=torch.long)
+        return RouterInputs(logits=(zeros,), used=first, preferred=first, old_log_probs=(zeros.log_softmax(-1),),
+                            old_used=first, weights=torch.ones(1, 1))
+
+    @staticmethod
+    def of(part: Batch, routed: Routed, weights: PerToken, load: Load | None) -> RouterInputs:
+        """Of a forward, recorded with its logits, of rows of a mini-batch whose tokens weigh so. Raises RoutingError
+        where nobody has scored π_old's routers."""
+        if part.old_scores is None:
+            raise RoutingError("a part of the objective looks at routers, but the batch has no old_scores of π_old's: "
+                               "fill them in with policy.score(batch, routes, scores=True).scores")
+        used, preferred = routed.traces()
+        logits = routed.recording.logits(len(part))
+        return RouterInputs(
+            logits=tuple(_produced(x if x.dtype == torch.float64 else x.float()) for x in logits),
+            used=_produced(used.ids(), -1),
+            preferred=_produced((preferred or used).ids(), -1),
+            old_log_probs=tuple(_produced(x[:, :-1]) for x in part.old_scores.all_log_probs),
+            old_used=_produced(part.old_scores.ids[:, :-1].long(), -1),
+            weights=weights,
+            load=load,
+        )
+
+
+def token_weights(batch: Batch) -> PerToken:
+    """`RouterInputs.weights` of a whole mini-batch, float64: the first token of a row was not routed into being."""
+    real = batch.attention_mask.clone()
+    real[:, :1] = False
+    return real.double() / real.sum().clamp(min=1)
+
+
+def load_of(batch: Batch, used: RoutingTrace, preferred: RoutingTrace | None) -> Load:
+    """`RouterInputs.load` of a whole mini-batch, from a forward of it."""
+    weights, traces = token_weights(batch), {"preferred": preferred or used, "used": used}
+    return {kind: shares(_produced(trace.ids()[:, :-1].to(weights.device), -1), weights, _experts(trace.layout))
+            for kind, trace in traces.items()}  # fmt: skip
+
+
+def shares(
+    ids: Int[Tensor, "batch time site k"], weights: PerToken, experts: list[int]
+) -> tuple[Float[Tensor, " _"], ...]:
+    """Σ weights of the tokens at which an expert fills a slot, over k, per site; -1 is no slot."""
+    found = []
+    for site, count in enumerate(experts):
+        here = ids[:, :, site]
+        k = (here >= 0).sum(-1, keepdim=True).clamp(min=1)
+        filled = torch.where(here >= 0, weights[..., None] / k, 0)
+        found.append(filled.new_zeros(count).index_add(0, here.clamp(min=0).flatten(), filled.flatten()))
+    return tuple(found)
+
+
+def _experts(layout: Layout) -> list[int]:
+    return [site.num_experts for site in layout.sites]
+
+
+def _produced(x: Tensor, value: float = 0.0) -> Tensor:
+    """Rows of inputs [batch, time - 1, …] at the tokens that they produced [batch, time, …]."""
+    return nn.functional.pad(x, [0] * 2 * (x.dim() - 2) + [1, 0], value=value)

@@ -1,0 +1,273 @@
+"""Replay in part, softly, and with combine weights: what reaches the experts, and what the degenerate cases are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_rl.config import Arm
+from moe_rl.errors import ConfigError, RoutingError
+from moe_rl.objectives import objective_of
+from moe_rl.routing import RoutingTrace, record_routing, replay_routing
+from moe_rl.routing.intercept import hooked, kept
+from moe_rl.routing.sites import find_sites, router_parameters
+from moe_rl.routing.sources import by_layer, by_margin, by_probability, old_policy, recall, rollout, soft
+from tests.conftest import FAMILIES, build, perturb
+from tests.policies.test_hf import make_batch, policy_of
+from tests.routing import families
+from tests.routing.test_trace import random_trace
+
+GRPO = objective_of(Arm(name="grpo"))
+
+
+def scored(family="qwen3_moe", **settings):
+    """A policy that has moved since it scored the batch, and that scoring."""
+    policy, batch = policy_of(build(family), **settings), make_batch()
+    natural = policy.score(batch, scores=True)
+    perturb(policy.model, 0.3)
+    return policy, batch, natural
+
+
+@pytest.fixture(scope="module")
+def step():
+    return scored()
+
+
+# ---------------------------------------------------------------------- in part
+def test_layers_are_chosen_by_number_end_or_share(step):
+    _, batch, natural = step
+    routes, whole = natural.routes, natural.routes.known.any((0, 1))
+
+    def sites(**options):
+        found = by_layer(batch, natural, **options)
+        if found is None:
+            return []
+        for s in range(3):  # a site is replayed as a whole or not at all
+            assert torch.equal(found.known[:, :, s], routes.known[:, :, s] & found.known[:, :, s].any())
+        return found.known.any((0, 1)).nonzero()[:, 0].tolist()
+
+    assert whole.all() and len(whole) == 3
+    assert sites(first=2) == [0, 1] and sites(last=1) == [2] and sites(sites=[0, 2]) == [0, 2]
+    assert sites(first=9) == sites(last=9) == sites(share=1.0) == [0, 1, 2]
+    assert sites(share=0.34) == [2] and sites(share=0.67) == [1, 2]
+    assert sites(first=0) == sites(last=0) == sites(sites=[]) == sites(share=0.0) == []
+    assert by_layer(batch, natural, first=3) == routes
+
+
+def test_pairs_are_chosen_by_margin_or_probability(step):
+    _, batch, natural = step
+    routes, scores = natural.routes, natural.scores
+    bound = scores.margins[routes.known].median().item()
+    found = by_margin(batch, natural, below=bound)
+    assert torch.equal(found.known, routes.known & (scores.margins < bound))
+    assert torch.equal(found.experts[found.known], routes.experts[found.known])
+    mass = torch.stack([p.exp() for p in scores.all_log_probs], 2).gather(-1, routes.ids().clamp(min=0)).sum(-1)
+    found = by_probability(batch, natural, below=0.7)
+    assert torch.equal(found.known, routes.known & (mass < 0.7)) and 0 < found.known.sum() < routes.known.sum()
+    assert by_margin(batch, natural, below=torch.inf) is by_probability(batch, natural, below=1.1) is routes
+    assert by_margin(batch, natural, below=0.0) is by_probability(batch, natural, below=0.0) is None
+
+
+def test_a_part_may_be_of_the_engines_routes(step):
+    _, batch, natural = step
+    engine = replace(natural.routes, experts=natural.routes.experts.flip(-1))
+    sampled = replace(batch, rollout_routes=engine)
+    assert by_layer(sampled, natural, first=1, base="rollout") == engine.only(torch.tensor([[[True, False, False]]]))
+    assert by_margin(sampled, natural, below=torch.inf, base="rollout") is engine
+    assert soft(sampled, natural, ratio=0.5, base="rollout") == replace(engine, keep=0.5)
+    with pytest.raises(RoutingError, match="rollouts carry none"):
+        soft(batch, natural, ratio=0.5, base="rollout")
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        (by_layer, {}, "takes one of first, last, share and sites, not none"),
+        (by_layer, {"first": 1, "last": 1}, "takes one of"),
+        (by_layer, {"sites": [3]}, "3 routing sites"),
+        (by_layer, {"first": -1}, "3 routing sites"),
+        (by_layer, {"share": 1.5}, "not 1.5"),
+        (by_layer, {"first": 1, "base": "live"}, "base='live'.*old_policy or rollout"),
+        (by_margin, {"below": -1.0}, r"by_margin\(below=-1\)"),
+        (by_probability, {"below": float("nan")}, "below=nan"),
+        (soft, {"ratio": -0.1}, r"soft\(ratio=-0.1\)"),
+        (soft, {"ratio": float("inf")}, "ratio=inf"),
+    ],
+)
+def test_an_option_out_of_range_is_refused(step, source, options, message):
+    with pytest.raises(ConfigError, match=message):
+        source(*step[1:], **options)
+
+
+# ---------------------------------------------------------------------- softly
+def test_what_is_kept_by_hand():
+    """Live top-2 of .4 .3 .2 .1 is {0, 1}, its weakest .3."""
+    scores, own = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), torch.tensor([[1, 0]])
+    for ids, share, expected in (
+        ([2, 3], 0.0, [2, 3]),
+        ([2, 3], 0.5, [2, 0]),  # .2 >= .15 stays, .1 goes, and the best live one takes its place
+        ([3, 2], 0.5, [0, 2]),
+        ([2, 3], 2 / 3 - 1e-6, [2, 0]),
+        ([2, 3], 1.0, [0, 1]),
+        ([0, 3], 1.0, [0, 1]),  # 0 is there already: the next best
+        ([3, 1], 1.0, [0, 1]),
+        ([1, 0], 1.0, [1, 0]),
+        ([1, 0], 5.0, [0, 1]),
+    ):
+        assert kept(torch.tensor([ids]), own, scores, share).tolist() == [expected], (ids, share)
+
+
+def by_hand(forced, choice, k, share):
+    """Per token, the set that stays and fills up."""
+    live = sorted(range(len(choice)), key=lambda e: -choice[e])[:k]
+    stays = [e for e in forced if choice[e] >= share * choice[live[-1]]]
+    return set(stays + [e for e in live if e not in stays][: k - len(stays)])
+
+
+@pytest.mark.parametrize("share", [0.3, 0.8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_soft_replay_is_its_rule_in_every_family(family, share):
+    """On the scores each router chooses by in that forward; softmax of logits where it chooses by these."""
+    policy, batch, natural = scored(family)
+    seen = []
+    sites = find_sites(policy.model)
+    with hooked(sites, "listeners", lambda site, used, choice, output: seen.append((used, choice))):
+        under = policy.score(batch, soft(batch, natural, ratio=share))
+    changed, stayed = 0, 0
+    for s, (used, choice) in enumerate(seen):
+        choice = choice.softmax(-1) if family == "gpt_oss" else choice
+        real = batch.attention_mask[:, 1:].flatten()
+        forced = natural.routes.ids()[:, :-1, s].flatten(0, 1)
+        for t in real.nonzero()[:, 0].tolist():
+            expected = by_hand(forced[t].tolist(), choice[t].tolist(), used.shape[-1], share)
+            assert set(used[t].tolist()) == expected, (s, t)
+            live = set(choice[t].topk(used.shape[-1]).indices.tolist())
+            changed += expected != set(forced[t].tolist())
+            stayed += expected != live
+    assert changed and stayed, "the rule must matter"
+    assert not under.routes.same_sets(natural.routes).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_ends_of_soft_replay_are_replay_and_live_routing(family):
+    policy, batch, natural = scored(family)
+    assert soft(batch, natural, ratio=0.0) is natural.routes
+    hard = policy.score(batch, natural.routes)
+    least = policy.score(batch, soft(batch, natural, ratio=1e-9))
+    if family != "deepseek_v3" and family != "glm4_moe":  # there an expert of a closed group has no score at all
+        assert torch.equal(least.logprobs, hard.logprobs) and least.routes == hard.routes
+    live, most = policy.score(batch), policy.score(batch, soft(batch, natural, ratio=1.0))
+    assert live.routes.same_sets(most.routes)[live.routes.known].all()
+    torch.testing.assert_close(most.logprobs, live.logprobs, atol=1e-5, rtol=1e-5)
+    assert not live.routes.same_sets(hard.routes)[live.routes.known].all()
+
+
+def test_both_sides_of_a_soft_ratio_are_equal_at_equal_weights():
+    policy, batch = policy_of(build("qwen3_moe")), make_batch()
+    natural = policy.score(batch)
+    routes = soft(batch, natural, ratio=0.7)
+    old = policy.score(batch, routes)
+    part = GRPO.weighed(replace(batch, old_logprobs=old.logprobs, routes=routes))
+    updated = policy.update(part.rows(torch.tensor([3, 1, 8])), GRPO)
+    assert (updated.logprobs - part.rows(torch.tensor([3, 1, 8])).old_logprobs).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("rule", ["soft", "recall"])
+@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_checkpointed_layers_are_recomputed_with_what_their_forward_used(family, mode, rule):
+    found = []
+    for checkpointing in (False, mode):
+        policy, batch, natural = scored(family, activation_checkpointing=checkpointing, micro_batch=5)
+        routes = soft(batch, natural, ratio=0.6) if rule == "soft" else recall(batch, natural)
+        found.append(policy.gradient(GRPO.weighed(replace(batch, old_logprobs=natural.logprobs, routes=routes)), GRPO))
+    assert torch.equal(*found) and found[0].abs().max() > 1e-4
+
+
+def test_a_router_that_chooses_slot_by_slot_cannot_be_soft():
+    model = families.build(next(f for f in families.FAMILIES if f.model_type == "phimoe"))
+    tokens = torch.randint(3, 39, (2, 5))
+    with torch.no_grad(), record_routing(model) as recording:
+        model(tokens)
+    with pytest.raises(RoutingError, match="PhimoeTopKRouter.*slot by slot"), torch.no_grad(), \
+            replay_routing(model, replace(recording.trace(tokens), keep=0.5)):  # fmt: skip
+        model(tokens)
+
+
+# ---------------------------------------------------------------------- with combine weights
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recalled_weights_reach_the_experts_and_no_gradient_the_router(family):
+    policy, batch, natural = scored(family)
+    routes = recall(batch, natural)
+    under = policy.score(batch, routes, scores=True)
+    known = routes.known
+    seen = []
+    experts = [m for m in policy.model.modules() if type(m).__name__.endswith("Experts")]
+    handles = [m.register_forward_pre_hook(lambda m, args: seen.append(args[1:3])) for m in experts]
+    policy.score(batch, routes)
+    for handle in handles:
+        handle.remove()
+    for s, (ids, gates) in enumerate(seen):
+        at = known[:, :-1, s].flatten()
+        assert torch.equal(ids[at], natural.routes.ids()[:, :-1, s].flatten(0, 1)[at])
+        assert torch.equal(gates[at].float(), natural.scores.gates[:, :-1, s].flatten(0, 1)[at])
+    assert len(seen) == known.shape[2]
+    hard = policy.score(batch, natural.routes)
+    assert under.routes == hard.routes and not torch.equal(under.logprobs, hard.logprobs)
+    part = GRPO.weighed(replace(batch, old_logprobs=natural.logprobs, routes=routes))
+    routers = {id(p) for p in router_parameters(policy.model)}
+    before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+    updated = policy.update(part, GRPO)
+    moved = {id(p): not torch.equal(p, before[n]) for n, p in policy.model.named_parameters()}
+    assert not any(moved[i] for i in routers) and sum(moved.values()) > len(moved) / 2
+    assert updated.preferred is not None and not updated.preferred.same_sets(updated.routes)[known].all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_at_old_weights_recall_is_replay_value_for_value(family):
+    policy, batch = policy_of(build(family)), make_batch()
+    natural = policy.score(batch, scores=True)
+    forced = [policy.score(batch, source(batch, natural)).logprobs for source in (recall, old_policy)]
+    assert torch.equal(*forced)
+
+
+@pytest.mark.parametrize("kind", ["dbrx", "jetmoe", "llama4_text", "inkling_text", "zaya"])
+def test_a_family_that_hands_out_something_else_cannot_recall(kind):
+    model = families.build(next(f for f in families.FAMILIES if f.model_type == kind))
+    tokens = torch.randint(3, 39, (2, 5))
+    with torch.no_grad(), record_routing(model) as recording:
+        model(tokens)
+    trace = recording.trace(tokens)
+    with pytest.raises(RoutingError, match="cannot be recalled"), torch.no_grad(), \
+            replay_routing(model, replace(trace, gates=torch.ones(trace.shape))):  # fmt: skip
+        model(tokens)
+
+
+# ---------------------------------------------------------------------- what travels with a trace
+def test_rules_and_weights_travel_with_a_trace(tmp_path):
+    plain = random_trace(batch=4, lengths=[5, 3, 4, 5])
+    gates = torch.rand(plain.shape)
+    trace = replace(plain, gates=gates.where(plain.attention_mask[..., None, None], 0), keep=0.5)
+    rows = torch.tensor([2, 0])
+    assert trace.rows(rows, 4).keep == 0.5 and torch.equal(trace.rows(rows, 4).gates, trace.gates[rows][:, :4])
+    assert trace.only(trace.known).gates is trace.gates and trace.to("cpu") == trace
+    assert trace.to("meta").gates.device.type == "meta"
+    joined = RoutingTrace.cat([trace.rows(slice(0, 3)), trace.rows(slice(3, 4))], trace.tokens, trace.attention_mask)
+    assert joined == trace != plain and replace(trace, keep=0.4) != trace != replace(trace, gates=gates + 1)
+    left = torch.flip(trace.attention_mask, (1,))
+    assert torch.equal(trace.align(left).gates[left], trace.gates[trace.attention_mask])
+    assert trace.align(left).align(trace.attention_mask) == trace
+    trace.save(tmp_path / "trace")
+    assert RoutingTrace.load(tmp_path / "trace") == trace
+    plain.save(tmp_path / "plain")
+    assert RoutingTrace.load(tmp_path / "plain") == plain
+    for other in (replace(trace, keep=0.0), replace(trace, gates=None)):
+        with pytest.raises(RoutingError, match="different rules"):
+            RoutingTrace.cat([trace, other], trace.tokens.repeat(2, 1), trace.attention_mask.repeat(2, 1))
+
+
+def test_rollout_is_a_base(step):
+    _, batch, natural = step
+    assert rollout(replace(batch, rollout_routes=natural.routes), natural) is natural.routes
