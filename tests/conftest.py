@@ -62,6 +62,15 @@ def perturb(model, scale: float = 0.1, seed: int = 1) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * scale * parameter.std())
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file's tests stay together under `-n`: what its fixtures train, or launch, is made by one worker and not by
+    each. Files of many tests go first."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log) if config.getvalue("dist") == "load" else None
+
+
 def pytest_terminal_summary(terminalreporter):
     reasons = {str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", [])}
     for reason in sorted(reason for reason in reasons if "make test-" in reason):

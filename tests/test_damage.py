@@ -24,10 +24,18 @@ from tests.test_trainer import TINY, carry_out
 STUDY = replace(study, seeds=(0,), trainer="tests.fake_study:train", base=study.base.replace(steps=4))
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ended")
+    write_declaration(STUDY, path)
+    assert not run_study(STUDY, STUDY.runs(path), cache=path / ".cache")
+    return path
+
+
 @pytest.fixture
-def out(tmp_path):
-    write_declaration(STUDY, tmp_path)
-    assert not run_study(STUDY, STUDY.runs(tmp_path), cache=tmp_path / ".cache")
+def out(ended, tmp_path):
+    """The study, ended; for this test alone."""
+    shutil.copytree(ended, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
+import scipy  # which imports scipy.stats, most of a second, when first asked for it
+from jaxtyping import Bool, Float
 from numpy.typing import ArrayLike
-from scipy import stats
 
 from moe_rl.errors import ConfigError
 
@@ -86,12 +86,12 @@ def band(values: Float[np.ndarray, "seed column"], confidence: float = 0.95, see
     if n == 1:
         return Band(mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan), 1, "one seed, no interval")
     if n < FEW:
-        half = stats.t.ppf((1 + confidence) / 2, n - 1) * values.std(0, ddof=1) / np.sqrt(n)
+        half = scipy.stats.t.ppf((1 + confidence) / 2, n - 1) * values.std(0, ddof=1) / np.sqrt(n)
         return Band(mean, mean - half, mean + half, n, f"{100 * confidence:.3g}% Student t")
     low, high = mean.copy(), mean.copy()
     varied = np.ptp(values, axis=0) > 0  # BCa divides by the spread; NaN columns stay NaN
     if varied.any():
-        result = stats.bootstrap((values[:, varied],), np.mean, confidence_level=confidence, n_resamples=9999,
+        result = scipy.stats.bootstrap((values[:, varied],), np.mean, confidence_level=confidence, n_resamples=9999,
                                  method="BCa", axis=0, rng=np.random.default_rng(seed), batch=500)
         low[varied], high[varied] = result.confidence_interval
     return Band(mean, low, high, n, f"{100 * confidence:.3g}% BCa bootstrap")
@@ -99,7 +99,7 @@ def band(values: Float[np.ndarray, "seed column"], confidence: float = 0.95, see
 
 def rate(events: int, n: int, confidence: float = 0.95) -> Interval:
     """A share of runs with its exact interval (Clopper and Pearson 1934, two-sided)."""
-    low, high = stats.binomtest(events, n).proportion_ci(confidence, method="exact")
+    low, high = scipy.stats.binomtest(events, n).proportion_ci(confidence, method="exact")
     return Interval(events / n, float(low), float(high), n, f"{100 * confidence:.3g}% Clopper–Pearson (rates)")
 
 
@@ -163,7 +163,7 @@ def survival(times: ArrayLike, observed: ArrayLike, confidence: float = 0.95) ->
     times, observed = np.asarray(times, dtype=float), np.asarray(observed, dtype=bool)
     if not len(times):
         raise ConfigError("a survival curve of no runs is undefined; run at least one seed")
-    curve = stats.ecdf(stats.CensoredData(uncensored=times[observed], right=times[~observed])).sf
+    curve = scipy.stats.ecdf(_censored(times, observed)).sf
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # about where the interval is undefined: NaN says so
         bounds = curve.confidence_interval(confidence, method="log-log")
@@ -182,7 +182,11 @@ def log_rank(a: tuple[ArrayLike, ArrayLike], b: tuple[ArrayLike, ArrayLike]) -> 
     if not any(o.any() for _, o in groups):
         return math.nan
     with np.errstate(invalid="ignore"):
-        return float(stats.logrank(*(stats.CensoredData(uncensored=t[o], right=t[~o]) for t, o in groups)).pvalue)
+        return float(scipy.stats.logrank(*(_censored(t, o) for t, o in groups)).pvalue)
+
+
+def _censored(times: Float[np.ndarray, " run"], observed: Bool[np.ndarray, " run"]) -> scipy.stats.CensoredData:
+    return scipy.stats.CensoredData(uncensored=times[observed], right=times[~observed])
 
 
 @dataclass(frozen=True)

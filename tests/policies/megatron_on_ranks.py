@@ -1,16 +1,22 @@
 """What ranks of Megatron-core do, against a Hugging Face policy on rank 0: facts as JSON, for `test_megatron.py`.
 
-    torchrun --nproc-per-node 4 tests/policies/megatron_on_ranks.py FOLDER
+    torchrun --nproc-per-node 2 tests/policies/megatron_on_ranks.py FOLDER
+    python tests/policies/megatron_on_ranks.py FOLDER 4
 
 Megatron's process groups belong to a process, so one launch does everything for one number of ranks, layout after
 layout. At the end of the one of two, rank 1 fails in the middle of an update, on purpose: the job must end, and say
-why.
+why. That is for torchrun to notice; without it so many ranks are forks of one process, which imports for all of them.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import signal
+import socket
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -162,5 +168,39 @@ def die_on_rank_1() -> None:
     raise AssertionError("rank 0 went on without rank 1")
 
 
+def forked(folder: Path, world: int) -> int:
+    """Ranks in the environment that torchrun gives them; the exit code. The first that fails ends the others."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    left = set()
+    for rank in map(str, range(world)):
+        if not (child := os.fork()):
+            os.environ.update(RANK=rank, LOCAL_RANK=rank)
+            try:
+                main(folder)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        left.add(child)
+    code = 0
+    while left:
+        ended, status = os.wait()
+        left.discard(ended)
+        if status and not code:
+            code = 1
+            for child in left:
+                os.kill(child, signal.SIGKILL)
+    return code
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if ranks.launched():
+        main(Path(sys.argv[1]))
+    else:
+        for late in ("moe_rl.execute", "moe_rl.policies.megatron.policy"):
+            importlib.import_module(late)
+        build("qwen3_moe")  # transformers imports a family when its first model is built
+        sys.exit(forked(Path(sys.argv[1]), int(sys.argv[2])))

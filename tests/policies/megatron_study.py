@@ -41,5 +41,12 @@ study = Study(
     ),
 )
 short = study.base.replace(
-    arm=parts, mini_batches=2, eval_prompts=4, hf_checkpoints=(), measure=Measure(probe=4, detail_every=10)
+    arm=parts,
+    model=ModelConfig(overrides=study.base.model.overrides | {"num_hidden_layers": 2}),
+    measure=Measure(probe=4, detail_every=10),
+    steps=2,
+    mini_batches=2,
+    eval_prompts=4,
+    hf_checkpoints=(),
 )
+"""On four ranks, in every layout: two steps, since the second meets the moments and pushed weights of the first."""

@@ -37,8 +37,9 @@ class Reader(html.parser.HTMLParser):
         self.text += data
 
 
-@pytest.fixture
-def page(tmp_path) -> tuple[str, Reader]:
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> tuple[str, Reader]:
+    tmp_path = tmp_path_factory.mktemp("page")
     fake_runs(tmp_path)
     write_declaration(dataclasses.replace(fake_study.study, question=HOSTILE, decision_rule="Fixed before: p < 0.05.",
                                           figures=("expert_change", "survival", "engine_over_steps")), tmp_path)

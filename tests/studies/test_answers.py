@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
+from contextlib import redirect_stdout
+from functools import cache
 
 import answers
 import early_warning
@@ -14,12 +17,19 @@ from moe_rl.runs.frames import load_study
 HERE = [name for name in answers.ANSWERS if (answers.RESULTS / name).exists()]
 
 
+@cache
+def answered(name) -> tuple[str, list[tuple[str, str]]]:
+    """What is printed, and which figures are saved: study and name."""
+    saved, out = [], io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
+        patch.setattr(answers.plots, "save", lambda figure, folder, name: saved.append((folder.parent.name, name)))
+        answers.ANSWERS[name][0]()
+    return out.getvalue(), saved
+
+
 @pytest.mark.parametrize("name", HERE)
-def test_every_number_is_made_from_the_committed_tables(name, capsys, monkeypatch):
-    saved = []
-    monkeypatch.setattr(answers.plots, "save", lambda figure, folder, name: saved.append((folder.parent.name, name)))
-    answers.ANSWERS[name][0]()
-    out = capsys.readouterr().out
+def test_every_number_is_made_from_the_committed_tables(name):
+    out, saved = answered(name)
     assert re.search(r"\d \[-?\d", out)
     assert "nan" not in out.lower() or name == "gradient_quality"  # a mini-batch that is clipped whole has no cosine
     for folder, figure in saved:
@@ -30,11 +40,9 @@ def test_every_number_is_made_from_the_committed_tables(name, capsys, monkeypatc
     ("ratio_variance", "expert slots changed: 0.98 [0.88, 1.08]"),
     ("expert_volatility", "set_change: one update 0.013 [0.010, 0.016], one step 0.08 [0.07, 0.09]"),
 ])  # fmt: skip
-def test_the_readme_says_what_the_tables_say(name, measured, capsys, monkeypatch):
+def test_the_readme_says_what_the_tables_say(name, measured):
     """Two rows by way of example: numbers that a change of the code must not move in silence."""
-    monkeypatch.setattr(answers.plots, "save", lambda *_: None)
-    answers.ANSWERS[name][0]()
-    assert measured in capsys.readouterr().out
+    assert measured in answered(name)[0]
 
 
 def test_early_warning_counts_what_became_of_the_runs_of_the_demonstration():

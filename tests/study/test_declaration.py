@@ -232,13 +232,6 @@ def test_the_study_of_this_repository_is_the_declared_comparison():
     assert routing_replay.seeds == (0, 1, 2) and "not evidence" in routing_replay.caution
 
 
-def test_torch_is_not_imported_by_anything_that_only_reads_tables():
-    modules = ("runs.columns", "runs.folder", "runs.frames", "results.stats", "results.plots", "results.summary",
-               "results.printed", "study.declaration", "study.workers", "cli")
-    code = f"import sys, {', '.join(f'moe_rl.{m}' for m in modules)}; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
-
-
 def test_listing_runs_does_not_import_pandas():
     code = "import sys, moe_rl.cli, moe_rl.study.workers; print('pandas' in sys.modules, 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False False\n"
