@@ -42,7 +42,6 @@ study = Study(
 )
 short = study.base.replace(
     arm=parts,
-    model=ModelConfig(overrides=study.base.model.overrides | {"num_hidden_layers": 2}),
     measure=Measure(probe=4, detail_every=10),
     steps=2,
     mini_batches=2,
