@@ -27,7 +27,8 @@ def check(study: Study) -> None:
     from moe_rl.results.factors import factor_of, settings_of
     from moe_rl.results.summary import metric
 
-    metric(study.endpoint)
+    for name in (study.endpoint, *study.further_endpoints):
+        metric(name)
     cells = {planned.path.parts[-2] for planned in study.runs(Path(), seeds=study.seeds[:1])}
     known = {key for cell in cells for key in settings_of(cell)}
     for name in study.figures:

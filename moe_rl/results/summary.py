@@ -32,6 +32,11 @@ def mean(values: Float[np.ndarray, " step"]) -> float:
     return float(values.mean())
 
 
+def after_start(values: Float[np.ndarray, " evaluation"]) -> float:
+    """Mean of the second half of the evaluations, that before the first step not counted among them."""
+    return second_half_mean(values[1:])
+
+
 @dataclass(frozen=True)
 class Metric:
     """One row of the summary: a column of `steps`, reduced to a number per run."""
@@ -56,6 +61,8 @@ METRICS = (
 )
 """Without `end`: means over the second half of training. Exact match is on the held-out prompts."""
 MAIN = METRICS[0]
+ON_REQUEST = (Metric("greedy exact match, second half", "eval_exact_greedy", after_start, after_divergence=0.0),)
+"""Shown where a study names them."""
 ENGINE = (
     Metric("engine: expert sets changed, run", "engine_set_change", mean),
     Metric("engine: tokens with a change, run", "engine_any_layer_change", mean),
@@ -76,11 +83,11 @@ def metric(name: str) -> Metric:
 
     Raises ConfigError for a name that is neither.
     """
-    for known in (*METRICS, *ENGINE):
+    for known in (*METRICS, *ENGINE, *ON_REQUEST):
         if name in (known.name, known.column):
             return known
     if unknown("steps", {name}):
-        names = ", ".join(repr(m.name) for m in (*METRICS, *ENGINE))
+        names = ", ".join(repr(m.name) for m in (*METRICS, *ENGINE, *ON_REQUEST))
         raise ConfigError(f"there is no metric {name!r}; choose {names}, or a column of `steps` (docs/columns.md)")
     return Metric(name, name)
 

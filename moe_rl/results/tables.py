@@ -40,7 +40,8 @@ def study_tables(frames: Frames, declared: Mapping[str, Any], *, cells: bool = F
         name = declared["name"] + (f", {cell}" if cell != "base" else "")
         tables.append(summary_table(frames.cell(cell), arms, name))
     if declared["contrasts"] or not several:
-        tables += comparison_table(frames, arms, endpoint, declared["contrasts"])
+        for one in (endpoint, *map(metric, declared["further_endpoints"])):
+            tables += comparison_table(frames, arms, one, declared["contrasts"])
     for factor in dict.fromkeys(f for f in map(factor_of, declared["figures"]) if f):
         tables += half_lost_table(frames, arms, factor, endpoint, declared["contrasts"])
     return tables

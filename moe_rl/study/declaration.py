@@ -64,12 +64,15 @@ class Study:
     """Dotted settings and their values, e.g. `{"cold_start.seed": (0, 1)}`: every combination is run."""
     cells: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Named variations of the base, for settings that vary together or one at a time, e.g. `{"N=2": {"mini_batches": 2,
-    "steps": 400}}`; crossed with `factors`. A name of the form `key=value` can be drawn against like a factor."""
+    "steps": 400}}`; crossed with `factors`. A name of the form `key=value` can be drawn against like a factor. The key
+    `arms` holds the names of those that run there, where not all do."""
     figures: tuple[str, ...] = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares")
     """Names that `moe_rl.results.figures` knows, or `pkg.module:function`; `against:optimizer.lr` draws the endpoint
     over a factor."""
     endpoint: str = "reward, second half"
     """The one quantity that the arms are compared by: a metric of `moe_rl.results.summary`, or a column of `steps`."""
+    further_endpoints: tuple[str, ...] = ()
+    """Quantities that the arms are compared by as well, each in a table of its own: the rule says what for."""
     contrasts: tuple[tuple[str, str], ...] = ()
     """The comparisons decided on beforehand, as (arm, arm): first minus second, Holm over these and all combinations of
     factors. Without any, all pairs are compared and called exploratory."""
@@ -97,6 +100,9 @@ class Study:
             if a == b or not {a, b} <= set(names):
                 raise ConfigError(f"contrast {a} − {b} of study {self.name!r} needs two of its arms {names}")
         for name, settings in self.cells.items():
+            if unknown := set(settings.get("arms", ())) - set(names):
+                raise ConfigError(f"cell {name!r} of study {self.name!r} runs {', '.join(sorted(unknown))}, which is "
+                                  f"none of its arms {names}")
             if not CELL.fullmatch(name) or {"seed", "arm"} & {key.split(".")[0] for key in settings}:
                 raise ConfigError(f"cell {name!r} of study {self.name!r} becomes the name of a folder (letters, digits "
                                   "and '._+=,-'), and may change any setting but seed and arm")
@@ -124,7 +130,10 @@ class Study:
         combinations = itertools.product(self.cells or {"": {}}, itertools.product(*self.factors.values()))
         for seed, (name, values), arm in itertools.product(seeds, combinations, self.arms):
             chosen = dict(zip(self.factors, values, strict=True))
-            config = self.base.replace(**{**self.cells.get(name, {}), **chosen}, arm=arm, seed=seed)
+            settings = {**self.cells.get(name, {}), **chosen}
+            if arm.name not in settings.pop("arms", (arm.name,)):
+                continue
+            config = self.base.replace(**settings, arm=arm, seed=seed)
             config = config if steps is None else config.replace(steps=steps)
             if self.own_cold_starts:
                 config = config.replace(**{"cold_start.seed": seed})
@@ -157,14 +166,14 @@ def folder_name(kind: str, label: Any, out: Path) -> str:
 def write_declaration(study: Study, out: Path) -> list[str]:
     """Write `study.json` beside the study's runs: what their tables alone do not say. Returns what an earlier one said
     otherwise of the question and of how it is answered."""
-    keys = ("name", "question", "hypothesis", "figures", "endpoint", "contrasts", "decision_rule", "differs_from_paper",
-            "caution", "cost", "seeds", "factors", "cells", "trainer")
+    keys = ("name", "question", "hypothesis", "figures", "endpoint", "further_endpoints", "contrasts", "decision_rule",
+            "differs_from_paper", "caution", "cost", "seeds", "factors", "cells", "trainer")
     content = {k: getattr(study, k) for k in keys} | {"arms": [{"name": arm.name} for arm in study.arms]}
     (out / study.name).mkdir(parents=True, exist_ok=True)
     before = content
     with contextlib.suppress(RunError):  # a damaged one is written anew
         before = runs.read_json(out / study.name / DECLARATION, ()) or content
-    asked = ("question", "arms", "endpoint", "contrasts", "decision_rule")
+    asked = ("question", "arms", "endpoint", "further_endpoints", "contrasts", "decision_rule")
     changed = [k for k in asked if _json(before.get(k)) != _json(content[k])]
     runs.write_json(out / study.name / DECLARATION, content)
     return changed

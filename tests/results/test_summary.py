@@ -42,6 +42,16 @@ def test_the_summary_reduces_each_run_to_a_number_and_puts_intervals_over_seeds(
     assert table.loc["lasting collapses", "gspo"] == table.loc["recovered collapses", "gspo"] == stats.rate(0, 3)
 
 
+def test_the_second_half_of_the_evaluations_is_counted_without_the_one_before_the_first_step():
+    """Steps 0, 5, …, 50: eleven evaluations, of which those after steps 30 to 50 are the second half of ten."""
+    steps = np.arange(0, 51, 5)
+    rows = pd.DataFrame({"arm": "a", "factors": "base", "seed": 0, "step": steps, "eval_exact_greedy": steps / 100})
+    run = {"arm": "a", "factors": "base", "seed": 0, "step": 50, "steps": 50, "state": "finished"}
+    frames = Frames(pd.DataFrame([run]), {"steps": rows})
+    assert per_run(frames, metric("greedy exact match, second half"))["a", 0] == pytest.approx(0.40)
+    assert per_run(frames, metric("eval_exact_greedy"))["a", 0] == 0.5
+
+
 def test_the_engines_gap_is_shown_over_the_whole_run_where_it_is_more_than_rounding(frames):
     steps, names = frames["steps"], [one.name for one in ENGINE]
     rounding = steps.assign(engine_kl_k3=1e-13, engine_set_change=0.0)

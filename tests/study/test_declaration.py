@@ -53,6 +53,16 @@ def test_cells_are_named_variations_and_factors_cross_them(tmp_path):
     assert with_changes(cells={"one": {}}).runs(tmp_path)[0].path.parts[-2] == "one"
 
 
+def test_a_cell_may_be_for_some_arms_alone(tmp_path):
+    cells = {"all": {}, "one": {"mini_batches": 2, "arms": ("gspo",)}}
+    varied = with_changes(cells=cells, factors={"optimizer.lr": (1e-4,)})
+    planned = varied.runs(tmp_path, seeds=[0])
+    assert [(p.path.parts[-2].split(",")[0], p.config.arm.name) for p in planned] == [
+        ("all", "grpo"), ("all", "grpo-replay"), ("all", "gspo"), ("one", "gspo"),
+    ]
+    assert planned[-1].config.mini_batches == 2
+
+
 def test_own_cold_starts_belong_to_seeds_and_are_shared_by_arms(tmp_path):
     planned = with_changes(own_cold_starts=True).runs(tmp_path, seeds=[3, 4])
     assert [(p.config.seed, p.config.cold_start.seed) for p in planned] == [(3, 3)] * 3 + [(4, 4)] * 3
@@ -63,6 +73,7 @@ def test_own_cold_starts_belong_to_seeds_and_are_shared_by_arms(tmp_path):
     ({"own_cold_starts": True, "factors": {"cold_start.seed": (1, 2)}}, "gives every seed its cold start"),
     ({"cells": {"a/b": {}}}, "cell 'a/b'"),
     ({"cells": {"a": {"arm.loss": "gspo"}}}, "any setting but seed and arm"),
+    ({"cells": {"a": {"arms": ("gpso",)}}}, "runs gpso, which is none of its arms"),
     ({"arms": ()}, "arms"),
     ({"arms": (GRPO, GRPO)}, "names of their own"),
     ({"name": "a/b"}, "name of a folder"),
