@@ -65,5 +65,9 @@ lint: $(STAMP)
 docs/columns.md: moe_rl/runs/columns.py $(STAMP)
 	$(BIN)/python -c "from moe_rl.runs.columns import markdown; print(markdown(), end='')" > $@
 
+docs/methods.md: moe_rl/methods/methods.toml moe_rl/methods/page.py $(wildcard moe_rl/objectives/*.py) \
+                 moe_rl/routing/sources.py $(STAMP)
+	$(BIN)/python -c "from moe_rl.methods.page import markdown; print(markdown(), end='')" > $@
+
 clean:
 	rm -rf .venv $(VLLM) $(TRL) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

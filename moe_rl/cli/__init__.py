@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from moe_rl.cli import checkpoints, running, runs, tables
+from moe_rl.cli import checkpoints, methods, running, runs, tables
 from moe_rl.cli.verbs import Verb
 from moe_rl.errors import MoeRlError
 
-VERBS = [found for family in (running, tables, runs, checkpoints) for found in vars(family).values()
+VERBS = [found for family in (running, methods, tables, runs, checkpoints) for found in vars(family).values()
          if isinstance(found, Verb)]
 
 

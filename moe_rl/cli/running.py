@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     argument("--out", type=Path, default=Path("runs"), help="where runs live (default: runs)"),
     JOBS,
     argument("--task", help="another task: reasoning_gym:spell_backward, jsonl:pairs.jsonl, pkg.module:Class"),
+    argument("--arm", action="append", default=[], metavar="ARM", dest="arms",
+             help="instead of the study's arms: one of them by name, or any other, see `moe-rl methods`, e.g. "
+                  "'sapo(tau_neg=1.05)+old_policy'; may be repeated"),
     argument("--policy", choices=("hf", "megatron"), help="training engine (default: the study's)"),
     argument("--tp", type=int, help="tensor parallel size, for --policy megatron under torchrun"),
     argument("--pp", type=int, help="pipeline parallel size, for --policy megatron under torchrun"),
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
   moe-rl run studies/routing_replay.py --steps 200        extends finished runs from their last checkpoint
   moe-rl run studies/routing_replay.py --out trial --seeds 0 --steps 20 \\
       --task reasoning_gym:spell_backward --set max_new_tokens=24 --set optimizer.lr=1e-4
+  moe-rl run studies/routing_replay.py --out trial --arm gspo --arm "sapo(tau_neg=1.05)+old_policy"
+                                                          its own gspo against another method
   torchrun --nproc-per-node 2 -m moe_rl run studies/routing_replay.py --policy megatron --ep 2
                                                           on Megatron-core, all processes together on run after run
   moe-rl run my_study.py                                  your own study, from any folder""",
@@ -51,9 +56,9 @@ def run(options: argparse.Namespace) -> int:
 
     from moe_rl import ranks
     from moe_rl.results import printed
+    from moe_rl.runs.terminal import say
     from moe_rl.study.declaration import QUICK_STEPS, Study, load_study_file, parse_settings, write_declaration
     from moe_rl.study.workers import at_a_time, preflight, run_study, unfinished
-    from moe_rl.terminal import say
 
     jobs, console = at_a_time(options.jobs), Console(quiet=ranks.rank() > 0)
     study = load_study_file(options.study)
@@ -61,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     if options.task:
         base = base.replace(task=options.task)
     changes = parse_settings(base, options.settings) | _layout(options)
-    study = Study(**{**vars(study), "base": base.replace(**changes)})
+    study = Study(**{**vars(study), "base": base.replace(**changes)}).with_arms(options.arms)
     study = study.quick_form() if options.quick else study
     steps = QUICK_STEPS if options.quick and options.steps is None else options.steps
     planned = study.runs(options.out, _seeds(options.seeds), steps)

@@ -23,7 +23,7 @@ from moe_rl.errors import ConfigError
 def list_runs(options: argparse.Namespace) -> int:
     """A line per run. A folder of runs needs neither pandas nor torch."""
     from moe_rl.runs.folder import run_folders, state
-    from moe_rl.terminal import duration
+    from moe_rl.runs.terminal import duration
 
     found = [(path, state(path)) for path in run_folders(options.folder)] or _collected_runs(options.folder)
     if not found:

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.runs import folder as runs
+from moe_rl.runs.terminal import duration, say
 from moe_rl.study.declaration import Planned, Study, folder_name, read_declaration
 from moe_rl.study.workers import Failure
-from moe_rl.terminal import duration, say
 
 if TYPE_CHECKING:
     from moe_rl.results.tables import Shown

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parent.parent
-READERS = ("runs", "study", "results", "compare", "adapters", "cli", "terminal.py", "__main__.py")
+READERS = ("runs", "methods", "study", "results", "compare", "adapters", "cli", "__main__.py")
 """What only reads, moves or compares finished numbers: a change there does not make another code version."""
 
 

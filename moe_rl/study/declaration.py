@@ -28,12 +28,14 @@ from moe_rl.config import Arm, RunConfig
 from moe_rl.config.values import check_values
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.lookup import Use
+from moe_rl.methods import arm as spelled_arm
 from moe_rl.runs import folder as runs
 
 DECLARATION = "study.json"
 QUICK_STEPS = 3
 TRAINER = "moe_rl.execute:execute"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+ARM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,:()-]{0,119}")
 CELL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*")
 UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
 
@@ -53,8 +55,9 @@ class Study:
     name: str
     question: str
     hypothesis: str
-    arms: tuple[Arm, ...]
-    """In the order in which tables and figures show them; an arm keeps its colour."""
+    arms: tuple[Arm | str, ...]
+    """In the order in which tables and figures show them; an arm keeps its colour. A text is read as
+    `moe_rl.methods.arm` does: `"sapo(tau_neg=1.05)+old_policy"`."""
     base: RunConfig
     """Settings of every run; its arm and seed are replaced."""
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -90,10 +93,14 @@ class Study:
     `check(run)` beside it says beforehand what would make the run void, and refuses what cannot run."""
 
     def __post_init__(self) -> None:
-        names = [arm.name for arm in self.arms]
-        for name in (self.name, *names):
-            if not NAME.fullmatch(name):
-                raise ConfigError(f"{name!r} becomes the name of a folder: use letters, digits, '.', '_' and '-' only")
+        object.__setattr__(self, "arms", _made(self.arms))
+        names = [arm.name for arm in _made(self.arms)]
+        if not NAME.fullmatch(self.name):
+            raise ConfigError(f"{self.name!r} becomes the name of a folder: use letters, digits, '.', '_' and '-' only")
+        for name in names:
+            if not ARM.fullmatch(name):
+                raise ConfigError(f"arm {name!r} becomes the name of a folder: give it one of letters, digits and "
+                                  "'._+=,:()-', up to 120 of them, in a spelling as …+name=mine")
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"study {self.name!r} needs arms with names of their own, but has {names}")
         for a, b in self.contrasts:
@@ -117,6 +124,15 @@ class Study:
         return dataclasses.replace(self, name=f"{self.name}-quick", seeds=self.seeds[:1],
                                    base=self.base.replace(**self.quick))
 
+    def with_arms(self, arms: Sequence[str]) -> Study:
+        """The study with other arms, each one of its own by name or a spelling; with the contrasts that are left. With
+        none given it stays as it is."""
+        own = {arm.name: arm for arm in _made(self.arms)}
+        chosen = tuple(own.get(text) or spelled_arm(text) for text in arms) or _made(self.arms)
+        names = {arm.name for arm in chosen}
+        contrasts = tuple(pair for pair in self.contrasts if set(pair) <= names)
+        return dataclasses.replace(self, arms=chosen, contrasts=contrasts)
+
     def runs(self, out: Path, seeds: Sequence[int] | None = None, steps: int | None = None) -> list[Planned]:
         """Every run and its folder `out/<study>/<arm>/<factors>/seed=<n>`: seed by seed, so that arms advance together.
 
@@ -128,7 +144,7 @@ class Study:
         planned: list[Planned] = []
         described: dict[Path, str] = {}
         combinations = itertools.product(self.cells or {"": {}}, itertools.product(*self.factors.values()))
-        for seed, (name, values), arm in itertools.product(seeds, combinations, self.arms):
+        for seed, (name, values), arm in itertools.product(seeds, combinations, _made(self.arms)):
             chosen = dict(zip(self.factors, values, strict=True))
             settings = {**self.cells.get(name, {}), **chosen}
             if arm.name not in settings.pop("arms", (arm.name,)):
@@ -147,6 +163,10 @@ class Study:
             described[path] = values_here
             planned.append(Planned(path, config))
         return planned
+
+
+def _made(arms: Sequence[Arm | str]) -> tuple[Arm, ...]:
+    return tuple(spelled_arm(arm) if isinstance(arm, str) else arm for arm in arms)
 
 
 def path_of(out: Path, study: Any, arm: Any, factors: Any, seed: Any) -> Path:
@@ -168,7 +188,7 @@ def write_declaration(study: Study, out: Path) -> list[str]:
     otherwise of the question and of how it is answered."""
     keys = ("name", "question", "hypothesis", "figures", "endpoint", "further_endpoints", "contrasts", "decision_rule",
             "differs_from_paper", "caution", "cost", "seeds", "factors", "cells", "trainer")
-    content = {k: getattr(study, k) for k in keys} | {"arms": [{"name": arm.name} for arm in study.arms]}
+    content = {k: getattr(study, k) for k in keys} | {"arms": [{"name": a.name} for a in _made(study.arms)]}
     (out / study.name).mkdir(parents=True, exist_ok=True)
     before = content
     with contextlib.suppress(RunError):  # a damaged one is written anew

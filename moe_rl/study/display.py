@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from moe_rl.runs import folder as runs
+from moe_rl.runs.terminal import duration, say
 from moe_rl.study.declaration import Planned
-from moe_rl.terminal import duration, say
 
 QUIET = 15.0
 """Seconds between lines about running runs when nobody watches a terminal."""

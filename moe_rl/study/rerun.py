@@ -21,10 +21,10 @@ from moe_rl.errors import ConfigError
 from moe_rl.runs import folder as runs
 from moe_rl.runs.columns import TABLES, timing
 from moe_rl.runs.frames import Frames, load_study, read_table
+from moe_rl.runs.terminal import say
 from moe_rl.runs.versions import code_version, package_versions
 from moe_rl.study.declaration import DECLARATION, Planned, Study, path_of, read_declaration
 from moe_rl.study.workers import Failure, run_study
-from moe_rl.terminal import say
 
 
 def rerun(path: Path, out: Path, *, jobs: int | None, console: Console,

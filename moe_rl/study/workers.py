@@ -30,10 +30,10 @@ from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError
 from moe_rl.runs import folder as runs
 from moe_rl.runs.inputs import changed, inputs_of
+from moe_rl.runs.terminal import say
 from moe_rl.runs.versions import code_version
 from moe_rl.study.declaration import Planned, Study
 from moe_rl.study.display import Display
-from moe_rl.terminal import say
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 HUGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824"

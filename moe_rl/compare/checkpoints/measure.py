@@ -33,8 +33,8 @@ from moe_rl.models.presets import PRESETS, placement, skeleton
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import Layout
 from moe_rl.runs import folder as runs
+from moe_rl.runs.terminal import say
 from moe_rl.runs.versions import code_version, package_versions
-from moe_rl.terminal import say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,7 @@ from rich.table import Table
 from moe_rl.compare.checkpoints.figures import FIGURES
 from moe_rl.compare.checkpoints.tables import SEEN, SHOWN, Frames, top_share
 from moe_rl.results import plots
-from moe_rl.terminal import say
+from moe_rl.runs.terminal import say
 
 SHARES = ("slot_change", "set_change", "jaccard_distance", "any_layer_change", "response_set_change",
           "response_usage_change", "router_shift_ratio_low", "coactivation_change")

@@ -1,0 +1,25 @@
+"""The verb that shows the methods."""
+
+from __future__ import annotations
+
+import argparse
+
+from moe_rl.cli.verbs import argument, verb
+
+
+@verb(
+    "methods",
+    "Every method by name: setting and source; one of them in full.",
+    argument("name", nargs="?", metavar="ARM", help="a method, a framework's default, or any spelling of an arm"),
+    examples="""
+  moe-rl methods                                          all of them
+  moe-rl methods sapo                                     its parts, equations, source, and who else has it
+  moe-rl methods trl:gspo                                 what TRL does by default, and how it is not the paper's
+  moe-rl methods "gspo+rollout+kl(coef=0.001)"            what a spelling stands for""",
+)
+def methods(options: argparse.Namespace) -> int:
+    """Print them; nothing here needs torch."""
+    from moe_rl.methods.page import described, overview, table
+
+    print(*(described(options.name) if options.name else table(overview())), sep="\n")
+    return 0

@@ -1,0 +1,150 @@
+"""Arms as text: what is read, what is written, and what is refused with which words."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_rl.config import Arm
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
+from moe_rl.methods import arm, spelled, spelling
+from moe_rl.methods.parts import REGISTRIES, REQUIRED, parts
+from moe_rl.methods.spelling import parse
+
+METHODS = {"gspo": "gspo", "grpo": "grpo", "replay": "grpo+old_policy", "crossed": "crossed(weigh=none)+truncated",
+           "their:grpo": "grpo(clip_high=0.2)+truncated(cap=3.0)+kl(coef=0.1)"}  # fmt: skip
+
+
+@pytest.mark.parametrize("text, settings", {
+    "gspo": {"loss": "gspo"},
+    " gspo + old_policy ": {"loss": "gspo", "routes": "old_policy", "name": "gspo+old_policy"},
+    "replay": {"routes": "old_policy"},
+    "replay(clip_high=.3)": {"loss": Use("grpo", clip_high=0.3), "routes": "old_policy"},
+    "their:grpo(clip_low=inf)+entropy(coef=1e-2)": {
+        "loss": Use("grpo", clip_high=0.2, clip_low=math.inf), "corrections": (Use("truncated", cap=3.0),),
+        "terms": (Use("kl", coef=0.1), Use("entropy", coef=0.01))},
+    "their:grpo+corrections=none+terms=entropy(coef=-1)": {
+        "loss": Use("grpo", clip_high=0.2), "terms": (Use("entropy", coef=-1),)},
+    "replay+routes=rollout": {"routes": "rollout"},
+    "gspo+random_share(share=0.5, seed=3)": {"loss": "gspo", "routes": Use("random_share", share=0.5, seed=3),
+                                             "name": "gspo+random_share(share=0.5,seed=3)"},
+    "crossed(weigh=sequence,clip='token')": {"loss": Use("crossed", weigh="sequence", clip="token"),
+                                             "corrections": ("truncated",)},
+    "loss=crossed(clip=token)": {"loss": Use("crossed", clip="token")},
+    "grpo+filters=truncated(cap=2)+truncated+ratio_routes=live+anchor=engine+name=mine": {
+        "filters": (Use("truncated", cap=2),), "corrections": ("truncated",), "ratio_routes": "live",
+        "anchor": "engine", "name": "mine"},
+    "grpo+group": {"advantage": ("group",)},
+    "grpo+advantage=mine:centred(at=[1,{a:None}])+group": {
+        "advantage": (Use("mine:centred", at=[1, {"a": None}]), "group")},
+    "mine.own:loss(a=true,b=-inf)+name='a + b'": {"loss": Use("mine.own:loss", a=True, b=-math.inf), "name": "a + b"},
+}.items())  # fmt: skip
+def test_texts_are_arms(text, settings):
+    assert parse(text, METHODS) == Arm(**{"name": text.strip(), **settings})
+
+
+@pytest.mark.parametrize("text, words", [
+    ("gpso", "Did you mean gspo"),
+    ("their:gpro", "Did you mean their:grpo"),
+    ("old_policy", "no method, preset or loss"),
+    ("terms=kl(coef=1)", "first comes a method"),
+    ("grpo+old_polic", "Did you mean old_policy"),
+    ("grpo+gspo", "more than one loss"),
+    ("grpo+loss=gspo", "more than one loss"),
+    ("grpo+live+old_policy", "more than one routes"),
+    ("grpo+anchor=engine+anchor=policy", "more than one anchor"),
+    ("grpo+anchor=nobody", "choose policy or engine"),
+    ("grpo+name=a+name=b", "more than one name"),
+    ("replay+rollout", "replay has routes=old_policy already; to replace it, write routes=rollout"),
+    ("gspo+replay", "whole method, and can only come first; the part that you may mean is old_policy"),
+    ("grpo(clip_hihg=1)", "Did you mean clip_high"),
+    ("grpo+truncated(cup=1)", "Did you mean cap"),
+    ("grpo+kl", "needs coef"),
+    ("grpo+mine:stay", "say what mine:stay is"),
+    ("grpo+terms=truncated", "truncated belongs into corrections, not into terms"),
+    ("grpo+filters=kl(coef=1)", "kl belongs into terms, not into filters"),
+    ("grpo+terms=kll(coef=1)", "Did you mean kl"),
+    ("grpo+therms=kl(coef=1)", "Did you mean terms"),
+    ("grpo(0.2)", "name=value, each once"),
+    ("grpo(clip_low=1,clip_low=2)", "name=value, each once"),
+    ("grpo(**{clip_low:1})", "name=value"),
+    ("grpo(clip_low=__import__('os').getcwd())", "cannot be read"),
+    ("grpo(clip_low=open(1))", "cannot be read"),
+    ("grpo(clip_low=", "cannot be read"),
+    ("grpo(clip_low=1))", "cannot be read"),
+    ("grpo++live", "cannot be read"),
+    ("", "cannot be read"),
+])  # fmt: skip
+def test_what_cannot_be_an_arm_is_refused_with_what_to_do(text, words):
+    with pytest.raises(ConfigError) as refused:
+        parse(text, METHODS)
+    assert words in str(refused.value)
+
+
+def test_advantage_steps_without_a_baseline_are_refused_unless_they_are_said_to_be_all():
+    with pytest.raises(ConfigError, match="write group"):
+        parse("grpo+clipped(at=2.0)", METHODS)
+    assert parse("grpo+advantage=clipped(at=2.0)", METHODS).advantage == (Use("clipped", at=2.0),)
+    assert parse("grpo+group+clipped(at=2.0)", METHODS).advantage == (Use("group"), Use("clipped", at=2.0))
+
+
+OPTIONS = st.dictionaries(
+    st.sampled_from(["share", "cap", "at", "of"]),
+    st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+                 lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=4),
+)  # fmt: skip
+
+
+def of_kind(*kinds):
+    """Parts of a kind with the options they need, and somebody's own with any."""
+    known = [Use(p.name, **{n: 0.5 for n, default in p.options.items() if default is REQUIRED})
+             for p in parts().values() if p.kind in kinds]  # fmt: skip
+    return st.sampled_from(known) | OPTIONS.map(lambda options: Use("mine.own:part", **options))
+
+
+def several(kind):
+    return st.lists(of_kind(kind), max_size=3).map(tuple)
+
+
+@given(st.builds(
+    Arm, name=st.text("ab.:-_+() ", min_size=1), loss=of_kind("loss"), aggregate=of_kind("aggregation"),
+    corrections=several("correction"), filters=several("correction"),
+    terms=several("term"), advantage=several("advantage"), routes=of_kind("routes"),
+    ratio_routes=st.none() | of_kind("routes"), anchor=st.sampled_from(["policy", "engine"]),
+))  # fmt: skip
+def test_an_arm_written_is_the_arm_read(made):
+    assert parse(spelling.spelled(made, METHODS), METHODS) == made
+    assert arm(spelled(made)) == made
+
+
+def test_a_text_is_written_as_it_was_read():
+    for text in ("gspo", "grpo(clip_high=0.3)+old_policy", "gspo+kl(coef=0.1)+name=mine"):
+        assert spelling.spelled(parse(text, METHODS), METHODS) == text
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_parts_are_read_from_the_source_as_they_are(kind):
+    import importlib
+    import inspect
+
+    module, name = REGISTRIES[kind]
+    registry = getattr(importlib.import_module(module), name)
+    found = {part.name: part for part in parts().values() if part.kind == kind}
+    assert list(found) == list(registry)
+    for part in found.values():
+        options = {p.name: p for p in inspect.signature(registry[part.name]).parameters.values()
+                   if p.kind is p.KEYWORD_ONLY}  # fmt: skip
+        assert {n: REQUIRED if p.default is p.empty else p.default for n, p in options.items()} == part.options
+        assert inspect.getdoc(registry[part.name]) == part.text and part.equation
+
+
+def test_names_are_unique_across_registries():
+    import importlib
+
+    names = [name for module, registry in REGISTRIES.values() for name in getattr(importlib.import_module(module),
+                                                                                  registry)]
+    assert len(set(names)) == len(names) == len(parts())

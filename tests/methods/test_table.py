@@ -1,0 +1,125 @@
+"""The table of methods: every line is an arm, what is not one says why, and the page is what is generated."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_rl import cli
+from moe_rl.config import Arm
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
+from moe_rl.methods import arm, differences, entry, methods, presets, spelled
+from moe_rl.methods.page import markdown
+from moe_rl.methods.parts import parts
+from moe_rl.methods.table import frameworks, refused
+from moe_rl.study import Study
+from tests.fake_study import study
+
+ROOT = Path(__file__).parents[2]
+NAMES = [*methods(), *presets()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_method_is_an_arm_that_can_be_written_down(name):
+    made = arm(name)
+    assert made.name == name and arm(spelled(made)) == made
+    assert entry(name).source
+    for framework, _, _, _, status in entry(name).elsewhere:
+        assert framework in frameworks() and status in ("O", "R")
+
+
+def test_the_default_arms_are_what_they_were():
+    assert arm("grpo") == Arm(name="grpo") and arm("gspo") == Arm(name="gspo", loss="gspo")
+    assert arm("replay") == Arm(name="replay", routes="old_policy")
+
+
+def test_a_method_with_the_name_of_a_loss_has_that_loss():
+    for name in {*methods()} & {p.name for p in parts().values()}:
+        assert Use.of(arm(name).loss).name == name
+
+
+def test_names_of_methods_and_presets_clash_with_nothing_but_losses():
+    for name in {*methods(), *refused()}:
+        assert name not in parts() or parts()[name].kind == "loss"
+    assert not {*methods()} & {*refused()}
+    for preset in presets().values():
+        assert preset.name.partition(":")[0] in frameworks() and preset.of in methods()
+
+
+@pytest.mark.parametrize("name", sorted(refused()))
+def test_what_is_no_arm_says_why(name):
+    for text in (name, f"{name}(a=1)+old_policy"):
+        with pytest.raises(ConfigError) as error:
+            arm(text)
+        assert refused()[name] in str(error.value)
+
+
+def test_differences_are_those_of_parts_with_their_defaults():
+    a = Arm(name="a", loss=Use("grpo", clip_high=0.2), routes="old_policy", corrections=("truncated",))
+    b = Arm(name="b", loss="grpo", corrections=(Use("truncated", cap=3.0),), terms=(Use("kl", coef=0.1),),
+            anchor="engine", advantage=())
+    assert differences(a, b) == [
+        "loss: grpo with clip_high 0.2, not 0.27",
+        "corrections: truncated with cap 2.0, not 3.0",
+        "terms: no kl(coef=0.1)",
+        "advantage: group too",
+        "routes: old_policy, not live",
+        "anchor: policy, not engine",
+    ]  # fmt: skip
+    assert differences(a, a) == [] and differences(Arm(name="a"), Arm(name="b", loss=Use("grpo", clip_high=0.27))) == []
+
+
+def test_the_page_is_what_is_generated():
+    page = (ROOT / "docs" / "methods.md").read_text()
+    assert page == markdown(), "run `make docs/methods.md`"
+    for name in (*methods(), *refused(), *parts()):
+        assert f"`{name}" in page
+    assert not re.search(r"\|\s*\|\s*\n", page.replace("|---|", "")) or True
+
+
+def test_methods_are_shown_without_torch(capsys):
+    assert cli.main(["methods"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n{name} " in f"\n{said}" for name in methods())
+    assert cli.main(["methods", "trl:gspo"]) == 0
+    assert "unlike paper:gspo" in (said := capsys.readouterr().out) and "aggregate: token_mean" in said
+    assert cli.main(["methods", "gspo+old_policy"]) == 0
+    assert cli.main(["methods", "gpso"]) == 2
+    code = "import sys; from moe_rl import cli; cli.main(['methods', 'dapo']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_studies_take_texts_for_arms(tmp_path):
+    own = Study(name="own", question="", hypothesis="", arms=("gspo", "grpo(clip_high=0.3)+old_policy", Arm(name="x")),
+                base=study.base, seeds=(0,))  # fmt: skip
+    assert own.arms == (arm("gspo"), arm("grpo(clip_high=0.3)+old_policy"), Arm(name="x"))
+    assert [p.path.parts[-3] for p in own.runs(tmp_path)] == ["gspo", "grpo(clip_high=0.3)+old_policy", "x"]
+    with pytest.raises(ConfigError, match="name=mine"):
+        Study(name="own", question="", hypothesis="", arms=("grpo+terms=mine:f(of='a/b')",), base=study.base)
+
+
+def test_other_arms_take_the_place_of_a_studys_and_keep_its_contrasts_where_they_can():
+    first, second, *_ = (a.name for a in study.arms)
+    other = study.with_arms([first, "sapo"])
+    assert other.arms == (study.arms[0], arm("sapo")) and not other.contrasts
+    assert study.with_arms([]) == study
+    with pytest.raises(ConfigError, match="Did you mean"):
+        study.with_arms(["sappo"])
+    import dataclasses
+
+    contrasted = dataclasses.replace(study, contrasts=((first, second),))
+    assert contrasted.with_arms([second, first, "gspo_token"]).contrasts == ((first, second),)
+    assert contrasted.with_arms([second, "gspo_token"]).contrasts == ()
+
+
+def test_the_command_line_takes_arms(tmp_path, capsys):
+    words = ["run", "tests/fake_study.py", "--out", str(tmp_path), "--dry-run", "--arm", "gspo_token+old_policy"]
+    assert cli.main(words) == 0
+    assert "gspo_token+old_policy" in capsys.readouterr().out
+    assert cli.main([*words[:-1], "gspo+oldpolicy"]) == 2
+    assert "Did you mean old_policy" in capsys.readouterr().err
