@@ -51,24 +51,18 @@ def finite(log_ratio: PerToken) -> PerToken:
     return log_ratio.clamp(max=math.log(torch.finfo(log_ratio.dtype).max) - 1).exp()
 
 
-def surrogate(
-    x: LossInputs, ratio: PerToken, log_ratio: PerToken, above: Where | None = None, below: Where | None = None
-) -> LossOutput:
-    """−Σ weights · ratio · A, the gradient that of `ratio`; the bounds say whose they took."""
-    objective = torch.where(x.mask, ratio * x.advantages.detach(), 0)
-    up, down = (torch.zeros_like(x.mask) if where is None else where for where in (above, below))
-    loss = -(x.weights.detach() * objective).sum()
-    return LossOutput(loss, log_ratio.detach(), up.to(torch.int8) - down.to(torch.int8))
+def surrogate(x: LossInputs, ratio: PerToken, log_ratio: PerToken, *lost: Where) -> LossOutput:
+    """−Σ weights · ratio · A, the gradient that of `ratio`; `lost` is whose the upper and the lower bound took."""
+    loss = -(x.weights.detach() * torch.where(x.mask, ratio * x.advantages.detach(), 0)).sum()
+    above, below = lost or (torch.zeros_like(x.mask), torch.zeros_like(x.mask))
+    return LossOutput(loss, log_ratio.detach(), above.to(torch.int8) - below.to(torch.int8))
 
 
-def detached(
-    x: LossInputs, weight: PerToken, log_ratio: PerToken, above: Where | None = None, below: Where | None = None
-) -> LossOutput:
-    """−Σ weights · sg(weight) · A · log π: every token's gradient its own weight · A, and none above and below."""
-    lost = [where for where in (above, below) if where is not None]
+def detached(x: LossInputs, weight: PerToken, log_ratio: PerToken, *lost: Where) -> LossOutput:
+    """−Σ weights · sg(weight) · A · log π: every token's gradient its own weight · A, and none where it is lost."""
     kept = functools.reduce(torch.logical_and, [~where for where in lost], x.mask & (x.advantages != 0))
     weight = torch.where(kept, weight.detach(), 0)
-    return surrogate(x, weight * torch.where(weight != 0, x.logprobs, 0), log_ratio, above, below)
+    return surrogate(x, weight * torch.where(weight != 0, x.logprobs, 0), log_ratio, *lost)
 
 
 def one_advantage(x: LossInputs, name: str, instead: str) -> None:

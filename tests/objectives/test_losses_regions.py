@@ -367,6 +367,15 @@ def test_a_clamped_log_ratio_keeps_its_value_and_loses_its_gradient():
     assert ours("grpo", *batch)[1][0, 0] == pytest.approx(0.8 * math.exp(21.5))
 
 
+def test_a_token_that_is_cut_in_a_sequence_that_is_clipped_was_clipped():
+    """log w of 1.5, −3 and −3, cut at ±1: their mean is −1/3, below log .9 and above log .1."""
+    batch = (np.array([[1.5, -3.0, -3.0]]), np.zeros((1, 3)), np.array([-1.0]), np.ones((1, 3), bool))
+    _, gradient, output = ours("grpo", *batch, level="sequence", log_clamp=1.0, clip_low=0.1)
+    assert output.clipped_by.tolist() == [[-1, -1, -1]] and not gradient.any()
+    _, gradient, output = ours("grpo", *batch, level="sequence", log_clamp=1.0, clip_low=0.9)
+    assert output.clipped_by.tolist() == [[1, -1, -1]] and not gradient.any()
+
+
 # ---------------------------------------------------------------------- what is refused
 @pytest.mark.parametrize(
     ("loss", "message"),
