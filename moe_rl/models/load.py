@@ -13,7 +13,7 @@ import torch
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models import checkpoints
-from moe_rl.models.experts_cpu import use_cpu_experts
+from moe_rl.models.kernels_cpu import use_cpu_kernels
 from moe_rl.models.presets import PRESETS, hf_config, placement
 from moe_rl.models.tokens import byte_tokenizer
 
@@ -50,7 +50,7 @@ def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) 
     else:
         model, tokenizer = _from_checkpoint(model_config, dtype, trust_remote_code)
     model = model.to(device).eval()
-    use_cpu_experts(model)
+    use_cpu_kernels(model)
     return LoadedModel(model, tokenizer)
 
 
