@@ -22,7 +22,7 @@ def replace_attention(model: nn.Module) -> int:
 
     layers = [module for module in model.modules() if type(module) is Qwen3MoeAttention]
     for layer in layers:
-        layer.forward = MethodType(_forward, layer)
+        layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
     return len(layers)
 
 
@@ -45,6 +45,8 @@ def _forward(
     value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, self.layer_idx)
+    if query.shape[2] == 1 and attention_mask is None and _plain(self):
+        return self.o_proj(attend_last(query, key, value, self.scaling).reshape(*shape, -1)), None
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
     out, weights = attend(
         self, query, key, value, attention_mask, dropout=self.attention_dropout if self.training else 0.0,
@@ -57,7 +59,7 @@ def rotated(
     x: Float[Tensor, "batch time heads dim"], cos: Float[Tensor, "rows time dim"], sin: Float[Tensor, "rows time dim"]
 ) -> Float[Tensor, "batch time heads dim"]:
     """x cos + (x R) sin, where R turns [a, b] into [-b, a]: a signed permutation, so x R is exact as a product."""
-    cos, sin = (part.repeat(1, 1, x.shape[2]) for part in (cos, sin))  # long rows, small beside x
+    cos, sin = _repeated(cos, x.shape[2]), _repeated(sin, x.shape[2])
     turn = _turn(x.shape[3], x.dtype)
     if torch.is_grad_enabled():
         return _Rotate.apply(x, cos, sin, turn)
@@ -70,6 +72,36 @@ def _turn(dim: int, dtype: torch.dtype) -> Float[Tensor, "dim dim"]:
     turn = torch.eye(dim, dtype=dtype).roll(dim // 2, 1)
     turn[dim // 2 :] *= -1
     return turn
+
+
+def _repeated(table: Float[Tensor, "rows time dim"], heads: int) -> Float[Tensor, "rows time heads_dim"]:
+    """The table once per head, so that its rows are long. All layers share a forward's tables: it is kept with them."""
+    kept = table.__dict__.setdefault("_repeated", {})
+    if heads not in kept:
+        kept[heads] = table.repeat(1, 1, heads)
+    return kept[heads]
+
+
+def _plain(self: Any) -> bool:
+    """Whether this is an attention that `attend_last` computes: transformers' default, without gradient or dropout."""
+    return self.config._attn_implementation == "sdpa" and not self.training and not torch.is_grad_enabled()
+
+
+def attend_last(
+    query: Float[Tensor, "batch heads 1 dim"],
+    key: Float[Tensor, "batch kv_heads time dim"],
+    value: Float[Tensor, "batch kv_heads time dim"],
+    scaling: float,
+) -> Float[Tensor, "batch heads dim"]:
+    """softmax(q · k · scaling) v of the newest token, which may see everything: two batched products.
+
+    `scaled_dot_product_attention` on the CPU works through one head of one row at a time, which takes twice as long
+    for a single query; and `softmax` computes rows shorter than a vector register number by number.
+    """
+    grouped = query.reshape(*key.shape[:2], -1, key.shape[3])  # the heads that share keys and values
+    scores = torch.matmul(grouped, key.transpose(2, 3)).mul_(scaling)
+    scores = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+    return torch.matmul(scores.div_(scores.sum(-1, keepdim=True)), value).flatten(1, 2)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, turn: Tensor) -> Tensor:

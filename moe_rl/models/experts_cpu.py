@@ -129,10 +129,22 @@ def _gated_without_gradient(
     row_bytes = x.element_size() * (2 * x.shape[1] + 3 * width)  # input, output, gate, up, and their product
     for experts, here in pairs.blocks(BLOCK_BYTES // row_bytes):
         ends = pairs.ends[experts] - here.start
-        both = F.grouped_mm(x.index_select(0, pairs.token[here]), up[experts].transpose(1, 2), offs=ends)
+        both = _grouped_mm(x.index_select(0, pairs.token[here]), up[experts].transpose(1, 2), ends)
         opened = F.silu(both[:, :width]).mul_(both[:, width:])
-        rows[here] = F.grouped_mm(opened, down[experts].transpose(1, 2), offs=ends)
+        rows[here] = _grouped_mm(opened, down[experts].transpose(1, 2), ends)
     return F.embedding_bag(pairs.place, rows, mode="sum", per_sample_weights=weight)
+
+
+def _grouped_mm(
+    a: Float[Tensor, "left inner"], b: Float[Tensor, "*experts inner right"], ends: Int[Tensor, " experts"]
+) -> Float[Tensor, "*grouped left right"]:
+    """`torch.nn.functional.grouped_mm`, and in float64, which that lacks, expert by expert."""
+    if a.dtype != torch.float64:
+        return F.grouped_mm(a, b, offs=ends)
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    if b.dim() == 3:
+        return torch.cat([x @ weight for x, weight in zip(a.split(sizes), b, strict=True)])
+    return torch.stack([x @ y for x, y in zip(a.split(sizes, 1), b.split(sizes), strict=True)])
 
 
 class _GatedExperts(torch.autograd.Function):
@@ -148,9 +160,9 @@ class _GatedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
         width, here = down.shape[2], x.index_select(0, pairs.token)
-        both = F.grouped_mm(here, up.transpose(1, 2), offs=pairs.ends)
+        both = _grouped_mm(here, up.transpose(1, 2), pairs.ends)
         opened = F.silu(both[:, :width]).mul_(both[:, width:])
-        rows = F.grouped_mm(opened, down.transpose(1, 2), offs=pairs.ends)
+        rows = _grouped_mm(opened, down.transpose(1, 2), pairs.ends)
         ctx.save_for_backward(here, both, up, down, weight, pairs.order, pairs.token, pairs.place, pairs.ends)
         return F.embedding_bag(pairs.place, rows, mode="sum", per_sample_weights=weight)
 
@@ -161,22 +173,20 @@ class _GatedExperts(torch.autograd.Function):
         gate, raised = both.chunk(2, 1)
         scale = weight.reshape(-1).index_select(0, order)[:, None]
         grad = grad.index_select(0, token)
-        h_grad = F.grouped_mm(grad, down, offs=ends)
+        h_grad = _grouped_mm(grad, down, ends)
         opened = F.silu(gate)
         h = opened * raised
         weight_grad = torch.linalg.vecdot(h, h_grad).index_select(0, place.view(-1)).view_as(weight)
         up_grad = down_grad = None  # of frozen weights, as under an adapter
-        if down.requires_grad:
-            down_grad = F.grouped_mm(grad.t(), h.mul_(scale), offs=ends)
+        if ctx.needs_input_grad[2]:
+            down_grad = _grouped_mm(grad.t(), h.mul_(scale), ends)
         h_grad.mul_(scale)
         both_grad = torch.empty_like(both)
         torch.mul(h_grad, opened, out=both_grad[:, down.shape[2] :])
-        torch.ops.aten.silu_backward.grad_input(
-            h_grad.mul_(raised), gate, grad_input=both_grad[:, : down.shape[2]]
-        )
-        if up.requires_grad:
-            up_grad = F.grouped_mm(both_grad.t(), here, offs=ends)
-        rows = F.grouped_mm(both_grad, up, offs=ends)
+        torch.ops.aten.silu_backward.grad_input(h_grad.mul_(raised), gate, grad_input=both_grad[:, : down.shape[2]])
+        if ctx.needs_input_grad[1]:
+            up_grad = _grouped_mm(both_grad.t(), here, ends)
+        rows = _grouped_mm(both_grad, up, ends)
         return F.embedding_bag(place, rows, mode="sum"), up_grad, down_grad, weight_grad, None
 
 
@@ -189,7 +199,7 @@ def _experts_linear(
 ) -> Float[Tensor, "pairs out"]:
     """Each row times the weight (and bias) of its expert."""
     weight = getattr(self, name)
-    rows = F.grouped_mm(rows, weight if self.is_transposed else weight.transpose(1, 2), offs=pairs.ends)
+    rows = _grouped_mm(rows, weight if self.is_transposed else weight.transpose(1, 2), pairs.ends)
     if not self.has_bias:
         return rows
     counts = pairs.ends.diff(prepend=pairs.ends.new_zeros(1))

@@ -10,14 +10,17 @@ from moe_rl.models import attention_cpu, experts_cpu, norms_cpu
 
 
 def use_cpu_kernels(model: Any) -> bool:
-    """Make a transformers model on the CPU compute with this library's operators; returns whether any is replaced.
+    """Make a transformers model on the CPU compute with this library's operators; returns whether it now does.
 
-    Each falls back to the model's own by itself where it does not fit. Nothing is changed when the model is not on the
-    CPU or not in float32 or float64. Outputs and gradients agree with the model's own to float rounding. A saved
+    False, and nothing is changed, when the model is not on the CPU, is not in float32 or float64, or does not dispatch
+    its experts to transformers' default (`experts_cpu.register`). Norms and attention layers of other forms than the
+    replaced ones keep their own. Outputs and gradients agree with the model's own to float rounding. A saved
     checkpoint does not mention it.
     """
     weight = next(model.parameters())
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64):
+    possible = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
+    if not (possible and experts_cpu.register(model)):
         return False
-    replaced = [experts_cpu.register(model), norms_cpu.replace_norms(model), attention_cpu.replace_attention(model)]
-    return any(replaced)
+    norms_cpu.replace_norms(model)
+    attention_cpu.replace_attention(model)
+    return True

@@ -71,6 +71,6 @@ class _RMSNorm(torch.autograd.Function):
         n = len(weight)
         unit = x * scale
         both = (grad * unit).view(-1, n)
-        weight_grad = both.sum(0) if weight.requires_grad else None
+        weight_grad = both.sum(0) if ctx.needs_input_grad[1] else None
         shared = (both @ weight).div_(-n).view(scale.shape)
         return torch.addcmul(grad * weight, unit, shared).mul_(scale), weight_grad, None
