@@ -17,8 +17,8 @@ class RoomyLayer(DynamicLayer):
     the new ones alone. What is attended to has the same values, so the results have the same bits.
     """
 
-    keys: Float[Tensor, "rows heads time dim"]
-    values: Float[Tensor, "rows heads time dim"]
+    keys: Float[Tensor, "rows heads time key_dim"]
+    values: Float[Tensor, "rows heads time value_dim"]
     """What there is so far, as views of the buffers."""
 
     def __init__(self, keys: Tensor, values: Tensor, new: int):
@@ -29,8 +29,8 @@ class RoomyLayer(DynamicLayer):
 
     def update(
         self,
-        key_states: Float[Tensor, "rows heads t dim"],
-        value_states: Float[Tensor, "rows heads t dim"],
+        key_states: Float[Tensor, "rows heads t key_dim"],
+        value_states: Float[Tensor, "rows heads t value_dim"],
         *_: Any,
         **__: Any,
     ) -> tuple[Tensor, Tensor]:
