@@ -13,7 +13,7 @@ import torch
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models import checkpoints
-from moe_rl.models.experts_cpu import use_cpu_experts
+from moe_rl.models.kernels_cpu import use_cpu_kernels
 from moe_rl.models.presets import PRESETS, hf_config, placement
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.routing.balance import keep_routers_in
@@ -53,7 +53,7 @@ def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) 
     model = model.to(device).eval()
     if model_config.router_dtype is not None:
         keep_routers_in(model, getattr(torch, model_config.router_dtype))
-    use_cpu_experts(model)
+    use_cpu_kernels(model)
     return LoadedModel(model, tokenizer)
 
 

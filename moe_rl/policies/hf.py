@@ -79,9 +79,13 @@ class HFPolicy:
         """One optimizer step on a mini-batch. Micro-batches only add: the weights of the loss span all of it."""
         (logprobs, entropy, routes, preferred, clipped_by), loss, metrics = self._backward(batch, objective, dose)
         limit = self.settings.grad_clip or float("inf")
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        total = nn.utils.get_total_norm(gradients)
+        norm = total.item()
         if not math.isfinite(norm):
             raise Diverged(f"the gradient norm is {norm}: a step would destroy the weights. Lower the learning rate.")
+        if norm + 1e-6 > limit:  # else torch would multiply every gradient by 1; the constant is its own
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), limit, total)
         self.updates += 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.lr_at(self.updates) * group["scale"]

@@ -97,6 +97,8 @@ class HFEngine:
         recording: Recording | None,
     ) -> CompletionBuffers:
         """Prefill every prompt once, repeat the cache per sample, then decode until every row has ended."""
+        from moe_rl.rollouts.cache import make_room
+
         padded, mask = _pad_left(prompts, self.device)
         start = padded.shape[1]
         layout = None if recording is None else recording.layout
@@ -109,6 +111,7 @@ class HFEngine:
         cache = output.past_key_values
         sample = torch.arange(len(prompts), device=self.device).repeat_interleave(group_size)
         cache.reorder_cache(sample)
+        make_room(cache, sampling.max_new_tokens)
         logits = output.logits[:, -1][sample]
         rows = torch.arange(len(sample), device=self.device)  # of the completions still being drawn
         for t in range(sampling.max_new_tokens):

@@ -22,7 +22,7 @@ import torch
 import workload
 
 from moe_rl.config import ModelConfig, Optimizer
-from moe_rl.models.experts_cpu import use_cpu_experts
+from moe_rl.models.kernels_cpu import use_cpu_kernels
 from moe_rl.models.load import load
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.hf import HFEngine
@@ -46,7 +46,7 @@ class Bench:
 
     def __init__(self, family: str):
         self.model = load(ModelConfig(name=f"{family}-tiny", overrides={**SIZE, **FAMILIES[family]}), seed=0).model
-        use_cpu_experts(self.model)
+        use_cpu_kernels(self.model)
         generator = torch.Generator().manual_seed(0)
         self.prompts = torch.randint(0, 62, (SEQUENCES, PROMPT), generator=generator)
         self.tokens = torch.randint(0, 62, (ROWS, TOKENS), generator=generator)

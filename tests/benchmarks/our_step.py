@@ -20,7 +20,7 @@ from workload import GROUP, MINI_BATCHES, NEW_TOKENS, PROMPT_TOKENS, PROMPTS  # 
 
 import moe_rl.policies.hf  # isort: skip
 from moe_rl.config import Arm, Optimizer, RunConfig  # isort: skip
-from moe_rl.models.experts_cpu import use_cpu_experts  # isort: skip
+from moe_rl.models.kernels_cpu import use_cpu_kernels  # isort: skip
 from moe_rl.objectives import advantage_of, objective_of  # isort: skip
 from moe_rl.policies.hf import HFPolicy  # isort: skip
 from moe_rl.recorder import Recorder  # isort: skip
@@ -45,7 +45,7 @@ def parts() -> Parts:
     """Policy and engine on one model. Without an EOS every completion has exactly `NEW_TOKENS` tokens."""
     model, tokenizer = workload.model(), workload.tokenizer(eos=False)
     model.generation_config.eos_token_id = None
-    assert use_cpu_experts(model)
+    assert use_cpu_kernels(model)
 
     def encode(prompts: list[Prompt]) -> list[Prompt]:
         return [replace(prompt, tokens=tuple(tokenizer(prompt.text)["input_ids"])) for prompt in prompts]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from moe_rl.models.experts_cpu import NAME, _Gather, _WeightedSum, cpu_experts, use_cpu_experts
+from moe_rl.models.experts_cpu import NAME, _Gather, _WeightedSum, cpu_experts
+from moe_rl.models.kernels_cpu import use_cpu_kernels
 from tests.conftest import FAMILIES, build
 
 
@@ -22,7 +23,7 @@ def test_outputs_and_gradients_are_transformers_own(family: str, tokens: torch.T
     model = build(family)
     assert model.config._experts_implementation == "grouped_mm"
     logits, gradients = logits_and_gradients(model, tokens)
-    assert use_cpu_experts(model)
+    assert use_cpu_kernels(model)
     new_logits, new_gradients = logits_and_gradients(model, tokens)
     torch.testing.assert_close(new_logits, logits, rtol=0, atol=1e-6)
     assert new_gradients.keys() == gradients.keys()
@@ -36,7 +37,7 @@ def test_outputs_and_gradients_are_transformers_own(family: str, tokens: torch.T
 
 def test_an_expert_without_tokens_changes_nothing_and_gets_no_gradient() -> None:
     model, unused = build("qwen3_moe"), 5
-    assert use_cpu_experts(model)
+    assert use_cpu_kernels(model)
     experts = model.model.layers[0].mlp.experts
     x, ids = torch.randn(6, 32), torch.tensor([[0, 1], [1, 2], [7, 0], [3, 4], [4, 6], [6, 0]])
     experts(x, ids, torch.rand(6, 2)).sum().backward()
@@ -74,12 +75,12 @@ def test_one_token_by_hand() -> None:
 def test_it_says_when_it_stays_out_and_saves_no_trace(tmp_path) -> None:
     eager = build("qwen3_moe")
     eager.set_experts_implementation("eager")
-    assert not use_cpu_experts(eager)
+    assert not use_cpu_kernels(eager)
     assert eager.config._experts_implementation == "eager"
-    assert not use_cpu_experts(build("qwen3_moe").bfloat16())
-    assert not use_cpu_experts(nn.Linear(2, 2))
+    assert not use_cpu_kernels(build("qwen3_moe").bfloat16())
+    assert not use_cpu_kernels(nn.Linear(2, 2))
     model = build("qwen3_moe")
-    assert use_cpu_experts(model) and use_cpu_experts(model)
+    assert use_cpu_kernels(model) and use_cpu_kernels(model)
     model.save_pretrained(tmp_path)
     assert NAME not in (tmp_path / "config.json").read_text()
     assert type(model).from_pretrained(tmp_path).config._experts_implementation == "grouped_mm"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
 from moe_rl.models.experts_cpu import NAME as CPU_EXPERTS
-from moe_rl.models.experts_cpu import use_cpu_experts
+from moe_rl.models.kernels_cpu import use_cpu_kernels
 from moe_rl.routing import RoutingTrace, record_routing, replay_routing
 from moe_rl.routing.sites import find_sites
 from tests.routing.families import FAMILIES, REFUSED, At, Family, build, table
@@ -261,7 +261,7 @@ def test_every_experts_implementation_routes_and_replays_alike(case):
         assert not case.model._can_set_experts_implementation()
         return
     before = case.model.config._experts_implementation
-    own = (CPU_EXPERTS,) if use_cpu_experts(case.model) else ()
+    own = (CPU_EXPERTS,) if use_cpu_kernels(case.model) else ()
     try:
         for implementation in ("eager", "grouped_mm", "batched_mm", *own):
             case.model.set_experts_implementation(implementation)
