@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from moe_rl.config import Arm
@@ -153,7 +153,7 @@ def policy_loss(
     advantages: Float[Tensor, " batch"] | PerToken,
     mask: Bool[Tensor, "batch time"],
     weights: PerToken | None = None,
-    **further: PerToken,
+    **further: Shaped[Tensor, "batch time"],
 ) -> LossOutput:
     """The objective of an arm, or of a loss alone, on a mini-batch of somebody else's loop.
 
@@ -201,6 +201,9 @@ def _check_arm(arm: Arm) -> None:
                 f"arm {arm.name!r}: {name} weighs the trainer's π_old against the engine, but anchor='engine' takes "
                 "the engine's log-probs for π_old: every weight is 1. Choose one of the two."
             )
+    if "truncated" in (Use.of(part).name for part in arm.filters):
+        raise ConfigError(f"arm {arm.name!r}: truncated is never 0, so as a filter it does nothing: make it a "
+                          "correction")
     if waiting := [str(f) for f in arm.filters if "policy" in needs_of(CORRECTIONS.get(Use.of(f).name))]:
         raise ConfigError(f"arm {arm.name!r}: {', '.join(waiting)} reads π_θ, which is not known when filters decide "
                           "what counts: make it a correction")
