@@ -190,6 +190,8 @@ def difficulty_mask(x: Earned, *, low: float = 0.1, high: float = 0.95) -> Value
 # ---------------------------------------------------------------------- per token
 def whitened(x: Earned, *, eps: float = 1e-8) -> Values:
     """(v − mean) / sqrt(var + eps) over all response tokens, var with n − 1 (verl, ROLL's `whiten_advantages`)."""
+    if not eps >= 0:
+        raise ConfigError(f"whitened(eps={eps:g}): it is added to a variance, so it must not be negative")
     values = (x.values if x.values.dim() == 2 else x.values[:, None].expand(x.mask.shape)).double()
     tokens = values[x.mask]
     var = tokens.var() if len(tokens) > 1 else tokens.new_zeros(())

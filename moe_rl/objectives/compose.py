@@ -206,6 +206,9 @@ def _check_arm(arm: Arm, bound: Callable[..., LossOutput]) -> None:
                 f"arm {arm.name!r}: {name} weighs the trainer's π_old against the engine, but anchor='engine' takes "
                 "the engine's log-probs for π_old: every weight is 1. Choose one of the two."
             )
+    if "truncated" in (Use.of(part).name for part in arm.filters):
+        raise ConfigError(f"arm {arm.name!r}: truncated is never 0, so as a filter it does nothing: make it a "
+                          "correction")
     if waiting := [str(f) for f in arm.filters if "policy" in needs_of(CORRECTIONS.get(Use.of(f).name))]:
         raise ConfigError(f"arm {arm.name!r}: {', '.join(waiting)} reads π_θ, which is not known when filters decide "
                           "what counts: make it a correction")

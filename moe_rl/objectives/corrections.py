@@ -60,7 +60,7 @@ def rejected(
 
     v is ρ at a level or, by `statistic`, "k2", "k3" or "abs" of KL(π_engine ‖ π_old) per token, summed (level
     "sequence") or averaged ("geometric", "segment"). With level="max" every token of a sequence must be inside (Trust
-    Region Masking, arXiv 2512.23075). These are verl's token_*, seq_sum_*, seq_mean_* and seq_max_*, whose k1 bounds 1/ρ.
+    Region Masking, arXiv 2512.23075). verl: token_*, seq_sum_*, seq_mean_*, seq_max_*; its k1 bounds 1/ρ.
     Times `truncated`, sequences are chosen and tokens weighed (NeMo-RL's seq-mask-tis).
     """
     if statistic not in (choices := ("ratio", "k2", "k3", "abs")):

@@ -1,0 +1,158 @@
+"""Aggregations by loops over sequences and tokens, against TRL, OpenRLHF and open-instruct, and however a mini-batch is
+cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.config import Arm
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
+from moe_rl.objectives import objective_of, policy_loss
+from moe_rl.objectives.aggregate import AGGREGATIONS, seq_mean_token_mean
+from tests.conftest import build
+from tests.objectives import peers
+from tests.objectives.examples import case
+from tests.policies.test_hf import make_batch, policy_of
+
+HORIZON = {"seq_mean_token_sum_norm": {"horizon": 24}}
+ROWS = ("seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+PPO = Use("grpo", clip_low=0.2, clip_high=0.28)
+HOLES = np.array([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1]], dtype=bool)
+
+
+def by_loops(name, mask, rows):
+    """From the denominators of the equations; `mask` is looked at one token at a time."""
+    lengths = [sum(bool(token) for token in row) for row in mask]
+    sequences = len(lengths) if rows == "all" else sum(length > 0 for length in lengths)
+    found = np.zeros(mask.shape)
+    for i, t in zip(*np.nonzero(mask), strict=True):
+        found[i, t] = {
+            "seq_mean_token_mean": 1 / sequences / lengths[i],
+            "token_mean": 1 / sum(lengths),
+            "seq_mean_token_sum": 1 / sequences,
+            "seq_mean_token_sum_norm": 1 / sequences / 24,
+            "token_sum": 1.0,
+        }[name]
+    return found
+
+
+@pytest.mark.parametrize("mask", [HOLES, case()[3], np.ones((2, 3), dtype=bool)])
+@pytest.mark.parametrize("rows", ["live", "all"])
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_weights_are_those_of_the_equation(name, rows, mask):
+    options = HORIZON.get(name, {}) | ({"rows": rows} if name in ROWS else {})
+    weights = AGGREGATIONS[name](torch.tensor(mask), **options)
+    assert weights.dtype == torch.float64
+    np.testing.assert_allclose(weights, by_loops(name, mask, rows), rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_a_mini_batch_without_a_response_token_weighs_nothing(name):
+    assert not AGGREGATIONS[name](torch.zeros(3, 4, dtype=torch.bool), **HORIZON.get(name, {})).any()
+
+
+def test_at_equal_lengths_three_of_them_are_one():
+    mask = torch.tensor([[False, True, True, True]] * 5)
+    for name, options in {"token_mean": {}, "seq_mean_token_sum_norm": {"horizon": 3}}.items():
+        torch.testing.assert_close(AGGREGATIONS[name](mask, **options), seq_mean_token_mean(mask), rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("part, message", [
+    (Use("seq_mean_token_mean", rows="some"), "no way to count rows is called 'some'.*all, live"),
+    ("seq_mean_token_sum_norm", "needs horizon"),
+    (Use("seq_mean_token_sum_norm", horizon=0), "horizon=0.*positive and finite"),
+    (Use("seq_mean_token_sum_norm", horizon=float("inf")), "positive and finite"),
+    (Use("token_mean", rows="all"), "no option"),
+])  # fmt: skip
+def test_an_aggregation_that_means_nothing_is_refused(part, message):
+    with pytest.raises(ConfigError, match=message):
+        objective_of(Arm(name="a", aggregate=part))
+
+
+PEERS = {
+    "trl/grpo": Use("seq_mean_token_mean", rows="all"),
+    "trl/dapo": "token_mean",
+    "trl/bnpo": "token_mean",
+    "trl/luspo": Use("seq_mean_token_sum", rows="all"),
+    "trl/dr_grpo": Use("seq_mean_token_sum_norm", horizon=24, rows="all"),
+    "openrlhf/ppo_clip.token": "token_mean",
+    "openrlhf/ppo_clip.sequence": "seq_mean_token_mean",
+    "openinstruct/dapo": "token_mean",
+}
+
+
+def of(name, arm, **changes):
+    """Loss and gradient of an arm on a case of the peers, its corrections and filters included."""
+    x = peers.case(name)
+    logprobs = torch.tensor(x["logprobs"], requires_grad=True)
+    given = {k: torch.tensor(x[k]) for k in ("rollout_logprobs", "ref_logprobs", "entropy")} | changes
+    loss = policy_loss(arm, logprobs=logprobs, old_logprobs=torch.tensor(x["old_logprobs"]),
+                       advantages=torch.tensor(x["advantages"]), mask=torch.tensor(x["mask"]), **given).loss
+    loss.backward()
+    return loss.item(), logprobs.grad.numpy()
+
+
+def assert_equal(found, expected, within=1e-12):
+    for a, b in zip(found, expected, strict=True):
+        assert np.all(np.abs(a - b) <= within * np.maximum(1, np.abs(b))), (a, b)
+
+
+@pytest.mark.parametrize("name", peers.CASES)
+@pytest.mark.parametrize("key", PEERS)
+def test_the_clipped_loss_is_the_peers(key, name):
+    """OpenRLHF clamps log-ratios at ±20, which the extreme case exceeds, and adds 1e-8 to |y| where it takes means of
+    sequences."""
+    if key.startswith("openrlhf") and "extreme" in name:
+        pytest.skip("its log-ratios are clamped")
+    within = 1e-8 if key == "openrlhf/ppo_clip.sequence" else 1e-12
+    assert_equal(of(name, Arm(name="a", loss=PPO, aggregate=PEERS[key])), peers.expected(name, key), within)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+def test_trl_depends_on_the_cut_and_we_do_not(loss_type):
+    """Cut 3 + 5 it averages the halves' own means in all loss types but dapo; ours are the whole's, cut or not."""
+    for name in ("main-wide-0", "holes-wide-0"):
+        whole, cut = (peers.expected(name, key)[0] for key in (f"trl/{loss_type}", f"trl/micro_batches.{loss_type}"))
+        arm = Arm(name="a", loss=PPO, aggregate=PEERS[f"trl/{loss_type}"])
+        x = peers.loss_inputs(name)
+        weights = objective_of(arm).aggregate(x.mask)
+        parts = [objective_of(arm).of(rows(replace(x, weights=weights), r)).loss.item()
+                 for r in (slice(3), slice(3, 8))]  # fmt: skip
+        assert sum(parts) == pytest.approx(whole, rel=1e-12)
+        assert (cut == pytest.approx(whole, rel=1e-9)) == (loss_type == "dapo")
+
+
+def rows(x, index):
+    """Some rows of `LossInputs`."""
+    return replace(x, **{name: value[index] for name, value in vars(x).items() if value is not None})
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_an_update_is_the_same_however_its_mini_batch_is_cut(name, micro_batch):
+    batch = make_batch()
+    losses = []
+    for rows_per_forward in (64, micro_batch):
+        policy = policy_of(build("qwen3_moe"), micro_batch=rows_per_forward)
+        part = replace(batch, old_logprobs=policy.score(batch).logprobs)
+        objective = objective_of(Arm(name="a", aggregate=Use(name, **HORIZON.get(name, {}))))
+        updated = policy.update(objective.weighed(part), objective)
+        losses.append((updated.loss, updated.grad_norm))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("rows_, sequences", [("live", 2), ("all", 3)])
+def test_a_filtered_row_counts_among_all_rows_and_not_among_the_live(rows_, sequences):
+    """Row 2 was cut off: its tokens leave the loss, |y| and, unless all rows count, N."""
+    mask = torch.ones(3, 2, dtype=torch.bool)
+    zeros = torch.zeros(3, 2, dtype=torch.float64)
+    arm = Arm(name="a", loss=PPO, aggregate=Use("seq_mean_token_mean", rows=rows_), filters=("finished",))
+    done = torch.tensor([[True], [True], [False]]).expand(3, 2)
+    loss = policy_loss(arm, logprobs=zeros, old_logprobs=zeros, advantages=torch.tensor([1.0, 2.0, 50.0]).double(),
+                       mask=mask, finished=done).loss  # fmt: skip
+    assert loss.item() == pytest.approx(-3 / sequences)

@@ -1,0 +1,340 @@
+"""Corrections by loops over tokens, against TRL, OpenRLHF and open-instruct, as filters, and however they are cut."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.config import Arm
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use, needs_of
+from moe_rl.objectives import objective_of, policy_loss
+from moe_rl.objectives.corrections import CORRECTIONS, m2po, masked, opsm, rejected, truncated, vaco
+from tests.conftest import build, perturb
+from tests.objectives import peers
+from tests.objectives.examples import inputs
+from tests.objectives.test_aggregate import PPO, assert_equal, of, rows
+from tests.policies.test_hf import make_batch, policy_of
+
+MASK = np.array([[0, 1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0, 0],
+                 [0, 1, 0, 1, 0, 1, 0]], dtype=bool)  # fmt: skip
+"""Whole, two turns, empty, one token, every token a turn."""
+
+
+def drawn(seed=0, spread=0.6):
+    """log ρ, and inputs whose padding is NaN."""
+    rng = np.random.default_rng(seed)
+    log_rho = np.where(MASK, spread * rng.normal(size=MASK.shape), 0)
+    old = np.where(MASK, -rng.exponential(size=MASK.shape), math.nan)
+    new = old + np.where(MASK, 0.3 * rng.normal(size=MASK.shape), 0)
+    advantages = np.array([1.0, -0.5, 2.0, -1.5, 0.0])
+    return log_rho, inputs(new, old, advantages, MASK, rollout_logprobs=old - log_rho)
+
+
+def at_level(values, level):
+    """Value of a level at each response token: sum, means over sequence or run, or the token's own."""
+    found = np.zeros(MASK.shape)
+    for i in range(len(MASK)):
+        tokens = [t for t in range(MASK.shape[1]) if MASK[i, t]]
+        for t in tokens:
+            turn = [t]
+            while turn[0] - 1 in tokens:
+                turn.insert(0, turn[0] - 1)
+            while turn[-1] + 1 in tokens:
+                turn.append(turn[-1] + 1)
+            found[i, t] = {
+                "token": values[i, t],
+                "segment": sum(values[i, u] for u in turn) / len(turn),
+                "geometric": sum(values[i, u] for u in tokens) / len(tokens),
+                "sequence": sum(values[i, u] for u in tokens),
+            }[level]
+    return found
+
+
+LEVELS = ("token", "segment", "geometric", "sequence")
+
+
+def same(found, expected):
+    np.testing.assert_allclose(found.numpy()[MASK], expected[MASK], rtol=1e-12, atol=0)
+    assert not found.isnan().any()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_and_bands_at_every_level(level):
+    log_rho, x = drawn()
+    rho = np.exp(at_level(log_rho, level))
+    same(truncated(x, cap=1.3, level=level), np.minimum(rho, 1.3))
+    same(truncated(x, cap=1.3, low=0.8, level=level), np.clip(rho, 0.8, 1.3))
+    inside = (rho >= 0.7) & (rho <= 1.4)
+    assert inside[MASK].any() and not inside[MASK].all()
+    same(masked(x, low=0.7, high=1.4, level=level), np.where(inside, rho, 0))
+    same(rejected(x, low=0.7, high=1.4, level=level), inside * 1.0)
+
+
+@pytest.mark.parametrize("statistic", ["k2", "k3", "abs"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_rejection_by_an_estimate_of_the_kl(statistic, level):
+    log_rho, x = drawn()
+    value = at_level({"k2": log_rho**2 / 2, "k3": np.exp(log_rho) - 1 - log_rho, "abs": abs(log_rho)}[statistic], level)
+    high = np.median(value[MASK])
+    same(rejected(x, high=high, statistic=statistic, level=level), (value <= high) * 1.0)
+
+
+def test_level_max_keeps_a_sequence_whose_every_token_is_inside():
+    log_rho, x = drawn()
+    expected = np.array([[all(0.6 <= r <= 1.6 for r in np.exp(log_rho[i][MASK[i]]))] * 7 for i in range(5)])
+    assert expected[[0, 1, 3, 4], 0].any() and not expected[[0, 1, 3, 4], 0].all()
+    same(rejected(x, low=0.6, high=1.6, level="max"), expected * 1.0)
+    largest = np.array([[max([*abs(log_rho[i][MASK[i]]), 0])] * 7 for i in range(5)])
+    same(rejected(x, high=0.5, statistic="abs", level="max"), (largest <= 0.5) * 1.0)
+
+
+def test_bounds_are_inside_the_band():
+    x = inputs(*(torch.zeros(1, 3).double(),) * 2, torch.ones(1).double(), torch.ones(1, 3, dtype=torch.bool),
+               rollout_logprobs=torch.tensor([[math.log(2), 0.0, -math.log(2)]]).double())  # fmt: skip
+    low, high = (x.log_ratio - x.rollout_logprobs)[0, [0, 2]].exp().tolist()
+    assert masked(x, low=low, high=high).tolist() == [[low, 1.0, high]]
+    assert rejected(x, low=1.0, high=high, level="token").tolist() == [[0, 1, 1]]
+    assert masked(x, low=0.6, high=1.9).tolist() == [[0, 1, 0]]
+
+
+def test_degenerate_cases():
+    log_rho, x = drawn()
+    whole = np.exp(log_rho)
+    same(masked(x, high=math.inf), whole)
+    same(truncated(x, cap=math.inf), whole)
+    one_turn = replace(x, mask=torch.tensor(MASK[:1]).expand(5, 7), rollout_logprobs=x.old_logprobs.nan_to_num(),
+                       old_logprobs=x.old_logprobs.nan_to_num() + 0.1)  # fmt: skip
+    for segment, sequence in ((truncated(one_turn, level=level) for level in ("segment", "geometric")),):
+        torch.testing.assert_close(segment, sequence, rtol=1e-12, atol=0)
+    agreeing = replace(x, rollout_logprobs=x.old_logprobs)
+    for name, options in OPTIONS.items():
+        if name != "opsm":
+            assert (CORRECTIONS[name](agreeing, **options)[x.mask] == 1).all(), name
+
+
+OPTIONS = {"truncated": {}, "masked": {"low": 0.5, "high": 5.0}, "rejected": {"low": 0.99, "high": 1.01}, "m2po": {},
+           "vaco": {"bound": 0.1}, "opsm": {"delta": 0.01}}  # fmt: skip
+
+
+def test_batch_normalised_weights_have_mean_one_over_tokens_or_sequences():
+    log_rho, x = drawn()
+    for level in ("token", "sequence"):
+        rho = np.minimum(np.exp(at_level(log_rho, level)), 1.5)
+        mean = rho[MASK].mean() if level == "token" else np.mean([rho[i][MASK[i]].mean() for i in (0, 1, 3, 4)])
+        same(truncated(x, cap=1.5, level=level, batch_normalized=True), rho / mean)
+
+
+def test_m2po_by_hand_and_by_dropping_one_token_after_the_other():
+    """(log ρ)² = 1, 4, 9, 16: without 16 and 9 the mean is 2.5, without 4 it is 1."""
+    d = torch.tensor([[1.0, -2.0, 3.0, -4.0]]).double()
+    x = inputs(d, d, torch.ones(1).double(), torch.ones(1, 4, dtype=torch.bool), rollout_logprobs=0 * d)
+    for threshold, kept in {100: 4, 7.5: 3, 4.6: 2, 2.5: 1, 2.4: 1, 1.0: 0}.items():
+        assert m2po(x, threshold=threshold).tolist() == [[1.0] * kept + [0.0] * (4 - kept)], threshold
+    log_rho, x = drawn(spread=0.4)
+    squares = sorted(log_rho[MASK] ** 2)
+    while np.mean(squares) >= 0.04:
+        squares.pop()
+    assert 0 < len(squares) < MASK.sum()
+    same(m2po(x), (log_rho**2 <= squares[-1]) * 1.0)
+
+
+def test_equal_tokens_go_together_so_the_order_of_rows_changes_nothing():
+    d = torch.tensor([[0.1, 0.3], [-0.3, 0.1]]).double()  # without one of the two .09s the mean would be below .04
+    x = inputs(d, d, torch.ones(2).double(), torch.ones(2, 2, dtype=torch.bool), rollout_logprobs=0 * d)
+    assert m2po(x).tolist() == [[1, 0], [0, 1]]
+
+
+def test_vaco_leaves_out_what_would_take_a_far_sequence_further():
+    log_rho, x = drawn()
+    off = at_level(abs(np.exp(log_rho) - 1), "geometric")
+    bound = np.median(off[MASK])
+    expected = 1 - ((off > bound) & (x.advantages.numpy() * log_rho > 0))
+    assert 0 < expected[MASK].sum() < MASK.sum()
+    same(vaco(x, bound=bound), expected)
+
+
+@pytest.mark.parametrize("against", ["engine", "old"])
+def test_opsm_masks_sequences_of_negative_advantage_that_the_policy_has_left(against):
+    log_rho, x = drawn()
+    sampler = x.rollout_logprobs if against == "engine" else x.old_logprobs
+    behind = at_level(np.where(MASK, (sampler - x.logprobs).numpy(), 0), "geometric")
+    for delta in (-0.1, 0.05, math.inf):
+        expected = 1 - ((x.advantages.numpy() < 0) & (behind > delta))
+        same(opsm(x, delta=delta, against=against), expected * 1.0)
+    assert not opsm(x, delta=-5.0)[1].any()
+    own = replace(x, ratio_logprobs=x.old_logprobs)
+    assert opsm(own, delta=0.0, against="old").all(), "it is π_θ under the routes of the ratio"
+
+
+# ---------------------------------------------------------------------- how a mini-batch is cut
+STATIC = [Use(name, **OPTIONS[name]) for name in ("truncated", "masked", "rejected", "m2po", "vaco")]
+STATIC += [Use("truncated", level="sequence", batch_normalized=True)]
+
+
+@pytest.mark.parametrize("part", [*STATIC, Use("opsm", delta=-0.02)], ids=str)
+@pytest.mark.parametrize("where", ["corrections", "filters"])
+def test_an_update_is_the_same_however_its_mini_batch_is_cut(part, where):
+    if part.name in ("opsm", "truncated") and where == "filters":
+        pytest.skip("refused")
+    batch = make_batch()
+    noise = torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(1))
+    found = []
+    for micro_batch in (64, 3):
+        policy = policy_of(build("qwen3_moe"), micro_batch=micro_batch)
+        old = policy.score(batch).logprobs
+        perturb(policy.model)
+        given = replace(batch, old_logprobs=old, rollout_logprobs=torch.where(batch.response_mask, old + noise, 0))
+        objective = objective_of(Arm(name="a", **{where: ("truncated", part) if part.name == "opsm" else (part,)}))
+        weighed = objective.weighed(given)
+        updated = policy.update(weighed, objective)
+        found.append((updated.loss, updated.grad_norm))
+    plain = policy_of(build("qwen3_moe"))
+    old = plain.score(batch).logprobs
+    perturb(plain.model)
+    bare = objective_of(Arm(name="a"))
+    uncorrected = plain.update(bare.weighed(replace(batch, old_logprobs=old)), bare)
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert found[0][1] != pytest.approx(uncorrected.grad_norm, rel=1e-3), "the part did nothing"
+
+
+def test_what_reads_the_policy_is_applied_at_the_update_and_once():
+    """Parts of a weighed mini-batch and the whole, in a loop of one's own: the same loss, with trust or without."""
+    log_rho, x = drawn()
+    arm = Arm(name="a", loss=PPO, corrections=("truncated", Use("opsm", delta=-0.1)))
+    objective = objective_of(arm)
+    expected = objective.of(x).loss
+    both = truncated(x) * opsm(x, delta=-0.1)
+    assert (both == 0).any()
+    plain = objective_of(Arm(name="b", loss=PPO)).of(replace(x, weights=x.weights * both))
+    torch.testing.assert_close(expected, plain.loss, rtol=1e-12, atol=0)
+    parts = [objective.of(rows(replace(x, trust=truncated(x)), r)).loss for r in (slice(1), slice(1, 5))]
+    torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=0)
+
+
+def test_a_filter_leaves_the_lengths_and_the_sequences_and_a_correction_keeps_them():
+    """Ratios 1, advantages 1 and 3. Two tokens of row 0 and all of row 1 are out: 1 as filter, over 2 · 3 else."""
+    log_rho = torch.tensor([[0.0, 2.0, 2.0], [2.0, 2.0, 2.0]]).double()
+    zeros, mask = torch.zeros(2, 3).double(), torch.ones(2, 3, dtype=torch.bool)
+    part = Use("masked", high=2.0)
+    for where, loss in (("filters", -1.0), ("corrections", -1 / 6)):
+        found = policy_loss(Arm(name="a", loss=PPO, **{where: (part,)}), logprobs=zeros, old_logprobs=zeros,
+                            rollout_logprobs=-log_rho, advantages=torch.tensor([1.0, 3.0]).double(), mask=mask)
+        assert found.loss.item() == pytest.approx(loss)
+
+
+# ---------------------------------------------------------------------- what is refused, and what overflows
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("part", [Use("truncated", cap=math.inf), Use("truncated", cap=math.inf, level="sequence"),
+                                  Use("masked", high=math.inf, level="sequence"), *STATIC], ids=str)  # fmt: skip
+def test_log_ratios_that_overflow_give_no_nan(part, dtype):
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    log_rho = torch.tensor([[2e3, 0, 0], [-2e3, 0, 0], [900.0, 900.0, 900.0], [0.0, 0.1, 0.2]], dtype=dtype)
+    zeros = torch.zeros(4, 3, dtype=dtype)
+    x = inputs(zeros, log_rho, torch.tensor([0.0, 1.0, -1.0, 0.5], dtype=dtype), mask, rollout_logprobs=zeros)
+    factors = CORRECTIONS[part.name](x, **part.options)
+    assert factors.isfinite().all() and not (factors * x.advantages).isnan().any()
+
+
+@pytest.mark.parametrize("part, message", [
+    (Use("truncated", cap=2.0, level="max"), "no level of a correction is called 'max'.*geometric.*sequence"),
+    (Use("truncated", cap=1.0, low=2.0), "truncated: 2 to 1 is no band"),
+    (Use("masked", low=3.0, high=2.0), "masked: 3 to 2 is no band"),
+    (Use("masked", low=-1.0, high=2.0), "masked: -1 to 2 is no band"),
+    ("masked", "needs high"),
+    (Use("rejected", high=2.0, statistic="k1"), "no statistic of rejected is called 'k1'.*ratio"),
+    (Use("m2po", threshold=-0.1), "m2po: -0.1 to inf"),
+    (Use("vaco", bound=math.nan), "vaco: nan"),
+    (Use("opsm", delta=0.1, against="reference"), "no policy that opsm compares with"),
+])  # fmt: skip
+def test_a_correction_that_means_nothing_is_refused(part, message):
+    with pytest.raises(ConfigError, match=message):
+        objective_of(Arm(name="a", corrections=(part,)))
+
+
+@pytest.mark.parametrize("where", ["corrections", "filters"])
+@pytest.mark.parametrize("name", [name for name in CORRECTIONS if "engine" in needs_of(CORRECTIONS[name])])
+def test_with_the_engine_as_anchor_there_is_nothing_to_correct(name, where):
+    with pytest.raises(ConfigError, match=f"{name} weighs.*every weight is 1"):
+        objective_of(Arm(name="a", anchor="engine", **{where: (Use(name, **OPTIONS[name]),)}))
+
+
+def test_the_engine_as_anchor_may_still_be_masked_by_opsm_but_not_filtered():
+    objective_of(Arm(name="a", anchor="engine", corrections=(Use("opsm", delta=0.1),)))
+    with pytest.raises(ConfigError, match="opsm.*reads π_θ.*make it a correction"):
+        objective_of(Arm(name="a", filters=(Use("opsm", delta=0.1),)))
+
+
+def test_a_filter_that_is_never_zero_is_refused():
+    with pytest.raises(ConfigError, match="truncated is never 0, so as a filter it does nothing: make it a correction"):
+        objective_of(Arm(name="a", filters=("truncated",)))
+
+
+def test_finished_needs_to_know():
+    with pytest.raises(ConfigError, match="which were is not given"):
+        CORRECTIONS["finished"](drawn()[1])
+
+
+def test_responses_that_were_cut_off_leave_the_mini_batch():
+    batch = make_batch()
+    batch = replace(batch, old_logprobs=batch.rollout_logprobs, finished=torch.arange(len(batch)) % 2 == 0)
+    weighed = objective_of(Arm(name="a", filters=("finished",))).weighed(batch)
+    assert not weighed.loss_mask[1::2].any() and torch.equal(weighed.loss_mask[::2], batch.response_mask[::2])
+    assert weighed.weights[::2].sum().item() == pytest.approx(1)
+
+
+# ---------------------------------------------------------------------- other frameworks
+WEIGHTS = {
+    "token_truncate.None_1.5": Use("truncated", cap=1.5),
+    "token_mask.0.7_1.5": Use("masked", low=0.7, high=1.5),
+    "sequence_truncate.None_1.5": Use("truncated", cap=1.5, level="sequence"),
+    "sequence_mask.None_3.0": Use("masked", high=3.0, level="sequence"),
+    "sequence_mask.0.5_2.0": Use("masked", low=0.5, high=2.0, level="sequence"),
+}
+
+
+@pytest.mark.parametrize("name", peers.CASES)
+@pytest.mark.parametrize("mode", WEIGHTS)
+def test_the_weights_of_trl(mode, name):
+    x = peers.loss_inputs(name)
+    part = WEIGHTS[mode]
+    found = CORRECTIONS[part.name](x, **part.options)
+    expected = np.broadcast_to(peers.output(name, f"trl/is.{mode}"), found.shape)
+    np.testing.assert_allclose(found.numpy()[x.mask], expected[x.mask], rtol=1e-12, atol=0)
+    arm = Arm(name="a", loss=PPO, aggregate=Use("seq_mean_token_mean", rows="all"), corrections=(part,))
+    assert_equal(of(name, arm), peers.expected(name, f"trl/grpo+is.{mode}"))
+
+
+OTHERS = {
+    "openrlhf/is.tis": (Use("truncated", low=0.7, cap=1.5),),
+    "openrlhf/is.icepop": (Use("masked", low=0.7, high=1.5),),
+    "openrlhf/is.seq-mask-tis": (Use("rejected", low=0.95, high=1.05), Use("truncated", cap=math.inf)),
+    "openinstruct/rho_clamp": (Use("truncated", cap=1.5),),
+    "openinstruct/rho_mask": (Use("masked", low=0.7, high=1.5), ),
+    "openinstruct/rho_mask.sequence": (Use("masked", low=0.95, high=1.05, level="geometric"),),
+    "openinstruct/rho_mask.tv": (Use("vaco", bound=1.05), Use("truncated", cap=math.inf)),
+}
+
+
+@pytest.mark.parametrize("name", peers.CASES)
+@pytest.mark.parametrize("key", OTHERS)
+def test_the_corrected_loss_of_others(key, name):
+    if "extreme" in name and (key.startswith("openrlhf") or key.endswith(("rho_clamp", "rho_mask.tv"))):
+        pytest.skip("OpenRLHF clamps log-ratios at ±20, open-instruct log ρ at ±10")
+    arm = Arm(name="a", loss=PPO, aggregate="token_mean", corrections=OTHERS[key])
+    assert_equal(of(name, arm), peers.expected(name, key))
+
+
+@pytest.mark.parametrize("name", peers.CASES)
+@pytest.mark.parametrize("key", ["trl/grpo.opsm", "trl/grpo.opsm.old", "trl/grpo.opsm.kl", "trl/grpo+is+kl"])
+def test_sequence_masks_and_corrections_of_trl_leave_its_kl(key, name):
+    """Where TRL is given no log-probs of an engine, the sampler is π_old."""
+    kl = (Use("kl", coef=0.05),) if key.endswith("kl") else ()
+    correction = WEIGHTS["token_truncate.None_1.5"] if "+is" in key else Use(
+        "opsm", delta=0.03, against="engine" if key == "trl/grpo.opsm" else "old")
+    arm = Arm(name="a", loss=PPO, aggregate=Use("seq_mean_token_mean", rows="all"), terms=kl, corrections=(correction,))
+    assert_equal(of(name, arm), peers.expected(name, key))

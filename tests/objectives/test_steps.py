@@ -1,0 +1,286 @@
+"""Steps from rewards to advantages, each by a loop or by hand, in the orders that make sense, and across a kill."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.config import Arm
+from moe_rl.errors import ConfigError
+from moe_rl.execute import build
+from moe_rl.lookup import Use
+from moe_rl.objectives import advantage_of
+from moe_rl.objectives.advantages import ADVANTAGES
+from moe_rl.runs import frames
+from tests.objectives import peers
+from tests.objectives.examples import rewarded
+from tests.test_trainer import TINY, carry_out, weights
+
+LENGTHS = [3, 1, 5, 2, 4, 0]
+MASK = np.array([[0] + [t < n for t in range(6)] for n in LENGTHS], dtype=bool)
+REWARDS, PROMPT = np.array([0.25, 1.0, 0.0, 0.5, 0.75, 0.75]), np.array([4, 4, 4, 9, 9, 9])
+
+
+def made(*steps, rewards=REWARDS, prompt=PROMPT, mask=MASK, **further):
+    """Per token, float64."""
+    batch = rewarded(rewards, prompt, mask, torch.float64, **further)
+    return advantage_of(Arm(name="a", advantage=steps))(batch).numpy()
+
+
+def per_row(*steps, **given):
+    """One number per row: the same at each of its tokens."""
+    found = made(*steps, mask=np.ones((len(given.get("rewards", REWARDS)), 2), dtype=bool), **given)
+    np.testing.assert_array_equal(found[:, 0], found[:, 1])
+    return found[:, 0]
+
+
+def tight(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------------- per row
+@pytest.mark.parametrize("eps", [0.0, 1e-4])
+@pytest.mark.parametrize("scale", ["group", "batch", "running", "none"])
+@pytest.mark.parametrize("center", ["group", "batch", "running", "none"])
+def test_normalised_by_loops(center, scale, eps):
+    rng = np.random.default_rng(0)
+    advantage = advantage_of(Arm(name="a", advantage=Use("normalized", center=center, scale=scale, eps=eps)))
+    seen = []
+    for _ in range(3):
+        rewards = rng.normal(size=6)
+        seen += list(rewards)
+        expected = []
+        for i, reward in enumerate(rewards):
+            of = {"group": [r for r, p in zip(rewards, PROMPT, strict=True) if p == PROMPT[i]], "batch": list(rewards),
+                  "running": seen}  # fmt: skip
+            mean = np.mean(of[center]) if center != "none" else 0
+            std = np.std(of[scale], ddof=1) + eps if scale != "none" else 1
+            expected.append((reward - mean) / std)
+        tight(advantage(rewarded(rewards, PROMPT, dtype=torch.float64))[:, 0], expected)
+
+
+@pytest.mark.parametrize("center", ["group", "batch", "running", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "running", "none"])
+def test_equal_rewards_and_a_single_one_are_no_signal(center, scale):
+    for rewards, prompt in ([0.1 + 0.2, 0.3, 0.3], [0, 0, 0]), ([0.7], [0]):
+        found = per_row(Use("normalized", center=center, scale=scale), rewards=rewards, prompt=prompt)
+        if center == "none" and scale == "none":
+            np.testing.assert_array_equal(found, rewards)
+        elif scale != "none" or center != "running":
+            assert found.tolist() == [0.0] * len(rewards)
+        assert np.isfinite(found).all() and (center == "none" or np.abs(found).max() < 1e-15)
+
+
+def test_group_is_normalised_by_its_group_and_nothing_else_changed_its_bits():
+    rng = np.random.default_rng(1)
+    rewards, prompt = rng.random(64), rng.integers(0, 9, 64)
+    for dtype in (torch.float32, torch.float64):
+        batch = rewarded(rewards, prompt, dtype=dtype)
+        expected = torch.zeros(64, dtype=dtype)
+        for one in set(prompt):
+            rows = torch.as_tensor(prompt == one)
+            values = batch.rewards[rows].double().sort().values
+            if len(values) > 1 and values[-1] - values[0] > 1e-6:
+                expected[rows] = ((batch.rewards[rows].double() - values.mean()) / values.std()).to(dtype)
+        for steps in (("group",), ("normalized",)):
+            assert torch.equal(advantage_of(Arm(name="a", advantage=steps))(batch)[:, 0], expected)
+
+
+def test_leave_one_out_compares_with_the_others():
+    """{.25, 1, 0}: .25 − .5, 1 − .125, 0 − .625; and n/(n − 1) times what the mean alone would give."""
+    expected = [-0.25, 0.875, -0.625, -0.25, 0.125, 0.125]
+    tight(per_row("leave_one_out"), expected)
+    tight(per_row(Use("normalized", scale="none")) * 1.5, expected)
+    assert per_row("leave_one_out", rewards=[0.3, 0.1 + 0.2, 1.0], prompt=[0, 0, 1]).tolist() == [0, 0, 0]
+
+
+def test_opo_weighs_its_baseline_by_length():
+    """(3·.25 + 1·1 + 5·0) / 9 and (2·.5 + 4·.75 + 0) / 6; at equal lengths the mean."""
+    found = made("opo")
+    tight(found[[0, 1, 2, 3, 4], 1], REWARDS[:5] - np.repeat([1.75 / 9, 4 / 6], [3, 2]))
+    tight(per_row("opo"), per_row(Use("normalized", scale="none")))
+
+
+def test_overlong_is_dapos_soft_punishment():
+    """Limit 5, buffer 2: 0 up to 3 tokens, −1/2 at 4, −1 from 5 on."""
+    found = made(Use("overlong", limit=5, buffer=2))
+    tight([found[i, 1] for i in range(5)], REWARDS[:5] - [0, 0, 1, 0, 0.5])
+    tight(made(Use("overlong", limit=3, buffer=3))[2, 1], -1.0)
+    first = made(Use("overlong", limit=5, buffer=2), Use("normalized", scale="none"))
+    assert first[2, 1] == pytest.approx(-1 - (0.25 + 1 - 1) / 3)
+
+
+def test_difficulty_mask_leaves_prompts_that_are_neither_too_easy_nor_too_hard():
+    rewards, prompt = [1.0, 1, 0, 0.1, 0, 1], [0, 0, 1, 1, 2, 2]
+    assert (per_row("group", "difficulty_mask", rewards=rewards, prompt=prompt) != 0).tolist() == [False] * 4 + [True] * 2
+    mean_on_the_bound = per_row(Use("difficulty_mask", low=0.5, high=0.95), rewards=[0.0, 1], prompt=[0, 0])
+    assert not mean_on_the_bound.any()
+
+
+def test_clipping_comes_where_it_is_said():
+    tight(per_row(Use("clipped", at=0.5)), np.clip(REWARDS, -0.5, 0.5))
+    tight(per_row("group", Use("clipped", at=0.5)), np.clip(per_row("group"), -0.5, 0.5))
+    tight(per_row(Use("clipped", at=0.5), "group"), per_row("group", rewards=np.clip(REWARDS, -0.5, 0.5)))
+
+
+# ---------------------------------------------------------------------- per token
+@pytest.fixture
+def policies():
+    rng = np.random.default_rng(2)
+    old, reference = -rng.exponential(size=MASK.shape), -rng.exponential(size=MASK.shape)
+    outside = np.where(MASK, 0, math.nan)
+    return {"old_logprobs": old + outside, "ref_logprobs": reference + outside}
+
+
+def test_whitening_is_over_response_tokens_so_long_responses_weigh_more():
+    values = np.repeat(REWARDS, LENGTHS)
+    expected = (values - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8)
+    tight(made("whitened")[MASK], expected)
+    assert not made("whitened")[~MASK].any()
+    tight(made(Use("whitened", eps=0.5))[MASK], (values - values.mean()) / np.sqrt(values.var(ddof=1) + 0.5))
+    assert made("whitened", rewards=[1.0], prompt=[0], mask=np.ones((1, 1), dtype=bool)).tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+def test_a_kl_in_the_reward(policies, estimator):
+    """Per token it is rewards, of which returns makes what is still to come; per row their sum."""
+    d = np.where(MASK, policies["old_logprobs"] - policies["ref_logprobs"], 0)
+    k = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d, "abs": abs(d)}[estimator]
+    penalty = Use("kl_penalty", coef=0.3, estimator=estimator)
+    expected = np.zeros(MASK.shape)
+    for i in range(len(MASK)):
+        for t in np.flatnonzero(MASK[i]):
+            rest = [u for u in np.flatnonzero(MASK[i]) if u >= t]
+            expected[i, t] = sum(0.9 ** (u - t) * ((u == rest[-1]) * REWARDS[i] - 0.3 * k[i, u]) for u in rest)
+    tight(made(penalty, Use("returns", gamma=0.9), **policies), expected)
+    whole = made(Use("kl_penalty", coef=0.3, estimator=estimator, per_token=False), **policies)
+    tight(whole, np.where(MASK, (REWARDS - 0.3 * k.sum(1))[:, None], 0))
+
+
+def test_returns_discount_by_response_tokens_and_step_over_what_a_tool_wrote():
+    mask = np.array([[0, 1, 1, 0, 0, 1], [0, 0, 1, 0, 0, 0]], dtype=bool)
+    found = made(Use("returns", gamma=0.5), rewards=[1.0, 2.0], prompt=[0, 0], mask=mask)
+    assert found.tolist() == [[0, 0.25, 0.5, 0, 0, 1], [0, 0, 2, 0, 0, 0]]
+    np.testing.assert_array_equal(made("returns"), np.where(MASK, REWARDS[:, None], 0))
+
+
+def test_reinforce_pp_and_its_baseline_are_steps(policies):
+    """Without a penalty, REINFORCE++ is the whitened reward, and its -baseline that of what the group mean leaves."""
+    free = Use("kl_penalty", coef=0.0)
+    tight(made(free, "returns", "whitened", **policies), made("whitened"))
+    centred = Use("normalized", scale="none")
+    tight(made(centred, free, "returns", "whitened", **policies), made(centred, "whitened"))
+
+
+@pytest.mark.parametrize("steps, message", [
+    (("whitened", "group"), "normalized takes one value per row.*put whitened"),
+    (("returns", "leave_one_out"), "leave_one_out takes one value per row"),
+    (("whitened", Use("overlong", limit=3, buffer=1)), "overlong takes one value per row"),
+    (("whitened", "returns"), "whitened before returns"),
+    (("returns", "returns"), "returns before returns"),
+    (("group", Use("kl_penalty", coef=0.1)), "before the end: kl_penalty makes rewards per token"),
+    ((Use("kl_penalty", coef=0.1), "whitened"), "before whitened: kl_penalty makes rewards per token"),
+    ((Use("kl_penalty", coef=0.1), "group"), "before group: kl_penalty makes rewards per token"),
+    ((Use("kl_penalty", coef=0.1, estimator="k3+"), "returns"), "no estimator of a KL"),
+    ((Use("clipped", at=0.0),), "at=0.*positive"),
+    ((Use("overlong", limit=3, buffer=4),), "buffer=4.*0 < buffer <= limit"),
+    ((Use("normalized", center="prompt"),), "no set that normalized compares with is called 'prompt'"),
+    ((Use("normalized", eps=-1.0),), "eps=-1"),
+    ((Use("returns", gamma=1.1),), "gamma=1.1.: a discount"),
+    ((Use("whitened", eps=-1.0),), "eps=-1"),
+])  # fmt: skip
+def test_steps_that_make_no_sense_are_refused_before_a_run(steps, message):
+    with pytest.raises(ConfigError, match=message):
+        advantage_of(Arm(name="a", advantage=steps))
+
+
+def test_a_penalty_per_row_may_come_before_everything():
+    steps = (Use("kl_penalty", coef=0.1, per_token=False), "leave_one_out", Use("clipped", at=2.0), "whitened")
+    assert advantage_of(Arm(name="a", advantage=steps)).needs == {"reference"}
+    assert advantage_of(Arm(name="a", advantage=(*steps[:1], "returns"))).needs == {"reference"}
+
+
+@pytest.mark.parametrize("step", ADVANTAGES)
+def test_every_step_keeps_padding_out_and_float32_in(step, policies):
+    options = {"overlong": {"limit": 4, "buffer": 2}, "clipped": {"at": 1.0}, "kl_penalty": {"coef": 0.1}}.get(step, {})
+    steps = (Use(step, **options), *(["returns"] if step == "kl_penalty" else []))
+    batch = rewarded(REWARDS, PROMPT, MASK, **{k: v.astype(np.float32) for k, v in policies.items()})
+    found = advantage_of(Arm(name="a", advantage=steps))(batch)
+    assert found.dtype == torch.float32 and found.isfinite().all() and not found[~batch.response_mask].any()
+
+
+# ---------------------------------------------------------------------- memory
+def test_two_running_steps_remember_by_themselves(tmp_path):
+    """The second sees what the first made, of both batches: its statistics are not the first's."""
+    steps = (Use("normalized", center="running", scale="none"), Use("normalized", center="none", scale="running"))
+    advantage = advantage_of(Arm(name="a", advantage=steps))
+    first, second = np.array([0.0, 1.0]), np.array([1.0, 3.0])
+    for rewards in (first, second):
+        found = advantage(rewarded(rewards, [0, 0], dtype=torch.float64))[:, 0]
+    centred = [*(first - 0.5), *(second - 1.25)]
+    tight(found, (second - 1.25) / np.std(centred, ddof=1))
+    advantage.save(tmp_path)
+    resumed = advantage_of(Arm(name="a", advantage=steps))
+    resumed.load(tmp_path)
+    assert resumed.memory == advantage.memory == json.loads((tmp_path / "advantage.json").read_text())
+
+
+def test_what_keeps_nothing_writes_nothing(tmp_path):
+    advantage = advantage_of(Arm(name="a"))
+    advantage(rewarded([0.0, 1.0], [0, 0]))
+    advantage.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+RUNNING = Arm(name="running", advantage=(Use("normalized", center="running", scale="running"), "returns", "whitened"))
+
+
+def test_a_killed_run_with_running_statistics_ends_identical(tmp_path):
+    """Killed at step 3, after a commit at step 2; and its memory is of all four steps."""
+    run = TINY.replace(arm=RUNNING)
+    carry_out(run, tmp_path / "whole")
+
+    def interrupt(rows):
+        if rows["steps"][0]["step"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(run, tmp_path / "cut", interrupt)
+    carry_out(run, tmp_path / "cut")
+    assert frames.diff(tmp_path / "whole", tmp_path / "cut") is None
+    assert weights(tmp_path / "whole")[1] == weights(tmp_path / "cut")[1]
+    kept = [json.loads(next((tmp_path / name).glob("commit/*/checkpoint/advantage.json")).read_text())
+            for name in ("whole", "cut")]  # fmt: skip
+    assert kept[0] == kept[1] and kept[0]["0"]["running"][0] == 4 * 16
+
+
+def test_a_kl_in_the_reward_goes_through_a_run(tmp_path):
+    """At the first step π_old is the reference, so the penalty is 0; later it is not."""
+    arm = Arm(name="kl", advantage=("group", Use("kl_penalty", coef=5.0), "returns"))
+    free = replace(arm, advantage=("group", Use("kl_penalty", coef=0.0), "returns"))
+    kl, none = (carry_out(TINY.replace(arm=a, steps=2), tmp_path / str(i)) for i, a in enumerate((arm, free)))
+    first, later = (abs(kl["updates"]["loss"] - none["updates"]["loss"])[kl["updates"]["step"] == n] for n in (1, 2))
+    assert first.max() < 1e-4 and later.max() > 1e-3
+    assert build(TINY.replace(arm=arm), tmp_path / "b", tmp_path).reference is not None
+
+
+# ---------------------------------------------------------------------- other frameworks
+@pytest.mark.parametrize("name", peers.CASES)
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_the_advantages_of_trl(scale, name):
+    x = peers.case(name)
+    found = per_row(Use("normalized", scale=scale, eps=1e-4), rewards=x["rewards"], prompt=x["groups"])
+    tight(found, peers.output(name, f"trl/adv.scale_{scale}"))
+
+
+@pytest.mark.parametrize("name", peers.CASES)
+def test_the_overlong_punishment_of_trl(name):
+    """Rows without a response have length 0 here and there."""
+    x = peers.case(name)
+    found = made(Use("overlong", limit=24, buffer=8), rewards=np.zeros(8), prompt=x["groups"], mask=x["mask"])
+    tight(found.min(1), peers.output(name, "trl/overlong"))
