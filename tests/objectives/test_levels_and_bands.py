@@ -11,7 +11,7 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use, needs_of
+from moe_rl.lookup import Use, needs, needs_of
 from moe_rl.objectives import objective_of, policy_loss
 from moe_rl.objectives.corrections import CORRECTIONS, m2po, masked, opsm, rejected, truncated, vaco
 from tests.conftest import build, perturb
@@ -214,6 +214,24 @@ def test_what_reads_the_policy_is_applied_at_the_update_and_once():
     torch.testing.assert_close(expected, plain.loss, rtol=1e-12, atol=0)
     parts = [objective.of(rows(replace(x, trust=truncated(x)), r)).loss for r in (slice(1), slice(1, 5))]
     torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=0)
+
+
+@needs("policy")
+def close_to_old(x):
+    """A user's own correction that reads π_θ."""
+    return (-x.log_ratio.detach().abs()).exp()
+
+
+def test_a_users_own_that_reads_the_policy_waits_for_the_update():
+    batch = make_batch()
+    batch = replace(batch, old_logprobs=batch.rollout_logprobs)
+    objective = objective_of(Arm(name="a", loss=PPO, corrections=(f"{__name__}:close_to_old", "truncated")))
+    weighed = objective.weighed(batch)
+    logprobs = batch.rollout_logprobs - 0.1 * batch.response_mask
+    found = objective(weighed, logprobs, torch.zeros_like(logprobs)).loss
+    plain = objective_of(Arm(name="b", loss=PPO))
+    expected = math.exp(-0.1) * plain(plain.weighed(batch), logprobs, torch.zeros_like(logprobs)).loss
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 def test_a_filter_leaves_the_lengths_and_the_sequences_and_a_correction_keeps_them():
