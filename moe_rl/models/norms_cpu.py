@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -20,7 +21,8 @@ def replace_norms(model: nn.Module) -> int:
     found = 0
     for module in model.modules():
         if hasattr(module, "variance_epsilon") and [name for name, _ in module.named_parameters()] == ["weight"]:
-            if module.__dict__.get("forward") is None and not _is_rms_norm(module):
+            alone = len(signature(type(module).forward).parameters) == 2  # of itself and x: others take a gate, too
+            if module.__dict__.get("forward") is None and not (alone and _is_rms_norm(module)):
                 continue
             module.forward = MethodType(_forward, module)
             found += 1

@@ -117,6 +117,8 @@ def test_what_is_kept_by_hand():
         ([1, 0], 5.0, [0, 1]),
     ):
         assert kept(torch.tensor([ids]), own, scores, share).tolist() == [expected], (ids, share)
+    tied = torch.tensor([[0.5, 0.5, 0.25, 0.0]])
+    assert kept(torch.tensor([[2, 0]]), own, tied, 0.5).tolist() == [[2, 0]], "on the bound it stays"
 
 
 def by_hand(forced, choice, k, share):
