@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
 
 import pytest
@@ -126,25 +128,18 @@ def test_a_text_is_written_as_it_was_read():
         assert spelling.spelled(parse(text, METHODS), METHODS) == text
 
 
-@pytest.mark.parametrize("kind", REGISTRIES)
-def test_parts_are_read_from_the_source_as_they_are(kind):
-    import importlib
-    import inspect
-
-    module, name = REGISTRIES[kind]
-    registry = getattr(importlib.import_module(module), name)
-    found = {part.name: part for part in parts().values() if part.kind == kind}
-    assert list(found) == list(registry)
-    for part in found.values():
-        options = {p.name: p for p in inspect.signature(registry[part.name]).parameters.values()
+@pytest.mark.parametrize("kind, module, registry", REGISTRIES)
+def test_parts_are_read_from_the_source_as_they_are(kind, module, registry):
+    registered = getattr(importlib.import_module(module), registry)
+    assert registered and all(parts()[name].kind == kind for name in registered)
+    for name, function in registered.items():
+        options = {p.name: p.default for p in inspect.signature(function).parameters.values()
                    if p.kind is p.KEYWORD_ONLY}  # fmt: skip
-        assert {n: REQUIRED if p.default is p.empty else p.default for n, p in options.items()} == part.options
-        assert inspect.getdoc(registry[part.name]) == part.text and part.equation
+        assert {n: REQUIRED if value is inspect.Parameter.empty else value
+                for n, value in options.items()} == parts()[name].options  # fmt: skip
+        assert inspect.getdoc(function) == parts()[name].text and parts()[name].equation
 
 
 def test_names_are_unique_across_registries():
-    import importlib
-
-    names = [name for module, registry in REGISTRIES.values() for name in getattr(importlib.import_module(module),
-                                                                                  registry)]
+    names = [name for _, module, registry in REGISTRIES for name in getattr(importlib.import_module(module), registry)]
     assert len(set(names)) == len(names) == len(parts())
