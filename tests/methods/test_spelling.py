@@ -7,7 +7,7 @@ import inspect
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_rl.config import Arm
@@ -21,7 +21,7 @@ METHODS = {"gspo": "gspo", "grpo": "grpo", "replay": "grpo+old_policy", "crossed
            "their:grpo": "grpo(clip_high=0.2)+truncated(cap=3.0)+kl(coef=0.1)"}  # fmt: skip
 
 
-@pytest.mark.parametrize("text, settings", {
+@pytest.mark.parametrize("text, fields", {
     "gspo": {"loss": "gspo"},
     " gspo + old_policy ": {"loss": "gspo", "routes": "old_policy", "name": "gspo+old_policy"},
     "replay": {"routes": "old_policy"},
@@ -45,8 +45,8 @@ METHODS = {"gspo": "gspo", "grpo": "grpo", "replay": "grpo+old_policy", "crossed
         "advantage": (Use("mine:centred", at=[1, {"a": None}]), "group")},
     "mine.own:loss(a=true,b=-inf)+name='a + b'": {"loss": Use("mine.own:loss", a=True, b=-math.inf), "name": "a + b"},
 }.items())  # fmt: skip
-def test_texts_are_arms(text, settings):
-    assert parse(text, METHODS) == Arm(**{"name": text.strip(), **settings})
+def test_texts_are_arms(text, fields):
+    assert parse(text, METHODS) == Arm(**{"name": text.strip(), **fields})
 
 
 @pytest.mark.parametrize("text, words", [
@@ -112,6 +112,7 @@ def several(kind):
     return st.lists(of_kind(kind), max_size=3).map(tuple)
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.builds(
     Arm, name=st.text("ab.:-_+() ", min_size=1), loss=of_kind("loss"), aggregate=of_kind("aggregation"),
     corrections=several("correction"), filters=several("correction"),
