@@ -150,9 +150,11 @@ def _known_as(use: Use) -> str | None:
 
 def _pieces(text: str) -> list[str]:
     """The text cut at every + that is in no bracket and no quotes."""
-    found, depth, quote = [""], 0, ""
+    found, depth, quote, escaped = [""], 0, "", False
     for sign in text:
-        if quote or sign in "'\"":
+        if escaped or sign == "\\":
+            escaped = not escaped
+        elif quote or sign in "'\"":
             quote = "" if sign == quote else quote or sign
         else:
             depth += (sign in "([{") - (sign in ")]}")
