@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from moe_rl.config import Arm
 from moe_rl.lookup import Use
 from moe_rl.methods.parts import REQUIRED, Described, parts
+from moe_rl.methods.roll import OPTIONS
 from moe_rl.methods.spelling import DEFAULT, FIELDS, SEVERAL
 from moe_rl.methods.table import Method, arm, differences, entry, frameworks, methods, presets, refused
 
@@ -33,7 +34,8 @@ where it does elsewhere, the second table says so."""
 
 def markdown() -> str:
     """The page `docs/methods.md`."""
-    return "\n".join([INTRO, *_method_tables(), *_elsewhere(), *_presets(), *_part_tables(), *_refusals()]) + "\n"
+    tables = (_method_tables(), _elsewhere(), _presets(), _part_tables(), _roll(), _refusals())
+    return "\n".join([INTRO, *(line for lines in tables for line in lines)]) + "\n"
 
 
 def overview() -> list[tuple[str, str, str]]:
@@ -89,8 +91,8 @@ def _elsewhere() -> Iterator[str]:
                 "on shared inputs, and agrees with its formula to 1e-12 in value and gradient; *read*: it was read.",
                 "", *_head("method", "framework", "called", "default there", "what is different there", "known by"))
     for m in methods().values():
-        for framework, called, default, differs, status in m.elsewhere:
-            yield _row(f"`{m.name}`", framework, called, default, differs, KNOWN_BY[status])
+        for framework, *cells, status in m.elsewhere:
+            yield _row(f"`{m.name}`", _title(framework), *cells, KNOWN_BY[status])
 
 
 def _presets() -> Iterator[str]:
@@ -111,6 +113,12 @@ def _part_tables() -> Iterator[str]:
         yield from (_row(f"`{_signature(part)}`", part.equation) for part in parts().values() if part.kind == kind)
 
 
+def _roll() -> Iterator[str]:
+    yield from ("", "## ROLL's options", "", "`moe_rl.methods.from_roll({…})` gives the arm that they describe, and "
+                "settings for the run.", "", *_head("option", "default", "what becomes of it"))
+    yield from (_row(f"`{name}`", f"{default}", what) for name, (default, what) in OPTIONS.items())
+
+
 def _refusals() -> Iterator[str]:
     yield from ("", "## Not here, and why", "", *(f"- `{name}`: {why.removeprefix(name).strip()}."
                                                  for name, why in refused().items()))
@@ -121,9 +129,13 @@ def _unlike(preset: Method) -> list[str]:
 
 
 def _others(method: Method) -> list[str]:
-    rows = [f"{framework}: {', '.join(filter(None, (called, default)))}{f' ({differs})' if differs else ''}"
+    rows = [f"{_title(framework)}: {', '.join(filter(None, (called, default)))}{f' ({differs})' if differs else ''}"
             for framework, called, default, differs, _ in method.elsewhere]
     return ["", "elsewhere:", *(f"  {row}" for row in rows)] if rows else []
+
+
+def _title(framework: str) -> str:
+    return frameworks()[framework].partition(",")[0]
 
 
 def _signature(part: Described) -> str:

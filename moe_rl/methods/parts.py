@@ -5,23 +5,27 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REGISTRIES = {
-    "loss": ("moe_rl.objectives.losses", "LOSSES"),
-    "aggregation": ("moe_rl.objectives.aggregate", "AGGREGATIONS"),
-    "correction": ("moe_rl.objectives.corrections", "CORRECTIONS"),
-    "term": ("moe_rl.objectives.terms", "TERMS"),
-    "advantage": ("moe_rl.objectives.advantages", "ADVANTAGES"),
-    "routes": ("moe_rl.routing.sources", "SOURCES"),
-}
-"""Kind of part → module and dictionary that list its names."""
+REGISTRIES = (
+    ("loss", "moe_rl.objectives.losses", "LOSSES"),
+    ("loss", "moe_rl.objectives.router", "ROUTER_LOSSES"),
+    ("aggregation", "moe_rl.objectives.aggregate", "AGGREGATIONS"),
+    ("correction", "moe_rl.objectives.corrections", "CORRECTIONS"),
+    ("term", "moe_rl.objectives.terms", "TERMS"),
+    ("term", "moe_rl.objectives.router", "ROUTER_TERMS"),
+    ("advantage", "moe_rl.objectives.advantages", "ADVANTAGES"),
+    ("routes", "moe_rl.routing.sources", "SOURCES"),
+)
+"""Kind of part, and the module and dictionary that list its names."""
 FIELD = {"loss": "loss", "aggregation": "aggregate", "correction": "corrections", "term": "terms",
          "advantage": "advantage", "routes": "routes"}
 """Kind of part → the field of an `Arm` that it goes into."""
+SENTENCE = re.compile(r"(?<!\bDr)\. (?=[A-Z])")
 REQUIRED = "…"
 """Stands for the default of an option that must be given."""
 
@@ -39,15 +43,15 @@ class Described:
 
     @property
     def equation(self) -> str:
-        """The first paragraph of the docstring, in one line."""
-        return " ".join(self.text.partition("\n\n")[0].split())
+        """The first sentence of the docstring, in one line."""
+        return SENTENCE.split(" ".join(self.text.partition("\n\n")[0].split()))[0].rstrip(".")
 
 
 @functools.cache
 def parts() -> Mapping[str, Described]:
     """Every part by name; a name is of one kind only."""
     return {name: Described(kind, name, _options(module, function), ast.get_docstring(function) or "")
-            for kind, (home, registry) in REGISTRIES.items()
+            for kind, home, registry in REGISTRIES
             for name, module, function in _entries(home, registry)}
 
 

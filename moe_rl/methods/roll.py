@@ -12,18 +12,42 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use, unknown
 
-DEFAULTS: dict[str, Any] = {
-    "adv_estimator": "gae", "importance_sampling": "token", "rollout_batch_size": None,
-    "num_return_sequences_in_group": None, "prompt_length": None, "response_length": None, "ppo_epochs": 1,
-    "pg_clip": 0.2, "use_pg_clip_range": False, "pg_clip_low": 0.2, "pg_clip_high": 0.2, "dual_clip_loss": False,
-    "use_kl_loss": False, "kl_loss_coef": 0.0, "entropy_loss_coef": 0.0, "add_token_level_kl": False,
-    "init_kl_coef": 0.2, "loss_agg_mode": "seq-mean-token-mean", "whiten_advantages": False, "advantage_clip": None,
-    "reward_clip": None, "norm_mean_type": None, "norm_std_type": None, "gamma": 1.0, "lambd": 0.95,
-    "reward_norm": None, "reward_shift": False, "reward_scale": False, "add_len_reward": False,
-    "use_reward_scaling": False, "use_reward_norm": False,
-}  # fmt: skip
-DEAD = ("reward_norm", "reward_shift", "reward_scale", "add_len_reward", "use_reward_scaling", "use_reward_norm")
-"""Options that ROLL has, and reads nowhere."""
+DEAD = "read by nothing in ROLL: refused where it is set"
+OPTIONS: dict[str, tuple[Any, str]] = {
+    "adv_estimator": ("gae", "`reinforce`: no step of its own; `grpo`: group for both norms; `gae`: refused"),
+    "importance_sampling": ("token", "`seq` is `grpo(level=sequence)`: GSPO's ratio"),
+    "rollout_batch_size": (None, "the run's `prompts_per_step`"),
+    "num_return_sequences_in_group": (None, "the run's `group_size`"),
+    "prompt_length": (None, "left aside: prompts are not cut"),
+    "response_length": (None, "the run's `max_new_tokens`"),
+    "ppo_epochs": (1, "the run's `epochs`"),
+    "pg_clip": (0.2, "`grpo(clip_low=…,clip_high=…)`; at 0.2 it never clips a ratio of sequences"),
+    "use_pg_clip_range": (False, "whether the next two count, in place of `pg_clip`"),
+    "pg_clip_low": (0.2, "`grpo(clip_low=…)`"),
+    "pg_clip_high": (0.2, "`grpo(clip_high=…)`"),
+    "dual_clip_loss": (False, "`grpo(dual=1 + 2·pg_clip)`, whatever the range is"),
+    "use_kl_loss": (False, "whether the next one counts"),
+    "kl_loss_coef": (0.0, "`kl(coef=…,clamp=10.0)`, k3"),
+    "entropy_loss_coef": (0.0, "`entropy(coef=…)`"),
+    "loss_agg_mode": ("seq-mean-token-mean", "the same name with `_`; `seq-mean-token-sum-norm` is refused: there, "
+                                             "it is not divided by the number of sequences"),
+    "norm_mean_type": (None, "`normalized(center=…,eps=1e-06)`"),
+    "norm_std_type": (None, "`normalized(scale=…,eps=1e-06)`"),
+    "reward_clip": (None, "`clipped(at=…)`, after the norm"),
+    "add_token_level_kl": (False, "`kl_penalty(coef=init_kl_coef)`, then `returns`"),
+    "init_kl_coef": (0.2, "see there; without a controller"),
+    "gamma": (1.0, "`returns(gamma=…)`"),
+    "lambd": (0.95, "left aside: no critic"),
+    "whiten_advantages": (False, "`whitened`"),
+    "advantage_clip": (None, "`clipped(at=…)`, last"),
+    "reward_norm": (None, f"{DEAD}; meant are `norm_mean_type` and `norm_std_type`"),
+    "reward_shift": (False, DEAD),
+    "reward_scale": (False, DEAD),
+    "add_len_reward": (False, DEAD),
+    "use_reward_scaling": (False, DEAD),
+    "use_reward_norm": (False, DEAD),
+}
+"""ROLL's name of an option → its default there, and what becomes of it."""
 RUN = {"rollout_batch_size": "prompts_per_step", "num_return_sequences_in_group": "group_size",
        "response_length": "max_new_tokens", "ppo_epochs": "epochs"}
 """What is no part of an arm: ROLL's name → the setting of a `RunConfig`."""
@@ -39,9 +63,9 @@ def from_roll(given: Mapping[str, Any]) -> tuple[Arm, dict[str, Any]]:
     set all the same, with what would have, and for what cannot be an arm.
     """
     for name in given:
-        if name not in DEFAULTS:
-            unknown("option of ROLL that can be translated", name, DEFAULTS)
-    o = DEFAULTS | dict(given)
+        if name not in OPTIONS:
+            unknown("option of ROLL that can be translated", name, OPTIONS)
+    o = {name: default for name, (default, _) in OPTIONS.items()} | dict(given)
     _refuse_dead(o)
     if (mode := o["loss_agg_mode"]) == "seq-mean-token-sum-norm":
         raise ConfigError("loss_agg_mode: seq-mean-token-sum-norm is divided by T in ROLL, but not by the number of "
@@ -94,7 +118,7 @@ def _advantage(o: Mapping[str, Any]) -> list[Use]:
 
 def _refuse_dead(o: Mapping[str, Any]) -> None:
     """Options that are set, and do nothing in ROLL."""
-    dead = [name for name in DEAD if o[name]]
+    dead = [name for name, (_, what) in OPTIONS.items() if what.startswith(DEAD) and o[name]]
     if not dead:
         return
     said = ", ".join(f"{name}: {o[name]}" for name in dead)

@@ -5,10 +5,11 @@
     gspo+overlong(limit=20,buffer=4)+group+filters=masked(high=2.0)
     loss=mine:reinforce+terms=mine:stay(coef=0.1)
 
-The first part is a method, a preset or a loss; its options are the loss's. The others are named as the registries do,
-and add to it. A field of `Arm` before a part says where it goes, and that it replaces what the method has there: so are
-said `filters`, `ratio_routes`, `anchor`, `name` and functions of one's own; `terms=none` empties a field. Advantage
-steps have an order, so those that are named are all of them, and one of `BASELINES` is among them.
+The first part is a method, a preset or a loss; its options are those of the part that has its name, or the loss's. The
+others are named as the registries do, and add to it. A field of `Arm` before a part says where it goes, and that it
+replaces what the method has there: so are said `filters`, `ratio_routes`, `anchor`, `name` and functions of one's own;
+`terms=none` empties a field. Advantage steps have an order, so those that are named are all of them, and one of
+`BASELINES` is among them.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
+from keyword import iskeyword
 from typing import Any
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use, unknown
+from moe_rl.lookup import Part, Use, unknown
 from moe_rl.methods.parts import FIELD, REQUIRED, parts
 
-BASELINES = ("group", "leave_one_out", "normalized")
+BASELINES = ("group", "leave_one_out", "normalized", "opo")
 """Advantage steps that compare a response with others."""
 SEVERAL = ("corrections", "filters", "terms", "advantage")
 """Fields that hold any number of parts."""
@@ -61,10 +63,10 @@ def parse(text: str, methods: Mapping[str, str]) -> Arm:
             if field is None and getattr(start, where) != getattr(DEFAULT, where):
                 raise ConfigError(f"arm {text!r}: {head} has {where}={getattr(start, where)} already; to replace it, "
                                   f"write {where}={piece}")
-            given[where] = None if use.name == "none" else use
+            given[where] = None if use.name == "none" else checked(use)
         else:
             before = () if field or where == "advantage" else getattr(start, where)
-            given[where] = () if use.name == "none" else (*given.get(where, before), use)
+            given[where] = () if use.name == "none" else (*given.get(where, before), checked(use))
     said = given.get("advantage")
     if said and "advantage=" not in text and not any(step.name in BASELINES for step in said):
         steps = "+".join(map(_text, said))
@@ -111,8 +113,16 @@ def _start(use: Use, methods: Mapping[str, str]) -> Arm:
     """What the first part of a text stands for."""
     if use.name in methods:
         method = parse(methods[use.name], {})
-        loss = Use.of(method.loss)
-        return dataclasses.replace(method, loss=checked(Use(loss.name, **{**loss.options, **use.options})))
+        field = _known_as(use) or "loss"
+
+        def more(part: Part) -> Use:
+            part = Use.of(part)
+            mine = field == "loss" or part.name == use.name
+            return checked(Use(part.name, **{**part.options, **use.options})) if mine else part
+
+        value = getattr(method, field)
+        changed: Any = tuple(map(more, value)) if field in SEVERAL else more(value)
+        return dataclasses.replace(method, **{field: changed})
     families = {name.partition(":")[0] for name in methods if ":" in name}
     if _known_as(use) != "loss" and (not use.own or use.name.partition(":")[0] in families):
         losses = [part.name for part in parts().values() if part.kind == "loss"]
@@ -140,9 +150,11 @@ def _known_as(use: Use) -> str | None:
 
 def _pieces(text: str) -> list[str]:
     """The text cut at every + that is in no bracket and no quotes."""
-    found, depth, quote = [""], 0, ""
+    found, depth, quote, escaped = [""], 0, "", False
     for sign in text:
-        if quote or sign in "'\"":
+        if escaped or sign == "\\":
+            escaped = not escaped
+        elif quote or sign in "'\"":
             quote = "" if sign == quote else quote or sign
         else:
             depth += (sign in "([{") - (sign in ")]}")
@@ -169,7 +181,7 @@ def _read(text: str, piece: str) -> tuple[str | None, Use]:
     if field not in (None, "name", "anchor") and known is None and not use.own and name != "none":
         fitting = [p.name for p in parts().values() if FIELD[p.kind] == SAME_PARTS.get(field, field)]
         unknown(f"part for {field}", name, [*fitting, "pkg.module:name"])
-    return field, use if field is None and known == "loss" else checked(use)
+    return field, use
 
 
 def _options(text: str, piece: str, options: str) -> dict[str, Any]:
@@ -200,7 +212,7 @@ def _text(use: Use) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, str):
-        return value if value.isidentifier() and value not in (*WORDS, "True", "False", "None") else repr(value)
+        return value if value.isidentifier() and not iskeyword(value) and value not in WORDS else repr(value)
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{_value(k)}:{_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -102,8 +102,23 @@ def entry(name: str) -> Method:
     return found
 
 
+SAME = {
+    "group": Use("normalized"),
+    "gspo": Use("grpo", level="sequence", clip_low=3e-4, clip_high=4e-4),
+    "gspo_token": Use("grpo", level="sequence_token", clip_low=3e-4, clip_high=4e-4),
+}
+"""Parts that are another with these options."""
+
+
+def _plain(use: Use) -> Use:
+    """The same part under its more general name."""
+    same = SAME.get(use.name)
+    return Use(same.name, **{**same.options, **use.options}) if same else use
+
+
 def differences(a: Arm, b: Arm) -> list[str]:
-    """Where the parts of two arms differ, a line each, as `what a has, not what b has`; defaults are filled in."""
+    """Where the parts of two arms differ, a line each, as `what a has, not what b has`; defaults are filled in, and
+    of steps of one name the last counts."""
     found = []
     for name in FIELDS:
         if name == "name" or (ours := getattr(a, name)) == (theirs := getattr(b, name)):
@@ -111,7 +126,7 @@ def differences(a: Arm, b: Arm) -> list[str]:
         if name == "anchor":
             found.append(f"anchor: {ours}, not {theirs}")
             continue
-        both = [{u.name: u for u in ((x or ()) if name in SEVERAL else (x or Use("none"),))} for x in (ours, theirs)]
+        both = [{u.name: u for u in map(_plain, x if name in SEVERAL else (x or Use("none"),))} for x in (ours, theirs)]
         for part in dict.fromkeys([*both[0], *both[1]]):
             if part in both[0] and part in both[1]:
                 one, other = ({**(parts()[part].options if part in parts() else {}), **side[part].options}

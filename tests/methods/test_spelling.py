@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_rl.config import Arm
@@ -19,7 +21,7 @@ METHODS = {"gspo": "gspo", "grpo": "grpo", "replay": "grpo+old_policy", "crossed
            "their:grpo": "grpo(clip_high=0.2)+truncated(cap=3.0)+kl(coef=0.1)"}  # fmt: skip
 
 
-@pytest.mark.parametrize("text, settings", {
+@pytest.mark.parametrize("text, fields", {
     "gspo": {"loss": "gspo"},
     " gspo + old_policy ": {"loss": "gspo", "routes": "old_policy", "name": "gspo+old_policy"},
     "replay": {"routes": "old_policy"},
@@ -43,8 +45,8 @@ METHODS = {"gspo": "gspo", "grpo": "grpo", "replay": "grpo+old_policy", "crossed
         "advantage": (Use("mine:centred", at=[1, {"a": None}]), "group")},
     "mine.own:loss(a=true,b=-inf)+name='a + b'": {"loss": Use("mine.own:loss", a=True, b=-math.inf), "name": "a + b"},
 }.items())  # fmt: skip
-def test_texts_are_arms(text, settings):
-    assert parse(text, METHODS) == Arm(**{"name": text.strip(), **settings})
+def test_texts_are_arms(text, fields):
+    assert parse(text, METHODS) == Arm(**{"name": text.strip(), **fields})
 
 
 @pytest.mark.parametrize("text, words", [
@@ -110,6 +112,7 @@ def several(kind):
     return st.lists(of_kind(kind), max_size=3).map(tuple)
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.builds(
     Arm, name=st.text("ab.:-_+() ", min_size=1), loss=of_kind("loss"), aggregate=of_kind("aggregation"),
     corrections=several("correction"), filters=several("correction"),
@@ -126,25 +129,18 @@ def test_a_text_is_written_as_it_was_read():
         assert spelling.spelled(parse(text, METHODS), METHODS) == text
 
 
-@pytest.mark.parametrize("kind", REGISTRIES)
-def test_parts_are_read_from_the_source_as_they_are(kind):
-    import importlib
-    import inspect
-
-    module, name = REGISTRIES[kind]
-    registry = getattr(importlib.import_module(module), name)
-    found = {part.name: part for part in parts().values() if part.kind == kind}
-    assert list(found) == list(registry)
-    for part in found.values():
-        options = {p.name: p for p in inspect.signature(registry[part.name]).parameters.values()
+@pytest.mark.parametrize("kind, module, registry", REGISTRIES)
+def test_parts_are_read_from_the_source_as_they_are(kind, module, registry):
+    registered = getattr(importlib.import_module(module), registry)
+    assert registered and all(parts()[name].kind == kind for name in registered)
+    for name, function in registered.items():
+        options = {p.name: p.default for p in inspect.signature(function).parameters.values()
                    if p.kind is p.KEYWORD_ONLY}  # fmt: skip
-        assert {n: REQUIRED if p.default is p.empty else p.default for n, p in options.items()} == part.options
-        assert inspect.getdoc(registry[part.name]) == part.text and part.equation
+        assert {n: REQUIRED if value is inspect.Parameter.empty else value
+                for n, value in options.items()} == parts()[name].options  # fmt: skip
+        assert inspect.getdoc(function) == parts()[name].text and parts()[name].equation
 
 
 def test_names_are_unique_across_registries():
-    import importlib
-
-    names = [name for module, registry in REGISTRIES.values() for name in getattr(importlib.import_module(module),
-                                                                                  registry)]
+    names = [name for _, module, registry in REGISTRIES for name in getattr(importlib.import_module(module), registry)]
     assert len(set(names)) == len(names) == len(parts())

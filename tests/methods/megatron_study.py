@@ -1,0 +1,60 @@
+"""Methods that have every part between them, two steps each.
+
+    torchrun --nproc-per-node 2 -m moe_rl run tests/methods/megatron_study.py --policy megatron --ep 2
+"""
+
+from moe_rl.config import ColdStart, Measure, ModelConfig, Optimizer, RunConfig
+from moe_rl.lookup import Use
+from moe_rl.methods import arm, methods
+from moe_rl.study import Study
+
+NOT_ON_MEGATRON = {"rspo", "router_kl", "z_loss", "load_balance", "router_logits", "recall", "soft"}
+"""Parts that the policy of Megatron-core refuses."""
+
+
+DRAWN = {"clip_cov"}
+"""Losses that draw tokens by the last bits of log π_old, which are not those of another engine."""
+
+
+def named(made):
+    """The names of an arm's parts."""
+    several = (*made.corrections, *made.filters, *made.terms, *made.advantage)
+    return {Use.of(part).name for part in (made.loss, made.aggregate, made.routes, *several)} | {made.anchor}
+
+
+def covering():
+    """Methods, each of which has a part that none before it has."""
+    seen, found = set(), []
+    for name in methods():
+        new = named(arm(name)) - seen
+        if new and not named(arm(name)) & (NOT_ON_MEGATRON | DRAWN):
+            seen |= new
+            found.append(name)
+    return tuple(found)
+
+
+study = Study(
+    name="methods",
+    question="Does Megatron-core train every method as the Hugging Face policy does?",
+    hypothesis="Yes, to float rounding.",
+    arms=covering(),
+    seeds=(0,),
+    figures=(),
+    base=RunConfig(
+        arm=arm("grpo"),
+        task="tests.even_task:EvenCharacters",
+        model=ModelConfig(overrides={"num_hidden_layers": 2, "num_local_experts": 8, "pad_token_id": None}),
+        cold_start=ColdStart(target=0.0),
+        optimizer=Optimizer(lr=1e-3),
+        measure=Measure(probe=2, detail_every=100),
+        steps=2,
+        prompts_per_step=3,
+        group_size=4,
+        mini_batches=2,
+        micro_batch=3,
+        max_new_tokens=6,
+        stop=tuple("abcdefghijklmnopqrstuvwxyz0123456789"),
+        eval_every=100,
+        eval_prompts=2,
+    ),
+)
