@@ -82,7 +82,7 @@ def test_a_configuration_comes_back_from_json_with_its_uses():
 
 def test_a_use_without_options_is_its_plain_name_in_json():
     arm = RunConfig(arm=Arm(name="a", **PARTS), task="running_sums").to_dict()["arm"]
-    assert arm["aggregate"] == "mine:mean" and arm["advantage"] == "group" and arm["ratio_routes"] == "live"
+    assert arm["aggregate"] == "mine:mean" and arm["advantage"] == ["group"] and arm["ratio_routes"] == "live"
     assert arm["loss"] == {"name": "gspo", "options": {"clip_low": 0.01, "clip_high": 0.013}}
     assert arm["corrections"] == [{"name": "truncated", "options": {"cap": 2.0}}, "mine:other"]
     bare = RunConfig(arm=Arm(name="a")).to_dict()
