@@ -1,0 +1,148 @@
+"""What the declared rule of volatility_dial says, from its tables: printed by `answers.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from volatility_dial import SIGMAS, dose, study
+
+from moe_rl.results import plots
+from moe_rl.results.stats import Interval, holm, interval, paired
+from moe_rl.results.summary import metric, per_run
+from moe_rl.runs.frames import Frames, load_study
+
+FOLDER = Path(__file__).parent / "results" / study.name
+ENDPOINTS = (study.endpoint, *study.further_endpoints)
+FORMS = {"weights": "gates and sets move", "choice": "sets alone move"}
+FURTHER = ("entropy", "token_ess", "token_kl_k3", "slot_change")
+ARMS = [arm.name for arm in study.arms]
+WITHIN = 0.02
+"""Differences of reward that count as none."""
+
+
+def main() -> None:
+    frames = load_study(FOLDER)
+    machinery(frames)
+    values = {name: by_dose(frames, name) for name in (*ENDPOINTS, *FURTHER)}
+    for form in FORMS:
+        harm(values, form)
+        contrasts(values, form)
+    for form in FORMS:
+        at_small_doses(values[study.endpoint], form)
+        levels(values, form)
+    plots.save(draw(values), FOLDER / "figures", study.name)
+
+
+def by_dose(frames: Frames, name: str) -> dict[tuple[str, float], pd.DataFrame]:
+    """(form, σ) → seed × arm. Both forms share σ = 0, and replay's choice, which no dose moves, its runs there."""
+    quiet = per_run(frames.cell(dose("weights", 0)), metric(name)).unstack(0)
+    found = {("weights", 0.0): quiet, ("choice", 0.0): quiet}
+    for form in FORMS:
+        for sigma in SIGMAS:
+            here = per_run(frames.cell(dose(form, sigma)), metric(name)).unstack(0)
+            found[form, sigma] = here if "grpo-replay" in here else here.assign(**{"grpo-replay": quiet["grpo-replay"]})
+    return found
+
+
+def machinery(frames: Frames) -> None:
+    """The two conditions without which the study is void."""
+    still, moved = (frames.cell(dose(*cell))["steps"].query("arm == 'grpo-replay'").sort_values(["seed", "step"])
+                    for cell in (("weights", 0), ("choice", max(SIGMAS))))
+    compared = [c for c in ("reward", "eval_exact_greedy", "entropy", "token_log_ratio_var", "grad_norm") if c in still]
+    same = all(np.array_equal(still[c], moved[c], equal_nan=True) for c in compared)
+    print(f"Replay under the form choice is replay without a dial, bit for bit ({', '.join(compared)}): {same}")
+    steps = frames.cell(dose("weights", 0))["steps"]
+    start = steps[steps["step"] == 0].pivot(index="seed", columns="arm", values="eval_exact_greedy")
+    end = per_run(frames.cell(dose("weights", 0)), metric(ENDPOINTS[1])).unstack(0)
+    for arm in ARMS:
+        gained = interval((end[arm] - start[arm]).dropna())
+        print(f"  greedy exact match, σ = 0, {arm}: {interval(start[arm])} → {interval(end[arm])}, gained {gained}")
+
+
+def harm(values: dict[str, dict], form: str) -> None:
+    """GRPO at the largest dose against GRPO at none."""
+    print(f"{form} ({FORMS[form]}): GRPO at σ = {max(SIGMAS):g} − GRPO at σ = 0")
+    for name in ENDPOINTS:
+        tested = paired(*(values[name][form, sigma]["grpo"].to_dict() for sigma in (max(SIGMAS), 0.0)))
+        print(f"  {name}: {tested.difference}, p {tested.p:.2g} (n = {tested.n})")
+
+
+def contrasts(values: dict[str, dict], form: str) -> None:
+    """The declared contrasts at the largest dose: an effect is one that both endpoints decide with one sign."""
+    decided: dict[tuple[str, str], list[int]] = {pair: [] for pair in study.contrasts}
+    print(f"{form}, σ = {max(SIGMAS):g}:")
+    for name in ENDPOINTS:
+        table = values[name][form, max(SIGMAS)]
+        tests = [paired(table[a].to_dict(), table[b].to_dict()) for a, b in study.contrasts]
+        adjusted = holm([test.p for test in tests])
+        for pair, test, p in zip(study.contrasts, tests, adjusted, strict=True):
+            decided[pair].append(int(np.sign(test.difference.mean)) if p <= 0.05 else 0)
+            print(f"  {name}: {' − '.join(pair)} {test.difference}, p {test.p:.2g}, Holm {p:.2g} (n = {test.n})")
+    for pair, signs in decided.items():
+        verdict = "an effect" if abs(sum(signs)) == len(signs) else "no effect by the rule"
+        print(f"  {' − '.join(pair)}: {verdict} (signs decided {signs})")
+
+
+def at_small_doses(rewards: dict[tuple[str, float], pd.DataFrame], form: str) -> None:
+    """Equivalence at the smallest dose, and slopes over all."""
+    table = rewards[form, min(SIGMAS)]
+    for a, b in study.contrasts:
+        gap = interval(table[a] - table[b], 0.9)
+        equal = gap.low >= -WITHIN and gap.high <= WITHIN
+        print(f"{form}, σ = {min(SIGMAS):g}: {a} − {b} {gap} (90 %), "
+              f"{'equivalent' if equal else 'not shown to be equivalent'} within ±{WITHIN:g}")
+    sigmas = (0.0, *SIGMAS)
+    for arm in ARMS:
+        print(f"{form}, slope of reward over σ, {arm}: {slope({s: rewards[form, s][arm] for s in sigmas})}")
+    for a, b in study.contrasts:
+        gaps = {s: rewards[form, s][a] - rewards[form, s][b] for s in sigmas}
+        print(f"{form}, slope of {a} − {b} over σ: {slope(gaps)}")
+
+
+def slope(by_sigma: dict[float, pd.Series]) -> Interval:
+    """Least squares per seed, per unit of σ."""
+    table = pd.DataFrame(by_sigma).dropna()
+    return interval(np.polyfit(np.array(table.columns, dtype=float), table.to_numpy().T, 1)[0])
+
+
+def levels(values: dict[str, dict], form: str) -> None:
+    """Every quantity by dose and arm, means over seeds."""
+    for name, by in values.items():
+        rows = [f"σ = {s:g} " + " / ".join(f"{by[form, s][arm].mean():.3g}" for arm in ARMS) for s in (0.0, *SIGMAS)]
+        print(f"{form}, {name}, {' / '.join(ARMS)}: {'; '.join(rows)}")
+
+
+@plots.styled
+def draw(values: dict[str, dict]) -> Figure:
+    """Level of GRPO and what replay and GSPO add to it, over the dose, paired by seed; a row of panels per form."""
+    figure, axes = plots.new_figure(2 * len(FORMS), "Volatility as an assigned dose", width=17)
+    for (form, what), (left, right) in zip(FORMS.items(), (axes[:2], axes[2:]), strict=True):
+        by = values[study.endpoint]
+        for arm in ARMS:
+            whiskers(left, {s: by[form, s][arm] for s in (0.0, *SIGMAS)}, arm)
+        for a, b in study.contrasts:
+            found = whiskers(right, {s: by[form, s][a] - by[form, s][b] for s in (0.0, *SIGMAS)}, a, seeds=True)
+        right.axhline(0, color="black", linewidth=1)
+        left.set(title=f"{form}: {what}", xlabel="dose σ, standard deviations of router weights", ylabel="reward")
+        right.set(title=f"{form}: minus GRPO", xlabel="dose σ", ylabel="difference in reward")
+    axes[0].legend(loc="lower left")
+    note = f"mean over n = {found.n} seeds, steps 26–50; whisker: {found.method}; dots: each seed; noise is injected"
+    return plots.finish(figure, axes, note, legend=False)
+
+
+def whiskers(ax: Axes, by_sigma: dict[float, pd.Series], arm: str, seeds: bool = False) -> Interval:
+    """Means with intervals over σ, and every seed where asked."""
+    colour, shift = plots.colour_of(arm, ARMS), 0.03 * (ARMS.index(arm) - 1)
+    found = {sigma: interval(series.dropna()) for sigma, series in by_sigma.items()}
+    x = np.array(list(found)) + shift
+    mean, low, high = (np.array([getattr(i, part) for i in found.values()]) for part in ("mean", "low", "high"))
+    style = {"fmt": "o-", "capsize": 3, "linewidth": 1.4, "markersize": 5}
+    ax.errorbar(x, mean, [mean - low, high - mean], color=colour, label=arm, **style)
+    if seeds:
+        for at, series in zip(x, by_sigma.values(), strict=True):
+            ax.plot(np.full(len(series), at), series, ".", color=colour, alpha=0.4, markersize=4)
+    return next(iter(found.values()))
