@@ -7,7 +7,7 @@ import pytest
 from moe_rl.runs.frames import read_table
 from tests.methods.megatron_study import study
 from tests.methods.test_training import carried_out
-from tests.policies.test_megatron import launched_once
+from tests.policies.test_megatron import launched_once, torchrun
 
 pytest.importorskip("megatron.core", reason="pip install 'moe_rl[megatron]'")
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
@@ -18,7 +18,7 @@ def launched(tmp_path_factory):
     """What two ranks wrote."""
     folder = tmp_path_factory.mktemp("methods")
     words = ("tests/methods/megatron_study.py", "--policy", "megatron", "--ep", "2", "--out", folder / "runs")
-    said = launched_once(folder, "methods", 2, "-m", "moe_rl", "run", *words)
+    said = launched_once(folder, "methods", *torchrun(2), "-m", "moe_rl", "run", *words)
     assert said["code"] == 0, said["err"][-5000:]
     return folder / "runs" / study.name
 
