@@ -1,4 +1,4 @@
-"""Every method and every framework's default trains: three steps of a tiny model, finite, and the first one again."""
+"""Every method trains a tiny model for three steps, every framework's default for one; what draws draws the same again."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ TINY = RunConfig(
     eval_prompts=2,
     save_every=100,
 )
+DRAWS = ("clip_cov",)
+"""Methods with a draw of their own, beside the sampling."""
 NAMES = [*methods(), *(p.name for p in presets().values() if p.arm != methods()[p.of].arm)]
 
 
@@ -72,13 +74,15 @@ def untrained(tmp_path_factory):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore")
 def test_it_makes_an_objective_and_trains(name, tmp_path, untrained):
-    run = TINY.replace(arm=arm(name))
+    run = TINY.replace(arm=arm(name), steps=3 if name in methods() else 1)
     assert objective_of(run.arm) and advantage_of(run.arm)
     updates, weights = carried_out(run, tmp_path)
     assert len(updates) == run.steps * run.mini_batches
     assert all(math.isfinite(update["loss"]) and math.isfinite(update["grad_norm"]) for update in updates)
     assert all(tensor.isfinite().all() for tensor in weights.values())
     assert any(not torch.equal(tensor, untrained[key]) for key, tensor in weights.items())
+    if name not in DRAWS:
+        return
     again, _ = carried_out(run.replace(steps=1), tmp_path)
     for first, second in zip(updates[: run.mini_batches], again, strict=True):
         assert {k: v for k, v in first.items() if not k.startswith("seconds")} == {
