@@ -212,7 +212,8 @@ def _text(use: Use) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, str):
-        return value if value.isidentifier() and not iskeyword(value) and value not in WORDS else repr(value)
+        word = value.isascii() and value.isidentifier()  # Python reads other letters as their nearest equals
+        return value if word and not iskeyword(value) and value not in WORDS else repr(value)
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{_value(k)}:{_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
