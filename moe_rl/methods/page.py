@@ -29,7 +29,13 @@ one line of parts, in a study file, `arms=("gspo", "sapo(tau_neg=1.05)+old_polic
 
 The loss is −Σ W · c · φ(r, A) + Σ terms: W the aggregation, c the corrections, φ the loss's region on its ratio r. W, c
 and statistics are those of a whole mini-batch, so how it is cut into micro-batches changes nothing in any row below;
-where it does elsewhere, the second table says so."""
+where it does elsewhere, the second table says so.
+
+In equations y[i,t] is token t of response i, N how many responses there are, |y_i| their lengths; π_θ is in training,
+π_old its state when the mini-batches were cut (with `anchor=engine`, the engine), π_ref the reference; w = π_θ/π_old,
+ρ = π_old/π_engine, and sg stops the gradient. A loss has its ratio at a `level`: token, sequence (the geometric mean),
+sequence_token (its value, a gradient per token), segment or product; a correction has ρ at level token, geometric,
+sequence (the product) or segment."""
 
 
 def markdown() -> str:
@@ -120,7 +126,7 @@ def _roll() -> Iterator[str]:
 
 
 def _refusals() -> Iterator[str]:
-    yield from ("", "## Not here, and why", "", *(f"- `{name}`: {why.removeprefix(name).strip()}."
+    yield from ("", "## Not here, and why", "", *(f"- `{name}`{why.removeprefix(name)}."
                                                  for name, why in refused().items()))
 
 

@@ -66,6 +66,8 @@ def from_roll(given: Mapping[str, Any]) -> tuple[Arm, dict[str, Any]]:
         if name not in OPTIONS:
             unknown("option of ROLL that can be translated", name, OPTIONS)
     o = {name: default for name, (default, _) in OPTIONS.items()} | dict(given)
+    for name in given:
+        _of_its_type(name, o[name])
     _refuse_dead(o)
     if (mode := o["loss_agg_mode"]) == "seq-mean-token-sum-norm":
         raise ConfigError("loss_agg_mode: seq-mean-token-sum-norm is divided by T in ROLL, but not by the number of "
@@ -80,6 +82,16 @@ def from_roll(given: Mapping[str, Any]) -> tuple[Arm, dict[str, Any]]:
         terms.append(Use("entropy", coef=o["entropy_loss_coef"]))
     arm = Arm(name="roll", loss=_loss(o), aggregate=aggregate, terms=tuple(terms), advantage=tuple(_advantage(o)))
     return arm, {setting: o[name] for name, setting in RUN.items() if name in given}
+
+
+def _of_its_type(name: str, value: Any) -> None:
+    """Refuse what YAML leaves as text, such as 1e-3 without a point, and what would count as true, such as "false"."""
+    default = 0.0 if name in ("reward_clip", "advantage_clip") else OPTIONS[name][0]
+    wanted = bool if isinstance(default, bool) else (int, float) if isinstance(default, int | float) else None
+    fits = isinstance(value, bool) == (wanted is bool) and isinstance(value, wanted or object)
+    if wanted and value is not None and not fits:
+        kind = "true or false" if wanted is bool else "a number (YAML reads 1e-3 as text: write 1.0e-3)"
+        raise ConfigError(f"{name}: {value!r}: {kind} is wanted")
 
 
 def _loss(o: Mapping[str, Any]) -> Use:
@@ -134,6 +146,6 @@ def _instead(o: Mapping[str, Any]) -> str:
 
 
 def _one_of(name: str, value: Any, choices: Mapping[Any, Any]) -> Any:
-    if value not in choices:
+    if not isinstance(value, str | None) or value not in choices:
         raise ConfigError(f"{name}: {value}: choose {' or '.join(map(str, choices))}")
     return choices[value]

@@ -46,7 +46,7 @@ def parse(text: str, methods: Mapping[str, str]) -> Arm:
     Its name is the text without blanks, if no `name=` is given. Raises ConfigError for a name or an option that is not
     there, for a part where the method has one, and for what cannot be read.
     """
-    head, *rest = _pieces(text)
+    head, *rest = pieces(text)
     field, use = _read(text, head)
     if field not in (None, "loss"):
         raise ConfigError(f"arm {text!r} begins with {head!r}: first comes a method, a preset, a loss, or loss=…")
@@ -63,6 +63,8 @@ def parse(text: str, methods: Mapping[str, str]) -> Arm:
             if field is None and getattr(start, where) != getattr(DEFAULT, where):
                 raise ConfigError(f"arm {text!r}: {head} has {where}={getattr(start, where)} already; to replace it, "
                                   f"write {where}={piece}")
+            if use.name == "none" and getattr(DEFAULT, where) is not None:
+                raise ConfigError(f"arm {text!r}: {where} cannot be empty, only replaced")
             given[where] = None if use.name == "none" else checked(use)
         else:
             before = () if field or where == "advantage" else getattr(start, where)
@@ -114,6 +116,8 @@ def _start(use: Use, methods: Mapping[str, str]) -> Arm:
     if use.name in methods:
         method = parse(methods[use.name], {})
         field = _known_as(use) or "loss"
+        if use.name.rpartition(":")[2] not in (field, Use.of(method.loss).name) and field == "loss":
+            _unambiguous(use, method)
 
         def more(part: Part) -> Use:
             part = Use.of(part)
@@ -128,6 +132,23 @@ def _start(use: Use, methods: Mapping[str, str]) -> Arm:
         losses = [part.name for part in parts().values() if part.kind == "loss"]
         unknown("method, preset or loss", use.name, {*methods, *losses, "pkg.module:name"})
     return Arm(name="", loss=checked(use))
+
+
+def _unambiguous(use: Use, method: Arm) -> None:
+    """Raise ConfigError for an option that a part of the method has which is not its loss: `tis(cap=5)`, where the loss
+    has a `cap` of its own."""
+    loss = Use.of(method.loss).name
+    for field in SEVERAL:
+        steps = getattr(method, field)
+        for part in steps:
+            for name in use.options if part.name in parts() else ():
+                if name in parts()[part.name].options:
+                    said = Use(use.name, **{name: use.options[name]})
+                    new = Use(part.name, **{**part.options, name: use.options[name]})
+                    text = "+".join(f"{field}={_text(new if step is part else step)}" for step in steps)
+                    mine = f", or, for the loss, begin with {loss}(…)" if name in parts()[loss].options else ""
+                    raise ConfigError(f"{_text(said)}: {name} is an option of its {part.name}: write {use.name}+{text}"
+                                      f"{mine}")
 
 
 def _field_of(text: str, use: Use, methods: Mapping[str, str]) -> str:
@@ -148,7 +169,7 @@ def _known_as(use: Use) -> str | None:
     return FIELD[parts()[use.name].kind] if use.name in parts() else None
 
 
-def _pieces(text: str) -> list[str]:
+def pieces(text: str) -> list[str]:
     """The text cut at every + that is in no bracket and no quotes."""
     found, depth, quote, escaped = [""], 0, "", False
     for sign in text:
@@ -190,7 +211,7 @@ def _options(text: str, piece: str, options: str) -> dict[str, Any]:
         call = ast.parse(f"f({options})", mode="eval").body
         assert isinstance(call, ast.Call)
         named = [(keyword.arg, ast.literal_eval(_Words().visit(keyword.value))) for keyword in call.keywords]
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"arm {text!r}: the options of {piece!r} cannot be read; they are name=value, where a value "
                           "is a number, a word, 'text', a list or a dictionary") from error
     names = [name for name, _ in named if name]

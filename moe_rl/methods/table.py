@@ -13,7 +13,7 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
 from moe_rl.methods.parts import parts
-from moe_rl.methods.spelling import FIELDS, PIECE, SEVERAL, parse
+from moe_rl.methods.spelling import FIELDS, PIECE, SEVERAL, parse, pieces
 from moe_rl.methods.spelling import spelled as spelled_with
 
 
@@ -82,9 +82,10 @@ def arm(text: str) -> Arm:
     How it is written: `moe_rl.methods.spelling`; what there is: `moe-rl methods`. Raises ConfigError with the closest
     names for one that is not there, and with the reason for a method that cannot be an arm.
     """
-    match = PIECE.match("".join(text.split()))
-    if match and match.group(2) in refused() and match.group(1) is None:
-        raise ConfigError(f"arm {text!r}: {refused()[match.group(2)]}")
+    for piece in pieces(text):
+        match = PIECE.match(piece)
+        if match and match.group(2) in refused() and match.group(1) not in ("name", "anchor"):
+            raise ConfigError(f"arm {text!r}: {refused()[match.group(2)]}")
     return parse(text, spellings())
 
 

@@ -22,7 +22,7 @@ def grpo(
     x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.27, level: str = "token", dual: float = math.inf,
     cap: float = math.inf, log_clamp: float = math.inf,
 ) -> LossOutput:  # fmt: skip
-    """Token-level ratios: w[i,t] = π_θ(y[i,t]) / π_old(y[i,t]); objective min(w·A, clip(w)·A).
+    """min(min(w, cap)·A, clip(w)·A), not below dual·A where A < 0; w = π_θ/π_old of the token, or at another `level`.
 
     GSPO, arXiv 2507.18071, eq. 2 and 3 (Shao et al. 2024), with the two bounds of its section 5.1, and without the KL
     term, which is `terms.kl`. Options, each off at inf, and another `level` of `ratios`:

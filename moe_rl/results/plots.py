@@ -6,6 +6,7 @@ holds one combination of factors. A figure whose columns nobody measured raises 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ SHARES = {"replayed": "left under replay\nVar(R)", "routes": "route changes\nVar
 GAPS = {"engine_{}_natural": "engine against\npolicy", "engine_{}_replayed": "routes\nreplayed (R3)",
         "noise_floor_{}": "noise\nfloor"}
 DIFFER = "token × site pairs, S ≠ S′"
+LABEL = 70
+"""Signs of a legend's label in one line."""
+LEGEND = 1.3
+"""Inches of a legend for which a figure has room; it grows by what is more."""
 FIGURES = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares", "engine_mismatch",
            "engine_over_steps")
 styled = matplotlib.rc_context(STYLE)
@@ -191,8 +196,13 @@ def engine_over_steps(frames: Frames, arms: Sequence[str]) -> Figure:
 
 
 def colour_of(arm: str, arms: Sequence[str]) -> str:
-    """The colour of an arm, by its place in the study's order; from the eighth arm on, colours come again."""
+    """The colour of an arm, by its place in the study's order; after the last they come again, as other dashes."""
     return COLOURS[list(arms).index(arm) % len(COLOURS)]
+
+
+def dashes_of(arm: str, arms: Sequence[str]) -> str:
+    """The line of an arm, which tells it from another of its colour."""
+    return ("-", "--", ":", "-.")[list(arms).index(arm) // len(COLOURS) % 4]
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
@@ -234,7 +244,8 @@ def curves(ax: Axes, frame: pd.DataFrame, column: str, x: str, arms: Sequence[st
             ax.plot(row.dropna().index, row.dropna(), color=colour, alpha=0.35, linewidth=0.8, linestyle=linestyle,
                     gid=f"{arm} seed={seed} {column}")
         ax.fill_between(values.columns, b.low, b.high, color=colour, alpha=0.15, linewidth=0)
-        ax.plot(values.columns, b.mean, color=colour, linestyle=linestyle, marker=marker, markersize=4.5,
+        dashes = dashes_of(arm, order or arms) if linestyle == "-" else linestyle
+        ax.plot(values.columns, b.mean, color=colour, linestyle=dashes, marker=marker, markersize=4.5,
                 markerfacecolor=face or colour, label=label or arm, gid=f"{arm} mean {column}")
         note = _note(b, "band")
     if not note:
@@ -259,10 +270,21 @@ def _note(b: Band, what: str) -> str:
     return f"mean over {seeds}; {'band' if what == 'band' else 'whisker'}: {b.method} interval; {each}"
 
 
+def _in_lines(label: str) -> str:
+    """The label, broken after its + and commas where it is longer than a line."""
+    lines = [""]
+    for piece in re.split(r"(?<=[+,])", label):
+        if lines[-1] and len(lines[-1] + piece) > LABEL:
+            lines.append("    ")
+        lines[-1] += piece
+    return "\n".join(lines)
+
+
 def finish(figure: Figure, axes: list[Axes], note: str, legend: bool = True) -> Figure:
     """Legend and note below the panels; the note alone where panels have legends of their own."""
     if legend:
         handles, labels = axes[0].get_legend_handles_labels()
+        labels = [_in_lines(label) for label in labels]
         for columns in range(max(len(labels), 1), 0, -1):
             box = figure.legend(handles, labels, loc="outside lower center", ncols=columns, title=note,
                                 title_fontsize=9)
@@ -270,6 +292,8 @@ def finish(figure: Figure, axes: list[Axes], note: str, legend: bool = True) -> 
                 break
             box.remove()
         box.get_title().set_color("#555555")
+        above = box.get_window_extent().height / figure.dpi - LEGEND
+        figure.set_figheight(figure.get_figheight() + max(above, 0))
     else:
         figure.supxlabel(note, fontsize=9, color="#555555")
     return figure

@@ -126,12 +126,17 @@ class Study:
 
     def with_arms(self, arms: Sequence[str]) -> Study:
         """The study with other arms, each one of its own by name or a spelling; with the contrasts that are left. With
-        none given it stays as it is."""
+        none given it stays as it is. Cells that are for some arms keep those that are left, or go."""
         own = {arm.name: arm for arm in _made(self.arms)}
         chosen = tuple(own.get(text) or spelled_arm(text) for text in arms) or _made(self.arms)
         names = {arm.name for arm in chosen}
         contrasts = tuple(pair for pair in self.contrasts if set(pair) <= names)
-        return dataclasses.replace(self, arms=chosen, contrasts=contrasts)
+        cells = {name: {**cell, "arms": tuple(n for n in cell["arms"] if n in names)} if "arms" in cell else cell
+                 for name, cell in self.cells.items()}
+        cells = {name: cell for name, cell in cells.items() if cell.get("arms", names)}
+        if self.cells and not cells:
+            raise ConfigError(f"no cell of study {self.name!r} runs {', '.join(sorted(names))}")
+        return dataclasses.replace(self, arms=chosen, contrasts=contrasts, cells=cells)
 
     def runs(self, out: Path, seeds: Sequence[int] | None = None, steps: int | None = None) -> list[Planned]:
         """Every run and its folder `out/<study>/<arm>/<factors>/seed=<n>`: seed by seed, so that arms advance together.
@@ -166,6 +171,8 @@ class Study:
 
 
 def _made(arms: Sequence[Arm | str]) -> tuple[Arm, ...]:
+    if isinstance(arms, str) or not all(isinstance(arm, Arm | str) for arm in arms):
+        raise ConfigError(f"arms={arms!r}: a list of arms or texts is wanted, e.g. arms=({'gspo'!r},)")
     return tuple(spelled_arm(arm) if isinstance(arm, str) else arm for arm in arms)
 
 

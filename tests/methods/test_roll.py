@@ -77,3 +77,12 @@ def test_what_does_nothing_in_roll_or_cannot_be_an_arm_is_refused(options, words
     with pytest.raises(ConfigError) as refused:
         from_roll({"adv_estimator": "grpo", **options})
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("option, value", [
+    ("use_kl_loss", "false"), ("kl_loss_coef", "1e-3"), ("pg_clip", True), ("reward_clip", "ten"), ("gamma", "1"),
+    ("importance_sampling", ["seq"]), ("whiten_advantages", 1),
+])  # fmt: skip
+def test_values_of_another_type_are_refused(option, value):
+    with pytest.raises(ConfigError, match=option):
+        from_roll({"adv_estimator": "grpo", option: value})

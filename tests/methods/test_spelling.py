@@ -144,3 +144,34 @@ def test_parts_are_read_from_the_source_as_they_are(kind, module, registry):
 def test_names_are_unique_across_registries():
     names = [name for _, module, registry in REGISTRIES for name in getattr(importlib.import_module(module), registry)]
     assert len(set(names)) == len(names) == len(parts())
+
+
+@pytest.mark.parametrize("text, words", [
+    ("tis(cap=5)", "tis+corrections=truncated(cap=5), or, for the loss, begin with grpo"),
+    ("mis(level=sequence)", "mis+corrections=masked(high=2.0,level=sequence)"),
+    ("icepop(low=0.4)", r"masked(low=0.4,high=5.0)"),
+    ("trl:gspo(level=token)", "masked(high=3.0,level=token)"),
+])  # fmt: skip
+def test_an_option_that_another_part_of_a_method_has_too_is_not_taken_for_the_loss_s(text, words):
+    with pytest.raises(ConfigError) as error:
+        arm(text)
+    assert words in str(error.value)
+    written = str(error.value).partition("write ")[2].partition(", or,")[0]
+    assert arm(written).loss == arm(text.partition("(")[0]).loss
+
+
+def test_options_that_only_the_loss_has_or_that_it_is_named_for_are_its():
+    assert arm("tis(clip_low=0.1)").loss == Use("grpo", clip_low=0.1)
+    assert arm("trl:grpo(level=sequence)").loss == Use("grpo", clip_low=0.2, clip_high=0.2, level="sequence")
+
+
+@pytest.mark.parametrize("text, words", [
+    ("grpo+aggregate=none", "aggregate cannot be empty"),
+    ("grpo+bnpo", "micro-batch"),
+    ("gspo+frozen_router", "router_lr_scale=0"),
+    (f"grpo(clip_low={'-' * 5000}1)", "cannot be read"),
+])  # fmt: skip
+def test_what_cannot_be_said_is_refused_by_name(text, words):
+    with pytest.raises(ConfigError, match=words):
+        arm(text)
+    assert arm("grpo+name=gae").name == "gae"

@@ -145,3 +145,10 @@ def test_the_command_line_takes_arms(tmp_path, capsys):
     assert "gspo_token+old_policy" in capsys.readouterr().out
     assert cli.main([*words[:-1], "gspo+oldpolicy"]) == 2
     assert "Did you mean old_policy" in capsys.readouterr().err
+
+
+def test_methods_are_what_their_papers_and_peers_say():
+    assert arm("topr").anchor == "engine"  # its w is the ratio of trajectories to what sampled them
+    assert "r3" not in methods()["recall"].note.partition("there")[0]  # the gates are those of π_old
+    assert "normalized(center=group,scale=none)" in refused()["gpg"]  # A = α(r − mean)
+    assert not any(": ," in line for line in markdown().splitlines())

@@ -189,3 +189,19 @@ def test_what_nobody_measured_is_an_error_that_names_it(frames):
     bare = dataclasses.replace(frames, tables={"updates": frames["updates"][["arm", "seed", "step", "update"]]})
     with pytest.raises(RunError, match="attribution_n"):
         plots.variance_shares(bare, ARMS)
+
+
+def test_long_names_of_many_arms_leave_room_for_the_panels(frames, tmp_path):
+    long = "crossed(weigh=sequence,clip=token,clip_low=0.01)+seq_mean_token_sum+normalized(center=group,scale=none)+old"
+    names = [f"{long}({i})" for i in range(3)] + [f"arm{i}" for i in range(12)]
+    steps, layers = (pd.concat([frames[t], *(frames[t].query("arm == 'grpo'").assign(arm=name) for name in names)])
+                     .query("arm in @names") for t in ("steps", "layers"))
+    tables = {**frames.tables, "steps": steps, "layers": layers}
+    figure = plots.expert_change(dataclasses.replace(frames, tables=tables), names)
+    plots.save(figure, tmp_path, "many")
+    (legend,) = figure.legends
+    assert legend.get_window_extent().width < figure.bbox.width
+    assert all(ax.get_window_extent().height > 2 * figure.dpi and legend.get_window_extent().y1 < ax.bbox.y0
+               for ax in figure.axes)
+    means = [one for one in figure.axes[0].lines if " mean " in (one.get_gid() or "")]
+    assert len({(one.get_color(), one.get_linestyle()) for one in means}) == len(means) == 15

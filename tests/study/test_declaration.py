@@ -11,7 +11,7 @@ import pytest
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
-from moe_rl.study.declaration import Study, load_study_file, parse_settings
+from moe_rl.study.declaration import Study, _made, load_study_file, parse_settings
 from tests.fake_study import GRPO, GSPO, study
 
 BASE = RunConfig(arm=GRPO)
@@ -252,3 +252,17 @@ def test_workers_do_not_differ_from_a_restart_in_their_hash(tmp_path):
     assert GSPO.loss == Use("gspo", clip_low=0.01, clip_high=0.013)
     config = study.base.replace(arm=GSPO)
     assert config.hash == config.replace(steps=99).hash != config.replace(seed=1).hash
+
+
+def test_other_arms_leave_cells_that_are_for_some(tmp_path):
+    cells = {"all": {}, "one": {"mini_batches": 2, "arms": ("gspo", "grpo")}, "other": {"arms": ("grpo",)}}
+    some = with_changes(cells=cells).with_arms(["gspo", "sapo"])
+    assert {(p.path.parts[-3], p.path.parts[-2]) for p in some.runs(tmp_path)} == {
+        ("gspo", "all"), ("sapo", "all"), ("gspo", "one")}  # fmt: skip
+    with pytest.raises(ConfigError, match="no cell of study .* runs sapo"):
+        with_changes(cells={"one": {"arms": ("gspo",)}}).with_arms(["sapo"])
+
+
+def test_a_text_is_no_list_of_arms():
+    with pytest.raises(ConfigError, match="a list of arms or texts is wanted"):
+        _made("gspo")
