@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -248,7 +249,8 @@ def _from_cache(folder: Path, loaded: LoadedModel, report: Callable[[str], None]
         record = json.loads((folder / "cold_start.json").read_text())
         result = ColdStartResult(record["rate"], record["steps"], record["seconds"], folder, cached=True)
         with no_progress_bars():
-            saved = load_weights(str(folder), loaded.model.dtype).state_dict()
+            widest = reduce(torch.promote_types, (x.dtype for x in loaded.model.parameters()))  # routers may be wider
+            saved = load_weights(str(folder), widest).state_dict()
         if {name: x.shape for name, x in saved.items()} != {n: x.shape for n, x in loaded.model.state_dict().items()}:
             raise ValueError("its weights are of another model")
         loaded.model.load_state_dict(saved)

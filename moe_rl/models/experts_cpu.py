@@ -49,6 +49,16 @@ def register(model: Any) -> bool:
     return model.config._experts_implementation == NAME
 
 
+def suited(*tensors: Tensor) -> bool:
+    """Whether these are what the replaced operators compute: all on the CPU, in one of float32 and float64.
+
+    Asked at every forward, since a model that has them may be copied to another dtype or device.
+    """
+    first = tensors[0]
+    alike = all(x.dtype == first.dtype and x.device.type == "cpu" for x in tensors)
+    return alike and first.dtype in (torch.float32, torch.float64)
+
+
 def cpu_experts(
     self: Any,
     hidden_states: Float[Tensor, "tokens hidden"],
@@ -59,6 +69,10 @@ def cpu_experts(
 
     The same steps: sort (token, k) pairs by expert, multiply each expert's rows at once, put back and add up.
     """
+    if not suited(hidden_states, self.down_proj):
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     pairs = Pairs.of(top_k_index, self.num_experts)
     if _gated_by_silu(self):
         up, down = self.gate_up_proj, self.down_proj

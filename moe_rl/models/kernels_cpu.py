@@ -14,8 +14,9 @@ def use_cpu_kernels(model: Any) -> bool:
 
     False, and nothing is changed, when the model is not on the CPU, is not in float32 or float64, or does not dispatch
     its experts to transformers' default (`experts_cpu.register`). Norms and attention layers of other forms than the
-    replaced ones keep their own. Outputs and gradients agree with the model's own to float rounding. A saved
-    checkpoint does not mention it.
+    replaced ones keep their own. Outputs and gradients agree with the model's own to float rounding. A model, or a copy
+    of it, that is moved to another device or dtype afterwards computes with its own again. A saved checkpoint does not
+    mention it.
     """
     weight = next(model.parameters())
     possible = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)

@@ -17,6 +17,7 @@ from moe_rl.models.kernels_cpu import use_cpu_kernels
 from moe_rl.models.presets import PRESETS, hf_config, placement
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.routing.balance import keep_routers_in
+from moe_rl.routing.sites import find_sites
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,7 +53,12 @@ def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) 
         model, tokenizer = _from_checkpoint(model_config, dtype, trust_remote_code)
     model = model.to(device).eval()
     if model_config.router_dtype is not None:
-        keep_routers_in(model, getattr(torch, model_config.router_dtype))
+        keep_routers_in(model, wide := getattr(torch, model_config.router_dtype))
+        if model_config.name not in PRESETS and wide != dtype:
+            # What was trained in this dtype may be saved in it: read as the rest is, it would be rounded.
+            whole = checkpoints.load_weights(model_config.name, wide, trust_remote_code)
+            for site, exact in zip(find_sites(model), find_sites(whole), strict=True):
+                site.module.load_state_dict(exact.module.state_dict())
     use_cpu_kernels(model)
     return LoadedModel(model, tokenizer)
 

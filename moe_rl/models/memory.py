@@ -49,13 +49,14 @@ def estimate_memory(run: RunConfig, prompt_tokens: int, reference: bool = False)
     rows per forward:
 
         weights = gradients = P b,  optimizer = 2 P b,  reference = P b where an arm compares with one
-        activations = M T (L A + 3 V) b,  A = 5 h + 4 heads head_dim + k (3 w + 2 h);
+        activations = M T (L A + 3 V) b,  A = 8 h + 5 heads head_dim + k (4 w + 2 h), or, with the operators of
+                      `kernels_cpu` (float32 or float64 on a CPU), A = 5 h + 4 heads head_dim + k (3 w + 2 h);
                       L h + A in place of L A with activation checkpointing
         sampling    = R (2 L T kv_heads head_dim b + 3 V · 4)
         routes      = R T L k bytes (two per id above 255 experts), for engine and policy
 
-    A is a fit to what autograd keeps for the presets on a CPU (within a factor of 1.5); eager attention adds
-    heads · T² per row, which is not counted.
+    A is a fit to what autograd keeps for the presets (within a factor of 1.5); eager attention adds heads · T² per row,
+    which is not counted.
     """
     config = hf_config(run.model)
     b = torch.empty((), dtype=getattr(torch, run.model.dtype)).element_size()
@@ -71,7 +72,9 @@ def estimate_memory(run: RunConfig, prompt_tokens: int, reference: bool = False)
     time = prompt_tokens + run.max_new_tokens
     rollouts = run.prompts_per_step * run.group_size
     rows = min(run.micro_batch, -(-rollouts // run.mini_batches))
-    layer = 5 * hidden + 4 * heads * head_dim + k * (3 * width + 2 * hidden)
+    layer = 8 * hidden + 5 * heads * head_dim + k * (4 * width + 2 * hidden)
+    if torch.device(run.model.device).type == "cpu" and run.model.dtype in ("float32", "float64"):
+        layer -= 3 * hidden + heads * head_dim + k * width  # which kernels_cpu makes again in the backward
     kept = layers * hidden + layer if run.activation_checkpointing else layers * layer
     return MemoryEstimate(
         weights=weights,

@@ -11,6 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moe_rl.models.experts_cpu import suited
+
 
 def replace_norms(model: nn.Module) -> int:
     """Give every RMS norm of a model the forward of this file; returns how many were found.
@@ -22,7 +24,9 @@ def replace_norms(model: nn.Module) -> int:
     for module in model.modules():
         if hasattr(module, "variance_epsilon") and [name for name, _ in module.named_parameters()] == ["weight"]:
             alone = len(signature(type(module).forward).parameters) == 2  # of itself and x: others take a gate, too
-            if module.__dict__.get("forward") is None and not (alone and _is_rms_norm(module)):
+            placed = module.__dict__.get("forward")  # this one, or what somebody wraps it in
+            ours = placed is not None and getattr(placed, "__func__", None) is _forward
+            if not (ours or (placed is None and alone and _is_rms_norm(module))):
                 continue
             module.forward = MethodType(_forward, module)
             found += 1
@@ -37,6 +41,8 @@ def rms_norm(x: Float[Tensor, "*batch n"], weight: Float[Tensor, " n"], epsilon:
 
 
 def _forward(self: Any, hidden_states: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+    if not suited(hidden_states, self.weight):
+        return type(self).forward(self, hidden_states)
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
@@ -72,7 +78,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         n = len(weight)
         unit = x * scale
-        both = (grad * unit).view(-1, n)
+        both = (grad * unit).reshape(-1, n)  # heads and time may have changed places before the norm
         weight_grad = both.sum(0) if ctx.needs_input_grad[1] else None
         shared = (both @ weight).div_(-n).view(scale.shape)
         return torch.addcmul(grad * weight, unit, shared).mul_(scale), weight_grad, None

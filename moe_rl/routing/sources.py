@@ -109,7 +109,8 @@ def by_layer(
         raise ConfigError(f"by_layer takes one of first, last, share and sites, not {given or 'none'}.")
     if share is not None:
         _require_share("by_layer", share)
-        sites = [s for s in range(count) if int((s + 1) * share) > int(s * share)]
+        done = [int(round(s * share, 9)) for s in range(count + 1)]  # 100 · 0.29 is 28.999…: rounding takes no site
+        sites = [s for s in range(count) if done[s + 1] > done[s]]
     elif sites is None:
         sites = range(count)[:first] if last is None else range(count)[max(0, count - last) :]
     if any(not 0 <= s < count for s in sites) or min(first or 0, last or 0) < 0:

@@ -13,7 +13,7 @@ from moe_rl import execute
 from moe_rl.config import Arm, ColdStart, ModelConfig, RunConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.lookup import Use
-from moe_rl.models.cold_start import answer_logprobs, cold_start
+from moe_rl.models.cold_start import ColdStartResult, _from_cache, _write, answer_logprobs, cold_start
 from moe_rl.models.load import load
 from moe_rl.models.tokens import completion_tokens, encode_prompts
 from moe_rl.tasks.base import held_out, load_task
@@ -85,6 +85,18 @@ def test_it_stops_at_its_target_and_the_cache_returns_the_same_bits(tmp_path):
     assert same_weights(loaded.model, checkpoint.model)
     elsewhere, _ = start(tmp_path / "elsewhere")
     assert same_weights(loaded.model, elsewhere.model)
+
+
+def test_the_cache_returns_the_bits_of_routers_in_float32(tmp_path):
+    """Else only the run that trained the cold start would have them."""
+    config = ModelConfig(dtype="bfloat16", router_dtype="float32")
+    first, other = load(config, 0), load(config, 1)
+    with torch.no_grad():
+        for parameter in first.model.parameters():
+            parameter += 1e-4 * torch.randn_like(parameter)
+    _write(tmp_path / "cache", first, {}, ColdStartResult(1.0, 1, 0.0, tmp_path, cached=False))
+    _from_cache(tmp_path / "cache", other, print)
+    assert same_weights(first.model, other.model)
 
 
 def test_whatever_determines_it_is_part_of_its_name(tmp_path):

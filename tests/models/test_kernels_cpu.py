@@ -17,6 +17,7 @@ from moe_rl.models.kernels_cpu import use_cpu_kernels
 from moe_rl.models.norms_cpu import replace_norms, rms_norm
 from moe_rl.routing import record_routing, replay_routing
 from tests.conftest import FAMILIES, build, perturb
+from tests.routing import families
 
 
 def double(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -110,6 +111,32 @@ def test_a_copy_computes_with_its_own_weights(tokens: torch.Tensor) -> None:
     assert not torch.equal(model(tokens).logits, before)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_copy_in_another_dtype_computes_with_its_own_operators(family: str, tokens: torch.Tensor) -> None:
+    """An engine that samples in bfloat16 is such a copy: norms in bfloat16 would be a mismatch that nobody has."""
+    model = build(family)
+    own = copy.deepcopy(model)
+    assert use_cpu_kernels(model)
+    found = []
+    for twin in (copy.deepcopy(model), own):
+        for parameter in twin.parameters():
+            parameter.data = parameter.data.bfloat16()
+        found.append(gradients(twin, tokens))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(gradient, found[1][1][name]) for name, gradient in found[0][1].items())
+
+
+@pytest.mark.parametrize("family", [f for f in families.FAMILIES if f.model_type in ("hunyuan_v1_moe", "lfm2_moe")])
+def test_norms_after_heads_and_time_have_changed_places(family: families.Family, tokens: torch.Tensor) -> None:
+    model = families.build(family).eval()
+    own = gradients(model, tokens % 40)[1]
+    assert use_cpu_kernels(model)
+    new = gradients(model, tokens % 40)[1]
+    assert new.keys() == own.keys()
+    for name, gradient in own.items():
+        assert (new[name] - gradient).norm() / gradient.norm() < 1e-5, name
+
+
 def test_nothing_is_changed_on_other_devices_and_in_other_dtypes() -> None:
     for model in (build("qwen3_moe").bfloat16(), build("qwen3_moe").to("meta")):
         assert not use_cpu_kernels(model)
@@ -172,6 +199,17 @@ def test_a_norm_that_computes_something_else_keeps_its_own() -> None:
     norm = OnePlus()
     assert replace_norms(norm) == 0 and "forward" not in norm.__dict__
     assert torch.equal(norm.weight, torch.zeros(4))
+
+
+def test_a_forward_that_somebody_has_wrapped_stays_wrapped() -> None:
+    model = build("qwen3_moe")
+    wrapped = (model.model.norm, model.model.layers[0].self_attn)
+    for module in wrapped:
+        module.forward = lambda x: 2 * x
+    for _ in range(2):
+        assert use_cpu_kernels(model)
+        assert all(module(3) == 6 for module in wrapped)
+    assert sum("forward" in module.__dict__ for module in model.modules()) == 3 * 4 + 1 + 3
 
 
 # ---------------------------------------------------------------------- attention

@@ -14,6 +14,7 @@ from moe_rl.errors import ConfigError
 from moe_rl.models.load import load, save_checkpoint
 from moe_rl.models.presets import PRESETS, hf_config
 from moe_rl.models.tokens import byte_tokenizer, completion_tokens, encode_prompts
+from moe_rl.routing.sites import router_parameters
 from moe_rl.types import Prompt
 
 TOKENIZER = byte_tokenizer()
@@ -188,3 +189,16 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load(ModelConfig(name=str(tmp_path)), 0)
     assert not ran.exists()
+
+
+def test_routers_in_float32_come_back_from_a_checkpoint_bit_for_bit(tmp_path):
+    """Beside weights in bfloat16: read as those are, what they have learned would be rounded."""
+    config = ModelConfig(name="qwen3_moe-tiny", dtype="bfloat16", router_dtype="float32")
+    first = load(config, 0)
+    with torch.no_grad():
+        for parameter in router_parameters(first.model):
+            parameter += 1e-4 * torch.randn_like(parameter)
+    save_checkpoint(first.model, first.tokenizer, tmp_path)
+    again = load(ModelConfig(name=str(tmp_path), dtype="bfloat16", router_dtype="float32"), 0).model.state_dict()
+    for name, weight in first.model.state_dict().items():
+        assert again[name].dtype == weight.dtype and torch.equal(again[name], weight), name

@@ -29,7 +29,8 @@ from tests.objectives.examples import TIGHT, case, inputs
 
 K = 2
 RELATIVE = dict(rtol=1e-12, atol=1e-12)
-BASES = {"grpo": dict(clip_low=0.2, clip_high=0.28), "gspo": dict(clip_low=0.02, clip_high=0.03)}
+BASES = {"grpo": dict(clip_low=0.2, clip_high=0.28), "gspo": dict(clip_low=0.02, clip_high=0.03),
+         "gmpo": dict(clip_low=0.1, clip_high=0.15)}
 
 
 def routers_of(new, old, real, *, sites=None, weights=None, preferred=None, **further) -> RouterInputs:
@@ -84,7 +85,8 @@ def gamma_by_hand(after, before, floor):
 
 # ---------------------------------------------------------------------- RSPO
 def clipped_by_hand(base, new, old, advantages, mask, gamma, low, high):
-    """(loss, gradient) of the clipped surrogate on γ·w, token by token, or on its geometric mean; GRPO's weights."""
+    """(loss, gradient) of the clipped surrogate on γ·w, token by token, or on its geometric mean, or on that of clipped
+    tokens; GRPO's weights."""
     loss, gradient = 0.0, np.zeros(mask.shape)
     rows = [i for i in range(len(mask)) if mask[i].any()]
     for i in rows:
@@ -92,6 +94,14 @@ def clipped_by_hand(base, new, old, advantages, mask, gamma, low, high):
         a = advantages[i]
         log_ratio = {t: new[i, t] - old[i, t] + math.log(gamma[i, t]) for t in tokens}
         mean = sum(log_ratio.values()) / len(tokens)
+        if base == "gmpo":
+            kept = {t: x if x * np.sign(a) <= (high if a > 0 else low) else np.sign(a) * (high if a > 0 else low)
+                    for t, x in log_ratio.items()}  # fmt: skip
+            r = math.exp(sum(kept.values()) / len(tokens))
+            loss -= r * a / len(rows)
+            for t in tokens:
+                gradient[i, t] = -r * a / len(rows) / len(tokens) if kept[t] == log_ratio[t] else 0.0
+            continue
         for t in tokens:
             r = math.exp(log_ratio[t] if base == "grpo" else mean)
             bounded = min(max(r, 1 - low), 1 + high)

@@ -56,6 +56,17 @@ def test_layers_are_chosen_by_number_end_or_share(step):
     assert by_layer(batch, natural, first=3) == routes
 
 
+def test_a_share_of_layers_loses_none_to_rounding(step):
+    """100 · 0.29 is 28.999… in binary."""
+    _, batch, natural = step
+    wide = replace(natural.routes.layout, sites=natural.routes.layout.sites[:1] * 100)
+    experts = natural.routes.experts[:, :, :1].expand(-1, -1, 100, -1)
+    routes = replace(natural.routes, experts=experts, layout=wide)
+    for hundredths in (29, 57, 58):
+        found = by_layer(batch, replace(natural, routes=routes), share=hundredths / 100)
+        assert int(found.known.any((0, 1)).sum()) == hundredths
+
+
 def test_pairs_are_chosen_by_margin_or_probability(step):
     _, batch, natural = step
     routes, scores = natural.routes, natural.scores
@@ -262,7 +273,7 @@ def test_rules_and_weights_travel_with_a_trace(tmp_path):
     assert torch.equal(trace.align(left).gates[left], trace.gates[trace.attention_mask])
     assert trace.align(left).align(trace.attention_mask) == trace
     trace.save(tmp_path / "trace")
-    assert RoutingTrace.load(tmp_path / "trace") == trace
+    assert RoutingTrace.load(tmp_path / "trace") == trace == replace(trace, gates=gates), "where routes are known"
     plain.save(tmp_path / "plain")
     assert RoutingTrace.load(tmp_path / "plain") == plain
     for other in (replace(trace, keep=0.0), replace(trace, gates=None)):
