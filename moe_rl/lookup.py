@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -105,6 +106,8 @@ def check_options(kind: str, use: Use, found: Callable[..., Any]) -> None:
     for name in use.options:
         if name not in options:
             unknown(f"option of the {kind} {use.name!r}", name, options)
+        if isinstance(use.options[name], float) and math.isnan(use.options[name]):
+            raise ConfigError(f"the {kind} {use.name!r} got {name}=nan, which every comparison passes over in silence")
     if missing := [n for n, p in options.items() if p.default is p.empty and n not in use.options]:
         raise ConfigError(f"the {kind} {use.name!r} needs {', '.join(missing)}: Use({use.name!r}, {missing[0]}=…)")
 

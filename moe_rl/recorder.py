@@ -51,6 +51,7 @@ class Recorder:
         self.per_epoch = len(split) // self.run.epochs
         self.log_ratio = torch.zeros_like(batch.rollout_logprobs).repeat(self.run.epochs, 1)
         self.clipped_by = torch.zeros(self.log_ratio.shape, dtype=torch.int8)
+        self.counted = batch.response_mask.repeat(self.run.epochs, 1)
         with self.timed("measure"):
             detail = step % self.run.measure.detail_every == 0
             self.probe = Probe(self.policy, batch, natural, split, self.run.measure, detail)
@@ -76,6 +77,8 @@ class Recorder:
             self.updates[-1] |= update_row(part, log_ratio, updated, natural) | self.probe.after_update(update)
             rows = index + update // self.per_epoch * len(self.batch)
             self.log_ratio[rows, :width], self.clipped_by[rows, :width] = log_ratio, updated.clipped_by
+            if part.loss_mask is not None:
+                self.counted[rows, :width] = part.loss_mask
 
     def end(self, push_gap: float | None) -> Rows:
         """After the weights went to the engine: the rows of the step. `push_gap` is what that check found, in nats."""
@@ -83,7 +86,7 @@ class Recorder:
             probed, sites = self.probe.after_step()
             engine, engine_sites = engine_row(self.batch, self.natural)
             row = {"step": self.step, **batch_row(self.batch, self.natural), **probed, **engine}
-            row |= ratio_row(self.batch, self.log_ratio, self.clipped_by)
+            row |= ratio_row(self.batch, self.log_ratio, self.clipped_by, self.counted)
             row |= {} if push_gap is None else {"push_gap_max": push_gap}
             for name in ("grad_norm", "grad_clipped"):
                 row[name] = sum(update[name] for update in self.updates) / len(self.updates)
@@ -108,7 +111,7 @@ def update_row(part: Batch, log_ratio: Tensor, updated: Updated, natural: Scored
         "grad_norm": updated.grad_norm,
         "grad_clipped": float(updated.grad_clipped),
         "entropy": updated.entropy[part.response_mask].double().mean().item(),
-        **ratio_row(part, log_ratio, updated.clipped_by),
+        **ratio_row(part, log_ratio, updated.clipped_by, part.loss_mask),
         **updated.metrics,
     }
     if part.routes is not None:
@@ -120,11 +123,13 @@ def update_row(part: Batch, log_ratio: Tensor, updated: Updated, natural: Scored
     return row | {f"fresh_{name}": change[name] for name in CHANGE}
 
 
-def ratio_row(batch: Batch, log_ratio: Tensor, clipped_by: Tensor) -> Row:
-    """Ratio statistics and clip fractions of a batch's tokens, of every epoch: its rows follow each other as often."""
+def ratio_row(batch: Batch, log_ratio: Tensor, clipped_by: Tensor, counted: Tensor | None = None) -> Row:
+    """Ratio statistics and clip fractions of a batch's tokens, of every epoch: its rows follow each other as often.
+    `counted` are the tokens that no filter took out, which have no gradient that a clip could take."""
     epochs = len(log_ratio) // len(batch)
     mask, advantages = batch.response_mask.repeat(epochs, 1), batch.advantages.repeat(epochs, 1)
-    return ratios.ratio_statistics(log_ratio, mask) | ratios.clip_fractions(clipped_by, mask, advantages)
+    return ratios.ratio_statistics(log_ratio, mask) | ratios.clip_fractions(
+        clipped_by, mask if counted is None else counted, advantages)
 
 
 def batch_row(batch: Batch, natural: Scored) -> Row:

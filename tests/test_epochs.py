@@ -12,6 +12,7 @@ from moe_rl.config import Arm, Dial, Measure, Optimizer, RunConfig
 from moe_rl.config.values import check_values
 from moe_rl.errors import ConfigError
 from moe_rl.execute import build, check
+from moe_rl.lookup import Use
 from moe_rl.recorder import ratio_row
 from moe_rl.runs import frames
 from moe_rl.seeds import SPLIT, derive
@@ -145,3 +146,27 @@ def test_a_token_counts_once_per_epoch_in_the_ratios_and_clip_fractions_of_a_ste
         assert two[column] == pytest.approx(one[column], rel=1e-9)
     for column in ("clip_tokens", "clip_tokens_all"):
         assert two[column] == pytest.approx(one[column] / 2, rel=1e-9), "in one of two epochs"
+
+
+def test_a_sequence_is_clipped_when_all_its_tokens_that_no_filter_took_out_are():
+    batch = make_batch()
+    batch = replace(batch, advantages=batch.response_mask.float())
+    counted = batch.response_mask & (batch.response_mask.cumsum(1) > 1)  # a filter took every first token
+    clipped_by = counted.to(torch.int8)
+    row = ratio_row(batch, 0.0 * batch.rollout_logprobs, clipped_by, counted)
+    for unit in ("tokens", "sequences"):
+        assert row[f"clip_{unit}"] == row[f"clip_{unit}_all"] == 1
+    assert row["token_n"] == int(batch.response_mask.sum()), "ratios are of all response tokens"
+
+
+def test_a_runs_clip_fractions_are_of_tokens_that_no_filter_took_out(tmp_path):
+    """A clipped sequence is clipped, though its filtered tokens have lost nothing."""
+    arm = Arm(name="a", filters=(f"{__name__}:every_second",), loss=Use("gspo", clip_low=0.0, clip_high=0.0))
+    tables = carry_out(TINY.replace(arm=arm, steps=1, epochs=2), tmp_path / "run")
+    assert tables["updates"].iloc[-1]["clip_sequences"] > 0.5
+    for row in (tables["updates"].iloc[-1], tables["steps"].iloc[-1]):
+        assert row["clip_sequences"] == row["clip_tokens"] > 0
+
+
+def every_second(x):
+    return (x.mask.cumsum(1) % 2).float()

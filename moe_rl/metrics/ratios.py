@@ -53,7 +53,8 @@ def clip_fractions(
     A sequence is lost when all its tokens are; so for GSPO the two differ only by length, and for GRPO the second is
     nearly 0. `lost` is that of `LossOutput`; `_high` and `_low` say which bound did it. Without suffix the share is
     over tokens (sequences) with non-zero advantage, since the others have no gradient to lose; with `_all` it is over
-    all response tokens (sequences), as in GSPO, arXiv 2507.18071, Fig. 2. NaN over none.
+    all tokens of `mask` (sequences), as in GSPO, arXiv 2507.18071, Fig. 2: response tokens that no filter took out. NaN
+    over none.
     """
     active = mask & ((advantages[:, None] if advantages.ndim == 1 else advantages) != 0)
     fractions = {}

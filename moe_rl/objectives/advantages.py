@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from moe_rl.config import Arm
-from moe_rl.errors import ConfigError, RunError
+from moe_rl.errors import ConfigError, MoeRlError, RunError
 from moe_rl.lookup import Use, lookup, needs, needs_of, unknown
 from moe_rl.objectives.terms import ESTIMATORS
 from moe_rl.types import Batch
@@ -103,9 +103,16 @@ def advantage_of(arm: Arm) -> Advantage:
     found = Advantage(tuple((str(part), lookup("advantage", part, ADVANTAGES)) for part in arm.advantage))
     mask, zeros = torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 1)
     rewards, prompt = torch.tensor([0.0, 1.0]), torch.zeros(2, dtype=torch.long)
-    found(Batch(tokens=torch.zeros(2, 1, dtype=torch.long), attention_mask=mask, response_mask=mask,
+    two = Batch(tokens=torch.zeros(2, 1, dtype=torch.long), attention_mask=mask, response_mask=mask,
                 prompt_index=prompt, rollout_logprobs=zeros, rewards=rewards, advantages=zeros, finished=mask[:, 0],
-                old_logprobs=zeros, ref_logprobs=zeros))
+                old_logprobs=zeros, ref_logprobs=zeros)
+    try:
+        found(two)
+    except MoeRlError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"arm {arm.name!r}: its advantage failed when it was tried on two rewards ({error}). Is an "
+                          "option of another type?") from error
     found.memory.clear()
     return found
 
@@ -194,8 +201,9 @@ def whitened(x: Earned, *, eps: float = 1e-8) -> Values:
         raise ConfigError(f"whitened(eps={eps:g}): it is added to a variance, so it must not be negative")
     values = (x.values if x.values.dim() == 2 else x.values[:, None].expand(x.mask.shape)).double()
     tokens = values[x.mask]
-    var = tokens.var() if len(tokens) > 1 else tokens.new_zeros(())
-    return torch.where(x.mask, (values - tokens.mean()) / (var + eps).sqrt(), 0).to(x.values.dtype)
+    if not len(tokens) or tokens.min() == tokens.max():  # where eps is 0, or their mean is rounded, they are 0 as well
+        return torch.zeros_like(values).to(x.values.dtype)
+    return torch.where(x.mask, (values - tokens.mean()) / (tokens.var() + eps).sqrt(), 0).to(x.values.dtype)
 
 
 @needs("reference")

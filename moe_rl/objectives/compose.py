@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from moe_rl.config import Arm
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, MoeRlError
 from moe_rl.lookup import Part, Use, lookup, needs_of
 from moe_rl.objectives.aggregate import AGGREGATIONS
 from moe_rl.objectives.base import LossInputs, LossOutput
@@ -77,7 +78,7 @@ class Objective:
         trusted = x.weights if x.trust is None else x.weights * x.trust
         for correction in self.corrections:
             if x.trust is None or "policy" in needs_of(correction):
-                trusted = trusted * correction(x)
+                trusted = trusted * _factors(correction(x), x.mask)
         output = self.loss(dataclasses.replace(x, weights=trusted))
         loss, metrics = output.loss, dict(output.metrics)
         for name, term in self.terms.items():
@@ -110,9 +111,18 @@ def _inputs(part: Batch, logprobs: PerToken, **further: Any) -> LossInputs:
     )
 
 
-def _number(factors: PerToken, mask: Bool[Tensor, "batch time"]) -> PerToken:
+def _factors(factors: Tensor, mask: Bool[Tensor, "batch time"]) -> PerToken:
+    """A correction's factors, 1 outside the mask, where 0 · NaN would be NaN."""
+    if factors.shape != mask.shape:
+        raise ConfigError(f"a correction gave shape {tuple(factors.shape)}: it needs one factor per token, "
+                          f"(batch, time), here {tuple(mask.shape)}")
+    return torch.where(mask, factors, 1)
+
+
+def _number(factors: Tensor, mask: Bool[Tensor, "batch time"]) -> PerToken:
     """A correction's factors, unless some are NaN."""
-    if bool((factors.isnan() & mask).any()):
+    factors = _factors(factors, mask)
+    if bool(factors.isnan().any()):
         raise ConfigError("a correction gave NaN: it reads log π_θ, which is not known when a mini-batch is weighed "
                           "(make it a part of the loss, or a term), or log-probs that are no numbers")
     return factors
@@ -139,14 +149,21 @@ def objective_of(arm: Arm) -> Objective:
                        router=RouterInputs.of_one_token() if "router" in objective.needs else None)
         objective._filtered(x)
         found = objective.of(x)
-    except (TypeError, AttributeError) as error:
+        reads = [str(part) for part, one in _weighing(arm, objective) if "policy" not in needs_of(one)
+                 and _reads_policy(one, x)]
+    except MoeRlError:
+        raise
+    except (TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"arm {arm.name!r}: a part failed when it was tried on one token ({error}). Is an option of "
                           "another type? One that reads the entropy, the reference or the routers is marked with "
                           "moe_rl.lookup.needs('entropy'), ('reference') or ('router').") from error
+    if reads:
+        raise ConfigError(f"arm {arm.name!r}: {', '.join(reads)} reads log π_θ, which is not known when a mini-batch "
+                          "is weighed: mark it with moe_rl.lookup.needs('policy') and make it a correction")
     if taken := [name for name in found.metrics if not name.startswith(("own_", "term_"))]:
         raise ConfigError(f"arm {arm.name!r}: its loss gives the metrics {', '.join(taken)}, which could be the names "
                           "of measured columns; let them begin with own_")
-    _check_arm(arm, objective.loss)
+    _check_arm(arm, objective)
     return objective
 
 
@@ -165,10 +182,16 @@ def policy_loss(
     `logprobs` has the gradient; log-probs are of response tokens, in nats; `advantages` are one per row or per token.
     `further` are the other fields of `LossInputs` that the arm needs. For one part of a mini-batch give `weights`: its
     rows of `objective_of(arm).aggregate(mask)` over the whole; parts then only add, unless a correction or the loss
-    takes statistics of the mini-batch: then give `trust` and `marks` of it, too. Filters take tokens out of `mask`
-    where no `weights` are given. Raises ConfigError where something is missing or has another shape.
+    takes statistics of the mini-batch: then give `trust` and `marks` of it, too. Filters take tokens out of `mask`,
+    and are refused where `weights` are given. Raises ConfigError where something is missing or has another shape.
     """
     objective = _objective_once(arm if isinstance(arm, Arm) else Arm(name="loss", loss=arm))
+    if advantages.dim() == 1 and len(advantages) != len(mask):
+        raise ConfigError(f"{len(advantages)} advantages for {len(mask)} rows: give one per row, or one per token")
+    if weights is not None and objective.filters:
+        raise ConfigError("filters say over a whole mini-batch what counts, so they cannot be asked about a part that "
+                          "has weights: give the arm without filters, a mask they have been applied to, and weights "
+                          "of that mask")
     x = LossInputs(
         logprobs=logprobs,
         old_logprobs=old_logprobs,
@@ -187,10 +210,10 @@ _objective_once = functools.lru_cache(maxsize=64)(objective_of)
 """For `policy_loss`, which a loop calls for every micro-batch: an arm is looked up and tried once."""
 
 
-def _check_arm(arm: Arm, bound: Callable[..., LossOutput]) -> None:
+def _check_arm(arm: Arm, objective: Objective) -> None:
     """Refuse combinations of parts that make no sense, and say which are void. The parts have been tried."""
     loss = Use.of(arm.loss)
-    options = {name: option.default for name, option in inspect.signature(bound).parameters.items()}
+    options = {name: option.default for name, option in inspect.signature(objective.loss).parameters.items()}
     high, low = (options.get(bound, 0.0) for bound in ("clip_high", "clip_low"))
     level = options.get(CLIPS.get(loss.name, ""), CLIPS.get(loss.name, ""))
     if CLIPS.get(level, level) in MEANS and max(high, low) >= 0.1:
@@ -200,16 +223,18 @@ def _check_arm(arm: Arm, bound: Callable[..., LossOutput]) -> None:
             "the paper uses 3e-4/4e-4 (short responses need a range of their own, usually below 0.05)",
             stacklevel=3,
         )
-    for name in (Use.of(part).name for part in (*arm.corrections, *arm.filters)):
-        if arm.anchor == "engine" and "engine" in needs_of(CORRECTIONS.get(name)):
+    for part, correction in _weighing(arm, objective):
+        if arm.anchor == "engine" and "engine" in needs_of(correction):
             raise ConfigError(
-                f"arm {arm.name!r}: {name} weighs the trainer's π_old against the engine, but anchor='engine' takes "
-                "the engine's log-probs for π_old: every weight is 1. Choose one of the two."
+                f"arm {arm.name!r}: {Use.of(part).name} weighs the trainer's π_old against the engine, but "
+                "anchor='engine' takes the engine's log-probs for π_old: every weight is 1. Choose one of the two."
             )
     if "truncated" in (Use.of(part).name for part in arm.filters):
         raise ConfigError(f"arm {arm.name!r}: truncated is never 0, so as a filter it does nothing: make it a "
                           "correction")
-    if waiting := [str(f) for f in arm.filters if "policy" in needs_of(CORRECTIONS.get(Use.of(f).name))]:
+    if waiting := [
+        str(part) for part, one in zip(arm.filters, objective.filters, strict=True) if "policy" in needs_of(one)
+    ]:
         raise ConfigError(f"arm {arm.name!r}: {', '.join(waiting)} reads π_θ, which is not known when filters decide "
                           "what counts: make it a correction")
     if len(set(map(str, arm.corrections))) < len(arm.corrections):
@@ -217,6 +242,24 @@ def _check_arm(arm: Arm, bound: Callable[..., LossOutput]) -> None:
     names = [_term(part) for part in arm.terms]
     if len(set(names)) < len(names):
         raise ConfigError(f"arm {arm.name!r} has a term twice: {', '.join(names)}")
+
+
+def _weighing(arm: Arm, objective: Objective) -> list[tuple[Part, Callable[[LossInputs], Tensor]]]:
+    """Corrections and filters: what they were asked for, and what that is."""
+    functions = (*objective.corrections, *objective.filters)
+    return list(zip((*arm.corrections, *arm.filters), functions, strict=True))
+
+
+def _reads_policy(correction: Callable[[LossInputs], Tensor], x: LossInputs) -> bool:
+    """Whether its factors change with log π_θ; of NaN, a comparison would say no and nobody would know."""
+    def factors(advantage: float, logprob: float) -> Tensor:
+        torch.manual_seed(0)
+        moved = dataclasses.replace(x, advantages=x.advantages + advantage, logprobs=x.logprobs + logprob)
+        return correction(moved).nan_to_num(nan=-1.0)
+
+    with torch.random.fork_rng(devices=[]):
+        pairs = [(factors(a, 0.0), factors(a, 0.0), factors(a, to)) for a in (-1, 1) for to in (-9, -0.3, 9, math.nan)]
+    return any(torch.equal(one, again) and not torch.equal(one, other) for one, again, other in pairs)
 
 
 def _term(part: Part) -> str:

@@ -40,7 +40,8 @@ def truncated(
     rho = _rho(x, "truncated", level).clamp(*_band("truncated", low, cap))
     if batch_normalized:
         of_rows = ratios.sequence_level(torch.where(x.mask, rho, 0).double(), x.mask).amax(1)[x.mask.any(1)]
-        rho = rho / (rho[x.mask].double() if level == "token" else of_rows).mean()
+        mean = (rho[x.mask].double() if level == "token" else of_rows).mean()
+        rho = rho / torch.where(mean > 0, mean, 1)  # of no token it is NaN
     return rho
 
 

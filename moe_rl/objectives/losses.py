@@ -176,7 +176,7 @@ def dppo(
         distance = torch.xlogy(old_other, old_other) - torch.xlogy(old_other, other) - old.exp() * log_ratio
     above = x.mask & (x.advantages > 0) & (log_ratio > 0) & (distance > high)
     below = x.mask & (x.advantages < 0) & (log_ratio < 0) & (distance > low)
-    weight = torch.where(above | below | (x.advantages == 0), 0, log_ratio.exp().clamp(max=cap))
+    weight = torch.where(above | below | (x.advantages == 0) | (x.weights == 0), 0, log_ratio.exp().clamp(max=cap))
     return surrogate(x, weight * (1 + (x.log_ratio - log_ratio)), log_ratio, above, below)
 
 

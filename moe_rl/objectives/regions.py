@@ -42,8 +42,9 @@ def clipped(x: LossInputs, log_ratio: PerToken, low: Bound, high: Bound, far: fl
 
 
 def exponential(x: LossInputs, log_ratio: PerToken, lost: Where | bool = False) -> PerToken:
-    """exp(log_ratio), and 1 where no gradient may follow: that of a ratio which overflows would become 0 · inf."""
-    return log_ratio.masked_fill((x.advantages == 0) | lost, 0).exp()
+    """exp(log_ratio), and 1 where no gradient may follow, or for a weight of 0: that of a ratio which overflows would
+    become 0 · inf."""
+    return log_ratio.masked_fill((x.advantages == 0) | (x.weights == 0) | lost, 0).exp()
 
 
 def finite(log_ratio: PerToken) -> PerToken:
@@ -60,7 +61,8 @@ def surrogate(x: LossInputs, ratio: PerToken, log_ratio: PerToken, *lost: Where)
 
 def detached(x: LossInputs, weight: PerToken, log_ratio: PerToken, *lost: Where) -> LossOutput:
     """−Σ weights · sg(weight) · A · log π: every token's gradient its own weight · A, and none where it is lost."""
-    kept = functools.reduce(torch.logical_and, [~where for where in lost], x.mask & (x.advantages != 0))
+    counts = x.mask & (x.advantages != 0) & (x.weights != 0)
+    kept = functools.reduce(torch.logical_and, [~where for where in lost], counts)
     weight = torch.where(kept, weight.detach(), 0)
     return surrogate(x, weight * torch.where(weight != 0, x.logprobs, 0), log_ratio, *lost)
 

@@ -82,7 +82,8 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
         Column("push_gap_max", "steps", "nats",
                "largest |log p(engine) − log p(policy)| over a few completions right after the weights were pushed"),
     ),
-    "Clipping (elements that lose their gradient; over those with non-zero advantage, _all: over all)": (
+    "Clipping (elements that lose their gradient; over those with non-zero advantage, _all: over all; "
+    "none that filters took out)": (
         Column("clip_{tokens,sequences}{,_all}", "steps updates", "share", "by either bound; sequence: all its tokens",
                f"{GSPO}, Fig. 2: clip_tokens_all"),
         Column("clip_{tokens,sequences}{,_all}_{high,low}", "steps updates", "share", "by the upper or lower bound"),

@@ -218,3 +218,32 @@ def test_the_ratio_of_routes_of_its_own_is_exact():
     inputs = LossInputs(logprobs=x, old_logprobs=-1 - 1e-4 * ones, ratio_logprobs=-ones, mask=ones.bool(),
                         advantages=ones, weights=ones)  # fmt: skip
     assert inputs.log_ratio.item() == (-ones - (-1 - 1e-4 * ones)).item()
+
+
+@pytest.mark.parametrize("loss", [
+    Use("grpo", clip_low=None), Use("cispo", clip_high=None), Use("clip_cov", seed=2**70)
+])  # fmt: skip
+def test_an_option_of_another_type_is_refused_whatever_it_raises(loss):
+    with pytest.raises(ConfigError, match="Is an option of another type"):
+        objective_of(Arm(name="a", loss=loss))
+
+
+@pytest.mark.parametrize("parts", [
+    {"corrections": (Use("opsm", delta=math.nan),)}, {"terms": (Use("kl", coef=math.nan),)},
+    {"loss": Use("clip_cov", low=math.nan)},
+])  # fmt: skip
+def test_an_option_that_is_no_number_is_refused(parts):
+    with pytest.raises(ConfigError, match="=nan"):
+        objective_of(Arm(name="a", **parts))
+
+
+def test_a_loop_of_ones_own_is_told_what_would_be_passed_over():
+    zeros, mask = torch.zeros(4, 3), torch.ones(4, 3, dtype=torch.bool)
+    given = dict(logprobs=zeros, old_logprobs=zeros, mask=mask, rollout_logprobs=zeros)
+    for advantages in (torch.ones(1), torch.ones(3)):
+        with pytest.raises(ConfigError, match=f"{len(advantages)} advantages for 4 rows"):
+            inspect.unwrap(policy_loss)("grpo", advantages=advantages, **given)
+    arm = Arm(name="a", filters=(Use("masked", high=2.0),))
+    assert policy_loss(arm, advantages=torch.ones(4), **given).loss == -1
+    with pytest.raises(ConfigError, match="filters say over a whole mini-batch"):
+        policy_loss(arm, advantages=torch.ones(4), weights=zeros.double(), **given)

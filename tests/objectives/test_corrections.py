@@ -10,7 +10,7 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
+from moe_rl.lookup import Use, needs
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.corrections import truncated
 from moe_rl.objectives.losses import grpo
@@ -102,3 +102,60 @@ def test_truncation_that_means_nothing_is_refused(settings, message):
 def test_without_the_engines_log_probs_there_is_nothing_to_weigh():
     with pytest.raises(ConfigError, match="no rollout_logprobs"):
         truncated(inputs(*case()))
+
+
+def agreeing(x):
+    return (x.log_ratio.abs() < 0.5).float()
+
+
+def per_row(x):
+    return torch.ones(len(x.mask))
+
+
+@needs("policy")
+def waiting(x):
+    return (x.log_ratio < 0.5).float()
+
+
+@needs("engine")
+def compares(x):
+    return torch.ones_like(x.old_logprobs)
+
+
+def nan_outside(x):
+    return torch.where(x.mask, 1.0, math.nan)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_where_filters_leave_nothing_a_normalised_weight_is_no_nan(level):
+    batch = make_batch()
+    batch = replace(batch, old_logprobs=batch.rollout_logprobs, finished=torch.zeros(len(batch), dtype=torch.bool))
+    arm = Arm(name="a", filters=("finished",), corrections=(Use("truncated", level=level, batch_normalized=True),))
+    objective = objective_of(arm)
+    part = objective.weighed(batch)
+    assert objective(part, batch.rollout_logprobs, 0 * batch.rollout_logprobs).loss.item() == 0
+
+
+def test_what_a_correction_says_of_padding_reaches_no_loss():
+    batch = make_batch()
+    batch = replace(batch, old_logprobs=batch.rollout_logprobs, advantages=batch.response_mask.float())
+    plain, own = objective_of(Arm(name="a")), objective_of(Arm(name="a", corrections=(f"{__name__}:nan_outside",)))
+    one, other = (o(o.weighed(batch), batch.rollout_logprobs, 0 * batch.rollout_logprobs).loss for o in (plain, own))
+    assert torch.equal(one, other) and one != 0
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"corrections": ("agreeing",)}, "reads log π_θ.*mark it"),
+    ({"filters": ("agreeing",)}, "reads log π_θ.*mark it"),
+    ({"filters": ("waiting",)}, "reads π_θ, which is not known when filters decide"),
+    ({"corrections": ("per_row",)}, r"shape \(1,\).*one factor per token"),
+    ({"corrections": ("compares",), "anchor": "engine"}, "every weight is 1"),
+])  # fmt: skip
+def test_ones_own_correction_that_means_nothing_is_refused(settings, message):
+    settings = {k: tuple(f"{__name__}:{n}" for n in v) if isinstance(v, tuple) else v for k, v in settings.items()}
+    with pytest.raises(ConfigError, match=message):
+        objective_of(Arm(name="a", **settings))
+
+
+def test_what_waits_for_the_policy_may_read_it():
+    assert objective_of(Arm(name="a", corrections=(f"{__name__}:waiting",))).needs == {"policy"}

@@ -427,3 +427,21 @@ def test_defaults_pass_without_a_word(loss):
 
 def test_the_peers_cases_are_what_they_say():
     assert not peers.case("empty-wide-0")["mask"][4].any() and peers.case("main-wide-0")["router_old"].shape[0] == 8
+
+
+@pytest.mark.parametrize("loss, beyond", [
+    ("grpo", 100), (Use("grpo", level="product"), 30), (Use("gmpo", level="product", clip_high=math.inf), 30),
+    (Use("crossed", weigh="product", clip="none"), 30), ("minirl", 100), (Use("cispo", clip_high=math.inf), 100),
+    ("band", 100), ("dppo", 100), ("kl_cov", 100),
+])  # fmt: skip
+def test_a_token_that_a_correction_takes_out_may_have_a_ratio_that_overflows(loss, beyond):
+    """Else 0 · inf would make the gradient of the whole model NaN."""
+    new = torch.zeros(2, 4, requires_grad=True)
+    moved = torch.tensor([[0.05], [beyond]]).expand(2, 4)
+    weights = torch.tensor([[0.5], [0.0]]).double().expand(2, 4)
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    objective = objective_of(Arm(name="a", loss=loss))
+    output = objective.of(inputs(new, -moved, torch.tensor([1.0, -1.0]), mask, weights=weights))
+    output.loss.backward()
+    assert torch.isfinite(output.loss) and bool(torch.isfinite(new.grad).all())
+    assert bool((new.grad[1] == 0).all()) and bool((new.grad[0] != 0).any())

@@ -285,3 +285,17 @@ def test_the_overlong_punishment_of_trl(name):
     x = peers.case(name)
     found = made(Use("overlong", limit=24, buffer=8), rewards=np.zeros(8), prompt=x["groups"], mask=x["mask"])
     tight(found.min(1), peers.output(name, "trl/overlong"))
+
+
+def test_whitening_what_does_not_differ_gives_exactly_0():
+    for values in (0.0, 0.1, 0.3, 0.7):
+        found = made(Use("whitened", eps=0.0), rewards=[values] * len(REWARDS))
+        assert bool((found == 0).all())
+        assert bool((made("whitened", rewards=[values] * len(REWARDS)) == 0).all())
+
+
+@pytest.mark.parametrize("step", [Use("normalized", eps="0"), Use("clipped", at=None), Use("returns", gamma="1"),
+                                  Use("overlong", limit="16", buffer=4), Use("difficulty_mask", low=None)])
+def test_an_option_of_another_type_is_refused_with_its_arm(step):
+    with pytest.raises(ConfigError, match="(?s)arm 'a': its advantage failed.*another type"):
+        advantage_of(Arm(name="a", advantage=(step,)))
