@@ -28,16 +28,16 @@ def clip_cov(
 
     Clip-Cov, arXiv 2505.22617: cov = (A − mean A) · (log π − mean log π), means over the mini-batch's response tokens;
     share · tokens, at least one, have neither value nor gradient, and are reported as clipped on the side their
-    advantage pushes to. The draw is a function of `seed` and the mini-batch's log π_old, row by row. Defaults are
-    verl's. share 0: `grpo` with this range.
+    advantage pushes to. The draw is a function of `seed` and of which tokens the candidates are, so that rounding, or
+    another engine, draws the same ones. Defaults are verl's. share 0: `grpo` with this range.
     """
     found = clipped(x, x.log_ratio, clip_low, clip_high)
     marks = x.marks
     if marks is None:
         cov = _covariance(x)
         kept = (x.mask & (found.clipped_by == 0) & (cov > low) & (cov < high)).flatten().nonzero()[:, 0]
-        content = zlib.crc32(x.old_logprobs.detach()[x.mask].double().cpu().numpy().tobytes())
-        order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(content ^ seed))
+        which = zlib.crc32(kept.cpu().numpy().tobytes())
+        order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(which ^ seed))
         marks = _marked(x, kept[order.to(kept.device)], share)
     gone = x.mask & (marks > 0)
     found = clipped(replace(x, advantages=x.advantages.masked_fill(gone, 0)), x.log_ratio, clip_low, clip_high)

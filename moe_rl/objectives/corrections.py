@@ -48,7 +48,7 @@ def truncated(
 @needs("engine")
 def masked(x: LossInputs, *, high: float, low: float = 0.0, level: str = "token") -> Factors:
     """ρ · 1[low ≤ ρ ≤ high]: masked importance sampling (MIS, Liu & Li 2025). IcePop, arXiv 2510.18855, has .5 and 5;
-    TRL's default is masked(high=3, level="sequence"). Degenerate: masked(high=inf) is truncated(cap=inf)."""
+    TRL's default is masked(high=3, level="product"). Degenerate: masked(high=inf) is truncated(cap=inf)."""
     rho = _rho(x, "masked", level)
     return torch.where(_inside(rho, *_band("masked", low, high)), rho, 0)
 
@@ -60,7 +60,7 @@ def rejected(
     """1[low ≤ v ≤ high]: rejection sampling, weight 1 inside a band; by default geometric (Geo-RS, Liu & Li 2025).
 
     v is ρ at a level or, by `statistic`, "k2", "k3" or "abs" of KL(π_engine ‖ π_old) per token, summed (level
-    "sequence") or averaged ("geometric", "segment"). With level="max" every token of a sequence must be inside (Trust
+    "product") or averaged ("geometric", "segment"). With level="max" every token of a sequence must be inside (Trust
     Region Masking, arXiv 2512.23075). verl: token_*, seq_sum_*, seq_mean_*, seq_max_*; its k1 bounds 1/ρ.
     Times `truncated`, sequences are chosen and tokens weighed (NeMo-RL's seq-mask-tis).
     """
@@ -121,9 +121,10 @@ LEVELS: dict[str, Callable[[Tensor, Mask], Tensor]] = {
     "token": ratios.LEVELS["token"],
     "segment": ratios.segment_level,
     "geometric": ratios.sequence_level,
-    "sequence": ratios.LEVELS["product"],
+    "product": ratios.LEVELS["product"],
 }
-"""Of log ρ, 0 outside the response. "sequence" is ρ's *product*; ms-swift and open-instruct say it of "geometric"."""
+"""Of log ρ, 0 outside the response. What others call "sequence" is the product in verl, TRL and SkyRL, the geometric mean
+in ms-swift and open-instruct: so nothing here is called that."""
 
 
 def _at(level: str, values: Tensor, mask: Mask) -> Tensor:

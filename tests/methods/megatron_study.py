@@ -12,10 +12,6 @@ NOT_ON_MEGATRON = {"rspo", "router_kl", "z_loss", "load_balance", "router_logits
 """Parts that the policy of Megatron-core refuses."""
 
 
-DRAWN = {"clip_cov"}
-"""Losses that draw tokens by the last bits of log π_old, which are not those of another engine."""
-
-
 def named(made):
     """The names of an arm's parts."""
     several = (*made.corrections, *made.filters, *made.terms, *made.advantage)
@@ -27,7 +23,7 @@ def covering():
     seen, found = set(), []
     for name in methods():
         new = named(arm(name)) - seen
-        if new and not named(arm(name)) & (NOT_ON_MEGATRON | DRAWN):
+        if new and not named(arm(name)) & NOT_ON_MEGATRON:
             seen |= new
             found.append(name)
     return tuple(found)

@@ -148,7 +148,7 @@ def test_names_are_unique_across_registries():
 
 @pytest.mark.parametrize("text, words", [
     ("tis(cap=5)", "tis+corrections=truncated(cap=5), or, for the loss, begin with grpo"),
-    ("mis(level=sequence)", "mis+corrections=masked(high=2.0,level=sequence)"),
+    ("mis(level=product)", "mis+corrections=masked(high=2.0,level=product)"),
     ("icepop(low=0.4)", r"masked(low=0.4,high=5.0)"),
     ("trl:gspo(level=token)", "masked(high=3.0,level=token)"),
 ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every method trains a tiny model for three steps, every framework's default for one; draws are drawn the same again."""
+"""Every method trains a tiny model for three steps, every framework's default for one; draws repeat themselves."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def nan_outside(x):
     return torch.where(x.mask, 1.0, math.nan)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "product"])
 def test_where_filters_leave_nothing_a_normalised_weight_is_no_nan(level):
     batch = make_batch()
     batch = replace(batch, old_logprobs=batch.rollout_logprobs, finished=torch.zeros(len(batch), dtype=torch.bool))

@@ -50,12 +50,12 @@ def at_level(values, level):
                 "token": values[i, t],
                 "segment": sum(values[i, u] for u in turn) / len(turn),
                 "geometric": sum(values[i, u] for u in tokens) / len(tokens),
-                "sequence": sum(values[i, u] for u in tokens),
+                "product": sum(values[i, u] for u in tokens),
             }[level]
     return found
 
 
-LEVELS = ("token", "segment", "geometric", "sequence")
+LEVELS = ("token", "segment", "geometric", "product")
 
 
 def same(found, expected):
@@ -123,7 +123,7 @@ OPTIONS = {"truncated": {}, "masked": {"low": 0.5, "high": 5.0}, "rejected": {"l
 
 def test_batch_normalised_weights_have_mean_one_over_tokens_or_sequences():
     log_rho, x = drawn()
-    for level in ("token", "sequence"):
+    for level in ("token", "product"):
         rho = np.minimum(np.exp(at_level(log_rho, level)), 1.5)
         mean = rho[MASK].mean() if level == "token" else np.mean([rho[i][MASK[i]].mean() for i in (0, 1, 3, 4)])
         same(truncated(x, cap=1.5, level=level, batch_normalized=True), rho / mean)
@@ -173,7 +173,7 @@ def test_opsm_masks_sequences_of_negative_advantage_that_the_policy_has_left(aga
 
 # ---------------------------------------------------------------------- how a mini-batch is cut
 STATIC = [Use(name, **OPTIONS[name]) for name in ("truncated", "masked", "rejected", "m2po", "vaco")]
-STATIC += [Use("truncated", level="sequence", batch_normalized=True)]
+STATIC += [Use("truncated", level="product", batch_normalized=True)]
 
 
 @pytest.mark.parametrize("part", [*STATIC, Use("opsm", delta=-0.02)], ids=str)
@@ -247,8 +247,8 @@ def test_a_filter_leaves_the_lengths_and_the_sequences_and_a_correction_keeps_th
 
 # ---------------------------------------------------------------------- what is refused, and what overflows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("part", [Use("truncated", cap=math.inf), Use("truncated", cap=math.inf, level="sequence"),
-                                  Use("masked", high=math.inf, level="sequence"), *STATIC], ids=str)  # fmt: skip
+@pytest.mark.parametrize("part", [Use("truncated", cap=math.inf), Use("truncated", cap=math.inf, level="product"),
+                                  Use("masked", high=math.inf, level="product"), *STATIC], ids=str)  # fmt: skip
 def test_log_ratios_that_overflow_give_no_nan(part, dtype):
     mask = torch.ones(4, 3, dtype=torch.bool)
     log_rho = torch.tensor([[2e3, 0, 0], [-2e3, 0, 0], [900.0, 900.0, 900.0], [0.0, 0.1, 0.2]], dtype=dtype)
@@ -259,7 +259,7 @@ def test_log_ratios_that_overflow_give_no_nan(part, dtype):
 
 
 @pytest.mark.parametrize("part, message", [
-    (Use("truncated", cap=2.0, level="max"), "no level of a correction is called 'max'.*geometric.*sequence"),
+    (Use("truncated", cap=2.0, level="max"), "no level of a correction is called 'max'.*geometric.*product"),
     (Use("truncated", cap=1.0, low=2.0), "truncated: 2 to 1 is no band"),
     (Use("masked", low=3.0, high=2.0), "masked: 3 to 2 is no band"),
     (Use("masked", low=-1.0, high=2.0), "masked: -1 to 2 is no band"),
@@ -309,9 +309,9 @@ def test_responses_that_were_cut_off_leave_the_mini_batch():
 WEIGHTS = {
     "token_truncate.None_1.5": Use("truncated", cap=1.5),
     "token_mask.0.7_1.5": Use("masked", low=0.7, high=1.5),
-    "sequence_truncate.None_1.5": Use("truncated", cap=1.5, level="sequence"),
-    "sequence_mask.None_3.0": Use("masked", high=3.0, level="sequence"),
-    "sequence_mask.0.5_2.0": Use("masked", low=0.5, high=2.0, level="sequence"),
+    "sequence_truncate.None_1.5": Use("truncated", cap=1.5, level="product"),
+    "sequence_mask.None_3.0": Use("masked", high=3.0, level="product"),
+    "sequence_mask.0.5_2.0": Use("masked", low=0.5, high=2.0, level="product"),
 }
 
 
