@@ -123,8 +123,8 @@ LEVELS: dict[str, Callable[[Tensor, Mask], Tensor]] = {
     "geometric": ratios.sequence_level,
     "product": ratios.LEVELS["product"],
 }
-"""Of log ρ, 0 outside the response. What others call "sequence" is the product in verl, TRL and SkyRL, the geometric mean
-in ms-swift and open-instruct: so nothing here is called that."""
+"""Of log ρ, 0 outside the response. "Sequence" is the product in verl, TRL and SkyRL, the geometric mean
+in ms-swift and open-instruct: nothing here is called that."""
 
 
 def _at(level: str, values: Tensor, mask: Mask) -> Tensor:
