@@ -194,9 +194,9 @@ def _copied(run: RunConfig, start: LoadedModel) -> Any:
 def _check_critic(run: RunConfig) -> None:
     """Raise ConfigError where an arm asks for values that nobody can give."""
     if run.policy == "megatron":
-        raise ConfigError(f"arm {run.arm.name!r} needs a critic, which policy='megatron' cannot have: its schedule runs "
-                          "one model per process, which ends in a vocabulary. Use policy='hf', or returns (gae without "
-                          "a critic).")
+        raise ConfigError(f"arm {run.arm.name!r} needs a critic, which policy='megatron' cannot have: its schedule "
+                          "runs one model per process, which ends in a vocabulary. Use policy='hf', or returns (gae "
+                          "without a critic).")
     if not run.critic.lr:
         raise ConfigError(f"arm {run.arm.name!r} takes its advantage from a critic's values, and critic.lr=0 means "
                           "that there is none: set critic.lr, or use returns (gae without a critic) or group.")

@@ -30,7 +30,7 @@ def gae(x: Earned, *, gamma: float = 1.0, lam: float = 1.0) -> Values:
     arXiv 1506.02438, eq. 16. V_t is the critic's before token t, and 0 after the last one, be the response finished or
     cut off; the critic learns A + V_old. Defaults are verl's; 1707.06347 has γ .99 and λ .95, ROLL λ .95. Holes in the
     mask are stepped over, as in verl, not in ROLL and slime. A reward per row is its last token's. λ = 0: δ; λ = 1:
-    `returns` − V where γ = 1 or V = 0 later on; V = 0: `returns` with γλ for γ.
+    `returns` − V; V = 0: `returns` with γλ for γ.
     """
     for name, share in (("gamma", gamma), ("lam", lam)):
         if not 0 <= share <= 1:

@@ -42,6 +42,7 @@ class Policy(Protocol):
         """Read what `save` wrote."""
 
 
+@runtime_checkable
 class ValueModel(Protocol):
     """A critic: says what a prefix will still earn, and learns it."""
 

@@ -27,7 +27,7 @@ class HFCritic:
 
     It takes over `model`, without its vocabulary; w and b are float32 and 0 at first, so V = 0 and the first step moves
     them alone. Its routers route freely, whatever the policy replays, and nothing is recorded. It draws no random
-    number. The module stays in eval mode, as the policy's does; so do micro-batches, which only add.
+    number. The module stays in eval mode; `micro_batch` bounds the rows of one forward with gradient, which only add.
     """
 
     def __init__(
