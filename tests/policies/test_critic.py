@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from moe_rl.config import Arm, Critic, Optimizer, RunConfig
 from moe_rl.config.values import check_values
 from moe_rl.errors import ConfigError, Diverged
-from moe_rl.execute import build, check
+from moe_rl.execute import _critic, build, check
 from moe_rl.lookup import Use
 from moe_rl.methods import arm
+from moe_rl.models.load import load
 from moe_rl.objectives import objective_of
 from moe_rl.policies.critic import HFCritic
 from moe_rl.runs import frames
@@ -228,6 +229,13 @@ def test_an_arm_that_asks_for_no_values_has_no_critic(tmp_path):
     parts = build(TINY.replace(critic=Critic(lr=1e-3)), tmp_path, tmp_path)
     assert parts.critic is None
     parts.engine.close()
+
+
+def test_a_critic_starts_from_the_cold_started_weights():
+    loaded = load(PPO.model, 0)
+    perturb(loaded.model)
+    body = _critic(PPO, loaded).model["body"].state_dict()
+    assert all(torch.equal(body[name], tensor) for name, tensor in loaded.model.base_model.state_dict().items())
 
 
 def test_a_critic_starts_from_the_policys_weights_and_replay_leaves_it_alone(tmp_path):
