@@ -22,6 +22,7 @@ from moe_rl.models.memory import check_memory, estimate_memory
 from moe_rl.models.presets import PRESETS, hf_config, placement, skeleton
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
+from moe_rl.policies.critic import HFCritic
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.policies.megatron.layout import check_layout, check_routers
 from moe_rl.rollouts.choose import check_engine, engine_of
@@ -65,7 +66,8 @@ def check(run: RunConfig) -> list[str]:
         _check_model(run)
         load_task(run.task)
         objective = objective_of(run.arm)
-        advantage_of(run.arm)
+        if "values" in advantage_of(run.arm).needs:
+            _check_critic(run)
         if run.policy == "megatron":
             check_routers(run, objective.needs)
         if run.dial.sigma and run.dial.acts_on != "ratio" and "reference" in objective.needs:
@@ -86,10 +88,11 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
     task, objective = load_task(run.task), objective_of(run.arm)
     loaded = load(run.model, run.cold_start.seed) if ranks.rank() == 0 else None
     advantage = advantage_of(run.arm)
-    compares = "reference" in objective.needs | advantage.needs
-    evaluation, pad_token = ranks.from_rank_0(lambda: _prepare(run, task, _of_rank_0(loaded), cache, compares))
+    compares, valued = "reference" in objective.needs | advantage.needs, "values" in advantage.needs
+    evaluation, pad_token = ranks.from_rank_0(lambda: _prepare(run, task, _of_rank_0(loaded), cache, compares, valued))
     policy = _policy(run, loaded)
-    # Made now, before the policy has moved: it keeps the weights of the cold start.
+    # Both made now, before the policy has moved: from the weights of the cold start.
+    critic = _critic(run, _of_rank_0(loaded)) if valued else None
     reference = _policy(run, loaded, frozen=True) if compares else None
 
     def export(step: int) -> None:
@@ -114,6 +117,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         pad_token=pad_token,
         held_out=evaluation,
         reference=reference,
+        critic=critic,
         export=export,
         from_rank_0=ranks.from_rank_0,
     )
@@ -125,13 +129,14 @@ def _of_rank_0(loaded: LoadedModel | None) -> LoadedModel:
 
 
 def _prepare(
-    run: RunConfig, task: Task, loaded: LoadedModel, cache: Path, compares: bool
+    run: RunConfig, task: Task, loaded: LoadedModel, cache: Path, compares: bool, valued: bool
 ) -> tuple[list[Prompt], int]:
-    """The cold start; evaluation prompts and the padding token. `compares`: there will be a reference policy."""
+    """The cold start; evaluation prompts and the padding token. `compares`: there will be a reference policy; `valued`:
+    a critic."""
     evaluation = encode_prompts(held_out(task, run.eval_prompts), loaded.tokenizer)
     check_request(evaluation, 1, sampling_of(run), context_length(loaded.model.config))
     longest = max(len(p.tokens) for p in evaluation)
-    check_memory(estimate_memory(run, longest, compares), run.model.device)
+    check_memory(estimate_memory(run, longest, compares, valued), run.model.device)
     cold_start(loaded, task, run, cache, sample)
     return evaluation, loaded.tokenizer.pad_token_id
 
@@ -158,17 +163,43 @@ def _policy(run: RunConfig, loaded: LoadedModel | None, frozen: bool = False) ->
             recompute=run.activation_checkpointing and not frozen,
             device=run.model.device,
         )
-    model = start = _of_rank_0(loaded).model
-    if frozen:
-        model = load(run.model, run.cold_start.seed).model
-        model.load_state_dict(start.state_dict())
+    start = _of_rank_0(loaded)
     return HFPolicy(
-        model,
+        _copied(run, start) if frozen else start.model,
         run.optimizer,
         temperature=run.temperature,
         micro_batch=run.micro_batch,
         activation_checkpointing=run.activation_checkpointing and not frozen,
     )
+
+
+def _critic(run: RunConfig, start: LoadedModel) -> HFCritic:
+    """A critic that starts as the policy does."""
+    return HFCritic(
+        _copied(run, start),
+        run.critic.of(run.optimizer),
+        clip=run.critic.clip,
+        micro_batch=run.micro_batch,
+        activation_checkpointing=run.activation_checkpointing,
+    )
+
+
+def _copied(run: RunConfig, start: LoadedModel) -> Any:
+    """Another model of the same weights."""
+    model = load(run.model, run.cold_start.seed).model
+    model.load_state_dict(start.model.state_dict())
+    return model
+
+
+def _check_critic(run: RunConfig) -> None:
+    """Raise ConfigError where an arm asks for values that nobody can give."""
+    if run.policy == "megatron":
+        raise ConfigError(f"arm {run.arm.name!r} needs a critic, which policy='megatron' cannot have: its schedule "
+                          "runs one model per process, which ends in a vocabulary. Use policy='hf', or returns (gae "
+                          "without a critic).")
+    if not run.critic.lr:
+        raise ConfigError(f"arm {run.arm.name!r} takes its advantage from a critic's values, and critic.lr=0 means "
+                          "that there is none: set critic.lr, or use returns (gae without a critic) or group.")
 
 
 def _check_policy(run: RunConfig) -> None:

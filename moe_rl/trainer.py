@@ -16,7 +16,7 @@ from moe_rl.errors import ConfigError, Diverged, RunError
 from moe_rl.evaluate import evaluate
 from moe_rl.lookup import Use, needs_of
 from moe_rl.objectives import Advantage, Objective
-from moe_rl.policies.base import Policy
+from moe_rl.policies.base import Policy, ValueModel
 from moe_rl.recorder import Recorder, Row, Rows
 from moe_rl.rollouts.base import RolloutEngine
 from moe_rl.rollouts.collate import collate
@@ -51,6 +51,8 @@ class Parts:
     """Encoded prompts of the evaluation; never trained on."""
     reference: Policy | None = None
     """Scores the batch for the parts of the objective that compare with it."""
+    critic: ValueModel | None = None
+    """For advantages that ask for values: takes a step after each of the policy's."""
     export: Callable[[int], None] | None = None
     """Called after every step that the run wants as a Hugging Face checkpoint."""
     from_rank_0: Callable[[Callable[[], T]], T] = lambda function: function()  # noqa: E731
@@ -97,6 +99,8 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
         try:
             parts.policy.load(checkpoint)
             parts.advantage.load(checkpoint)
+            if parts.critic:
+                parts.critic.load(checkpoint)
         except Exception as error:  # of safetensors, torch or Megatron: each has its own
             raise RunError(f"the checkpoint {checkpoint} cannot be read ({error}): restore it from a copy, or remove "
                            "the run and start it again") from error
@@ -134,6 +138,8 @@ def save(parts: Parts, folder: Path) -> None:
     """Write what resuming needs; collective."""
     parts.policy.save(folder)
     parts.from_rank_0(lambda: parts.advantage.save(folder))
+    if parts.critic:
+        parts.critic.save(folder)
 
 
 def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> Rows:
@@ -144,8 +150,6 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
     with timed("score"):
         natural = policy.score(batch, scores=parts.needs_scores)
         batch = routed(run, parts, batch, natural)
-        if parts.advantage.needs:
-            batch = replace(batch, advantages=parts.advantage(batch))
     split = epochs(run, step, len(batch))
     recorder.begin(step, batch, natural, split)
     for number, index in enumerate(split):
@@ -160,6 +164,8 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
                 whole = policy.score(part, part.routes, dose=of_gradient)
                 part = parts.objective.marked(part, whole.logprobs, whole.entropy)
             updated = policy.update(part, parts.objective, dose=of_gradient)
+            if parts.critic:
+                updated = replace(updated, metrics={**updated.metrics, **parts.critic.update(part)})
         recorder.after(number, part, updated)
     with timed("sample"):
         push_gap = parts.engine.load(policy.weights())
@@ -176,7 +182,7 @@ def roll_out(run: RunConfig, parts: Parts, step: int) -> Batch:
     batch = collate(rollouts, groups, rewards, parts.pad_token)
     if parts.advantage.needs:
         return batch
-    batch = replace(batch, advantages=parts.advantage(batch))
+    batch = parts.advantage.given(batch)
     if not bool(batch.advantages.any()):
         warnings.warn(
             f"step {step}: all rewards of every group are equal, so nothing can be learned from it. If this goes on, "
@@ -187,7 +193,8 @@ def roll_out(run: RunConfig, parts: Parts, step: int) -> Batch:
 
 
 def routed(run: RunConfig, parts: Parts, batch: Batch, natural: Scored) -> Batch:
-    """The batch with its routes, and what the old and the reference policy say of it under them.
+    """The batch with its routes, what the old and the reference policy say of it under them, and the critic freely;
+    and its advantages, if these waited for that.
 
     Both sides of a ratio use the same routes: only live arms and R2 may reuse the natural scoring.
     """
@@ -208,8 +215,10 @@ def routed(run: RunConfig, parts: Parts, batch: Batch, natural: Scored) -> Batch
     if "router" in parts.objective.needs:
         alike = routes is None or routes is natural.routes
         scores = natural.scores if alike else parts.policy.score(batch, routes, scores=True).scores
-    return replace(batch, old_logprobs=old, routes=routes, ratio_routes=apart, ref_logprobs=reference,
-                   old_scores=scores)
+    values = None if parts.critic is None else parts.critic.values(batch)
+    batch = replace(batch, old_logprobs=old, routes=routes, ratio_routes=apart, ref_logprobs=reference,
+                    old_scores=scores, values=values)
+    return parts.advantage.given(batch) if parts.advantage.needs else batch
 
 
 def doses(run: RunConfig, step: int, update: int, updates: int) -> tuple[Dose | None, Dose | None]:
@@ -269,6 +278,7 @@ def warn_void(run: RunConfig) -> list[str]:
             "one update per step: every importance ratio is exactly 1, so losses, clipping and replay do not differ. "
             "Use mini_batches >= 2, or epochs >= 2."
         )
-    if run.group_size == 1:
+    assert isinstance(run.arm.advantage, tuple), "an arm makes one of a part alone"
+    if run.group_size == 1 and "gae" not in (Use.of(step).name for step in run.arm.advantage):
         found.append("group_size=1: group-relative advantages are all 0, so nothing is learned. Use group_size >= 2.")
     return found

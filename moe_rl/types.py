@@ -99,6 +99,11 @@ class Batch:
     """log π_θ under the ratio's own routes, right before the update, where the arm has them apart."""
     ref_logprobs: Float[Tensor, "batch time"] | None = None
     """Log-probabilities under the reference policy and `routes`, when the objective compares with it."""
+    values: Float[Tensor, "batch time"] | None = None
+    """The critic's V_old: at a response token that of the state before it, which its prefix is, so predicted at the
+    position that produced the token; 0 outside the response."""
+    returns: Float[Tensor, "batch time"] | None = None
+    """What the critic shall predict: the raw advantage + V_old; 0 outside the response."""
     old_scores: RouterScores | None = None
     """Of the routers of π_old, when the objective compares routers; rows are those of a trace."""
     loss_mask: Bool[Tensor, "batch time"] | None = None

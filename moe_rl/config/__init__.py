@@ -3,6 +3,7 @@
 from moe_rl.config.run import (
     Arm,
     ColdStart,
+    Critic,
     Dial,
     EngineConfig,
     Measure,
@@ -12,4 +13,15 @@ from moe_rl.config.run import (
     RunConfig,
 )
 
-__all__ = ["Arm", "ColdStart", "Dial", "EngineConfig", "Measure", "ModelConfig", "Optimizer", "Parallel", "RunConfig"]
+__all__ = [
+    "Arm",
+    "ColdStart",
+    "Critic",
+    "Dial",
+    "EngineConfig",
+    "Measure",
+    "ModelConfig",
+    "Optimizer",
+    "Parallel",
+    "RunConfig",
+]

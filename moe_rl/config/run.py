@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moe_rl.config.older import modern
@@ -126,6 +127,23 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Critic:
+    """PPO's value model, for arms whose advantage asks for values (`gae`); other arms have none. It is the policy's
+    model after the cold start with a scalar in place of the vocabulary, 0 at first, and takes a step of AdamW after
+    each of the policy's, on the same mini-batch: moments, clipping and warm-up are those of `Optimizer`, its learning
+    rate is its own, its routers are neither slowed nor balanced."""
+
+    lr: float = 0.0
+    """Learning rate; 0: there is no critic."""
+    clip: float = math.inf
+    """Range ε around V_old beyond which the value loss is clipped (arXiv 1707.06347's code; verl 0.5, slime 0.2)."""
+
+    def of(self, optimizer: Optimizer) -> Optimizer:
+        """Its optimizer, beside the policy's."""
+        return replace(optimizer, name="adamw", lr=self.lr, router_lr_scale=1.0, loss_free_bias=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measure:
     """The measuring budget (see "What is measured" in the README)."""
 
@@ -213,6 +231,7 @@ class RunConfig:
     model: ModelConfig = ModelConfig()
     cold_start: ColdStart = ColdStart()
     optimizer: Optimizer = Optimizer()
+    critic: Critic = Critic()
     measure: Measure = Measure()
     engine: EngineConfig = EngineConfig()
     dial: Dial = Dial()

@@ -16,6 +16,7 @@ from moe_rl.errors import ConfigError
 _EXISTS = "a run needs at least 1, or there is nothing to do"
 _EVERY = "an interval is at least 1 step; one longer than the run means only at its end, or never"
 _SIGN = "it must not be negative, or updates would not go along the gradient"
+_LR = "a learning rate must not be negative"
 _RANK = "a size is at least 1 process"
 DIAL = {"form": ("weights", "choice"), "acts_on": ("both", "ratio", "gradient")}
 _SEED = "random streams are derived from seeds, which are below 2^32 and not negative"
@@ -26,11 +27,12 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(("eval_every", "save_every", "measure.detail_every"), (1, math.inf, _EVERY)),
     **dict.fromkeys(("parallel.dp", "parallel.tp", "parallel.pp", "parallel.ep", "parallel.etp"), (1, math.inf, _RANK)),
     **dict.fromkeys(("seed", "cold_start.seed"), (0, 2**32 - 1, _SEED)),
-    **dict.fromkeys(("optimizer.lr", "cold_start.lr"), (0, math.inf, "a learning rate must not be negative")),
+    **dict.fromkeys(("optimizer.lr", "critic.lr", "cold_start.lr"), (0, math.inf, _LR)),
     **dict.fromkeys(("optimizer.eps", "optimizer.weight_decay", "optimizer.router_lr_scale"), (0, math.inf, _SIGN)),
     "optimizer.loss_free_bias": (0, math.inf, "a step; a negative one would load the experts that are full"),
     "optimizer.warmup": (0, math.inf, "a number of updates; a negative one makes learning rates negative"),
     "optimizer.grad_clip": (0, math.inf, "a norm, or 0 for no clipping; a negative one would train uphill"),
+    "critic.clip": (0, math.inf, "how far a value may go from what it was, at least 0; inf for no clipping"),
     "cold_start.max_steps": (0, math.inf, "a number of steps"),
     "cold_start.target": (0, 1, "a success rate, from 0 (no cold start) to 1"),
     "dial.sigma": (0, math.inf, "a standard deviation"),
@@ -40,11 +42,15 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
 """Smallest and largest value of a setting, and what it is or why; None, where a setting may be it, is not compared."""
 
 
+UNBOUNDED = ("arm.", "critic.clip")
+"""Settings that may be infinite, by how their keys begin."""
+
+
 def check_values(config: RunConfig) -> None:
     """Raise ConfigError for a value that no run can have: of another type than its setting, not finite, out of range.
 
     What depends on a model, an engine or the processes that run is checked where these are known; so are the parts of
-    an arm, whose clip range may be infinite.
+    an arm.
     """
     settings = list(_settings(config))
     for key, value, hint in settings:
@@ -52,7 +58,8 @@ def check_values(config: RunConfig) -> None:
             wanted = getattr(hint, "__name__", "") if typing.get_origin(hint) is None else str(hint)
             raise ConfigError(f"{key}={value!r}: the setting needs a value of type {wanted.replace('typing.', '')}")
     for key, number in leaves(config):
-        if isinstance(number, float) and not (math.isfinite(number) or math.isinf(number) and key.startswith("arm.")):
+        fine = not isinstance(number, float) or math.isfinite(number)
+        if not (fine or math.isinf(number) and key.startswith(UNBOUNDED)):
             raise ConfigError(f"{key}={number:g}: numbers must be finite, or nothing computed with them is")
     for key, value, _ in settings:
         least, most, why = RANGES.get(key, (-math.inf, math.inf, ""))

@@ -37,7 +37,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "add_token_level_kl": (False, "`kl_penalty(coef=init_kl_coef)`, then `returns`"),
     "init_kl_coef": (0.2, "see there; without a controller"),
     "gamma": (1.0, "`returns(gamma=…)`"),
-    "lambd": (0.95, "left aside: no critic"),
+    "lambd": (0.95, "left aside: gae is refused"),
     "whiten_advantages": (False, "`whitened`"),
     "advantage_clip": (None, "`clipped(at=…)`, last"),
     "reward_norm": (None, f"{DEAD}; meant are `norm_mean_type` and `norm_std_type`"),
@@ -58,7 +58,7 @@ def from_roll(given: Mapping[str, Any]) -> tuple[Arm, dict[str, Any]]:
     """The arm that a configuration of ROLL describes, named `roll`, and what `RunConfig.replace` needs beside it.
 
     What is not given has ROLL's default. Rewards are made advantages in ROLL's order: norm, reward_clip, KL, estimator,
-    whitening, advantage_clip. Left aside: `prompt_length` and `lambd` (prompts are not cut, there is no critic), ROLL's
+    whitening, advantage_clip. Left aside: `prompt_length` and `lambd` (prompts are not cut, gae is refused), ROLL's
     + 1e-8 on |y| and N. Raises ConfigError for an option that is not there, for one that has no effect in ROLL and is
     set all the same, with what would have, and for what cannot be an arm.
     """
@@ -105,8 +105,8 @@ def _advantage(o: Mapping[str, Any]) -> list[Use]:
     """The steps in ROLL's order."""
     estimator = o["adv_estimator"]
     if estimator == "gae":
-        raise ConfigError("adv_estimator: gae, ROLL's default, needs a critic, and there is none here: use reinforce "
-                          "or grpo")
+        raise ConfigError("adv_estimator: gae, ROLL's default, needs a critic, whose options are not among these: use "
+                          "reinforce or grpo, or give the arm the step gae(lam=…) and the run critic.lr")
     _one_of("adv_estimator", estimator, dict.fromkeys(("reinforce", "grpo")))
     center, scale = ("group", "group") if estimator == "grpo" else (o["norm_mean_type"], o["norm_std_type"])
     kinds = {"batch": "batch", "group": "group", "running": "running", None: "none"}

@@ -27,8 +27,8 @@ from moe_rl.errors import ConfigError
 from moe_rl.lookup import Part, Use, unknown
 from moe_rl.methods.parts import FIELD, REQUIRED, parts
 
-BASELINES = ("group", "leave_one_out", "normalized", "opo")
-"""Advantage steps that compare a response with others."""
+BASELINES = ("group", "leave_one_out", "normalized", "opo", "gae")
+"""Advantage steps that compare a response with others, or with what a critic expects."""
 SEVERAL = ("corrections", "filters", "terms", "advantage")
 """Fields that hold any number of parts."""
 DEFAULT = Arm(name="")
@@ -73,8 +73,8 @@ def parse(text: str, methods: Mapping[str, str]) -> Arm:
     if said and "advantage=" not in text and not any(step.name in BASELINES for step in said):
         steps = "+".join(map(_text, said))
         raise ConfigError(f"arm {text!r} names advantage steps, which are then all of them, but none that compares a "
-                          f"response with others ({', '.join(BASELINES)}): write group+{steps} or {steps}+group, or, "
-                          f"if that is what you mean, advantage={steps}")
+                          f"response with others or a critic ({', '.join(BASELINES)}): write group+{steps} or "
+                          f"{steps}+group, or, if that is what you mean, advantage={steps}")
     return dataclasses.replace(start, **{"name": "".join(text.split()), **given})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -21,14 +22,16 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     reference: int
+    critic: int
     activations: int
     sampling: int
     routes: int
 
     @property
     def persistent(self) -> int:
-        """What is there all the time and known exactly: weights, gradients, AdamW's moments, the reference policy."""
-        return self.weights + self.gradients + self.optimizer + self.reference
+        """What is there all the time and known exactly: weights, gradients, AdamW's moments, the reference policy,
+        the critic."""
+        return self.weights + self.gradients + self.optimizer + self.reference + self.critic
 
     @property
     def total(self) -> int:
@@ -40,7 +43,9 @@ class MemoryEstimate:
         return f"about {_readable(self.total)} ({parts}), besides the 0.5 GB of the libraries"
 
 
-def estimate_memory(run: RunConfig, prompt_tokens: int, reference: bool = False) -> MemoryEstimate:
+def estimate_memory(
+    run: RunConfig, prompt_tokens: int, reference: bool = False, critic: bool = False
+) -> MemoryEstimate:
     """The memory of a run whose longest prompt has `prompt_tokens` tokens; nothing is loaded, the weights are counted
     on the meta device.
 
@@ -49,6 +54,8 @@ def estimate_memory(run: RunConfig, prompt_tokens: int, reference: bool = False)
     rows per forward:
 
         weights = gradients = P b,  optimizer = 2 P b,  reference = P b where an arm compares with one
+        critic = 4 (C b + 4 (h + 1)) where it has one, C = P without an output matrix of its own: all four of it, the
+                      head in float32
         activations = M T (L A + 3 V) b,  A = 8 h + 5 heads head_dim + k (4 w + 2 h), or, with the operators of
                       `kernels_cpu` (float32 or float64 on a CPU), A = 5 h + 4 heads head_dim + k (3 w + 2 h);
                       L h + A in place of L A with activation checkpointing
@@ -60,7 +67,9 @@ def estimate_memory(run: RunConfig, prompt_tokens: int, reference: bool = False)
     """
     config = hf_config(run.model)
     b = torch.empty((), dtype=getattr(torch, run.model.dtype)).element_size()
-    weights = sum(p.numel() for p in skeleton(run.model).parameters()) * b
+    model: Any = skeleton(run.model)
+    weights = sum(p.numel() for p in model.parameters()) * b
+    body = sum(p.numel() for p in model.base_model.parameters()) * b
     layers, hidden, vocab = config.num_hidden_layers, config.hidden_size, config.vocab_size
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
@@ -81,6 +90,7 @@ def estimate_memory(run: RunConfig, prompt_tokens: int, reference: bool = False)
         gradients=weights,
         optimizer=2 * weights,
         reference=weights if reference else 0,
+        critic=4 * (body + 4 * (hidden + 1)) if critic else 0,
         activations=rows * time * (kept + 3 * vocab) * b,
         sampling=rollouts * (2 * layers * time * kv_heads * head_dim * b + 3 * vocab * 4),
         routes=2 * rollouts * time * layers * k * (1 if experts <= 255 else 2),

@@ -10,40 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, MoeRlError, RunError
 from moe_rl.lookup import Use, lookup, needs, needs_of, unknown
+from moe_rl.objectives.base import EQUAL, Earned, Values
+from moe_rl.objectives.returns import gae, on_last, returns
 from moe_rl.objectives.terms import ESTIMATORS
 from moe_rl.types import Batch
 
-EQUAL = 1e-6
-"""Rewards of a group that lie this close together are equal up to rounding (rewards are in [0, 1])."""
-Values = Float[Tensor, "batch ..."]
-"""One number per row, [batch], or per token, [batch, time]."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Earned:
-    """What the rollouts of a step earned, and what the steps before this one have made of it."""
-
-    values: Values
-    """At first the rewards, float32; then what the last step gave."""
-    rewards: Float[Tensor, " batch"]
-    prompt: Int[Tensor, " batch"]
-    """Which prompt of the step a row answers; rows of equal number form a group."""
-    mask: Bool[Tensor, "batch time"]
-    """Response tokens."""
-    finished: Bool[Tensor, " batch"]
-    """False where the response was cut off."""
-    old_logprobs: Float[Tensor, "batch time"] | None = None
-    """log π_old; for steps that are marked `needs("reference")`."""
-    ref_logprobs: Float[Tensor, "batch time"] | None = None
-    """log π_ref; likewise."""
-    memory: dict[str, Any] = field(default_factory=dict)
-    """What this step keeps from one batch to the next, as JSON has it; it is saved and resumed with the run."""
+ESTIMATES = ("returns", "gae")
+"""Steps from rewards to advantages per token."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +34,18 @@ class Advantage:
 
     @property
     def needs(self) -> frozenset[str]:
-        """`reference`, where a step compares with it: then the batch must have been scored."""
+        """`reference`, where a step compares with it, and `values`, where it asks the critic: then the batch must have
+        been scored."""
         return frozenset().union(*(needs_of(step) for _, step in self.steps))
 
     def __call__(self, batch: Batch) -> Float[Tensor, "batch time"]:
         """Per token, 0 outside the response. Raises RunError for a reward that is not finite, and ConfigError for a
         step that gives another shape."""
+        return self.given(batch).advantages
+
+    def given(self, batch: Batch) -> Batch:
+        """The batch with its advantages and, where a step asks for the critic's values, returns: what that step gave +
+        V_old, before it is whitened or clipped."""
         if not bool(torch.isfinite(batch.rewards).all()):
             row = int((~torch.isfinite(batch.rewards)).nonzero()[0])
             raise RunError(
@@ -68,15 +53,19 @@ class Advantage:
                 "group and then the weights NaN: make the task's reward return a number in [0, 1]"
             )
         x = Earned(values=batch.rewards, rewards=batch.rewards, prompt=batch.prompt_index, mask=batch.response_mask,
-                   finished=batch.finished, old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs)
+                   finished=batch.finished, old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs,
+                   state_values=batch.values)
+        returns = None
         for number, (name, step) in enumerate(self.steps):
             x = replace(x, memory=self.memory.setdefault(str(number), {}))
             x = replace(x, values=step(x))
             if x.values.shape not in (x.rewards.shape, x.mask.shape):
                 raise ConfigError(f"the advantage {name} gives shape {tuple(x.values.shape)} for {len(batch)} rewards: "
                                   "it needs (batch,), or (batch, time) where one per token is meant")
-        per_token = x.values[:, None] if x.values.dim() == 1 else x.values
-        return torch.where(batch.response_mask, per_token, 0).to(batch.advantages.dtype)
+            if "values" in needs_of(step) and batch.values is not None:
+                returns = torch.where(x.mask, _per_token(x.values) + batch.values, 0)
+        advantages = torch.where(x.mask, _per_token(x.values), 0).to(batch.advantages.dtype)
+        return replace(batch, advantages=advantages, returns=returns)
 
     def save(self, folder: Path) -> None:
         """Write the memory, if a step keeps something."""
@@ -97,15 +86,15 @@ def advantage_of(arm: Arm) -> Advantage:
     steps = [Use.of(part) for part in arm.advantage]
     for one, after in zip(steps, [*steps[1:], Use("")], strict=True):
         rewards = one.name == "kl_penalty" and one.options.get("per_token", True)
-        if rewards != (after.name == "returns") and (rewards or one.name in ("whitened", "returns")):
+        if rewards != (after.name in ESTIMATES) and (rewards or one.name in ("whitened", *ESTIMATES)):
             raise ConfigError(f"arm {arm.name!r}: {one} before {after if after.name else 'the end'}: kl_penalty makes "
-                              "rewards per token, returns makes advantages of them, and of nothing else per token")
+                              "rewards per token, returns or gae advantages of them, and of nothing else per token")
     found = Advantage(tuple((str(part), lookup("advantage", part, ADVANTAGES)) for part in arm.advantage))
     mask, zeros = torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 1)
     rewards, prompt = torch.tensor([0.0, 1.0]), torch.zeros(2, dtype=torch.long)
     two = Batch(tokens=torch.zeros(2, 1, dtype=torch.long), attention_mask=mask, response_mask=mask,
                 prompt_index=prompt, rollout_logprobs=zeros, rewards=rewards, advantages=zeros, finished=mask[:, 0],
-                old_logprobs=zeros, ref_logprobs=zeros)
+                old_logprobs=zeros, ref_logprobs=zeros, values=zeros)
     try:
         found(two)
     except MoeRlError:
@@ -218,25 +207,15 @@ def kl_penalty(x: Earned, *, coef: float, estimator: str = "k1", per_token: bool
         raise ConfigError("kl_penalty compares with the reference policy: it needs old_logprobs and ref_logprobs")
     rewards, k = _rows(x, "kl_penalty"), ESTIMATORS[estimator]((x.ref_logprobs - x.old_logprobs).double())
     penalty = coef * torch.where(x.mask, k, 0)
-    return (_on_last(rewards, x.mask) - penalty if per_token else rewards - penalty.sum(1)).to(x.values.dtype)
-
-
-def returns(x: Earned, *, gamma: float = 1.0) -> Values:
-    """G_t = r_t + γ·G_t′, t′ the next response token: the return to go; a reward per row is its last token's.
-
-    REINFORCE++, arXiv 2501.03262; GAE (arXiv 1506.02438) with λ = 1 and no critic. Holes in the mask are stepped over.
-    """
-    if not 0 <= gamma <= 1:
-        raise ConfigError(f"returns(gamma={gamma:g}): a discount is from 0 to 1")
-    rewards = (x.values if x.values.dim() == 2 else _on_last(x.values, x.mask)).double()
-    found, later = torch.zeros_like(rewards), torch.zeros(len(rewards)).double()
-    for t in reversed(range(rewards.shape[1])):
-        later = torch.where(x.mask[:, t], rewards[:, t] + gamma * later, later)
-        found[:, t] = torch.where(x.mask[:, t], later, 0)
-    return found.to(x.values.dtype)
+    return (on_last(rewards, x.mask) - penalty if per_token else rewards - penalty.sum(1)).to(x.values.dtype)
 
 
 # ---------------------------------------------------------------------- what they share
+def _per_token(values: Values) -> Float[Tensor, "batch time"]:
+    """Of one per row, the same at all its tokens; to be broadcast."""
+    return values[:, None] if values.dim() == 1 else values
+
+
 def _rows(x: Earned, step: str) -> Float[Tensor, " batch"]:
     """The values, float64, one per row. Raises ConfigError where a step before has made them per token."""
     if x.values.dim() != 1:
@@ -268,15 +247,9 @@ def _running(values: Float[Tensor, " batch"], memory: dict[str, Any]) -> tuple[T
     return torch.full_like(values, mean), torch.full_like(values, std if std > EQUAL else 0)
 
 
-def _on_last(rewards: Float[Tensor, " batch"], mask: Bool[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
-    """Each row's reward at its last response token, 0 elsewhere."""
-    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
-    return torch.where(last, rewards[:, None], 0)
-
-
 ADVANTAGES: dict[str, Callable[..., Values]] = {
     "group": group, "normalized": normalized, "leave_one_out": leave_one_out, "opo": opo, "overlong": overlong,
     "clipped": clipped, "difficulty_mask": difficulty_mask, "whitened": whitened, "kl_penalty": kl_penalty,
-    "returns": returns,
+    "returns": returns, "gae": gae,
 }  # fmt: skip
 """Steps from rewards to advantages."""

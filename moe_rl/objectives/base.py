@@ -1,16 +1,22 @@
-"""What every part of an objective is given, and what a loss gives back."""
+"""What every part of an objective and every step to an advantage is given, and what a loss gives back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int8
+from jaxtyping import Bool, Float, Int, Int8
 from torch import Tensor
 
 from moe_rl.errors import ConfigError
 from moe_rl.routing.inputs import RouterInputs
+
+EQUAL = 1e-6
+"""Rewards of a group that lie this close together are equal up to rounding (rewards are in [0, 1])."""
+Values = Float[Tensor, "batch ..."]
+"""One number per row, [batch], or per token, [batch, time]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,3 +92,26 @@ class LossOutput:
     """What a loss that is marked `needs("mini_batch")` found out about its tokens from statistics of all of them. It is
     asked for it on the whole mini-batch first, without gradient; its parts then find it in `LossInputs.marks`, so that
     how a mini-batch is cut changes nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Earned:
+    """What the rollouts of a step earned, and what the steps before this one have made of it."""
+
+    values: Values
+    """At first the rewards, float32; then what the last step gave."""
+    rewards: Float[Tensor, " batch"]
+    prompt: Int[Tensor, " batch"]
+    """Which prompt of the step a row answers; rows of equal number form a group."""
+    mask: Bool[Tensor, "batch time"]
+    """Response tokens."""
+    finished: Bool[Tensor, " batch"]
+    """False where the response was cut off."""
+    old_logprobs: Float[Tensor, "batch time"] | None = None
+    """log π_old; for steps that are marked `needs("reference")`."""
+    ref_logprobs: Float[Tensor, "batch time"] | None = None
+    """log π_ref; likewise."""
+    state_values: Float[Tensor, "batch time"] | None = None
+    """V_old before every token; for steps that are marked `needs("values")`."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What this step keeps from one batch to the next, as JSON has it; it is saved and resumed with the run."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from jaxtyping import Float
 from torch import Tensor
 
 from moe_rl.objectives import Objective
@@ -36,6 +37,23 @@ class Policy(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write everything that resuming needs."""
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote."""
+
+
+@runtime_checkable
+class ValueModel(Protocol):
+    """A critic: says what a prefix will still earn, and learns it."""
+
+    def values(self, batch: Batch) -> Float[Tensor, "batch time"]:
+        """V of the state before every response token, 0 elsewhere; without gradient."""
+
+    def update(self, batch: Batch) -> Mapping[str, float]:
+        """One optimizer step on a weighed mini-batch towards its returns; what its row shall say, measured before."""
+
+    def save(self, folder: Path) -> None:
+        """Write everything that resuming needs, beside the policy's."""
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""

@@ -52,11 +52,11 @@ class HFPolicy:
         self.temperature = temperature
         self.micro_batch, self.score_batch = micro_batch, score_batch
         self.device = next(model.parameters()).device
-        self.optimizer = _optimizer(model, optimizer)
+        self.optimizer = optimizer_of(model, optimizer)
         self.biases = correction_biases(model) if optimizer.loss_free_bias else []
         self.updates = 0
         if activation_checkpointing:
-            _checkpoint_activations(model, reentrant=activation_checkpointing == "reentrant")
+            checkpoint_activations(model, reentrant=activation_checkpointing == "reentrant")
 
     # ------------------------------------------------------------------ the verbs
     @torch.no_grad()
@@ -67,33 +67,22 @@ class HFPolicy:
         if routes is not None:
             routes.require_known()
         parts = []
-        for rows in _slices(len(batch), self.score_batch):
+        for rows in slices(len(batch), self.score_batch):
             part = batch.rows(rows)
             forced = None if routes is None else routes.rows(rows)
             with disturbed(self.model, dose), self._routed(part, forced, scores) as routed:
                 outputs = self._forward(part)
             parts.append((*outputs, *routed.traces(), routed.recording.scores(len(part)) if scores else None))
-        return Scored(*_join(parts, batch))
+        return Scored(*join(parts, batch))
 
     def update(self, batch: Batch, objective: Objective, dose: Dose | None = None) -> Updated:
         """One optimizer step on a mini-batch. Micro-batches only add: the weights of the loss span all of it."""
         (logprobs, entropy, routes, preferred, clipped_by), loss, metrics = self._backward(batch, objective, dose)
-        limit = self.settings.grad_clip or float("inf")
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        total = nn.utils.get_total_norm(gradients)
-        norm = total.item()
-        if not math.isfinite(norm):
-            raise Diverged(f"the gradient norm is {norm}: a step would destroy the weights. Lower the learning rate.")
-        if norm + 1e-6 > limit:  # else torch would multiply every gradient by 1; the constant is its own
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), limit, total)
+        norm, clipped = stepped(self.model, self.optimizer, self.settings, self.updates + 1)
         self.updates += 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.lr_at(self.updates) * group["scale"]
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         balance(self.biases, preferred or routes, self.settings.loss_free_bias)
         found = (logprobs, entropy, routes, preferred, clipped_by)
-        return Updated(*found, loss=loss, grad_norm=norm, grad_clipped=norm > limit, metrics=metrics)
+        return Updated(*found, loss=loss, grad_norm=norm, grad_clipped=clipped, metrics=metrics)
 
     def gradient(self, batch: Batch, objective: Objective) -> Float[Tensor, " parameters"]:
         """What `update` would clip and hand to its optimizer, of all trainable parameters in one vector. No step."""
@@ -153,7 +142,7 @@ class HFPolicy:
         parts, loss = [], 0.0
         looks = "router" in objective.needs
         inputs_of = self._router_inputs(batch, objective, dose) if looks else lambda rows, part, routed: {}
-        for rows in _slices(len(batch), self.micro_batch):
+        for rows in slices(len(batch), self.micro_batch):
             part = batch.rows(rows).to(self.device)
             with disturbed(self.model, dose), self._routed(part, part.routes, logits=looks) as routed:
                 logprobs, entropy = self._forward(part, entropy_gradient="entropy" in objective.needs)
@@ -162,7 +151,7 @@ class HFPolicy:
             loss += out.loss.item()
             metrics.update(out.metrics)
             parts.append((logprobs.detach(), entropy.detach(), *routed.traces(), out.clipped_by))
-        return _join(parts, batch), loss, dict(metrics)
+        return join(parts, batch), loss, dict(metrics)
 
     def _router_inputs(self, batch: Batch, objective: Objective, dose: Dose | None) -> Callable[..., dict[str, Any]]:
         """What parts that look at routers are given about some rows of a mini-batch, once their forward has run."""
@@ -216,11 +205,12 @@ class HFPolicy:
         return first, (logits.float() / self.temperature).log_softmax(-1)
 
 
-def _slices(rows: int, size: int) -> list[slice]:
+def slices(rows: int, size: int) -> list[slice]:
+    """The rows of every forward."""
     return [slice(start, start + size) for start in range(0, rows, size)]
 
 
-def _join(parts: list[tuple], batch: Batch) -> list:
+def join(parts: list[tuple], batch: Batch) -> list:
     """Concatenate each kind of part over rows, widened to the batch's time axis, on the batch's device."""
 
     def widen(x: Tensor) -> Tensor:
@@ -236,7 +226,7 @@ def _join(parts: list[tuple], batch: Batch) -> list:
     return [join(kind) for kind in zip(*parts, strict=True)]
 
 
-def _optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
     """With the routers in a group of their own, at `router_lr_scale` times the learning rate (0 = frozen)."""
     routers = {id(p) for p in router_parameters(model)}
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -254,7 +244,27 @@ def _optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
     raise ConfigError(f"there is no optimizer {settings.name!r}: choose {' or '.join(OPTIMIZERS)}.")
 
 
-def _checkpoint_activations(model: Any, reentrant: bool) -> None:
+def stepped(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Optimizer, update: int, whose: str = ""
+) -> tuple[float, bool]:
+    """One step along the clipped gradients, which are gone then; their norm before, and whether they were clipped.
+    Updates are counted from 1. Raises Diverged where a gradient is not finite."""
+    limit = settings.grad_clip or float("inf")
+    total = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    norm = total.item()
+    if not math.isfinite(norm):
+        raise Diverged(f"the{whose} gradient norm is {norm}: a step would destroy the weights. Lower the{whose} "
+                       "learning rate.")
+    if norm + 1e-6 > limit:  # else torch would multiply every gradient by 1; the constant is its own
+        nn.utils.clip_grads_with_norm_(model.parameters(), limit, total)
+    for group in optimizer.param_groups:
+        group["lr"] = settings.lr_at(update) * group["scale"]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm, norm > limit
+
+
+def checkpoint_activations(model: Any, reentrant: bool) -> None:
     """Turn on transformers' activation checkpointing, which it only does in train mode.
 
     The flag is set on the checkpointed layers alone, not on what is inside them: dropout and jitter stay off.

@@ -60,6 +60,11 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
         Column("term_*", "updates", "as loss", "what the arm's term of that name adds to the loss, coefficient included"),
         Column("dial_dose", "updates", "1", "how far the routers were moved for the update, in standard deviations"),
         Column("loss", "updates", "1", "the minimised objective, before the step"),
+        Column("value_loss", "updates", "1", "½ Σ W · max((V − R)², (clip(V, V_old ± ε) − R)²) of the critic, before its "
+               "step; arms with a critic", "PPO (1707.06347)"),
+        Column("value_explained_variance", "updates", "share", "1 − Var(R − V) / Var(R) over response tokens, before the "
+               "critic's step; where Var(R) > 0"),
+        Column("value_grad_norm", "updates", "1", "global L2 norm of the critic's gradient before clipping"),
         Column("grad_norm", "steps updates", "1", "global L2 norm before clipping; in steps the mean over updates"),
         Column("grad_clipped", "steps updates", "share", "updates whose gradient norm was clipped"),
     ),

@@ -8,7 +8,7 @@ from moe_rl.lookup import Use
 from moe_rl.methods import arm, methods
 from moe_rl.study import Study
 
-NOT_ON_MEGATRON = {"rspo", "router_kl", "z_loss", "load_balance", "router_logits", "recall", "soft"}
+NOT_ON_MEGATRON = {"rspo", "router_kl", "z_loss", "load_balance", "router_logits", "recall", "soft", "gae"}
 """Parts that the policy of Megatron-core refuses."""
 
 

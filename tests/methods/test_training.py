@@ -9,7 +9,7 @@ import torch
 
 from moe_rl.config import ColdStart, Measure, ModelConfig, Optimizer, RunConfig
 from moe_rl.execute import build
-from moe_rl.methods import arm, methods, presets
+from moe_rl.methods import arm, entry, methods, presets
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.trainer import train
 
@@ -74,7 +74,7 @@ def untrained(tmp_path_factory):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore")
 def test_it_makes_an_objective_and_trains(name, tmp_path, untrained):
-    run = TINY.replace(arm=arm(name), steps=3 if name in methods() else 1)
+    run = TINY.replace(arm=arm(name), steps=3 if name in methods() else 1, **entry(name).run)
     assert objective_of(run.arm) and advantage_of(run.arm)
     updates, weights = carried_out(run, tmp_path)
     assert len(updates) == run.steps * run.mini_batches

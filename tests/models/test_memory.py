@@ -64,6 +64,12 @@ def test_weights_gradients_and_moments_are_exact():
         8 * parameters,
     )
     assert estimate_memory(run(**{"model.dtype": "bfloat16"}), 13).weights == 2 * parameters
+    critic = estimate_memory(run(), 13, critic=True)
+    assert (estimate.critic, critic.critic) == (0, 16 * (parameters + 65)), "a head of 64 weights and a bias"
+    assert critic.persistent == estimate.persistent + critic.critic
+    own = {"model.name": "olmoe-tiny", "model.overrides": {"tie_word_embeddings": False}}
+    untied = estimate_memory(run(**own), 13, critic=True)
+    assert untied.critic == 4 * (untied.weights - 4 * 258 * 64 + 4 * 65), "no vocabulary to choose from"
     assert (estimate.reference, estimate_memory(run(), 13, reference=True).reference) == (0, 4 * parameters)
 
 

@@ -184,6 +184,12 @@ def test_reinforce_pp_and_its_baseline_are_steps(policies):
     (("whitened", Use("overlong", limit=3, buffer=1)), "overlong takes one value per row"),
     (("whitened", "returns"), "whitened before returns"),
     (("returns", "returns"), "returns before returns"),
+    (("gae", "returns"), "gae before returns"),
+    (("returns", "gae"), "returns before gae"),
+    (("whitened", "gae"), "whitened before gae"),
+    (("gae", "group"), "normalized takes one value per row"),
+    ((Use("gae", gamma=-0.1),), "gamma=-0.1.: a discount"),
+    ((Use("gae", lam=1.1),), "lam=1.1.: a discount"),
     (("group", Use("kl_penalty", coef=0.1)), "before the end: kl_penalty makes rewards per token"),
     ((Use("kl_penalty", coef=0.1), "whitened"), "before whitened: kl_penalty makes rewards per token"),
     ((Use("kl_penalty", coef=0.1), "group"), "before group: kl_penalty makes rewards per token"),
@@ -210,7 +216,8 @@ def test_a_penalty_per_row_may_come_before_everything():
 def test_every_step_keeps_padding_out_and_float32_in(step, policies):
     options = {"overlong": {"limit": 4, "buffer": 2}, "clipped": {"at": 1.0}, "kl_penalty": {"coef": 0.1}}.get(step, {})
     steps = (Use(step, **options), *(["returns"] if step == "kl_penalty" else []))
-    batch = rewarded(REWARDS, PROMPT, MASK, **{k: v.astype(np.float32) for k, v in policies.items()})
+    given = policies | {"values": policies["old_logprobs"]}
+    batch = rewarded(REWARDS, PROMPT, MASK, **{k: v.astype(np.float32) for k, v in given.items()})
     found = advantage_of(Arm(name="a", advantage=steps))(batch)
     assert found.dtype == torch.float32 and found.isfinite().all() and not found[~batch.response_mask].any()
 

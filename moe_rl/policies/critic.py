@@ -1,0 +1,107 @@
+"""PPO's critic: the policy's model with a scalar in place of its vocabulary, and an optimizer of its own."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from moe_rl.config.run import Optimizer
+from moe_rl.objectives.base import EQUAL
+from moe_rl.objectives.returns import value_loss
+from moe_rl.policies.hf import checkpoint_activations, join, optimizer_of, slices, stepped
+from moe_rl.types import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WEIGHTS, MOMENTS = "critic.safetensors", "critic.pt"
+
+
+class HFCritic:
+    """V(prefix) = w · h + b, h the last hidden state (final norm included) of the prefix's last token.
+
+    It takes over `model`, without its vocabulary; w and b are float32 and 0 at first, so V = 0 and the first step moves
+    them alone. Its routers route freely, whatever the policy replays, and nothing is recorded. It draws no random
+    number. The module stays in eval mode; `micro_batch` bounds the rows of one forward with gradient, which only add.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: Optimizer,
+        *,
+        clip: float = math.inf,
+        micro_batch: int = 64,
+        score_batch: int = 256,
+        activation_checkpointing: bool = False,
+    ):
+        body: Any = model.base_model
+        embeddings = body.get_input_embeddings().weight
+        head = nn.utils.skip_init(nn.Linear, embeddings.shape[1], 1, dtype=torch.float32, device=embeddings.device)
+        for parameter in head.parameters():
+            nn.init.zeros_(parameter)
+        self.model = nn.ModuleDict({"body": body, "head": head}).eval()
+        self.settings, self.clip = optimizer, clip
+        self.micro_batch, self.score_batch = micro_batch, score_batch
+        self.device = embeddings.device
+        self.optimizer = optimizer_of(self.model, optimizer)
+        self.updates = 0
+        if activation_checkpointing:
+            checkpoint_activations(body, reentrant=False)
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> Float[Tensor, "batch time"]:
+        """V of the state before every response token; see `ValueModel.values`."""
+        return join([(self._forward(batch.rows(rows)),) for rows in slices(len(batch), self.score_batch)], batch)[0]
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """One step down the value loss, and what it was before: loss, explained variance, gradient norm."""
+        assert batch.returns is not None, "the trainer fills it in before an update"
+        self.optimizer.zero_grad(set_to_none=True)
+        parts, loss = [], 0.0
+        for rows in slices(len(batch), self.micro_batch):
+            part = batch.rows(rows).to(self.device)
+            assert part.values is not None and part.returns is not None and part.weights is not None
+            values = self._forward(part)
+            one = value_loss(values, old_values=part.values, returns=part.returns, weights=part.weights, clip=self.clip)
+            one.backward()
+            loss += one.item()
+            parts.append((values.detach(),))
+        norm, _ = stepped(self.model, self.optimizer, self.settings, self.updates + 1, whose=" critic's")
+        self.updates += 1
+        found = {"value_loss": loss, "value_grad_norm": norm}
+        returns = batch.returns[batch.response_mask].double()
+        if returns.numel() and (spread := returns.std(correction=0)) > EQUAL:
+            left = returns - join(parts, batch)[0][batch.response_mask]
+            found["value_explained_variance"] = 1 - (left.std(correction=0) / spread).item() ** 2
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Write weights (safetensors) and optimizer moments beside the policy's; bit-exact."""
+        from safetensors.torch import save_model
+
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(self.model, str(folder / WEIGHTS))
+        torch.save({"optimizer": self.optimizer.state_dict(), "updates": self.updates}, folder / MOMENTS)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote into this critic."""
+        from safetensors.torch import load_model
+
+        load_model(self.model, str(folder / WEIGHTS), device=str(self.device))
+        moments = torch.load(folder / MOMENTS, map_location=self.device, weights_only=True)
+        self.optimizer.load_state_dict(moments["optimizer"])
+        self.updates = moments["updates"]
+
+    def _forward(self, part: Batch) -> Float[Tensor, "batch time"]:
+        """V, with gradient. The value before token t comes out at t − 1, where the policy's log-probs of t do too, so
+        the last token is no input, and right padding reaches nothing."""
+        tokens, mask = part.tokens.to(self.device), part.response_mask.to(self.device)
+        hidden = self.model["body"](input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
+        values = self.model["head"](hidden.float())[..., 0]
+        return nn.functional.pad(values, (1, 0)).where(mask, 0.0)

@@ -1,0 +1,301 @@
+"""The critic: what its values are of, what a step does, and that runs with it are as sure as runs without."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_rl.config import Arm, Critic, Optimizer, RunConfig
+from moe_rl.config.values import check_values
+from moe_rl.errors import ConfigError, Diverged
+from moe_rl.execute import _critic, build, check
+from moe_rl.lookup import Use
+from moe_rl.methods import arm
+from moe_rl.models.load import load
+from moe_rl.objectives import objective_of
+from moe_rl.policies.critic import HFCritic
+from moe_rl.runs import frames
+from moe_rl.trainer import warn_void
+from tests.conftest import FAMILIES, perturb
+from tests.conftest import build as tiny
+from tests.policies.test_hf import make_batch
+from tests.test_trainer import TINY, carry_out, weights
+
+PPO = TINY.replace(arm=arm("ppo"), epochs=2, mini_batches=2, critic=Critic(lr=2e-3, clip=0.2))
+
+
+@pytest.fixture
+def batch():
+    return make_batch()
+
+
+def critic_of(family="qwen3_moe", seed=0, head=True, **settings):
+    critic = HFCritic(tiny(family, seed), Optimizer(**{"lr": 1e-3, **settings.pop("optimizer", {})}), **settings)
+    if head:
+        with torch.no_grad():
+            critic.model["head"].weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
+            critic.model["head"].bias.fill_(0.1)
+    return critic
+
+
+def to_learn(batch, critic):
+    """The batch as a mini-batch to train on: returns that are off, and some old values that are off, too."""
+    values, generator = critic.values(batch), torch.Generator().manual_seed(5)
+    off = torch.randn(values.shape, generator=generator).where(batch.response_mask, 0)
+    batch = replace(batch, values=values + 0.1 * off.flip(0).where(batch.response_mask, 0), returns=values + off)
+    return objective_of(Arm(name="a", aggregate="token_mean")).weighed(batch)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_value_is_of_the_prefix_before_its_token(family, batch):
+    """Row by row, without padding, from the last hidden state of a model of its own."""
+    critic, model = critic_of(family, score_batch=5), tiny(family)
+    values = critic.values(batch)
+    for b in range(len(batch)):
+        for t in batch.response_mask[b].nonzero()[:, 0].tolist():
+            with torch.no_grad():
+                hidden = model(batch.tokens[b : b + 1, :t], output_hidden_states=True).hidden_states[-1][0, -1]
+            torch.testing.assert_close(values[b, t], critic.model["head"](hidden)[0], atol=1e-5, rtol=1e-5)
+    assert not values[~batch.response_mask].any() and values[batch.response_mask].std() > 0.01
+    assert not critic_of(family, head=False).values(batch).any(), "V = 0 at first"
+
+
+def test_the_first_step_moves_the_head_alone_and_the_next_everything(batch):
+    critic = critic_of(head=False)
+    part = to_learn(batch, critic)
+    before = {name: p.clone() for name, p in critic.model.named_parameters()}
+    critic.update(part)
+    moved = {name for name, p in critic.model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {"head.weight", "head.bias"}
+    critic.update(part)
+    assert len({name for name, p in critic.model.named_parameters() if not torch.equal(p, before[name])}) > 10
+
+
+def test_steps_bring_values_to_returns(batch):
+    critic = critic_of(optimizer={"lr": 1e-2})
+    part = to_learn(batch, critic)
+    found = [critic.update(part) for _ in range(60)]
+    assert found[-1]["value_loss"] < 0.2 * found[0]["value_loss"]
+    assert found[0]["value_explained_variance"] < 0.8 < 0.95 < found[-1]["value_explained_variance"] <= 1
+
+
+def test_a_step_goes_along_the_gradient_of_the_clipped_loss(batch):
+    """Against autograd on one forward per row, token by token."""
+    critic = critic_of(clip=0.05, optimizer={"grad_clip": 0.0})
+    part = to_learn(batch, critic)
+    loss, tokens = torch.zeros(()), int(part.response_mask.sum())
+    for b, t in part.response_mask.nonzero().tolist():
+        hidden = critic.model["body"](part.tokens[b : b + 1, :t]).last_hidden_state[0, -1]
+        v, old, goal = critic.model["head"](hidden)[0], part.values[b, t], part.returns[b, t]
+        loss = loss + torch.maximum((v - goal) ** 2, (v.clamp(old - 0.05, old + 0.05) - goal) ** 2) / 2 / tokens
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in critic.model.named_parameters() if p.grad is not None}
+    before = {name: p.detach().clone() for name, p in critic.model.named_parameters()}
+    found = critic.update(part)
+    assert found["value_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    norm = math.sqrt(sum((g.double() ** 2).sum() for g in gradients.values()))
+    assert found["value_grad_norm"] == pytest.approx(norm, rel=1e-4)
+    for name, p in critic.model.named_parameters():
+        if name in gradients and (clear := gradients[name].abs() > 1e-4).any():
+            sign = gradients[name].sign()[clear]  # AdamW's first step is -lr · sign(gradient)
+            torch.testing.assert_close((p.detach() - before[name])[clear], -1e-3 * sign, atol=2e-5, rtol=1e-2)
+
+
+def test_explained_variance_is_that_of_returns_and_absent_where_they_are_equal(batch):
+    critic = critic_of()
+    part = to_learn(batch, critic)
+    values, returns = (x[part.response_mask].double() for x in (critic.values(batch), part.returns))
+    expected = 1 - (returns - values).var() / returns.var()
+    assert critic.update(part)["value_explained_variance"] == pytest.approx(expected.item(), rel=1e-4)
+    flat = replace(part, returns=torch.ones_like(part.returns).where(part.response_mask, 0))
+    assert "value_explained_variance" not in critic.update(flat)
+
+
+def test_an_update_does_not_depend_on_the_micro_batch(batch):
+    found, rows = [], []
+    for micro_batch in (1, 5, 64):
+        critic = critic_of(micro_batch=micro_batch, clip=0.05, optimizer={"eps": 1e-3})
+        rows.append(critic.update(to_learn(batch, critic)))
+        found.append(torch.cat([p.detach().flatten() for p in critic.model.parameters()]))
+    for one, row in zip(found[:2], rows[:2], strict=True):
+        torch.testing.assert_close(one, found[2], atol=1e-6, rtol=1e-5)
+        assert row == pytest.approx(rows[2], rel=1e-5)
+
+
+def test_activation_checkpointing_changes_no_weight(batch):
+    found = []
+    for checkpointing in (False, True):
+        critic = critic_of(activation_checkpointing=checkpointing)
+        critic.update(to_learn(batch, critic))
+        found.append(torch.cat([p.detach().flatten() for p in critic.model.parameters()]))
+    assert torch.equal(*found)
+
+
+def test_saved_and_loaded_it_goes_on_bit_for_bit(batch, tmp_path):
+    critic = critic_of()
+    part = to_learn(batch, critic)
+    critic.update(part)
+    critic.save(tmp_path)
+    other = critic_of(seed=3, head=False)
+    other.load(tmp_path)
+    assert critic.update(part) == other.update(part)
+    assert all(torch.equal(a, b) for a, b in zip(critic.model.parameters(), other.model.parameters(), strict=True))
+
+
+def test_a_gradient_that_is_not_finite_names_the_critic(batch):
+    critic = critic_of()
+    part = to_learn(batch, critic)
+    with pytest.raises(Diverged, match="the critic's gradient norm is nan.*Lower the critic's learning rate"):
+        critic.update(replace(part, returns=part.returns * torch.nan))
+
+
+def test_making_and_asking_a_critic_draws_no_random_number(batch):
+    model = tiny("qwen3_moe")
+    state = torch.random.get_rng_state()
+    critic = HFCritic(model, Optimizer())
+    critic.update(to_learn(batch, critic))
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+# ---------------------------------------------------------------------- in a run
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ppo") / "run"
+    return path, carry_out(PPO.replace(steps=3, save_every=1), path)
+
+
+def test_ppo_trains_and_says_how_the_critic_did(trained):
+    _, tables = trained
+    updates = tables["updates"]
+    assert len(updates) == 3 * 4
+    for column in ("loss", "grad_norm", "value_loss", "value_grad_norm", "value_explained_variance"):
+        assert updates[column].map(math.isfinite).all(), column
+    assert (updates["value_loss"] > 0).all() and (updates["value_explained_variance"] <= 1).all()
+    first = updates.iloc[0]
+    assert first["value_explained_variance"] == 0, "V = 0 explains nothing"
+    assert updates.query("step == 3")["value_loss"].mean() < updates.query("step == 1")["value_loss"].mean()
+
+
+def test_ppo_is_the_same_again_bit_for_bit(trained, tmp_path):
+    path, _ = trained
+    carry_out(PPO.replace(steps=3, save_every=1), tmp_path / "again")
+    assert frames.diff(path, tmp_path / "again") is None
+    assert critic_bytes(path) == critic_bytes(tmp_path / "again")
+
+
+def critic_bytes(path):
+    return next(path.glob("commit/*/checkpoint/critic.safetensors")).read_bytes()
+
+
+def test_a_killed_run_ends_identical_its_critic_too(tmp_path):
+    """Killed at step 3, after a commit at step 2."""
+    carry_out(PPO, tmp_path / "whole")
+
+    def interrupt(rows):
+        if rows["steps"][0]["step"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(PPO, tmp_path / "cut", interrupt)
+    carry_out(PPO, tmp_path / "cut")
+    assert frames.diff(tmp_path / "whole", tmp_path / "cut") is None
+    assert weights(tmp_path / "whole")[1] == weights(tmp_path / "cut")[1]
+    assert critic_bytes(tmp_path / "whole") == critic_bytes(tmp_path / "cut")
+    moments = [torch.load(next((tmp_path / name).glob("commit/*/checkpoint/critic.pt"))) for name in ("whole", "cut")]
+    assert moments[0]["updates"] == moments[1]["updates"] == 4 * 4
+    for number, state in moments[0]["optimizer"]["state"].items():
+        assert all(torch.equal(value, moments[1]["optimizer"]["state"][number][name]) for name, value in state.items())
+
+
+def test_a_critic_that_learns_nothing_is_none(tmp_path):
+    """V = 0 for ever: PPO is then `returns`, to the last bit of every other column and of every weight."""
+    never = PPO.replace(**{"steps": 2, "critic.lr": 1e-45})
+    rewards = PPO.replace(steps=2, arm=replace(PPO.arm, advantage=(Use("returns"),)))
+    tables = {name: carry_out(run, tmp_path / name) for name, run in (("gae", never), ("returns", rewards))}
+    for name, frame in tables["returns"].items():
+        same = tables["gae"][name][list(frame)]
+        steady = [c for c in frame if not c.startswith(("seconds_", "memory_"))]
+        pd.testing.assert_frame_equal(same[steady], frame[steady], check_exact=True)
+    assert weights(tmp_path / "gae")[1] == weights(tmp_path / "returns")[1]
+    assert not list((tmp_path / "returns").glob("commit/*/checkpoint/critic*"))
+
+
+def test_an_arm_that_asks_for_no_values_has_no_critic(tmp_path):
+    parts = build(TINY.replace(critic=Critic(lr=1e-3)), tmp_path, tmp_path)
+    assert parts.critic is None
+    parts.engine.close()
+
+
+def test_a_critic_starts_from_the_cold_started_weights():
+    loaded = load(PPO.model, 0)
+    perturb(loaded.model)
+    body = _critic(PPO, loaded).model["body"].state_dict()
+    assert all(torch.equal(body[name], tensor) for name, tensor in loaded.model.base_model.state_dict().items())
+
+
+def test_a_critic_starts_from_the_policys_weights_and_replay_leaves_it_alone(tmp_path):
+    """Its routers route freely under an arm that replays other routes; only π's ratio knows of them."""
+    parts = {name: build(PPO.replace(arm=replace(PPO.arm, routes=name)), tmp_path / name, tmp_path)
+             for name in ("live", "random_sets")}  # fmt: skip
+    body = parts["live"].critic.model["body"].state_dict()
+    ours = dict(parts["live"].policy.model.base_model.state_dict())
+    assert body.keys() == ours.keys() and all(torch.equal(body[name], ours[name]) for name in body)
+    assert all(body[name].data_ptr() != ours[name].data_ptr() for name in body)
+    for one in parts.values():
+        one.engine.close()
+    found = []
+    for name in parts:
+        run = PPO.replace(arm=replace(PPO.arm, routes=name), steps=1, epochs=1, mini_batches=1)
+        carry_out(run, tmp_path / "run" / name)
+        found.append(load_file(next((tmp_path / "run" / name).glob("commit/*/checkpoint/critic.safetensors"))))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+# ---------------------------------------------------------------------- what is refused
+def test_gae_without_a_critic_and_a_critic_on_megatron_are_refused():
+    with pytest.raises(ConfigError, match="critic.lr=0 means that there is none: set critic.lr"):
+        check(PPO.replace(critic=Critic()))
+    with pytest.raises(ConfigError, match="policy='megatron' cannot have: its schedule runs one model per process"):
+        check(PPO.replace(policy="megatron", epochs=1))
+    assert not [text for text in check(PPO) if "critic" in text]
+
+
+@pytest.mark.parametrize("key, value, words", [
+    ("critic.lr", -1.0, "must not be negative"), ("critic.lr", math.inf, "must be finite"),
+    ("critic.clip", -0.1, "at least 0"), ("critic.clip", math.nan, "must be finite"),
+])  # fmt: skip
+def test_settings_that_no_critic_can_have_are_refused(key, value, words):
+    with pytest.raises(ConfigError, match=f"{key}=.*{words}"):
+        check_values(PPO.replace(**{key: value}))
+
+
+def test_a_configuration_with_a_critic_is_written_and_read():
+    unclipped = PPO.replace(**{"critic.clip": math.inf})
+    check_values(unclipped)
+    for run in (PPO, unclipped):
+        assert RunConfig.from_dict(run.to_dict()) == run
+    older = PPO.to_dict()
+    del older["critic"]
+    assert RunConfig.from_dict(older).critic == Critic()
+
+
+def test_its_optimizer_is_adamw_beside_the_policys():
+    policy = Optimizer(name="sgd", lr=1.0, warmup=3, grad_clip=0.5, router_lr_scale=0.0, loss_free_bias=1e-3)
+    assert Critic(lr=0.1).of(policy) == Optimizer(lr=0.1, warmup=3, grad_clip=0.5)
+
+
+def test_groups_of_one_are_no_waste_with_a_critic():
+    assert not [text for text in warn_void(PPO.replace(group_size=1)) if "group_size" in text]
+    assert [text for text in warn_void(TINY.replace(group_size=1)) if "group_size" in text]
+
+
+def test_a_step_of_weights_that_moved_is_seen_by_the_values(batch):
+    critic = critic_of()
+    before = critic.values(batch)
+    perturb(critic.model["body"])
+    assert (critic.values(batch) - before).abs().max() > 1e-3
