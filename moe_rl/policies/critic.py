@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moe_rl.config.run import Optimizer
 from moe_rl.objectives.base import EQUAL
 from moe_rl.objectives.returns import value_loss
-from moe_rl.policies.hf import checkpoint_activations, join, optimizer_of, slices, stepped
+from moe_rl.policies.hf import checkpoint_activations, join, optimizer_of, read_state, slices, stepped, write_state
 from moe_rl.types import Batch
 
 if TYPE_CHECKING:
@@ -83,20 +83,11 @@ class HFCritic:
 
     def save(self, folder: Path) -> None:
         """Write weights (safetensors) and optimizer moments beside the policy's; bit-exact."""
-        from safetensors.torch import save_model
-
-        folder.mkdir(parents=True, exist_ok=True)
-        save_model(self.model, str(folder / WEIGHTS))
-        torch.save({"optimizer": self.optimizer.state_dict(), "updates": self.updates}, folder / MOMENTS)
+        write_state(folder / WEIGHTS, folder / MOMENTS, self.model, self.optimizer, self.updates)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote into this critic."""
-        from safetensors.torch import load_model
-
-        load_model(self.model, str(folder / WEIGHTS), device=str(self.device))
-        moments = torch.load(folder / MOMENTS, map_location=self.device, weights_only=True)
-        self.optimizer.load_state_dict(moments["optimizer"])
-        self.updates = moments["updates"]
+        self.updates = read_state(folder / WEIGHTS, folder / MOMENTS, self.model, self.optimizer, self.device)
 
     def _forward(self, part: Batch) -> Float[Tensor, "batch time"]:
         """V, with gradient. The value before token t comes out at t − 1, where the policy's log-probs of t do too, so

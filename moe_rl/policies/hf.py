@@ -103,20 +103,11 @@ class HFPolicy:
 
     def save(self, folder: Path) -> None:
         """Write weights (safetensors) and optimizer moments; bit-exact."""
-        from safetensors.torch import save_model
-
-        folder.mkdir(parents=True, exist_ok=True)
-        save_model(self.model, str(folder / WEIGHTS))
-        torch.save({"optimizer": self.optimizer.state_dict(), "updates": self.updates}, folder / MOMENTS)
+        write_state(folder / WEIGHTS, folder / MOMENTS, self.model, self.optimizer, self.updates)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote into this policy."""
-        from safetensors.torch import load_model
-
-        load_model(self.model, str(folder / WEIGHTS), device=str(self.device))
-        moments = torch.load(folder / MOMENTS, map_location=self.device, weights_only=True)
-        self.optimizer.load_state_dict(moments["optimizer"])
-        self.updates = moments["updates"]
+        self.updates = read_state(folder / WEIGHTS, folder / MOMENTS, self.model, self.optimizer, self.device)
 
     @torch.no_grad()
     def distributions(
@@ -203,6 +194,29 @@ class HFPolicy:
         keep = tokens.shape[1] - first
         logits = self.model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=keep).logits
         return first, (logits.float() / self.temperature).log_softmax(-1)
+
+
+def write_state(
+    weights: Path, moments: Path, model: nn.Module, optimizer: torch.optim.Optimizer, updates: int
+) -> None:
+    """A module into a safetensors file, its optimizer and the number of its updates into another; bit-exact."""
+    from safetensors.torch import save_model
+
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    save_model(model, str(weights))
+    torch.save({"optimizer": optimizer.state_dict(), "updates": updates}, moments)
+
+
+def read_state(
+    weights: Path, moments: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> int:
+    """Put back what `write_state` wrote; returns the number of updates."""
+    from safetensors.torch import load_model
+
+    load_model(model, str(weights), device=str(device))
+    state = torch.load(moments, map_location=device, weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    return state["updates"]
 
 
 def slices(rows: int, size: int) -> list[slice]:
