@@ -203,21 +203,21 @@ def routed(run: RunConfig, parts: Parts, batch: Batch, natural: Scored) -> Batch
     for trace in (routes, ratio_routes):
         if trace is not None:
             trace.require_known()
+
+    def scored(trace: RoutingTrace | None, scores: bool = False) -> Scored:
+        alike = trace is None or trace is natural.routes
+        return natural if alike else parts.policy.score(batch, trace, scores)
+
+    trained = scored(routes, scores=True) if "router" in parts.objective.needs else None
     if run.arm.anchor == "engine":
         old = batch.rollout_logprobs
-    elif ratio_routes is None or ratio_routes is natural.routes:
-        old = natural.logprobs
     else:
-        old = parts.policy.score(batch, ratio_routes).logprobs
+        old = (trained if trained and ratio_routes is routes else scored(ratio_routes)).logprobs
     reference = None if parts.reference is None else parts.reference.score(batch, routes).logprobs
     apart = ratio_routes if parts.ratio_source else None
-    scores = None
-    if "router" in parts.objective.needs:
-        alike = routes is None or routes is natural.routes
-        scores = natural.scores if alike else parts.policy.score(batch, routes, scores=True).scores
     values = None if parts.critic is None else parts.critic.values(batch)
     batch = replace(batch, old_logprobs=old, routes=routes, ratio_routes=apart, ref_logprobs=reference,
-                    old_scores=scores, values=values)
+                    old_scores=trained.scores if trained else None, values=values)
     return parts.advantage.given(batch) if parts.advantage.needs else batch
 
 

@@ -14,11 +14,10 @@ from moe_rl.errors import ConfigError
 from moe_rl.execute import build, check
 from moe_rl.lookup import Use
 from moe_rl.recorder import ratio_row
-from moe_rl.runs import frames
 from moe_rl.seeds import SPLIT, derive
 from moe_rl.trainer import epochs, mini_batches, warn_void
 from tests.policies.test_hf import make_batch
-from tests.test_trainer import TINY, carry_out, weights
+from tests.test_trainer import TINY, carry_out, weights, whole_and_cut
 
 TWICE = TINY.replace(epochs=2, mini_batches=2, steps=2, measure=Measure(probe=4, detail_every=1))
 
@@ -101,18 +100,7 @@ def test_the_dials_dose_grows_over_all_updates_of_a_step(tmp_path):
 
 
 def test_an_interrupted_run_of_two_epochs_ends_identical(tmp_path):
-    run = TWICE.replace(steps=4, arm=Arm(name="replay", routes="old_policy"))
-    carry_out(run, tmp_path / "whole")
-
-    def interrupt(rows):
-        if rows["steps"][0]["step"] == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        carry_out(run, tmp_path / "cut", interrupt)
-    carry_out(run, tmp_path / "cut")
-    assert frames.diff(tmp_path / "whole", tmp_path / "cut") is None
-    assert weights(tmp_path / "whole")[1] == weights(tmp_path / "cut")[1]
+    whole_and_cut(TWICE.replace(steps=4, arm=Arm(name="replay", routes="old_policy")), tmp_path)
 
 
 def test_no_epoch_is_refused_and_a_second_makes_one_mini_batch_a_comparison():

@@ -65,6 +65,23 @@ def weights(path):
     ).read_bytes()
 
 
+def whole_and_cut(run, folder):
+    """Tables of a run, and of the same one interrupted at step 3, after a commit at step 2, that went on and ended
+    identical, in `folder`'s `whole` and `cut`."""
+    whole = carry_out(run, folder / "whole")
+
+    def interrupt(rows):
+        if rows["steps"][0]["step"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(run, folder / "cut", interrupt)
+    cut = carry_out(run, folder / "cut")
+    assert frames.diff(folder / "whole", folder / "cut") is None
+    assert weights(folder / "whole")[1] == weights(folder / "cut")[1]
+    return whole, cut
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """Tables of one small run of every arm."""
@@ -143,19 +160,8 @@ def test_with_one_update_per_step_all_arms_coincide(tmp_path):
 
 
 def test_an_interrupted_run_ends_identical(tmp_path):
-    run = TINY.replace(arm=ARMS["replay"])
-    whole = carry_out(run, tmp_path / "whole")
-
-    def interrupt(rows):
-        if rows["steps"][0]["step"] == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        carry_out(run, tmp_path / "cut", interrupt)
-    cut = carry_out(run, tmp_path / "cut")
-    assert frames.diff(tmp_path / "whole", tmp_path / "cut") is None
+    whole, cut = whole_and_cut(TINY.replace(arm=ARMS["replay"]), tmp_path)
     assert len(cut["steps"]) == len(whole["steps"]) == 5
-    assert weights(tmp_path / "whole")[1] == weights(tmp_path / "cut")[1]
 
 
 def test_more_steps_extend_a_run_as_if_it_had_never_stopped(tmp_path):

@@ -188,7 +188,7 @@ def whitened(x: Earned, *, eps: float = 1e-8) -> Values:
     """(v − mean) / sqrt(var + eps) over all response tokens, var with n − 1 (verl, ROLL's `whiten_advantages`)."""
     if not eps >= 0:
         raise ConfigError(f"whitened(eps={eps:g}): it is added to a variance, so it must not be negative")
-    values = (x.values if x.values.dim() == 2 else x.values[:, None].expand(x.mask.shape)).double()
+    values = _per_token(x.values).expand(x.mask.shape).double()
     tokens = values[x.mask]
     if not len(tokens) or tokens.min() == tokens.max():  # where eps is 0, or their mean is rounded, they are 0 as well
         return torch.zeros_like(values).to(x.values.dtype)

@@ -19,9 +19,9 @@ Bound = float | PerToken
 
 def outside(x: LossInputs, ratio: PerToken, low: Bound, high: Bound, middle: float = 1.0) -> tuple[Where, Where]:
     """Where a ratio is beyond middle + high and A > 0, and where below middle − low and A < 0, both strictly."""
-    require(all(bool((torch.as_tensor(bound) >= 0).all()) for bound in (low, high)),
-            f"a clip range of ({low}, {high}) is no range: ratios are clipped to [1 - clip_low, 1 + clip_high], so "
-            "both must be >= 0 (inf turns a side off)")
+    if not all(bool((torch.as_tensor(bound) >= 0).all()) for bound in (low, high)):  # no text for tensors every time
+        raise ConfigError(f"a clip range of ({low}, {high}) is no range: ratios are clipped to [1 - clip_low, 1 + "
+                          "clip_high], so both must be >= 0 (inf turns a side off)")
     up, down = x.mask & (x.advantages > 0), x.mask & (x.advantages < 0)
     return up & (ratio > middle + high), down & (ratio < middle - low)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import needs, unknown
 from moe_rl.objectives.base import LossInputs
+from moe_rl.objectives.regions import finite
 
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda e: -e,
@@ -58,7 +59,7 @@ def kl(
     if "+" in estimator or clamp < math.inf:
         k = value.clamp(-clamp, clamp) + (k - k.detach())
     if ratio:
-        k = k * x.log_ratio.clamp(max=math.log(torch.finfo(k.dtype).max) - 1).exp()  # likewise
+        k = k * finite(x.log_ratio)  # likewise
     return coef * (x.weights * k).sum()
 
 

@@ -72,7 +72,7 @@ class HFPolicy:
             forced = None if routes is None else routes.rows(rows)
             with disturbed(self.model, dose), self._routed(part, forced, scores) as routed:
                 outputs = self._forward(part)
-            parts.append((*outputs, *routed.traces(), routed.recording.scores(len(part)) if scores else None))
+            parts.append((*outputs, *routed.traces, routed.recording.scores(len(part)) if scores else None))
         return Scored(*join(parts, batch))
 
     def update(self, batch: Batch, objective: Objective, dose: Dose | None = None) -> Updated:
@@ -80,7 +80,8 @@ class HFPolicy:
         (logprobs, entropy, routes, preferred, clipped_by), loss, metrics = self._backward(batch, objective, dose)
         norm, clipped = stepped(self.model, self.optimizer, self.settings, self.updates + 1)
         self.updates += 1
-        balance(self.biases, preferred or routes, self.settings.loss_free_bias)
+        if self.biases:
+            balance(self.biases, preferred or routes, self.settings.loss_free_bias)
         found = (logprobs, entropy, routes, preferred, clipped_by)
         return Updated(*found, loss=loss, grad_norm=norm, grad_clipped=clipped, metrics=metrics)
 
@@ -141,7 +142,7 @@ class HFPolicy:
                 out.loss.backward()
             loss += out.loss.item()
             metrics.update(out.metrics)
-            parts.append((logprobs.detach(), entropy.detach(), *routed.traces(), out.clipped_by))
+            parts.append((logprobs.detach(), entropy.detach(), *routed.traces, out.clipped_by))
         return join(parts, batch), loss, dict(metrics)
 
     def _router_inputs(self, batch: Batch, objective: Objective, dose: Dose | None) -> Callable[..., dict[str, Any]]:

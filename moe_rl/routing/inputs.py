@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -20,14 +19,17 @@ PerToken = Float[Tensor, "batch time"]
 Load = Mapping[str, tuple[Float[Tensor, " _"], ...]]
 
 
-class Routed(NamedTuple):
-    """What the routers did in one forward over `inputs`, of which some are followed by a real token."""
+@dataclass(frozen=True)
+class Routed:
+    """What the routers did in one forward over `inputs`, of which some are followed by a real token. Asked once the
+    forward has run."""
 
     inputs: Tensor
     followed: Tensor
     recording: Recording
     replay: Replay | None
 
+    @functools.cached_property
     def traces(self) -> tuple[RoutingTrace, RoutingTrace | None]:
         """Routes used, and under replay those preferred."""
         return self.recording.trace(self.inputs, self.followed), self.replay.preferred if self.replay else None
@@ -80,7 +82,7 @@ class RouterInputs:
         if part.old_scores is None:
             raise RoutingError("a part of the objective looks at routers, but the batch has no old_scores of π_old's: "
                                "fill them in with policy.score(batch, routes, scores=True).scores")
-        used, preferred = routed.traces()
+        used, preferred = routed.traces
         logits = routed.recording.logits(len(part))
         return RouterInputs(
             logits=tuple(_produced(x if x.dtype == torch.float64 else x.float()) for x in logits),

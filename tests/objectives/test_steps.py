@@ -16,10 +16,9 @@ from moe_rl.execute import build
 from moe_rl.lookup import Use
 from moe_rl.objectives import advantage_of
 from moe_rl.objectives.advantages import ADVANTAGES
-from moe_rl.runs import frames
 from tests.objectives import peers
 from tests.objectives.examples import rewarded
-from tests.test_trainer import TINY, carry_out, weights
+from tests.test_trainer import TINY, carry_out, whole_and_cut
 
 LENGTHS = [3, 1, 5, 2, 4, 0]
 MASK = np.array([[0] + [t < n for t in range(6)] for n in LENGTHS], dtype=bool)
@@ -250,18 +249,7 @@ RUNNING = Arm(name="running", advantage=(Use("normalized", center="running", sca
 
 def test_a_killed_run_with_running_statistics_ends_identical(tmp_path):
     """Killed at step 3, after a commit at step 2; and its memory is of all four steps."""
-    run = TINY.replace(arm=RUNNING)
-    carry_out(run, tmp_path / "whole")
-
-    def interrupt(rows):
-        if rows["steps"][0]["step"] == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        carry_out(run, tmp_path / "cut", interrupt)
-    carry_out(run, tmp_path / "cut")
-    assert frames.diff(tmp_path / "whole", tmp_path / "cut") is None
-    assert weights(tmp_path / "whole")[1] == weights(tmp_path / "cut")[1]
+    whole_and_cut(TINY.replace(arm=RUNNING), tmp_path)
     kept = [json.loads(next((tmp_path / name).glob("commit/*/checkpoint/advantage.json")).read_text())
             for name in ("whole", "cut")]  # fmt: skip
     assert kept[0] == kept[1] and kept[0]["0"]["running"][0] == 4 * 16

@@ -24,7 +24,7 @@ from moe_rl.trainer import warn_void
 from tests.conftest import FAMILIES, perturb
 from tests.conftest import build as tiny
 from tests.policies.test_hf import make_batch
-from tests.test_trainer import TINY, carry_out, weights
+from tests.test_trainer import TINY, carry_out, weights, whole_and_cut
 
 PPO = TINY.replace(arm=arm("ppo"), epochs=2, mini_batches=2, critic=Critic(lr=2e-3, clip=0.2))
 
@@ -194,17 +194,7 @@ def critic_bytes(path):
 
 def test_a_killed_run_ends_identical_its_critic_too(tmp_path):
     """Killed at step 3, after a commit at step 2."""
-    carry_out(PPO, tmp_path / "whole")
-
-    def interrupt(rows):
-        if rows["steps"][0]["step"] == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        carry_out(PPO, tmp_path / "cut", interrupt)
-    carry_out(PPO, tmp_path / "cut")
-    assert frames.diff(tmp_path / "whole", tmp_path / "cut") is None
-    assert weights(tmp_path / "whole")[1] == weights(tmp_path / "cut")[1]
+    whole_and_cut(PPO, tmp_path)
     assert critic_bytes(tmp_path / "whole") == critic_bytes(tmp_path / "cut")
     moments = [torch.load(next((tmp_path / name).glob("commit/*/checkpoint/critic.pt"))) for name in ("whole", "cut")]
     assert moments[0]["updates"] == moments[1]["updates"] == 4 * 4
