@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch
 from moe_rl import ranks
 from moe_rl.config import EngineConfig, RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import lookup, unknown
+from moe_rl.lookup import Part, lookup, needs_of, unknown
 from moe_rl.models.checkpoints import check_weights
 from moe_rl.models.cold_start import cold_start
 from moe_rl.models.load import LoadedModel, load, save_checkpoint
@@ -30,7 +31,7 @@ from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.request import check_request, context_length
 from moe_rl.routing.balance import correction_biases, keep_routers_in
 from moe_rl.routing.sites import layout_of
-from moe_rl.routing.sources import SOURCES
+from moe_rl.routing.sources import SOURCES, RouteSource
 from moe_rl.runs.folder import RunFolder
 from moe_rl.tasks.base import Task, held_out, load_task
 from moe_rl.trainer import Listener, Parts, sampling_of, train, warn_void
@@ -111,8 +112,8 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         engine=engine_of(run, loaded, policy.score, folder / "engine", shared=run.policy == "hf"),
         objective=objective,
         advantage=advantage,
-        source=lookup("route source", run.arm.routes, SOURCES),
-        ratio_source=None if run.arm.ratio_routes is None else lookup("route source", run.arm.ratio_routes, SOURCES),
+        source=_source(run.arm.routes, policy),
+        ratio_source=None if run.arm.ratio_routes is None else _source(run.arm.ratio_routes, policy),
         encode=lambda prompts: encode_prompts(prompts, _of_rank_0(loaded).tokenizer),
         pad_token=pad_token,
         held_out=evaluation,
@@ -121,6 +122,12 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         export=export,
         from_rank_0=ranks.from_rank_0,
     )
+
+
+def _source(use: Part, policy: Policy) -> RouteSource:
+    """A route source; one that asks for the policy gets its `score` as its third argument."""
+    source = lookup("route source", use, SOURCES)
+    return partial(source, score=policy.score) if "policy" in needs_of(source) else source
 
 
 def _of_rank_0(loaded: LoadedModel | None) -> LoadedModel:

@@ -225,7 +225,7 @@ def doses(run: RunConfig, step: int, update: int, updates: int) -> tuple[Dose | 
     """Under which doses the ratio and the gradient of an update are taken; None where the dial does not act."""
     if not (size := run.dial.size(update, updates)):
         return None, None
-    dose = Dose(run.dial.form, size, derive(run.seed, DIAL, step))
+    dose = Dose(run.dial.form, size, derive(run.seed, DIAL, step), run.dial.direction)
     acts_on = run.dial.acts_on
     return dose if acts_on != "gradient" else None, dose if acts_on != "ratio" else None
 
@@ -269,7 +269,7 @@ def warn_void(run: RunConfig) -> list[str]:
     found, one_update = [], run.mini_batches * run.epochs == 1
     if one_update and run.dial.sigma:
         found.append("dial.sigma has no effect with one update per step: the first is given no dose.")
-    whole = ("old_policy", "rollout", "soft", "recall")
+    whole = ("old_policy", "rollout", "under_noise", "soft", "recall")
     if run.dial.sigma and run.dial.form == "choice" and Use.of(run.arm.routes).name in whole:
         found.append(f"arm {run.arm.name!r} replays all routes, so a dial of the form 'choice' moves none of them: "
                      "its runs are those without a dial.")

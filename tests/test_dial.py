@@ -10,7 +10,7 @@ from moe_rl.config.values import check_values
 from moe_rl.errors import ConfigError
 from moe_rl.execute import check
 from moe_rl.runs.columns import TABLES, timing
-from tests.test_trainer import ARMS, TINY, carry_out
+from tests.test_trainer import ARMS, TINY, carry_out, whole_and_cut
 
 RUN = TINY.replace(steps=2, **{"measure.detail_every": 1})
 """Four updates per step; everything is measured."""
@@ -34,7 +34,7 @@ def plain(tmp_path_factory):
 
 
 @pytest.mark.parametrize("acts_on", ["both", "ratio", "gradient"])
-@pytest.mark.parametrize("form", ["weights", "choice"])
+@pytest.mark.parametrize("form", ["weights", "choice", "beside"])
 def test_a_dial_at_zero_is_no_dial_bit_for_bit(plain, tmp_path, form, acts_on):
     same(tables(tmp_path / "run", dial=Dial(sigma=0.0, form=form, acts_on=acts_on)), plain["grpo"])
 
@@ -50,13 +50,17 @@ def test_replay_is_immune_to_a_choice_bit_for_bit(plain, tmp_path):
     same(tables(tmp_path / "run", "replay", dial=Dial(sigma=2.0, form="choice")), plain["replay"], ["dial_dose"])
 
 
-@pytest.mark.parametrize("form", ["weights", "choice"])
-def test_ratios_start_at_one_and_drift_with_the_dose(plain, tmp_path, form):
-    found = tables(tmp_path / "run", dial=Dial(sigma=2.0, form=form))
+@pytest.mark.parametrize(
+    "dial",
+    [Dial(sigma=2.0), Dial(sigma=2.0, form="choice"), Dial(sigma=0.4, form="beside"),
+     Dial(sigma=2.0, direction="last_step")],
+)  # fmt: skip
+def test_ratios_start_at_one_and_drift_with_the_dose(plain, tmp_path, dial):
+    found = tables(tmp_path / "run", dial=dial)
     updates = found["updates"].groupby("update")
-    assert updates["dial_dose"].mean().tolist() == pytest.approx([0, 2 / 3, 4 / 3, 2])
+    assert updates["dial_dose"].mean().tolist() == pytest.approx([dial.sigma * share for share in (0, 1/3, 2/3, 1)])
     assert updates["token_log_ratio_max"].max().iloc[0] < 1e-5
-    assert (updates["fresh_slot_change"].mean().iloc[1:] > 0.05).all()
+    assert (updates["fresh_slot_change"].mean().iloc[1:] > 0.02).all()
     before = plain["grpo"]["updates"].groupby("update")["token_log_ratio_var"].mean()
     assert (updates["token_log_ratio_var"].mean().iloc[1:] > before.iloc[1:]).all()
     # What is sampled, scored under π_old and evaluated first has never met the dial.
@@ -78,7 +82,13 @@ def test_the_moved_network_gives_the_ratio_or_the_gradient_or_both(tmp_path):
     assert abs(norm["gradient"] / none["grad_norm"] - 1) > 1e-3
 
 
+def test_a_killed_run_goes_on_along_the_optimizers_last_step(tmp_path):
+    whole_and_cut(RUN.replace(steps=4, dial=Dial(sigma=1.0, direction="last_step")), tmp_path)
+
+
 def test_settings_that_no_dial_has_are_refused():
+    with pytest.raises(ConfigError, match="freezes them"):
+        check_values(RUN.replace(**{"dial.direction": "last_step", "optimizer.router_lr_scale": 0.0}))
     for setting, value, message in (("sigma", -1.0, "standard deviation"), ("form", "gates", "weights or choice"),
                                     ("acts_on", "loss", "both or ratio or gradient")):
         with pytest.raises(ConfigError, match=message):

@@ -158,14 +158,17 @@ class Measure:
 @dataclass(frozen=True, kw_only=True)
 class Dial:
     """Volatility as an assigned dose (see `routing.dial`): in the j-th of N updates of a step the routers are moved by
-    sigma · (j − 1)/(N − 1) of their standard deviation along a random direction, the same within a step and for all
-    arms of a seed. N counts the updates of all epochs. Ratios start at 1 and drift as real drift does, coherently
-    within a step."""
+    sigma · (j − 1)/(N − 1) of their standard deviation along one direction, by default a random one, the same within a
+    step and for all arms of a seed. N counts the updates of all epochs. Ratios start at 1 and drift as real drift does,
+    coherently within a step."""
 
     sigma: float = 0.0
     """In standard deviations of each router's weights; 0 turns it off."""
     form: str = "weights"
-    """`weights`: gates and sets move. `choice`: sets alone."""
+    """`weights`: gates and sets move. `choice`: sets alone. `beside`: not the routers, but all other matrices of the
+    decoder's layers do, in standard deviations of each."""
+    direction: str = "random"
+    """Which way they are moved: `random`, or `last_step`, on along the optimizer's own last step."""
     acts_on: str = "both"
     """What the moved network gives: the `ratio`, the `gradient`, or `both`."""
 

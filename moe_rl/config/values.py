@@ -18,7 +18,8 @@ _EVERY = "an interval is at least 1 step; one longer than the run means only at 
 _SIGN = "it must not be negative, or updates would not go along the gradient"
 _LR = "a learning rate must not be negative"
 _RANK = "a size is at least 1 process"
-DIAL = {"form": ("weights", "choice"), "acts_on": ("both", "ratio", "gradient")}
+DIAL = {"form": ("weights", "choice", "beside"), "acts_on": ("both", "ratio", "gradient"),
+        "direction": ("random", "last_step")}
 _SEED = "random streams are derived from seeds, which are below 2^32 and not negative"
 RANGES: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(("steps", "prompts_per_step", "group_size", "mini_batches", "epochs", "micro_batch",
@@ -74,6 +75,9 @@ def check_values(config: RunConfig) -> None:
     for name, choices in DIAL.items():
         if (value := getattr(config.dial, name)) not in choices:
             raise ConfigError(f"dial.{name}={value!r}: choose {' or '.join(choices)}")
+    if config.dial.direction == "last_step" and config.dial.form != "beside" and not config.optimizer.router_lr_scale:
+        raise ConfigError("dial.direction='last_step' moves routers on along their own last step, but "
+                          "optimizer.router_lr_scale=0 freezes them: use the direction 'random'")
     if config.model.router_dtype not in (None, "float32"):
         raise ConfigError(f"model.router_dtype={config.model.router_dtype!r}: choose float32, or None for the model's")
     if "" in config.stop:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from moe_rl.config.run import Optimizer
 from moe_rl.objectives.base import EQUAL
 from moe_rl.objectives.returns import value_loss
-from moe_rl.policies.hf import checkpoint_activations, join, optimizer_of, read_state, slices, stepped, write_state
+from moe_rl.policies.hf import checkpoint_activations, join, slices
+from moe_rl.policies.optimizer import optimizer_of, read_state, stepped, write_state
 from moe_rl.types import Batch
 
 if TYPE_CHECKING:

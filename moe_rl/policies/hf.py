@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from moe_rl.config.run import OPTIMIZERS, Optimizer
-from moe_rl.errors import ConfigError, Diverged
+from moe_rl.config.run import Optimizer
 from moe_rl.objectives import Objective
+from moe_rl.policies.optimizer import last_step, optimizer_of, read_state, stepped, write_state
 from moe_rl.routing.balance import balance, correction_biases
 from moe_rl.routing.dial import Dose, disturbed
 from moe_rl.routing.hooks import RouterScores, record_routing, replay_routing
 from moe_rl.routing.inputs import Routed, RouterInputs, load_of, token_weights
-from moe_rl.routing.sites import router_parameters
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, Updated
 
@@ -70,7 +69,7 @@ class HFPolicy:
         for rows in slices(len(batch), self.score_batch):
             part = batch.rows(rows)
             forced = None if routes is None else routes.rows(rows)
-            with disturbed(self.model, dose), self._routed(part, forced, scores) as routed:
+            with self._moved(dose), self._routed(part, forced, scores) as routed:
                 outputs = self._forward(part)
             parts.append((*outputs, *routed.traces, routed.recording.scores(len(part)) if scores else None))
         return Scored(*join(parts, batch))
@@ -123,6 +122,9 @@ class HFPolicy:
         return nn.functional.pad(log_p.where(part.response_mask[:, first:, None], 0.0), (0, 0, first, 0))
 
     # ------------------------------------------------------------------ how
+    def _moved(self, dose: Dose | None) -> AbstractContextManager[None]:
+        return disturbed(self.model, dose, partial(last_step, self.optimizer))
+
     def _backward(
         self, batch: Batch, objective: Objective, dose: Dose | None = None
     ) -> tuple[list, float, Mapping[str, float]]:
@@ -136,7 +138,7 @@ class HFPolicy:
         inputs_of = self._router_inputs(batch, objective, dose) if looks else lambda rows, part, routed: {}
         for rows in slices(len(batch), self.micro_batch):
             part = batch.rows(rows).to(self.device)
-            with disturbed(self.model, dose), self._routed(part, part.routes, logits=looks) as routed:
+            with self._moved(dose), self._routed(part, part.routes, logits=looks) as routed:
                 logprobs, entropy = self._forward(part, entropy_gradient="entropy" in objective.needs)
                 out = objective(part, logprobs, entropy, **inputs_of(rows, part, routed))
                 out.loss.backward()
@@ -197,29 +199,6 @@ class HFPolicy:
         return first, (logits.float() / self.temperature).log_softmax(-1)
 
 
-def write_state(
-    weights: Path, moments: Path, model: nn.Module, optimizer: torch.optim.Optimizer, updates: int
-) -> None:
-    """A module into a safetensors file, its optimizer and the number of its updates into another; bit-exact."""
-    from safetensors.torch import save_model
-
-    weights.parent.mkdir(parents=True, exist_ok=True)
-    save_model(model, str(weights))
-    torch.save({"optimizer": optimizer.state_dict(), "updates": updates}, moments)
-
-
-def read_state(
-    weights: Path, moments: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> int:
-    """Put back what `write_state` wrote; returns the number of updates."""
-    from safetensors.torch import load_model
-
-    load_model(model, str(weights), device=str(device))
-    state = torch.load(moments, map_location=device, weights_only=True)
-    optimizer.load_state_dict(state["optimizer"])
-    return state["updates"]
-
-
 def slices(rows: int, size: int) -> list[slice]:
     """The rows of every forward."""
     return [slice(start, start + size) for start in range(0, rows, size)]
@@ -239,44 +218,6 @@ def join(parts: list[tuple], batch: Batch) -> list:
         return None if kind[0] is None else RoutingTrace.cat(kind, batch.tokens, batch.attention_mask)
 
     return [join(kind) for kind in zip(*parts, strict=True)]
-
-
-def optimizer_of(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
-    """With the routers in a group of their own, at `router_lr_scale` times the learning rate (0 = frozen)."""
-    routers = {id(p) for p in router_parameters(model)}
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if not trainable:
-        raise ConfigError("the model has no trainable parameter.")
-    groups = [
-        {"params": [p for p in trainable if id(p) not in routers], "scale": 1.0},
-        {"params": [p for p in trainable if id(p) in routers], "scale": settings.router_lr_scale},
-    ]
-    common: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True}
-    if settings.name == "adamw":
-        return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, **common)
-    if settings.name == "sgd":
-        return torch.optim.SGD(groups, momentum=settings.betas[0], **common)
-    raise ConfigError(f"there is no optimizer {settings.name!r}: choose {' or '.join(OPTIMIZERS)}.")
-
-
-def stepped(
-    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Optimizer, update: int, whose: str = ""
-) -> tuple[float, bool]:
-    """One step along the clipped gradients, which are gone then; their norm before, and whether they were clipped.
-    Updates are counted from 1. Raises Diverged where a gradient is not finite."""
-    limit = settings.grad_clip or float("inf")
-    total = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    norm = total.item()
-    if not math.isfinite(norm):
-        raise Diverged(f"the{whose} gradient norm is {norm}: a step would destroy the weights. Lower the{whose} "
-                       "learning rate.")
-    if norm + 1e-6 > limit:  # else torch would multiply every gradient by 1; the constant is its own
-        nn.utils.clip_grads_with_norm_(model.parameters(), limit, total)
-    for group in optimizer.param_groups:
-        group["lr"] = settings.lr_at(update) * group["scale"]
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm, norm > limit
 
 
 def checkpoint_activations(model: Any, reentrant: bool) -> None:

@@ -1,4 +1,4 @@
-"""Volatility as an assigned dose: routers moved along a random direction while a mini-batch is trained on.
+"""Volatility as an assigned dose: routers moved along a direction of their own while a mini-batch is trained on.
 
 Where routes change by themselves, so does everything that changes them; a dose that is drawn by lot and given to all
 arms alike is a cause. Sampling, scoring of π_old and evaluation never see it.
@@ -6,7 +6,7 @@ arms alike is a cause. Sampling, scoring of π_old and evaluation never see it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,54 +14,74 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from moe_rl.errors import RoutingError
 from moe_rl.routing.intercept import hooked
-from moe_rl.routing.sites import RoutingModule, find_sites, router_matrices
+from moe_rl.routing.sites import RoutingModule, find_sites, layer_matrices, router_matrices
+
+LastStep = Callable[[nn.Parameter], Tensor | None]
+"""The optimizer's last step on a parameter, up to a factor; None before the first."""
 
 
 @dataclass(frozen=True)
 class Dose:
-    """How far the routers are moved, and which way."""
+    """How far the weights are moved, which ones, and which way."""
 
     form: str
     """`weights`: the routers compute with W + size · std(W) · u, so gates and sets move, and replay cuts off the sets'
     part. `choice`: the experts are those of the moved router, their gates those of W, so that sets alone move, and
-    replay is exactly immune."""
+    replay is exactly immune. `beside`: every matrix of the decoder's layers moves but the routers': routes change with
+    the hidden states alone."""
     size: float
-    """In standard deviations of each router matrix; 0 is no dose. In bfloat16 doses below .01 are rounded away in part.
+    """In standard deviations of each matrix; 0 is no dose. In bfloat16 doses below .01 are rounded away in part.
     Adapters on a router are matrices of their own."""
     seed: int
-    """Of the direction u: standard normal, one per router matrix, the same for all weights that W has had."""
+    """Of a random direction u: standard normal, one per matrix, the same for all weights that W has had."""
+    direction: str = "random"
+    """`random`, or `last_step`: u is the optimizer's last step on W over its root mean square, so that the weights go
+    on along the way that they took."""
 
 
 @contextmanager
-def disturbed(model: nn.Module, dose: Dose | None) -> Iterator[None]:
+def disturbed(model: nn.Module, dose: Dose | None, last_step: LastStep | None = None) -> Iterator[None]:
     """Forwards of `model` inside the block, and their backwards, under a dose; the weights are then exactly as before,
-    whatever happens in it. A forward under replay takes its routes from the trace: there only the form `weights` acts,
-    through the gates. Raises RoutingError for a model without routers."""
+    whatever happens in it. A forward under replay takes its routes from the trace: there the form `weights` acts
+    through the gates alone, and `choice` not at all. Raises RoutingError for a model without routers, and for a
+    direction `last_step` where there was none."""
     if dose is None or not dose.size:
         yield
         return
     sites = find_sites(model)
     with ExitStack() as scope:
         if dose.form == "choice":
-            scope.enter_context(hooked(sites, "moved", partial(moved, dose=dose)))
+            scope.enter_context(hooked(sites, "moved", partial(moved, dose=dose, last_step=last_step)))
+        elif dose.form == "beside":
+            scope.enter_context(shifted(layer_matrices(model), dose, 0, last_step))
         else:
             weights: set[int] = set()
             for index, site in enumerate(sites):
                 own = {id(matrix) for matrix in router_matrices(site)}
                 if not own & weights:  # sites may share theirs
-                    scope.enter_context(moved(site, index, dose=dose))
+                    scope.enter_context(moved(site, index, dose=dose, last_step=last_step))
                 weights |= own
         yield
 
 
 @contextmanager
-def moved(site: RoutingModule, index: int, *, dose: Dose) -> Iterator[None]:
+def moved(site: RoutingModule, index: int, *, dose: Dose, last_step: LastStep | None = None) -> Iterator[None]:
     """One site's router matrices, moved inside the block and put back bit for bit."""
-    matrices = router_matrices(site)
+    with shifted(router_matrices(site), dose, index, last_step):
+        yield
+
+
+@contextmanager
+def shifted(
+    matrices: Sequence[nn.Parameter], dose: Dose, index: int, last_step: LastStep | None = None
+) -> Iterator[None]:
+    """Matrices that are moved inside the block and put back bit for bit; `index` keeps random directions apart."""
+    along = directions(matrices, dose.seed, index) if dose.direction == "random" else steps(matrices, last_step)
     kept = [matrix.detach().clone() for matrix in matrices]
     try:
-        for matrix, u in zip(matrices, directions(matrices, dose.seed, index), strict=True):
+        for matrix, u in zip(matrices, along, strict=True):
             matrix.data.add_(dose.size * matrix.detach().std() * u)
         yield
     finally:
@@ -70,6 +90,15 @@ def moved(site: RoutingModule, index: int, *, dose: Dose) -> Iterator[None]:
 
 
 def directions(matrices: Sequence[Tensor], seed: int, index: int) -> list[Tensor]:
-    """u of each matrix of a site: drawn on the CPU in float32, so that every device and dtype has the same."""
+    """u of some matrices: drawn on the CPU in float32, so that every device and dtype has the same."""
     generator = torch.Generator().manual_seed((seed + index) % 2**63)
     return [torch.randn(m.shape, generator=generator).to(m.device, m.dtype) for m in matrices]
+
+
+def steps(matrices: Sequence[nn.Parameter], last_step: LastStep | None) -> list[Tensor]:
+    """The optimizer's last step on some matrices, each over its root mean square."""
+    found = [None if last_step is None else last_step(matrix) for matrix in matrices]
+    if any(step is None or not step.any() for step in found):
+        raise RoutingError("a dose along the optimizer's last step, but the optimizer has not moved these weights: no "
+                           "gradient reaches them, or no update was taken yet. Use the direction 'random'.")
+    return [step / step.square().mean().sqrt() for step in found if step is not None]

@@ -105,6 +105,13 @@ def router_matrices(site: RoutingModule) -> list[nn.Parameter]:
             and not name.endswith("bias")]
 
 
+def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Matrices of the text decoder's layers that are not the routers': of attention, experts and dense layers."""
+    routers = {id(matrix) for site in find_sites(model) for matrix in router_matrices(site)}
+    return [p for name, p in _text_decoder(model).named_parameters() if re.search(r"\.\d+\.", f".{name}")
+            and p.dim() > 1 and not name.endswith("bias") and id(p) not in routers]
+
+
 def plain_name(name: str) -> str:
     """A module or parameter path without what PEFT, FSDP, DDP and torch.compile put in."""
     return ADAPTERS.sub("", WRAPPERS.sub("", name))

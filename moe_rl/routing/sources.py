@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.lookup import needs
+from moe_rl.routing.dial import Dose
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored
 
@@ -71,6 +72,21 @@ def random_sets(batch: Batch, natural: Scored, *, seed: int = 0) -> RoutingTrace
         order = torch.rand(*routes.shape[:2], site.num_experts, generator=generator).argsort(-1)
         experts[:, :, s, : site.top_k] = order[..., : site.top_k].to(experts.dtype)
     return replace(routes, experts=experts.to(routes.experts.device)).only(routes.known)
+
+
+@needs("policy")
+def under_noise(
+    batch: Batch, natural: Scored, score: Callable[..., Scored], *, sigma: float, seed: int = 0
+) -> RoutingTrace:
+    """Placebo: routes that π_old would use with its routers moved by `sigma` standard deviations along a random
+    direction, one per step (`dial.Dose`): as constant as `old_policy`'s, and about the tokens, but wrong.
+
+    `score` is the policy's verb. Drawn from `seed` and the batch's own tokens, so that it is independent of the dial.
+    A sigma of 0 is `old_policy`. Raises ConfigError for one that is negative or infinite.
+    """
+    if not 0 <= sigma < torch.inf:
+        raise ConfigError(f"under_noise(sigma={sigma:g}): how far routers are moved, in standard deviations, is >= 0.")
+    return score(batch, dose=Dose("weights", sigma, _seed(seed, batch))).routes if sigma else natural.routes
 
 
 def random_share(batch: Batch, natural: Scored, *, share: float, seed: int = 0) -> RoutingTrace | None:
@@ -227,7 +243,11 @@ def _require_share(source: str, share: float) -> None:
 
 def _generator(seed: int, batch: Batch) -> torch.Generator:
     """Of the batch's own tokens, so that a resumed run draws the same."""
-    return torch.Generator().manual_seed(hash((seed, int(batch.tokens.sum()), batch.tokens.shape)) % 2**63)
+    return torch.Generator().manual_seed(_seed(seed, batch))
+
+
+def _seed(seed: int, batch: Batch) -> int:
+    return hash((seed, int(batch.tokens.sum()), batch.tokens.shape)) % 2**63
 
 
 BASES: dict[str, Callable[[Batch, Scored], RoutingTrace]] = {"old_policy": old_policy, "rollout": rollout}
@@ -238,6 +258,7 @@ SOURCES: dict[str, Callable[..., RoutingTrace | None]] = {
     "rollout": rollout,
     "shuffled": shuffled,
     "random_sets": random_sets,
+    "under_noise": under_noise,
     "random_share": random_share,
     "by_layer": by_layer,
     "by_margin": by_margin,

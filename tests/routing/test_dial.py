@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from moe_rl.errors import RoutingError
+from moe_rl.policies.optimizer import last_step
 from moe_rl.routing import record_routing, replay_routing
-from moe_rl.routing.dial import Dose, directions, disturbed, moved
+from moe_rl.routing.dial import Dose, directions, disturbed, moved, steps
 from moe_rl.routing.sites import find_sites, router_matrices
 from tests.conftest import FAMILIES, build
 from tests.policies.test_hf import GRPO, make_batch, part_of, policy_of
@@ -86,6 +89,52 @@ def test_under_a_choice_gradient_reaches_the_routers_own_weights_through_the_gat
     for parameter, gradient in zip(model.parameters(), mine, strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-5)
     assert all(m.grad.any() for site in find_sites(model) for m in router_matrices(site))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_form_beside_moves_every_matrix_of_the_layers_but_the_routers(family, tokens):
+    model, twin = build(family), build(family)
+    routers = {id(m) for site in find_sites(twin) for m in router_matrices(site)}
+    beside = [p for name, p in twin.named_parameters() if ".layers." in name and p.dim() > 1 and id(p) not in routers
+              and not name.endswith("bias")]
+    with torch.no_grad():
+        for matrix, u in zip(beside, directions(beside, 7, 0), strict=True):
+            matrix += 0.1 * matrix.std() * u
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with disturbed(model, Dose("beside", 0.1, 7)):
+        logits, routes = forward(model, tokens)
+        moved_names = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
+    expected, expected_routes = forward(twin, tokens)
+    assert torch.equal(logits, expected) and routes == expected_routes
+    assert len(moved_names) == len(beside) and not any("embed" in name or "lm_head" in name for name in moved_names)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name, lr", [("adamw", 1e-2), ("sgd", 10.0)])  # steps far above the rounding of weights
+def test_the_last_step_is_where_the_optimizer_went_and_outlives_a_checkpoint(name, lr, tmp_path):
+    settings = {"name": name, "lr": lr, "grad_clip": 0.0}
+    policy, batch = policy_of(build("qwen3_moe"), optimizer=settings), make_batch()
+    for _ in range(3):
+        before = [m.detach().clone() for site in find_sites(policy.model) for m in router_matrices(site)]
+        policy.update(part_of(batch, policy.score(batch)), GRPO)
+    policy.save(tmp_path)
+    again = policy_of(build("qwen3_moe"), optimizer=settings)
+    again.load(tmp_path)
+    for owner in (policy, again):
+        after = [m for site in find_sites(owner.model) for m in router_matrices(site)]
+        along = steps(after, partial(last_step, owner.optimizer))
+        for new, old, u in zip(after, before, along, strict=True):
+            step = (new - old).detach()
+            torch.testing.assert_close(u, step / step.square().mean().sqrt(), rtol=1e-3, atol=1e-3)
+    dose = Dose("weights", 1.0, 0, "last_step")
+    one, other = (owner.score(batch, dose=dose).logprobs for owner in (policy, again))
+    assert torch.equal(one, other) and not torch.equal(one, policy.score(batch).logprobs)
+
+
+def test_before_its_first_step_an_optimizer_has_no_direction():
+    policy = policy_of(build("qwen3_moe"))
+    with pytest.raises(RoutingError, match="has not moved these weights"):
+        policy.score(make_batch(), dose=Dose("weights", 1.0, 0, "last_step"))
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, "reentrant", "non-reentrant"])

@@ -22,8 +22,11 @@ from moe_rl.routing.sources import (
     random_share,
     rollout,
     shuffled,
+    under_noise,
 )  # fmt: skip
 from moe_rl.types import Batch, Scored
+from tests.conftest import build
+from tests.policies.test_hf import make_batch, policy_of
 from tests.routing.test_trace import random_trace
 from tests.test_trainer import ARMS as TRAINED
 from tests.test_trainer import TINY, carry_out
@@ -144,3 +147,18 @@ def test_the_ends_of_the_dose_are_the_arms_without_and_with_replay(tmp_path, dos
     found = [carry_out(TINY.replace(arm=arm, steps=2), tmp_path / arm.name)["updates"] for arm in arms]
     shared = [c for c in found[0].columns if not c.endswith("seconds")]
     assert_frame_equal(found[0][shared], found[1][shared])
+
+
+def test_routes_under_noise_are_those_of_moved_routers_the_same_all_step_and_its_ratios_start_at_one(tmp_path):
+    policy, batch = policy_of(build("qwen3_moe")), make_batch()
+    natural = policy.score(batch)
+    found = under_noise(batch, natural, policy.score, sigma=1.0)
+    assert found != natural.routes and under_noise(batch, natural, policy.score, sigma=1.0) == found
+    assert under_noise(batch, natural, policy.score, sigma=1.0, seed=1) != found
+    assert under_noise(batch, natural, policy.score, sigma=0.0) is natural.routes
+    with pytest.raises(ConfigError, match="sigma=-1"):
+        under_noise(batch, natural, policy.score, sigma=-1.0)
+    arm = Arm(name="wrong", routes=Use("under_noise", sigma=1.0))
+    tables = carry_out(TINY.replace(arm=arm, steps=2), tmp_path / "run")
+    assert (tables["steps"]["first_update_log_ratio_max"].dropna() < 1e-5).all()
+    assert (tables["updates"]["coverage"] == 1).all() and (tables["updates"]["pull"] > 0.05).all()

@@ -69,6 +69,7 @@ def check_routers(run: RunConfig, needs: frozenset[str]) -> None:
          "their logits do not leave the schedule's forward with a graph"),
         (routes & {"soft", "recall"}, f"routes={', '.join(sorted(routes))}",
          "RouterReplay forces all ids and no combine weights"),
+        ("under_noise" in routes, "routes='under_noise'", "its routers cannot be moved"),
         (run.model.router_dtype, f"model.router_dtype={run.model.router_dtype!r}",
          "its routers compute in float32 anyway, from weights of the model's dtype"),
     ):

@@ -1,0 +1,86 @@
+"""The optimizer of a Hugging Face module: its groups, its step, and what resuming needs of both."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.config.run import OPTIMIZERS, Optimizer
+from moe_rl.errors import ConfigError, Diverged
+from moe_rl.routing.sites import router_parameters
+
+
+def optimizer_of(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
+    """With the routers in a group of their own, at `router_lr_scale` times the learning rate (0 = frozen)."""
+    routers = {id(p) for p in router_parameters(model)}
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ConfigError("the model has no trainable parameter.")
+    groups = [
+        {"params": [p for p in trainable if id(p) not in routers], "scale": 1.0},
+        {"params": [p for p in trainable if id(p) in routers], "scale": settings.router_lr_scale},
+    ]
+    common: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True}
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, **common)
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, momentum=settings.betas[0], **common)
+    raise ConfigError(f"there is no optimizer {settings.name!r}: choose {' or '.join(OPTIMIZERS)}.")
+
+
+def stepped(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Optimizer, update: int, whose: str = ""
+) -> tuple[float, bool]:
+    """One step along the clipped gradients, which are gone then; their norm before, and whether they were clipped.
+    Updates are counted from 1. Raises Diverged where a gradient is not finite."""
+    limit = settings.grad_clip or float("inf")
+    total = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    norm = total.item()
+    if not math.isfinite(norm):
+        raise Diverged(f"the{whose} gradient norm is {norm}: a step would destroy the weights. Lower the{whose} "
+                       "learning rate.")
+    if norm + 1e-6 > limit:  # else torch would multiply every gradient by 1; the constant is its own
+        nn.utils.clip_grads_with_norm_(model.parameters(), limit, total)
+    for group in optimizer.param_groups:
+        group["lr"] = settings.lr_at(update) * group["scale"]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm, norm > limit
+
+
+def last_step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor | None:
+    """Where the optimizer last moved a parameter, up to a factor and without weight decay; None before its first step.
+    Read off the moments, so that a resumed run knows it."""
+    state, settings = optimizer.state.get(parameter, {}), optimizer.param_groups[0]
+    if "exp_avg_sq" in state:  # AdamW
+        variance = state["exp_avg_sq"] / (1 - settings["betas"][1] ** state["step"])
+        return -state["exp_avg"] / (variance.sqrt() + settings["eps"])
+    momentum = state.get("momentum_buffer")
+    return None if momentum is None else -momentum
+
+
+def write_state(
+    weights: Path, moments: Path, model: nn.Module, optimizer: torch.optim.Optimizer, updates: int
+) -> None:
+    """A module into a safetensors file, its optimizer and the number of its updates into another; bit-exact."""
+    from safetensors.torch import save_model
+
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    save_model(model, str(weights))
+    torch.save({"optimizer": optimizer.state_dict(), "updates": updates}, moments)
+
+
+def read_state(
+    weights: Path, moments: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> int:
+    """Put back what `write_state` wrote; returns the number of updates."""
+    from safetensors.torch import load_model
+
+    load_model(model, str(weights), device=str(device))
+    state = torch.load(moments, map_location=device, weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    return state["updates"]
