@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 from volatility_dial import SIGMAS, dose, study
 
 from moe_rl.results import plots
-from moe_rl.results.stats import Interval, holm, interval, paired
+from moe_rl.results.stats import Interval, Paired, holm, interval, paired
 from moe_rl.results.summary import metric, per_run
 from moe_rl.runs.frames import Frames, load_study
 
@@ -73,18 +74,23 @@ def harm(values: dict[str, dict], form: str) -> None:
 
 def contrasts(values: dict[str, dict], form: str) -> None:
     """The declared contrasts at the largest dose: an effect is one that both endpoints decide with one sign."""
-    decided: dict[tuple[str, str], list[int]] = {pair: [] for pair in study.contrasts}
     print(f"{form}, σ = {max(SIGMAS):g}:")
-    for name in ENDPOINTS:
-        table = values[name][form, max(SIGMAS)]
-        tests = [paired(table[a].to_dict(), table[b].to_dict()) for a, b in study.contrasts]
-        adjusted = holm([test.p for test in tests])
-        for pair, test, p in zip(study.contrasts, tests, adjusted, strict=True):
-            decided[pair].append(int(np.sign(test.difference.mean)) if p <= 0.05 else 0)
-            print(f"  {name}: {' − '.join(pair)} {test.difference}, p {test.p:.2g}, Holm {p:.2g} (n = {test.n})")
-    for pair, signs in decided.items():
-        verdict = "an effect" if abs(sum(signs)) == len(signs) else "no effect by the rule"
-        print(f"  {' − '.join(pair)}: {verdict} (signs decided {signs})")
+    tables = {name: values[name][form, max(SIGMAS)] for name in ENDPOINTS}
+    decide([" − ".join(pair) for pair in study.contrasts],
+           {name: [paired(table[a].to_dict(), table[b].to_dict()) for a, b in study.contrasts]
+            for name, table in tables.items()})
+
+
+def decide(names: Sequence[str], tests: Mapping[str, Sequence[Paired]]) -> None:
+    """Holm over some contrasts, each endpoint by itself: an effect is what all endpoints decide with one sign."""
+    signs: dict[str, list[int]] = {name: [] for name in names}
+    for endpoint, found in tests.items():
+        for name, test, p in zip(names, found, holm([test.p for test in found]), strict=True):
+            signs[name].append(int(np.sign(test.difference.mean)) if p <= 0.05 else 0)
+            print(f"  {endpoint}: {name} {test.difference}, p {test.p:.2g}, Holm {p:.2g} (n = {test.n})")
+    for name, decided in signs.items():
+        verdict = "an effect" if abs(sum(decided)) == len(decided) else "no effect by the rule"
+        print(f"  {name}: {verdict} (signs decided {decided})")
 
 
 def at_small_doses(rewards: dict[tuple[str, float], pd.DataFrame], form: str) -> None:

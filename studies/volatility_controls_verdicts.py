@@ -1,0 +1,63 @@
+"""What the declared rule of volatility_controls says, from its tables and those of volatility_dial."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from volatility_controls import BESIDE_SIGMA, CONTRASTS, SIGMA, TWIN_SIGMA, study
+from volatility_dial import dose
+from volatility_dial_verdicts import ENDPOINTS, decide
+from volatility_dial_verdicts import FOLDER as DIAL
+
+from moe_rl.results.stats import interval, paired
+from moe_rl.results.summary import metric, per_run
+from moe_rl.runs.frames import Frames, load_study
+
+FOLDER = Path(__file__).parent / "results" / study.name
+HARM = (("acts_on=ratio", "none"), ("acts_on=gradient", "none"), ("twin", "twin-still"))
+"""GRPO in a cell minus GRPO in another."""
+SHOWN = ("entropy", "token_ess", "token_kl_k3", "token_kl_k1")
+
+
+def main() -> None:
+    frames, dial = load_study(FOLDER), load_study(DIAL)
+    tables = {name: by_cell(frames, dial, name) for name in (*ENDPOINTS, *SHOWN)}
+    matching(tables["token_kl_k3"])
+    first = frames.cell("wrong-replay")["steps"]["first_update_log_ratio_max"].max()
+    print(f"Machinery: the largest log-ratio in a first mini-batch under wrong replay is {first:.2g}")
+    print("Contrasts:")
+    compare(tables, {f"{a} − {b}, {cell}": ((cell, a), ("dosed" if cell == "wrong-replay" else cell, b))
+                     for cell, a, b in CONTRASTS})
+    print("Harm:")
+    compare(tables, {f"grpo, {there} − {here}": ((there, "grpo"), (here, "grpo")) for there, here in HARM})
+    for name, table in tables.items():
+        means = "; ".join(f"{cell} " + ", ".join(f"{arm} {values.mean():.3g}" for arm, values in by.items())
+                          for cell, by in table.items())
+        print(f"{name}: {means}")
+
+
+def by_cell(frames: Frames, dial: Frames, name: str) -> dict[str, dict[str, pd.Series]]:
+    """Cell → arm → values by seed; `none` and `dosed` are volatility_dial's at σ = 0 and at SIGMA."""
+    places = {"none": dial.cell(dose("weights", 0)), "dosed": dial.cell(dose("weights", SIGMA)),
+              **{cell: frames.cell(cell) for cell in study.cells}}
+    found = {}
+    for cell, rows in places.items():
+        values = per_run(rows, metric(name))
+        found[cell] = {arm: values[arm] for arm in values.index.get_level_values(0).unique()}
+    return found
+
+
+def matching(kl: dict[str, dict[str, pd.Series]]) -> None:
+    """Whether the doses of the twin and beside move the policy as far as the MoE's does."""
+    target = kl["dosed"]["grpo"].mean()
+    for cell, sigma in (("twin", TWIN_SIGMA), ("beside", BESIDE_SIGMA)):
+        mean = kl[cell]["grpo"].mean()
+        verdict = "matched" if abs(mean / target - 1) <= 0.25 else "NOT matched"
+        print(f"KL k3 of GRPO, {cell} at σ = {sigma:g}: {interval(kl[cell]['grpo'])} against {target:.3g}: {verdict}")
+
+
+def compare(tables: dict[str, dict], pairs: dict[str, tuple[tuple[str, str], tuple[str, str]]]) -> None:
+    """The declared rule over some differences, each of (cell, arm) minus (cell, arm), paired by seed."""
+    decide(list(pairs), {name: [paired(*(tables[name][cell][arm].to_dict() for cell, arm in pair))
+                                for pair in pairs.values()] for name in ENDPOINTS})
