@@ -14,6 +14,7 @@ from pathlib import Path
 import early_warning
 import numpy as np
 import pandas as pd
+import stabilisers_verdicts
 import volatility_controls_verdicts
 import volatility_dial_verdicts
 from matplotlib.axes import Axes
@@ -353,6 +354,7 @@ def draw_gradient_quality(means: pd.DataFrame) -> Figure:
 ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
     "volatility_dial": (volatility_dial_verdicts.main,),
     "volatility_controls": (volatility_controls_verdicts.main,),
+    "stabilisers": (stabilisers_verdicts.main,),
     "learning_rates": (learning_rates, early_warning.main),
     "expert_volatility": (expert_volatility,),
     "ratio_variance": (ratio_variance,),

@@ -68,7 +68,7 @@ class Study:
     cells: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Named variations of the base, for settings that vary together or one at a time, e.g. `{"N=2": {"mini_batches": 2,
     "steps": 400}}`; crossed with `factors`. A name of the form `key=value` can be drawn against like a factor. The key
-    `arms` holds the names of those that run there, where not all do."""
+    `arms` holds the names of those that run there, where not all do, `seeds` likewise the seeds."""
     figures: tuple[str, ...] = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares")
     """Names that `moe_rl.results.figures` knows, or `pkg.module:function`; `against:optimizer.lr` draws the endpoint
     over a factor."""
@@ -152,7 +152,8 @@ class Study:
         for seed, (name, values), arm in itertools.product(seeds, combinations, _made(self.arms)):
             chosen = dict(zip(self.factors, values, strict=True))
             settings = {**self.cells.get(name, {}), **chosen}
-            if arm.name not in settings.pop("arms", (arm.name,)):
+            here = settings.pop("arms", (arm.name,)), settings.pop("seeds", (seed,))
+            if arm.name not in here[0] or seed not in here[1]:
                 continue
             config = self.base.replace(**settings, arm=arm, seed=seed)
             config = config if steps is None else config.replace(steps=steps)

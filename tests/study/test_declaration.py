@@ -254,6 +254,13 @@ def test_workers_do_not_differ_from_a_restart_in_their_hash(tmp_path):
     assert config.hash == config.replace(steps=99).hash != config.replace(seed=1).hash
 
 
+def test_a_cell_may_name_the_seeds_that_run_there(tmp_path):
+    study = with_changes(seeds=(0, 1, 2), cells={"all": {}, "two": {"arms": ("grpo",), "seeds": (0, 2)}})
+    found = [(p.config.arm.name, p.config.seed) for p in study.runs(tmp_path) if "two" in p.path.parts]
+    assert found == [("grpo", 0), ("grpo", 2)]
+    assert [p.config.seed for p in study.runs(tmp_path, seeds=(1,))] == [1, 1, 1], "and no others when asked for some"
+
+
 def test_other_arms_leave_cells_that_are_for_some(tmp_path):
     cells = {"all": {}, "one": {"mini_batches": 2, "arms": ("gspo", "grpo")}, "other": {"arms": ("grpo",)}}
     some = with_changes(cells=cells).with_arms(["gspo", "sapo"])

@@ -1,0 +1,71 @@
+"""What the declared rule of stabilisers says, from its tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import scipy.stats
+from stabilisers import EIGHT, NAMED, study
+from volatility_dial_verdicts import decide
+
+from moe_rl.results.stats import interval, paired
+from moe_rl.results.summary import metric, per_run
+from moe_rl.runs.frames import Frames, load_study
+
+FOLDER = Path(__file__).parent / "results" / study.name
+ENDPOINTS = (study.endpoint, *study.further_endpoints)
+CONDITIONS = {"quiet": ("quiet", "quiet-further"), "dial": ("dial", "dial-further"), "mismatch": ("mismatch",)}
+COST = {"seconds": ("seconds_score", "seconds_update"), "memory": ("memory_peak_mb",)}
+RESAMPLES = 9999
+
+
+def main() -> None:
+    frames = load_study(FOLDER)
+    for condition, cells in CONDITIONS.items():
+        tables = {name: pd.concat([per_run(frames.cell(c), metric(name)).unstack(0) for c in cells], axis=1)
+                  for name in ENDPOINTS}
+        print(f"{condition}:")
+        if condition != "mismatch":
+            others = [arm.name for arm in NAMED if arm.name != "grpo"]
+            decide([f"{arm} − grpo" for arm in others],
+                   {name: [paired(table[arm].to_dict(), table["grpo"].to_dict()) for arm in others]
+                    for name, table in tables.items()})
+        for name, table in tables.items():
+            print(f"  {name}, over the seeds that an arm has; rank over {len(EIGHT)} seeds:")
+            for arm, rank in ranks(table.loc[list(EIGHT)]).items():
+                gap = interval((table[arm] - table["grpo"]).dropna())
+                print(f"    {arm}: {interval(table[arm].dropna())}, − grpo {gap}, better than a run of grpo "
+                      f"{improvement(table[arm].dropna(), table['grpo'])}, rank {rank}")
+        costs(frames, cells)
+
+
+def improvement(values: pd.Series, baseline: pd.Series) -> str:
+    """P(a run > a run of the baseline), ties a half, over the baseline's runs of the same seeds; percentile bootstrap
+    that draws seeds (Agarwal et al. 2021, arXiv 2108.13264)."""
+    a, b = values.to_numpy(), baseline[values.index].to_numpy()
+    above = (a[:, None] > b) + 0.5 * (a[:, None] == b)
+    drawn = np.random.default_rng(0).integers(0, len(a), (RESAMPLES, len(a)))
+    low, high = np.quantile([above[np.ix_(rows, rows)].mean() for rows in drawn], (0.025, 0.975))
+    return f"{above.mean():.2f} [{low:.2f}, {high:.2f}]"
+
+
+def ranks(table: pd.DataFrame) -> dict[str, str]:
+    """Mean rank of every arm over seeds, 1 the highest, ties shared, with a percentile bootstrap over seeds; best
+    first."""
+    by_seed = scipy.stats.rankdata(-table.to_numpy(), axis=1)
+    drawn = np.random.default_rng(0).integers(0, len(table), (RESAMPLES, len(table)))
+    low, high = np.quantile(by_seed[drawn].mean(1), (0.025, 0.975), axis=0)
+    mean = by_seed.mean(0)
+    return {str(table.columns[i]): f"{mean[i]:.1f} [{low[i]:.1f}, {high[i]:.1f}]" for i in mean.argsort(kind="stable")}
+
+
+def costs(frames: Frames, cells: tuple[str, ...]) -> None:
+    """Medians over steps, as ratios to GRPO's of the same seed, geometric mean over seeds."""
+    steps = pd.concat([frames.cell(cell)["steps"] for cell in cells])
+    for name, columns in COST.items():
+        per = steps.assign(x=steps[list(columns)].sum(axis=1, min_count=1)).groupby(["seed", "arm"])["x"].median()
+        table = per.unstack()
+        ratios = np.exp(np.log(table.div(table["grpo"], axis=0)).mean())
+        print(f"  {name}, times grpo: " + ", ".join(f"{arm} {ratio:.2f}" for arm, ratio in ratios.items()))
