@@ -176,6 +176,7 @@ def _policy(run: RunConfig, loaded: LoadedModel | None, frozen: bool = False) ->
         run.optimizer,
         temperature=run.temperature,
         micro_batch=run.micro_batch,
+        micro_batch_tokens=run.micro_batch_tokens,
         activation_checkpointing=run.activation_checkpointing and not frozen,
     )
 
@@ -187,6 +188,7 @@ def _critic(run: RunConfig, start: LoadedModel) -> HFCritic:
         run.critic.of(run.optimizer),
         clip=run.critic.clip,
         micro_batch=run.micro_batch,
+        micro_batch_tokens=run.micro_batch_tokens,
         activation_checkpointing=run.activation_checkpointing,
     )
 
@@ -223,6 +225,9 @@ def _check_policy(run: RunConfig) -> None:
             )
         if run.dial.sigma:
             raise ConfigError(f"dial.sigma={run.dial.sigma:g}: the routers of policy='megatron' cannot be moved.")
+        if run.micro_batch_tokens:
+            raise ConfigError(f"micro_batch_tokens={run.micro_batch_tokens}: the schedule of policy='megatron' cuts by "
+                              "rows alone; use micro_batch.")
         if run.optimizer.name != "adamw" or run.optimizer.warmup:
             raise ConfigError(f"policy='megatron' trains with AdamW and without warm-up, not {run.optimizer}.")
         check_layout(run.parallel, hf_config(run.model), ranks.world())

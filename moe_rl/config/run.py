@@ -249,6 +249,9 @@ class RunConfig:
     """Passes over the rollouts of a step, each with a split of its own: `mini_batches` × `epochs` updates."""
     micro_batch: int = 64
     """Most rows in one forward with gradient."""
+    micro_batch_tokens: int | None = None
+    """Most tokens, padding included, in any forward: rows are sorted by length, and those that fit go together. A row
+    that is longer goes alone. None: forwards are cut by rows alone."""
     activation_checkpointing: bool = False
     temperature: float = 1.0
     max_new_tokens: int = 16

@@ -23,6 +23,7 @@ DIAL = {"form": ("weights", "choice", "beside"), "acts_on": ("both", "ratio", "g
 _SEED = "random streams are derived from seeds, which are below 2^32 and not negative"
 RANGES: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(("steps", "prompts_per_step", "group_size", "mini_batches", "epochs", "micro_batch",
+                     "micro_batch_tokens",
                      "max_new_tokens", "eval_prompts", "cold_start.batch_size", "measure.probe", "engine.max_tokens"),
                     (1, math.inf, _EXISTS)),
     **dict.fromkeys(("eval_every", "save_every", "measure.detail_every"), (1, math.inf, _EVERY)),

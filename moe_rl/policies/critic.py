@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from moe_rl.config.run import Optimizer
 from moe_rl.objectives.base import EQUAL
 from moe_rl.objectives.returns import value_loss
-from moe_rl.policies.hf import checkpoint_activations, join, slices
+from moe_rl.policies.hf import checkpoint_activations
+from moe_rl.policies.micro_batches import cut, join, waiting
 from moe_rl.policies.optimizer import optimizer_of, read_state, stepped, write_state
 from moe_rl.types import Batch
 
@@ -28,7 +29,7 @@ class HFCritic:
 
     It takes over `model`, without its vocabulary; w and b are float32 and 0 at first, so V = 0 and the first step moves
     them alone. Its routers route freely, whatever the policy replays, and nothing is recorded. It draws no random
-    number. The module stays in eval mode; `micro_batch` bounds the rows of one forward with gradient, which only add.
+    number. The module stays in eval mode; forwards are cut as the policy's, and only add.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class HFCritic:
         *,
         clip: float = math.inf,
         micro_batch: int = 64,
+        micro_batch_tokens: int | None = None,
         score_batch: int = 256,
         activation_checkpointing: bool = False,
     ):
@@ -48,7 +50,7 @@ class HFCritic:
             nn.init.zeros_(parameter)
         self.model = nn.ModuleDict({"body": body, "head": head}).eval()
         self.settings, self.clip = optimizer, clip
-        self.micro_batch, self.score_batch = micro_batch, score_batch
+        self.micro_batch, self.micro_batch_tokens, self.score_batch = micro_batch, micro_batch_tokens, score_batch
         self.device = embeddings.device
         self.optimizer = optimizer_of(self.model, optimizer)
         self.updates = 0
@@ -58,27 +60,29 @@ class HFCritic:
     @torch.no_grad()
     def values(self, batch: Batch) -> Float[Tensor, "batch time"]:
         """V of the state before every response token; see `ValueModel.values`."""
-        return join([(self._forward(batch.rows(rows)),) for rows in slices(len(batch), self.score_batch)], batch)[0]
+        cuts = cut(batch, self.score_batch, self.micro_batch_tokens)
+        return join([waiting(batch, self._forward(batch.rows(rows))) for rows in cuts], batch, cuts)[0]
 
     def update(self, batch: Batch) -> dict[str, float]:
         """One step down the value loss, and what it was before: loss, explained variance, gradient norm."""
         assert batch.returns is not None, "the trainer fills it in before an update"
         self.optimizer.zero_grad(set_to_none=True)
         parts, loss = [], 0.0
-        for rows in slices(len(batch), self.micro_batch):
+        cuts = cut(batch, self.micro_batch, self.micro_batch_tokens)
+        for rows in cuts:
             part = batch.rows(rows).to(self.device)
             assert part.values is not None and part.returns is not None and part.weights is not None
             values = self._forward(part)
             one = value_loss(values, old_values=part.values, returns=part.returns, weights=part.weights, clip=self.clip)
             one.backward()
             loss += one.item()
-            parts.append((values.detach(),))
+            parts.append(waiting(batch, values.detach()))
         norm, _ = stepped(self.model, self.optimizer, self.settings, self.updates + 1, whose=" critic's")
         self.updates += 1
         found = {"value_loss": loss, "value_grad_norm": norm}
         returns = batch.returns[batch.response_mask].double()
         if returns.numel() and (spread := returns.std(correction=0)) > EQUAL:
-            left = returns - join(parts, batch)[0][batch.response_mask]
+            left = returns - join(parts, batch, cuts)[0][batch.response_mask]
             found["value_explained_variance"] = 1 - (left.std(correction=0) / spread).item() ** 2
         return found
 

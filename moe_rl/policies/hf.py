@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from moe_rl.config.run import Optimizer
 from moe_rl.objectives import Objective
+from moe_rl.policies.micro_batches import Rows, cut, join, waiting
 from moe_rl.policies.optimizer import last_step, optimizer_of, read_state, stepped, write_state
+from moe_rl.policies.vocabulary import LOGITS, head_is_apart, log_probs_in_pieces
 from moe_rl.routing.balance import balance, correction_biases
 from moe_rl.routing.dial import Dose, disturbed
-from moe_rl.routing.hooks import RouterScores, record_routing, replay_routing
+from moe_rl.routing.hooks import record_routing, replay_routing
 from moe_rl.routing.inputs import Routed, RouterInputs, load_of, token_weights
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, Updated
@@ -33,7 +35,8 @@ class HFPolicy:
     """Owns the module and its optimizer. The module stays in eval mode (no dropout, no router jitter), gradients on.
 
     `temperature` divides the logits, as the rollout engine's does. `micro_batch` bounds the rows of one forward with
-    gradient; a sequence is never split. `activation_checkpointing` is False, "reentrant" or "non-reentrant".
+    gradient, `micro_batch_tokens` the tokens of any forward, for which rows are sorted by length; a sequence is never
+    split. `activation_checkpointing` is False, "reentrant" or "non-reentrant".
     """
 
     def __init__(
@@ -43,13 +46,14 @@ class HFPolicy:
         *,
         temperature: float = 1.0,
         micro_batch: int = 64,
+        micro_batch_tokens: int | None = None,
         score_batch: int = 256,
         activation_checkpointing: bool | str = False,
     ):
         self.model = model.eval()
         self.settings = optimizer
         self.temperature = temperature
-        self.micro_batch, self.score_batch = micro_batch, score_batch
+        self.micro_batch, self.micro_batch_tokens, self.score_batch = micro_batch, micro_batch_tokens, score_batch
         self.device = next(model.parameters()).device
         self.optimizer = optimizer_of(model, optimizer)
         self.biases = correction_biases(model) if optimizer.loss_free_bias else []
@@ -66,13 +70,15 @@ class HFPolicy:
         if routes is not None:
             routes.require_known()
         parts = []
-        for rows in slices(len(batch), self.score_batch):
+        cuts = cut(batch, self.score_batch, self.micro_batch_tokens)
+        for rows in cuts:
             part = batch.rows(rows)
-            forced = None if routes is None else routes.rows(rows)
+            forced, in_pieces = None if routes is None else routes.rows(rows), self._in_pieces(part)
             with self._moved(dose), self._routed(part, forced, scores) as routed:
-                outputs = self._forward(part)
-            parts.append((*outputs, *routed.traces, routed.recording.scores(len(part)) if scores else None))
-        return Scored(*join(parts, batch))
+                outputs = self._forward(part, in_pieces)
+            seen = routed.recording.scores(len(part)) if scores else None
+            parts.append(waiting(batch, *outputs, *routed.traces, seen))
+        return Scored(*join(parts, batch, cuts))
 
     def update(self, batch: Batch, objective: Objective, dose: Dose | None = None) -> Updated:
         """One optimizer step on a mini-batch. Micro-batches only add: the weights of the loss span all of it."""
@@ -118,7 +124,7 @@ class HFPolicy:
         if routes is not None:
             routes.require_known()
         with self._routed(part, routes):
-            first, log_p = self._log_probs(part)
+            first, log_p = first_response(part), self._log_probs(part)
         return nn.functional.pad(log_p.where(part.response_mask[:, first:, None], 0.0), (0, 0, first, 0))
 
     # ------------------------------------------------------------------ how
@@ -136,26 +142,28 @@ class HFPolicy:
         parts, loss = [], 0.0
         looks = "router" in objective.needs
         inputs_of = self._router_inputs(batch, objective, dose) if looks else lambda rows, part, routed: {}
-        for rows in slices(len(batch), self.micro_batch):
+        cuts = cut(batch, self.micro_batch, self.micro_batch_tokens)
+        for rows in cuts:
             part = batch.rows(rows).to(self.device)
+            in_pieces = self._in_pieces(part)
             with self._moved(dose), self._routed(part, part.routes, logits=looks) as routed:
-                logprobs, entropy = self._forward(part, entropy_gradient="entropy" in objective.needs)
+                logprobs, entropy = self._forward(part, in_pieces, entropy_gradient="entropy" in objective.needs)
                 out = objective(part, logprobs, entropy, **inputs_of(rows, part, routed))
                 out.loss.backward()
             loss += out.loss.item()
             metrics.update(out.metrics)
-            parts.append((logprobs.detach(), entropy.detach(), *routed.traces, out.clipped_by))
-        return join(parts, batch), loss, dict(metrics)
+            parts.append(waiting(batch, logprobs.detach(), entropy.detach(), *routed.traces, out.clipped_by))
+        return join(parts, batch, cuts), loss, dict(metrics)
 
     def _router_inputs(self, batch: Batch, objective: Objective, dose: Dose | None) -> Callable[..., dict[str, Any]]:
         """What parts that look at routers are given about some rows of a mini-batch, once their forward has run."""
         weights, load = token_weights(batch), None
-        if "load" in objective.needs and len(batch) > self.micro_batch:
+        if "load" in objective.needs and len(cut(batch, self.micro_batch, self.micro_batch_tokens)) > 1:
             whole = self.score(batch, batch.routes, dose=dose)
             load = load_of(batch, whole.routes, whole.preferred)
             load = {kind: tuple(share.to(self.device) for share in sites) for kind, sites in load.items()}
 
-        def inputs_of(rows: slice, part: Batch, routed: Routed) -> dict[str, Any]:
+        def inputs_of(rows: Rows, part: Batch, routed: Routed) -> dict[str, Any]:
             here = weights[rows][:, : part.tokens.shape[1]].to(self.device)
             return {"router": RouterInputs.of(part, routed, here, load)}
 
@@ -176,48 +184,49 @@ class HFPolicy:
         with replay_routing(self.model, forced, part=True) as replay, recorder as recording:
             yield Routed(inputs, followed, recording, replay)
 
-    def _forward(self, part: Batch, entropy_gradient: bool = False) -> tuple[PerToken, PerToken]:
+    def _in_pieces(self, part: Batch) -> bool:
+        """Whether the logits of its responses are too many to be held at once, and can be made piece by piece."""
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        count = part.response_mask[:, first_response(part) :].numel()
+        return head is not None and count * head.weight.shape[0] > LOGITS and self._head_is_apart
+
+    @cached_property
+    def _head_is_apart(self) -> bool:
+        return head_is_apart(self.model)
+
+    def _forward(
+        self, part: Batch, in_pieces: bool, entropy_gradient: bool = False
+    ) -> tuple[PerToken, PerToken]:
         """Log-probs and entropy of the response tokens, 0 elsewhere."""
-        first, log_p = self._log_probs(part)
+        first = first_response(part)
         tokens, mask = part.tokens.to(self.device), part.response_mask.to(self.device)[:, first:]
-        chosen = log_p.gather(-1, tokens[:, first:, None])[..., 0]
-        with nullcontext() if entropy_gradient else torch.no_grad():
-            entropy = -(log_p.exp() * log_p).sum(-1)
-        chosen, entropy = (nn.functional.pad(x.where(mask, 0.0), (first, 0)) for x in (chosen, entropy))
+        if in_pieces:
+            found = log_probs_in_pieces(self.model, tokens[:, :-1], tokens[:, first:], mask, self.temperature,
+                                        entropy_gradient)
+        else:
+            log_p = self._log_probs(part)
+            chosen = log_p.gather(-1, tokens[:, first:, None])[..., 0]
+            with nullcontext() if entropy_gradient else torch.no_grad():
+                entropy = -(log_p.exp() * log_p).sum(-1)
+            found = chosen.where(mask, 0.0), entropy.where(mask, 0.0)
+        chosen, entropy = (nn.functional.pad(x, (first, 0)) for x in found)
         return chosen, entropy
 
-    def _log_probs(self, part: Batch) -> tuple[int, Float[Tensor, "batch kept vocabulary"]]:
-        """The first position at which a row has a response token, and log π over the vocabulary from there on.
+    def _log_probs(self, part: Batch) -> Float[Tensor, "batch kept vocabulary"]:
+        """log π over the vocabulary from the first response token on.
 
         The last token is never an input: nothing depends on it. Right padding under a causal mask reaches no real
         token, so no attention mask is needed. Logits are made only where the next token belongs to a response.
         """
         tokens = part.tokens.to(self.device)
-        first = max(1, int(part.response_mask.any(0).long().argmax()))
-        keep = tokens.shape[1] - first
+        keep = tokens.shape[1] - first_response(part)
         logits = self.model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=keep).logits
-        return first, (logits.float() / self.temperature).log_softmax(-1)
+        return (logits.float() / self.temperature).log_softmax(-1)
 
 
-def slices(rows: int, size: int) -> list[slice]:
-    """The rows of every forward."""
-    return [slice(start, start + size) for start in range(0, rows, size)]
-
-
-def join(parts: list[tuple], batch: Batch) -> list:
-    """Concatenate each kind of part over rows, widened to the batch's time axis, on the batch's device."""
-
-    def widen(x: Tensor) -> Tensor:
-        return nn.functional.pad(x, (0, batch.tokens.shape[1] - x.shape[1])).to(batch.tokens.device)
-
-    def join(kind: tuple) -> Tensor | RoutingTrace | RouterScores | None:
-        if isinstance(kind[0], Tensor):
-            return torch.cat([widen(x) for x in kind])
-        if isinstance(kind[0], RouterScores):
-            return RouterScores.cat(kind, batch.tokens.shape[1])
-        return None if kind[0] is None else RoutingTrace.cat(kind, batch.tokens, batch.attention_mask)
-
-    return [join(kind) for kind in zip(*parts, strict=True)]
+def first_response(part: Batch) -> int:
+    """The first position at which a row has a response token; the first token of all is nobody's."""
+    return max(1, int(part.response_mask.any(0).long().argmax()))
 
 
 def checkpoint_activations(model: Any, reentrant: bool) -> None:

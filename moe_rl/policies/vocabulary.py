@@ -1,0 +1,72 @@
+"""log π and entropy of tokens over a vocabulary whose logits are too many to be held at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+LOGITS = 2**26
+"""Logits that are made at once: a quarter of a gigabyte in float32, of which softmax and backward hold about four."""
+
+
+def head_is_apart(model: nn.Module) -> bool:
+    """Whether the model's logits are what its output embeddings make of the last hidden state, and nothing more: some
+    families scale or squash them afterwards. Tried on two tokens, since a padding token may be 0 throughout."""
+    head = _head(model)
+    if head is None:
+        return False
+    tokens = torch.tensor([[0, 1]], device=next(model.parameters()).device)
+    seen: list[Tensor] = []
+    handle = head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=tokens, use_cache=False).logits
+            return len(seen) == 1 and torch.equal(head(seen[0]), logits)
+    finally:
+        handle.remove()
+
+
+def log_probs_in_pieces(
+    model: nn.Module,
+    inputs: Integer[Tensor, "batch inputs"],
+    wanted: Integer[Tensor, "batch kept"],
+    where: Bool[Tensor, "batch kept"],
+    temperature: float,
+    entropy_gradient: bool,
+) -> tuple[Float[Tensor, "batch kept"], Float[Tensor, "batch kept"]]:
+    """log π(wanted) and entropy at the last `kept` inputs, 0 outside `where`; equal to those of all logits at once up
+    to float rounding. Logits exist for so many tokens at a time that there are at most `LOGITS`, are made for `where`
+    alone, and again in the backward, so that memory does not grow with rows × time × vocabulary. For models whose
+    `head_is_apart`."""
+    head, hidden = _head(model), []
+
+    def first_position(module: nn.Module, args: tuple) -> tuple:
+        hidden.append(args[0])
+        return (args[0][:, :1], *args[1:])
+
+    handle = head.register_forward_pre_hook(first_position)
+    try:
+        model(input_ids=inputs, use_cache=False, logits_to_keep=wanted.shape[1])
+    finally:
+        handle.remove()
+
+    def piece(states: Float[Tensor, "tokens width"], chosen: Integer[Tensor, " tokens"]) -> tuple[Tensor, Tensor]:
+        log_p = (head(states).float() / temperature).log_softmax(-1)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = -(log_p.exp() * log_p).sum(-1)
+        return log_p.gather(-1, chosen[:, None])[:, 0], entropy
+
+    states, chosen = hidden[0][where], wanted[where]
+    size = max(1, LOGITS // head.weight.shape[0])
+    pieces = [checkpoint(piece, s, c, use_reentrant=False, preserve_rng_state=False)
+              for s, c in zip(states.split(size), chosen.split(size), strict=True)]  # fmt: skip
+    return tuple(torch.zeros_like(where, dtype=torch.float).masked_scatter(where, torch.cat(x))
+                 for x in zip(*pieces, strict=True))  # type: ignore[return-value]  # of two
+
+
+def _head(model: nn.Module) -> Any:
+    return getattr(model, "get_output_embeddings", lambda: None)()
