@@ -12,6 +12,7 @@ import torch
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.presets import hf_config, skeleton
+from moe_rl.models.vocabulary import LOGITS
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,15 @@ def estimate_memory(
     on the meta device.
 
     With P parameters of b bytes, L layers, width h, vocabulary V, k experts of width w per token, time
-    T = prompt_tokens + max_new_tokens, R = prompts × group rollouts and M = min(micro_batch, ceil(R / mini_batches))
-    rows per forward:
+    T = prompt_tokens + max_new_tokens, R = prompts × group rollouts and N = T · min(micro_batch,
+    ceil(R / mini_batches)) tokens per forward, or micro_batch_tokens (but at least T) where these are fewer:
 
         weights = gradients = P b,  optimizer = 2 P b,  reference = P b where an arm compares with one
         critic = 4 (C b + 4 (h + 1)) where it has one, C = P without an output matrix of its own: all four of it, the
                       head in float32
-        activations = M T (L A + 3 V) b,  A = 8 h + 5 heads head_dim + k (4 w + 2 h), or, with the operators of
-                      `kernels_cpu` (float32 or float64 on a CPU), A = 5 h + 4 heads head_dim + k (3 w + 2 h);
+        activations = N L A b + min(3 N V b, 16 · 2^26), since more logits are made in pieces (`vocabulary`),
+                      A = 8 h + 5 heads head_dim + k (4 w + 2 h), or, with the operators of `kernels_cpu` (float32 or
+                      float64 on a CPU), A = 5 h + 4 heads head_dim + k (3 w + 2 h);
                       L h + A in place of L A with activation checkpointing
         sampling    = R (2 L T kv_heads head_dim b + 3 V · 4)
         routes      = R T L k bytes (two per id above 255 experts), for engine and policy
@@ -80,7 +82,8 @@ def estimate_memory(
 
     time = prompt_tokens + run.max_new_tokens
     rollouts = run.prompts_per_step * run.group_size
-    rows = min(run.micro_batch, -(-rollouts // run.mini_batches))
+    tokens = min(run.micro_batch, -(-rollouts // run.mini_batches)) * time
+    tokens = min(tokens, max(time, run.micro_batch_tokens or tokens))
     layer = 8 * hidden + 5 * heads * head_dim + k * (4 * width + 2 * hidden)
     if torch.device(run.model.device).type == "cpu" and run.model.dtype in ("float32", "float64"):
         layer -= 3 * hidden + heads * head_dim + k * width  # which kernels_cpu makes again in the backward
@@ -91,7 +94,7 @@ def estimate_memory(
         optimizer=2 * weights,
         reference=weights if reference else 0,
         critic=4 * (body + 4 * (hidden + 1)) if critic else 0,
-        activations=rows * time * (kept + 3 * vocab) * b,
+        activations=tokens * kept * b + min(3 * tokens * vocab * b, 16 * LOGITS),
         sampling=rollouts * (2 * layers * time * kv_heads * head_dim * b + 3 * vocab * 4),
         routes=2 * rollouts * time * layers * k * (1 if experts <= 255 else 2),
     )
@@ -101,7 +104,8 @@ def check_memory(estimate: MemoryEstimate, device: str = "cpu") -> None:
     """Raise ConfigError when what is certainly needed exceeds the device's free memory; warn when the whole estimate
     does."""
     free = available_memory(device)
-    advice = "Use a smaller model, bfloat16 (model.dtype), a smaller micro_batch, or activation_checkpointing."
+    advice = ("Use a smaller model, bfloat16 (model.dtype), a smaller micro_batch or micro_batch_tokens, or "
+              "activation_checkpointing.")
     if estimate.persistent > free:
         raise ConfigError(
             f"this run needs {estimate}, but {device} has {_readable(free)} free, less than weights, gradients and "

@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.config.run import Optimizer
+from moe_rl.models.vocabulary import LOGITS, head_is_apart, log_probs_in_pieces
 from moe_rl.objectives import Objective
 from moe_rl.policies.micro_batches import Rows, cut, join, waiting
 from moe_rl.policies.optimizer import last_step, optimizer_of, read_state, stepped, write_state
-from moe_rl.policies.vocabulary import LOGITS, head_is_apart, log_probs_in_pieces
 from moe_rl.routing.balance import balance, correction_biases
 from moe_rl.routing.dial import Dose, disturbed
 from moe_rl.routing.hooks import record_routing, replay_routing

@@ -50,7 +50,8 @@ def join(parts: Sequence[tuple], batch: Batch, cuts: Sequence[Rows]) -> list:
         if isinstance(kind[0], Tensor):
             found = torch.cat([widen(x) for x in kind])
             return found if order is None else found[order.argsort()]
-        whole = RouterScores.cat(kind, width) if isinstance(kind[0], RouterScores) else RoutingTrace.cat(kind, tokens, mask)
+        scores = isinstance(kind[0], RouterScores)
+        whole = RouterScores.cat(kind, width) if scores else RoutingTrace.cat(kind, tokens, mask)
         return whole if order is None else whole.rows(order.argsort(), width)
 
     return [put_back(kind) for kind in zip(*parts, strict=True)]

@@ -9,10 +9,11 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.lookup import Use
+from moe_rl.models import vocabulary
+from moe_rl.models.vocabulary import head_is_apart
 from moe_rl.objectives import objective_of
-from moe_rl.policies import hf, vocabulary
+from moe_rl.policies import hf
 from moe_rl.policies.micro_batches import cut
-from moe_rl.policies.vocabulary import head_is_apart
 from moe_rl.rollouts.collate import collate
 from moe_rl.types import Prompt, Rollout
 from tests.conftest import FAMILIES, SMALL, build
