@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.config import Arm, RunConfig
+from moe_rl.config.tree import no_setting
 from moe_rl.config.values import check_values
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.lookup import Use
@@ -277,8 +278,7 @@ def _typed(config: RunConfig, key: str, text: str) -> Any:
     if isinstance(owner, Mapping):
         kinds: tuple[Any, ...] = (object,)
     elif not dataclasses.is_dataclass(owner) or name not in (hints := typing.get_type_hints(type(owner))):
-        known = ", ".join(f.name for f in dataclasses.fields(owner)) if dataclasses.is_dataclass(owner) else "none"
-        raise ConfigError(f"there is no setting {key!r}; known here: {known}")
+        no_setting(config, key)
     else:
         hint = hints[name]
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
