@@ -12,7 +12,8 @@ import torch
 
 from moe_rl import cli
 from moe_rl.config import Arm, RunConfig
-from moe_rl.study.declaration import load_study_file, parse_settings
+from moe_rl.config.text import parse_settings
+from moe_rl.study.declaration import load_study_file
 from tests.conftest import build
 
 ROOT = Path(__file__).parents[1]

@@ -57,6 +57,13 @@ def parts() -> Mapping[str, Described]:
             for name, module, function in _entries(home, registry)}
 
 
+def names(home: str, registry: str) -> list[str]:
+    """The keys of a literal dictionary of a module, which is not imported."""
+    _, table = _defined(home, registry)
+    assert isinstance(table, ast.Dict), f"{home}.{registry} is written as a dictionary"
+    return [ast.literal_eval(key) for key in table.keys if key is not None]
+
+
 def elsewhere(name: str, choices: Collection[str]) -> str:
     """What a name, or the closest to it, is of another kind than that of `choices`: `grpo is a loss, and goes into
     Arm(loss=…)`; empty where it is nothing."""
