@@ -9,11 +9,11 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from moe_rl.cli import checkpoints, methods, running, runs, tables
+from moe_rl.cli import checkpoints, methods, new, running, runs, tables
 from moe_rl.cli.verbs import Verb
 from moe_rl.errors import MoeRlError
 
-VERBS = [found for family in (running, methods, tables, runs, checkpoints) for found in vars(family).values()
+VERBS = [found for family in (running, new, methods, tables, runs, checkpoints) for found in vars(family).values()
          if isinstance(found, Verb)]
 
 

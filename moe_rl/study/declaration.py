@@ -237,8 +237,8 @@ def read_declaration(folder: Path) -> dict[str, Any]:
 
 
 def load_study_file(source: str) -> Study:
-    """The `study` object of a Python file, of a module `pkg.module`, or of one that comes along, by its name. The folder
-    of a file becomes importable.
+    """The `study` object of a Python file, of a module `pkg.module`, or of one that comes along, by its name. A file's
+    folder becomes importable.
 
     Raises ConfigError when there is no such file, when it cannot be imported, or when it declares no study.
     """

@@ -78,9 +78,9 @@ def measure_volatility(
 
     With `keep_traces`, `out/traces/before` and `out/traces/after` keep a trace file per batch, gates included, for
     `moe-rl view`; else BEFORE's are deleted at the end. `shared`: a folder that keeps BEFORE's routes and noise floor
-    for further comparisons of the same BEFORE, data and settings, which then do not load it again. Raises ConfigError or RunError, before a model is loaded, for a
-    missing file, a line without text, a dense model, checkpoints of different architectures or tokenizers, and a folder
-    that holds another comparison.
+    for further comparisons of the same BEFORE, data and settings, which then do not load it again. Raises ConfigError
+    or RunError, before a model is loaded, for a missing file, a line without text, a dense model, checkpoints of
+    different architectures or tokenizers, and a folder that holds another comparison.
     """
     comparison = replace(comparison, **{k: located(v) for k, v in asdict(comparison).items() if k in PATHS})
     data = Path(comparison.data)

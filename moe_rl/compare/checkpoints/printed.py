@@ -57,7 +57,8 @@ def print_series(console: Console, table: pd.DataFrame, out: Path) -> None:
         cells = [_cell(m, values.at[(index, s, m), "response"]) for m in metrics for s in ("previous", "first")]
         shown.add_row(Path(name).name, *cells, _cell("slot_change", values.at[(index, "first", "slot_change"),
                                                                               "noise_floor"]))
-    shown.caption = ("slots: expert slots changed; any layer: tokens whose set changed in any; shift: nats. Means over the rows that decide a response. Every pair is a comparison of its own: "
+    shown.caption = ("slots: expert slots changed; any layer: tokens whose set changed in any; shift: nats. Means over "
+                     "the rows that decide a response. Every pair is a comparison of its own: "
                      f"{out}/<first>-<second>/*.parquet")
     console.print(shown)
     paths = plots.save(series_figure(table), out, "series")
