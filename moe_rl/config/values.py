@@ -92,12 +92,13 @@ def check_values(config: RunConfig) -> None:
 def located(config: RunConfig) -> RunConfig:
     """The configuration with absolute paths for the folder of a checkpoint and the file of a task, so that its row says
     where they are wherever it is read. Presets and names on the hub stay as they are."""
-    name, (kind, _, file) = config.model.name, config.task.name.partition(":")
+    name, task = config.model.name, Use.of(config.task)
+    kind, _, file = task.name.partition(":")
     if (folder := Path(name).expanduser()).is_dir() and name not in names("moe_rl.models.presets", "PRESETS"):
         config = config.replace(**{"model.name": str(folder.absolute())})
     if kind == "jsonl" and file:
         path = Path(file).expanduser().absolute()
-        config = config.replace(task=Use(f"jsonl:{path}", **config.task.options))
+        config = config.replace(task=Use(f"jsonl:{path}", **task.options))
     return config
 
 
