@@ -7,7 +7,7 @@ import torch
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import LossInputs, LossOutput
 from moe_rl.routing import RoutingTrace
-from moe_rl.types import Batch, Prompt, Scored
+from moe_rl.types import Batch, Prompt, Scored, response_rows
 
 
 class Largest:
@@ -43,6 +43,6 @@ def clipped(x: LossInputs, *, bound: float) -> LossOutput:
 
 
 def responses(batch: Batch, natural: Scored) -> RoutingTrace:
-    """Routing Replay of response tokens alone: what reads the prompt routes freely."""
-    where = natural.routes.known & batch.response_mask[..., None].to(natural.routes.experts.device)
+    """Routing Replay where responses are decided, at the inputs before their tokens; all else routes freely."""
+    where = natural.routes.known & response_rows(batch)[..., None].to(natural.routes.experts.device)
     return natural.routes.only(where)

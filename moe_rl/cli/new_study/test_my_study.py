@@ -41,7 +41,7 @@ class Parts(unittest.TestCase):
         slopes = [torch.autograd.grad(one.loss, new)[0] for one in (found, wanted)]
         torch.testing.assert_close(*slopes)
 
-    def test_the_source_replays_responses_and_nothing_else(self):
+    def test_the_source_replays_what_decides_responses_and_nothing_else(self):
         model, tokens = load(ModelConfig(), 0).model, torch.arange(40, 56).view(2, 8)
         with torch.no_grad(), record_routing(model) as recording:
             model(tokens)
@@ -50,8 +50,9 @@ class Parts(unittest.TestCase):
         batch = Batch(tokens, torch.ones(2, 8).bool(), response, torch.tensor([0, 1]), none, torch.zeros(2), none,
                       torch.ones(2).bool())
         replayed = responses(batch, Scored(none, none, routes))
-        self.assertTrue(torch.equal(replayed.known, response[..., None].expand_as(replayed.known)))
-        self.assertTrue(torch.equal(replayed.ids()[response], routes.ids()[response]))
+        decide = torch.tensor([0, 0, 0, 0, 1, 1, 1, 0]).bool().expand(2, 8)  # what is read before each response token
+        self.assertTrue(torch.equal(replayed.known, decide[..., None].expand_as(replayed.known)))
+        self.assertTrue(torch.equal(replayed.ids()[decide], routes.ids()[decide]))
 
 
 class Declaration(unittest.TestCase):
