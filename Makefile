@@ -7,7 +7,7 @@ BROWSER := .cache/test-browser
 VLLM := .venv-vllm
 TRL := .venv-trl
 
-.PHONY: setup study results test test-browser test-vllm test-trl lint clean
+.PHONY: setup study results test test-browser test-vllm test-trl test-wheel lint clean
 
 setup: $(STAMP)
 
@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 study: $(STAMP)
-	$(BIN)/moe-rl run studies/routing_replay.py --out runs
+	$(BIN)/moe-rl run routing_replay --out runs
 
 # Every table, figure and number of studies/README.md again, from the tables in the repository.
 results: $(STAMP)
@@ -58,12 +58,19 @@ $(TRL)/installed: pyproject.toml constraints.txt
 test-trl: $(TRL)/installed
 	OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest tests/trl
 
+# The package as others install it, in an environment without this checkout; nothing is downloaded.
+test-wheel: $(STAMP)
+	MOE_RL_WHEEL=1 $(BIN)/python -m pytest tests/wheel
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 docs/columns.md: moe_rl/runs/columns.py $(STAMP)
 	$(BIN)/python -c "from moe_rl.runs.columns import markdown; print(markdown(), end='')" > $@
+
+docs/settings.md: moe_rl/config/run.py moe_rl/config/values.py moe_rl/config/page.py $(STAMP)
+	$(BIN)/python -c "from moe_rl.config.page import markdown; print(markdown(), end='')" > $@
 
 docs/methods.md: moe_rl/methods/methods.toml moe_rl/methods/page.py $(wildcard moe_rl/objectives/*.py) \
                  moe_rl/routing/sources.py $(STAMP)

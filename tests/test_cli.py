@@ -268,6 +268,23 @@ def test_quick_is_one_seed_and_three_steps_in_a_folder_of_its_own(tmp_path):
     assert not (tmp_path / "fake").exists()
 
 
+def test_a_part_of_a_study_is_still_that_study(tmp_path, command):
+    code, out, err = command(*RUN, "--out", str(tmp_path), "--steps", "3", "--arms", "gspo,grpo", "--seeds", "0")
+    assert (code, err) == (0, "") and "2 runs, 0 finished" in out
+    declared = (tmp_path / "fake" / "study.json").read_text()
+    assert [arm["name"] for arm in json.loads(declared)["arms"]] == ["grpo", "grpo-replay", "gspo"]
+    code, out, _ = command(*RUN, "--out", str(tmp_path), "--steps", "3", "--seeds", "0")
+    assert code == 0 and "3 runs, 2 finished" in out and "warning" not in out
+    code, out, _ = command(*RUN, "--out", str(tmp_path), "--steps", "3", "--seeds", "0", "--arm", "gspo")
+    assert code == 0 and "warning" not in out and (tmp_path / "fake" / "study.json").read_text() == declared
+    code, out, _ = command(*RUN, "--out", str(tmp_path), "--steps", "3", "--seeds", "0", "--arm", "sapo")
+    assert code == 0 and "warning" not in out
+    added = json.loads((tmp_path / "fake" / "study.json").read_text())
+    assert [arm["name"] for arm in added["arms"]] == ["grpo", "grpo-replay", "gspo", "sapo"]
+    code, out, _ = command("plot", str(tmp_path / "fake"), "--mix-code")
+    assert code == 0 and "not declared" not in out and "sapo" in out and "grpo-replay" in out
+
+
 def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path, capsys):
     assert cli.main(["run", FAKE, "--dry-run", "--out", str(tmp_path / "none"), "--seeds", "3", "--steps", "50"]) == 0
     out = capsys.readouterr().out
@@ -294,7 +311,8 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
 
 @pytest.mark.parametrize("arguments, words", [
     (["run", "nowhere.py"], "no study file nowhere.py"),
-    (["run", FAKE, "--set", "optimizer.rate=1"], "optimizer.rate"),
+    (["run", FAKE, "--set", "optimiser.lr=1"], "Did you mean optimizer.lr?"),
+    (["run", FAKE, "--arms", "gspo,ppo"], "no arm of study 'fake' is called 'ppo'"),
     (["run", FAKE, "--set", "prompts_per_step=0"], "prompts_per_step=0"),
     (["run", FAKE, "--steps", "0"], "steps=0"),
     (["run", FAKE, "--seeds", "a"], "--seeds a"),
@@ -427,3 +445,22 @@ def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main([command, "--help"])
     assert f"moe-rl {command}" in capsys.readouterr().out.split("examples:")[1]
+
+
+def test_what_a_verb_does_not_take_prints_its_usage_and_the_nearest(capsys):
+    for words, usage, hint in ((["run", FAKE, "--seed", "3"], "run [options] study", "Did you mean --seeds or --set?"),
+                               (["plot", "x", "--cell"], "plot [options] folder", "Did you mean --cells"),
+                               (["list", "a", "b"], "list [options] [folder]", "b is nothing that it takes")):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(words)
+        err = capsys.readouterr().err
+        assert f"usage: moe-rl {usage}\nmoe-rl {words[0]}: error: " in err and hint in err and "--help" in err
+
+
+@pytest.mark.parametrize("words", [[], *([verb.name] for verb in cli.VERBS)], ids=str)
+def test_help_fits_a_screen(words, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*words, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80, "\n".join(lines)

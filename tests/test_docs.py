@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,12 +16,14 @@ import torch
 
 from moe_rl import cli
 from moe_rl.config import Arm, RunConfig
-from moe_rl.study.declaration import load_study_file, parse_settings
-from tests.conftest import build
+from moe_rl.config.text import parse_settings
+from moe_rl.study.declaration import load_study_file
+from tests.conftest import build, perturb
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "studies" / "README.md", ROOT / "tests" / "benchmarks" / "README.md",
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "studies" / "README.md", ROOT / "tests" / "benchmarks" / "README.md",
          *sorted((ROOT / "docs").glob("*.md"))]  # fmt: skip
+README = ROOT / "README.md"
 YOURS = {"my_study.py", "mine.py", "progress.json"}
 
 
@@ -62,7 +68,7 @@ def test_the_arms_of_the_readme_can_be_made():
     from moe_rl.lookup import Use
     from moe_rl.objectives import advantage_of, objective_of
 
-    table = re.search(r"^\| arm \| settings \|\n\|.*\n((?:\|.*\n)+)", PAGES[0].read_text(), re.MULTILINE).group(1)
+    table = re.search(r"^\| arm \| settings \|\n\|.*\n((?:\|.*\n)+)", README.read_text(), re.MULTILINE).group(1)
     found = [code for row in table.splitlines() for code in re.findall(r"`(\w+=[^`]*)`", row)]
     for code in found:
         arm = eval(f"Arm(name='any', {code})", {"Arm": Arm, "Use": Use})
@@ -75,7 +81,7 @@ def test_the_first_example_of_the_readme_records_and_replays(tokens, capsys):
     names = {"model": model, "input_ids": tokens, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
     names["loss"] = lambda logits: logits.log_softmax(-1)[..., 0].mean()
     names["loss"](model(tokens).logits).backward()
-    first, second = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
+    first, second = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     exec(first, names)
     assert 0 < float(capsys.readouterr().out) < 1, "routes have moved"
 
@@ -83,6 +89,47 @@ def test_the_first_example_of_the_readme_records_and_replays(tokens, capsys):
 def test_a_row_is_a_configuration(monkeypatch):
     from moe_rl.runs.frames import load_study
 
-    _, second = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
+    _, second = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     names = {"Path": lambda _: ROOT / "studies/results/routing_replay", "load_study": load_study, "json": json}
     exec(second, names | {"RunConfig": RunConfig})
+
+
+ELSEWHERE = {"collect": "tests/study/test_collect.py", "rerun": "tests/study/test_rerun.py", "new": "tests/test_new.py"}
+"""Who runs the commands of the README that are not run here."""
+
+
+@pytest.mark.parametrize("words", [pytest.param(words, id=" ".join(words)) for words in commands(README)])
+def test_a_command_of_the_readme_does_what_it_says(words, tmp_path, monkeypatch, capsys):
+    """Long ones as a dry run, those that read a study on committed tables."""
+    if words[0] in ELSEWHERE:
+        assert words[0] in (ROOT / ELSEWHERE[words[0]]).read_text()
+        return
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "studies/results/routing_replay", "runs/routing_replay")
+    words = [*words, *["--dry-run"] * (words[0] == "run" and "--dry-run" not in words)]
+    if words[0] in ("plot", "report"):  # as users have it, without the types that these tests check
+        done = subprocess.run([sys.executable, "-m", "moe_rl", *words], env=os.environ | {"PYTHONPATH": str(ROOT)})
+        written = {"plot": "figures/learning.svg", "report": "report.html"}[words[0]]
+        assert done.returncode == 0 and (Path("runs/routing_replay") / written).exists()
+        return
+    assert cli.main(words) == 0
+    said = {"run": "steps to go", "list": "finished", "methods": "source:"}
+    assert said[words[0]] in capsys.readouterr().out
+
+
+def test_the_page_of_a_response_reads_what_the_documented_block_writes(tokens, tmp_path, monkeypatch):
+    from moe_rl.compare.response_page import write_response_page
+    from moe_rl.routing import RoutingTrace
+
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/volatility.md").read_text(), re.DOTALL)
+    mask = torch.ones_like(tokens).bool()
+    names = {"model": build("qwen3_moe"), "tokens": tokens, "attention_mask": mask,
+             "response_mask": torch.arange(tokens.shape[1]).expand_as(tokens) >= 4}
+    exec(block, names)
+    beside = RoutingTrace.load_beside("before.safetensors")
+    assert beside["gates"].shape == names["routes"].ids().shape and beside["response"].sum() == 4 * 5
+    perturb(names["model"])
+    exec(block.replace("before", "after"), names)
+    write_response_page(Path("before.safetensors"), Path("after.safetensors"), Path("page.html"))
+    assert Path("page.html").stat().st_size > 10_000

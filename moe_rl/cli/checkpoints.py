@@ -6,38 +6,49 @@ import argparse
 from pathlib import Path
 
 from moe_rl.cli.verbs import argument, verb
+from moe_rl.errors import ConfigError
 
 
 @verb(
     "volatility",
-    "How far routing moved between two checkpoints, on your own texts.",
-    argument("before", help="a Hugging Face checkpoint: a folder, or a name on the hub"),
-    argument("after", help="another of the same architecture and tokenizer"),
-    argument("--data", required=True, help="JSONL: prompt and response, chat messages, or text per line"),
+    "How far routing moved between checkpoints, on your own texts.",
+    argument("checkpoints", nargs="+", metavar="CHECKPOINT",
+             help="Hugging Face checkpoints: two, or a series; folders, names on the hub, or a folder of several, such "
+                  "as a run's"),
+    argument("--data", required=True, help="JSONL: prompt and response, chat messages, or text"),
     argument("--out", type=Path, default=Path("volatility"), help="folder to write (default: volatility)"),
     argument("--device", default="cpu", help="cpu, cuda or cuda:<index> (default: cpu)"),
     argument("--dtype", default="float32", help="of the weights (default: float32)"),
-    argument("--max-tokens", type=int, default=2048, help="longer texts are cut, and counted (default: 2048)"),
-    argument("--batch-tokens", type=int, default=4096, help="tokens in one forward (default: 4096)"),
+    argument("--max-tokens", type=int, default=2048, metavar="N", help="longer texts are cut, counted (default: 2048)"),
+    argument("--batch-tokens", type=int, default=4096, metavar="N", help="tokens in one forward (default: 4096)"),
     argument("--traces", action="store_true", help="keep the routes of both, for `moe-rl view`"),
     argument("--trust-remote-code", action="store_true", help="run code that a checkpoint brings along"),
     examples="""
   moe-rl volatility sft/ rl-step-500/ --data responses.jsonl
-  moe-rl volatility sft/ rl-step-500/ --data responses.jsonl --out moved --traces --device cuda --dtype bfloat16
-a line of the file: {"prompt": "2+2=", "response": "4"}, {"messages": [{"role": "user", "content": "2+2="}, …]}
-or {"text": "…"}. Every metric comes with its noise floor; the same command goes on after a kill.""",
+  moe-rl volatility sft/ rl-500/ rl-1000/ --data responses.jsonl   a curve
+  moe-rl volatility runs/x/gspo/base/seed=0 --data responses.jsonl   a run's hf_checkpoints
+a line of the file: {"prompt": "2+2=", "response": "4"}, {"text": "…"}
+or {"messages": [{"role": "user", "content": "2+2="}, …]}. Every metric comes with its noise floor; the same command \
+goes on after a kill.""",
 )
 def volatility(options: argparse.Namespace) -> int:
-    """Compare two checkpoints; tables and figures into `--out`."""
+    """Compare checkpoints; tables and figures into `--out`."""
     from rich.console import Console
 
     from moe_rl.compare.checkpoints.measure import Comparison, measure_volatility
-    from moe_rl.compare.checkpoints.printed import print_report
+    from moe_rl.compare.checkpoints.printed import print_report, print_series
+    from moe_rl.compare.checkpoints.series import checkpoints_of, measure_series
 
-    comparison = Comparison(options.before, options.after, options.data, options.dtype, options.max_tokens,
-                            options.batch_tokens)
-    frames = measure_volatility(comparison, options.out, device=options.device, keep_traces=options.traces,
-                                trust_remote_code=options.trust_remote_code)
+    settings = {"dtype": options.dtype, "max_tokens": options.max_tokens, "batch_tokens": options.batch_tokens}
+    where = {"device": options.device, "keep_traces": options.traces, "trust_remote_code": options.trust_remote_code}
+    names = [name for given in options.checkpoints for name in checkpoints_of(given)]
+    if len(names) < 2:
+        raise ConfigError(f"{names[0]} is one checkpoint; give two or more to compare")
+    if len(names) > 2:
+        print_series(Console(), measure_series(names, options.data, options.out, settings=settings, **where),
+                     options.out)
+        return 0
+    frames = measure_volatility(Comparison(*names, options.data, **settings), options.out, **where)
     print_report(Console(), frames, options.out)
     return 0
 
@@ -47,13 +58,13 @@ def volatility(options: argparse.Namespace) -> int:
     "A web page of one response: where its routes differ between two trace files.",
     argument("before", type=Path, help="a trace file"),
     argument("after", type=Path, help="a trace file of the same tokens"),
-    argument("--row", type=int, help="which response of the files, from 0 (default: the one that changed most)"),
-    argument("--tokenizer", help="checkpoint whose tokenizer spells the tokens (default: beside the traces)"),
+    argument("--row", type=int, help="which response, from 0 (default: what changed most)"),
+    argument("--tokenizer", metavar="DIR", help="checkpoint that spells the tokens (default: beside traces)"),
     argument("--out", type=Path, default=Path("view.html"), help="page to write (default: view.html)"),
     examples="""
   moe-rl view volatility/traces/before/000000.safetensors volatility/traces/after/000000.safetensors
   moe-rl view before.safetensors after.safetensors --row 3 --tokenizer sft/ --out flips.html
-trace files come from `moe-rl volatility --traces`, or from RoutingTrace.save(path, {"gates": gates}).""",
+trace files come from `moe-rl volatility --traces`, or from RoutingTrace.save: docs/volatility.md.""",
 )
 def view(options: argparse.Namespace) -> int:
     """Write the page."""

@@ -16,48 +16,43 @@ if TYPE_CHECKING:
 
 @verb(
     "run",
-    "Run a study, or go on with it; ends with a summary table and figures.",
-    argument("study", help="a Python file with `study = Study(...)`, or a module"),
-    argument("--dry-run", action="store_true", help="print runs, cost and warnings, and start nothing"),
-    argument("--seeds", help="which seeds: a list 0,1,2 or a number N for 0 … N-1 (default: the study's)"),
-    argument("--steps", type=int, help="length of every run (default: the study's)"),
-    argument("--quick", action="store_true",
-             help="one seed and three steps of every run, as <study>-quick: minutes, to see that all of it works"),
-    argument("--out", type=Path, default=Path("runs"), help="where runs live (default: runs)"),
+    "Run a study, or go on with it; ends with tables and figures.",
+    argument("study", help="a file with `study = Study(...)`, a module, or routing_replay"),
+    argument("--dry-run", action="store_true", help="print runs, cost and warnings; start nothing"),
+    argument("--quick", action="store_true", help="one seed, three steps, as <study>-quick: does all of it work?"),
+    argument("--seeds", help="a list 0,1,2 or a number N for 0 … N-1"),
+    argument("--steps", type=int, metavar="N", help="length of every run"),
+    argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"),
     JOBS,
-    argument("--task", help="another task: reasoning_gym:spell_backward, jsonl:pairs.jsonl, pkg.module:Class"),
-    argument("--arm", action="append", default=[], metavar="ARM", dest="arms",
-             help="instead of the study's arms: one of them by name, or any other, see `moe-rl methods`, e.g. "
-                  "'sapo(tau_neg=1.05)+old_policy'; may be repeated"),
-    argument("--policy", choices=("hf", "megatron"), help="training engine (default: the study's)"),
-    argument("--tp", type=int, help="tensor parallel size, for --policy megatron under torchrun"),
-    argument("--pp", type=int, help="pipeline parallel size, for --policy megatron under torchrun"),
-    argument("--ep", type=int, help="expert parallel size, for --policy megatron under torchrun"),
-    argument("--etp", type=int, help="expert-tensor parallel size, for --policy megatron under torchrun"),
-    argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
-             help="another setting, dotted, e.g. optimizer.lr=1e-4; may be repeated"),
+    argument("--task", help="another task: reasoning_gym:…, jsonl:FILE, pkg.module:Class"),
+    argument("--arms", metavar="A,B", help="only these of the study's own arms"),
+    argument("--arm", action="append", default=[], metavar="ARM", help="these arms instead, see `moe-rl methods`"),
+    argument("--set", action="append", default=[], metavar="K=V", dest="settings",
+             help="another setting, e.g. optimizer.lr=1e-4: docs/settings.md"),
+    argument("--policy", choices=("hf", "megatron"), metavar="NAME", help="training engine: hf or megatron"),
+    argument("--tp", type=int, metavar="N", help="megatron: tensor parallel size"),
+    argument("--pp", type=int, metavar="N", help="megatron: pipeline parallel size"),
+    argument("--ep", type=int, metavar="N", help="megatron: expert parallel size"),
+    argument("--etp", type=int, metavar="N", help="megatron: expert-tensor parallel size"),
     MIX_CODE,
     examples="""
-  moe-rl run studies/routing_replay.py --dry-run          what would run, what it costs, what would make it void
-  moe-rl run studies/routing_replay.py                    all arms and seeds; the same command goes on after a kill
-  moe-rl run studies/routing_replay.py --seeds 8          seeds 0 to 7; finished runs are skipped
-  moe-rl run studies/routing_replay.py --steps 200        extends finished runs from their last checkpoint
-  moe-rl run studies/routing_replay.py --out trial --seeds 0 --steps 20 \\
-      --task reasoning_gym:spell_backward --set max_new_tokens=24 --set optimizer.lr=1e-4
-  moe-rl run studies/routing_replay.py --out trial --arm gspo --arm "sapo(tau_neg=1.05)+old_policy"
-                                                          its own gspo against another method
-  torchrun --nproc-per-node 2 -m moe_rl run studies/routing_replay.py --policy megatron --ep 2
-                                                          on Megatron-core, all processes together on run after run
-  moe-rl run my_study.py                                  your own study, from any folder""",
+  moe-rl run routing_replay --dry-run     what it costs, what would make it void
+  moe-rl run routing_replay --seeds 8     finished runs are skipped; so after a kill
+  moe-rl run routing_replay --arms gspo   a part of it; the rest can follow
+  moe-rl run my_study.py --out trial --arm gspo --arm "sapo(tau_neg=1.05)"
+  moe-rl run my_study.py --steps 200      longer: finished runs are extended
+  torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy megatron --ep 2
+Defaults are the study's; --arm and --set may be repeated.""",
 )
 def run(options: argparse.Namespace) -> int:
     """Plan, check, run, summarise, draw."""
     from rich.console import Console
 
     from moe_rl import ranks
+    from moe_rl.config.text import parse_settings
     from moe_rl.results import printed
     from moe_rl.runs.terminal import say
-    from moe_rl.study.declaration import QUICK_STEPS, Study, load_study_file, parse_settings, write_declaration
+    from moe_rl.study.declaration import QUICK_STEPS, Study, load_study_file, write_declaration
     from moe_rl.study.workers import at_a_time, preflight, run_study, unfinished
 
     jobs, console = at_a_time(options.jobs), Console(quiet=ranks.rank() > 0)
@@ -66,8 +61,10 @@ def run(options: argparse.Namespace) -> int:
     if options.task:
         base = base.replace(task=options.task)
     changes = parse_settings(base, options.settings) | _layout(options)
-    study = Study(**{**vars(study), "base": base.replace(**changes)}).with_arms(options.arms)
-    study = study.quick_form() if options.quick else study
+    study = Study(**{**vars(study), "base": base.replace(**changes)})
+    whole = study = study.quick_form() if options.quick else study
+    chosen = [*study.own_arms(options.arms), *options.arm]
+    study = study.with_arms(chosen)
     steps = QUICK_STEPS if options.quick and options.steps is None else options.steps
     planned = study.runs(options.out, _seeds(options.seeds), steps)
     printed.check(study)
@@ -81,7 +78,8 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return 0
     ranks.from_rank_0(lambda: unfinished(planned, options.mix_code))  # what refuses, refuses before anything is written
-    if changed := ranks.from_rank_0(lambda: write_declaration(study, options.out)):
+    if changed := ranks.from_rank_0(lambda: write_declaration(
+            whole if {*study.arms} <= {*whole.arms} else study, options.out, keep=bool(chosen))):
         say(console, ("warning", "yellow"), f" {options.out / study.name} held runs of a declaration with another "
             f"{', '.join(changed)}: from now on the new one is shown. Two studies need two names.", wrap=True)
     failures = run_study(study, planned, cache=options.out / ".cache", jobs=jobs, mix_code=options.mix_code,

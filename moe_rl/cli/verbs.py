@@ -29,6 +29,18 @@ class Verb:
     examples: str
     action: Action
 
+    @property
+    def usage(self) -> str:
+        """How it is called, in a line: `plot [options] FOLDER`."""
+        shown: list[str] = []
+        for flags, settings in self.arguments:
+            if not flags[0].startswith("-"):
+                name = str(settings.get("metavar", flags[0]))
+                shown.append({"?": f"[{name}]", "+": f"{name} …"}.get(str(settings.get("nargs")), name))
+            elif settings.get("required"):
+                shown.append(f"{flags[0]} {flags[0].lstrip('-').upper()}")
+        return " ".join([self.name, "[options]", *shown])
+
 
 def argument(*flags: str, **settings: Any) -> Argument:
     """One argument or option of a verb, said as to argparse."""

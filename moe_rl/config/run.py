@@ -75,6 +75,7 @@ class ModelConfig:
     """Which model. A preset of `moe_rl.models`, or any Hugging Face checkpoint directory or name."""
 
     name: str = "qwen3_moe-tiny"
+    """A preset, the folder of a checkpoint, or its name on the hub."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Changes to a preset's Hugging Face configuration, e.g. `{"num_experts": 32}`."""
     device: str = "cpu"
@@ -242,6 +243,7 @@ class RunConfig:
     """`hf`, or `megatron` (Megatron-core), laid out as `parallel` says."""
     parallel: Parallel = Parallel()
     steps: int = 100
+    """A step is `prompts_per_step` × `group_size` rollouts, and `mini_batches` × `epochs` updates on them."""
     prompts_per_step: int = 32
     group_size: int = 8
     mini_batches: int = 8
@@ -254,9 +256,12 @@ class RunConfig:
     that is longer goes alone. None: forwards are cut by rows alone."""
     activation_checkpointing: bool = False
     temperature: float = 1.0
+    """Of sampling, and of every log-probability; above 0."""
     max_new_tokens: int = 16
     stop: tuple[str, ...] = ()
+    """Texts that end a completion, beside the end token."""
     eval_every: int = 10
+    """Steps between evaluations on held-out prompts, greedy and sampled; before training and at its end, too."""
     eval_prompts: int = 128
     save_every: int = 25
     """Steps between resume checkpoints."""

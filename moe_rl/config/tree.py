@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
@@ -49,18 +50,48 @@ def read(kind: Any, value: Any) -> Any:
     return kind(**{name: read(hints[name], below) for name, below in value.items()})
 
 
-def changed(node: Any, key: str, value: Any, name: str = "a run") -> Any:
-    """`node` with one dotted setting changed; what lies below a mapping is one key of it."""
-    if isinstance(node, Mapping):
-        return {**node, key: value}
-    if isinstance(node, Use) and key.startswith("options."):
-        return Use(node.name, **{**node.options, key.removeprefix("options."): value})
-    if isinstance(node, Use):
-        raise ConfigError(f"{name} has no setting {key!r}: give another {name} as a whole, or one of its options as "
-                          f"{name}.options.NAME")
-    head, _, tail = key.partition(".")
-    known = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
-    if head not in known:
-        raise ConfigError(f"{name} has no setting {head!r}; it has {', '.join(known) or 'none, being a value'}")
-    below = changed(getattr(node, head), tail, value, head) if tail else value
-    return dataclasses.replace(node, **{head: below})
+def changed(root: Any, key: str, value: Any) -> Any:
+    """`root` with one dotted setting changed; what lies below a mapping is one key of it. Raises ConfigError with the
+    settings that may be meant where there is no such one."""
+
+    def inside(node: Any, key_here: str) -> Any:
+        if isinstance(node, Mapping):
+            return {**node, key_here: value}
+        if isinstance(node, Use) and key_here.startswith("options."):
+            return Use(node.name, **{**node.options, key_here.removeprefix("options."): value})
+        head, _, tail = key_here.partition(".")
+        if isinstance(node, Use) or head not in _names(node):
+            no_setting(root, key)
+        below = inside(getattr(node, head), tail) if tail else value
+        return dataclasses.replace(node, **{head: below})
+
+    return inside(root, key)
+
+
+def no_setting(root: Any, key: str) -> NoReturn:
+    """Raise a ConfigError for a dotted key that is not there: the settings that may be meant, and those beside it."""
+    group, _, word = key.rpartition(".")
+    known = list(keys(root))
+    if group in known:
+        raise ConfigError(f"there is no setting {key!r}: {group} is one value; options of a part that it names are "
+                          f"{group}.options.NAME")
+    beside = {k.removeprefix(f"{group}."): k for k in known if k.rpartition(".")[0] == group}
+    same = [k for k in known if k.rpartition(".")[2] == word]
+    near = [beside[name] for name in difflib.get_close_matches(word, beside)] or difflib.get_close_matches(
+        key, same, cutoff=0.8) or same or difflib.get_close_matches(key, () if beside else known, cutoff=0.8)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    groups = dict.fromkeys(name if name in known else f"{name}.…" for name in _names(root))
+    raise ConfigError(f"there is no setting {key!r}.{hint} There are: "
+                      f"{', '.join(beside.values() if group and beside else groups)}.")
+
+
+def keys(node: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted key of every setting below a dataclass."""
+    for name in _names(node):
+        below = getattr(node, name)
+        inner = dataclasses.is_dataclass(below) and not isinstance(below, Use)
+        yield from keys(below, f"{prefix}{name}.") if inner else (prefix + name,)
+
+
+def _names(node: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []

@@ -7,11 +7,14 @@ import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from moe_rl.config.run import OPTIMIZERS, RunConfig
 from moe_rl.config.tree import leaves
 from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
+from moe_rl.lookup.parts import names
 
 _EXISTS = "a run needs at least 1, or there is nothing to do"
 _EVERY = "an interval is at least 1 step; one longer than the run means only at its end, or never"
@@ -89,6 +92,19 @@ def check_values(config: RunConfig) -> None:
     if config.mini_batches > rows:
         raise ConfigError(f"mini_batches={config.mini_batches} is more than the {rows} rollouts of a step "
                           f"({config.prompts_per_step} prompts × {config.group_size}); some would be empty")
+
+
+def located(config: RunConfig) -> RunConfig:
+    """The configuration with absolute paths for the folder of a checkpoint and the file of a task, so that its row says
+    where they are wherever it is read. Presets and names on the hub stay as they are."""
+    name, task = config.model.name, Use.of(config.task)
+    kind, _, file = task.name.partition(":")
+    if (folder := Path(name).expanduser()).is_dir() and name not in names("moe_rl.models.presets", "PRESETS"):
+        config = config.replace(**{"model.name": str(folder.absolute())})
+    if kind == "jsonl" and file:
+        path = Path(file).expanduser().absolute()
+        config = config.replace(task=Use(f"jsonl:{path}", **task.options))
+    return config
 
 
 def _settings(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from moe_rl.config import Arm
 from moe_rl.lookup import Use
-from moe_rl.methods.parts import REQUIRED, Described, parts
+from moe_rl.lookup.parts import REQUIRED, Described, parts
 from moe_rl.methods.roll import OPTIONS
 from moe_rl.methods.spelling import DEFAULT, FIELDS, SEVERAL
 from moe_rl.methods.table import Method, arm, differences, entry, frameworks, methods, presets, refused

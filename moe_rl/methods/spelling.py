@@ -25,7 +25,7 @@ from typing import Any
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Part, Use, unknown
-from moe_rl.methods.parts import FIELD, REQUIRED, parts
+from moe_rl.lookup.parts import FIELD, REQUIRED, elsewhere, parts
 
 BASELINES = ("group", "leave_one_out", "normalized", "opo", "gae")
 """Advantage steps that compare a response with others, or with what a critic expects."""
@@ -130,7 +130,8 @@ def _start(use: Use, methods: Mapping[str, str]) -> Arm:
     families = {name.partition(":")[0] for name in methods if ":" in name}
     if _known_as(use) != "loss" and (not use.own or use.name.partition(":")[0] in families):
         losses = [part.name for part in parts().values() if part.kind == "loss"]
-        unknown("method, preset or loss", use.name, {*methods, *losses, "pkg.module:name"})
+        choices = {*methods, *losses, "pkg.module:name"}
+        unknown("method, preset or loss", use.name, choices, elsewhere(use.name, choices))
     return Arm(name="", loss=checked(use))
 
 
@@ -201,7 +202,7 @@ def _read(text: str, piece: str) -> tuple[str | None, Use]:
         raise ConfigError(f"arm {text!r}: {name} belongs into {known}, not into {field}")
     if field not in (None, "name", "anchor") and known is None and not use.own and name != "none":
         fitting = [p.name for p in parts().values() if FIELD[p.kind] == SAME_PARTS.get(field, field)]
-        unknown(f"part for {field}", name, [*fitting, "pkg.module:name"])
+        unknown(f"part for {field}", name, [*fitting, "pkg.module:name"], elsewhere(name, fitting))
     return field, use
 
 

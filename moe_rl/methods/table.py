@@ -12,7 +12,7 @@ from typing import Any
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
-from moe_rl.methods.parts import parts
+from moe_rl.lookup.parts import parts
 from moe_rl.methods.spelling import FIELDS, PIECE, SEVERAL, parse, pieces
 from moe_rl.methods.spelling import spelled as spelled_with
 

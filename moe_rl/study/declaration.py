@@ -7,7 +7,6 @@ A user's own file does the same from anywhere: `moe-rl run my_study.py`. No torc
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import importlib
@@ -17,20 +16,20 @@ import json
 import re
 import sys
 import traceback
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moe_rl.config import Arm, RunConfig
-from moe_rl.config.values import check_values
+from moe_rl.config.values import check_values, located
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.lookup import Use
+from moe_rl.lookup import unknown
 from moe_rl.methods import arm as spelled_arm
 from moe_rl.runs import folder as runs
 
+COMES_ALONG = ("routing_replay",)
+"""Studies that are part of the package, and need no file."""
 DECLARATION = "study.json"
 QUICK_STEPS = 3
 TRAINER = "moe_rl.execute:execute"
@@ -138,6 +137,16 @@ class Study:
             raise ConfigError(f"no cell of study {self.name!r} runs {', '.join(sorted(names))}")
         return dataclasses.replace(self, arms=chosen, contrasts=contrasts, cells=cells)
 
+    def own_arms(self, text: str | None) -> list[str]:
+        """Names of its own arms, as `--arms grpo,gspo` has them; commas in brackets belong to a name. Raises
+        ConfigError for one that is not its own."""
+        own = [arm.name for arm in _made(self.arms)]
+        given = re.findall(r"(?:[^,()]|\([^()]*\))+", text or "")
+        for name in given:
+            if name not in own:
+                unknown(f"arm of study {self.name!r}", name, own, "--arm takes any other arm")
+        return given
+
     def runs(self, out: Path, seeds: Sequence[int] | None = None, steps: int | None = None) -> list[Planned]:
         """Every run and its folder `out/<study>/<arm>/<factors>/seed=<n>`: seed by seed, so that arms advance together.
 
@@ -160,6 +169,7 @@ class Study:
             if self.own_cold_starts:
                 config = config.replace(**{"cold_start.seed": seed})
             check_values(config)
+            config = located(config)
             labels = [name] * bool(name) + [f"{k}={re.sub(UNSAFE, '_', str(v))}" for k, v in chosen.items()]
             path = path_of(out, self.name, arm.name, ",".join(labels) or "base", seed)
             values_here = ", ".join([name] * bool(name) + [f"{k}={v!r}" for k, v in chosen.items()])
@@ -191,9 +201,10 @@ def folder_name(kind: str, label: Any, out: Path) -> str:
     return label
 
 
-def write_declaration(study: Study, out: Path) -> list[str]:
+def write_declaration(study: Study, out: Path, *, keep: bool = False) -> list[str]:
     """Write `study.json` beside the study's runs: what their tables alone do not say. Returns what an earlier one said
-    otherwise of the question and of how it is answered."""
+    otherwise of the question and of how it is answered. With `keep`, the arms of an earlier one stay, with its
+    contrasts and cells, and those of `study` come after them: some arms more are not another study."""
     keys = ("name", "question", "hypothesis", "figures", "endpoint", "further_endpoints", "contrasts", "decision_rule",
             "differs_from_paper", "caution", "cost", "seeds", "factors", "cells", "trainer")
     content = {k: getattr(study, k) for k in keys} | {"arms": [{"name": a.name} for a in _made(study.arms)]}
@@ -201,7 +212,13 @@ def write_declaration(study: Study, out: Path) -> list[str]:
     before = content
     with contextlib.suppress(RunError):  # a damaged one is written anew
         before = runs.read_json(out / study.name / DECLARATION, ()) or content
-    asked = ("question", "arms", "endpoint", "further_endpoints", "contrasts", "decision_rule")
+    if keep:
+        for key in ("arms", "contrasts"):
+            there = before.get(key, [])
+            said = {_json(one) for one in there}
+            content[key] = [*there, *(one for one in content[key] if _json(one) not in said)]
+        content["cells"] = {**content["cells"], **before.get("cells", {})}
+    asked = ("question", "endpoint", "further_endpoints", "decision_rule", *(() if keep else ("arms", "contrasts")))
     changed = [k for k in asked if _json(before.get(k)) != _json(content[k])]
     runs.write_json(out / study.name / DECLARATION, content)
     return changed
@@ -221,7 +238,8 @@ def read_declaration(folder: Path) -> dict[str, Any]:
 
 
 def load_study_file(source: str) -> Study:
-    """The `study` object of a Python file or of a module `pkg.module`. Its folder becomes importable.
+    """The `study` object of a Python file, of a module `pkg.module`, or of one that comes along, by its name. A file's
+    folder becomes importable.
 
     Raises ConfigError when there is no such file, when it cannot be imported, or when it declares no study.
     """
@@ -229,7 +247,8 @@ def load_study_file(source: str) -> Study:
     try:
         if path.suffix == ".py":
             if not path.is_file():
-                raise ConfigError(f"there is no study file {source}; see `ls studies` or name a module")
+                raise ConfigError(f"there is no study file {source} (looked at {path.absolute()}); `moe-rl new NAME` "
+                                  f"begins one, `moe-rl run {COMES_ALONG[0]}` needs none")
             if path.stem in sys.stdlib_module_names or path.stem == __package__.partition(".")[0]:
                 raise ConfigError(f"the study file {source} has the name of the module {path.stem!r}, which others "
                                   "would then import from it: rename the file")
@@ -240,7 +259,7 @@ def load_study_file(source: str) -> Study:
             sys.modules[path.stem] = module
             spec.loader.exec_module(module)
         else:
-            module = importlib.import_module(source)
+            module = importlib.import_module(f"{__package__}.{source}" if source in COMES_ALONG else source)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
@@ -251,49 +270,3 @@ def load_study_file(source: str) -> Study:
     if not isinstance(study, Study):
         raise ConfigError(f"{source} declares no study; it needs a line `study = Study(...)`")
     return study
-
-
-def parse_settings(config: RunConfig, settings: Sequence[str]) -> dict[str, Any]:
-    """`["optimizer.lr=1e-4"]` as typed values for `RunConfig.replace`: each gets the type of its dataclass field.
-
-    Raises ConfigError for an unknown setting or a value of another type.
-    """
-    typed = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"--set takes key=value, e.g. optimizer.lr=1e-4, but got {setting!r}")
-        if key.split(".")[0] in ("arm", "seed", "steps"):
-            raise ConfigError(f"{key} is not set with --set: arms belong to the study file; use --seeds and --steps")
-        typed[key] = _typed(config, key, text)
-    config.replace(**typed)
-    return typed
-
-
-def _typed(config: RunConfig, key: str, text: str) -> Any:
-    name, *path = key.split(".")
-    owner: Any = config
-    for name_below in path:
-        owner, name = getattr(owner, name, None), name_below
-    if isinstance(owner, Mapping):
-        kinds: tuple[Any, ...] = (object,)
-    elif not dataclasses.is_dataclass(owner) or name not in (hints := typing.get_type_hints(type(owner))):
-        known = ", ".join(f.name for f in dataclasses.fields(owner)) if dataclasses.is_dataclass(owner) else "none"
-        raise ConfigError(f"there is no setting {key!r}; known here: {known}")
-    else:
-        hint = hints[name]
-        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    kinds = tuple(typing.get_origin(k) or k for k in kinds)
-    if str in kinds or Use in kinds:
-        return text
-    try:
-        value = ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
-    except (ValueError, SyntaxError):
-        value = text
-    if float in kinds and type(value) is int:
-        value = float(value)
-    if object not in kinds and type(value) not in kinds:
-        wanted = " or ".join(k.__name__ for k in kinds)
-        more = f"; set one entry at a time, {key}.NAME=VALUE" if Mapping in kinds else ""
-        raise ConfigError(f"{key} needs a value of type {wanted}, but got {text!r}{more}")
-    return value

@@ -22,6 +22,7 @@ from moe_rl.compare.checkpoints import measure
 from moe_rl.compare.checkpoints.measure import Comparison, measure_volatility
 from moe_rl.compare.checkpoints.observed import Observer
 from moe_rl.compare.checkpoints.printed import print_report
+from moe_rl.compare.checkpoints.series import checkpoints_of, measure_series
 from moe_rl.compare.checkpoints.tables import METRICS, top_share
 from moe_rl.compare.checkpoints.texts import Texts
 from moe_rl.config import ModelConfig
@@ -388,3 +389,96 @@ def test_the_documentation_names_every_table_and_metric(frames):
     page = (Path(__file__).parents[2] / "docs" / "volatility.md").read_text()
     for name in (*frames, *METRICS, *(c for f in ("positions", "experts", "pairs", "responses") for c in frames[f])):
         assert f"`{name}`" in page or name in ("site", "layer", "expert", "position", "line"), name
+
+
+# ---------------------------------------------------------------------- a series
+@pytest.fixture(scope="module")
+def series(there, tmp_path_factory):
+    """The same three checkpoints as a run would save them, and what a comparison of all says."""
+    root = tmp_path_factory.mktemp("series")
+    folder = root / "run" / "checkpoints"
+    for name, step in (("before", 9), ("after", 10)):
+        shutil.copytree(there / name, folder / f"step={step:06d}")
+    loaded = load(ModelConfig(name=str(there / "after")), 0)
+    perturb(loaded.model, 0.05, seed=2)
+    save_checkpoint(loaded.model, loaded.tokenizer, folder / "step=000100")
+    return root, measured(there, root)
+
+
+def measured(there, root, names=None, **further):
+    names = names or checkpoints_of(str(root / "run"))
+    return measure_series(names, str(there / "data.jsonl"), root / "out", console=Console(quiet=True),
+                          settings={"batch_tokens": 2000}, **further)
+
+
+def test_a_series_is_its_comparisons_of_neighbours_and_with_the_first(there, tmp_path, frames, series):
+    root, table = series
+    names = checkpoints_of(str(root / "run"))
+    assert [Path(n).name for n in names] == ["step=000009", "step=000010", "step=000100"]
+    at = table.set_index(["index", "since", "metric"])["response"]
+    alone = {}
+    for i, j in ((0, 1), (1, 2), (0, 2)):
+        comparison = Comparison(names[i], names[j], str(there / "data.jsonl"), batch_tokens=2000)
+        found = measure_volatility(comparison, tmp_path / f"{i}{j}", console=Console(quiet=True))["summary"]
+        alone[i, j] = found.set_index("metric")
+    for (j, since), pair in {(1, "previous"): (0, 1), (1, "first"): (0, 1), (2, "previous"): (1, 2),
+                             (2, "first"): (0, 2)}.items():
+        pd.testing.assert_series_equal(at[j, since], alone[pair]["response"], check_names=False)
+        floor = table.set_index(["index", "since", "metric"])["noise_floor"][j, since]
+        pd.testing.assert_series_equal(floor, alone[pair]["noise_floor"], check_names=False)
+    assert at[2, "first", "slot_change"] > at[1, "first", "slot_change"] > 0
+    whole = frames["summary"].set_index("metric")["response"]
+    assert at[1, "first", "slot_change"] == pytest.approx(whole["slot_change"])
+    assert not list((root / "out").glob(".first*")) and not list((root / "out").rglob("traces"))
+
+
+def test_a_series_goes_on_and_grows_without_looking_again(there, series, tmp_path, monkeypatch, capsys):
+    root, table = series
+    shutil.copytree(root, tmp_path / "again")
+    pairs = {f: f.stat().st_mtime_ns for f in (tmp_path / "again" / "out").glob("*/summary.parquet")}
+    monkeypatch.setattr(Observer, "observe", lambda *_: pytest.fail("a finished pair is looked at again"))
+    names = checkpoints_of(str(root / "run"))
+    pd.testing.assert_frame_equal(measured(there, tmp_path / "again", names), table)
+    assert pairs == {f: f.stat().st_mtime_ns for f in pairs} and len(pairs) == 3
+    where = str(tmp_path / "again" / "out")
+    arguments = ["--data", str(there / "data.jsonl"), "--batch-tokens", "2000", "--out", where]
+    assert cli.main(["volatility", str(root / "run"), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "step=000100" in out and (tmp_path / "again/out/series.svg").exists()
+    monkeypatch.undo()
+    seen = []
+    observe = Observer.observe
+    monkeypatch.setattr(Observer, "observe", lambda self, batch, reference=None: seen.append(
+        reference is None) or observe(self, batch, reference))
+    grown = measured(there, tmp_path / "again", [*names, str(there / "before")])
+    assert grown["index"].max() == 3 and len(list((tmp_path / "again" / "out").glob("*-*"))) == 5
+    batches = len(seen) // 4
+    assert seen.count(True) == 2 * batches, "routes of the first and of the third, once each"
+    assert grown.set_index(["index", "since", "metric"])["response"][3, "first", "slot_change"] == 0
+
+
+def test_what_is_no_series_is_refused(there, tmp_path, capsys):
+    with pytest.raises(ConfigError, match="holds no checkpoint .*hf_checkpoints"):
+        checkpoints_of(str(tmp_path))
+    assert checkpoints_of(str(there / "before")) == [str(there / "before")]
+    assert checkpoints_of("somebody/model") == ["somebody/model"]
+    with pytest.raises(ConfigError, match="three checkpoints or more, each once"):
+        measured(there, tmp_path, [str(there / n) for n in ("before", "after", "before")])
+    data = ["--data", str(there / "data.jsonl")]
+    assert cli.main(["volatility", str(there / "before"), *data]) == 2
+    assert "is one checkpoint" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "other").touch()
+    with pytest.raises(RunError, match="has other files in it"):
+        measured(there, tmp_path, [str(there / "before"), str(there / "after"), "third"])
+
+
+def test_a_finished_comparison_is_found_under_any_spelling_of_its_paths(there, tmp_path, frames, monkeypatch):
+    compare(there, tmp_path / "out")
+    monkeypatch.chdir(there)
+    manifest = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert manifest["before"] == str(there / "before") and manifest["data"] == str(there / "data.jsonl")
+    monkeypatch.setattr(Observer, "observe", lambda *_: pytest.fail("it is finished"))
+    measure_volatility(Comparison("before", "after", "data.jsonl", batch_tokens=200), tmp_path / "out")
+    (tmp_path / "out" / "comparison.json").write_text(json.dumps(manifest | {"before": "before", "after": "./after"}))
+    measure_volatility(Comparison("before", "after", "data.jsonl", batch_tokens=200), tmp_path / "out")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from pathlib import Path
 
 import pytest
 
-from moe_rl.config import Arm, EngineConfig, ModelConfig, Optimizer, Parallel, RunConfig
+from moe_rl.config import Arm, EngineConfig, ModelConfig, Optimizer, Parallel, RunConfig, page
+from moe_rl.config.tree import keys
 from moe_rl.config.values import check_values
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
@@ -72,3 +75,12 @@ def test_a_value_of_another_type_is_refused_with_the_type_that_is_needed(key, va
 def test_a_configuration_with_every_kind_of_value_is_accepted(config):
     check_values(config)
     check_values(RunConfig.from_dict(config.to_dict()))
+
+
+def test_the_committed_page_of_settings_is_the_generated_one():
+    text = page.markdown()
+    assert (Path(__file__).parents[2] / "docs" / "settings.md").read_text() == text, "run `make docs/settings.md`"
+    named = set(re.findall(r"^\| `([\w.]+)`", text, re.MULTILINE))
+    assert set(keys(RunConfig(arm=Arm(name="any")))) <= named
+    assert "| `optimizer.lr` | `float` | `0.0002` | ≥ 0 |  |" in text
+    assert "| `dial.form` | `str` | `'weights'` | `weights` or `choice` | `weights`: gates and sets move." in text

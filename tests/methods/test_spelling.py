@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
+from moe_rl.lookup.parts import REGISTRIES, REQUIRED, parts
 from moe_rl.methods import arm, spelled, spelling
-from moe_rl.methods.parts import REGISTRIES, REQUIRED, parts
 from moe_rl.methods.spelling import parse
 
 METHODS = {"gspo": "gspo", "grpo": "grpo", "replay": "grpo+old_policy", "crossed": "crossed(weigh=none)+truncated",

@@ -14,9 +14,9 @@ from moe_rl import cli
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
+from moe_rl.lookup.parts import FIELD, parts
 from moe_rl.methods import arm, differences, entry, methods, presets, spelled
 from moe_rl.methods.page import markdown
-from moe_rl.methods.parts import FIELD, parts
 from moe_rl.methods.table import SAME, frameworks, refused
 from moe_rl.objectives import advantage_of, policy_loss
 from moe_rl.study import Study

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 
 import pytest
 
 from moe_rl.config import Arm, RunConfig
+from moe_rl.config.text import parse_settings
+from moe_rl.config.values import located
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
-from moe_rl.study.declaration import Study, _made, load_study_file, parse_settings
+from moe_rl.study.declaration import Study, _made, load_study_file, write_declaration
 from tests.fake_study import GRPO, GSPO, study
 
 BASE = RunConfig(arm=GRPO)
@@ -186,7 +189,13 @@ def test_settings_get_the_type_of_their_field(text, key, value):
     ("group_size=4.5", "type int, but got '4.5'"),
     ("optimizer.lr=fast", "type float"),
     ("measure.full=1", "type bool"),
-    ("optimizer.rate=1", "optimizer.rate.*known here: name, lr"),
+    ("optimizer.rate=1", "'optimizer.rate'. There are: optimizer.name, optimizer.lr"),
+    ("optimiser.lr=1", "no setting 'optimiser.lr'. Did you mean optimizer.lr\\?"),
+    ("lr=1", "Did you mean cold_start.lr or optimizer.lr or critic.lr\\?"),
+    ("optimizer.weight_decy=1", "Did you mean optimizer.weight_decay\\?"),
+    ("engine.device=cpu", "Did you mean model.device\\?"),
+    ("mini_batch=1", "Did you mean mini_batches or"),
+    ("task.digits=3", "task.options.NAME"),
     ("nothing=1", "nothing"),
     ("optimizer.lr.more=1", "no setting"),
     ("group_size", "key=value"),
@@ -231,8 +240,11 @@ def test_a_missing_study_file_is_named():
         load_study_file("nowhere.py")
 
 
-def test_the_study_of_this_repository_is_the_declared_comparison():
-    routing_replay = load_study_file("studies/routing_replay.py")
+def test_the_study_that_comes_along_is_the_declared_comparison(tmp_path, monkeypatch):
+    same = load_study_file("studies/routing_replay.py")
+    monkeypatch.chdir(tmp_path)
+    routing_replay = load_study_file("routing_replay")
+    assert routing_replay == same
     grpo, replay, gspo = routing_replay.arms
     assert [(arm.loss.name, arm.routes.name) for arm in (grpo, replay, gspo)] == [
         ("grpo", "live"), ("grpo", "old_policy"), ("gspo", "live"),
@@ -273,3 +285,44 @@ def test_other_arms_leave_cells_that_are_for_some(tmp_path):
 def test_a_text_is_no_list_of_arms():
     with pytest.raises(ConfigError, match="a list of arms or texts is wanted"):
         _made("gspo")
+
+
+def test_arms_of_ones_own_are_named_with_their_commas_and_others_are_refused():
+    mine = with_changes(arms=(*study.arms, "dapo+masked(low=0.5,high=5.0)"))
+    assert mine.own_arms("gspo,dapo+masked(low=0.5,high=5.0),grpo") == ["gspo", "dapo+masked(low=0.5,high=5.0)", "grpo"]
+    assert mine.own_arms(None) == []
+    with pytest.raises(ConfigError, match="no arm of study 'fake' is called 'gspoo'. Did you mean gspo"):
+        mine.own_arms("grpo,gspoo")
+    with pytest.raises(ConfigError, match="is called 'ppo'.* --arm takes any other arm"):
+        mine.own_arms("ppo")
+
+
+def declared(out):
+    content = json.loads((out / "fake" / "study.json").read_text())
+    return [arm["name"] for arm in content["arms"]], content["contrasts"], content["cells"]
+
+
+def test_arms_that_are_added_leave_the_declaration_whole(tmp_path):
+    cells = {"all": {}, "one": {"arms": ("gspo", "grpo")}}
+    whole = with_changes(contrasts=(("gspo", "grpo"),), cells=cells)
+    write_declaration(whole, tmp_path)
+    own, contrasts, there = declared(tmp_path)
+    assert write_declaration(whole.with_arms(["gspo", "sapo"]), tmp_path, keep=True) == []
+    assert declared(tmp_path) == ([*own, "sapo"], contrasts, there), "neither arms nor contrasts nor cells are lost"
+    assert write_declaration(whole, tmp_path, keep=True) == []
+    assert declared(tmp_path)[0] == [*own, "sapo"]
+    assert write_declaration(with_changes(question="Another?"), tmp_path, keep=True) == ["question"]
+
+
+def test_a_row_says_where_a_checkpoint_and_a_file_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("mine", "qwen3_moe-tiny"):
+        (tmp_path / folder).mkdir()
+    found = [located(BASE.replace(**{"model.name": name})).model.name for name in
+             ("mine", str(tmp_path / "mine"), "qwen3_moe-tiny", "somebody/mine")]
+    assert found == [str(tmp_path / "mine")] * 2 + ["qwen3_moe-tiny", "somebody/mine"]
+    task = located(BASE.replace(task=Use("jsonl:pairs.jsonl", seed=1))).task
+    assert task == Use(f"jsonl:{tmp_path}/pairs.jsonl", seed=1) == located(BASE.replace(task=task)).task
+    assert located(BASE) == BASE and located(BASE).hash == BASE.hash
+    moved = with_changes(base=BASE.replace(task="jsonl:pairs.jsonl"))
+    assert all(p.config.task.name == f"jsonl:{tmp_path}/pairs.jsonl" for p in moved.runs(tmp_path))

@@ -117,6 +117,31 @@ def experts_figure(frames: Frames) -> Figure:
     return figure
 
 
+@styled
+def series_figure(table: pd.DataFrame) -> Figure:
+    """A metric over the checkpoints of a series: since the previous one, since the first, and their noise floor."""
+    shown = [m for m in ("slot_change", "any_layer_change", "router_shift") if (table["metric"] == m).any()]
+    figure, axes = plots.new_figure(len(shown), "How far has routing moved, and how fast?")
+    steps = table.groupby("index", sort=True)["step"].first()
+    at = steps if steps.notna().all() and steps.is_monotonic_increasing and steps.is_unique else None
+    for ax, metric in zip(axes, shown, strict=True):
+        for since, colour, line in (("first", AFTER, "o-"), ("previous", BEFORE, "s--")):
+            rows = table[(table["metric"] == metric) & (table["since"] == since)].sort_values("index")
+            x = rows["index"] if at is None else rows["index"].map(at)
+            ax.plot(x, rows["response"], line, color=colour, markersize=4, label=f"since the {since}")
+            ax.plot(x, rows["noise_floor"], ":", color=FLOOR, label="noise floor" if since == "first" else None)
+        ax.set(title={"slot_change": "Expert slots changed", "any_layer_change": "Tokens that changed in any layer",
+                      "router_shift": "Router shift, nats"}[metric],
+               xlabel="checkpoint, in the order given" if at is None else "step of the checkpoint")
+        _whole(ax)
+        ax.set_ylim(bottom=0)
+        if metric != "router_shift":
+            ax.yaxis.set_major_formatter(PercentFormatter(1))
+    axes[0].set_ylabel("mean over response tokens")
+    axes[0].legend()
+    return figure
+
+
 FIGURES = {"by_layer": by_layer, "concentration": concentration_figure, "experts": experts_figure}
 
 

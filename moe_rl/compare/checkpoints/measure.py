@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ NOISE_EVERY = 8
 SAVE_SECONDS = 30.0
 """Between two saves of the sums."""
 MANIFEST = "comparison.json"
+PATHS = ("before", "after", "data")
 Advance = Callable[[str, int], None]
 
 
@@ -70,16 +71,19 @@ def measure_volatility(
     device: str = "cpu",
     keep_traces: bool = False,
     trust_remote_code: bool = False,
+    shared: Path | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Compare two checkpoints, or go on with it. Writes tables into `out` and returns them by name (see `tables`).
 
     With `keep_traces`, `out/traces/before` and `out/traces/after` keep a trace file per batch, gates included, for
-    `moe-rl view`; else BEFORE's are deleted at the end. Raises ConfigError or RunError, before a model is loaded, for a
-    missing file, a line without text, a dense model, checkpoints of different architectures or tokenizers, and a folder
-    that holds another comparison.
+    `moe-rl view`; else BEFORE's are deleted at the end. `shared`: a folder that keeps BEFORE's routes and noise floor
+    for further comparisons of the same BEFORE, data and settings, which then do not load it again. Raises ConfigError
+    or RunError, before a model is loaded, for a missing file, a line without text, a dense model, checkpoints of
+    different architectures or tokenizers, and a folder that holds another comparison.
     """
-    data = Path(comparison.data).expanduser()
+    comparison = replace(comparison, **{k: located(v) for k, v in asdict(comparison).items() if k in PATHS})
+    data = Path(comparison.data)
     placement(ModelConfig(device=device, dtype=comparison.dtype))
     digest = check_file(data)
     tokenizer, layout = _same_model(comparison, trust_remote_code)
@@ -93,7 +97,8 @@ def measure_volatility(
     if not (out / MANIFEST).exists():  # the folder is claimed once nothing in the request can be wrong any more
         out.mkdir(parents=True, exist_ok=True)
         runs.write_json(out / MANIFEST, wanted)
-    passes = _Passes(comparison, out, texts, layout, max(tokenizer.get_vocab().values()) + 1, keep_traces)
+    passes = _Passes(comparison, out, texts, layout, max(tokenizer.get_vocab().values()) + 1, keep_traces,
+                     shared or out)
     with _progress(console, texts) as advance:
         noise, tally = passes.run(lambda name: _observer(name, comparison.dtype, device, trust_remote_code), advance)
     frames = tables.tables(tally, noise, tokenizer)
@@ -112,12 +117,14 @@ class _Passes:
     """The three passes of one comparison, each of which goes on where it was killed."""
 
     def __init__(
-        self, comparison: Comparison, out: Path, texts: Texts, layout: Layout, vocabulary: int, keep_after: bool
+        self, comparison: Comparison, out: Path, texts: Texts, layout: Layout, vocabulary: int, keep_after: bool,
+        first: Path,
     ):
         self.comparison, self.texts, self.keep_after = comparison, texts, keep_after
         self.layout, self.vocabulary = layout, vocabulary
-        self.before, self.after, self.sums = out / "traces" / "before", out / "traces" / "after", out / "sums"
-        for folder in (self.before, self.after, self.sums):
+        self.before, self.after = first / "traces" / "before", out / "traces" / "after"
+        self.sums = {"noise": first / "sums", "change": out / "sums"}
+        for folder in (self.before, self.after, *self.sums.values()):
             folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, load: Callable[[str], Observer], advance: Advance) -> tuple[Tally, Tally]:
@@ -126,7 +133,7 @@ class _Passes:
         noise, change = (Tally(name, self.layout, self.comparison.max_tokens, self.vocabulary)
                          for name in ("noise", "change"))
         for tally in (noise, change):
-            tally.restore(self.sums)
+            tally.restore(self.sums[tally.name])
         if noise.done < -(-count // NOISE_EVERY):
             model = load(self.comparison.before)
             self._keep_routes(model, advance)
@@ -174,10 +181,10 @@ class _Passes:
             elif i in again:
                 observe(i, batch, Observed.load(_file(self.before, i)))
             if time.monotonic() - saved > SAVE_SECONDS:
-                tally.save(self.sums)
+                tally.save(self.sums[tally.name])
                 saved = time.monotonic()
             advance(tally.name, self.texts.sizes[i])
-        tally.save(self.sums)
+        tally.save(self.sums[tally.name])
 
 
 def _same_model(comparison: Comparison, trust: bool) -> tuple[PreTrainedTokenizerBase, Layout]:
@@ -229,11 +236,18 @@ def _finished(out: Path, wanted: Mapping[str, Any]) -> dict[str, int] | None:
         return None
     finished = manifest.pop("finished", None)
     there = {key: value for key, value in manifest.items() if not (finished and key in ("code", "packages"))}
+    there |= {key: located(there[key]) for key in PATHS if isinstance(there.get(key), str)}
     different = {k: v for k, v in runs.differing(there, wanted).items() if k.split(".")[0] in there}
     if different:
         listed = "; ".join(f"{key}: {a!r} there, {b!r} now" for key, (a, b) in different.items())
         raise RunError(f"{out} holds another comparison ({listed}); give another --out, or delete it.")
     return finished
+
+
+def located(name: str) -> str:
+    """A file or folder by its absolute path, wherever it is read again; a name on the hub as it is."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name
 
 
 def _traced(out: Path, batches: int) -> bool:

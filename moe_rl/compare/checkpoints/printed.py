@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moe_rl.compare.checkpoints.figures import FIGURES
+from moe_rl.compare.checkpoints.figures import FIGURES, series_figure
 from moe_rl.compare.checkpoints.tables import SEEN, SHOWN, Frames, top_share
 from moe_rl.results import plots
 from moe_rl.runs.terminal import say
@@ -42,6 +42,28 @@ def print_report(console: Console, frames: Frames, out: Path) -> None:
         paths = plots.save(draw(frames), out, name)
         say(console, f"figure {' '.join(map(str, paths))}")
     say(console, f"tables {out}/*.parquet")
+
+
+def print_series(console: Console, table: pd.DataFrame, out: Path) -> None:
+    """A row per checkpoint, and the curve, which is drawn into `out`."""
+    shown = _table("How far routing moved along the series")
+    titles = {"slot_change": "slots", "any_layer_change": "any layer", "router_shift": "shift"}
+    metrics = [metric for metric in titles if (table["metric"] == metric).any()]
+    shown.add_column("\nchange since", overflow="fold")
+    for title in (*(f"{titles[m]}\n{s}" for m in metrics for s in ("previous", "first")), "slots\nnoise"):
+        shown.add_column(title, justify="right", no_wrap=True)
+    values = table.set_index(["index", "since", "metric"])
+    for index, name in table.groupby("index")["checkpoint"].first().items():
+        cells = [_cell(m, values.at[(index, s, m), "response"]) for m in metrics for s in ("previous", "first")]
+        shown.add_row(Path(name).name, *cells, _cell("slot_change", values.at[(index, "first", "slot_change"),
+                                                                              "noise_floor"]))
+    shown.caption = ("slots: expert slots changed; any layer: tokens whose set changed in any; shift: nats. Means over "
+                     "the rows that decide a response. Every pair is a comparison of its own: "
+                     f"{out}/<first>-<second>/*.parquet")
+    console.print(shown)
+    paths = plots.save(series_figure(table), out, "series")
+    say(console, f"figure {' '.join(map(str, paths))}")
+    say(console, f"table {out / 'series.parquet'}")
 
 
 def concentration(frames: Frames) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from moe_rl.errors import ConfigError
+from moe_rl.lookup.parts import elsewhere
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,7 +72,7 @@ def lookup(kind: str, use: Part, known: Mapping[str, Callable[..., Any]]) -> Cal
     elif use.own:
         found = imported(kind, use.name)
     else:
-        unknown(kind, use.name, [*known, "pkg.module:name"])
+        unknown(kind, use.name, [*known, "pkg.module:name"], elsewhere(use.name, known))
     check_options(kind, use, found)
     return partial(found, **use.options) if use.options else found
 
@@ -130,9 +131,11 @@ def needs_of(part: Callable[..., Any] | None) -> frozenset[str]:
     return getattr(function, "needs", frozenset()) if when is None or when(**options) else frozenset()
 
 
-def unknown(kind: str, name: str, choices: Iterable[str]) -> NoReturn:
-    """Raise a ConfigError that names what was asked for, the closest matches and all choices."""
+def unknown(kind: str, name: str, choices: Iterable[str], other: str = "") -> NoReturn:
+    """Raise a ConfigError that names what was asked for, the closest matches and all choices. `other`: what the name,
+    or one like it, is elsewhere; said where the name is just that, or nothing here comes close."""
     choices = sorted(choices)
     close = difflib.get_close_matches(name, choices, n=3)
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
+    hint = f" {other}." if other and (not close or other.startswith(f"{name} ")) else hint
     raise ConfigError(f"no {kind} is called {name!r}.{hint} There are: {', '.join(choices) or 'none'}.")

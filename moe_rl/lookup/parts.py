@@ -4,9 +4,11 @@ one waits for no torch (seconds), and a part is written down in one place. A tes
 from __future__ import annotations
 
 import ast
+import difflib
 import functools
 import re
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,30 @@ def parts() -> Mapping[str, Described]:
     return {name: Described(kind, name, _options(module, function), ast.get_docstring(function) or "")
             for kind, home, registry in REGISTRIES
             for name, module, function in _entries(home, registry)}
+
+
+def names(home: str, registry: str) -> list[str]:
+    """The keys of a literal dictionary of a module, which is not imported."""
+    _, table = _defined(home, registry)
+    assert isinstance(table, ast.Dict), f"{home}.{registry} is written as a dictionary"
+    return [ast.literal_eval(key) for key in table.keys if key is not None]
+
+
+def elsewhere(name: str, choices: Collection[str]) -> str:
+    """What a name, or the closest to it, is of another kind than that of `choices`: `grpo is a loss, and goes into
+    Arm(loss=…)`; empty where it is nothing."""
+    others = {n: f"is of the kind {part.kind}, and goes into Arm({FIELD[part.kind]}=…)" for n, part in parts().items()}
+    whole = "is a whole method: an arm by itself, arms=({!r},), or --arm {}"
+    others = {n: whole.format(n, n) for n in _methods()} | others
+    for found in difflib.get_close_matches(name, others.keys() - {*choices}, n=1, cutoff=0.8):
+        return f"{found} {others[found]}"
+    return ""
+
+
+@functools.cache
+def _methods() -> list[str]:
+    file = Path(__file__).parents[1] / "methods" / "methods.toml"
+    return list(tomllib.loads(file.read_text(encoding="utf-8"))["methods"])
 
 
 def _entries(home: str, registry: str) -> Iterator[tuple[str, str, ast.FunctionDef]]:

@@ -1,0 +1,44 @@
+"""The verb that begins a study of one's own."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import keyword
+import sys
+from importlib import resources
+from pathlib import Path
+
+from moe_rl.cli.verbs import argument, verb
+from moe_rl.errors import ConfigError
+
+TEMPLATE = "my_study"
+"""What the files of `new_study/` call themselves, in their names and inside."""
+
+
+@verb(
+    "new",
+    "A folder with a study of your own, ready to run: study, parts, tests.",
+    argument("folder", type=Path, metavar="NAME", help="folder to make; its name is the study's, e.g. my_study"),
+    examples="""
+  moe-rl new my_study                     a study, its task, loss and route source
+  cd my_study
+  moe-rl run my_study.py --quick          it runs as it is; docs/your_study.md explains""",
+)
+def new(options: argparse.Namespace) -> int:
+    """Write the folder. Nothing that is there is touched."""
+    folder, name = options.folder, options.folder.name
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ConfigError(f"{name!r} becomes the name of a module: use letters, digits and '_' only, a letter first")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not empty (looked at {folder.absolute()}): choose another name")
+    if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
+        raise ConfigError(f"there is a module {name!r} already, which the study would hide: choose another name")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted((resources.files("moe_rl.cli") / "new_study").iterdir(), key=lambda f: f.name):
+        if file.is_file():
+            written = folder / file.name.replace(TEMPLATE, name)
+            written.write_text(file.read_text(encoding="utf-8").replace(TEMPLATE, name), encoding="utf-8")
+            print(written)
+    print(f"next: cd {folder} && moe-rl run {name}.py --dry-run")
+    return 0

@@ -1,0 +1,85 @@
+"""How far routing moved along a series of checkpoints: each compared with the one before it, and with the first.
+
+Every pair is a comparison of its own, in `out/<i>-<j>`, which goes on where it was killed and is skipped when finished,
+so that a series can grow. Its cost is two forwards of every text per pair of neighbours and one per pair with the
+first, whose routes are kept until the end.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+
+from moe_rl.compare.checkpoints.measure import Comparison, located, measure_volatility
+from moe_rl.errors import ConfigError, RunError
+from moe_rl.runs import folder as runs
+from moe_rl.runs.terminal import say
+from moe_rl.runs.versions import code_version
+
+SERIES = "series.json"
+WHOLE = "config.json"
+"""What makes a folder a Hugging Face checkpoint."""
+
+
+def checkpoints_of(name: str) -> list[str]:
+    """A checkpoint itself, or those that a folder holds, by their step: of a run that saved some (`hf_checkpoints`), or
+    of a trainer that writes `checkpoint-500` and the like. Raises ConfigError for the folder of a run without any, and
+    for an empty one."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir() or (folder / WHOLE).is_file():
+        return [name]
+    below = [file.parent for where in (folder / "checkpoints", folder) for file in where.glob(f"*/{WHOLE}")]
+    if not below and ((folder / "manifest.json").exists() or not any(folder.iterdir())):
+        raise ConfigError(f"{name} holds no checkpoint (looked at {folder.absolute()}): neither it, nor a folder in it "
+                          f"or in its checkpoints/ has a {WHOLE}. A run saves some with --set hf_checkpoints=(10,20).")
+    if not below:  # a damaged checkpoint, or an adapter: whoever reads it says so
+        return [name]
+    return [str(path) for path in sorted(below, key=lambda path: (step_of(path.name) or 0, path.name))]
+
+
+def step_of(name: str) -> int | None:
+    """The last number in the name of a checkpoint; None where there is none."""
+    found = re.findall(r"\d+", Path(name).name)
+    return int(found[-1]) if found else None
+
+
+def measure_series(
+    checkpoints: Sequence[str], data: str, out: Path, *, console: Console | None = None, keep_traces: bool = False,
+    settings: dict[str, Any], **where: Any,
+) -> pd.DataFrame:
+    """Compare neighbours, and all with the first; or go on with it. Returns the table `series`, which it writes into
+    `out`: a row per checkpoint from the second on, `since` ("previous" or "first") and metric.
+
+    `settings` are those of a `Comparison`, `where` further ones of `measure_volatility`. Raises as that does, and
+    ConfigError for fewer than three checkpoints or one that comes twice.
+    """
+    names = [located(name) for name in checkpoints]
+    if len(names) < 3 or len(set(names)) < len(names):
+        raise ConfigError(f"a series is three checkpoints or more, each once, not {', '.join(names) or 'none'}")
+    if out.exists() and any(out.iterdir()) and not (out / SERIES).exists():
+        raise RunError(f"--out {out} has other files in it; give a folder that is new or empty.")
+    out.mkdir(parents=True, exist_ok=True)
+    runs.write_json(out / SERIES, {"checkpoints": names, "data": located(data), **settings})
+    console = console or Console(stderr=True)
+    shared = None if keep_traces else out / f".first-{code_version('compare')}"
+    rows = []
+    for j in range(1, len(names)):
+        for i in dict.fromkeys((0, j - 1)):
+            pair = out / f"{i:02d}-{j:02d}"
+            say(console, (pair.name, "bold"), f" {names[i]} → {names[j]}", wrap=True)
+            frames = measure_volatility(Comparison(names[i], names[j], data, **settings), pair, console=console,
+                                        keep_traces=keep_traces, shared=shared if i == 0 else None, **where)
+            for since in ("first", "previous") if j == 1 else ("first" if i == 0 else "previous",):
+                rows.append(frames["summary"].assign(index=j, since=since, step=step_of(names[j]), checkpoint=names[j]))
+    if shared is not None:
+        shutil.rmtree(shared, ignore_errors=True)
+    table = pd.concat(rows, ignore_index=True)
+    table = table[["index", "step", "checkpoint", "since", *(c for c in frames["summary"] if c in table)]]
+    table.to_parquet(out / "series.parquet", index=False)
+    return table
