@@ -19,7 +19,7 @@ Match = Callable[[str, str, str], bool]
 PIECE = re.compile(r"\d[\d,]*(?:\.\d+)?|\.\d+|\\?[A-Za-z]+|[<>!]=|[^\s\w]")
 NO_PIECE = frozenset("{}()[]$*|") | {r"\cdot", r"\times", r"\left", r"\right"}
 """What groups, and signs of multiplication, which may be left out."""
-FRACTION = re.compile(r"(?<![\w.])(\d+)/(\d+)(?![\w./])|\\[dt]?frac\{(\d+)\}\{(\d+)\}|\\[dt]?frac(\d)(\d)(?!\d)")
+FRACTION = re.compile(r"(?<![\w./])(\d+)/(\d+)(?![\w./])|\\[dt]?frac\{(\d+)\}\{(\d+)\}|\\[dt]?frac(\d)(\d)(?!\d)")
 EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
 ANSWER = re.compile(r"\banswer\b(?:\s+is)?\s*:?", re.IGNORECASE)
 DRESS = ("$", r"\(", r"\)", r"\[", r"\]", "**", "`", ".", ",", ";", ":", r"\ ")
