@@ -66,8 +66,8 @@ def _named(part: Callable[..., Any]) -> Use:
     if isinstance(part, partial) and part.args:
         raise ConfigError(f"{part!r} binds {len(part.args)} arguments by their place; bind options by their names")
     if not name.isidentifier() or module == "__main__":
-        raise ConfigError(f"{function!r} has no name that another process could import, as runs do: write a function or "
-                          "a class at the top level of a module, e.g. mine.py beside the study file")
+        raise ConfigError(f"{function!r} has no name that another process could import, as runs do: write a function "
+                          "or a class at the top level of a module, e.g. mine.py beside the study file")
     if module.partition(".")[0] == __package__:
         raise ConfigError(f"{module}.{name} is the package's own: give it by its name there, e.g. {name!r}, or "
                           f"Use({name!r}, option=value)")

@@ -201,8 +201,7 @@ def test_measuring_changes_no_weight(tmp_path):
 
 
 def test_a_diverged_run_keeps_its_rows_and_says_so(tmp_path, monkeypatch):
-    from moe_rl.models.load import load
-from moe_rl.policies.hf import HFPolicy
+    from moe_rl.policies.hf import HFPolicy
 
     update, calls = HFPolicy.update, []
 

@@ -48,7 +48,8 @@ class Preview:
 def preview(run: RunConfig) -> Preview:
     """The split, one prompt as the model reads it, its answer, how many answers fit, and memory. Reads no weights.
 
-    Looks at LOOKED_AT prompts, and rewards their answers for at most SECONDS. Raises ConfigError where the task's own code breaks.
+    Looks at LOOKED_AT prompts, and rewards their answers for at most SECONDS. Raises ConfigError where the task's own
+    code breaks.
     """
     task, tokenizer = load_task(run.task), _tokenizer(run.model)
     split = split_of(task, run.eval_prompts)

@@ -54,9 +54,9 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
     """Run what is not finished, at most `jobs` (default: all cores) at a time; returns the failures.
 
     Everything that can be seen to be wrong raises before a process starts: folders of another configuration, runs of
-    other code unless `mix_code`. A failing run does not stop the others, unless they would most likely fail alike: after
-    an expected error before a first step, or the same error in runs that differ in more than their seeds while no other
-    run came further. Then no further run is started. A diverged run is no failure. Under
+    other code unless `mix_code`. A failing run does not stop the others, unless they would most likely fail alike:
+    after an expected error before a first step, or the same error in runs that differ in more than their seeds while no
+    other run came further. Then no further run is started. A diverged run is no failure. Under
     torchrun all ranks carry out one run after the other, and the first error ends the job.
     """
     console, jobs = console or Console(), at_a_time(jobs)

@@ -55,7 +55,7 @@ OLDER = "older"
 
 
 def matcher(name: str) -> Match:
-    """The function that a task's option `match` names. Raises ConfigError where there is none, or it lacks a package."""
+    """The function that a task's option `match` names. Raises ConfigError where there is none, or no package."""
     if name == OLDER:
         raise ConfigError(
             "this run was scored as before tasks had an option match: math-verify took any expression anywhere in a "
