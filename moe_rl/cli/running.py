@@ -24,14 +24,16 @@ if TYPE_CHECKING:
     "run",
     "Run a study, or go on with it; ends with a summary table and figures.",
     argument("study", help="a Python file with `study = Study(...)`, or a module"),
-    argument("--dry-run", action="store_true", help="print runs, cost and warnings, and start nothing"),
+    argument("--dry-run", action="store_true",
+             help="print runs, cost, a prompt with its reward, and warnings; start nothing"),
     argument("--seeds", help="which seeds: a list 0,1,2 or a number N for 0 … N-1 (default: the study's)"),
     argument("--steps", type=int, help="length of every run (default: the study's)"),
     argument("--quick", action="store_true",
              help="one seed and three steps of every run, as <study>-quick: minutes, to see that all of it works"),
     argument("--out", type=Path, default=Path("runs"), help="where runs live (default: runs)"),
     JOBS,
-    argument("--task", help="another task: reasoning_gym:spell_backward, jsonl:pairs.jsonl, pkg.module:Class"),
+    argument("--task", help="another task: reasoning_gym:spell_backward, jsonl:pairs.jsonl, pkg.module:Class; numbers "
+                            "chosen for the study's own, such as its learning rate, become defaults unless set"),
     argument("--arm", action="append", default=[], metavar="ARM", dest="arms",
              help="instead of the study's arms: one of them by name, or any other, see `moe-rl methods`, e.g. "
                   "'sapo(tau_neg=1.05)+old_policy'; may be repeated"),
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
                                                           its own gspo against another method
   torchrun --nproc-per-node 2 -m moe_rl run studies/routing_replay.py --policy megatron --ep 2
                                                           on Megatron-core, all processes together on run after run
+  moe-rl run studies/routing_replay.py --out trial --task jsonl:pairs.jsonl --set eval_prompts=40 --dry-run
+                                                          your own questions: what is held out, fits and earns 1
   moe-rl run my_study.py                                  your own study, from any folder""",
 )
 def run(options: argparse.Namespace) -> int:
@@ -142,9 +146,12 @@ def _for_its_setting(study: Study, changes: Mapping[str, Any]) -> tuple[Study, l
 
     if not another_setting(study.base, changed.base):
         return changed, []
-    instead, said = elsewhere(study.base, changes)
+    varied = [*study.factors, *(key for cell in study.cells.values() for key in cell)]
+    instead, said = elsewhere(study.base, changes, varied)
     chosen = [str(arm.loss) for arm in study.arms if isinstance(arm, Arm) and Use.of(arm.loss).options]
     said += [f"{', '.join(chosen)}: options chosen there, too, which stay."] * bool(chosen)
+    if varied:
+        said.append(f"{', '.join(dict.fromkeys(varied))}: what the study varies was chosen there, too, and stays.")
     return dataclasses.replace(_changed(changed, instead), seconds_per_step=None, cost=""), said
 
 

@@ -117,9 +117,11 @@ def rehearse(run: RunConfig) -> list[str]:
     return []
 
 
-def elsewhere(base: RunConfig, changes: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def elsewhere(
+    base: RunConfig, changes: Mapping[str, Any], factors: Collection[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
     """Where `changes` ask for another task or model than those of `base`: settings in place of the numbers that were
-    chosen there, and a sentence about each. What `changes` say themselves stays.
+    chosen there, and a sentence about each. What `changes` say themselves, and what the study varies, stays.
 
     The learning rate becomes the default, or CHECKPOINT_LR for a checkpoint, which also begins without a cold start;
     max_new_tokens becomes what the longest reference answer needs. Arms stay as they are.
@@ -132,9 +134,9 @@ def elsewhere(base: RunConfig, changes: Mapping[str, Any]) -> tuple[dict[str, An
         wanted |= {"optimizer.lr": CHECKPOINT_LR, "cold_start.target": 0.0}
     elif base.model.name in PRESETS:
         wanted |= {f"cold_start.{key}": getattr(ColdStart(), key) for key in ("lr", "max_steps", "batch_size")}
-    if "max_new_tokens" not in changes and (longest := _longest(run)):
+    if "max_new_tokens" not in (*changes, *factors) and (longest := _longest(run)):
         wanted["max_new_tokens"] = longest
-    given = {".".join(key.split(".")[:2]) for key in changes}
+    given = {".".join(key.split(".")[:2]) for key in (*changes, *factors)}
     settings = {key: value for key, value in wanted.items() if key not in given and value != _value(base, key)}
     where = f"{base.task} on {base.model.name}" + (" with overrides" if base.model.overrides else "")
     return settings, [
