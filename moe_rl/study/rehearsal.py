@@ -31,7 +31,7 @@ from moe_rl.trainer import train_step
 from moe_rl.types import Prompt
 
 CHECKPOINT_LR = 1e-6
-"""For checkpoints that others trained, of billions of parameters: GSPO (2507.18071) and R3 (2510.11370) use it."""
+"""For checkpoints that others trained, of billions of parameters: the default of TRL's GRPO."""
 LOOKED_AT, SECONDS = 512, 5.0
 """Prompts of a preview, and the time that rewarding their answers may take."""
 
@@ -60,7 +60,6 @@ def preview(run: RunConfig) -> Preview:
         for p in answered:
             earned += [checked_reward(task, p, p.answer or "")] if time.monotonic() < until else []
     first, context = prompts[0], max(len(p.tokens) for p in prompts)
-    needs = objective_of(run.arm).needs | advantage_of(run.arm).needs
     lines = [("task", f"{run.task}"), ("prompts", f"{split}"),
              ("prompt", f"{_short(tokenizer.decode(list(first.tokens)))}, {len(first.tokens)} tokens")]
     found = []
@@ -85,13 +84,14 @@ def preview(run: RunConfig) -> Preview:
     if left is not None and left < run.prompts_per_step:
         found.append(f"a step draws {run.prompts_per_step} prompts, and {left} different ones are left to train on: "
                      "some come several times in a step.")
-    lines.append(("memory", f"{estimate_memory(run, context, 'reference' in needs, 'values' in needs)}"))
+    lines.append(("memory", f"{estimate_memory(run, context, *_more_models(run))}"))
     return Preview(tuple(lines), tuple(found))
 
 
 def previews(runs: Iterable[RunConfig]) -> list[Preview]:
-    """Those of the runs that ask different things, each once."""
-    distinct = {str((r.task, r.model, r.max_new_tokens, r.eval_prompts, r.prompts_per_step)): r for r in runs}
+    """Those of the runs that ask different things, each once: of the run that needs the most models."""
+    by_need = sorted(runs, key=lambda run: sum(_more_models(run)))
+    distinct = {str((r.task, r.model, r.max_new_tokens, r.eval_prompts, r.prompts_per_step)): r for r in by_need}
     return [preview(run) for run in distinct.values()]
 
 
@@ -175,7 +175,16 @@ def _longest(run: RunConfig) -> int | None:
 
 def _some(task: Task, split: Split) -> list[Prompt]:
     """LOOKED_AT prompts, or all there are."""
-    return draw(task, min(split.different or LOOKED_AT, LOOKED_AT), 0)
+    draw(task, 1, 0)  # refuses a task that gives none
+    return task.prompts(count := min(split.different or LOOKED_AT, LOOKED_AT), 0)[:count]
+
+
+def _more_models(run: RunConfig) -> tuple[bool, bool]:
+    """Whether the arm has a reference policy, and a critic."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `check` has said them
+        needs = objective_of(run.arm).needs | advantage_of(run.arm).needs
+    return "reference" in needs, "values" in needs
 
 
 def _toy(run: RunConfig) -> RunConfig:
@@ -183,8 +192,9 @@ def _toy(run: RunConfig) -> RunConfig:
     model, bias = run.model, run.optimizer.loss_free_bias
     if model.name not in PRESETS:
         layout, bias = layout_of(skeleton(model)), 0.0
-        model = ModelConfig(overrides={"num_hidden_layers": len(layout.sites), "num_experts_per_tok": layout.top_k,
-                                       "num_local_experts": max(site.num_experts for site in layout.sites)})
+        sizes = {"num_hidden_layers": len(layout.sites), "num_experts_per_tok": layout.top_k,
+                 "num_local_experts": max(site.num_experts for site in layout.sites)}
+        model = ModelConfig(overrides=sizes | {"max_position_embeddings": 2**20})  # bytes are more than its tokens
     return run.replace(
         model=ModelConfig(name=model.name, overrides=model.overrides, router_dtype=model.router_dtype), policy="hf",
         parallel=Parallel(), engine=EngineConfig(), measure=Measure(probe=4, detail_every=1), steps=1, epochs=1,
