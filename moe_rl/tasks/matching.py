@@ -145,6 +145,6 @@ def _parsed(text: str) -> list[Any]:
 
 
 def _timeout() -> int | None:
-    """Seconds. math-verify interrupts itself with SIGALRM, which only a main thread may set; elsewhere it must run
-    unguarded."""
-    return 5 if threading.current_thread() is threading.main_thread() else None
+    """Seconds, many, since a busy machine must not change a reward. math-verify interrupts itself with SIGALRM, which
+    only a main thread may set; elsewhere it must run unguarded."""
+    return 30 if threading.current_thread() is threading.main_thread() else None
