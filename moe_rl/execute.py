@@ -5,7 +5,9 @@ backend, and the same on one process and on several: there every rank builds, an
 from __future__ import annotations
 
 import importlib.util
+import time
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ from moe_rl.config import EngineConfig, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Part, lookup, needs_of, unknown
 from moe_rl.models.checkpoints import check_weights
-from moe_rl.models.cold_start import cold_start
+from moe_rl.models.cold_start import Progress, cold_start
 from moe_rl.models.load import LoadedModel, load, save_checkpoint
 from moe_rl.models.memory import check_memory, estimate_memory
 from moe_rl.models.presets import PRESETS, hf_config, placement, skeleton
@@ -32,8 +34,8 @@ from moe_rl.rollouts.request import check_request, context_length
 from moe_rl.routing.balance import correction_biases, keep_routers_in
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES, RouteSource
-from moe_rl.runs.folder import RunFolder
-from moe_rl.tasks.base import Task, held_out, load_task
+from moe_rl.runs.folder import RunFolder, read_json, write_json
+from moe_rl.tasks.base import Task, held_out, load_task, split_of
 from moe_rl.trainer import Listener, Parts, sampling_of, train, warn_void
 from moe_rl.types import Prompt, Rollout, Sampling
 
@@ -65,7 +67,7 @@ def check(run: RunConfig) -> list[str]:
         _check_policy(run)
         check_engine(run)
         _check_model(run)
-        load_task(run.task)
+        split_of(load_task(run.task), run.eval_prompts)
         objective = objective_of(run.arm)
         if "values" in advantage_of(run.arm).needs:
             _check_critic(run)
@@ -90,7 +92,8 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
     loaded = load(run.model, run.cold_start.seed) if ranks.rank() == 0 else None
     advantage = advantage_of(run.arm)
     compares, valued = "reference" in objective.needs | advantage.needs, "values" in advantage.needs
-    evaluation, pad_token = ranks.from_rank_0(lambda: _prepare(run, task, _of_rank_0(loaded), cache, compares, valued))
+    evaluation, pad_token = ranks.from_rank_0(
+        lambda: _prepare(run, task, _of_rank_0(loaded), cache, _told(folder), compares, valued))
     policy = _policy(run, loaded)
     # Both made now, before the policy has moved: from the weights of the cold start.
     critic = _critic(run, _of_rank_0(loaded)) if valued else None
@@ -136,7 +139,7 @@ def _of_rank_0(loaded: LoadedModel | None) -> LoadedModel:
 
 
 def _prepare(
-    run: RunConfig, task: Task, loaded: LoadedModel, cache: Path, compares: bool, valued: bool
+    run: RunConfig, task: Task, loaded: LoadedModel, cache: Path, told: Progress, compares: bool, valued: bool
 ) -> tuple[list[Prompt], int]:
     """The cold start; evaluation prompts and the padding token. `compares`: there will be a reference policy; `valued`:
     a critic."""
@@ -144,8 +147,19 @@ def _prepare(
     check_request(evaluation, 1, sampling_of(run), context_length(loaded.model.config))
     longest = max(len(p.tokens) for p in evaluation)
     check_memory(estimate_memory(run, longest, compares, valued), run.model.device)
-    cold_start(loaded, task, run, cache, sample)
+    cold_start(loaded, task, run, cache, sample, progress=told)
     return evaluation, loaded.tokenizer.pad_token_id
+
+
+def _told(folder: Path) -> Progress:
+    """Writes how far the cold start is into the progress of the run in `folder`, where there is one."""
+    file = folder / "progress.json"
+
+    def tell(now: Mapping[str, Any]) -> None:
+        if found := read_json(file, ("step",)):
+            write_json(file, {**found, "updated": time.time(), "cold_start": now}, durable=False)
+
+    return tell
 
 
 def sample(

@@ -106,6 +106,8 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
                            "the run and start it again") from error
     parts.engine.load(parts.policy.weights())
     if checkpoint is None:
+        if 0 in run.hf_checkpoints and parts.export:
+            parts.export(0)
         before = [{"step": 0, **evaluated(run, parts)}]
         folder.add("steps", before)
         listen({"steps": before})

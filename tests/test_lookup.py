@@ -12,6 +12,7 @@ import pytest
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use, lookup, needs, needs_of
+from moe_rl.objectives.losses import grpo
 
 GSPO = Use("gspo", clip_low=0.01, clip_high=0.013)
 
@@ -48,6 +49,35 @@ def test_a_use_has_one_form_and_may_be_written_in_three():
     assert Use.of("grpo") == Use("grpo") == Use.of({"name": "grpo", "options": {}})
     assert Use.of(GSPO) is GSPO and str(GSPO) == "gspo(clip_low=0.01, clip_high=0.013)" and str(Use("grpo")) == "grpo"
     assert Use("anything", name=3).options == {"name": 3}, "an option may be called name"
+
+
+class Mine:
+    """A class of a user's own, in a module that can be imported."""
+
+
+def test_a_function_or_a_partial_of_ones_own_stands_for_its_name():
+    assert Use.of(plain) == Use(f"{__name__}:plain") and Use.of(Mine) == Use(f"{__name__}:Mine")
+    assert Use.of(partial(demanding, share=0.25)) == Use(f"{__name__}:demanding", share=0.25)
+    arm = Arm(name="a", loss=plain, routes=partial(demanding, share=0.25), terms=(plain,), advantage=plain)
+    again = RunConfig.from_dict(RunConfig(arm=arm, task=Mine).to_dict())
+    assert again.arm == arm and again.task == Use(f"{__name__}:Mine")
+    assert again.own_code() == {f"{__name__}:{name}" for name in ("plain", "demanding", "Mine")}
+
+
+@pytest.mark.parametrize("part, words", [
+    (lambda x: x, "<lambda>.*no name that another process could import"),
+    (Mine().__init__, "no name that another process could import"),
+    (partial(demanding, 3), "binds 1 arguments by their place"),
+    (partial(partial(demanding, share=1), share=2), None),
+    (grpo, "the package's own: give it by its name there, e.g. 'grpo'"),
+])
+def test_what_no_other_process_could_import_is_one_sentence(part, words):
+    if words is None:
+        assert Use.of(part) == Use(f"{__name__}:demanding", share=2), "partials are flattened"
+        return
+    with pytest.raises(ConfigError, match=words) as error:
+        Arm(name="a", loss=part)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("wrong", ["", 3, None, {"name": "grpo"}, {"name": "grpo", "options": {}, "more": 1}, ["grpo"]])

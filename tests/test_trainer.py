@@ -10,6 +10,7 @@ from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunCo
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.execute import build, execute
 from moe_rl.lookup import Use
+from moe_rl.models.load import load
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.runs import frames
 from moe_rl.runs.folder import RunFolder
@@ -282,9 +283,12 @@ def test_a_task_whose_prompts_leave_no_room_in_the_context_is_refused_before_any
 def test_any_step_can_be_saved_as_a_hugging_face_checkpoint(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    carry_out(TINY.replace(hf_checkpoints=(1, 4)), tmp_path / "run")
-    saved = [AutoModelForCausalLM.from_pretrained(tmp_path / f"run/checkpoints/step={n:06d}") for n in (1, 4)]
-    assert not torch.equal(*(m.model.layers[0].mlp.gate.weight for m in saved))
+    run = TINY.replace(hf_checkpoints=(0, 1, 4))
+    carry_out(run, tmp_path / "run")
+    saved = [AutoModelForCausalLM.from_pretrained(tmp_path / f"run/checkpoints/step={n:06d}") for n in (0, 1, 4)]
+    begun, *later = (m.model.layers[0].mlp.gate.weight for m in saved)
+    assert torch.equal(begun, load(run.model, run.cold_start.seed).model.model.layers[0].mlp.gate.weight)
+    assert not torch.equal(begun, later[0]) and not torch.equal(*later)
 
 
 def test_a_step_whose_groups_are_all_equal_warns(tmp_path):

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moe_rl.cli.verbs import JOBS, MIX_CODE, argument, verb
 from moe_rl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moe_rl.study.declaration import Planned, Study
     from moe_rl.study.workers import Failure
 
 
@@ -18,13 +24,13 @@ if TYPE_CHECKING:
     "run",
     "Run a study, or go on with it; ends with tables and figures.",
     argument("study", help="a file with `study = Study(...)`, a module, or routing_replay"),
-    argument("--dry-run", action="store_true", help="print runs, cost and warnings; start nothing"),
+    argument("--dry-run", action="store_true", help="print runs, cost, a prompt with its reward; start nothing"),
     argument("--quick", action="store_true", help="one seed, three steps, as <study>-quick: does all of it work?"),
     argument("--seeds", help="a list 0,1,2 or a number N for 0 … N-1"),
     argument("--steps", type=int, metavar="N", help="length of every run"),
     argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"),
     JOBS,
-    argument("--task", help="another task: reasoning_gym:…, jsonl:FILE, pkg.module:Class"),
+    argument("--task", help="another: reasoning_gym:…, jsonl:FILE, pkg.module:Class; docs/tasks.md"),
     argument("--arms", metavar="A,B", help="only these of the study's own arms"),
     argument("--arm", action="append", default=[], metavar="ARM", help="these arms instead, see `moe-rl methods`"),
     argument("--set", action="append", default=[], metavar="K=V", dest="settings",
@@ -52,16 +58,15 @@ def run(options: argparse.Namespace) -> int:
     from moe_rl.config.text import parse_settings
     from moe_rl.results import printed
     from moe_rl.runs.terminal import say
-    from moe_rl.study.declaration import QUICK_STEPS, Study, load_study_file, write_declaration
-    from moe_rl.study.workers import at_a_time, preflight, run_study, unfinished
+    from moe_rl.study.declaration import QUICK_STEPS, load_study_file, write_declaration
+    from moe_rl.study.workers import at_a_time, checked_by, preflight, run_study, unfinished
 
     jobs, console = at_a_time(options.jobs), Console(quiet=ranks.rank() > 0)
     study = load_study_file(options.study)
-    base = study.base
-    if options.task:
-        base = base.replace(task=options.task)
-    changes = parse_settings(base, options.settings) | _layout(options)
-    study = Study(**{**vars(study), "base": base.replace(**changes)})
+    changes: dict[str, Any] = {"task": options.task} if options.task else {}
+    changes |= parse_settings(study.base.replace(**changes), options.settings) | _layout(options)
+    knows = checked_by(study) is not None  # what its runs are made of
+    study, cautions = _for_its_setting(study, changes) if knows else (_changed(study, changes), [])
     whole = study = study.quick_form() if options.quick else study
     chosen = [*study.own_arms(options.arms), *options.arm]
     study = study.with_arms(chosen)
@@ -70,9 +75,11 @@ def run(options: argparse.Namespace) -> int:
     printed.check(study)
     if ranks.launched():
         ranks.join(study.base.model.device)
-    cautions = ranks.from_rank_0(lambda: preflight(study, planned))
+    cautions += ranks.from_rank_0(lambda: preflight(study, planned))
     if options.dry_run:
         printed.print_plan(console, study, planned, jobs)
+    if knows:
+        cautions += ranks.from_rank_0(lambda: _previewed(console, study, planned))
     for caution in cautions:
         say(console, ("warning", "yellow"), f" {caution}", wrap=True)
     if options.dry_run:
@@ -114,6 +121,47 @@ def rerun(options: argparse.Namespace) -> int:
 
     return _failed(run_again(options.folder, options.out, jobs=options.jobs, console=Console(),
                              trusted=lambda code: options.trust or _confirmed(code)))
+
+
+def _changed(study: Study, changes: Mapping[str, Any]) -> Study:
+    return dataclasses.replace(study, base=study.base.replace(**changes))
+
+
+def _for_its_setting(study: Study, changes: Mapping[str, Any]) -> tuple[Study, list[str]]:
+    """The study with changed settings, and without the numbers that were chosen for another task or model; what was
+    left out, in sentences."""
+    changed = _changed(study, changes)
+    if not {"task", "model"} & {key.partition(".")[0] for key in changes}:
+        return changed, []
+    from moe_rl.config import Arm
+    from moe_rl.lookup import Use
+    from moe_rl.study.rehearsal import another_setting, elsewhere
+
+    if not another_setting(study.base, changed.base):
+        return changed, []
+    varied = [*study.factors, *(key for cell in study.cells.values() for key in cell if key not in ("arms", "seeds"))]
+    instead, said = elsewhere(study.base, changes, varied)
+    chosen = [str(arm.loss) for arm in study.arms if isinstance(arm, Arm) and Use.of(arm.loss).options]
+    said += [f"{', '.join(chosen)}: options chosen there, too, which stay."] * bool(chosen)
+    if varied:
+        said.append(f"{', '.join(dict.fromkeys(varied))}: what the study varies was chosen there, too, and stays.")
+    return dataclasses.replace(_changed(changed, instead), seconds_per_step=None, cost=""), said
+
+
+def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> list[str]:
+    """Print what runs ask and are given for it; what speaks against it."""
+    from moe_rl.runs import folder as runs
+    from moe_rl.runs.terminal import say
+    from moe_rl.study.rehearsal import previews
+
+    found = previews(p.config for p in planned)
+    paces = [pace for p in planned if (pace := runs.state(p.path).get("seconds_per_step"))]
+    measured = f"{statistics.median(paces):.2g} s a step, measured on {len(paces)} of these runs" if paces else ""
+    unknown = "" if study.seconds_per_step else "not known before the first steps: it is shown while runs go on"
+    for one in found:
+        for name, text in (*one.lines, *[("time", measured or unknown)] * bool(measured or unknown)):
+            say(console, (f"{name:<8}", "bold"), f" {text}", wrap=True)
+    return list(dict.fromkeys(caution for one in found for caution in one.cautions))
 
 
 def _failed(failures: list[Failure]) -> int:

@@ -30,6 +30,9 @@ def modern(run: Mapping[str, Any]) -> dict[str, Any]:
     run = dict(run)
     if options := run.pop("task_options", None):
         run["task"] = _use(Use(run["task"], **options))
+    task = Use.of(run["task"]) if "task" in run else None
+    if task is not None and task.name.startswith("jsonl:") and "match" not in task.options:
+        run["task"] = _use(Use(task.name, **task.options, match="older"))
     if "arm" in run:
         run["arm"] = _modern_arm(dict(run["arm"]))
     return run

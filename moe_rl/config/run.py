@@ -266,10 +266,14 @@ class RunConfig:
     save_every: int = 25
     """Steps between resume checkpoints."""
     hf_checkpoints: tuple[int, ...] = ()
-    """Steps after which the weights are also saved as a Hugging Face checkpoint, in the run's folder."""
+    """Steps after which the weights are also saved as a Hugging Face checkpoint, in the run's folder; 0: those that
+    the run begins with."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "task", Use.of(self.task))
+        task = Use.of(self.task)
+        if task.name.startswith("jsonl:"):  # written out, since rows without it are of an older scorer
+            task = Use(task.name, **{"match": "exact", **task.options})
+        object.__setattr__(self, "task", task)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it; `from_dict` reads it back."""

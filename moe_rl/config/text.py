@@ -53,6 +53,8 @@ def _typed(config: RunConfig, key: str, text: str) -> Any:
         value = text
     if float in kinds and type(value) is int:
         value = float(value)
+    if tuple in kinds and type(value) in (int, float):
+        value = (value,)
     if object not in kinds and type(value) not in kinds:
         wanted = " or ".join(k.__name__ for k in kinds)
         more = f"; set one entry at a time, {key}.NAME=VALUE" if Mapping in kinds else ""

@@ -86,8 +86,8 @@ def check_values(config: RunConfig) -> None:
         raise ConfigError(f"model.router_dtype={config.model.router_dtype!r}: choose float32, or None for the model's")
     if "" in config.stop:
         raise ConfigError(f"stop={config.stop}: every completion contains the empty string, so all would end at once")
-    if config.hf_checkpoints and min(config.hf_checkpoints) < 1:
-        raise ConfigError(f"hf_checkpoints={config.hf_checkpoints}: steps are counted from 1")
+    if config.hf_checkpoints and min(config.hf_checkpoints) < 0:
+        raise ConfigError(f"hf_checkpoints={config.hf_checkpoints}: steps are counted from 1, and 0 is before them")
     rows = config.prompts_per_step * config.group_size
     if config.mini_batches > rows:
         raise ConfigError(f"mini_batches={config.mini_batches} is more than the {rows} rollouts of a step "

@@ -35,14 +35,17 @@ class Use:
         object.__setattr__(self, "options", options)
 
     @staticmethod
-    def of(part: str | Use | Mapping[str, Any]) -> Use:
-        """A Use from any of its forms; the mapping is its JSON. Raises ConfigError for anything else."""
+    def of(part: str | Use | Mapping[str, Any] | Callable[..., Any]) -> Use:
+        """A Use from any of its forms; the mapping is its JSON, and a function or class of a user's own, or a partial
+        of one, stands for its name. Raises ConfigError for anything else."""
         if isinstance(part, Use):
             return part
         if isinstance(part, str) and part:
             return Use(part)
         if isinstance(part, Mapping) and set(part) == {"name", "options"}:
             return Use(part["name"], **part["options"])
+        if callable(part):
+            return _named(part)
         raise ConfigError(f'{part!r} names nothing: write "name", or Use("name", option=value)')
 
     def __str__(self) -> str:
@@ -56,7 +59,23 @@ class Use:
         return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-Part = str | Use
+def _named(part: Callable[..., Any]) -> Use:
+    """The `pkg.module:name` of a function or class, and the options of a partial: what a file can hold, and another
+    process import. Raises ConfigError where there is no such name."""
+    function, options = (part.func, part.keywords) if isinstance(part, partial) else (part, {})
+    module, name = str(getattr(function, "__module__", "")), str(getattr(function, "__qualname__", ""))
+    if isinstance(part, partial) and part.args:
+        raise ConfigError(f"{part!r} binds {len(part.args)} arguments by their place; bind options by their names")
+    if not name.isidentifier() or module == "__main__":
+        raise ConfigError(f"{function!r} has no name that another process could import, as runs do: write a function "
+                          "or a class at the top level of a module, e.g. mine.py beside the study file")
+    if module.partition(".")[0] == __package__:
+        raise ConfigError(f"{module}.{name} is the package's own: give it by its name there, e.g. {name!r}, or "
+                          f"Use({name!r}, option=value)")
+    return Use(f"{module}:{name}", **options)
+
+
+Part = str | Use | Callable[..., Any]
 """What configurations take wherever something is named."""
 
 

@@ -9,7 +9,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from jaxtyping import Float
 from torch import Tensor
 
@@ -27,19 +28,23 @@ from moe_rl.models.checkpoints import load_weights
 from moe_rl.models.load import LoadedModel, no_progress_bars, save_checkpoint
 from moe_rl.models.tokens import completion_tokens, encode_prompts
 from moe_rl.seeds import derive
-from moe_rl.tasks.base import Task, checked_reward, draw, held_out
+from moe_rl.tasks.base import Split, Task, checked_reward, draw, held_out, split_of
 from moe_rl.types import Prompt, Rollout, Sampling
 
 Sample = Callable[..., list[Rollout]]
 """sample(model, tokenizer, prompts, group_size, *, key, sampling) → one rollout per prompt and group member."""
+Progress = Callable[[Mapping[str, Any]], None]
+"""Hears about once a second how far the training is: `step` of at most `steps`, `rate` of `target`, `seconds_left` at
+most; or that another process has `waiting` runs like this one use its cold start."""
 
 TRAINING, STOPPING, NOISE = 101, 102, 103  # streams of this file, beside those of `seeds`
-STOP_PROMPTS, STOP_SAMPLES = 64, 4  # few prompts, since a finite task has few to spare; the rate is good to about 3 %
+STOP_SAMPLES = 4
 CHUNK = 8  # batches drawn from the task at a time
 WARM_UP = 50  # steps of rising learning rate
 GRAD_CLIP = 1.0
 SAMPLE_EVERY = 200  # steps; more often once the training batches say that the target is near
 SAMPLE_GAP = 5  # steps between two samplings, at least
+KNOWN, PATIENCE = 0.9, 10  # memorised: the chance of the answers trained on, and samplings that do not follow it
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ def cold_start(
     cache_root: Path,
     sample: Sample,
     report: Callable[[str], None] = print,
+    progress: Progress = lambda now: None,
 ) -> ColdStartResult:
     """Train `loaded.model` in place until the share of right completions (reward 1) reaches `run.cold_start.target`.
 
@@ -70,13 +76,15 @@ def cold_start(
     constant rate after a warm-up, on fresh prompts that are neither the evaluation's nor those that decide when to
     stop. The result is cached under `<cache_root>/cold_starts/<hash of all that determines it>/` with the file
     `cold_start.json`, and read from there the next time. `sample` draws the completions that say when to stop.
-    Raises ConfigError when the target cannot be reached at all, RunError when `max_steps` did not suffice.
+    Raises ConfigError when the target cannot be reached at all, RunError when `max_steps` did not suffice, or when the
+    prompts it trains on are memorised and others do not follow.
     """
     settings = run.cold_start
     if settings.target == 0:
         return ColdStartResult(rate=None, steps=0, seconds=0.0, path=None)
+    split = split_of(task, run.eval_prompts)
     evaluation = {p.text for p in held_out(task, run.eval_prompts)}
-    stop_prompts = draw(task, STOP_PROMPTS, derive(STOPPING, settings.seed, 0), evaluation)
+    stop_prompts = draw(task, split.stopping, derive(STOPPING, settings.seed, 0), evaluation)
     stop_prompts = encode_prompts(stop_prompts, loaded.tokenizer)
     later = _examples(loaded, task, run, evaluation | {p.text for p in stop_prompts})
     first = next(later)
@@ -85,12 +93,22 @@ def cold_start(
     identity = _identity(loaded, task, run, stop_prompts + first)
     folder = Path(cache_root) / "cold_starts" / _digest(identity)[:16]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):  # a process killed inside gives it back
+    with _alone(FileLock(folder.with_suffix(".lock")), progress):
         if folder.exists():
             return _from_cache(folder, loaded, report)
-        result = _train(loaded, task, run, chain([first], later), stop_prompts, sample, report)
+        report(f"cold start: {split}")
+        result = _train(loaded, task, run, chain([first], later), stop_prompts, split, sample, report, progress)
         _write(folder, loaded, identity, result)
     return dataclasses.replace(result, path=folder)
+
+
+def _alone(lock: FileLock, progress: Progress) -> AbstractContextManager[Any]:
+    """Holds the lock, which a process that is killed inside gives back."""
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        progress({"waiting": True})
+        return lock.acquire()
 
 
 def _examples(loaded: LoadedModel, task: Task, run: RunConfig, excluding: set[str]) -> Iterator[list[Prompt]]:
@@ -108,7 +126,7 @@ def _check_reachable(examples: list[Prompt], loaded: LoadedModel, run: RunConfig
         raise ConfigError(f"cold_start.target is {target}; it is a success rate, so choose one in [0, 1] (0 = off).")
     if any(p.answer is None for p in examples):
         raise ConfigError(
-            f"task {run.task!r} has prompts without a reference answer, so a cold start has nothing to imitate; start "
+            f"task {run.task} has prompts without a reference answer, so a cold start has nothing to imitate; start "
             "from a checkpoint that knows the task, with cold_start.target=0."
         )
     lengths = [len(completion_tokens(p.answer or "", loaded.tokenizer)) - 1 for p in examples]
@@ -126,33 +144,52 @@ def _train(
     run: RunConfig,
     examples: Iterator[list[Prompt]],
     stop_prompts: list[Prompt],
+    split: Split,
     sample: Sample,
     report: Callable[[str], None],
+    progress: Progress,
 ) -> ColdStartResult:
     """The loop. exp(sum of an answer's log-probs) is the chance of sampling that answer, so each training batch
-    predicts the success rate for nothing; sampling then decides."""
+    predicts the success rate for nothing; sampling then decides. Of prompts that all came before it predicts what is
+    memorised."""
     settings, model = run.cold_start, loaded.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0, fused=True)
     batches = (
         chunk[i : i + settings.batch_size] for chunk in examples for i in range(0, len(chunk), settings.batch_size)
     )
     started, sampled, best = time.process_time(), 0, 0.0
+    seen: set[str] = set()
+    rate, in_vain, begun, said = 0.0, 0, time.monotonic(), 0.0
     for step, batch in zip(range(1, settings.max_steps + 1), batches, strict=False):
         optimizer.param_groups[0]["lr"] = settings.lr * min(1.0, step / WARM_UP)
         loss, predicted = _gradient(loaded, batch, run)
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
         optimizer.step()
         optimizer.zero_grad()
+        again = seen.issuperset(p.text for p in batch)
+        seen.update(p.text for p in batch)
+        if (now := time.monotonic()) - said > 1:
+            said, left = now, (now - begun) / step * (settings.max_steps - step)
+            progress({"step": step, "steps": settings.max_steps, "rate": rate if again else predicted,
+                      "target": settings.target, "seconds_left": left})
         near = predicted >= settings.target and step - sampled >= SAMPLE_GAP
         if near or step % SAMPLE_EVERY == 0 or step == settings.max_steps:
             rate, sampled = _success_rate(loaded, task, run, stop_prompts, sample, step), step
             best = max(best, rate)
-            samples = STOP_PROMPTS * STOP_SAMPLES
+            samples = len(stop_prompts) * STOP_SAMPLES
             report(f"cold start: step {step}, loss {loss:.3f}, success {rate:.1%} of {samples} samples")
             if rate >= settings.target:
                 return ColdStartResult(rate, step, time.process_time() - started, None)
+            in_vain += again and predicted >= KNOWN and rate < settings.target / 2
+            if in_vain == PATIENCE:
+                raise RunError(
+                    f"the cold start of {run.model.name!r} on {run.task} memorised its {len(seen)} training prompts: "
+                    f"at step {step} it gives their answers in {predicted:.0%} of samples (loss {loss:.3f}), and right "
+                    f"ones to other prompts in {rate:.0%}, where the target is {settings.target:.0%}. More steps "
+                    f"cannot help: bring more data ({split}), an easier task, or a checkpoint that knows it, with "
+                    "cold_start.target=0.")
     raise RunError(
-        f"the cold start of {run.model.name!r} on {run.task!r} reached a success rate of {best:.1%} at best in "
+        f"the cold start of {run.model.name!r} on {run.task} reached a success rate of {best:.1%} at best in "
         f"{settings.max_steps} steps, not the target of {settings.target:.0%}: below it too few groups would have "
         "rewards that differ. Raise cold_start.max_steps, lower cold_start.target, or make the task easier."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Display:
         """Read every run's progress and show it."""
         for row, p in zip(self.rows, self.planned, strict=True):
             now = runs.state(p.path, p.config.steps)
-            text = now["state"] if now["step"] or now["state"] != "running" else "preparing"
+            text = now["state"] if now["step"] or now["state"] != "running" else preparing(now)
             if now.get("reward") is not None:
                 text += f" · reward {now['reward']:.2f}"
             if now["state"] == "running" and now.get("seconds_left"):
@@ -59,6 +59,17 @@ class Display:
         if now["state"] != "waiting" and (now["state"] != said or due):
             self.told[p.path] = (now["state"], time.monotonic())
             say(self.console, f"{_name(p.path)}  {now['step']}/{p.config.steps}  {text}")
+
+
+def preparing(now: Mapping[str, Any]) -> str:
+    """What a run does before its first step is done, by the state of its folder."""
+    cold = now.get("cold_start")
+    if not cold:
+        return "first step" if "seconds_per_step" in now else "preparing"
+    if cold.get("waiting"):
+        return "waiting for the cold start that another run makes"
+    return (f"cold start {cold['step']}/{cold['steps']}, success {cold['rate']:.0%} of {cold['target']:.0%}, at most "
+            f"{duration(cold['seconds_left'])} left")
 
 
 def _name(path: Path) -> str:

@@ -54,8 +54,9 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
     """Run what is not finished, at most `jobs` (default: all cores) at a time; returns the failures.
 
     Everything that can be seen to be wrong raises before a process starts: folders of another configuration, runs of
-    other code unless `mix_code`. A failing run does not stop the others, except for an expected error before its first
-    step: then no further run is started, since it would most likely fail alike. A diverged run is no failure. Under
+    other code unless `mix_code`. A failing run does not stop the others, unless they would most likely fail alike:
+    after an expected error before a first step, or the same error in runs that differ in more than their seeds while no
+    other run came further. Then no further run is started. A diverged run is no failure. Under
     torchrun all ranks carry out one run after the other, and the first error ends the job.
     """
     console, jobs = console or Console(), at_a_time(jobs)
@@ -80,7 +81,8 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
                         failures.append(failure)
                         why = "" if failure.expected else f"\n{failure.message}"
                         say(console, ("failed", "red"), f" {p.path}{why}")
-                        if failure.expected and not runs.state(p.path)["step"]:
+                        if waiting and _alike(failures, planned):
+                            say(console, f"no more is started: {len(waiting)} runs would most likely fail alike")
                             waiting.clear()
                 display.update()
     finally:
@@ -88,6 +90,21 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
             process.kill()  # runs survive it, and it cannot be ignored
             process.wait()
     return failures
+
+
+def _alike(failures: Sequence[Failure], planned: Sequence[Planned]) -> bool:
+    """Whether further runs would most likely fail as these did."""
+    steps = {p.path: runs.state(p.path)["step"] for p in planned}
+    failed = {failure.path for failure in failures}
+    if failures[-1].expected and not steps[failures[-1].path]:
+        return True
+    kinds, all_kinds = ({path.parent for path in paths} for paths in (failed, steps))  # but for their seeds
+    return (
+        len(failed) > 1
+        and len(kinds) >= min(2, len(all_kinds))
+        and len({failure.message.strip().rpartition("\n")[2] for failure in failures}) == 1  # below a traceback
+        and max(steps.values()) <= max(steps[path] for path in failed)
+    )
 
 
 def unfinished(planned: Sequence[Planned], mix_code: bool) -> list[bool]:
@@ -125,15 +142,26 @@ def at_a_time(jobs: int | None) -> int:
 def preflight(study: Study, planned: Sequence[Planned]) -> list[str]:
     """Why the comparison would be void, one sentence each, found before any process starts.
 
-    Raises ConfigError for a task, model, loss or route source that cannot be used, and for a trainer that is not there.
-    What runs are checked by is the function `check(run)` beside the study's trainer; without one nothing is checked.
+    Raises ConfigError for a task, model, loss or route source that cannot be used, or that breaks on a toy batch, and
+    for a trainer that is not there. What runs are checked by is the function `check(run)` beside the study's trainer;
+    without one nothing is checked.
     """
-    load(study.trainer)
-    module = sys.modules[study.trainer.partition(":")[0]]
-    check: Callable[[RunConfig], list[str]] = getattr(module, "check", lambda run: [])
+    if (check := checked_by(study)) is None:
+        return []
+    from moe_rl.study.rehearsal import rehearse
+
     # Runs that differ in their seeds alone would be checked, and their models laid out, again and again.
     distinct = {p.config.replace(seed=0, **{"cold_start.seed": 0}).hash: p.config for p in planned}
-    return list(dict.fromkeys(text for config in distinct.values() for text in check(config)))
+    parts = {str((p.config.arm, p.config.task, p.config.model)): p.config for p in planned}
+    found = [text for config in distinct.values() for text in check(config)]
+    return list(dict.fromkeys([*found, *(text for config in parts.values() for text in rehearse(config))]))
+
+
+def checked_by(study: Study) -> Callable[[RunConfig], list[str]] | None:
+    """The `check(run)` beside the study's trainer; None where there is none, so that its runs need not be made of what
+    this package knows. Raises ConfigError for a trainer that is not there."""
+    load(study.trainer)
+    return getattr(sys.modules[study.trainer.partition(":")[0]], "check", None)
 
 
 def start(planned: Planned, trainer: str, cache: Path) -> subprocess.Popen:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sized
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from moe_rl.errors import ConfigError
@@ -19,10 +20,17 @@ TASKS = {
 }
 """Where each lives, and which of its options the part of the name after the colon is."""
 
+STOPPING = 64
+"""Prompts that say when a cold start ends: few, since a finite task has few to spare; the rate is good to about 3 %."""
+
 
 @runtime_checkable
 class Task(Protocol):
-    """Prompts and verifiable rewards. Any class with these two methods is a task; it need not inherit from this one."""
+    """Prompts and verifiable rewards. Any class with these two methods is a task; it need not inherit from this one.
+
+    A finite task says with `__len__` how many different prompts it has, so that what is held out can be weighed
+    against what is left to train on.
+    """
 
     def prompts(self, count: int, seed: int) -> list[Prompt]:
         """`count` prompts, always the same ones for the same `seed`."""
@@ -89,6 +97,42 @@ def draw(task: Task, count: int, seed: int, excluding: Collection[str] = ()) -> 
         f"({len({p.text for p in prompts})} different) only {len(fresh)} are not among the {len(excluded)} held out "
         "for another purpose. Ask for fewer evaluation prompts, or give the task more data."
     )
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the different prompts of a task are shared out."""
+
+    different: int | None
+    """None: the task does not say, or they have no end."""
+    evaluation: int
+    """Held out: never trained on."""
+    stopping: int
+    """Of the others, those that say when the cold start ends; reinforcement learning trains on them, too."""
+
+    def __str__(self) -> str:
+        apart = f"{self.evaluation} held out (eval_prompts), {self.stopping} to say when the cold start ends"
+        if self.different is None:
+            return f"prompts without a known end: {apart}, all others to train on"
+        rest = self.different - self.evaluation
+        return (f"{self.different} different prompts: {apart}, {rest - self.stopping} that it trains on; reinforcement "
+                f"learning trains on {rest}")
+
+
+def split_of(task: Task, evaluation: int) -> Split:
+    """How many prompts are for what, `evaluation` of them held out. Raises ConfigError where more than half would be.
+
+    At most half of what is not held out says when the cold start ends.
+    """
+    if not isinstance(task, Sized):
+        return Split(None, evaluation, STOPPING)
+    different = len(task)
+    if 2 * evaluation > different:
+        raise ConfigError(
+            f"{type(task).__name__} has {different} different prompts, of which eval_prompts={evaluation} would hold "
+            f"out {'all' if evaluation >= different else 'more than half'}, and too few would be left to train on: use "
+            f"eval_prompts={max(1, different // 5)}, or bring more data.")
+    return Split(different, evaluation, max(1, min(STOPPING, (different - evaluation) // 2)))
 
 
 def held_out(task: Task, count: int) -> list[Prompt]:

@@ -62,7 +62,7 @@ def forced(key, value):
     ("measure.full", 1, "measure.full=1: .* type bool"),
     ("group_size", 4.0, "group_size=4.0: .* type int"),
     ("steps", True, "steps=True: .* type int"),
-    ("arm.terms", "kl", r"arm.terms='kl': .* type tuple\[str \| .*Use, ...\]"),
+    ("arm.terms", "kl", r"arm.terms='kl': .* type tuple\[str \| .*Use.*, ...\]"),
     ("arm.loss", ("grpo", 0.2), r"arm.loss=\('grpo', 0.2\): .* type str \| .*Use"),
     ("parallel.etp", 1.0, r"parallel.etp=1.0: .* type int \| None"),
 ])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from moe_rl import execute
@@ -251,6 +252,48 @@ def test_of_two_processes_one_trains_and_both_end_well(tmp_path):
 def test_a_task_too_small_to_hold_prompts_out_says_so(tmp_path):
     with pytest.raises(ConfigError, match="too few prompts.*8 different"):
         cold_start(load(RUN.model, 0), RunningSums(digits=3, modulus=2), RUN, tmp_path, greedy, print)
+
+
+class Arbitrary(LastDigit):
+    """Forty questions whose answers follow from nothing."""
+
+    def __len__(self):
+        return 40
+
+    def prompts(self, count, seed):
+        letters = torch.randint(97, 123, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(seed % 2**31)).tolist()
+        return [Prompt(text=f"{i:02}=", answer=chr(letters[i])) for i in (order * (count // 40 + 1))[:count]]
+
+
+def test_what_is_memorised_stops_early_with_that_word_and_the_split(tmp_path):
+    run = RUN.replace(eval_prompts=10, **{"cold_start.target": 0.9})
+    said: list[str] = []
+    words = r"memorised its 15 training prompts: at step \d+ .*\d\d% of samples.*40 different prompts: 10 held out"
+    with pytest.raises(RunError, match=words):
+        cold_start(load(run.model, 0), Arbitrary(), run, tmp_path, greedy, said.append)
+    assert "40 different prompts: 10 held out (eval_prompts), 15 to say when" in said[0]
+    assert "of 60 samples" in said[-1] and int(said[-1].split("step ")[1].split(",")[0]) < 200
+
+
+def test_progress_says_step_rate_and_time_left_and_who_waits(tmp_path):
+    heard: list[dict] = []
+    loaded, run = load(RUN.model, 0), RUN.replace(**{"cold_start.target": 0.01})
+    cold_start(loaded, task(), run, tmp_path, greedy, lambda line: None, heard.append)
+    first = heard[0]
+    assert first | {"rate": 0, "seconds_left": 0} == {
+        "step": 1, "steps": 300, "rate": 0, "target": 0.01, "seconds_left": 0}
+    assert 0 <= first["rate"] < 0.5 and first["seconds_left"] > 0
+    (lock,) = (tmp_path / "cold_starts").glob("*.lock")
+    held, heard = FileLock(lock), []
+    held.acquire()
+
+    def release(now):
+        heard.append(now)
+        held.release()
+
+    cold_start(load(RUN.model, 0), task(), run, tmp_path, greedy, lambda line: None, release)
+    assert heard == [{"waiting": True}]
 
 
 def test_with_the_real_engine_and_a_named_task(tmp_path):

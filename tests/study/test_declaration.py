@@ -126,7 +126,7 @@ NAN, INF = float("nan"), float("inf")
     ("eval_prompts", 0, "eval_prompts=0"),
     ("measure.probe", 0, "measure.probe=0"),
     ("save_every", 0, "save_every=0"),
-    ("hf_checkpoints", (0,), "hf_checkpoints=\\(0,\\)"),
+    ("hf_checkpoints", (-1,), "hf_checkpoints=\\(-1,\\).*0 is before them"),
     ("parallel.tp", 0, "parallel.tp=0"),
     ("engine.gpu_memory", 1.5, "engine.gpu_memory=1.5"),
 ])
@@ -144,7 +144,7 @@ def test_nan_in_an_arm_is_refused_and_an_infinite_clip_range_is_not(tmp_path):
 def test_what_every_setting_may_be_is_accepted(tmp_path):
     base = study.base.replace(**{"optimizer.lr": 1, "optimizer.grad_clip": 0.0, "stop": ("\n",), "engine.max_tokens": 9,
                                  "cold_start.target": 0, "parallel.etp": None, "task": Use("t", a=[1, {"b": None}]),
-                                 "hf_checkpoints": (1, 2)})
+                                 "hf_checkpoints": (0, 1, 2)})
     assert with_changes(base=base).runs(tmp_path)
 
 
@@ -171,7 +171,9 @@ def test_seeds_must_be_there_and_different(tmp_path):
     ("optimizer.betas=0.9,0.95", "optimizer.betas", (0.9, 0.95)),
     ("measure.full=true", "measure.full", True),
     ("group_size=4", "group_size", 4),
-    ("task=jsonl:a=b.jsonl", "task", "jsonl:a=b.jsonl"),
+    ("task=reasoning_gym:a=b", "task", "reasoning_gym:a=b"),
+    ("hf_checkpoints=0", "hf_checkpoints", (0,)),
+    ("hf_checkpoints=0,10", "hf_checkpoints", (0, 10)),
     ("model.overrides.num_experts=32", "model.overrides.num_experts", 32),
     ("task.options.name=abc", "task.options.name", "abc"),
     ("task.options.digits=12", "task.options.digits", 12),

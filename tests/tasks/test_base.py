@@ -10,7 +10,7 @@ import pytest
 
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
-from moe_rl.tasks.base import Task, checked_reward, draw, held_out, load_task
+from moe_rl.tasks.base import Split, Task, checked_reward, draw, held_out, load_task, split_of
 from moe_rl.tasks.running_sums import RunningSums
 from moe_rl.types import Prompt
 
@@ -115,6 +115,36 @@ def test_a_task_without_prompts_is_refused():
         draw(Empty(), 3, 0)
     with pytest.raises(ConfigError, match="not str"):
         draw(Strings(), 3, 0)
+
+
+class Sized(Finite):
+    def __init__(self, different):
+        self.different = different
+
+    def __len__(self):
+        return self.different
+
+
+@pytest.mark.parametrize("different, evaluation, stopping", [
+    (256, 128, 64),  # as ever, where there is enough
+    (10_000, 128, 64), (200, 40, 64), (100, 40, 30), (2, 1, 1), (1, 0, 1),
+])  # fmt: skip
+def test_the_prompts_of_a_finite_task_are_shared_out(different, evaluation, stopping):
+    assert split_of(Sized(different), evaluation) == Split(different, evaluation, stopping)
+
+
+def test_more_than_half_held_out_is_refused_with_the_number_that_would_do():
+    with pytest.raises(ConfigError, match="200 different prompts.*eval_prompts=128 .*more than half.*eval_prompts=40"):
+        split_of(Sized(200), 128)
+    with pytest.raises(ConfigError, match="eval_prompts=128 would hold out all"):
+        split_of(Sized(128), 128)
+
+
+def test_a_split_is_said_in_numbers_that_add_up():
+    assert str(split_of(Sized(200), 40)) == (
+        "200 different prompts: 40 held out (eval_prompts), 64 to say when the cold start ends, 96 that it trains on; "
+        "reinforcement learning trains on 160")
+    assert split_of(RunningSums(), 128) == Split(None, 128, 64) and "without a known end" in str(split_of(Finite(), 2))
 
 
 def test_held_out_prompts_are_the_same_for_everyone():

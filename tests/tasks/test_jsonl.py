@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 
+from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
 from moe_rl.tasks.base import draw, load_task
 
 
@@ -17,34 +18,32 @@ def task_of(tmp_path, lines):
     return load_task(f"jsonl:{file}")
 
 
-@pytest.mark.parametrize(
-    "answer, completion, reward",
-    [
-        ("1/2", "0.5", 1),
-        (r"$\frac{1}{2}$", "0.5", 1),
-        ("12", " 12\n", 1),
-        ("12", "the answer is 12", 1),
-        ("12", "13", 0),
-        ("red", "red", 1),
-        ("red", "blue", 0),
-        ("red", "Red", 0),
-        ("12", "", 0),
-        ("x^2+2x+1", "(x+1)^2", 0),
-        ("$x^2+2x+1$", "$(x+1)^2$", 1),
-    ],
-)
-def test_equal_as_mathematics_or_as_text(tmp_path, answer, completion, reward):
-    task = task_of(tmp_path, [{"question": "q", "answer": answer}])
-    assert task.reward(task.prompts(1, 0)[0], completion) == reward
+def test_an_answer_alone_is_right_unless_mathematics_is_asked_for(tmp_path):
+    task = task_of(tmp_path, [{"question": "3+9=", "answer": 12}])
+    by_value = load_task(Use(f"jsonl:{tmp_path}/pairs.jsonl", match="math"))
+    (prompt,) = task.prompts(1, 0)
+    for completion, exact, math in ((" 12\n", 1, 1), ("it is = 12", 0, 1), ("3+9", 0, 0), ("13", 0, 0)):
+        assert (task.reward(prompt, completion), by_value.reward(prompt, completion)) == (exact, math)
 
 
-def test_scoring_works_outside_the_main_thread(tmp_path):
-    task = task_of(tmp_path, [{"question": "q", "answer": "1/4"}])
-    rewards = []
-    thread = threading.Thread(target=lambda: rewards.append(task.reward(task.prompts(1, 0)[0], "0.25")))
-    thread.start()
-    thread.join()
-    assert rewards == [1]
+def test_a_run_writes_out_how_it_is_scored_and_rows_without_it_are_refused_when_run(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"question": "q", "answer": "1"}')
+    arm = Arm(name="a")
+    now = RunConfig(arm=arm, task=f"jsonl:{file}")
+    assert now.task == Use(f"jsonl:{file}", match="exact") == RunConfig.from_dict(now.to_dict()).task
+    assert RunConfig(arm=arm, task=Use(f"jsonl:{file}", match="math")).task.options == {"match": "math"}
+    for older in (f"jsonl:{file}", {"name": f"jsonl:{file}", "options": {}}):
+        run = RunConfig.from_dict(now.to_dict() | {"task": older})
+        assert run.task.options == {"match": "older"} and run.hash != now.hash
+        assert RunConfig.from_dict(run.to_dict()) == run
+        with pytest.raises(ConfigError, match="scored as before tasks had an option match"):
+            load_task(run.task)
+
+
+def test_repeated_questions_count_once(tmp_path):
+    task = task_of(tmp_path, [{"question": f"q{i % 3}", "answer": i} for i in range(7)])
+    assert len(task) == 3
 
 
 def test_every_line_comes_once_per_pass_and_numbers_are_answers_too(tmp_path):

@@ -1,0 +1,231 @@
+"""What is looked at before compute is spent: what a run asks, what its reference answers earn, its own code on a toy
+batch, and which numbers of a study were chosen for another setting.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_rl import ranks
+from moe_rl.config import ColdStart, EngineConfig, Measure, ModelConfig, Optimizer, Parallel, RunConfig
+from moe_rl.errors import ConfigError, Diverged, MoeRlError
+from moe_rl.execute import build
+from moe_rl.models.checkpoints import load_tokenizer
+from moe_rl.models.memory import estimate_memory
+from moe_rl.models.presets import PRESETS, hf_config, skeleton
+from moe_rl.models.tokens import byte_tokenizer, completion_tokens, encode_prompts
+from moe_rl.objectives import advantage_of, objective_of
+from moe_rl.routing.sites import layout_of
+from moe_rl.runs.commits import check_rows
+from moe_rl.tasks.base import Split, Task, checked_reward, draw, load_task, split_of
+from moe_rl.trainer import train_step
+from moe_rl.types import Prompt
+
+CHECKPOINT_LR = 1e-6
+"""For checkpoints that others trained, of billions of parameters: the default of TRL's GRPO."""
+LOOKED_AT, SECONDS = 512, 5.0
+"""Prompts of a preview, and the time that rewarding their answers may take."""
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a run will ask and be given for it."""
+
+    lines: tuple[tuple[str, str], ...]
+    """Name and text, to be printed below each other."""
+    cautions: tuple[str, ...]
+
+
+def preview(run: RunConfig) -> Preview:
+    """The split, one prompt as the model reads it, its answer, how many answers fit, and memory. Reads no weights.
+
+    Looks at LOOKED_AT prompts, and rewards their answers for at most SECONDS. Raises ConfigError where the task's own
+    code breaks.
+    """
+    task, tokenizer = load_task(run.task), _tokenizer(run.model)
+    split = split_of(task, run.eval_prompts)
+    with _explained(run, "the prompts and rewards of the task"):
+        prompts = encode_prompts(_some(task, split), tokenizer)
+        answered = [p for p in prompts if p.answer is not None]
+        earned, until = [], time.monotonic() + SECONDS
+        for p in answered:
+            earned += [checked_reward(task, p, p.answer or "")] if time.monotonic() < until else []
+    first, context = prompts[0], max(len(p.tokens) for p in prompts)
+    lines = [("task", f"{run.task}"), ("prompts", f"{split}"),
+             ("prompt", f"{_short(tokenizer.decode(list(first.tokens)))}, {len(first.tokens)} tokens")]
+    found = []
+    if answered:
+        lengths = [_length(p, tokenizer) for p in answered]
+        fit, longest = sum(n - 1 <= run.max_new_tokens for n in lengths), max(lengths)
+        lines += [("answer", f"{_short(answered[0].answer or '')}, {lengths[0]} tokens with its end; its reward is "
+                             f"{earned[0]:g}"),
+                  ("answers", f"{fit} of {len(answered)} fit into max_new_tokens={run.max_new_tokens}, the longest has "
+                              f"{longest} tokens with its end; {sum(r >= 1 for r in earned)} of {len(earned)} earn 1")]
+        if fit < len(answered):
+            found.append(f"{len(answered) - fit} of {len(answered)} reference answers do not fit into max_new_tokens="
+                         f"{run.max_new_tokens}: what is cut off cannot be right. max_new_tokens={longest} would do.")
+        if (least := min(earned)) < 1:
+            worst = answered[earned.index(least)]
+            found.append(f"{sum(r < 1 for r in earned)} of {len(earned)} reference answers do not earn 1, which is "
+                         f"right: {_short(worst.answer or '')} to {_short(worst.text)} earns {least:g}. A cold start "
+                         "would imitate what is not rewarded; look at the task's answers and reward.")
+    else:
+        lines.append(("answer", "the task has no reference answers: there is nothing that a cold start could imitate"))
+    left = None if split.different is None else split.different - split.evaluation
+    if left is not None and left < run.prompts_per_step:
+        found.append(f"a step draws {run.prompts_per_step} prompts, and {left} different ones are left to train on: "
+                     "some come several times in a step.")
+    lines.append(("memory", f"{estimate_memory(run, context, *_more_models(run))}"))
+    return Preview(tuple(lines), tuple(found))
+
+
+def previews(runs: Iterable[RunConfig]) -> list[Preview]:
+    """Those of the runs that ask different things, each once: of the run that needs the most models."""
+    by_need = sorted(runs, key=lambda run: sum(_more_models(run)))
+    distinct = {str((r.task, r.model, r.max_new_tokens, r.eval_prompts, r.prompts_per_step)): r for r in by_need}
+    return [preview(run) for run in distinct.values()]
+
+
+def rehearse(run: RunConfig) -> list[str]:
+    """One step of the run on a toy batch, where it names code from outside the package: that task, loss, advantage,
+    route source or term is called as a step calls it, with two prompts and answers of eight tokens by untrained
+    weights of as many layers and experts. Returns cautions.
+
+    Raises ConfigError, with file and line, for code that breaks or gives what cannot be used.
+    """
+    if not run.own_code() or ranks.launched():
+        return []
+    with _explained(run, f"arm {run.arm.name!r} on a toy batch"), tempfile.TemporaryDirectory() as name:
+        small, folder = _toy(run), Path(name)
+        try:
+            parts = build(small, folder, folder)
+            for table, rows in train_step(small, parts, 1, parts.recorder(small, parts.policy)).items():
+                check_rows(table, rows)
+        except Diverged as error:
+            return [f"arm {run.arm.name!r} on a toy batch: {error} Real batches may do the same."]
+        except MoeRlError as error:
+            raise ConfigError(f"arm {run.arm.name!r} on a toy batch: {error}") from error
+    return []
+
+
+def elsewhere(
+    base: RunConfig, changes: Mapping[str, Any], factors: Collection[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Where `changes` ask for another task or model than those of `base`: settings in place of the numbers that were
+    chosen there, and a sentence about each. What `changes` say themselves, and what the study varies, stays.
+
+    The learning rate becomes the default, or CHECKPOINT_LR for a checkpoint, which also begins without a cold start;
+    max_new_tokens becomes what the longest reference answer needs. Arms stay as they are.
+    """
+    run = base.replace(**changes)
+    if not another_setting(base, run):
+        return {}, []
+    wanted: dict[str, Any] = {"optimizer.lr": Optimizer().lr, "optimizer.warmup": Optimizer().warmup}
+    if run.model.name not in PRESETS:
+        wanted |= {"optimizer.lr": CHECKPOINT_LR, "cold_start.target": 0.0}
+    elif base.model.name in PRESETS:
+        wanted |= {f"cold_start.{key}": getattr(ColdStart(), key) for key in ("lr", "max_steps", "batch_size")}
+    if "max_new_tokens" not in (*changes, *factors) and (longest := _longest(run)):
+        wanted["max_new_tokens"] = longest
+    given = {".".join(key.split(".")[:2]) for key in (*changes, *factors)}
+    settings = {key: value for key, value in wanted.items() if key not in given and value != _value(base, key)}
+    where = f"{base.task} on {base.model.name}" + (" with overrides" if base.model.overrides else "")
+    return settings, [
+        f"{key}={_value(base, key):g} was chosen for {where}; here it is {value:g}, "
+        + ("what the longest reference answer needs" if key == "max_new_tokens" else "a cautious default")
+        + f". --set {key}={_value(base, key):g} would keep it." for key, value in settings.items()]
+
+
+def another_setting(base: RunConfig, run: RunConfig) -> bool:
+    """Whether two runs differ in task or model, so that numbers chosen for one say nothing about the other."""
+    return (base.task, base.model.name, dict(base.model.overrides)) != (
+        run.task, run.model.name, dict(run.model.overrides))
+
+
+def _value(run: RunConfig, key: str) -> Any:
+    head, _, tail = key.partition(".")
+    return getattr(getattr(run, head), tail) if tail else getattr(run, head)
+
+
+def _tokenizer(model: ModelConfig) -> Any:
+    return byte_tokenizer(hf_config(model).vocab_size) if model.name in PRESETS else load_tokenizer(model.name)
+
+
+def _length(prompt: Prompt, tokenizer: Any) -> int:
+    return len(completion_tokens(prompt.answer or "", tokenizer))
+
+
+def _longest(run: RunConfig) -> int | None:
+    """Tokens of the longest reference answer looked at, its end included; None where there are none."""
+    task = load_task(run.task)
+    with _explained(run, "the prompts of the task"):
+        prompts = _some(task, split_of(task, run.eval_prompts))
+    tokenizer = _tokenizer(run.model)
+    return max((_length(p, tokenizer) for p in prompts if p.answer is not None), default=None)
+
+
+def _some(task: Task, split: Split) -> list[Prompt]:
+    """LOOKED_AT prompts, or all there are."""
+    draw(task, 1, 0)  # refuses a task that gives none
+    return task.prompts(count := min(split.different or LOOKED_AT, LOOKED_AT), 0)[:count]
+
+
+def _more_models(run: RunConfig) -> tuple[bool, bool]:
+    """Whether the arm has a reference policy, and a critic."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `check` has said them
+        needs = objective_of(run.arm).needs | advantage_of(run.arm).needs
+    return "reference" in needs, "values" in needs
+
+
+def _toy(run: RunConfig) -> RunConfig:
+    """The run with everything small that can be."""
+    model, bias = run.model, run.optimizer.loss_free_bias
+    if model.name not in PRESETS:
+        layout, bias = layout_of(skeleton(model)), 0.0
+        sizes = {"num_hidden_layers": len(layout.sites), "num_experts_per_tok": layout.top_k,
+                 "num_local_experts": max(site.num_experts for site in layout.sites)}
+        model = ModelConfig(overrides=sizes | {"max_position_embeddings": 2**20})  # bytes are more than its tokens
+    return run.replace(
+        model=ModelConfig(name=model.name, overrides=model.overrides, router_dtype=model.router_dtype), policy="hf",
+        parallel=Parallel(), engine=EngineConfig(), measure=Measure(probe=4, detail_every=1), steps=1, epochs=1,
+        prompts_per_step=2, group_size=min(run.group_size, 4), mini_batches=2, micro_batch=4,
+        max_new_tokens=min(run.max_new_tokens, 8), eval_prompts=1, hf_checkpoints=(), activation_checkpointing=False,
+        **{"cold_start.target": 0.0, "optimizer.loss_free_bias": bias})
+
+
+@contextmanager
+def _explained(run: RunConfig, what: str) -> Iterator[None]:
+    """What breaks inside becomes a sentence with the line of the user's code that it came from, or went through."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except MoeRlError:
+        raise
+    except Exception as error:
+        named = ", ".join(sorted(run.own_code())) or str(run.task)
+        raise ConfigError(f"{what} ({named}) failed, before anything was started: {_where(error, run.own_code())}"
+                          f"{type(error).__name__}: {error}") from error
+
+
+def _where(error: Exception, own: Collection[str]) -> str:
+    """File, line and function: the last in a module of the user's own, else the last of all."""
+    modules = [sys.modules.get(name.partition(":")[0]) for name in own]
+    files = {getattr(module, "__file__", None) for module in modules}
+    frames = traceback.extract_tb(error.__traceback__)
+    at = ([frame for frame in frames if frame.filename in files] or list(frames))[-1]
+    return f"{Path(at.filename).name}, line {at.lineno}, in {at.name}: "
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 160 else f"{text[:80]} … {text[-70:]}")

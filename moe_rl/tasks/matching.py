@@ -1,0 +1,150 @@
+"""When a completion matches a reference answer: as text, or as mathematics."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import unknown
+
+Match = Callable[[str, str, str], bool]
+"""match(question, answer, completion): whether the completion is right."""
+
+PIECE = re.compile(r"\d[\d,]*(?:\.\d+)?|\.\d+|\\?[A-Za-z]+|[<>!]=|[^\s\w]")
+NO_PIECE = frozenset("{}()[]$*|") | {r"\cdot", r"\times", r"\left", r"\right"}
+"""What groups, and signs of multiplication, which may be left out."""
+FRACTION = re.compile(r"(?<![\w./])(\d{1,99})/(\d{1,99})(?![\w./])|"
+                      r"\\[dt]?frac\{(\d{1,99})\}\{(\d{1,99})\}|\\[dt]?frac(\d)(\d)(?!\d)")
+EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
+ANSWER = re.compile(r"\banswer\b(?:\s+is)?\s*:?", re.IGNORECASE)
+DRESS = ("$", r"\(", r"\)", r"\[", r"\]", "**", "`", ".", ",", ";", ":", r"\ ")
+
+
+def exact(question: str, answer: str, completion: str) -> bool:
+    """The answer and nothing else, but for white space around it."""
+    return completion.strip() == answer.strip()
+
+
+def mathematical(question: str, answer: str, completion: str) -> bool:
+    """Whether the completion's final answer has the value of the answer, and is as worked out as it.
+
+    Final is the last \\boxed{…}, else what follows the last ####, else the last line: there what follows the word
+    "answer", and what follows the last equals sign. The value is math-verify's. A final answer is refused where it is
+    more than one value, made of more numbers, letters and operations than the answer (`3+9` for `12`; a reduced
+    fraction is one number), a product of sums where the answer is none, or written as in the question while the answer
+    is not. A word must equal the answer.
+    """
+    wanted, found = final(answer), final(completion)
+    if not wanted or not found:
+        return False
+    if found == wanted or wanted.isalpha():
+        return found == wanted
+    if len(found) > 200 + 4 * len(wanted):  # which a parser would chew on for seconds
+        return False
+    if pieces(found) > pieces(wanted) or ("%" in found) != ("%" in wanted) or _within(found, question):
+        return False
+    return _equal(wanted, found)
+
+
+MATCHES: dict[str, Match] = {"exact": exact, "math": mathematical}
+OLDER = "older"
+"""In configurations from before there was a choice."""
+
+
+def matcher(name: str) -> Match:
+    """The function that a task's option `match` names. Raises ConfigError where there is none, or no package."""
+    if name == OLDER:
+        raise ConfigError(
+            "this run was scored as before tasks had an option match: math-verify took any expression anywhere in a "
+            "completion, so that 3+9, 13 12 and 12% earned 1 where the answer was 12. Its rows can be read, but new "
+            "rewards would not compare with them: choose match=exact or match=math for a run of its own, or use the "
+            "code that the row names.")
+    if name not in MATCHES:
+        unknown("match", name, MATCHES)
+    if name == "math" and importlib.util.find_spec("math_verify") is None:
+        raise ConfigError("match=math needs the package math-verify: pip install 'moe_rl[math]'.")
+    return MATCHES[name]
+
+
+def final(text: str) -> str:
+    """The final answer in a text, without dollar signs and punctuation around it; empty where there is none."""
+    if r"\boxed" in text:
+        text = _braced(text.rpartition(r"\boxed")[2])
+    elif "####" in text:
+        text = text.rpartition("####")[2]
+    else:
+        lines = [line for line in text.splitlines() if line.strip()]
+        text = ANSWER.split(lines[-1])[-1] if lines else ""
+    return _undressed(EQUALS.split(text)[-1])
+
+
+def pieces(text: str) -> int:
+    """Numbers, letters or words, and operations in an expression. A reduced fraction of integers is one number;
+    brackets and signs of multiplication do not count."""
+    def whole(fraction: re.Match[str]) -> str:
+        above, below = (int(n) for n in fraction.groups() if n is not None)
+        return " 1 " if below > 1 and math.gcd(above, below) == 1 else fraction[0]
+
+    return sum(piece not in NO_PIECE for piece in PIECE.findall(FRACTION.sub(whole, text)))
+
+
+def _braced(text: str) -> str:
+    """What is in the braces at the beginning; empty where they do not end."""
+    depth = 0
+    for i, letter in enumerate(text := text.lstrip()):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return text[1:i] if i else ""
+    return ""
+
+
+def _undressed(text: str) -> str:
+    for mark in DRESS * 2:  # a point may stand within dollar signs or after them
+        text = text.strip().removesuffix(mark)
+        text = text if mark == "." else text.strip().removeprefix(mark)  # .5 is a number
+    return text.strip()
+
+
+def _within(found: str, question: str) -> bool:
+    """Whether the question writes this, not as a part of a longer number or word."""
+    written = r"\s*".join(map(re.escape, re.sub(r"\s", "", found)))
+    return re.search(rf"(?<![\w.]){written}(?!\w|\.\d)", question.replace("$", "")) is not None
+
+
+def _equal(wanted: str, found: str) -> bool:
+    from math_verify import verify
+
+    gold, got = _parsed(wanted), _parsed(found)
+    if not gold or not got or _products(got[0]) > _products(gold[0]):
+        return False
+    return verify(gold, got, timeout_seconds=_timeout())
+
+
+def _products(tree: Any) -> int:
+    """Products and powers of sums: what is still to be expanded."""
+    from sympy import Add, Basic, Mul, Pow, preorder_traversal
+
+    nodes = preorder_traversal(tree) if isinstance(tree, Basic) else ()
+    return sum(isinstance(n, Mul | Pow) and any(isinstance(a, Add) for a in n.args) for n in nodes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: str) -> list[Any]:
+    """By math-verify, the text as a whole: on its own it would take what it understands from anywhere in it."""
+    from math_verify import LatexExtractionConfig, parse
+
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)  # of thousands
+    whole = [LatexExtractionConfig()]
+    return parse(f"\\boxed{{{text}}}", whole, fallback_mode="no_fallback", parsing_timeout=_timeout())
+
+
+def _timeout() -> int | None:
+    """Seconds, many, since a busy machine must not change a reward. math-verify interrupts itself with SIGALRM, which
+    only a main thread may set; elsewhere it must run unguarded."""
+    return 30 if threading.current_thread() is threading.main_thread() else None

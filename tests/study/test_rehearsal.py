@@ -1,0 +1,144 @@
+"""Before compute is spent: what is shown of a run, what breaks on a toy batch, and whose numbers are not inherited."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from moe_rl.config import Arm, ModelConfig, Optimizer
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
+from moe_rl.models.load import load, save_checkpoint
+from moe_rl.study import rehearsal
+from moe_rl.study.rehearsal import CHECKPOINT_LR, another_setting, elsewhere, preview, rehearse
+from tests.test_trainer import TINY
+
+CODE = '''
+import torch
+from moe_rl.types import Prompt
+
+def fine(x, *, scale=1.0):
+    return scale * (x.weights * x.log_ratio).sum()
+
+def broken(x):
+    if len(x.mask) > 1:  # one token goes well
+        return x.no_such_field
+    return x.logprobs.sum()
+
+def infinite(x):
+    return (x.weights * x.logprobs).sum() * float("inf")
+
+def wrong(batch, natural):
+    return 3
+
+class Words:
+    def __init__(self, fault=""):
+        self.fault = fault
+    def prompts(self, count, seed):
+        if self.fault == "prompts":
+            raise KeyError("question")
+        return [Prompt(f"word {i % 50}", answer="yes" * (1 + i % 3)) for i in range(count)]
+    def reward(self, prompt, completion):
+        right = completion == prompt.answer
+        if self.fault == "reward":
+            return 1 / (not right) if right else 2.0
+        return 0.5 * right if self.fault == "low" else float(right)
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_code(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "rehearsed.py").write_text(CODE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        yield
+    sys.modules.pop("rehearsed", None)
+
+
+def with_arm(**parts):
+    return TINY.replace(task="running_sums", arm=Arm(name="mine", **parts))
+
+
+@pytest.mark.parametrize("parts, words", [
+    ({"terms": ("rehearsed:broken",)}, "arm 'mine' on a toy batch .*rehearsed.py, line 10, in broken: AttributeError"),
+    ({"routes": "rehearsed:wrong"}, "arm 'mine' on a toy batch .*rehearsed:wrong.*: AttributeError: 'int' object"),
+])  # fmt: skip
+def test_own_parts_that_break_are_named_with_their_line(parts, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        rehearse(with_arm(**parts))
+    assert "\n" not in str(error.value)
+
+
+def test_own_parts_that_work_are_passed_and_those_of_the_package_not_even_tried(monkeypatch):
+    assert rehearse(with_arm(terms=(Use("rehearsed:fine", scale=0.5),), routes="old_policy")) == []
+    (caution,) = rehearse(with_arm(terms=("rehearsed:infinite",)))
+    assert caution.startswith("arm 'mine' on a toy batch: the gradient norm is nan")
+    monkeypatch.setattr(rehearsal, "build", lambda *_: pytest.fail("nothing here is anybody's own"))
+    assert rehearse(with_arm(loss="gspo")) == []
+
+
+def test_a_task_that_breaks_or_rewards_too_much_is_refused():
+    with pytest.raises(ConfigError, match="rehearsed.py, line 24, in prompts: KeyError: 'question'"):
+        preview(TINY.replace(task=Use("rehearsed:Words", fault="prompts")))
+    with pytest.raises(ConfigError, match="rehearsed.py, line 29, in reward: ZeroDivisionError"):
+        preview(TINY.replace(task=Use("rehearsed:Words", fault="reward")))
+    with pytest.raises(ConfigError, match="arm 'grpo' on a toy batch: Words.reward returned 2.0"):
+        rehearse(TINY.replace(task=Use("rehearsed:Words", fault="reward")))
+
+
+def test_a_preview_shows_prompt_answer_reward_and_what_fits():
+    shown = preview(TINY.replace(task="rehearsed:Words", max_new_tokens=6))
+    lines = dict(shown.lines)
+    assert list(lines) == ["task", "prompts", "prompt", "answer", "answers", "memory"]
+    assert lines["prompt"] == "'word 0', 6 tokens"
+    assert lines["answer"] == "'yes', 4 tokens with its end; its reward is 1"
+    assert lines["answers"] == (
+        "342 of 512 fit into max_new_tokens=6, the longest has 10 tokens with its end; 512 of 512 earn 1")
+    assert "weights" in lines["memory"]
+    (caution,) = shown.cautions
+    assert "170 of 512 reference answers do not fit into max_new_tokens=6" in caution and "max_new_tokens=10" in caution
+
+
+def test_reference_answers_that_are_not_right_are_a_caution():
+    (caution,) = preview(TINY.replace(task=Use("rehearsed:Words", fault="low"), max_new_tokens=9)).cautions
+    assert "512 of 512 reference answers do not earn 1" in caution and "'yes' to 'word 0' earns 0.5" in caution
+
+
+def test_a_prompt_is_shown_in_its_chat_template_and_a_small_file_with_its_repeats(tmp_path):
+    loaded = load(TINY.model, 0)
+    loaded.tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} [/]{% endfor %}"
+    save_checkpoint(loaded.model, loaded.tokenizer, tmp_path / "chatty")
+    file = tmp_path / "few.jsonl"
+    file.write_text("".join(json.dumps({"question": f"q{i}", "answer": "a"}) + "\n" for i in range(8)))
+    run = TINY.replace(task=f"jsonl:{file}", prompts_per_step=7, eval_prompts=2,
+                       model=ModelConfig(name=str(tmp_path / "chatty")))
+    shown = preview(run)
+    assert dict(shown.lines)["prompt"].startswith("'[user] q") and "[/]'" in dict(shown.lines)["prompt"]
+    assert "a step draws 7 prompts, and 6 different ones are left" in shown.cautions[0]
+
+
+def test_numbers_chosen_for_another_task_or_model_are_left_out_and_said():
+    sums = Use("running_sums", digits=12)
+    base = TINY.replace(task=sums, optimizer=Optimizer(lr=8e-4), max_new_tokens=13)
+    assert elsewhere(base, {"optimizer.lr": 1e-3, "prompts_per_step": 8, "task": sums}) == ({}, [])
+    settings, said = elsewhere(base, {"task": "rehearsed:Words"})
+    assert settings == {"optimizer.lr": 2e-4, "max_new_tokens": 10}
+    assert said[0].startswith("optimizer.lr=0.0008 was chosen for running_sums(digits=12) on qwen3_moe-tiny with over")
+    assert "--set optimizer.lr=0.0008" in said[0] and "what the longest reference answer needs" in said[1]
+    settings, _ = elsewhere(base, {"task.options.digits": 4, "optimizer.lr": 8e-4})
+    assert settings == {"max_new_tokens": 5}, "what is said is kept"
+    settings, _ = elsewhere(base, {"model.overrides.num_experts": 8, "max_new_tokens": 13})
+    assert settings == {"optimizer.lr": 2e-4}
+
+
+def test_a_checkpoint_is_not_trained_like_a_preset(tmp_path):
+    loaded = load(TINY.model, 0)
+    save_checkpoint(loaded.model, loaded.tokenizer, tmp_path)
+    base = TINY.replace(**{"cold_start.target": 0.35, "model.overrides": {}})
+    settings, said = elsewhere(base, {"model.name": str(tmp_path), "max_new_tokens": 6})
+    assert settings == {"optimizer.lr": CHECKPOINT_LR, "cold_start.target": 0.0} and len(said) == 2
+    assert another_setting(base, base.replace(**settings, **{"model.name": str(tmp_path)}))
+    assert not another_setting(base, base.replace(**settings, steps=7))
