@@ -69,7 +69,7 @@ lint: $(STAMP)
 docs/columns.md: moe_rl/runs/columns.py $(STAMP)
 	$(BIN)/python -c "from moe_rl.runs.columns import markdown; print(markdown(), end='')" > $@
 
-docs/settings.md: moe_rl/config/run.py moe_rl/config/values.py moe_rl/config/page.py $(STAMP)
+docs/settings.md: $(wildcard moe_rl/config/*.py) $(STAMP)
 	$(BIN)/python -c "from moe_rl.config.page import markdown; print(markdown(), end='')" > $@
 
 docs/methods.md: moe_rl/methods/methods.toml moe_rl/methods/page.py $(wildcard moe_rl/objectives/*.py) \

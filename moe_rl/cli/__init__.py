@@ -82,6 +82,6 @@ def _cut(line: str, width: int) -> list[str]:
         return [line]
     if not line.startswith("  "):
         return textwrap.wrap(line, width)
-    said = textwrap.wrap(said.strip(), width - 6)
+    explained = textwrap.wrap(said.strip(), width - 6)
     words = textwrap.wrap(command, width - 8, break_long_words=False, break_on_hyphens=False)
-    return [*"  {}".format(" \\\n      ".join(words)).splitlines(), *(f"      {part}" for part in said)]
+    return [*"  {}".format(" \\\n      ".join(words)).splitlines(), *(f"      {part}" for part in explained)]

@@ -48,7 +48,8 @@ def volatility(options: argparse.Namespace) -> int:
         print_series(Console(), measure_series(names, options.data, options.out, settings=settings, **where),
                      options.out)
         return 0
-    frames = measure_volatility(Comparison(*names, options.data, **settings), options.out, **where)
+    before, after = names
+    frames = measure_volatility(Comparison(before, after, options.data, **settings), options.out, **where)
     print_report(Console(), frames, options.out)
     return 0
 

@@ -1,7 +1,6 @@
 """What a run is, as data; nothing here imports torch."""
 
-from moe_rl.config.run import (
-    Arm,
+from moe_rl.config.parts import (
     ColdStart,
     Critic,
     Dial,
@@ -10,8 +9,8 @@ from moe_rl.config.run import (
     ModelConfig,
     Optimizer,
     Parallel,
-    RunConfig,
 )
+from moe_rl.config.run import Arm, RunConfig
 
 __all__ = [
     "Arm",

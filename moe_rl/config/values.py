@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_rl.config.run import OPTIMIZERS, RunConfig
+from moe_rl.config.parts import OPTIMIZERS
+from moe_rl.config.run import RunConfig
 from moe_rl.config.tree import leaves
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use

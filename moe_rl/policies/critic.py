@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from moe_rl.config.run import Optimizer
+from moe_rl.config.parts import Optimizer
 from moe_rl.objectives.base import EQUAL
 from moe_rl.objectives.returns import value_loss
 from moe_rl.policies.hf import checkpoint_activations

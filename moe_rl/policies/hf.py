@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from moe_rl.config.run import Optimizer
+from moe_rl.config.parts import Optimizer
 from moe_rl.models.vocabulary import LOGITS, head_is_apart, log_probs_in_pieces
 from moe_rl.objectives import Objective
 from moe_rl.policies.micro_batches import Rows, cut, join, waiting

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_rl.config.run import OPTIMIZERS, Optimizer
+from moe_rl.config.parts import OPTIMIZERS, Optimizer
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.routing.sites import router_parameters
 

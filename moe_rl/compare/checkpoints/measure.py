@@ -82,7 +82,8 @@ def measure_volatility(
     or RunError, before a model is loaded, for a missing file, a line without text, a dense model, checkpoints of
     different architectures or tokenizers, and a folder that holds another comparison.
     """
-    comparison = replace(comparison, **{k: located(v) for k, v in asdict(comparison).items() if k in PATHS})
+    c = comparison
+    comparison = replace(c, before=located(c.before), after=located(c.after), data=located(c.data))
     data = Path(comparison.data)
     placement(ModelConfig(device=device, dtype=comparison.dtype))
     digest = check_file(data)
