@@ -117,7 +117,7 @@ def test_a_run_from_before_there_were_digests_goes_on(config, tmp_path):
     del manifest["inputs"]
     file.write_text(json.dumps(manifest))
     check_code(p.path, mix_code=False)
-    assert load_study(p.path).runs["inputs"].item() == "{}"
+    assert load_study(p.path).runs["inputs"].item() is None
     train(Planned(p.path, p.config.replace(steps=15)))
     assert len(runs.read_manifest(p.path)["inputs"]) == 4
 
