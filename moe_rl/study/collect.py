@@ -36,7 +36,8 @@ KEPT = {
               "own_*"),
     "updates": ("attribution_*", "fresh_slot_change", "fresh_set_change", "slot_change", "clip_tokens",
                 "clip_tokens_all", "token_log_ratio_var", "sequence_log_ratio_var", "own_*"),
-    "layers": ("layer", "slot_change", "set_change", "load_dead_experts", "margin_q50", "engine_*", "noise_floor_*",
+    "layers": ("layer", "slot_change", "set_change", "load_entropy", "load_max_violation", "load_dead_experts",
+               "margin_q50", "engine_*", "noise_floor_*",
                "own_*"),
 }
 """Columns of each table, beside its keys, as patterns; the rest stays with the runs. A table without an entry is kept
