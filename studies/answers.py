@@ -336,6 +336,10 @@ def ratio_variance() -> None:
                       **removed(rows)})
     table = pd.DataFrame(found)
     print(table.round(4).to_string(index=False))
+    for row in table[table["update"] == table["update"].max()].to_dict("records"):
+        shares = [f"{what} {row[f'{name}_removed']:.2f} [{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]"
+                  for name, what in (("variance", "mean square"), ("kl", "KL"))]
+        print(f"  removed at the last mini-batch, learning rate {row['rate']:g}: {', '.join(shares)}")
     names = {"slot_change": "expert slots changed", "rr": "mean R², replayed", "jj": "mean J², route changes",
              "dd": "mean D², natural", "kl_natural": "KL, natural", "kl_replayed": "KL, replayed"}
     print("Log-log slopes over α:")

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 
 import answers
@@ -55,10 +56,16 @@ def printed(name: str) -> str:
     return f"```text\n{out.getvalue().strip()}\n```\n"
 
 
+@cache
+def study(name: str) -> tuple[Frames, dict]:
+    """The tables and the declaration of a study."""
+    return load_study(answers.RESULTS / name), read_declaration(answers.RESULTS / name)
+
+
 # ---------------------------------------------------------------------- what every study prints
 def facts(name: str) -> None:
     """Where the runs come from, which other studies have them too, what they earned, and what could have been seen."""
-    frames, declared = load_study(answers.RESULTS / name), read_declaration(answers.RESULTS / name)
+    frames, declared = study(name)
     rows = {"code": frames.runs["code"], **provenance(frames.runs)}
     print(f"{len(frames.runs)} runs; " + "; ".join(f"{what} {_counted(values)}" for what, values in rows.items()))
     for theirs, seeds in shared(name).items():
@@ -135,18 +142,12 @@ def shared(name: str) -> dict[str, list[int]]:
     return found
 
 
+@cache
 def _rewards(name: str) -> dict[tuple[str, str, int], tuple[float, ...]]:
     """The first rewards of every run that earns something."""
-    if name not in _read:
-        run = ["arm", "factors", "seed"]
-        steps = pd.read_parquet(answers.RESULTS / name / "steps.parquet", columns=[*run, "step", "reward"])
-        rows = steps.dropna().sort_values("step").groupby(run)["reward"]
-        curves = {key: tuple(values.head(COMPARED)) for key, values in rows}
-        _read[name] = {key: curve for key, curve in curves.items() if len(curve) == COMPARED and sum(curve) > 1}
-    return _read[name]
-
-
-_read: dict[str, dict] = {}
+    rows = study(name)[0]["steps"].dropna(subset=["reward"]).sort_values("step").groupby(["arm", "factors", "seed"])
+    curves = {key: tuple(values.head(COMPARED)) for key, values in rows["reward"]}
+    return {key: curve for key, curve in curves.items() if len(curve) == COMPARED and sum(curve) > 1}
 
 
 def _counted(values) -> str:
@@ -165,7 +166,7 @@ def power() -> str:
     lines = ["| study | difference, in the endpoint | n | sd | seen in 4 of 5 | and after correction |",
              "|---|---|---|---|---|---|"]
     for folder in sorted(answers.RESULTS.iterdir()):
-        frames, declared = load_study(folder), read_declaration(folder)
+        frames, declared = study(folder.name)
         for cell, (a, b) in itertools.product(SHOWN.get(folder.name, frames.cells), declared["contrasts"]):
             values = per_run(frames.cell(cell), metric(declared["endpoint"])).unstack(0)
             d = (values[a] - values[b]).dropna()

@@ -134,7 +134,8 @@ def paired(a: Mapping[int, float], b: Mapping[int, float], confidence: float = 0
 
 def detectable(sd: float, n: int, alpha: float = 0.05, power: float = 0.8) -> float:
     """The smallest true mean of `n` differences, of standard deviation `sd`, that a two-sided t-test at `alpha` finds
-    with probability `power` (Cohen 1988). NaN for one difference, 0 where they do not scatter. It takes `sd` as known: from few seeds it is a rough guess itself."""
+    with probability `power` (Cohen 1988). NaN for one difference, 0 where they do not scatter. `sd` is taken as known:
+    from few seeds it is a rough guess itself."""
     if n < 2 or not math.isfinite(sd):
         return math.nan
     bound = scipy.stats.t.isf(alpha / 2, n - 1)
