@@ -19,10 +19,10 @@ $(STAMP): pyproject.toml constraints.txt
 study: $(STAMP)
 	$(BIN)/moe-rl run routing_replay --out runs
 
-# Every table, figure and number of studies/README.md again, from the tables in the repository.
+# Every table and figure of studies/, and every number of its pages, again from the tables in the repository.
 results: $(STAMP)
 	for study in studies/results/*/; do $(BIN)/moe-rl plot $$study || exit 1; done
-	$(BIN)/python studies/answers.py
+	$(BIN)/python studies/pages.py
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n auto

@@ -1,8 +1,9 @@
-"""What the declared rules ask beyond the tables of `moe-rl plot`: numbers for README.md, and five figures.
+"""What the declared rules ask beyond the tables of `moe-rl plot`: numbers for the studies' pages, and five figures.
 
     python studies/answers.py [study …]
 
 reads `results/` and prints; without names, every study that is there. Intervals are over seeds unless a line says so.
+`pages.py` keeps what is printed in the page of each study.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import volatility_dial_verdicts
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
+from scipy.stats import t
 from why_gspo_losses import SHRINK
 
 from moe_rl.metrics.attribution import AttributionSums
 from moe_rl.results import plots
-from moe_rl.results.factors import against, settings_of
+from moe_rl.results.factors import against, half_lost_points, settings_of
 from moe_rl.results.stats import Interval, geometric, interval
 from moe_rl.results.summary import MAIN, metric, per_run
 from moe_rl.runs.frames import Frames, load_study
@@ -36,6 +38,12 @@ RESULTS = Path(__file__).parent / "results"
 def differences(values: pd.DataFrame, a: str, b: str, confidence: float = 0.95) -> Interval:
     """a − b over the seeds (rows) both columns have."""
     return interval((values[a] - values[b]).dropna(), confidence)
+
+
+def student(values: pd.Series, confidence: float = 0.95) -> Interval:
+    """Mean ± t(n−1) · sd / √n, also where `interval` would resample."""
+    half = t.ppf((1 + confidence) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+    return Interval(values.mean(), values.mean() - half, values.mean() + half, len(values), "Student t")
 
 
 def own_table(study: str, name: str) -> pd.DataFrame:
@@ -73,6 +81,12 @@ def learning_rates() -> None:
             for arm, curve in curves.items()}
     tuned = pd.DataFrame({arm: {seed: curves[arm].loc[seed, x] for seed, x in chosen.items()}
                           for arm, chosen in best.items()})
+    print("Learning rate, in 1e-4, at which half of the best reward is lost; ratios at 98.3 %:")
+    for one in half_lost_points(frames, "optimizer.lr", MAIN, contrasts):
+        for arm, rate in one.points.items():
+            print(f"  {arm}: {1e4 * rate.mean:.1f} [{1e4 * rate.low:.1f}, {1e4 * rate.high:.1f}]")
+        for pair, moved in one.shifts.items():
+            print(f"  {' / '.join(pair)}: {moved.ratio}")
     print("Reward at the learning rate that is best on the other seeds:")
     for arm, chosen in best.items():
         print(f"  {arm}: {interval(tuned[arm])} at {', '.join(f'{x:g}' for x in chosen.values())}")
@@ -105,6 +119,55 @@ def at_equal_step(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
             value = np.interp(grid, np.log(rows["moved"]), rows["value"]).mean() if grid[0] < grid[-1] else np.nan
             found.setdefault(arm, {})[seed] = float(value)
     return pd.DataFrame(found)
+
+
+# ---------------------------------------------------------------------- clipping, and other engines
+def clip_fraction() -> None:
+    """How many times as many tokens GSPO clips, seed by seed: of those with an advantage, and of all as in Fig. 2."""
+    frames = load_study(RESULTS / "clip_fraction")
+    for column, of in (("clip_tokens", "tokens with an advantage"), ("clip_tokens_all", "all tokens")):
+        values = per_run(frames, metric(column)).unstack(0)
+        for a, b in (("gspo", "grpo"), ("gspo-wide", "grpo-narrow")):
+            times = values[a] / values[b]
+            print(f"  of {of}: {a} {interval(values[a])}, {b} {interval(values[b])}; "
+                  f"times, seed by seed {', '.join(f'{x:.1f}' for x in times)}; difference {differences(values, a, b)}")
+    rewards = per_run(frames, MAIN).unstack(0)
+    for a, b in (("gspo", "grpo"), ("gspo-middle", "grpo-middle"), ("gspo-wide", "grpo-narrow")):
+        print(f"  reward: {a} − {b} {differences(rewards, a, b)}")
+
+
+def engine_mismatch() -> None:
+    """What R3 removes of the KL, seed by seed; R3 against R2; and what mismatch costs."""
+    frames, matched = load_study(RESULTS / "engine_mismatch"), load_study(RESULTS / "engine_match")
+    steps = frames["steps"][frames["steps"]["arm"] == "grpo"]
+    print("GRPO, mean over a run's detailed steps, percent of routers and tokens, nats:")
+    for name, times in (("engine_set_change", 100), ("engine_any_layer_change", 100), ("engine_kl_k3", 1)):
+        print(f"  {name}: {interval(times * steps.groupby('seed')[name].mean())}")
+    kl = steps.groupby("seed")[["engine_kl_k3_natural", "engine_kl_k3_replayed", "noise_floor_kl_k3"]].mean()
+    share = 100 * (1 - kl["engine_kl_k3_replayed"] / kl["engine_kl_k3_natural"])
+    print(f"  replay of the engine's routes removes of the KL, percent: {_listed(share, '.0f')} by seed; at least 90 "
+          f"on {(share >= 90).sum()} of {len(share)}; noise floor at most {kl['noise_floor_kl_k3'].max():.0e}")
+    rewards, quiet = (per_run(study, MAIN).unstack(0) for study in (frames, matched))
+    print(f"  grpo-r3 − grpo-r2, not declared: {differences(rewards, 'grpo-r3', 'grpo-r2')}")
+    for arm in ("grpo", "gspo"):
+        print(f"  {arm}, with mismatch − without (engine_match): {interval((rewards[arm] - quiet[arm]).dropna())}")
+
+
+def engine_vllm() -> None:
+    """What replay of vLLM's routes removes of the KL, of a run and step by step."""
+    steps = load_study(RESULTS / "engine_vllm")["steps"].sort_values("step")
+    for arm, rows in steps.dropna(subset=["engine_kl_k3_natural"]).groupby("arm"):
+        there, left = rows["engine_kl_k3_natural"], rows["engine_kl_k3_replayed"]
+        print(f"  {arm}: removed of a run's KL {100 * (1 - left.sum() / there.sum()):.0f} percent; of single steps "
+              f"{_listed(100 * (1 - left / there), '.1f')}; the largest holds {100 * there.max() / there.sum():.0f} "
+              "percent of the run's")
+    for name, times in (("engine_set_change", 100), ("engine_any_layer_change", 100), ("engine_kl_k3", 1)):
+        means = times * steps.groupby("arm")[name].mean()
+        print(f"  {name} (percent; nats): " + ", ".join(f"{arm} {x:.2g}" for arm, x in means.items()))
+
+
+def _listed(values: pd.Series, form: str) -> str:
+    return ", ".join(f"{x:{form}}" for x in values)
 
 
 # ---------------------------------------------------------------------- expert volatility
@@ -189,6 +252,8 @@ def placebos() -> None:
     values = per_run(load_study(RESULTS / "placebos"), MAIN).unstack(0)
     for arm in values:
         print(f"  {arm}: {interval(values[arm])}")
+    for arm in values.columns.drop("grpo"):
+        print(f"  {arm} − grpo: {differences(values, arm, 'grpo')}")
     doses = values[["grpo", "replay-25", "replay-50", "replay-75", "grpo-replay"]]
     print(f"Slope over the dose from 0 to 1: {interval(slopes(doses, (0, 0.25, 0.5, 0.75, 1)))}")
 
@@ -231,6 +296,17 @@ def controls() -> None:
     for cell, values in rewards.items():
         print(f"  {cell}: grpo {interval(values['grpo'])}, replay − grpo {differences(values, 'grpo-replay', 'grpo')}, "
               f"gspo − grpo {differences(values, 'gspo', 'grpo')}")
+    steps = frames.cell("moe")["steps"]
+    early = steps[steps["step"].between(1, 3)].groupby(["arm", "step"])["reward"].mean().unstack()
+    print("Without warm-up, reward of steps 1 to 3: "
+          + "; ".join(f"{arm} {_listed(row, '.2f')}" for arm, row in early.iterrows()))
+    for arm in ("grpo", "gspo"):
+        print(f"  warm-up adds to {arm} {interval(rewards['warm-up'][arm] - rewards['moe'][arm])}")
+    slots = {cell: per_run(frames.cell(cell), metric("slot_change")).unstack(0) for cell in ("moe", "frozen-router")}
+    for arm in ("grpo", "grpo-replay", "gspo"):
+        print(f"  slots changed per step, percent, {arm}: live router {interval(100 * slots['moe'][arm])}, frozen "
+              f"{interval(100 * slots['frozen-router'][arm])}, frozen − live "
+              f"{interval(100 * (slots['frozen-router'][arm] - slots['moe'][arm]))}")
     plots.save(draw_controls(rewards), RESULTS / "controls" / "figures", "controls")
 
 
@@ -262,6 +338,10 @@ def ratio_variance() -> None:
                       **removed(rows)})
     table = pd.DataFrame(found)
     print(table.round(4).to_string(index=False))
+    for row in table[table["update"] == table["update"].max()].to_dict("records"):
+        shares = [f"{what} {row[f'{name}_removed']:.2f} [{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]"
+                  for name, what in (("variance", "mean square"), ("kl", "KL"))]
+        print(f"  removed at the last mini-batch, learning rate {row['rate']:g}: {', '.join(shares)}")
     names = {"slot_change": "expert slots changed", "rr": "mean R², replayed", "jj": "mean J², route changes",
              "dd": "mean D², natural", "kl_natural": "KL, natural", "kl_replayed": "KL, replayed"}
     print("Log-log slopes over α:")
@@ -336,6 +416,20 @@ def gradient_quality() -> None:
             gaps = [f"{a} − grpo {differences(rows, a, 'grpo', 0.975)}" for a in ("grpo-replay", "gspo")]
             print(f"  j = {update}: " + ", ".join(f"{a} {interval(rows[a])}" for a in rows) + "; " + ", ".join(gaps)
                   + f" (n = {len(rows.dropna())})")
+    print("variance, geometric mean of both stops and of the seeds:")
+    for update in (1, 8):
+        here = table[(table["update"] == update) & ~table["seed"].isin(void)]
+        logs = np.log(here.pivot(index=["seed", "step"], columns="compared", values="variance"))
+        logs = logs.groupby("seed").mean()
+        times = {arm: geometric(np.exp(logs[arm] - logs["grpo"]), 0.975) for arm in ("grpo-replay", "gspo")}
+        print(f"  j = {update}: " + ", ".join(f"{arm} {geometric(np.exp(logs[arm]))}" for arm in logs) + "; "
+              + ", ".join(f"{arm} / grpo {x}" for arm, x in times.items()))
+    ends = means.pivot(index="seed", columns=["compared", "update"], values="cosine")["grpo"]
+    print(f"GRPO's cosine, j = 8 − j = 1: {interval(ends[8] - ends[1])}; largest variance of one stop "
+          f"{table['variance'].max():.0f}")
+    for stop, rows in table[table["update"] == 8].groupby("step"):
+        one = rows.pivot(index="seed", columns="compared", values="cosine")
+        print(f"cosine at j = 8, stop at step {stop}: gspo − grpo {differences(one, 'gspo', 'grpo', 0.975)}")
     plots.save(draw_gradient_quality(means), RESULTS / "gradient_quality" / "figures", "gradient_quality")
 
 
@@ -355,7 +449,11 @@ ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
     "volatility_dial": (volatility_dial_verdicts.main,),
     "volatility_controls": (volatility_controls_verdicts.main,),
     "stabilisers": (stabilisers_verdicts.main,),
-    "learning_rates": (learning_rates, early_warning.main),
+    "clip_fraction": (clip_fraction,),
+    "engine_mismatch": (engine_mismatch,),
+    "engine_vllm": (engine_vllm,),
+    "learning_rates": (learning_rates,),
+    "early_warning": (early_warning.main,),
     "expert_volatility": (expert_volatility,),
     "ratio_variance": (ratio_variance,),
     "staleness": (staleness,),
@@ -365,11 +463,13 @@ ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
     "gradient_quality": (gradient_quality,),
 }
 """What is made from the tables of each study."""
+READS = {"early_warning": "learning_rates"}
+"""Whose tables an analysis without runs of its own reads."""
 
 
 def main(names: Sequence[str]) -> None:
     for name, answers in ANSWERS.items():
-        if (name in names or not names) and (RESULTS / name).exists():
+        if (name in names or not names) and (RESULTS / READS.get(name, name)).exists():
             print(f"\n# {name}")
             for answer in answers:
                 answer()

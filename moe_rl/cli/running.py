@@ -105,12 +105,15 @@ def run(options: argparse.Namespace) -> int:
     "Runs made again from the configuration in their own rows, and compared.",
     argument("folder", type=Path, help="a study's tables, or the path of an arm, a cell or a run in them"),
     argument("--out", type=Path, default=Path("again"), help="where the new runs live (default: again)"),
+    argument("--steps", type=int, help="run and compare the first steps alone (default: all of a row's)"),
     JOBS,
     argument("--trust", action="store_true",
              help="run code from outside this package that rows name: tasks, losses, sources, a trainer"),
     examples="""
   moe-rl rerun studies/results/routing_replay/gspo/base/seed=0 --out again
   moe-rl rerun studies/results/routing_replay --out again     every run of the study
+  moe-rl rerun studies/results/routing_replay/gspo/base/seed=0 --steps 3
+                                                              its first three steps, in seconds
   moe-rl rerun studies/results/why_gspo --out again --trust   with the losses of studies/, which its rows name""",
 )
 def rerun(options: argparse.Namespace) -> int:
@@ -119,7 +122,7 @@ def rerun(options: argparse.Namespace) -> int:
 
     from moe_rl.study.rerun import rerun as run_again
 
-    return _failed(run_again(options.folder, options.out, jobs=options.jobs, console=Console(),
+    return _failed(run_again(options.folder, options.out, jobs=options.jobs, console=Console(), steps=options.steps,
                              trusted=lambda code: options.trust or _confirmed(code)))
 
 

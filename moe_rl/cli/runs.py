@@ -63,7 +63,7 @@ def show(options: argparse.Namespace) -> int:
         if frames is None or len(frames.runs) != 1:
             raise ConfigError(f"{options.run} is not a run: it has no manifest.json (see `moe-rl list`)")
         row = frames.runs.iloc[0].to_dict()
-        print(json.dumps(row | {k: json.loads(row[k]) for k in NESTED if k in row}, indent=2, default=str))
+        print(json.dumps(row | {k: json.loads(row[k] or "null") for k in NESTED}, indent=2, default=str))
     for name in TABLES:
         frame = read_table(options.run, name) if frames is None else frames[name]
         print(f"\n{name}: {len(frame)} rows, {len(frame.columns)} columns")

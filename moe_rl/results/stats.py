@@ -132,6 +132,22 @@ def paired(a: Mapping[int, float], b: Mapping[int, float], confidence: float = 0
     return Paired(interval(d, confidence, seed), float(reached.mean()), smallest, n, f"{kind} sign flips")
 
 
+def detectable(sd: float, n: int, alpha: float = 0.05, power: float = 0.8) -> float:
+    """The smallest true mean of `n` differences, of standard deviation `sd`, that a two-sided t-test at `alpha` finds
+    with probability `power` (Cohen 1988). NaN for one difference, 0 where they do not scatter. `sd` is taken as known:
+    from few seeds it is a rough guess itself."""
+    if n < 2 or not math.isfinite(sd):
+        return math.nan
+    bound = scipy.stats.t.isf(alpha / 2, n - 1)
+    quantiles = (np.arange(4000) + 0.5) / 4000  # of the sample's deviation; scipy's noncentral t is NaN in its tails
+    bounds = bound * np.sqrt(scipy.stats.chi2.ppf(quantiles, n - 1) / (n - 1))
+
+    def excess(shift: float) -> float:
+        return float((scipy.special.ndtr(shift - bounds) + scipy.special.ndtr(-shift - bounds)).mean()) - power
+
+    return sd / math.sqrt(n) * scipy.optimize.brentq(excess, 0, 4 * bound + 10)
+
+
 def holm(p: Sequence[float]) -> list[float]:
     """p-values adjusted for the number of comparisons (Holm 1979): p(i) · (m − i), kept rising, at most 1."""
     order = np.argsort(p, kind="stable")

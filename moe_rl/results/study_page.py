@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -28,6 +29,7 @@ from moe_rl.study.declaration import read_declaration
 ABOUT = {"hypothesis": "Hypothesis", "endpoint": "Primary endpoint", "contrasts": "Contrasts",
          "decision_rule": "Decision rule", "differs_from_paper": "Differs from the paper", "caution": "Caution",
          "cost": "Cost, as planned"}
+UNRECORDED = "not recorded"
 
 
 def write_study_page(folder: Path, out: Path, *, mix_code: bool = False) -> None:
@@ -100,9 +102,21 @@ def _versions(runs: pd.DataFrame) -> Shown:
     for text in runs["packages"].unique():
         for name, version in (json.loads(text) or {}).items():
             packages.setdefault(name, []).append(version)
-    commits = {str((json.loads(text) or {}).get("commit", "–")) for text in runs["git"]}
-    found = {"code": runs["code"], "commit": sorted(commits), "device": runs["device"], "threads": runs["threads"]}
+    found = {"code": runs["code"], **provenance(runs), "device": runs["device"], "threads": runs["threads"]}
     return Shown("versions", ("what", "which"), [(name, _list(values)) for name, values in (found | packages).items()])
+
+
+def provenance(runs: pd.DataFrame) -> dict[str, list[str]]:
+    """When runs were made, from which commit, and by which study file; what a row does not know is `not recorded`."""
+    states = [json.loads(text or "null") or {} for text in runs["git"]]
+    declared = [json.loads(text or "null") or {} for text in runs["declared"]]
+    ends = [pick(times) for column, pick in (("created", min), ("finished_at", max))
+            if len(times := runs[column].dropna().astype(float))]
+    days = " to ".join(time.strftime("%Y-%m-%d %H:%M", time.gmtime(end)) for end in ends)
+    files = [[f"{name} {value[:10]}" for name, value in one.get("sources", {}).items()] for one in declared]
+    commits = [f"{git['commit']}{' (dirty)' * bool(git['dirty'])}" if git.get("commit") else "" for git in states]
+    return {"made": [f"{days} UTC" if days else UNRECORDED], "commit": [commit or UNRECORDED for commit in commits],
+            "study files": [", ".join(names) or UNRECORDED for names in files]}
 
 
 def _list(values: Iterable[object]) -> str:

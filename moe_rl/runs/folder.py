@@ -1,8 +1,8 @@
 """Runs on disk: a folder per run that survives a SIGKILL at any instant (`frames` reads many of them at once).
 
     runs/<study>/<arm>/<factors>/seed=<n>/
-        manifest.json     configuration and its hash, seed, code and package versions, digests of what it is made from,
-                          device, dates, seconds
+        manifest.json     configuration and its hash, seed, code and package versions, commit, digests of what it is made
+                          from and of the study file, device, dates, seconds
         progress.json     state, step, seconds per step; replaced at every step
         commit/, tables/  rows and checkpoint of the last commit, which a kill leaves whole or absent: see `commits`
         <table>.parquet   each table of `columns.TABLES`, published when the run has finished
@@ -27,8 +27,8 @@ from moe_rl.runs import commits
 from moe_rl.runs.columns import TABLES
 from moe_rl.runs.commits import Row, fsync, last_step, latest_commit
 from moe_rl.errors import RunError
-from moe_rl.runs.inputs import digest, inputs_of, merged
-from moe_rl.runs.versions import code_version, git_state, package_versions
+from moe_rl.runs.inputs import declared_by, digest, inputs_of, merged
+from moe_rl.runs.versions import code_version, git_state, merged_git, package_versions
 
 DIVERGED = "diverged"
 """The file of a commit that says how the run diverged."""
@@ -47,8 +47,9 @@ class RunFolder:
         self._rows: dict[str, list[Row]] = {name: [] for name in TABLES}
 
     @classmethod
-    def open(cls, path: Path, config: Mapping[str, Any], hash: str, *, trainer: str = "") -> RunFolder:
-        """Create the folder of a run, or go on with it; `trainer` names what carries it out.
+    def open(cls, path: Path, config: Mapping[str, Any], hash: str, *, trainer: str = "",
+             study_file: Path | None = None) -> RunFolder:
+        """Create the folder of a run, or go on with it; `trainer` names what carries it out, `study_file` what declares it.
 
         Raises RunError when the folder holds another configuration (naming the keys that differ; `steps` may), when it
         holds something that is not a run, or when another process is running it. Nothing is overwritten then.
@@ -64,8 +65,9 @@ class RunFolder:
         codes = [*manifest["code"], *({code_version()} - set(manifest["code"]))]
         trainer = trainer or manifest.get("trainer", "")
         inputs = merged(manifest.get("inputs", {}), inputs_of(config, trainer))
-        manifest |= {"config": config, "code": codes, "git": git_state(), "packages": package_versions(),
-                     "trainer": trainer, "inputs": inputs, "device": config.get("model", {}).get("device", "cpu"),
+        manifest |= {"config": config, "code": codes, "git": merged_git(manifest.get("git"), git_state()),
+                     "packages": package_versions(), "trainer": trainer, "inputs": inputs,
+                     "declared": declared_by(study_file, manifest.get("declared")), "device": config.get("model", {}).get("device", "cpu"),
                      "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count()}
         folder = cls(path, lock, manifest)
         write_json(path / "manifest.json", manifest)

@@ -18,8 +18,9 @@ from moe_rl.runs.folder import ENDED, differing, read_manifest, run_folders, sta
 
 LABELS = ["study", "arm", "factors", "seed", "code"]
 """Columns that every frame starts with: which run a row belongs to, and the code that wrote it."""
-NESTED = ("config", "packages", "git", "inputs")
-"""Columns of `runs` that hold JSON."""
+PLAIN = ("hash", "created", "finished_at", "seconds", "checkpoint", "device", "threads")
+NESTED = ("config", "packages", "git", "inputs", "declared")
+"""Columns of `runs` that come from the manifest; the latter hold JSON. Null where a run is older than what they say."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _parted_inputs(runs: pd.DataFrame) -> list[str]:
     """What the runs of one study were made from in more than one version. Older tables do not say."""
     found: dict[tuple[str, str], set[str]] = {}
     for run in runs.itertuples():
-        for name, value in json.loads(getattr(run, "inputs", "{}")).items():
+        for name, value in json.loads(run.inputs or "{}").items():
             found.setdefault((run.study, name), set()).update(value.split(" then "))
     return sorted({name for (_, name), values in found.items() if len(values) > 1})
 
@@ -115,7 +116,8 @@ def collected(root: Path) -> Frames | None:
         if name in ("runs", "steps") or (folder / f"{name}.parquet").exists():  # others may be younger than the folder
             frame = read_parquet(folder / f"{name}.parquet").to_pandas()
             tables[name] = frame.astype({c: "float64" for c in frame.select_dtypes("float32")})
-    frames = Frames(tables.pop("runs"), tables)
+    runs = tables.pop("runs")
+    frames = Frames(runs.assign(**{c: None for c in (*PLAIN, *NESTED) if c not in runs}), tables)
     for label, part in zip(LABELS[1:4], here.relative_to(folder).parts, strict=False):
         value = int(part.removeprefix("seed=")) if label == "seed" and part.startswith("seed=") else part
         frames = frames._with(label, value)
@@ -151,9 +153,8 @@ def _from_runs(root: Path, unfinished: bool) -> Frames:
 
 def _described(manifest: dict[str, Any]) -> dict[str, Any]:
     """A manifest as columns of `runs`; what is nested is JSON, so that a row can be run again as it stands."""
-    keys = ("hash", "created", "finished_at", "seconds", "checkpoint", "device", "threads")
-    plain = {k: manifest.get(k) for k in keys}
-    nested = {k: json.dumps(manifest.get(k, {}), sort_keys=True) for k in NESTED}
+    plain = {k: manifest.get(k) for k in PLAIN}
+    nested = {k: None if manifest.get(k) is None else json.dumps(manifest[k], sort_keys=True) for k in NESTED}
     return {"steps": manifest["config"]["steps"], **plain, **nested}
 
 

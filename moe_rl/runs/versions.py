@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import platform
 import subprocess
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,18 +34,38 @@ def code_version(*also: str) -> str:
 
 
 @cache
-def git_state() -> dict[str, Any] | None:
-    """Commit and whether the package has uncommitted changes; None outside a checkout of its own."""
+def git_state(folder: Path = PACKAGE, *files: str) -> dict[str, Any]:
+    """`commit` of the checkout that a folder is part of, and whether the folder, or those of its `files` that are named,
+    differ from it: `dirty`. Both None, with the reason as `why`, where git cannot say, as outside a checkout."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=PACKAGE, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
+    unknown = {"commit": None, "dirty": None}
     try:
         if not git("ls-files", "--", "."):  # installed below somebody else's checkout, e.g. in its .venv
-            return None
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}
-    except (OSError, subprocess.CalledProcessError):
-        return None
+            return unknown | {"why": "no file of its folder is in the checkout around it"}
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", *(files or ".")))}
+    except OSError as error:
+        return unknown | {"why": f"git cannot be run ({error.strerror})"}
+    except subprocess.CalledProcessError as error:
+        return unknown | {"why": next(iter(error.stderr.splitlines()), "git failed")}
+
+
+def merged_git(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a run that goes on: `old then new` where its commit is another one, dirty where either was."""
+    before = before or {}
+    commits = [state["commit"] for state in (before, now) if state.get("commit")]
+    same = len(commits) == 2 and commits[0].endswith(commits[1])
+    dirty = [state["dirty"] for state in (before, now) if state.get("dirty") is not None]
+    return {**now, "commit": " then ".join(commits[:1] if same else commits) or None,
+            "dirty": any(dirty) if dirty else None}
+
+
+def path_in_checkout(file: Path) -> str:
+    """The path of a file from the top of the checkout around it, with `/`; its name alone outside of one."""
+    top = next((above for above in file.absolute().parents if (above / ".git").exists()), file.absolute().parent)
+    return file.absolute().relative_to(top).as_posix()
 
 
 @cache

@@ -2,7 +2,8 @@
 
     studies/results/<study>/
         study.json        the declaration
-        runs.parquet      a row per run: full configuration, code and package versions, seconds, digest of the weights
+        runs.parquet      a row per run: full configuration, code and package versions, commit, digests of the study
+                          file and of other inputs, when it was made, seconds, digest of the weights
         <table>.parquet   each table of the data dictionary: the columns KEPT, floats as float32
         <name>.parquet    a table that the study's own trainer wrote into its runs, whole
 
@@ -36,8 +37,8 @@ KEPT = {
               "own_*"),
     "updates": ("attribution_*", "fresh_slot_change", "fresh_set_change", "slot_change", "clip_tokens",
                 "clip_tokens_all", "token_log_ratio_var", "sequence_log_ratio_var", "own_*"),
-    "layers": ("layer", "slot_change", "set_change", "load_dead_experts", "margin_q50", "engine_*", "noise_floor_*",
-               "own_*"),
+    "layers": ("layer", "slot_change", "set_change", "load_entropy", "load_max_violation", "load_dead_experts",
+               "margin_q50", "engine_*", "noise_floor_*", "own_*"),
 }
 """Columns of each table, beside its keys, as patterns; the rest stays with the runs. A table without an entry is kept
 whole."""

@@ -41,10 +41,11 @@ UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
 
 @dataclass(frozen=True)
 class Planned:
-    """One run of a study: where it lives and what it is."""
+    """One run of a study: where it lives, what it is, and the file that declares it."""
 
     path: Path
     config: RunConfig
+    study_file: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,8 @@ class Study:
     trainer: str = TRAINER
     """What carries out a run: `execute(run, folder, *, cache, listen)`, imported in the worker process. A function
     `check(run)` beside it says beforehand what would make the run void, and refuses what cannot run."""
+    file: Path | None = None
+    """That it was read from, as `load_study_file` says; every run keeps a digest of it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arms", _made(self.arms))
@@ -118,8 +121,7 @@ class Study:
             raise ConfigError("steps, seed and arm cannot be factors: use --steps, `seeds` and `arms`")
 
     def quick_form(self) -> Study:
-        """A study of its own, `<name>-quick`: one seed and the settings `quick`. Run it for QUICK_STEPS, to see that
-        all of it works; its numbers mean nothing."""
+        """A study of its own, `<name>-quick`, of one seed: run it for QUICK_STEPS, to see that all works."""
         return dataclasses.replace(self, name=f"{self.name}-quick", seeds=self.seeds[:1],
                                    base=self.base.replace(**self.quick))
 
@@ -177,7 +179,7 @@ class Study:
                 raise ConfigError(f"{described[path]} and {values_here} of study {self.name!r} would share the folder "
                                   f"{path.parent.name}, where one would pass for the other; name them with `cells`")
             described[path] = values_here
-            planned.append(Planned(path, config))
+            planned.append(Planned(path, config, self.file))
         return planned
 
 
@@ -269,4 +271,4 @@ def load_study_file(source: str) -> Study:
     study = getattr(module, "study", None)
     if not isinstance(study, Study):
         raise ConfigError(f"{source} declares no study; it needs a line `study = Study(...)`")
-    return study
+    return dataclasses.replace(study, file=Path(module.__file__).absolute() if module.__file__ else None)

@@ -6,8 +6,8 @@ import importlib.util
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -21,35 +21,41 @@ from moe_rl.errors import ConfigError
 from moe_rl.runs import folder as runs
 from moe_rl.runs.columns import TABLES, timing
 from moe_rl.runs.frames import Frames, load_study, read_table
+from moe_rl.runs.inputs import changed, inputs_of, sources_of
 from moe_rl.runs.terminal import say
-from moe_rl.runs.versions import code_version, package_versions
 from moe_rl.study.declaration import DECLARATION, Planned, Study, path_of, read_declaration
 from moe_rl.study.workers import Failure, run_study
 
 
-def rerun(path: Path, out: Path, *, jobs: int | None, console: Console,
+def rerun(path: Path, out: Path, *, jobs: int | None, console: Console, steps: int | None = None,
           trusted: Callable[[list[str]], bool] = lambda code: False) -> list[Failure]:
     """Run every row below `path` (a study, an arm, a cell or a run) again in `out`; returns the failures.
 
     Then says of each whether its final weights and optimizer state are those of the row, bit for bit, and else in which
-    columns their tables part; that can happen on another kind of machine or with other versions, which are named.
+    columns their tables part, from which step on and by how much; that can happen on another kind of machine or with
+    other versions, which are named. With `steps` only the first ones are run and compared.
 
-    Rows that name code from outside the package run only if `trusted`, called with these names, says so; it is looked
-    for in the current folder and in those above the tables, where a study's file lies beside its results. Raises
-    ConfigError where it is not trusted, for settings that this code does not know or that no run can have, and for
-    labels that would lead out of `out`.
+    Rows that name code from outside the package run only if `trusted`, called with these names, says so. It is looked
+    for beside the study file that the row names, in or below the folders above the tables and the current one, or, as
+    an older row names none, in these folders; what is not, byte for byte, what the row ran with is named before it
+    runs. Raises ConfigError where it is not trusted, for settings that this code does not know or that no run can have,
+    and for labels that would lead out of `out`.
     """
     above = [path, *path.absolute().parents][:4]
-    declared = next((f for f in above if (f / DECLARATION).exists()), path)
-    trainer = read_declaration(declared)["trainer"]
+    tables = next((f for f in above if (f / DECLARATION).exists()), path)
+    trainer = read_declaration(tables)["trainer"]
     frames = load_study(path, mix_code=True)
-    planned = [_planned(row, out) for row in frames.runs.itertuples()]
+    rows = list(frames.runs.itertuples())
+    planned = [_planned(row, out, tables, steps) for row in rows]
     if code := outside_code([p.config for p in planned], trainer):
         if not trusted(code):
             raise ConfigError(f"the rows in {path} name code from outside moe_rl, which would run here: "
                               f"{', '.join(code)}. A table can name anything that is installed: look at that code, "
                               "then say --trust")
-        _make_importable(code, declared)
+        _make_importable(code, tables, planned)
+    notes = (note for row, p in zip(rows, planned, strict=True) for note in _differences(row, p, trainer, bool(code)))
+    for note in dict.fromkeys(notes):
+        say(console, ("warning", "yellow"), f" {note}", wrap=True)
     study = Study(name=planned[0].path.parts[-4], question="", hypothesis="", arms=(planned[0].config.arm,),
                   base=planned[0].config, trainer=trainer)
     failures = run_study(study, planned, cache=out / ".cache", jobs=jobs, console=console)
@@ -66,42 +72,114 @@ def outside_code(configs: Iterable[RunConfig], trainer: str) -> list[str]:
     return sorted(name for name in found if name.partition(":")[0].partition(".")[0] != "moe_rl")
 
 
-def _planned(row: Any, out: Path) -> Planned:
+def _planned(row: Any, out: Path, tables: Path, steps: int | None) -> Planned:
     config = RunConfig.from_dict(json.loads(row.config))
+    config = config if steps is None else config.replace(steps=steps)
     check_values(config)
     path = path_of(out, row.study, row.arm, row.factors, row.seed)
     if (config.seed, config.arm.name) != (row.seed, row.arm):
         raise ConfigError(f"the row of arm {row.arm!r}, seed {row.seed}, holds the configuration of arm "
                           f"{config.arm.name!r}, seed {config.seed}: somebody has edited one of them")
-    return Planned(path, config)
+    return Planned(path, config, _study_file(json.loads(row.declared or "{}").get("file"), tables))
 
 
-def _make_importable(code: list[str], tables: Path) -> None:
-    """Put the current folder on the search path, and the nearest one above `tables` that holds a module of `code`."""
-    sys.path.insert(0, str(Path.cwd()))
+def _study_file(name: str | None, tables: Path) -> Path | None:
+    """Where the study file of a row is now: under the path that it had in its checkout, or its name alone, below a
+    folder above the tables or the current one."""
+    if name is None:
+        return None
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or not name.endswith(".py"):
+        raise ConfigError(f"the study file {name!r} of a row is no path of a Python file in a checkout: somebody has "
+                          "edited the table")
+    roots = [*tables.absolute().parents, Path.cwd(), *Path.cwd().parents]
+    places = (root / form for root in roots for form in (name, PurePosixPath(name).name))
+    return next((place for place in places if place.is_file()), None)
+
+
+def _make_importable(code: list[str], tables: Path, planned: Iterable[Planned]) -> None:
+    """Put the current folder on the search path, those of study files, and else the nearest one above `tables` that
+    holds a module of `code`."""
+    known = dict.fromkeys(str(p.study_file.parent) for p in planned if p.study_file is not None)
+    sys.path[:0] = [*known, str(Path.cwd())]
+    importlib.invalidate_caches()
     for top in {name.partition(":")[0].partition(".")[0] for name in code}:
         if top and importlib.util.find_spec(top) is None:
             holds = (f for f in tables.absolute().parents[:4] if (f / f"{top}.py").exists() or (f / top).is_dir())
             sys.path.extend(str(folder) for folder in itertools.islice(holds, 1))
 
 
-def _equal(a: pd.Series, b: pd.Series) -> bool:
-    numbers = is_numeric_dtype(a) and is_numeric_dtype(b)  # else names, as of a benchmark
-    x, y = (column.to_numpy("float32" if numbers else object) for column in (a, b))
-    return np.array_equal(x, y, equal_nan=numbers)
+def _differences(row: Any, planned: Planned, trainer: str, own: bool) -> Iterable[str]:
+    """What a row was made from and declared by, where that is not what is here."""
+    declared, here = json.loads(row.declared or "{}"), planned.study_file
+    if row.inputs is None and own:
+        yield f"the rows of {row.study} are older than digests: with which version of their code they ran is unknown"
+    elif names := changed(json.loads(row.inputs or "{}"), inputs_of(planned.config.to_dict(), trainer)):
+        yield f"{', '.join(names)} changed or went since the rows of {row.study} ran; what follows is of what is here"
+    if not declared:
+        return
+    if here is None:
+        yield (f"the study file {declared['file']} of {row.study} is not found in or above {Path.cwd()} or the tables; "
+               "rows run without it")
+    elif names := changed(declared["sources"], sources_of(here, here.parent)):
+        yield f"{', '.join(names)} beside {here} changed since {row.study} ran; rows run from their own configuration"
 
 
 def verdict(reported: Frames, path: Path) -> str:
-    """How the run in `path` compares with the one that `reported` holds. Values are compared as float32."""
-    (row,), manifest = reported.runs.to_dict("records"), runs.read_manifest(path)
-    if manifest is not None and manifest.get("checkpoint") == row["checkpoint"]:
+    """How the run in `path` compares with the one that `reported` holds, over the steps that both have.
+
+    Values are compared as float32. Of a run of fewer steps what the other had not measured by then is left out, as the
+    evaluation at its end.
+    """
+    (row,), made = reported.runs.to_dict("records"), runs.read_manifest(path)
+    assert made is not None, "the run has just ended"
+    if made.get("checkpoint") == row["checkpoint"]:
         return "the same weights and optimizer state, bit for bit"
-    tables = {name: (reported[name], read_table(path, name)) for name in TABLES}
-    both = [(name, c) for name, (a, b) in tables.items() for c in b if c in a and not timing(c)]
-    parted = [f"{name}.{c}" for name, c in both if not _equal(*(table[c] for table in tables[name]))]
-    values = (f"values part in {len(parted)} of {len(both)} columns ({', '.join(parted[:3])}, …)" if parted else
-              f"equal values in all {len(both)} columns")
-    there = json.loads(row["packages"]) | {"code": row["code"]}
-    here = package_versions() | {"code": code_version()}
-    changed = [f"{name} {there[name]} there, {here.get(name)} here" for name in there if there[name] != here.get(name)]
-    return f"another checkpoint, {values}; {'; '.join(changed) or 'the same versions, so another machine?'}"
+    last = min(row["step"], made["finished"])
+    shorter = last < row["step"]
+    parted: dict[str, tuple[int, float]] = {}
+    count = 0
+    for name, keys in TABLES.items():
+        both = (reported[name], read_table(path, name))
+        a, b = (table[table["step"] <= last].set_index(list(keys)).sort_index() for table in both)
+        if not len(a) or not len(b):
+            continue
+        columns = [c for c in b if c in a and not timing(c) and not (shorter and a[c].isna().all())]
+        count += len(columns)
+        if not a.index.equals(b.index):
+            steps = a.index.symmetric_difference(b.index).get_level_values("step")
+            parted[f"{name}, its rows"] = int(steps.min()), np.inf
+            a, b = (table.loc[a.index.intersection(b.index)] for table in (a, b))
+        parted |= {f"{name}.{c}": found for c in columns if (found := _parts(a[c], b[c], shorter)) is not None}
+    same = f"another checkpoint, as after {last} of {row['step']} steps" if shorter else "another checkpoint"
+    if not parted:
+        values = f"equal values in all {count} columns"
+    else:
+        first, largest = min(step for step, _ in parted.values()), max(parted, key=lambda c: parted[c][1])
+        values = (f"values part in {len(parted)} of {count} columns ({', '.join([*parted][:3])}, …), from step {first} "
+                  f"on, by at most {parted[largest][1]:.1g} of the largest value of a column ({largest})")
+    there, here = _made_from(row), _made_from({**made, "code": " then ".join(made["code"])})
+    others = [f"{name} {there[name]} there, {here.get(name)} here" for name in there if there[name] != here.get(name)]
+    return f"{same}, {values}; {'; '.join(others) or 'the same versions, so another machine?'}"
+
+
+def _made_from(run: Mapping[str, Any]) -> dict[str, str]:
+    """Packages, code and inputs of a row or of a manifest."""
+    packages, inputs = (json.loads(part) if isinstance(part := run.get(key) or {}, str) else part
+                        for key in ("packages", "inputs"))
+    return {**packages, "code": run["code"], **{name: value[:10] for name, value in inputs.items()}}
+
+
+def _parts(a: pd.Series, b: pd.Series, measured: bool) -> tuple[int, float] | None:
+    """The first step at which two columns part, and by how much of the largest value at most; None where they do not.
+    With `measured` only where a has a value."""
+    numbers = is_numeric_dtype(a) and is_numeric_dtype(b)  # else names, as of a benchmark
+    x, y = (column.to_numpy("float32" if numbers else object) for column in (a, b))
+    missing = (a.isna().to_numpy(), b.isna().to_numpy())
+    differ = (x != y) & ~(missing[0] & missing[1]) & ~(missing[0] & measured)
+    if not differ.any():
+        return None
+    step = int(a.index.get_level_values("step")[differ].min())
+    if not numbers or (missing[0] != missing[1])[differ].any():
+        return step, np.inf
+    with np.errstate(invalid="ignore"):
+        return step, float(np.nanmax(np.abs(x - y)) / np.nanmax(np.maximum(np.abs(x), np.abs(y))))

@@ -201,7 +201,8 @@ def carry_out(planned: Planned, trainer: str, cache: Path, shared: Callable[[run
               update: Callable[[], None] = lambda: None) -> None:
     """One run in its folder, which the trainer sees as `shared` gives it; `update` is called after every step."""
     config = planned.config
-    with runs.RunFolder.open(planned.path, config.to_dict(), config.hash, trainer=trainer) as folder:
+    with runs.RunFolder.open(planned.path, config.to_dict(), config.hash, trainer=trainer,
+                             study_file=planned.study_file) as folder:
         watch = Watch(folder)
 
         def listen(rows: dict[str, list[dict[str, Any]]]) -> None:

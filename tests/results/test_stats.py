@@ -182,3 +182,20 @@ def test_a_shift_is_the_geometric_mean_of_ratios_within_seeds():
     assert got.ratio.high == pytest.approx(4 * 2**12.7062, rel=1e-3) and got.ratio.method == "95% Student t of logs"
     assert got.p == got.p_smallest == 0.5
     assert stats.geometric([1, 4]).mean == pytest.approx(2)
+
+
+def test_the_smallest_effect_that_could_have_been_seen_is_cohens():
+    # Cohen 1988, paired, two-sided .05, power .8: an effect of .5 sd takes 34 pairs, of .8 takes 15, of .2 takes 199
+    for effect, n in ((0.5, 34), (0.8, 15), (0.2, 199)):
+        assert stats.detectable(1, n) <= effect < stats.detectable(1, n - 1)
+    assert stats.detectable(0.3, 10) == pytest.approx(0.3 * stats.detectable(1, 10))
+    assert stats.detectable(1, 8, alpha=0.05 / 4) > stats.detectable(1, 8) > stats.detectable(1, 8, power=0.5)
+    assert stats.detectable(0, 5) == 0
+    assert math.isnan(stats.detectable(1, 1)) and math.isnan(stats.detectable(math.nan, 4))
+
+
+def test_half_of_the_samples_with_that_effect_are_found_at_half_the_power():
+    n, effect = 5, stats.detectable(2, 5, alpha=0.1, power=0.5)
+    drawn = np.random.default_rng(0).normal(effect, 2, size=(40_000, n))
+    t = drawn.mean(1) / drawn.std(1, ddof=1) * math.sqrt(n)
+    assert (np.abs(t) > 2.131847).mean() == pytest.approx(0.5, abs=0.01)  # t(4, 0.95)

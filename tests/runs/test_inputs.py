@@ -16,9 +16,10 @@ from moe_rl.study.collect import collect
 from moe_rl.config import Arm, ModelConfig, RunConfig
 from moe_rl.errors import RunError
 from moe_rl.runs.frames import load_study
-from moe_rl.runs.inputs import inputs_of
+from moe_rl.runs.inputs import declared_by, inputs_of, sources_of
 from moe_rl.lookup import Use
 from moe_rl.runs.folder import RunFolder
+from moe_rl.runs.versions import git_state, merged_git
 from moe_rl.study.declaration import Planned, write_declaration
 from moe_rl.study.workers import check_code
 from tests import fake_study
@@ -117,7 +118,7 @@ def test_a_run_from_before_there_were_digests_goes_on(config, tmp_path):
     del manifest["inputs"]
     file.write_text(json.dumps(manifest))
     check_code(p.path, mix_code=False)
-    assert load_study(p.path).runs["inputs"].item() == "{}"
+    assert load_study(p.path).runs["inputs"].item() is None
     train(Planned(p.path, p.config.replace(steps=15)))
     assert len(runs.read_manifest(p.path)["inputs"]) == 4
 
@@ -139,3 +140,87 @@ def test_digests_are_made_without_torch_and_without_importing_what_is_hashed(con
     done = subprocess.run([sys.executable, "-c", code], input=json.dumps(config.to_dict()), text=True,
                           env=os.environ | {"PYTHONPATH": path}, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------------- the study file, and what is beside it
+@pytest.fixture
+def study_file(tmp_path) -> Path:
+    """A study file in a checkout of its own, whose imports lead to four other files of its folder."""
+    checkout = tmp_path / "checkout"
+    (checkout / "studies" / "parts").mkdir(parents=True)
+    for name, text in {
+        "mine.py": "import torch\nfrom shared import BASE\nimport moe_rl.study\nfrom parts import one\n",
+        "shared.py": "def late():\n    import deep\n", "deep.py": "import mine  # in a circle\n", "other.py": "",
+        "parts/__init__.py": "", "parts/one.py": "from . import two\nfrom .three import x\n", "parts/two.py": "",
+        "moe_rl.py": "the package has a code version",
+    }.items():
+        (checkout / "studies" / name).write_text(text)
+    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"]):
+        subprocess.run(["git", *words], cwd=checkout, check=True)
+    return checkout / "studies" / "mine.py"
+
+
+def test_what_a_file_imports_from_its_folder_counts_and_nothing_else(study_file):
+    found = sources_of(study_file, study_file.parent)
+    assert list(found) == ["deep.py", "mine.py", "parts/__init__.py", "parts/one.py", "parts/two.py", "shared.py"]
+    study_file.with_name("deep.py").write_text("import mine\n")
+    assert {n for n, v in sources_of(study_file, study_file.parent).items() if v != found[n]} == {"deep.py"}
+    study_file.write_text("this is no Python")
+    assert list(sources_of(study_file, study_file.parent)) == ["mine.py"]
+
+
+def test_a_loss_that_imports_its_neighbour_is_made_from_both_and_from_nothing_installed(config, tmp_path):
+    (tmp_path / "own" / "loss.py").write_text("import torch\nfrom own.scale import K\nimport numpy\n")
+    (tmp_path / "own" / "scale.py").write_text("K = 1\n")
+    before = inputs_of(config.to_dict())
+    assert {"own", "own.loss", "own.scale"} <= set(before) and not {"torch", "numpy"} & set(before)
+    (tmp_path / "own" / "scale.py").write_text("K = 2\n")
+    assert {n for n, v in inputs_of(config.to_dict()).items() if v != before[n]} == {"own.scale"}
+    assert list(inputs_of({"task": "subprocess:Popen"})) == ["subprocess"], "of what is installed, its own file alone"
+
+
+def test_a_run_keeps_the_commit_and_the_digests_of_its_study_file(config, study_file, tmp_path):
+    commit = git_state(study_file.parent)["commit"]
+    path = tmp_path / "runs" / "fake" / "mine" / "base" / "seed=0"
+
+    def opened() -> dict:
+        with RunFolder.open(path, config.to_dict(), config.hash, study_file=study_file) as folder:
+            return folder.manifest["declared"]
+
+    first = opened()
+    assert first == {"file": "studies/mine.py", "sources": sources_of(study_file, study_file.parent),
+                     "git": {"commit": commit, "dirty": False}}
+    git_state.cache_clear()  # what another process would see
+    study_file.with_name("other.py").write_text("# what the study does not import\n")
+    assert opened() == first
+    git_state.cache_clear()
+    study_file.with_name("deep.py").write_text("# edited\n")
+    again = opened()
+    assert again["git"] == {"commit": commit, "dirty": True}
+    assert again["sources"]["deep.py"].startswith(f"{first['sources']['deep.py']} then ")
+    git_state.cache_clear()
+    with RunFolder.open(path, config.to_dict(), config.hash) as folder:
+        assert folder.manifest["declared"] == again, "what goes on without its study file keeps what it knows"
+
+
+def test_a_run_without_a_checkout_says_why_it_has_no_commit(tmp_path, monkeypatch):
+    git_state.cache_clear()
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    state = git_state(tmp_path)
+    assert (state["commit"], state["dirty"]) == (None, None) and "not a git repository" in state["why"]
+    (tmp_path / "lone.py").write_text("")
+    assert declared_by(tmp_path / "lone.py")["file"] == "lone.py"
+    git_state.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    assert "git cannot be run" in git_state(tmp_path)["why"]
+    git_state.cache_clear()
+
+
+def test_a_run_that_goes_on_names_every_commit_and_stays_dirty():
+    a, b = {"commit": "a", "dirty": True}, {"commit": "b", "dirty": False}
+    assert merged_git(None, a) == merged_git(a, a) == a
+    assert merged_git(a, b) == {"commit": "a then b", "dirty": True}
+    assert merged_git({"commit": "a then b", "dirty": False}, b) == {"commit": "a then b", "dirty": False}
+    unknown = {"commit": None, "dirty": None, "why": "no git"}
+    assert merged_git(unknown, b) == b and merged_git(b, unknown) == {"commit": "b", "dirty": False, "why": "no git"}
+    assert merged_git(None, unknown) == unknown

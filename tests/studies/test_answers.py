@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from contextlib import redirect_stdout
 from functools import cache
 
 import answers
 import early_warning
+import pages
 import pytest
 
 from moe_rl.runs.frames import load_study
 
-HERE = [name for name in answers.ANSWERS if (answers.RESULTS / name).exists()]
+BLOCKS = [(page, found[2]) for page in pages.pages() for found in pages.BLOCK.finditer(page.read_text())]
 
 
 @cache
 def answered(name) -> tuple[str, list[tuple[str, str]]]:
     """What is printed, and which figures are saved: study and name."""
-    saved, out = [], io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
+    saved = []
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answers.plots, "save", lambda figure, folder, name: saved.append((folder.parent.name, name)))
-        answers.ANSWERS[name][0]()
-    return out.getvalue(), saved
+        return pages.printed(name), saved
 
 
-@pytest.mark.parametrize("name", HERE)
-def test_every_number_is_made_from_the_committed_tables(name):
+@pytest.mark.parametrize(("page", "name"), BLOCKS, ids=[name for _, name in BLOCKS])
+def test_every_number_is_made_from_the_committed_tables(page, name):
     out, saved = answered(name)
-    assert re.search(r"\d \[-?\d", out)
+    assert f"<!-- printed: {name} -->\n{out}<!-- end -->" in page.read_text(), "the page is not of today: make results"
     assert "nan" not in out.lower() or name == "gradient_quality"  # a mini-batch that is clipped whole has no cosine
     for folder, figure in saved:
         assert (answers.RESULTS / folder / "figures" / f"{figure}.png").exists()
+
+
+def test_every_study_with_results_has_a_page():
+    assert {folder.name for folder in answers.RESULTS.iterdir()} <= {page.stem for page, _ in BLOCKS}
 
 
 @pytest.mark.parametrize(("name", "measured"), [

@@ -17,9 +17,10 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.runs import folder as runs
 from moe_rl.runs.folder import RunFolder
+from moe_rl.runs.frames import load_study, read_table
 from moe_rl.study.collect import collect
 from moe_rl.study.declaration import write_declaration
-from moe_rl.study.rerun import outside_code, rerun
+from moe_rl.study.rerun import outside_code, rerun, verdict
 from tests import fake_study
 
 TRAINER = "import fake_study\n\n\ndef train(*arguments, **settings):\n    fake_study.train(*arguments, **settings)\n"
@@ -58,6 +59,13 @@ def change(results: Path, config: dict | None = None, **columns) -> None:
 
 def again(results: Path, out: Path, trusted: bool = True) -> list:
     return rerun(results, out, jobs=1, console=Console(file=io.StringIO()), trusted=lambda code: trusted)
+
+
+def said(results: Path, out: Path, **options) -> str:
+    """What a rerun prints, as one line."""
+    console = Console(record=True, width=1000)
+    assert rerun(results, out, jobs=1, console=console, trusted=lambda code: True, **options) == []
+    return " ".join(console.export_text().split())
 
 
 @pytest.fixture
@@ -140,3 +148,96 @@ def test_the_run_of_a_trusted_row_lands_in_the_output_folder(results, tmp_path, 
     assert again(results, tmp_path / "again") == []
     assert [p.relative_to(tmp_path / "again").as_posix() for p in runs.run_folders(tmp_path / "again")] == [
         "mine/grpo/base/seed=0"]
+
+
+# ---------------------------------------------------------------------- found by what the row recorded
+@pytest.fixture
+def far(results, tmp_path, elsewhere) -> Path:
+    """Tables that do not lie below their study, which is in a checkout around the current folder, and is recorded."""
+    (tmp_path / ".git").mkdir()
+    studies, out = tmp_path / "studies", tmp_path / "runs-2"
+    (studies / "mine.py").write_text("import settings\nfrom moe_rl.study import Study\n")
+    (studies / "settings.py").write_text("STEPS = 3\n")
+    sys.path.insert(0, str(studies))
+    study = dataclasses.replace(fake_study.study, name="mine", trainer="own_trainer:train", seeds=(0,))
+    study = dataclasses.replace(study, arms=study.arms[:1], base=study.base.replace(steps=3), file=studies / "mine.py")
+    (planned,) = study.runs(out)
+    with RunFolder.open(planned.path, planned.config.to_dict(), planned.config.hash, trainer=study.trainer,
+                        study_file=planned.study_file) as folder:
+        fake_study.train(planned.config, folder, cache=tmp_path)
+    sys.path.remove(str(studies))
+    write_declaration(study, out)
+    collect(out / "mine", tmp_path / "tables" / "mine", mix_code=True)
+    return tmp_path / "tables" / "mine"
+
+
+def test_own_modules_are_found_beside_the_study_file_that_a_row_names(far, tmp_path):
+    row = load_study(far).runs.iloc[0]
+    assert json.loads(row["declared"])["file"] == "studies/mine.py"
+    assert set(json.loads(row["inputs"])) == {"own_trainer", "fake_study"}
+    text = said(far, tmp_path / "again")
+    assert "bit for bit" in text and "warning" not in text
+
+
+@pytest.mark.parametrize("file, words", [
+    ("fake_study.py", "warning fake_study changed or went since the rows of mine ran"),
+    ("settings.py", "warning settings.py beside"),
+])
+def test_what_is_not_what_the_row_ran_with_is_named(far, tmp_path, file, words):
+    with (tmp_path / "studies" / file).open("a") as edited:
+        edited.write("# edited\n")
+    assert words in said(far, tmp_path / "again")
+
+
+def test_a_study_file_that_is_gone_is_named(far, tmp_path):
+    for file in ("own_trainer.py", "fake_study.py", "settings.py"):
+        (tmp_path / "studies" / file).rename(tmp_path / "elsewhere" / file)
+    (tmp_path / "studies" / "mine.py").unlink()
+    assert "warning the study file studies/mine.py of mine is not found" in said(far, tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", ["../studies/mine.py", "/studies/mine.py", "studies/mine.txt"])
+def test_a_study_file_that_is_no_path_in_a_checkout_is_refused(far, tmp_path, name):
+    change(far, declared=json.dumps({"file": name, "sources": {}}))
+    with pytest.raises(ConfigError, match="edited the table"):
+        again(far, tmp_path / "again")
+
+
+def test_an_older_table_is_read_and_says_what_it_does_not_know(results, tmp_path, elsewhere):
+    frame = pd.read_parquet(results / "runs.parquet")
+    frame.drop(columns=["inputs", "declared", "created", "finished_at"]).to_parquet(results / "runs.parquet")
+    row = load_study(results).runs.iloc[0]
+    assert row[["inputs", "declared", "created", "finished_at"]].isna().all()
+    text = said(results, tmp_path / "again")
+    assert "which version of their code they ran is unknown" in text and "bit for bit" in text
+
+
+# ---------------------------------------------------------------------- the first steps alone
+def test_the_first_steps_alone_are_run_and_compared(results, tmp_path, elsewhere, capsys):
+    assert cli.main(["rerun", str(results), "--out", str(tmp_path / "a"), "--trust", "--steps", "2"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "another checkpoint, as after 2 of 3 steps, equal values in all" in text
+    run = tmp_path / "a" / "mine" / "grpo" / "base" / "seed=0"
+    assert read_table(run, "steps")["step"].to_list() == [1, 2]
+    assert cli.main(["rerun", str(results), "--out", str(tmp_path / "b"), "--trust", "--steps", "0"]) == 2
+    assert "steps=0" in capsys.readouterr().err
+
+
+def test_from_which_step_on_and_by_how_much_values_part(results, tmp_path, elsewhere):
+    said(results, tmp_path / "again", steps=2)
+    run, row = tmp_path / "again" / "mine" / "grpo" / "base" / "seed=0", load_study(results)
+
+    def compared(**columns) -> str:
+        steps = row["steps"].assign(**columns)
+        return verdict(dataclasses.replace(row, tables={**row.tables, "steps": steps}), run)
+
+    entropy = row["steps"]["entropy"]
+    moved = entropy + entropy[:2].max() / 8 * (row["steps"]["step"] > 1)  # an eighth, exact in float32
+    share = (moved[1] - entropy[1]) / moved[:2].max()
+    text = compared(entropy=moved)
+    assert "part in 1 of " in text and f"columns (steps.entropy, …), from step 2 on, by at most {share:.1g} of" in text
+    assert "steps.entropy" not in compared(entropy=entropy.where(row["steps"]["step"] != 2)), "what it had not measured"
+    assert "equal values" in compared(entropy=entropy + (row["steps"]["step"] == 3)), "steps that only the row has"
+    gone = row["steps"].drop(index=0)
+    text = verdict(dataclasses.replace(row, tables={**row.tables, "steps": gone}), run)
+    assert "steps, its rows" in text and "from step 1 on, by at most inf" in text

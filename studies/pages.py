@@ -1,0 +1,192 @@
+"""The pages of the studies, whose numbers are printed from the tables: `python studies/pages.py` refills them.
+
+`README.md` and `<study>.md` are written by hand but for what stands between `<!-- printed: NAME -->` and
+`<!-- end -->`: what NAME, a study or one of LISTS, prints. A test holds the pages to that, and the numbers of the words
+around it to numbers that are printed.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import cache
+from pathlib import Path
+
+import answers
+import pandas as pd
+
+from moe_rl.results.stats import detectable, interval
+from moe_rl.results.study_page import provenance
+from moe_rl.results.summary import Metric, compare, metric, outcomes, per_run
+from moe_rl.runs.frames import Frames, load_study
+from moe_rl.study.declaration import read_declaration
+
+HERE = Path(__file__).parent
+BLOCK = re.compile(r"(<!-- printed: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+LENGTH = 13
+"""Response tokens of most studies: a product's thirteenth root is what GSPO clips."""
+COMPARED = 20
+"""Steps over which the rewards of two runs must be equal, and earn something, to be called one run."""
+
+
+def pages() -> list[Path]:
+    """Every page, the index first."""
+    return [HERE / "README.md", *sorted(p for p in HERE.glob("*.md") if p.name != "README.md")]
+
+
+def refilled(text: str) -> str:
+    """A page with what its markers name printed anew."""
+    return BLOCK.sub(lambda found: found[1] + printed(found[2]) + found[3], text)
+
+
+def printed(name: str) -> str:
+    """What stands between the markers of that name."""
+    if name in LISTS:
+        return LISTS[name]()
+    out = io.StringIO()
+    with redirect_stdout(out):
+        if (answers.RESULTS / name).exists():
+            facts(name)
+        for answer in answers.ANSWERS.get(name, ()):
+            answer()
+    return f"```text\n{out.getvalue().strip()}\n```\n"
+
+
+@cache
+def study(name: str) -> tuple[Frames, dict]:
+    """The tables and the declaration of a study."""
+    return load_study(answers.RESULTS / name), read_declaration(answers.RESULTS / name)
+
+
+# ---------------------------------------------------------------------- what every study prints
+def facts(name: str) -> None:
+    """Where the runs come from, which other studies have them too, what they earned, and what could have been seen."""
+    frames, declared = study(name)
+    rows = {"code": frames.runs["code"], **provenance(frames.runs)}
+    print(f"{len(frames.runs)} runs; " + "; ".join(f"{what} {_counted(values)}" for what, values in rows.items()))
+    for theirs, seeds in shared(name).items():
+        print(f"shared: {theirs}, seeds {_seeds(seeds)}")
+    endpoint = metric(declared["endpoint"])
+    for cell in frames.cells:
+        here = frames.cell(cell)
+        print(f"\n{cell}:" if len(frames.cells) > 1 else "")
+        for what, values in measured(here, endpoint):
+            print(f"  {what}: " + "; ".join(f"{arm} {value}" for arm, value in values.items()))
+    contrasts(frames, declared)
+
+
+def measured(frames: Frames, endpoint: Metric) -> Iterator[tuple[str, dict[str, str]]]:
+    """Quantities of one combination of factors, by arm."""
+    for one in dict.fromkeys((endpoint, metric("reward"))):
+        yield one.name, {arm: str(interval(values)) for arm, values in per_run(frames, one).groupby(level=0)}
+    steps = frames["steps"].sort_values("step")
+    if "eval_exact_greedy" in steps:
+        evaluated = steps.dropna(subset=["eval_exact_greedy"]).groupby(["arm", "seed"])["eval_exact_greedy"]
+        yield "greedy exact match, start → end", {
+            arm: f"{e['first'].mean():.3f} → {e['last'].mean():.3f}, gained {interval(e['last'] - e['first'])}"
+            for arm, e in evaluated.agg(["first", "last"]).groupby(level=0)}
+    for name in ("token_ess", "token_log_ratio_var", "slot_change", "clip_tokens", "clip_tokens_all"):
+        if name in steps:
+            yield (f"{name}, second half",
+                   {arm: str(interval(values)) for arm, values in per_run(frames, Metric(name, name)).groupby(level=0)})
+    if LENGTH - per_run(frames, Metric("length", "response_tokens")).min() < 0.5:
+        ratio = per_run(frames, metric("sequence_log_ratio_var")) / per_run(frames, metric("token_log_ratio_var"))
+        times = (LENGTH * ratio).dropna().groupby(level=0)
+        yield (f"{LENGTH}·Var(log s)/Var(log w), second half, median over seeds (range)",
+               {arm: f"{x.median():.2f} ({x.min():.2f} to {x.max():.2f})" for arm, x in times})
+    fates = outcomes(frames)
+    yield "collapses, lasting + recovered", {
+        arm: f"{(rows['fate'] == 'lasting').sum()} + {(rows['fate'] == 'recovered').sum()} of {len(rows)}"
+        for arm, rows in fates.groupby("arm")}
+    layers = frames["layers"]
+    if "load_dead_experts" in layers:
+        dead = layers[layers["step"] == layers["step"].min()]["load_dead_experts"]
+        yield "experts of a layer without load, first step", {
+            "all arms": f"{dead.mean():.1f} ({dead.min():.0f} to {dead.max():.0f})"}
+
+
+def contrasts(frames: Frames, declared: dict) -> None:
+    """The declared contrasts: difference, Student t where the interval is a bootstrap of few seeds, p, and power."""
+    arms = [arm["name"] for arm in declared["arms"]]
+    if not declared["contrasts"]:
+        return
+    found = compare(frames, arms, declared["contrasts"], metric(declared["endpoint"]))
+    print(f"\n{declared['endpoint']}, contrasts declared beforehand; sd: of differences over seeds; could have seen: "
+          "in 4 of 5 repetitions, by a paired t-test at 5 %, and at 5 % / their number")
+    for one in found:
+        values = per_run(frames.cell(one.cell), metric(declared["endpoint"])).unstack(0)
+        d = (values[one.a] - values[one.b]).dropna()
+        n, sd, exact = len(d), d.std(ddof=1), one.result
+        student = f", Student t {answers.student(d)}" if "BCa" in exact.difference.method and n < 12 else ""
+        cell = f", {one.cell}" if len(frames.cells) > 1 else ""
+        rank = "" if math.isnan(one.p_log_rank) else f", log-rank p {one.p_log_rank:.2g}"
+        seen = f"{detectable(sd, n):.2g}, {detectable(sd, n, 0.05 / len(found)):.2g}"
+        print(f"  {one.a} − {one.b}{cell}: {exact.difference}{student}, above 0 on {(d > 0).sum()} of {n} seeds, "
+              f"p {exact.p:.3g}, Holm p {one.p_holm:.2g}{rank}; sd {sd:.2g}, could have seen {seen}")
+
+
+def shared(name: str) -> dict[str, list[int]]:
+    """Runs of a study whose rewards are those of runs of other studies, step by step."""
+    found: dict[str, list[int]] = {}
+    mine = _rewards(name)
+    for other in sorted(p.name for p in answers.RESULTS.iterdir() if p.name != name):
+        theirs = {values: key for key, values in _rewards(other).items()}
+        for (arm, cell, seed), values in mine.items():
+            if (key := theirs.get(values)) is not None:
+                cells = [f" in {c}" if c != "base" else "" for c in (cell, key[1])]
+                found.setdefault(f"{arm}{cells[0]} with {key[0]}{cells[1]} of {other}", []).append(seed)
+    return found
+
+
+@cache
+def _rewards(name: str) -> dict[tuple[str, str, int], tuple[float, ...]]:
+    """The first rewards of every run that earns something."""
+    rows = study(name)[0]["steps"].dropna(subset=["reward"]).sort_values("step").groupby(["arm", "factors", "seed"])
+    curves = {key: tuple(values.head(COMPARED)) for key, values in rows["reward"]}
+    return {key: curve for key, curve in curves.items() if len(curve) == COMPARED and sum(curve) > 1}
+
+
+def _counted(values) -> str:
+    counts = pd.Series(list(values)).value_counts()
+    return ", ".join(str(v) if len(counts) == 1 else f"{v} ({n})" for v, n in counts.items())
+
+
+def _seeds(seeds: list[int]) -> str:
+    seeds = sorted(seeds)
+    return f"{seeds[0]}–{seeds[-1]}" if len(seeds) == seeds[-1] - seeds[0] + 1 > 1 else ", ".join(map(str, seeds))
+
+
+# ---------------------------------------------------------------------- lists of the index
+def power() -> str:
+    """A row per contrast of the studies that compare arms: how seeds scatter, and what could have been seen."""
+    lines = ["| study | difference, in the endpoint | n | sd | seen in 4 of 5 | and after correction |",
+             "|---|---|---|---|---|---|"]
+    for folder in sorted(answers.RESULTS.iterdir()):
+        frames, declared = study(folder.name)
+        for cell, (a, b) in itertools.product(SHOWN.get(folder.name, frames.cells), declared["contrasts"]):
+            values = per_run(frames.cell(cell), metric(declared["endpoint"])).unstack(0)
+            d = (values[a] - values[b]).dropna()
+            n, sd, number = len(d), d.std(ddof=1), len(declared["contrasts"]) * len(frames.cells)
+            where = f", {cell}" if len(frames.cells) > 1 else ""
+            lines.append(f"| [{folder.name}]({folder.name}.md) | {a} − {b}{where} | {n} | {sd:.2g} | "
+                         f"{detectable(sd, n):.2g} | {detectable(sd, n, 0.05 / number):.2g} |")
+    return "\n".join(lines) + "\n"
+
+
+SHOWN = {"learning_rates": ["optimizer.lr=0.0002", "optimizer.lr=0.000566"],
+         "controls": ["moe", "no-choice", "warm-up"], "staleness": ["N=1", "N=8"]}
+"""Of studies with many cells, those that the index shows."""
+LISTS: dict[str, Callable[[], str]] = {"power": power}
+
+
+def main() -> None:
+    for page in pages():
+        page.write_text(refilled(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()
