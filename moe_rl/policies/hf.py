@@ -19,6 +19,7 @@ from moe_rl.errors import ConfigError, Diverged
 from moe_rl.objectives import Objective
 from moe_rl.routing.balance import balance, correction_biases
 from moe_rl.routing.dial import Dose, disturbed
+from moe_rl.routing.file_mode import usual_mode
 from moe_rl.routing.hooks import RouterScores, record_routing, replay_routing
 from moe_rl.routing.inputs import Routed, RouterInputs, load_of, token_weights
 from moe_rl.routing.sites import router_parameters
@@ -205,6 +206,7 @@ def write_state(
 
     weights.parent.mkdir(parents=True, exist_ok=True)
     save_model(model, str(weights))
+    usual_mode(weights)
     torch.save({"optimizer": optimizer.state_dict(), "updates": updates}, moments)
 
 
