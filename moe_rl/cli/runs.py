@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,26 @@ from moe_rl.errors import ConfigError
 )
 def list_runs(options: argparse.Namespace) -> int:
     """A line per run. A folder of runs needs neither pandas nor torch."""
-    from moe_rl.runs.folder import run_folders, state
+    from moe_rl.runs.commits import read_rows
+    from moe_rl.runs.folder import read_manifest, run_folders, state
     from moe_rl.runs.terminal import duration
 
-    found = [(path, state(path)) for path in run_folders(options.folder)] or _collected_runs(options.folder)
+    found = [(path, state(path)) for path in run_folders(options.folder)]
+    for path, now in found:
+        steps = read_rows(path, "steps", (read_manifest(path) or {}).get("finished"))
+        if "groups_without_signal" in steps.column_names:
+            now["without_signal"] = steps["groups_without_signal"].drop_null().to_pylist()
+    found = found or _collected_runs(options.folder)
     if not found:
         raise ConfigError(f"there is no run below {options.folder}; give the folder that holds them")
-    rows = [("run", "state", "step", "reward", "changed", "left")]
+    rows: list[tuple[str, ...]] = [("run", "state", "step", "reward", "changed", "left", "")]
     for path, now in found:
         age = f"{duration(time.time() - now['updated'])} ago" if "updated" in now else ""
         left = duration(now["seconds_left"]) if now.get("seconds_left") else ""
         reward = f"{now['reward']:.3f}" if now.get("reward") is not None else ""
         reached = f", finished to {now['finished']}" if "finished" in now else ""
-        rows.append((str(path), now["state"] + reached, f"{now['step']}/{now['steps']}", reward, age, left))
+        rows.append((str(path), now["state"] + reached, f"{now['step']}/{now['steps']}", reward, age, left,
+                     _signal(now.get("without_signal", ()))))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -103,10 +111,19 @@ def diff(options: argparse.Namespace) -> int:
     return 1
 
 
+def _signal(without: Sequence[float]) -> str:
+    """What to say of a run of these shares of groups whose rewards were all equal, a share per step."""
+    return "no group ever had a signal: rewards trained nothing" if len(without) and min(without) == 1 else ""
+
+
 def _collected_runs(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     from moe_rl.runs.frames import collected
 
     below = [folder] if collected(folder) else sorted(file.parent for file in folder.glob("*/runs.parquet"))
-    tables = [(study, collected(study)) for study in below]
-    return [(study / run.path, {"state": run.state, "step": run.step, "steps": run.steps})
-            for study, frames in tables if frames is not None for run in frames.runs.itertuples()]
+    tables = [(study, frames) for study in below if (frames := collected(study)) is not None]
+    shares = {study: frames["steps"].groupby(["arm", "factors", "seed"])["groups_without_signal"].apply(
+        lambda column: column.dropna().to_list())
+        for study, frames in tables if "groups_without_signal" in frames["steps"]}
+    return [(study / run.path, {"state": run.state, "step": run.step, "steps": run.steps,
+                                "without_signal": shares.get(study, {}).get((run.arm, run.factors, run.seed), ())})
+            for study, frames in tables for run in frames.runs.itertuples()]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import importlib
 import importlib.util
 import itertools
 import json
@@ -73,13 +72,19 @@ class Study:
     """Names that `moe_rl.results.figures` knows, or `pkg.module:function`; `against:optimizer.lr` draws the endpoint
     over a factor."""
     endpoint: str = "reward, second half"
-    """The one quantity that the arms are compared by: a metric of `moe_rl.results.summary`, or a column of `steps`."""
+    """The one quantity that the arms are compared by: a metric of `moe_rl.results.summary`, a column of `steps`, or
+    one's own, as in `metrics`."""
     further_endpoints: tuple[str, ...] = ()
     """Quantities that the arms are compared by as well, each in a table of its own: the rule says what for."""
     contrasts: tuple[tuple[str, str], ...] = ()
     """The comparisons decided on beforehand, as (arm, arm): first minus second, Holm over these and all combinations of
     factors. Without any, all pairs are compared and called exploratory."""
+    metrics: tuple[str, ...] = ()
+    """Rows of the summary beside the usual ones, named as `endpoint` names them; a `pkg.module:function` of one's own
+    goes from the `Frames` of one run to a number."""
     decision_rule: str = ""
+    verdict: str = ""
+    """`pkg.module:function`, from the study's `Frames` to what its rule says of them: a sentence each."""
     differs_from_paper: str = ""
     caution: str = ""
     """What the summary says under its table, so that nobody reads more into it than there is."""
@@ -194,20 +199,16 @@ def write_declaration(study: Study, out: Path) -> list[str]:
     """Write `study.json` beside the study's runs: what their tables alone do not say. Returns what an earlier one said
     otherwise of the question and of how it is answered."""
     keys = ("name", "question", "hypothesis", "figures", "endpoint", "further_endpoints", "contrasts", "decision_rule",
-            "differs_from_paper", "caution", "cost", "seeds", "factors", "cells", "trainer")
+            "metrics", "verdict", "differs_from_paper", "caution", "cost", "seeds", "factors", "cells", "trainer")
     content = {k: getattr(study, k) for k in keys} | {"arms": [{"name": a.name} for a in _made(study.arms)]}
     (out / study.name).mkdir(parents=True, exist_ok=True)
     before = content
     with contextlib.suppress(RunError):  # a damaged one is written anew
         before = runs.read_json(out / study.name / DECLARATION, ()) or content
     asked = ("question", "arms", "endpoint", "further_endpoints", "contrasts", "decision_rule")
-    changed = [k for k in asked if _json(before.get(k)) != _json(content[k])]
+    changed = [k for k in asked if json.dumps(before.get(k)) != json.dumps(content[k])]
     runs.write_json(out / study.name / DECLARATION, content)
     return changed
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
 
 
 def read_declaration(folder: Path) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def rerun(path: Path, out: Path, *, jobs: int | None, console: Console,
             raise ConfigError(f"the rows in {path} name code from outside moe_rl, which would run here: "
                               f"{', '.join(code)}. A table can name anything that is installed: look at that code, "
                               "then say --trust")
-        _make_importable(code, declared)
+        make_importable(code, declared)
     study = Study(name=planned[0].path.parts[-4], question="", hypothesis="", arms=(planned[0].config.arm,),
                   base=planned[0].config, trainer=trainer)
     failures = run_study(study, planned, cache=out / ".cache", jobs=jobs, console=console)
@@ -76,7 +76,7 @@ def _planned(row: Any, out: Path) -> Planned:
     return Planned(path, config)
 
 
-def _make_importable(code: list[str], tables: Path) -> None:
+def make_importable(code: list[str], tables: Path) -> None:
     """Put the current folder on the search path, and the nearest one above `tables` that holds a module of `code`."""
     sys.path.insert(0, str(Path.cwd()))
     for top in {name.partition(":")[0].partition(".")[0] for name in code}:
