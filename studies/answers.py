@@ -317,7 +317,7 @@ def draw_ratio_variance(table: pd.DataFrame, scaling: pd.DataFrame, names: dict[
         axes[2].plot(mean.index, mean, marker="o", label=names[name], **style)
         if name in CLAIMED:
             slope, aside = CLAIMED[name]
-            plots.slope_guide(axes[2], slope, mean.index, aside * mean.iloc[-1])
+            plots.slope_guide(axes[2], slope, mean.index, aside * mean.iloc[-1], above=aside > 1)
         for _, run in scaling.groupby(["seed", "factors"]):
             axes[2].plot(run["alpha"], run[name].where(run[name] > 0), alpha=0.3, linewidth=0.8, **style)
     axes[2].set(title="Between θ and θ + α·u", xlabel="α (1: one step of eight updates)", xscale="log", yscale="log")

@@ -231,14 +231,14 @@ def before_training(steps: pd.DataFrame, column: str) -> pd.Series:
     return rows.set_index("factors")[measured].dropna()
 
 
-def slope_guide(ax: Axes, slope: float, x: ArrayLike, y: float) -> None:
-    """On log–log axes, a line of that slope over `x`, through `y` at its end."""
+def slope_guide(ax: Axes, slope: float, x: ArrayLike, y: float, *, above: bool) -> None:
+    """On log–log axes, a line of that slope over `x`, through `y` at its end, its name above or below it."""
     at = np.asarray(x, dtype=float)
     line = y * (at / at[-1]) ** slope
     ax.plot(at, line, color="black", linewidth=1.2, linestyle=(0, (4, 3)), zorder=5, gid=f"slope {slope:g}")
     middle = len(at) // 2
-    ax.annotate(f"slope {slope:g}", (at[middle], line[middle]), fontsize=9, xytext=(4, -12), textcoords="offset points",
-                zorder=5)
+    ax.annotate(f"slope {slope:g}", (at[middle], line[middle]), fontsize=9, xytext=(-4, 6) if above else (4, -12),
+                textcoords="offset points", ha="right" if above else "left", zorder=5)
 
 
 def whole(ax: Axes) -> None:

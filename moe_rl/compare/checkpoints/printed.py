@@ -18,7 +18,7 @@ from moe_rl.compare.checkpoints.tables import SEEN, SHOWN, Frames, top_share
 from moe_rl.results import plots
 from moe_rl.runs.terminal import say
 
-SHARES = ("slot_change", "set_change", "jaccard_distance", "any_layer_change", "response_set_change",
+SHARES = ("slot_change", "set_change", "jaccard_distance", "gate_mass_moved", "any_layer_change", "response_set_change",
           "response_usage_change", "router_shift_ratio_low", "coactivation_change")
 """Metrics that are shares, to be read in percent."""
 
@@ -84,7 +84,7 @@ def conclusion(summary: pd.DataFrame) -> str:
         return "no expert of any response token changed."
     chance = by["chance"]["slot_change"] if "chance" in by else math.nan  # of a comparison that older code finished
     beside = ("the noise floor is 0" if not floor else "no more than the noise floor" if slots <= floor else
-              f"{slots / floor:.2g} times the noise floor")
+              f"{slots / floor:{'.2g' if slots < 10 * floor else ',.0f'}} times the noise floor")
     if not math.isnan(chance):
         beside += f", random routes would change {_percent(chance)}"
     return (f"{_percent(slots)} of the experts of response tokens changed ({beside}); {_percent(tokens)} of these "
