@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.cli.verbs import argument, verb
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, RunError
 
 
 @verb(
@@ -23,15 +24,12 @@ from moe_rl.errors import ConfigError
 )
 def list_runs(options: argparse.Namespace) -> int:
     """A line per run. A folder of runs needs neither pandas nor torch."""
-    from moe_rl.runs.commits import read_rows
-    from moe_rl.runs.folder import read_manifest, run_folders, state
+    from moe_rl.runs.folder import run_folders, state
     from moe_rl.runs.terminal import duration
 
     found = [(path, state(path)) for path in run_folders(options.folder)]
     for path, now in found:
-        steps = read_rows(path, "steps", (read_manifest(path) or {}).get("finished"))
-        if "groups_without_signal" in steps.column_names:
-            now["without_signal"] = steps["groups_without_signal"].drop_null().to_pylist()
+        now["without_signal"] = _without_signal(path)
     found = found or _collected_runs(options.folder)
     if not found:
         raise ConfigError(f"there is no run below {options.folder}; give the folder that holds them")
@@ -109,6 +107,20 @@ def diff(options: argparse.Namespace) -> int:
     else:
         print(f"{found.table}: {where}: {found.column} = {found.a!r} | {found.b!r}")
     return 1
+
+
+def _without_signal(path: Path) -> list[float]:
+    """Share of groups without signal, per step. Not by `read_rows`, whose comparisons have pyarrow import pandas; a run
+    whose tables are damaged is listed all the same."""
+    from moe_rl.runs.commits import read_parquet
+
+    whole, found = path / "steps.parquet", []
+    for file in [whole] if whole.exists() else sorted((path / "tables" / "steps").glob("step=*.parquet")):
+        with contextlib.suppress(RunError):
+            rows = read_parquet(file)
+            if "groups_without_signal" in rows.column_names:
+                found += rows["groups_without_signal"].drop_null().to_pylist()
+    return found
 
 
 def _signal(without: Sequence[float]) -> str:
