@@ -118,6 +118,12 @@ class Batch:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
+    def __repr__(self) -> str:
+        optional = [f.name for f in fields(self) if f.default is None and getattr(self, f.name) is not None]
+        return (f"Batch({len(self)} × {self.tokens.shape[1]} tokens, {len(self.prompt_index.unique())} prompts, "
+                f"{int(self.response_mask.sum())} response tokens, mean reward {float(self.rewards.float().mean()):.3g}"
+                f"{'; ' * bool(optional)}{', '.join(optional)})")
+
     def rows(self, index: Int[Tensor, " rows"] | slice) -> Batch:
         """The given rows, without the columns that are padding in all of them."""
         mask = self.attention_mask[index]

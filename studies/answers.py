@@ -18,7 +18,6 @@ import pandas as pd
 import stabilisers_verdicts
 import volatility_controls_verdicts
 import volatility_dial_verdicts
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from scipy.stats import t
@@ -28,11 +27,16 @@ from moe_rl.metrics.attribution import AttributionSums
 from moe_rl.results import plots
 from moe_rl.results.factors import against, half_lost_points, settings_of
 from moe_rl.results.stats import Interval, geometric, interval
-from moe_rl.results.summary import MAIN, metric, per_run
+from moe_rl.results.summary import MAIN, collapsed, metric, per_run
+from moe_rl.results.verdict import verdict_of
 from moe_rl.runs.frames import Frames, load_study
 from moe_rl.study.declaration import read_declaration
 
 RESULTS = Path(__file__).parent / "results"
+RATES = ("#9ECAE1", "#4292C6", "#084594")
+"""Colours of learning rates, of one arm: shades of its own."""
+CLAIMED = {"slot_change": (1, 12), "rr": (2, 1 / 12)}
+"""Log-log slopes that ratio_variance expects, and how far from the mean they are drawn."""
 
 
 def differences(values: pd.DataFrame, a: str, b: str, confidence: float = 0.95) -> Interval:
@@ -55,19 +59,6 @@ def own_table(study: str, name: str) -> pd.DataFrame:
 def slopes(values: pd.DataFrame, x: Sequence[float]) -> np.ndarray:
     """Least-squares slope of every row over x."""
     return np.polyfit(np.asarray(x, dtype=float), values.to_numpy(dtype=float).T, 1)[0]
-
-
-def draw_rows(ax: Axes, values: Mapping[str, pd.Series]) -> Interval:
-    """A row per cell or arm: the values of its seeds, their mean and interval. The first, the reference, has its own
-    colour. Returns the last interval, for its method and n."""
-    for i, seeds in enumerate(values.values()):
-        found, colour = interval(seeds), plots.COLOURS[min(i, 1)]
-        ax.plot(seeds, np.full(len(seeds), i), ".", color=colour, alpha=0.4, markersize=5)
-        whisker = [[found.mean - found.low], [found.high - found.mean]]
-        ax.errorbar(found.mean, i, xerr=whisker, fmt="o", color=colour, capsize=3, linewidth=1.4, markersize=5)
-    ax.set(yticks=range(len(values)), yticklabels=values)
-    ax.invert_yaxis()
-    return found
 
 
 # ---------------------------------------------------------------------- reward against learning rate
@@ -211,15 +202,16 @@ def draw_expert_volatility(frames: Frames) -> Figure:
     names = {"slot_change": "expert slots, 1 − |S ∩ S′| / k", "set_change": "routers, S ≠ S′",
              "any_layer_change": "tokens with a change at any layer"}
     figure, axes = plots.new_figure(3, "How many routes change in one step?", width=13)
+    colours = {cell: plots.COLOURS[0] if cell == "base" else plots.GREY for cell in frames.cells}
     for ax, (name, title) in zip(axes, names.items(), strict=True):
-        found = draw_rows(ax, {cell: per_run(frames.cell(cell), metric(name)) for cell in frames.cells})
-        ax.axvline(0.1, color="#666666", linewidth=1.2, linestyle=":")
+        values = {cell: per_run(frames.cell(cell), metric(name)) for cell in frames.cells}
+        note = plots.rows_of(ax, values, colours, scale="logit")
+        ax.axvline(0.1, color=plots.GREY, linewidth=1.2, linestyle=":")
         ax.set(title=title, xlim=(0, None))
         ax.xaxis.set_major_formatter(PercentFormatter(1))
     for ax in axes[1:]:
         ax.set_yticklabels([])
-    note = f"mean over n = {found.n} seeds, steps 21–40; whisker: {found.method}; dots: each seed; dotted line: 10 %"
-    return plots.finish(figure, axes, note, legend=False)
+    return plots.finish(figure, axes, f"steps 21–40; {note}; dotted line: 10 %", legend=False)
 
 
 # ---------------------------------------------------------------------- updates per batch, doses, controls
@@ -272,19 +264,26 @@ def why_gspo() -> None:
     print("Variance of the log-ratios that the loss sees, times GRPO's: "
           f"shrunk {geometric(SHRINK**2 * ours['shrunk'] / ours['grpo'])}, "
           f"replay, in why_replay, {geometric(theirs['grpo-replay'] / theirs['grpo'])}")
-    plots.save(draw_why_gspo(rewards), RESULTS / "why_gspo" / "figures", "why_gspo")
+    plots.save(draw_why_gspo(rewards, frames), RESULTS / "why_gspo" / "figures", "why_gspo")
 
 
 @plots.styled
-def draw_why_gspo(rewards: pd.DataFrame) -> Figure:
-    """Reward of every arm, GRPO first, then the best first."""
-    others = rewards.drop(columns="grpo").mean().sort_values(ascending=False).index
-    figure, (ax,) = plots.new_figure(1, "Weights or clipping?", width=8)
-    found = draw_rows(ax, {arm: rewards[arm] for arm in ("grpo", *others)})
-    ax.set(xlabel="mean reward, second half", xlim=(0, 1))
-    note = f"rows: weight-clip, and rivals; mean over n = {found.n} seeds, steps 31–60; whisker: {found.method}; " \
-           "dots: each seed"
-    return plots.finish(figure, [ax], note, legend=False)
+def draw_why_gspo(rewards: pd.DataFrame, frames: Frames) -> Figure:
+    """Reward of every arm, GRPO first, then the best first; and what each adds to GRPO's, within seeds."""
+    arms = list(frames.runs["arm"].unique())
+    declared = [arm["name"] for arm in read_declaration(RESULTS / "why_gspo")["arms"]]
+    order = ["grpo", *rewards[arms].drop(columns="grpo").mean().sort_values(ascending=False).index]
+    colours, void = {arm: plots.colour_of(arm, declared) for arm in order}, [arm for arm, _ in collapsed(frames)]
+    figure, axes = plots.new_figure(2, "Weights or clipping?", width=11)
+    note = plots.rows_of(axes[0], {arm: rewards[arm] for arm in order}, colours, scale="logit", void=void)
+    plots.cold_start(axes[0], frames["steps"], "reward", upright=True)
+    axes[0].set(title="Reward", xlabel="mean reward, second half", xlim=(0, 1))
+    gaps = {arm: rewards[arm] - rewards["grpo"] for arm in order[1:]}
+    plots.rows_of(axes[1], gaps, colours, void=void)
+    axes[1].axvline(0, color="black", linewidth=1)
+    axes[1].set(title="Minus GRPO, within seeds", xlabel="difference in reward")
+    note = f"rows: weight-clip, and rivals; steps 31–60; {note}; dashed: the cold start"
+    return plots.finish(figure, axes, note, legend=False)
 
 
 def controls() -> None:
@@ -307,22 +306,31 @@ def controls() -> None:
         print(f"  slots changed per step, percent, {arm}: live router {interval(100 * slots['moe'][arm])}, frozen "
               f"{interval(100 * slots['frozen-router'][arm])}, frozen − live "
               f"{interval(100 * (slots['frozen-router'][arm] - slots['moe'][arm]))}")
-    plots.save(draw_controls(rewards), RESULTS / "controls" / "figures", "controls")
+    plots.save(draw_controls(rewards, frames), RESULTS / "controls" / "figures", "controls")
 
 
 @plots.styled
-def draw_controls(rewards: Mapping[str, pd.DataFrame]) -> Figure:
-    """Reward of GRPO and what replay and GSPO add to it, cell by cell."""
+def draw_controls(rewards: Mapping[str, pd.DataFrame], frames: Frames) -> Figure:
+    """Reward of GRPO and what replay and GSPO add to it, cell by cell; where all runs collapsed, that."""
     figure, axes = plots.new_figure(3, "Is it routing at all?", width=13)
-    draw_rows(axes[0], {cell: values["grpo"] for cell, values in rewards.items()})
-    axes[0].set(title="GRPO", xlabel="mean reward, second half", xlim=(0, 1))
-    for ax, arm, name in zip(axes[1:], ("grpo-replay", "gspo"), ("GRPO + replay", "GSPO"), strict=True):
-        found = draw_rows(ax, {cell: values[arm] - values["grpo"] for cell, values in rewards.items()})
-        ax.axvline(0, color="#666666", linewidth=1.2, linestyle=":")
-        ax.set(title=f"{name} − GRPO", xlabel="difference in reward, paired by seed")
-        ax.set_yticklabels([])
-    note = f"mean over n = {found.n} seeds, steps 31–60; whisker: {found.method}; dots: each seed"
-    return plots.finish(figure, axes, note, legend=False)
+    arms, lost = [arm["name"] for arm in read_declaration(RESULTS / "controls")["arms"]], collapsed(frames)
+    void = {arm: [cell for cell in rewards if {(arm, cell), ("grpo", cell)} <= lost] for arm in arms}
+    titles = {"grpo": "GRPO", "grpo-replay": "GRPO + replay − GRPO", "gspo": "GSPO − GRPO"}
+    for ax, (arm, title) in zip(axes, titles.items(), strict=True):
+        level = arm == "grpo"
+        values = {cell: v[arm] if level else v[arm] - v["grpo"] for cell, v in rewards.items()}
+        note = plots.rows_of(ax, values, dict.fromkeys(rewards, plots.colour_of(arm, arms)), void=void[arm],
+                             scale="logit" if level else "linear")
+        ax.set(title=title, xlabel="mean reward, second half" if level else "difference in reward, paired by seed")
+        if level:
+            before = plots.before_training(frames["steps"], "reward").groupby(level=0).mean()
+            ax.plot(before[list(rewards)], range(len(rewards)), "|", color=plots.GREY, markersize=12)
+            ax.set_xlim(0, 1)
+        else:
+            ax.axvline(0, color="black", linewidth=1)
+            ax.set_yticklabels([])
+    return plots.finish(figure, axes, f"steps 31–60; {note}; |: the cold start; ×: every run collapsed",
+                        legend=False)
 
 
 # ---------------------------------------------------------------------- ratio variance
@@ -379,7 +387,7 @@ def draw_ratio_variance(table: pd.DataFrame, scaling: pd.DataFrame, names: dict[
     for ax, name, title in zip(axes, ("variance", "kl"), ("Mean square of log r", "Exact KL per token"), strict=False):
         for i, (rate, rows) in enumerate(table.groupby("rate")):
             share, low, high = (rows[c] for c in (f"{name}_removed", f"{name}_low", f"{name}_high"))
-            ax.errorbar(rows["update"] + 0.12 * (i - 1), share, [share - low, high - share], color=plots.COLOURS[i],
+            ax.errorbar(rows["update"] + 0.12 * (i - 1), share, [share - low, high - share], color=RATES[i],
                         marker="o", capsize=3, linewidth=1.4, label=f"learning rate {rate:g}")
         ax.axhline(0, color="black", linewidth=1)
         ax.set(title=f"{title}: share that replay removes", xlabel="mini-batch index (the first is 0)", ylim=(None, 1))
@@ -387,8 +395,11 @@ def draw_ratio_variance(table: pd.DataFrame, scaling: pd.DataFrame, names: dict[
     axes[0].legend(loc="lower right")
     for i, name in enumerate(("slot_change", "jj", "rr")):
         mean = scaling[scaling[name] > 0].groupby("alpha")[name].mean()
-        style = {"color": plots.COLOURS[i + 3]}
+        style = {"color": plots.COLOURS[i + 7]}
         axes[2].plot(mean.index, mean, marker="o", label=names[name], **style)
+        if name in CLAIMED:
+            slope, aside = CLAIMED[name]
+            plots.slope_guide(axes[2], slope, mean.index, aside * mean.iloc[-1], above=aside > 1)
         for _, run in scaling.groupby(["seed", "factors"]):
             axes[2].plot(run["alpha"], run[name].where(run[name] > 0), alpha=0.3, linewidth=0.8, **style)
     axes[2].set(title="Between θ and θ + α·u", xlabel="α (1: one step of eight updates)", xscale="log", yscale="log")
@@ -440,7 +451,8 @@ def draw_gradient_quality(means: pd.DataFrame) -> Figure:
     panels = {"cosine": "Cosine of one mini-batch", "bias": "Bias², relative", "variance": "Variance, relative"}
     figure, axes = plots.new_figure(3, "How good are gradients on stale mini-batches, against 4,096 fresh responses?")
     for ax, (name, title) in zip(axes, panels.items(), strict=True):
-        note = plots.curves(ax, means.rename(columns={"compared": "arm"}), name, "update", arms, marker="o")
+        note = plots.curves(ax, means.rename(columns={"compared": "arm"}), name, "update", arms, marker="o",
+                            scale="linear" if name == "cosine" else "log")
         ax.set(title=title, xlabel="mini-batch index j")
     return plots.finish(figure, axes, note)
 
@@ -467,12 +479,20 @@ READS = {"early_warning": "learning_rates"}
 """Whose tables an analysis without runs of its own reads."""
 
 
+def print_verdict(name: str) -> None:
+    """What the rule of a study says, by the function that its declaration names."""
+    frames, declared = load_study(RESULTS / name), read_declaration(RESULTS / name)
+    for sentence in verdict_of(frames, declared):
+        print(f"Verdict: {sentence}")
+
+
 def main(names: Sequence[str]) -> None:
     for name, answers in ANSWERS.items():
         if (name in names or not names) and (RESULTS / READS.get(name, name)).exists():
             print(f"\n# {name}")
             for answer in answers:
                 answer()
+            print_verdict(name)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ study = Study(
     "least ten times GRPO's on every seed; not reproduced if the second contrast has the other sign on every seed; "
     "else undetermined. Reward is reported beside it: whatever the fractions, which ranges learn. Stopping: 3 seeds × "
     "6 arms × 100 steps.",
+    verdict="verdicts:clip_fraction",
     differs_from_paper=DIFFERS,
     caution="a clip fraction is an outcome, not a calibration target: it depends on the learning rate, the length of "
     "responses and the mini-batch index.",

@@ -26,6 +26,7 @@ study = Study(
     "difference that matters', else 'undetermined at n = 16'. Second: time to collapse (EMA10 of the reward below half "
     "of its best so far for 20 steps), Kaplan–Meier curves and unadjusted log-rank tests. Stopping: 16 seeds × 3 arms "
     "× 300 steps; a diverged run has reward 0 from there on.",
+    verdict="verdicts:confirmation",
     differs_from_paper=DIFFERS,
     caution="one learning rate, one task, one size.",
     cost="Cold starts come on top: about 30 s of one core per seed.",

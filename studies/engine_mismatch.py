@@ -81,6 +81,7 @@ study = Study(
     "against R2, evaluations, clipping, growth of the mismatch, the same-engine controls) is exploratory. Stopping: 8 "
     "seeds × 6 arms × 60 steps, looked at when all have ended; a diverged run counts as reward 0 from there on. "
     "Nothing is added afterwards.",
+    verdict="verdicts:engine_mismatch",
     differs_from_paper="The engine is the same model with 8-bit weights and noisy routers, not another program; 0.7 M "
     "parameters, 6 layers, 16 experts; running sums modulo 10; 13 response tokens, where mismatch has no length to add "
     "up over; 8 mini-batches per step; GSPO's clip range chosen for short responses.",

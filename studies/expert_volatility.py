@@ -42,6 +42,7 @@ study = Study(
     "over steps 21–40. Reproduced if in the base cell the 95 % Student t interval over 4 seeds of set_change, "
     "slot_change or any_layer_change, per update or per step, contains 10 %; which ones do is the answer. Trends are "
     "reported as ratios to the base cell with intervals, paired by seed. Stopping: 4 seeds × 13 cells × 40 steps.",
+    verdict="verdicts:expert_volatility",
     differs_from_paper=DIFFERS,
     caution="small models with few, large experts; a random initialisation and a short cold start, not pretraining.",
     cost="Cold starts come on top for eight more models: about 30 s of one core per seed and model, 60 with 12 layers.",

@@ -23,6 +23,7 @@ study = Study(
     "reported. (2) The difference at each arm's own best learning rate, which is chosen on the three other seeds: "
     "exploratory, as are all single learning rates. Stopping: 4 seeds × 24 cells × 100 steps, looked at when all have "
     "ended; a diverged run has reward 0 from there on.",
+    verdict="verdicts:learning_rates",
     differs_from_paper=DIFFERS,
     caution="four seeds, one task, one size; the interval is over cold starts and rollouts together.",
     cost="Cold starts come on top: about 30 s of one core per seed.",

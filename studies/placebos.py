@@ -29,6 +29,7 @@ study = Study(
     "(least squares per seed), 95 % Student t over 4 seeds: above 0, replay helps by dose; below, it harms by dose; "
     "else undetermined at n = 4. Placebos are exploratory (with 4 seeds no p of a pair is below 0.12). Stopping: 4 "
     "seeds × 7 arms × 60 steps; a diverged run has reward 0 from there on.",
+    verdict="verdicts:placebos",
     differs_from_paper=DIFFERS,
     caution="one learning rate; grpo and its cold starts are those of why_gspo.",
     cost="Cold starts are those of why_gspo.",

@@ -27,6 +27,7 @@ study = Study(
     "replay − GRPO and of GSPO − GRPO over log2 N (least squares per seed, N = 1 … 8), 97.5 % Student t over 4 seeds. "
     "Above 0: reproduced; below: reversed; else undetermined at n = 4. Single N are exploratory. Stopping: 4 seeds × "
     "12 cells; a diverged run has reward 0 from there on.",
+    verdict="verdicts:staleness",
     differs_from_paper=DIFFERS,
     caution="N and the size of a step's batch go together here: mini-batches are of 16 responses throughout, of 2 "
     "prompts at N = 1 and of about 10 of 16 at N = 8.",

@@ -46,6 +46,7 @@ study = Study(
     "0 bit for bit, or the study is void. Every arm at σ = 0 must end above its cold start in greedy exact match, or "
     "the learning rate damages the model and the study is void. Stopping: 16 seeds, 50 steps; a diverged run has "
     "reward 0 from there on.",
+    verdict="volatility_dial_verdicts:verdict",
     differs_from_paper=DIFFERS + " Volatility is injected: a random direction for every router's weights, the same "
     "within a step and for all arms of a seed, that grows from update to update.",
     caution="one learning rate, one task, one size; the direction is random, not the optimizer's, and doses move far "

@@ -43,6 +43,7 @@ study = Study(
     "'reversed' if gspo is decided below grpo; all else: undetermined at n = 8. Rivals (dual clip; log-ratios shrunk "
     "to the variance that replay left in a pilot; responses dropped at random, as often as GSPO clipped there) and all "
     "other cells are exploratory. Stopping: 8 seeds × 12 arms × 60 steps; a diverged run has reward 0 from there on.",
+    verdict="verdicts:why_gspo",
     differs_from_paper=DIFFERS,
     caution="one learning rate, where arms were expected to differ by pilots with other seeds.",
     cost="Cold starts come on top: about 30 s of one core per seed.",

@@ -24,6 +24,7 @@ study = Study(
     "at 5 %. If grpo-replay − grpo is undecided, there is no effect to explain: undetermined at n = 8. Else the "
     "mechanism is the ratio, the gradient, or both: whichever of the two has a decided difference of the same sign; if "
     "neither has, undetermined. Stopping: 8 seeds × 4 arms × 60 steps; a diverged run has reward 0 from there on.",
+    verdict="verdicts:why_replay",
     differs_from_paper=DIFFERS,
     caution="one learning rate; grpo and its cold starts are those of why_gspo.",
     cost="Cold starts are those of why_gspo. Split arms take two more forwards per update.",

@@ -431,6 +431,26 @@ def test_help_imports_nothing_that_reads_or_draws():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.endswith("\nset()\n")
 
 
+def test_a_run_whose_rewards_trained_nothing_says_so(tmp_path, capsys, monkeypatch):
+    real = fake_study.fake_step
+
+    def without_signal(config, step, weights):
+        row, *others = real(config, step, weights)
+        return row | ({"groups_without_signal": 1.0} if config.arm.name == "gspo" else {}), *others
+
+    monkeypatch.setattr(fake_study, "fake_step", without_signal)
+    folder = fake_runs(tmp_path, seeds=(0,))
+    write_declaration(fake_study.study, tmp_path)
+    assert cli.main(["collect", str(folder), "--out", str(tmp_path / "tables"), "--mix-code"]) == 0
+    capsys.readouterr()
+    for where in (folder, tmp_path / "tables"):
+        assert cli.main(["list", str(where)]) == 0
+        said = [line for line in capsys.readouterr().out.splitlines() if "no group ever had a signal" in line]
+        assert [Path(line.split()[0]).parts[-3] for line in said] == ["gspo"]
+    assert cli.main(["report", str(folder), "--mix-code"]) == 0
+    assert "no group ever had a signal: in 1 of 3 runs (gspo seed=0)" in (folder / "report.html").read_text()
+
+
 def test_listing_and_showing_runs_draws_nothing(tmp_path):
     path = fake_runs(tmp_path, seeds=(0,)) / "gspo" / "base" / "seed=0"
     for words, heavy in ((["list", str(tmp_path)], "{'torch', 'pandas', 'matplotlib', 'rich'}"),

@@ -100,10 +100,13 @@ def test_engine_and_tracker_saw_every_completion_and_step(study):
     assert [line.split()[0] for line in lines] == ["step=0", "step=1", "step=2"] * runs
 
 
-def test_the_figure_is_drawn_with_its_caption(study):
+def test_figure_metric_and_verdict_of_ones_own_are_shown(study, capsys, monkeypatch):
     from moe_rl.results.figures import title_of
 
+    monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["plot", "runs/my_study"]) == 0
+    shown = capsys.readouterr().out
+    assert "best reward" in shown and "Verdict by the declared rule: undetermined: " in shown
     assert (Path("runs/my_study/figures") / "mine_lengths.png").stat().st_size > 10_000
     assert title_of("mine:lengths") == "Mean response length over steps."
 

@@ -35,6 +35,13 @@ def full() -> Batch:
     return replace(batch, **values)
 
 
+def test_a_batch_is_one_line(full):
+    assert "\n" not in repr(full) and len(repr(full)) < 300
+    assert repr(full).startswith(f"Batch({len(full)} × {full.tokens.shape[1]} tokens, ")
+    assert "; rollout_routes, old_logprobs, " in repr(full)
+    assert repr(make_batch().rows(slice(0, 0))).startswith("Batch(0 × 0 tokens, 0 prompts, 0 response tokens")
+
+
 ROWS = [torch.tensor([7, 2, 9]), torch.tensor([0]), slice(3, 8), slice(None), torch.tensor([4, 4])]
 
 

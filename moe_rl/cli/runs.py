@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_rl.cli.verbs import argument, verb
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, RunError
 
 
 @verb(
@@ -25,16 +27,20 @@ def list_runs(options: argparse.Namespace) -> int:
     from moe_rl.runs.folder import run_folders, state
     from moe_rl.runs.terminal import duration
 
-    found = [(path, state(path)) for path in run_folders(options.folder)] or _collected_runs(options.folder)
+    found = [(path, state(path)) for path in run_folders(options.folder)]
+    for path, now in found:
+        now["without_signal"] = _without_signal(path)
+    found = found or _collected_runs(options.folder)
     if not found:
         raise ConfigError(f"there is no run below {options.folder}; give the folder that holds them")
-    rows = [("run", "state", "step", "reward", "changed", "left")]
+    rows: list[tuple[str, ...]] = [("run", "state", "step", "reward", "changed", "left", "")]
     for path, now in found:
         age = f"{duration(time.time() - now['updated'])} ago" if "updated" in now else ""
         left = duration(now["seconds_left"]) if now.get("seconds_left") else ""
         reward = f"{now['reward']:.3f}" if now.get("reward") is not None else ""
         reached = f", finished to {now['finished']}" if "finished" in now else ""
-        rows.append((str(path), now["state"] + reached, f"{now['step']}/{now['steps']}", reward, age, left))
+        rows.append((str(path), now["state"] + reached, f"{now['step']}/{now['steps']}", reward, age, left,
+                     _signal(now.get("without_signal", ()))))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -103,10 +109,33 @@ def diff(options: argparse.Namespace) -> int:
     return 1
 
 
+def _without_signal(path: Path) -> list[float]:
+    """Share of groups without signal, per step. Not by `read_rows`, whose comparisons have pyarrow import pandas; a run
+    whose tables are damaged is listed all the same."""
+    from moe_rl.runs.commits import read_parquet
+
+    whole, found = path / "steps.parquet", []
+    for file in [whole] if whole.exists() else sorted((path / "tables" / "steps").glob("step=*.parquet")):
+        with contextlib.suppress(RunError):
+            rows = read_parquet(file)
+            if "groups_without_signal" in rows.column_names:
+                found += rows["groups_without_signal"].drop_null().to_pylist()
+    return found
+
+
+def _signal(without: Sequence[float]) -> str:
+    """What to say of a run of these shares of groups whose rewards were all equal, a share per step."""
+    return "no group ever had a signal: rewards trained nothing" if len(without) and min(without) == 1 else ""
+
+
 def _collected_runs(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     from moe_rl.runs.frames import collected
 
     below = [folder] if collected(folder) else sorted(file.parent for file in folder.glob("*/runs.parquet"))
-    tables = [(study, collected(study)) for study in below]
-    return [(study / run.path, {"state": run.state, "step": run.step, "steps": run.steps})
-            for study, frames in tables if frames is not None for run in frames.runs.itertuples()]
+    tables = [(study, frames) for study in below if (frames := collected(study)) is not None]
+    shares = {study: frames["steps"].groupby(["arm", "factors", "seed"])["groups_without_signal"].apply(
+        lambda column: column.dropna().to_list())
+        for study, frames in tables if "groups_without_signal" in frames["steps"]}
+    return [(study / run.path, {"state": run.state, "step": run.step, "steps": run.steps,
+                                "without_signal": shares.get(study, {}).get((run.arm, run.factors, run.seed), ())})
+            for study, frames in tables for run in frames.runs.itertuples()]

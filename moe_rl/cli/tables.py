@@ -8,6 +8,9 @@ from pathlib import Path
 
 from moe_rl.cli.verbs import MIX_CODE, UNFINISHED, argument, verb
 
+TRUST = argument("--trust", action="store_true",
+                 help="import figures, metrics and verdict of the study's own from beside its tables, too")
+
 
 @verb(
     "plot",
@@ -16,6 +19,7 @@ from moe_rl.cli.verbs import MIX_CODE, UNFINISHED, argument, verb
     UNFINISHED,
     argument("--cells", action="store_true", help="tables and figures of every combination of factors, too"),
     MIX_CODE,
+    TRUST,
     examples="""
   moe-rl plot runs/routing_replay                         PNG and SVG into runs/routing_replay/figures
   moe-rl plot studies/results/routing_replay              the same from committed tables
@@ -28,6 +32,7 @@ def plot(options: argparse.Namespace) -> int:
 
     from moe_rl.results import printed
 
+    _make_importable(options)
     printed.print_study(Console(), options.folder, mix_code=options.mix_code, unfinished=options.unfinished,
                        cells=options.cells)
     return 0
@@ -39,14 +44,17 @@ def plot(options: argparse.Namespace) -> int:
     argument("folder", type=Path, help="the study's folder, of runs or of collected tables"),
     argument("--out", type=Path, help="page to write (default: report.html in the folder)"),
     MIX_CODE,
+    TRUST,
     examples="""
   moe-rl report runs/routing_replay                       runs/routing_replay/report.html, one file to read or print
-  moe-rl report studies/results/routing_replay --out page.html""",
+  moe-rl report studies/results/routing_replay --out page.html
+  moe-rl report studies/results/why_gspo --trust          with the verdict, whose function is in studies/""",
 )
 def write_report(options: argparse.Namespace) -> int:
     """Write the page of a study."""
     from moe_rl.results.study_page import write_study_page
 
+    _make_importable(options)
     out = options.out or options.folder / "report.html"
     write_study_page(options.folder, out, mix_code=options.mix_code)
     print(f"{out}: open it in any browser, or print it")
@@ -100,3 +108,16 @@ def export(options: argparse.Namespace) -> int:
     for text in frames.left_out:
         print(f"left out: {text}", file=sys.stderr)
     return 0
+
+
+def _make_importable(options: argparse.Namespace) -> None:
+    """Where it is trusted, the code that a study names, which may lie beside its tables."""
+    from moe_rl.lookup import Use
+    from moe_rl.study.declaration import read_declaration
+    from moe_rl.study.rerun import make_importable
+
+    if options.trust:
+        declared = read_declaration(options.folder)
+        listed = (*declared["figures"], *declared["metrics"], *declared["further_endpoints"])
+        names = [name for name in (declared["verdict"], declared["endpoint"], *listed) if Use(name).own]
+        make_importable(names, options.folder)

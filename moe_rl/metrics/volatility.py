@@ -57,7 +57,7 @@ class RouteChange(Pooled):
     jaccard_distance: PerSite
     """Σ 1 - |S ∩ S'| / |S ∪ S'|."""
     gate_mass_moved: PerSite
-    """Σ over tokens of Σ of the gates, before, of S \\ S'."""
+    """Σ over tokens of the share of the gates, before, that was on S \\ S'."""
     gated: PerSite
     """Tokens whose gates are known: the n of gate_mass_moved."""
     tokens: Float[Tensor, ""]
@@ -90,7 +90,8 @@ class RouteChange(Pooled):
 def route_change(
     before: Ids, after: Ids, mask: Mask, gates: Float[Tensor, "batch time site k"] | None = None
 ) -> RouteChange:
-    """Compare two routings of the same tokens where `mask` is true. `gates` are the combine weights of `before`."""
+    """Compare two routings of the same tokens where `mask` is true. `gates` are the combine weights of `before`, of any
+    sum; where that is 1, the share they lose is their sum, but for rounding."""
     before, after = before[mask], after[mask]  # token, site, k
     known = (before[..., 0] >= 0) & (after[..., 0] >= 0)
     stays = torch.zeros_like(before, dtype=torch.bool)
@@ -107,7 +108,7 @@ def route_change(
         return torch.where(known, x, 0).double().sum(0)
 
     none = torch.zeros_like(known)
-    moved = none if gates is None else torch.where(used & ~stays, gates[mask], 0).sum(-1, dtype=torch.float64)
+    moved = none if gates is None else _share(gates[mask], used & ~stays, used)
     return RouteChange(
         n=per_site(known),
         unknown=(~known).double().sum(0),
@@ -270,6 +271,13 @@ def margin_summary(
             row[f"margin_below_{limit:g}"] = float((values < limit).mean()) if len(values) else math.nan
         rows.append(row)
     return rows
+
+
+def _share(gates: Float[Tensor, "token site k"], of: Bool[Tensor, "token site k"],
+           used: Bool[Tensor, "token site k"]) -> Float[Tensor, "token site"]:
+    """Share of the gates of the `used` slots that is on some of them; 0 where all gates are 0."""
+    part, whole = (torch.where(where, gates, 0).sum(-1, dtype=torch.float64) for where in (of, used))
+    return torch.where(whole > 0, part / whole, 0)
 
 
 def _usage(ids: Ids, known: Bool[Tensor, "batch time site"], num_experts: int) -> Float[Tensor, "batch site expert"]:

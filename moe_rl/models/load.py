@@ -17,6 +17,7 @@ from moe_rl.models.kernels_cpu import use_cpu_kernels
 from moe_rl.models.presets import PRESETS, hf_config, placement
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.routing.balance import keep_routers_in
+from moe_rl.routing.file_mode import usual_mode
 from moe_rl.routing.sites import find_sites
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     with no_progress_bars():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+    usual_mode(*folder.glob("*.safetensors"))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moe_rl.config.parts import OPTIMIZERS, Optimizer
 from moe_rl.errors import ConfigError, Diverged
+from moe_rl.routing.file_mode import usual_mode
 from moe_rl.routing.sites import router_parameters
 
 
@@ -71,6 +72,7 @@ def write_state(
 
     weights.parent.mkdir(parents=True, exist_ok=True)
     save_model(model, str(weights))
+    usual_mode(weights)
     torch.save({"optimizer": optimizer.state_dict(), "updates": updates}, moments)
 
 

@@ -15,6 +15,14 @@ from moe_rl.runs.frames import Frames
 
 ACROSS = "against:"
 """How the name of a figure begins that spans all combinations of factors."""
+NAMES = {"optimizer.lr": "learning rate", "optimizer.router_lr_scale": "learning rate of routers, relative",
+         "dial.sigma": "dose σ", "dial.form": "form", "N": "updates per batch, N", "group_size": "responses per prompt",
+         "mini_batches": "mini-batches per step", "cold_start.seed": "cold start"}
+
+
+def name_of(factor: str) -> str:
+    """What a reader calls a setting: `learning rate`, not `optimizer.lr`."""
+    return NAMES.get(factor, factor.rpartition(".")[2].replace("_", " "))
 
 
 def factor_of(name: str) -> str | None:
@@ -32,7 +40,8 @@ def settings_of(cell: str) -> dict[str, float | str]:
 
 
 def against(frames: Frames, factor: str, metric: Metric) -> pd.DataFrame:
-    """One row per run: arm, seed, `x` (the factor's value), `value` (the metric's) and `others` (the other factors).
+    """One row per run: arm, seed, `x` (the factor's value), `value` (the metric's), `others` (the other factors) and
+    `cell` (all of them).
 
     Rows are in increasing x, words in the order of the runs. Raises RunError when no run varies the factor.
     """
@@ -43,7 +52,9 @@ def against(frames: Frames, factor: str, metric: Metric) -> pd.DataFrame:
             continue
         x = settings.pop(factor)
         values = per_run(frames.cell(cell), metric).rename_axis(["arm", "seed"]).rename("value").reset_index()
-        parts.append(values.assign(x=x, others=",".join(f"{k}={v}" for k, v in settings.items())))
+        others = ", ".join(f"{name_of(k)} = {v:g}" if isinstance(v, float) else f"{name_of(k)} = {v}"
+                           for k, v in settings.items())
+        parts.append(values.assign(x=x, others=others, cell=cell))
     table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["x"])
     if table["x"].nunique() < 2:
         raise RunError(f"no two runs differ in {factor}, so there is nothing to draw against it")

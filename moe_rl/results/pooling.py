@@ -24,13 +24,18 @@ def attribution(updates: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 
 def windows(steps: pd.DataFrame, column: str) -> tuple[pd.DataFrame, str]:
-    """Means of a column within windows of steps, per run, at most POINTS of them; and how to say so on the axis."""
+    """Means of a column within windows of steps, per run, at most POINTS of them; and how to say so on the axis.
+
+    A window stands at the middle of its steps, whichever of them a run has measured.
+    """
     require_columns(steps, column)
     measured = steps.dropna(subset=[column])
     width = -(-measured["step"].nunique() // POINTS) if len(measured) else 1
-    window = (measured["step"] - measured["step"].min()) // width
-    keys = [measured["arm"], measured["seed"], window.rename("window")]
-    means = measured.groupby(keys)[["step", column]].mean().reset_index()
+    first, there = measured["step"].min(), pd.Series(measured["step"].unique())
+    window = ((measured["step"] - first) // width).rename("window")
+    middle = there.groupby((there - first) // width).mean()
+    means = measured.groupby([measured["arm"], measured["seed"], window])[column].mean().reset_index()
+    means = means.assign(step=means["window"].map(middle).astype(float))
     return means, f" (each point: mean of {width} steps)" if width > 1 else ""
 
 

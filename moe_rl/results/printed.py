@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_rl.errors import ConfigError, RunError
+from moe_rl.lookup import lookup
 from moe_rl.runs import folder as runs
 from moe_rl.runs.terminal import duration, say
 from moe_rl.study.declaration import Planned, Study, folder_name, read_declaration
@@ -22,13 +23,15 @@ if TYPE_CHECKING:
 
 
 def check(study: Study) -> None:
-    """Raise ConfigError for a figure, a factor or an endpoint that does not exist."""
+    """Raise ConfigError for a figure, a factor, a metric or a verdict that does not exist."""
     from moe_rl.results import figures
     from moe_rl.results.factors import factor_of, settings_of
     from moe_rl.results.summary import metric
 
-    for name in (study.endpoint, *study.further_endpoints):
+    for name in (study.endpoint, *study.further_endpoints, *study.metrics):
         metric(name)
+    if study.verdict:
+        lookup("verdict", study.verdict, {})
     cells = {planned.path.parts[-2] for planned in study.runs(Path(), seeds=study.seeds[:1])}
     known = {key for cell in cells for key in settings_of(cell)}
     for name in study.figures:
@@ -58,7 +61,8 @@ def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfin
                 cells: bool = False, only: Sequence[Path] | None = None) -> None:
     """The tables of a study and its figures; with `cells`, those of every combination of factors too. `only` restricts
     it to some runs."""
-    from moe_rl.results.tables import study_tables
+    from moe_rl.results.tables import study_tables, untrained
+    from moe_rl.results.verdict import verdict_of
     from moe_rl.runs.frames import load_study
 
     declared = read_declaration(folder)
@@ -73,7 +77,11 @@ def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfin
             say(console, ("not declared", "yellow"), f" {arm}: {len(part)} finished runs are in no table and no figure")
     for table in study_tables(frames, declared, cells=cells):
         print_table(console, table)
+    for i, sentence in enumerate(verdict_of(frames, declared)):
+        say(console, ("Verdict by the declared rule: " if not i else "  ", "bold"), sentence, wrap=True)
     draw_figures(console, frames, declared, folder / "figures", cells=cells)
+    if said := untrained(frames):
+        say(console, ("Warning", "bold yellow"), f": {said}", wrap=True)
     if declared["caution"]:
         say(console, ("Caution", "bold"), f": {declared['caution']}", wrap=True)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import scipy  # which imports scipy.stats, most of a second, when first asked for it
@@ -21,6 +22,14 @@ from moe_rl.errors import ConfigError
 LARGEST_LOG = math.log(sys.float_info.max)
 FEW = 8
 """Below this many seeds a Student-t interval is used: a bootstrap of so few values is too narrow."""
+
+
+SCALES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
+    "linear": (lambda m: m, lambda y: y, lambda m: 1.0),
+    "log": (np.log, np.exp, lambda m: 1 / m),
+    "logit": (lambda m: np.log(m / (1 - m)), lambda y: 1 / (1 + np.exp(-y)), lambda m: 1 / (m * (1 - m))),
+}
+"""To a scale, back from it, and its slope at a mean."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +81,14 @@ class Band:
     method: str
 
 
-def band(values: Float[np.ndarray, "seed column"], confidence: float = 0.95, seed: int = 0) -> Band:
+def band(values: Float[np.ndarray, "seed column"], confidence: float = 0.95, seed: int = 0,
+         scale: str = "linear") -> Band:
     """Mean and confidence interval of each column of `values` [seed, column].
 
     Under 8 seeds mean ± t(n−1) · sd / √n (Student); from 8 on a BCa bootstrap of the mean (Efron 1987, 9,999 resamples,
     its generator seeded with `seed`). One seed has no interval. Columns in which all seeds agree have zero width.
+    `scale`: `log` for a quantity above 0, `logit` for one between 0 and 1, takes the former on that scale (delta
+    method), so that it ends where the quantity does; resampled means never leave the range of the data.
     """
     values = np.asarray(values, dtype=float)
     n = values.shape[0]
@@ -87,7 +99,11 @@ def band(values: Float[np.ndarray, "seed column"], confidence: float = 0.95, see
         return Band(mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan), 1, "one seed, no interval")
     if n < FEW:
         half = scipy.stats.t.ppf((1 + confidence) / 2, n - 1) * values.std(0, ddof=1) / np.sqrt(n)
-        return Band(mean, mean - half, mean + half, n, f"{100 * confidence:.3g}% Student t")
+        there, back, slope = SCALES[scale]
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # a mean at the end of its range
+            ends = [np.where(half > 0, back(there(mean) + side * half * slope(mean)), mean) for side in (-1, 1)]
+        on = "" if scale == "linear" else f", {scale} scale"
+        return Band(mean, ends[0], ends[1], n, f"{100 * confidence:.3g}% Student t{on}")
     low, high = mean.copy(), mean.copy()
     varied = np.ptp(values, axis=0) > 0  # BCa divides by the spread; NaN columns stay NaN
     if varied.any():

@@ -22,20 +22,22 @@ from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
 from moe_rl.lookup import Use
 from moe_rl.results import figures, plots
-from moe_rl.results.tables import Shown, study_tables
+from moe_rl.results.tables import Shown, study_tables, untrained
+from moe_rl.results.verdict import verdict_of
 from moe_rl.runs.frames import Frames, load_study
 from moe_rl.study.declaration import read_declaration
 
 ABOUT = {"hypothesis": "Hypothesis", "endpoint": "Primary endpoint", "contrasts": "Contrasts",
-         "decision_rule": "Decision rule", "differs_from_paper": "Differs from the paper", "caution": "Caution",
-         "cost": "Cost, as planned"}
+         "decision_rule": "Decision rule", "verdict": "Verdict by that rule", "untrained": "Warning",
+         "differs_from_paper": "Differs from the paper", "caution": "Caution", "cost": "Cost, as planned"}
 UNRECORDED = "not recorded"
 
 
 def write_study_page(folder: Path, out: Path, *, mix_code: bool = False) -> None:
     """Write the page of the finished runs of a study, from its runs or its collected tables."""
     declared, frames = read_declaration(folder), load_study(folder, mix_code=mix_code)
-    texts = dict(declared) | {"contrasts": "; ".join(f"{a} − {b}" for a, b in declared["contrasts"])}
+    texts = dict(declared) | {"contrasts": "; ".join(f"{a} − {b}" for a, b in declared["contrasts"]),
+                              "verdict": "\n".join(verdict_of(frames, declared)), "untrained": untrained(frames)}
     template = resources.files("moe_rl.results").joinpath("study_page.html").read_text()
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(Environment(autoescape=True).from_string(template).render(

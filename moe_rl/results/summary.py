@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
+from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use, lookup
 from moe_rl.metrics.convergence import Collapse, collapse, second_half_mean
 from moe_rl.results.stats import Paired, holm, interval, log_rank, paired, rate
 from moe_rl.runs.columns import unknown
@@ -32,6 +35,11 @@ def mean(values: Float[np.ndarray, " step"]) -> float:
     return float(values.mean())
 
 
+def gained(values: Float[np.ndarray, " evaluation"]) -> float:
+    """The last value minus that before the first step."""
+    return float(values[-1] - values[0])
+
+
 def after_start(values: Float[np.ndarray, " evaluation"]) -> float:
     """Mean of the second half of the evaluations, that before the first step not counted among them."""
     return second_half_mean(values[1:])
@@ -47,21 +55,31 @@ class Metric:
     after_divergence: float = math.nan
     """What each step counts that a diverged run did not live to see: a model of NaNs earns no reward, while most
     quantities no longer exist."""
+    since_start: bool = False
+    """It compares with the model before the first step: a run that did not measure that one has no number."""
+    of: Callable[[Frames], float] | None = None
+    """A metric of a user's own: from the tables of one run to its number, instead of `reduce`."""
 
 
 METRICS = (
     Metric("reward, second half", "reward", after_divergence=0.0),
     Metric("greedy exact match, end", "eval_exact_greedy", last, after_divergence=0.0),
+    Metric("greedy exact match, gained since the start", "eval_exact_greedy", gained, 0.0, since_start=True),
     Metric("sampled exact match, end", "eval_exact_sampled", last, after_divergence=0.0),
+    Metric("sampled exact match, gained since the start", "eval_exact_sampled", gained, 0.0, since_start=True),
     Metric("expert slots changed", "slot_change"),
     Metric("log-ratio variance, nats²", "token_log_ratio_var"),
     Metric("clipped tokens", "clip_tokens"),
     Metric("clipped sequences", "clip_sequences"),
     Metric("replay gap std, nats", "replay_gap_std"),
 )
-"""Without `end`: means over the second half of training. Exact match is on the held-out prompts."""
-MAIN = METRICS[0]
-ON_REQUEST = (Metric("greedy exact match, second half", "eval_exact_greedy", after_start, after_divergence=0.0),)
+"""Without `end` or `gained`: means over the second half of training. Exact match is on the held-out prompts."""
+MAIN, GAINED = METRICS[0], tuple(one for one in METRICS if one.since_start)
+ON_REQUEST = (
+    Metric("greedy exact match, second half", "eval_exact_greedy", after_start, after_divergence=0.0),
+    Metric("effective sample size of tokens", "token_ess"),
+    Metric("entropy, nats", "entropy"),
+)
 """Shown where a study names them."""
 ENGINE = (
     Metric("engine: expert sets changed, run", "engine_set_change", mean),
@@ -79,32 +97,73 @@ scorings of the same weights, and 2e-7 in a run in which near ties were routed e
 
 
 def metric(name: str) -> Metric:
-    """The metric of a name or of a column; for any other column of `steps`, its mean over the second half.
+    """The metric of a name or of a column; for any other column of `steps`, its mean over the second half; for a
+    `pkg.module:function` of a user's own, what that says of the tables of each run.
 
-    Raises ConfigError for a name that is neither.
+    Raises ConfigError for a name that is none of these.
     """
     for known in (*METRICS, *ENGINE, *ON_REQUEST):
         if name in (known.name, known.column):
             return known
+    if Use(name).own:
+        return Metric(name.partition(":")[2].replace("_", " "), name, of=lookup("metric", name, {}))
     if unknown("steps", {name}):
         names = ", ".join(repr(m.name) for m in (*METRICS, *ENGINE, *ON_REQUEST))
-        raise ConfigError(f"there is no metric {name!r}; choose {names}, or a column of `steps` (docs/columns.md)")
+        raise ConfigError(f"there is no metric {name!r}; choose {names}, a column of `steps` (docs/columns.md), or a "
+                          "function of your own as pkg.module:name")
     return Metric(name, name)
 
 
 def per_run(frames: Frames, metric: Metric) -> pd.Series:
     """One number per (arm, seed) of one combination of factors. NaN where a diverged run has none."""
-    if metric.column not in frames["steps"]:
-        return pd.Series(index=pd.MultiIndex.from_arrays([[], []]), dtype=float)
-    runs = {(run.arm, run.seed): run for run in frames.runs.itertuples()}
-    rows = frames["steps"].dropna(subset=[metric.column]).sort_values("step").groupby(["arm", "seed"])[metric.column]
-    found = {}
-    for key, measured in rows:
-        values, run = measured.to_numpy(), runs[key]
-        if run.state == "diverged":
-            values = np.append(values, np.full(max(run.steps - run.step, 1), metric.after_divergence))
-        found[key] = metric.reduce(values)
-    return pd.Series(found, index=pd.MultiIndex.from_tuples(found) if found else None, dtype=float)
+    found: dict[tuple[str, int], float] = {}
+    if metric.of is not None:
+        for (arm, seed), _ in frames.runs.groupby(["arm", "seed"], sort=False):
+            found[arm, seed] = float(metric.of(frames.run(arm, seed)))
+    elif metric.column in frames["steps"]:
+        runs = {(run.arm, run.seed): run for run in frames.runs.itertuples()}
+        rows = frames["steps"].dropna(subset=[metric.column]).sort_values("step").groupby(["arm", "seed"])
+        for key, measured in rows:
+            values, run = measured[metric.column].to_numpy(), runs[key]
+            if metric.since_start and measured["step"].iloc[0] != 0:
+                continue
+            if run.state == "diverged":
+                values = np.append(values, np.full(max(run.steps - run.step, 1), metric.after_divergence))
+            found[key] = metric.reduce(values)
+    index = pd.MultiIndex.from_tuples(found) if found else pd.MultiIndex.from_arrays([[], []])
+    return pd.Series(found, index=index, dtype=float)
+
+
+def gaps(frames: Frames, pairs: Sequence[Sequence[str]], metric: Metric) -> dict[tuple[str, str], pd.Series]:
+    """a − b of each pair over the seeds that have both, at one combination of factors."""
+    values = per_run(frames, metric).dropna()
+    by_arm = {arm: values.xs(arm) for arm in dict.fromkeys(values.index.get_level_values(0))}
+    none = pd.Series(dtype=float)
+    return {(a, b): (by_arm.get(a, none) - by_arm.get(b, none)).dropna() for a, b in pairs}
+
+
+def replaying(frames: Frames) -> dict[str, bool]:
+    """Which arms replay; empty where the rows do not say what their runs were."""
+    texts = frames.runs.drop_duplicates("arm").set_index("arm")["config"] if "config" in frames.runs else {}
+    arms = {name: RunConfig.from_dict(json.loads(text)).arm for name, text in texts.items()}
+    return {name: any(Use.of(part).name != "live" for part in (arm.routes, arm.ratio_routes) if part)
+            for name, arm in arms.items()}
+
+
+def unlearned(frames: Frames) -> list[str]:
+    """The runs in which no group of any step had a reward that differs from another: no advantage was ever but 0."""
+    steps = frames["steps"]
+    if "groups_without_signal" not in steps or frames.runs.empty:
+        return []
+    least = steps.groupby(RUN)["groups_without_signal"].min()
+    return [f"{arm} {cell} seed={seed}".replace(" base ", " ") for (arm, cell, seed), low in least.items() if low == 1]
+
+
+def collapsed(frames: Frames) -> set[tuple[str, str]]:
+    """The (arm, combination of factors) of which every run collapsed for good."""
+    fates = outcomes(frames)
+    lasting = (fates["fate"] == "lasting").groupby([fates["arm"], fates["factors"]]).all()
+    return set(lasting[lasting].index)
 
 
 def outcomes(frames: Frames) -> pd.DataFrame:
@@ -131,13 +190,13 @@ def outcomes(frames: Frames) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def summarise(frames: Frames, arms: Sequence[str]) -> pd.DataFrame:
+def summarise(frames: Frames, arms: Sequence[str], own: Sequence[str] = ()) -> pd.DataFrame:
     """Metric × arm, each cell an Interval over seeds; the last two rows are rates of lasting and recovered collapses.
 
-    `frames` holds one combination of factors. A metric nobody measured has no row.
+    `frames` holds one combination of factors, `own` names further metrics. A metric nobody measured has no row.
     """
     table, gap = {}, per_run(frames, metric("engine_kl_k3"))
-    for one in (*METRICS, *(ENGINE if gap.max() > SAME_ENGINE else ())):
+    for one in (*METRICS, *map(metric, own), *(ENGINE if gap.max() > SAME_ENGINE else ())):
         values = per_run(frames, one)
         if len(values):
             table[one.name] = {a: interval(values[a].to_list()) for a in arms if a in values.index.levels[0]}

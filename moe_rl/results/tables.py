@@ -10,10 +10,24 @@ from typing import Any
 import pandas as pd
 
 from moe_rl.errors import RunError
-from moe_rl.results.factors import HalfLost, against, factor_of, half_lost_points, numeric
+from moe_rl.results.factors import HalfLost, against, factor_of, half_lost_points, name_of, numeric
 from moe_rl.results.stats import Interval, interval
-from moe_rl.results.summary import Metric, compare, metric, outcomes, pairs_of, per_run, summarise
+from moe_rl.results.summary import (
+    GAINED,
+    Metric,
+    compare,
+    metric,
+    outcomes,
+    pairs_of,
+    per_run,
+    replaying,
+    summarise,
+    unlearned,
+)
 from moe_rl.runs.frames import Frames
+
+OF_REPLAY = "replay gap std, nats"
+"""What replay would do, measured in every arm."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +50,11 @@ def study_tables(frames: Frames, declared: Mapping[str, Any], *, cells: bool = F
     """All tables of a study. Several combinations of factors are shown side by side, each by itself with `cells`."""
     arms, endpoint, several = arms_of(frames, declared), metric(declared["endpoint"]), len(frames.cells) > 1
     tables = [overview(frames, arms, endpoint), collapse_overview(frames, arms)] if several else []
+    gained = [one for one in GAINED if several and len(per_run(frames.cell(frames.cells[0]), one))]
+    tables[1:1] = [overview(frames, arms, one) for one in gained]
     for cell in frames.cells if cells or not several else ():
         name = declared["name"] + (f", {cell}" if cell != "base" else "")
-        tables.append(summary_table(frames.cell(cell), arms, name))
+        tables.append(summary_table(frames.cell(cell), arms, name, declared["metrics"]))
     if declared["contrasts"] or not several:
         for one in (endpoint, *map(metric, declared["further_endpoints"])):
             tables += comparison_table(frames, arms, one, declared["contrasts"])
@@ -47,13 +63,15 @@ def study_tables(frames: Frames, declared: Mapping[str, Any], *, cells: bool = F
     return tables
 
 
-def summary_table(frames: Frames, arms: Sequence[str], title: str) -> Shown:
-    """Metric × arm at one combination of factors."""
-    cells = summarise(frames, arms)
+def summary_table(frames: Frames, arms: Sequence[str], title: str, own: Sequence[str] = ()) -> Shown:
+    """Metric × arm at one combination of factors; `own` names further metrics."""
+    cells, replay = summarise(frames, arms, own), replaying(frames)
     count = frames.runs["arm"].value_counts().to_dict()
     rows = [(str(name), *("–" if pd.isna(value) else str(value) for value in row)) for name, row in cells.iterrows()]
     found = [value for _, row in cells.iterrows() for value in row.dropna()]
-    note = f"{_methods(found)} Means are over the second half of training, where no row says end or run."
+    note = f"{_methods(found)} Means are over the second half of training, where no row says end, gained or run."
+    if (live := [arm for arm in arms if replay.get(arm) is False]) and OF_REPLAY in cells.index:
+        note += f" {OF_REPLAY}: counterfactual for {', '.join(live)}, which do{'es' * (len(live) == 1)} not replay."
     return Shown(title, ("mean over seeds, interval", *(f"{arm}\n{_seeds(count[arm])}" for arm in arms)), rows,
                  " ".join([note, *_dips(frames)]))
 
@@ -109,12 +127,13 @@ def half_lost_table(frames: Frames, arms: Sequence[str], factor: str, endpoint: 
     found = half_lost_points(frames, factor, endpoint, pairs)
     rows = [row for one in found for row in _half_lost_rows(one)]
     used = [i for one in found for i in (*one.points.values(), *(s.ratio for s in one.shifts.values()))]
-    note = (f"Per seed: where its curve, linear over log {factor}, falls below half of its best past that best; "
+    name = name_of(factor)
+    note = (f"Per seed: where its curve, linear over log {name}, falls below half of its best past that best; "
             f"geometric means. A seed that never does counts at {max(values):g}, so its row is a lower bound and its "
             f"ratio one bounded. {_methods(used)} Ratios: 95 % for the {len(pairs)} together "
             "(Bonferroni); p: sign flips of the logs within seeds, not adjusted.")
     note += "" if contrasts else " All pairs: exploratory."
-    return [Shown(f"{factor} at which half of the {endpoint.name} is lost", ("arm, or ratio of two", "mean, interval",
+    return [Shown(f"{name} at which half of the {endpoint.name} is lost", ("arm, or ratio of two", "mean, interval",
                   "n", "never lost", "p"), rows, note)] if rows else []
 
 
@@ -129,6 +148,15 @@ def _half_lost_rows(one: HalfLost) -> Iterable[tuple[str, ...]]:
 def _significant(i: Interval) -> str:
     """As learning rates are written."""
     return f"{i.mean:.3g}" + (" [–]" if math.isnan(i.low) else f" [{i.low:.3g}, {i.high:.3g}]")
+
+
+def untrained(frames: Frames) -> str:
+    """What to say where no reward of a run ever differed within a group; empty where they did."""
+    runs = unlearned(frames)
+    some = ", ".join(runs[:6]) + f" and {len(runs) - 6} more" * (len(runs) > 6)
+    which = "in every run" if len(runs) == len(frames.runs) else f"in {len(runs)} of {len(frames.runs)} runs ({some})"
+    said = f"no group ever had a signal: {which} every advantage was 0, so that rewards trained nothing."
+    return said if runs else ""
 
 
 def _dips(frames: Frames) -> list[str]:

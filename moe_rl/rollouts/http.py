@@ -32,6 +32,7 @@ from moe_rl.rollouts.answers import Answer, Reader
 from moe_rl.rollouts.dialects import DIALECTS, WEIGHTS_FILE
 from moe_rl.rollouts.push import Receipt
 from moe_rl.rollouts.request import check_request, context_length
+from moe_rl.routing.file_mode import usual_mode
 from moe_rl.seeds import derive
 from moe_rl.types import Prompt, Rollout, Sampling
 
@@ -129,6 +130,7 @@ class ServerEngine:
         from safetensors.torch import save_file
 
         save_file(dict(weights), str(self.folder / WEIGHTS_FILE), metadata={"format": "pt"})
+        usual_mode(self.folder / WEIGHTS_FILE)  # the server may be somebody else
         self.received.clear()
         taken = self.dialect.taken(self)  # by earlier runs too: a server may outlive its clients
         self.pushes = (self.pushes if taken is None else taken) + 1

@@ -33,6 +33,12 @@ class Recording:
     def __post_init__(self) -> None:
         self.clear()
 
+    def __repr__(self) -> str:
+        read = [len(call) for call in self._ids[0]]
+        what = [name for name, kept in (("scores", self.scored), ("logits", self.graphed)) if kept]
+        return (f"Recording({len(read)} forward{'s' * (len(read) != 1)}, {sum(read)} tokens, {len(self.layout.sites)} "
+                f"sites{''.join(f', {name}' for name in what)})")
+
     def clear(self) -> None:
         """Forget everything recorded so far."""
         self._ids = [[] for _ in self.layout.sites]

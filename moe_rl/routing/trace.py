@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
+from moe_rl.routing.file_mode import usual_mode
 from moe_rl.routing.layout import Layout, Site
 from moe_rl.routing.trace_checks import check_ids, require_rows
 
@@ -157,10 +158,19 @@ class RoutingTrace:
             and alike(self.gates, other.gates)
         )
 
+    def __repr__(self) -> str:
+        batch, time, sites, k = self.shape
+        extra = [f"weights {self.weight_version}"] * (self.weight_version is not None) + \
+            [f"keep {self.keep:g}"] * bool(self.keep) + ["gates"] * (self.gates is not None)
+        return (f"RoutingTrace({batch} × {time} tokens, {sites} sites, top {k} of "
+                f"{max(site.num_experts for site in self.layout.sites)}, {self.coverage:.1%} known"
+                f"{''.join(f', {e}' for e in extra)}, {self.experts.dtype}, {self.experts.device})")
+
     __hash__ = None  # type: ignore[assignment]  # equal traces would need equal hashes of all they hold
 
     def same_sets(self, other: RoutingTrace) -> Bool[Tensor, "batch time site"]:
-        """Where both chose the same experts, in whatever order; unknown equals unknown only."""
+        """Where both chose the same experts, in whatever order; unknown equals unknown only, so that padding is the
+        same everywhere: for a share, see `agreement`."""
         self.layout.require(other.layout, "the other trace")
         return (self.experts.sort(-1).values == other.experts.sort(-1).values).all(-1)
 
@@ -222,6 +232,7 @@ class RoutingTrace:
             "weight_version": json.dumps(self.weight_version),
         } | ({"keep": json.dumps(self.keep)} if self.keep else {})
         save_file(tensors, str(path), metadata=header)
+        usual_mode(Path(path))
 
     @staticmethod
     def load(path: str | Path) -> RoutingTrace:

@@ -101,7 +101,8 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
         Column("any_layer_change{,_prompt}", "steps updates", "share", "tokens with S ≠ S′ at any site", R3),
         Column("layers_changed{,_prompt}", "steps updates", "sites", "sites with S ≠ S′ per token", R3),
         Column("jaccard_distance{,_prompt}", "steps updates layers", "0–1", "1 − |S ∩ S′| / |S ∪ S′|"),
-        Column("gate_mass_moved{,_prompt}", "steps layers", "0–1", "Σ of old gates over S \\ S′"),
+        Column("gate_mass_moved{,_prompt}", "steps layers", "0–1",
+               "Σ of old gates over S \\ S′ / Σ over S; in rows of older code not divided: above 1 where gates are scaled"),
         Column("response_set_change{,_prompt}", "steps layers", "share",
                "1 − |U ∩ U′| / |U|, U the union of S over a response"),
         Column("response_usage_change{,_prompt}", "steps layers", "0–1",
@@ -128,7 +129,7 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
         Column("engine_{logprob_mean,logprob_max,kl_k3,beyond_2}_{natural,replayed}", "steps", "as above",
                "the same on the probe: as the policy routes, and replaying the engine's routes"),
     ),
-    "Replay (old routes under the new weights; steps: on the probe, updates: on the mini-batch)": (
+    "Replay (old routes under the new weights: in arms that do not replay, counterfactual; steps: on the probe, updates: on the mini-batch)": (
         Column("replay_gap_{mean,std,max}", "steps", "nats", "log π(natural) − log π(replayed) per token; max of |·|"),
         Column("pull", "steps updates", "share", "slots where the router, under replay, would pick another expert"),
         Column("coverage", "updates", "share", "token × site pairs whose experts replay forced"),

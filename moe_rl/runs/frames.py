@@ -44,6 +44,10 @@ class Frames:
         """The rows of one combination of factors."""
         return self._with("factors", factors)
 
+    def run(self, arm: str, seed: int) -> Frames:
+        """The rows of one run, of frames of one combination of factors."""
+        return self._with("arm", arm)._with("seed", seed)
+
     def select(self, paths: Sequence[Path]) -> Frames:
         """The rows of some runs, and of what was left out only those."""
         wanted = {tuple(labels_of(path).values()) for path in paths}

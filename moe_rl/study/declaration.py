@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import importlib.util
 import itertools
-import json
 import re
 import sys
 import traceback
@@ -73,13 +71,19 @@ class Study:
     """Names that `moe_rl.results.figures` knows, or `pkg.module:function`; `against:optimizer.lr` draws the endpoint
     over a factor."""
     endpoint: str = "reward, second half"
-    """The one quantity that the arms are compared by: a metric of `moe_rl.results.summary`, or a column of `steps`."""
+    """The one quantity that the arms are compared by: a metric of `moe_rl.results.summary`, a column of `steps`, or
+    one's own, as in `metrics`."""
     further_endpoints: tuple[str, ...] = ()
     """Quantities that the arms are compared by as well, each in a table of its own: the rule says what for."""
     contrasts: tuple[tuple[str, str], ...] = ()
     """The comparisons decided on beforehand, as (arm, arm): first minus second, Holm over these and all combinations of
     factors. Without any, all pairs are compared and called exploratory."""
+    metrics: tuple[str, ...] = ()
+    """Rows of the summary beside the usual ones, named as `endpoint` names them; a `pkg.module:function` of one's own
+    goes from the `Frames` of one run to a number."""
     decision_rule: str = ""
+    verdict: str = ""
+    """`pkg.module:function`, from the study's `Frames` to what its rule says of them: a sentence each."""
     differs_from_paper: str = ""
     caution: str = ""
     """What the summary says under its table, so that nobody reads more into it than there is."""
@@ -208,7 +212,7 @@ def write_declaration(study: Study, out: Path, *, keep: bool = False) -> list[st
     otherwise of the question and of how it is answered. With `keep`, the arms of an earlier one stay, with its
     contrasts and cells, and those of `study` come after them: some arms more are not another study."""
     keys = ("name", "question", "hypothesis", "figures", "endpoint", "further_endpoints", "contrasts", "decision_rule",
-            "differs_from_paper", "caution", "cost", "seeds", "factors", "cells", "trainer")
+            "metrics", "verdict", "differs_from_paper", "caution", "cost", "seeds", "factors", "cells", "trainer")
     content = {k: getattr(study, k) for k in keys} | {"arms": [{"name": a.name} for a in _made(study.arms)]}
     (out / study.name).mkdir(parents=True, exist_ok=True)
     before = content

@@ -52,7 +52,7 @@ def rerun(path: Path, out: Path, *, jobs: int | None, console: Console, steps: i
             raise ConfigError(f"the rows in {path} name code from outside moe_rl, which would run here: "
                               f"{', '.join(code)}. A table can name anything that is installed: look at that code, "
                               "then say --trust")
-        _make_importable(code, tables, planned)
+        make_importable(code, tables, [p.study_file for p in planned])
     notes = (note for row, p in zip(rows, planned, strict=True) for note in _differences(row, p, trainer, bool(code)))
     for note in dict.fromkeys(notes):
         say(console, ("warning", "yellow"), f" {note}", wrap=True)
@@ -96,10 +96,10 @@ def _study_file(name: str | None, tables: Path) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
-def _make_importable(code: list[str], tables: Path, planned: Iterable[Planned]) -> None:
+def make_importable(code: list[str], tables: Path, study_files: Iterable[Path | None] = ()) -> None:
     """Put the current folder on the search path, those of study files, and else the nearest one above `tables` that
     holds a module of `code`."""
-    known = dict.fromkeys(str(p.study_file.parent) for p in planned if p.study_file is not None)
+    known = dict.fromkeys(str(file.parent) for file in study_files if file is not None)
     sys.path[:0] = [*known, str(Path.cwd())]
     importlib.invalidate_caches()
     for top in {name.partition(":")[0].partition(".")[0] for name in code}:

@@ -21,7 +21,7 @@ from moe_rl import cli
 from moe_rl.compare.checkpoints import measure
 from moe_rl.compare.checkpoints.measure import Comparison, measure_volatility
 from moe_rl.compare.checkpoints.observed import Observer
-from moe_rl.compare.checkpoints.printed import print_report
+from moe_rl.compare.checkpoints.printed import _tenth, conclusion, print_report
 from moe_rl.compare.checkpoints.series import checkpoints_of, measure_series
 from moe_rl.compare.checkpoints.tables import METRICS, top_share
 from moe_rl.compare.checkpoints.texts import Texts
@@ -282,6 +282,35 @@ def test_the_top_share_by_hand():
     assert np.isnan(top_share(np.zeros(3), 0.1))
 
 
+def test_every_share_has_its_yardstick(frames):
+    """16 experts, top 2, in 6 layers: what random routes would show."""
+    chance = frames["summary"].set_index("metric")["chance"]
+    assert chance["slot_change"] == chance["gate_mass_moved"] == 1 - 2 / 16
+    assert chance["set_change"] == pytest.approx(1 - 1 / 120) and chance["any_layer_change"] == pytest.approx(1)
+    assert chance[[m for m in METRICS if not m.startswith("router_shift")]].notna().all()
+    measured = frames["summary"].set_index("metric")["response"]
+    assert (measured < chance)[["slot_change", "set_change", "jaccard_distance", "layers_changed"]].all()
+
+
+def test_a_comparison_ends_with_a_sentence(frames):
+    said = conclusion(frames["summary"])
+    slots = frames["summary"].set_index("metric").loc["slot_change", "response"]
+    assert said.startswith(f"{100 * slots:.3g} % of the experts") and "random routes would change 87.5 %" in said
+    assert "the noise floor is 0" in said and said.count(".") - said.count(" %") <= 4
+    of = frames["summary"].set_index("metric")
+    of.loc["slot_change", ["response", "noise_floor"]] = 0.02, 0.01
+    assert "2 times the noise floor" in conclusion(of.reset_index())
+    of.loc["slot_change", "noise_floor"] = 0.03
+    assert "no more than the noise floor" in conclusion(of.reset_index())
+    of.loc["slot_change", "response"] = 0
+    assert conclusion(of.reset_index()) == "no expert of any response token changed."
+
+
+def test_a_tenth_of_three_is_one():
+    assert _tenth(3, "site") == "the most changed one of 3 sites holds"
+    assert _tenth(48, "site") == "the 5 most changed of 48 sites hold"
+
+
 # ---------------------------------------------------------------------- the command
 def run(capsys, *arguments):
     code = cli.main(["volatility", *map(str, arguments)])
@@ -294,7 +323,7 @@ def test_the_command_prints_a_summary_and_draws_figures(there, tmp_path, capsys)
                         "--max-tokens", 25)
     assert code == 0
     for words in ("How far routing moved", "slot_change", "noise floor", "By layer", "texts were cut at 25 tokens",
-                  "by position:", "by expert:", "by token id"):
+                  "by position:", "by expert:", "by token id", "chance", "In short:"):
         assert words in printed.out.replace("\n", " ")
     for name in ("by_layer", "concentration", "experts"):
         assert (out / f"{name}.png").stat().st_size > 1000 and (out / f"{name}.svg").exists()

@@ -65,7 +65,8 @@ def test_a_loop_over_python_sets_agrees():
             slot.append(1 - len(set(old) & set(new)) / 2)
             sets.append(flips[-1])
             jaccard.append(1 - len(set(old) & set(new)) / len(set(old) | set(new)))
-            mass += sum(gates[b, t, s, i].item() for i in range(2) if old[i] not in new)
+            lost = sum(gates[b, t, s, i].item() for i in range(2) if old[i] not in new)
+            mass += lost / gates[b, t, s].sum().item()
         if len(flips) == 3:
             tokens.append(sum(flips))
     row = route_change(before, after, mask, gates).row()
@@ -108,6 +109,17 @@ def test_unknown_rows_are_left_out_and_counted():
     assert change.n.tolist() == [1, 1] and change.unknown.tolist() == [1, 1] and change.tokens == 0
     assert [s["slot_change"] for s in change.site_rows()] == [0.5, 0.5]
     assert math.isnan(change.row()["any_layer_change"])
+
+
+def test_gates_of_any_sum_count_as_shares_of_it():
+    """As DeepSeek-V3 scales them by 2.5; a token whose gates are all 0 has none to lose."""
+    before, after = ids([[[[0, 1]], [[2, 3]]]]), ids([[[[1, 4]], [[2, 3]]]])
+    gates = torch.tensor([[[[0.5, 2.0]], [[0.0, 0.0]]]])
+    assert route_change(before, after, ALL, gates).row()["gate_mass_moved"] == 0.1
+    whole = random_routes(0, unknown=0.0)
+    change = route_change(whole, random_routes(1, experts=40, unknown=0.0) + 8, torch.ones(5, 7, dtype=torch.bool),
+                          torch.rand(5, 7, 3, 2) * 2.5)
+    assert change.row()["gate_mass_moved"] == 1
 
 
 def test_without_gates_the_gate_mass_is_undefined_not_zero():

@@ -21,7 +21,7 @@ LR = (1e-4, 2e-4, 4e-4, 8e-4)
 HEIGHTS = {"grpo": (0.8, 0.8, 0.0, 0.0), "gspo": (0.8, 0.8, 0.8, 0.0)}
 """Half is lost half way from the last 0.8 to the first 0: √2 above 2e-4 and above 4e-4."""
 DECLARED = {"name": "sweep", "arms": [{"name": "grpo"}, {"name": "gspo"}], "endpoint": MAIN.name, "contrasts": [],
-            "figures": ["learning", "against:optimizer.lr"], "further_endpoints": []}
+            "figures": ["learning", "against:optimizer.lr"], "further_endpoints": [], "metrics": []}
 
 
 def sweep(heights: dict[str, tuple[float, ...]] = HEIGHTS, seeds: int = 3, factor: str = "optimizer.lr",
@@ -86,25 +86,30 @@ def test_an_arm_that_never_loses_half_is_censored_at_the_last_value_and_the_tabl
 
 
 def test_the_figure_draws_every_seed_and_the_mean_over_seeds_on_a_log_axis():
-    figure = figures.draw("against:optimizer.lr", MAIN.name)(sweep(), ["grpo", "gspo"])
-    (ax,) = figure.axes
+    figure = figures.draw("against:optimizer.lr", MAIN.name)(sweep(seeds=4), ["grpo", "gspo"])
+    ax, differences = figure.axes
     lines = {line.get_gid(): line for line in ax.lines}
     assert lines["gspo seed=2 value"].get_xdata().tolist() == list(LR)
     assert lines["gspo seed=2 value"].get_ydata() == pytest.approx(np.array(HEIGHTS["gspo"]) * 1.02)
-    assert lines["gspo mean value"].get_ydata() == pytest.approx(np.array(HEIGHTS["gspo"]) * 1.01)
+    assert lines["gspo mean value"].get_ydata() == pytest.approx(np.array(HEIGHTS["gspo"]) * 1.015)
+    gaps = {line.get_gid(): line for line in differences.lines}
+    assert gaps["gspo − grpo mean"].get_ydata() == pytest.approx([0, 0, 0.8 * 1.015, 0])
+    assert gaps["gspo − grpo seed=3"].get_ydata() == pytest.approx([0, 0, 0.8 * 1.03, 0])
+    assert ax.get_xlabel() == differences.get_xlabel() == "learning rate"
     assert to_hex(lines["gspo mean value"].get_color()).upper() == plots.COLOURS[1]
     assert ax.get_xscale() == "log" and [t.get_text() for t in ax.get_xticklabels()] == [f"{v:g}" for v in LR]
     words = [t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text"))]
-    assert any("n = 3 seeds" in w and "95% Student t" in w for w in words)
+    assert any("n = 4 seeds" in w and "95% Student t, logit scale" in w for w in words)
 
 
 def test_other_factors_have_panels_of_their_own_and_words_stand_side_by_side():
     parts = [sweep(also=f",mini_batches={n}") for n in (1, 8)]
     both = Frames(pd.concat([p.runs for p in parts]), {"steps": pd.concat([p["steps"] for p in parts])})
     axes = figures.draw("against:optimizer.lr:reward", MAIN.name)(both, ["grpo", "gspo"]).axes
-    assert [ax.get_title(loc="left") for ax in axes] == ["mini_batches=1.0", "mini_batches=8.0"]
+    titles = ["mini-batches per step = 1", "mini-batches per step = 8"]
+    assert [ax.get_title(loc="left") for ax in axes[::2]] == titles
     words = sweep(factor="task", values=("b", "a", "c", "d"))
-    (ax,) = figures.draw("against:task", MAIN.name)(words, ["grpo", "gspo"]).axes
+    ax, _ = figures.draw("against:task", MAIN.name)(words, ["grpo", "gspo"]).axes
     assert ax.get_xscale() == "linear" and [t.get_text() for t in ax.get_xticklabels()] == ["b", "a", "c", "d"]
 
 
@@ -121,6 +126,38 @@ def test_survival_is_a_step_curve_per_arm_with_marks_where_runs_ended():
     assert lines["grpo censored"][0].tolist() == [80], "a run that collapsed is not censored"
     labels = ax.get_legend_handles_labels()[1]
     assert labels == ["grpo: 2 of 3 collapsed, 1 recovered", "gspo: 0 of 2 collapsed"]
+
+
+def test_how_many_runs_are_still_looked_at_stands_under_a_survival_curve():
+    frames = with_curves({("grpo", 0): [1.0] * 40 + [0.0] * 30, ("grpo", 1): [1.0] * 80, ("grpo", 2): [1.0] * 40})
+    (ax,) = figures.draw("survival", MAIN.name)(frames, ["grpo"]).axes
+    shown = {text.get_gid(): text.get_text() for text in ax.texts if text.get_gid()}
+    counts = {gid.removeprefix("grpo at risk at "): int(n) for gid, n in shown.items()}
+    assert {t: counts[t] for t in ("0", "40", "50", "80")} == {"0": 3, "40": 3, "50": 1, "80": 1}
+
+
+def test_where_every_run_of_an_arm_collapsed_a_cross_stands_and_no_number():
+    """At 2: both arms collapse on both seeds; at 1 one seed of grpo does."""
+    up, down = [0.8] * 40, [0.8] * 5 + [0.0] * 35
+    parts = [with_curves({("grpo", 0): up, ("grpo", 1): down, ("gspo", 0): up, ("gspo", 1): up}),
+             with_curves({(arm, seed): down for arm in ("grpo", "gspo") for seed in (0, 1)})]
+    labelled = [[f.assign(factors=f"N={n}") for f in (p.runs, p["steps"])] for n, p in enumerate(parts, 1)]
+    runs, steps = (pd.concat(tables, ignore_index=True) for tables in zip(*labelled, strict=True))
+    levels, gaps = figures.draw("against:N", MAIN.name)(Frames(runs, {"steps": steps}), ["grpo", "gspo"]).axes
+    assert {t.get_gid() for t in levels.texts} == {"grpo void at 2", "gspo void at 2"}
+    lines = {line.get_gid(): list(line.get_xdata()) for line in (*levels.lines, *gaps.lines)}
+    assert lines["grpo mean value"] == lines["gspo seed=1 value"] == [1.0] and len(lines["gspo − grpo mean"]) == 1
+
+
+def test_the_cold_start_is_drawn_at_every_value_of_the_factor():
+    """It may differ, as where the factor is a size of the model."""
+    frames = sweep(values=(1, 2), factor="layers")
+    before = [{**key, "step": 0, "eval_reward_sampled": 0.4 if key["factors"] == "layers=1" else 0.5}
+              for key in frames.runs[["arm", "factors", "seed"]].to_dict("records")]
+    steps = pd.concat([frames["steps"], pd.DataFrame(before)], ignore_index=True)
+    ax = figures.draw("against:layers", MAIN.name)(Frames(frames.runs, {"steps": steps}), ["grpo", "gspo"]).axes[0]
+    (line,) = [one for one in ax.lines if one.get_gid() == "cold start reward"]
+    assert line.get_xdata().tolist() == [1, 2] and line.get_ydata() == pytest.approx([0.4, 0.5])
 
 
 def test_a_study_of_many_combinations_draws_what_spans_them_once_and_the_rest_only_when_asked():
@@ -144,7 +181,7 @@ def test_tables_of_a_sweep_lie_side_by_side_and_pairs_are_compared_only_where_th
     tables = study_tables(sweep(), DECLARED)
     assert [t.title for t in tables] == [
         "reward, second half: mean over seeds, interval", "runs that collapsed: lasting + recovered",
-        "optimizer.lr at which half of the reward, second half is lost"]
+        "learning rate at which half of the reward, second half is lost"]
     assert [row[0] for row in tables[0].rows] == [f"optimizer.lr={lr}" for lr in LR]
     named = study_tables(sweep(), DECLARED | {"contrasts": [["gspo", "grpo"]]})
     (table,) = [t for t in named if "decided on beforehand" in t.title]

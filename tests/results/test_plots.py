@@ -10,12 +10,16 @@ import pytest
 from matplotlib.colors import to_hex
 
 from moe_rl.errors import RunError
-from moe_rl.results import plots, stats
+from moe_rl.results import figures, plots, stats, training_figures
+from moe_rl.results.pooling import attribution
+from moe_rl.results.summary import MAIN, per_run
 from moe_rl.runs.columns import TABLES
 from moe_rl.runs.frames import Frames
 from tests import fake_study
 
 ARMS = [arm.name for arm in fake_study.study.arms]
+DRAWN = [name for name in figures.FIGURES if name != "survival"]
+"""Figures over steps, mini-batches and sites, which say of every seed what it measured."""
 
 
 def frames_of(seeds: int, steps: int) -> Frames:
@@ -42,8 +46,8 @@ def line(ax, gid: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_learning_draws_every_seed_and_their_mean_from_the_table(frames):
-    figure = plots.learning(frames, ARMS)
-    for ax, column in zip(figure.axes, ("reward", "eval_exact_greedy", "eval_exact_sampled"), strict=True):
+    figure = training_figures.learning(frames, ARMS)
+    for ax, column in zip(figure.axes[:3], ("reward", "eval_exact_greedy", "eval_exact_sampled"), strict=True):
         for arm in ARMS:
             table = frames["steps"].query("arm == @arm").dropna(subset=[column]).pivot(
                 index="seed", columns="step", values=column)
@@ -53,29 +57,75 @@ def test_learning_draws_every_seed_and_their_mean_from_the_table(frames):
             assert np.allclose(line(ax, f"{arm} mean {column}")[1], table.mean(), rtol=0, atol=1e-15)
 
 
-def test_the_band_is_the_interval_over_seeds(frames):
-    ax = plots.learning(frames, ARMS[:1]).axes[1]
-    table = frames["steps"].query("arm == 'grpo'").dropna(subset=["eval_exact_greedy"])
+def test_the_band_is_the_interval_over_seeds_on_the_scale_of_a_share():
+    four = frames_of(seeds=4, steps=12)
+    ax = training_figures.learning(four, ARMS[:1]).axes[1]
+    table = four["steps"].query("arm == 'grpo'").dropna(subset=["eval_exact_greedy"])
     (band,) = [c.get_paths()[0].vertices for c in ax.collections]
     for step, rows in table.groupby("step")["eval_exact_greedy"]:
-        want = stats.interval(rows.to_list())
+        want = stats.band(rows.to_numpy()[:, None], scale="logit")
         heights = band[band[:, 0] == step, 1]
-        assert heights.min() == pytest.approx(want.low) and heights.max() == pytest.approx(want.high)
+        assert heights.min() == pytest.approx(want.low[0]) and heights.max() == pytest.approx(want.high[0])
+
+
+@pytest.mark.parametrize(("seeds", "arms", "bands", "lines"), [(3, 3, False, True), (4, 3, True, True),
+                                                               (9, 3, True, False), (8, 4, True, False)])
+def test_seeds_are_drawn_one_by_one_where_they_are_few_and_bands_where_there_is_an_interval(seeds, arms, bands, lines):
+    rows = [{"arm": f"a{a}", "seed": s, "step": t, "reward": 0.3 + 0.01 * s + 0.1 * a}
+            for a in range(arms) for s in range(seeds) for t in range(3)]
+    _, (ax,) = plots.new_figure(1, "")
+    note = plots.curves(ax, pd.DataFrame(rows), "reward", "step", [f"a{a}" for a in range(arms)])
+    assert bool(ax.collections) == bands == ("band:" in note)
+    assert any(" seed=" in one.get_gid() for one in ax.lines) == lines == ("thin lines" in note)
+    assert all(tick == int(tick) for tick in ax.get_xticks())
+
+
+def test_no_band_leaves_the_range_of_its_quantity():
+    near = pd.DataFrame([{"arm": "a", "seed": s, "step": 1, "reward": r, "token_log_ratio_var": 9 * r, "own_x": r}
+                         for s, r in enumerate((0.0, 0.01, 0.02, 0.6))])
+    limits = {}
+    for column in ("reward", "token_log_ratio_var", "own_x"):
+        _, (ax,) = plots.new_figure(1, "")
+        plots.curves(ax, pd.concat([near, near.assign(step=2)]), column, "step", ["a"])
+        limits[column] = ax.collections[0].get_paths()[0].vertices[:, 1]
+    assert limits["own_x"].min() < 0, "nobody knows what it may be"
+    assert limits["reward"].min() > 0 and limits["reward"].max() < 1
+    assert limits["token_log_ratio_var"].min() > 0
+
+
+def test_the_model_before_the_first_step_is_a_line_wherever_rewards_are_drawn(frames):
+    before = [{"arm": arm, "seed": seed, "factors": "base", "step": 0, "eval_reward_sampled": 0.4 + 0.1 * seed,
+               "eval_exact_greedy": 0.7, "eval_exact_sampled": 0.4} for arm in ARMS for seed in range(3)]
+    steps = pd.concat([pd.DataFrame(before), frames["steps"]], ignore_index=True)
+    axes = training_figures.learning(dataclasses.replace(frames, tables={"steps": steps}), ARMS).axes
+    for ax, column, height in zip(axes, ("reward", "eval_exact_greedy", "eval_exact_sampled"), (0.5, 0.7, 0.4),
+                                  strict=False):
+        assert line(ax, f"cold start {column}")[1] == pytest.approx([height] * 2)
+
+
+def test_differences_within_seeds_stand_beside_the_levels(frames):
+    ax = training_figures.learning(frames, ARMS, contrasts=[("gspo", "grpo")]).axes[3]
+    values = per_run(frames, MAIN)
+    want = values["gspo"] - values["grpo"]
+    assert sorted(line(ax, "gspo − grpo seeds")[0]) == pytest.approx(sorted(want))
+    assert line(ax, "gspo − grpo mean")[0] == pytest.approx([want.mean()])
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["gspo − grpo"]
+    assert len(training_figures.learning(frames, ARMS[:1]).axes) == 3, "one arm has nothing to differ from"
 
 
 def test_long_curves_are_means_over_windows_and_say_so():
     long = frames_of(seeds=2, steps=60)
-    figure = plots.learning(long, ARMS)
+    figure = training_figures.learning(long, ARMS)
     table = long["steps"].query("arm == 'gspo' and seed == 1").sort_values("step")
     x, y = line(figure.axes[0], "gspo seed=1 reward")
     assert len(x) == 20 and x[0] == 2 and y[0] == pytest.approx(table["reward"][:3].mean(), abs=1e-15)
     assert y[-1] == pytest.approx(table["reward"][-3:].mean(), abs=1e-15)
     assert "mean of 3 steps" in figure.axes[0].get_xlabel()
-    assert "mean of" not in plots.learning(frames_of(2, 25), ARMS).axes[0].get_xlabel()
+    assert "mean of" not in training_figures.learning(frames_of(2, 25), ARMS).axes[0].get_xlabel()
 
 
 def test_clipping_is_drawn_on_a_log_axis_from_the_second_mini_batch_on(frames):
-    figure = plots.clipping(frames, ARMS)
+    figure = training_figures.clipping(frames, ARMS)
     assert [ax.get_yscale() for ax in figure.axes] == ["symlog"] * 2
     x, y = line(figure.axes[1], "gspo seed=2 clip_tokens")
     table = frames["updates"].query("arm == 'gspo' and seed == 2").groupby("update")["clip_tokens"].mean()
@@ -83,7 +133,7 @@ def test_clipping_is_drawn_on_a_log_axis_from_the_second_mini_batch_on(frames):
 
 
 def test_expert_change_per_site_is_the_mean_over_steps(frames):
-    x, y = line(plots.expert_change(frames, ARMS).axes[1], "grpo seed=0 slot_change")
+    x, y = line(training_figures.expert_change(frames, ARMS).axes[1], "grpo seed=0 slot_change")
     table = frames["layers"].query("arm == 'grpo' and seed == 0").groupby("site")["slot_change"].mean()
     assert x.tolist() == list(range(fake_study.SITES)) and np.allclose(y, table, rtol=0, atol=1e-15)
 
@@ -92,7 +142,8 @@ def test_nothing_is_cut_off_at_the_top(frames):
     taller = frames["updates"].copy()
     sums = [c for c in taller if c.startswith("attribution_sum")]
     taller.loc[taller["arm"] == "gspo", sums] *= 100
-    figure = plots.ratio_spread(dataclasses.replace(frames, tables={**frames.tables, "updates": taller}), ARMS)
+    more = dataclasses.replace(frames, tables={**frames.tables, "updates": taller})
+    figure = training_figures.ratio_spread(more, ARMS)
     highest = max(one.get_ydata().max() for ax in figure.axes for one in ax.lines)
     assert all(ax.get_ylim()[0] == 0 and ax.get_ylim()[1] >= highest for ax in figure.axes)
 
@@ -113,23 +164,23 @@ def test_spread_and_shares_pool_sums_before_they_divide():
             {"n": 8, "d": 0, "r": 0, "dd": 90, "rr": 45.5, "jj": 136.5, "rj": -46}]
     updates = pd.DataFrame([{"step": i, "update": 2, "arm": "grpo", "seed": 0, "attribution_n": s.pop("n")}
                             | {f"attribution_sum_{k}": float(v) for k, v in s.items()} for i, s in enumerate(sums)])
-    row = plots.attribution(updates, by=["update"]).iloc[0]
+    row = attribution(updates, by=["update"]).iloc[0]
     assert row["natural_std"] == pytest.approx(9.2**0.5) and row["replayed_std"] == pytest.approx(4.6**0.5)
-    assert [row[k] for k in plots.SHARES] == pytest.approx([0.5, 1.5, -1.0])
+    assert [row[k] for k in training_figures.SHARES] == pytest.approx([0.5, 1.5, -1.0])
 
 
 def test_variance_shares_are_drawn_as_bars_that_sum_to_one(frames):
-    (ax,) = plots.variance_shares(frames, ARMS).axes
+    (ax,) = training_figures.variance_shares(frames, ARMS).axes
     heights = np.array([bar.get_height() for bar in ax.patches]).reshape(len(ARMS), 3)
     assert np.allclose(heights.sum(1), 1)
-    shares = plots.attribution(frames["updates"].query("update > 1"), by=[]).groupby("arm")[list(plots.SHARES)].mean()
-    assert np.allclose(heights, shares.loc[ARMS], rtol=0, atol=1e-12)
+    shares = attribution(frames["updates"].query("update > 1"), by=[]).groupby("arm").mean(numeric_only=True)
+    assert np.allclose(heights, shares.loc[ARMS, list(training_figures.SHARES)], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", plots.FIGURES)
+@pytest.mark.parametrize("name", DRAWN)
 def test_an_arm_keeps_its_colour_when_others_are_missing(frames, name):
     def colours(some: Frames) -> set[str]:
-        figure = getattr(plots, name)(some, ARMS)
+        figure = figures.FIGURES[name](some, ARMS)
         return {to_hex(c).upper() for ax in figure.axes
                 for c in [*(x.get_color() for x in ax.lines if "gspo" in str(x.get_gid())),
                           *(x.get_facecolor() for x in ax.patches[6:9])]}
@@ -139,48 +190,60 @@ def test_an_arm_keeps_its_colour_when_others_are_missing(frames, name):
     assert plots.COLOURS[2] in colours(frames)
     if name != "variance_shares":
         assert colours(alone) == {plots.COLOURS[2]}
-    elif (ax := getattr(plots, name)(alone, ARMS).axes[0]):
+    elif (ax := figures.FIGURES[name](alone, ARMS).axes[0]):
         assert {to_hex(p.get_facecolor()).upper() for p in ax.patches} == {plots.COLOURS[2]}
 
 
-@pytest.mark.parametrize("name", plots.FIGURES)
+def test_windows_stand_at_the_same_steps_whatever_a_run_has_measured():
+    long = frames_of(seeds=2, steps=60)
+    holes = long["steps"].query("not (arm == 'gspo' and seed == 1 and step in [1, 2, 31])")
+    ax = training_figures.learning(dataclasses.replace(long, tables={"steps": holes}), ARMS).axes[0]
+    assert line(ax, "gspo mean reward")[0].tolist() == list(range(2, 60, 3))
+
+
+def test_colours_are_told_apart():
+    assert len(set(plots.COLOURS)) == len(plots.COLOURS) == 17
+    arms = [f"arm {i}" for i in range(34)]
+    assert len({(plots.colour_of(arm, arms), plots.dashes_of(arm, arms)) for arm in arms}) == 34
+
+
+@pytest.mark.parametrize("name", DRAWN)
 def test_a_study_of_more_arms_than_colours_is_drawn(frames, name):
     arms = [f"arm {i}" for i in range(9)]
     runs, *tables = (pd.concat([f[f["arm"] == "gspo"].assign(arm=arm) for arm in arms], ignore_index=True)
                      for f in (frames.runs, *frames.tables.values()))
     many = Frames(runs, dict(zip(frames.tables, tables, strict=True)))
-    figure = getattr(plots, name)(many, arms)
+    figure = figures.FIGURES[name](many, arms)
     words = [t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text"))]
     assert all(arm in words for arm in arms)
-    assert plots.colour_of("arm 8", arms) == plots.colour_of("arm 1", arms)
 
 
-@pytest.mark.parametrize("name", plots.FIGURES)
-def test_a_figure_names_n_and_interval_and_labels_its_axes(frames, name):
-    figure = getattr(plots, name)(frames, ARMS)
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_figure_names_n_and_interval_and_labels_its_axes(name):
+    figure = figures.FIGURES[name](frames_of(seeds=4, steps=12), ARMS)
     words = [t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text"))]
-    assert any("n = 3 seeds" in w and "95% Student t" in w for w in words)
+    assert any("n = 4 seeds" in w and "95% Student t" in w for w in words)
     assert figure.axes[0].get_ylabel() and all(ax.get_xlabel() or ax.get_xticklabels() for ax in figure.axes)
     assert all(arm in words for arm in ARMS)
 
 
 def test_the_same_tables_give_the_same_bytes(frames, tmp_path):
-    first, again = (plots.save(plots.clipping(frames, ARMS), tmp_path / d, "clipping") for d in "ab")
+    first, again = (plots.save(training_figures.clipping(frames, ARMS), tmp_path / d, "clipping") for d in "ab")
     assert [p.suffix for p in first] == [".png", ".svg"]
     assert [p.read_bytes() for p in first] == [p.read_bytes() for p in again]
 
 
 def test_one_seed_is_drawn_without_interval_and_says_so():
     one = frames_of(seeds=1, steps=12)
-    for name in plots.FIGURES:
-        figure = getattr(plots, name)(one, ARMS)
+    for name in DRAWN:
+        figure = figures.FIGURES[name](one, ARMS)
         words = [t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text"))]
         assert any("n = 1 seed: no interval" in w for w in words)
 
 
 def test_a_seed_that_ended_early_is_drawn_to_its_end_and_the_mean_stops_there(frames):
     cut = frames["steps"].query("not (arm == 'grpo' and seed == 1 and step > 10)")
-    ax = plots.learning(dataclasses.replace(frames, tables={"steps": cut}), ARMS).axes[0]
+    ax = training_figures.learning(dataclasses.replace(frames, tables={"steps": cut}), ARMS).axes[0]
     assert line(ax, "grpo seed=1 reward")[0][-1] == 10 and line(ax, "grpo seed=0 reward")[0][-1] == 24
     assert line(ax, "grpo mean reward")[0][-1] == 10
 
@@ -188,7 +251,7 @@ def test_a_seed_that_ended_early_is_drawn_to_its_end_and_the_mean_stops_there(fr
 def test_what_nobody_measured_is_an_error_that_names_it(frames):
     bare = dataclasses.replace(frames, tables={"updates": frames["updates"][["arm", "seed", "step", "update"]]})
     with pytest.raises(RunError, match="attribution_n"):
-        plots.variance_shares(bare, ARMS)
+        training_figures.variance_shares(bare, ARMS)
 
 
 def test_long_names_of_many_arms_leave_room_for_the_panels(frames, tmp_path):
@@ -197,7 +260,7 @@ def test_long_names_of_many_arms_leave_room_for_the_panels(frames, tmp_path):
     steps, layers = (pd.concat([frames[t], *(frames[t].query("arm == 'grpo'").assign(arm=name) for name in names)])
                      .query("arm in @names") for t in ("steps", "layers"))
     tables = {**frames.tables, "steps": steps, "layers": layers}
-    figure = plots.expert_change(dataclasses.replace(frames, tables=tables), names)
+    figure = training_figures.expert_change(dataclasses.replace(frames, tables=tables), names)
     plots.save(figure, tmp_path, "many")
     (legend,) = figure.legends
     assert legend.get_window_extent().width < figure.bbox.width

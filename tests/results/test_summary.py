@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -11,8 +12,11 @@ import pytest
 
 from moe_rl.errors import ConfigError
 from moe_rl.results import stats
-from moe_rl.results.summary import ENGINE, MAIN, METRICS, compare, metric, outcomes, per_run, summarise
+from moe_rl.results.summary import ENGINE, MAIN, METRICS, compare, metric, outcomes, per_run, replaying, summarise
+from moe_rl.results.tables import summary_table, untrained
+from moe_rl.results.verdict import verdict_of
 from moe_rl.runs.frames import Frames
+from tests import fake_study
 from tests.results.test_plots import ARMS, frames_of
 
 
@@ -135,3 +139,65 @@ def test_a_metric_is_known_by_its_name_its_column_or_as_any_column_of_steps():
     for name in ("margin_q50", "rewards"):
         with pytest.raises(ConfigError, match=f"no metric '{name}'"):
             metric(name)
+
+
+def evaluated(points: dict[int, float], state: str = "finished") -> Frames:
+    """One run of 40 steps, evaluated at some of them."""
+    rows = [{"arm": "a", "factors": "base", "seed": 0, "step": t, "eval_exact_greedy": y} for t, y in points.items()]
+    run = {"arm": "a", "factors": "base", "seed": 0, "step": max(points), "steps": 40, "state": state}
+    return Frames(pd.DataFrame([run]), {"steps": pd.DataFrame(rows)})
+
+
+def test_what_was_gained_is_counted_from_the_model_before_the_first_step():
+    gained = metric("greedy exact match, gained since the start")
+    assert per_run(evaluated({0: 0.7, 20: 0.9, 40: 0.6}), gained)["a", 0] == pytest.approx(-0.1)
+    assert per_run(evaluated({0: 0.7, 20: 0.9}, "diverged"), gained)["a", 0] == pytest.approx(-0.7)
+    assert per_run(evaluated({20: 0.9, 40: 0.6}), gained).empty, "nobody knows where it began"
+    names = list(summarise(evaluated({0: 0.7, 40: 0.6}), ["a"]).index)
+    assert names.index(gained.name) == names.index("greedy exact match, end") + 1
+
+
+def worst_reward(run: Frames) -> float:
+    """A metric of a user's own."""
+    return run["steps"]["reward"].min()
+
+
+def test_a_metric_of_ones_own_is_asked_for_each_run(frames):
+    own = metric(f"{__name__}:worst_reward")
+    want = frames["steps"].groupby(["arm", "seed"])["reward"].min()
+    assert own.name == "worst reward" and per_run(frames, own).to_dict() == want.to_dict()
+    assert compare(frames, ARMS, [("gspo", "grpo")], own)[0].result.difference.mean == pytest.approx(
+        (want["gspo"] - want["grpo"]).mean())
+    assert "worst reward" in [row[0] for row in summary_table(frames, ARMS, "fake", [f"{__name__}:worst_reward"]).rows]
+    with pytest.raises(ConfigError, match="no metric in the module .* is called 'best_reward'"):
+        metric(f"{__name__}:best_reward")
+
+
+def test_where_no_group_ever_had_a_signal_that_is_said(frames):
+    steps = frames["steps"]
+    assert untrained(frames) == ""
+    none = dataclasses.replace(frames, tables={"steps": steps.assign(groups_without_signal=1.0)})
+    assert untrained(none).startswith("no group ever had a signal: in every run")
+    one = (steps["arm"] == "gspo") & (steps["seed"] == 1)
+    some = steps.assign(groups_without_signal=steps["groups_without_signal"].mask(one, 1.0))
+    assert "in 1 of 9 runs (gspo seed=1)" in untrained(dataclasses.replace(frames, tables={"steps": some}))
+
+
+def test_what_replay_would_do_in_an_arm_that_does_not_is_called_counterfactual(frames):
+    configs = {arm.name: json.dumps(fake_study.study.base.replace(arm=arm).to_dict()) for arm in fake_study.study.arms}
+    told = dataclasses.replace(frames, runs=frames.runs.assign(config=frames.runs["arm"].map(configs)))
+    assert replaying(told) == {"grpo": False, "grpo-replay": True, "gspo": False} and replaying(frames) == {}
+    assert "counterfactual for grpo, gspo, which do not replay" in summary_table(told, ARMS, "fake").note
+    assert "counterfactual" not in summary_table(frames, ARMS, "fake").note
+
+
+def by_hand(frames: Frames) -> list[str]:
+    return [f"{len(frames.runs)} runs"]
+
+
+def test_a_study_carries_its_verdict(frames):
+    assert verdict_of(frames, {"verdict": f"{__name__}:by_hand"}) == ["9 runs"]
+    assert verdict_of(frames, {"verdict": ""}) == []
+    assert "no module 'nowhere'" in verdict_of(frames, {"verdict": "nowhere:rule"})[0]
+    fails = verdict_of(dataclasses.replace(frames, tables={}), {"verdict": f"{__name__}:worst_reward"})
+    assert fails == ["not to be had from these runs: KeyError: 'steps'"], "the tables are shown all the same"

@@ -156,3 +156,11 @@ def test_replay_checks_the_tokens_of_a_forward_inside_a_wrapper_too(model, token
 def test_nothing_stays_on_any_module(model, tokens):
     record(model, tokens)
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_a_recording_is_one_line(tokens):
+    model = build("qwen3_moe")
+    with record_routing(model, scores=True) as recording:
+        assert repr(recording) == "Recording(0 forwards, 0 tokens, 3 sites, scores)"
+        model(tokens)
+    assert repr(recording) == f"Recording(1 forward, {tokens.numel()} tokens, 3 sites, scores)"

@@ -213,6 +213,20 @@ def test_micro_batches_of_two_weight_versions_or_layouts_are_refused():
         RoutingTrace.cat([rows.rows(slice(0, 1)), other], rows.tokens, rows.attention_mask)
 
 
+def test_a_trace_is_one_line():
+    shown = repr(random_trace())
+    assert "\n" not in shown and shown.startswith("RoutingTrace(") and len(shown) < 160
+    batch, time, sites, k = random_trace().shape
+    assert f"{batch} × {time} tokens, {sites} sites, top {k} of" in shown and "% known" in shown
+
+
+def test_a_trace_file_has_the_mode_of_any_other(tmp_path):
+    (tmp_path / "other").touch()
+    random_trace().save(tmp_path / "trace")
+    assert (tmp_path / "trace").stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert {file.name for file in tmp_path.iterdir()} == {"other", "trace"}
+
+
 # ---------------------------------------------------------------------- agreement
 def test_agreement_counts_pairs_whose_route_both_know():
     """By hand: of 2 rows of 3 tokens and 1 site, one is padding, one unknown here and one there; 2 of 3 agree."""

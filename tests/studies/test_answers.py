@@ -55,3 +55,13 @@ def test_early_warning_counts_what_became_of_the_runs_of_the_demonstration():
     assert table["lr"].unique().tolist() == [math.log(8e-4)]  # which no factor of that study names
     found = early_warning.compare(table, ["reward", "step"])
     assert found["runs"].tolist() == [9, 9, 9, 6, 6, 9] and found["collapses"].tolist() == [5, 5, 5, 2, 2, 5]
+
+
+@pytest.mark.parametrize(("name", "sentence"), [
+    ("confirmation", "gspo − grpo: reproduced (0.09 [0.04, 0.14], Holm p 0.0091)"),
+    ("why_gspo", "weight: sequence weights with token clipping are decided above GRPO and above the reverse"),
+    ("placebos", "replay by dose: undetermined at n = 4 (slope -0.06 [-0.18, 0.06])"),
+])  # fmt: skip
+def test_a_rule_gives_its_verdict_from_the_committed_tables(name, sentence):
+    folder = answers.RESULTS / name
+    assert sentence in answers.verdict_of(load_study(folder), answers.read_declaration(folder))

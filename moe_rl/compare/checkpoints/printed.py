@@ -18,7 +18,7 @@ from moe_rl.compare.checkpoints.tables import SEEN, SHOWN, Frames, top_share
 from moe_rl.results import plots
 from moe_rl.runs.terminal import say
 
-SHARES = ("slot_change", "set_change", "jaccard_distance", "any_layer_change", "response_set_change",
+SHARES = ("slot_change", "set_change", "jaccard_distance", "gate_mass_moved", "any_layer_change", "response_set_change",
           "response_usage_change", "router_shift_ratio_low", "coactivation_change")
 """Metrics that are shares, to be read in percent."""
 
@@ -38,6 +38,7 @@ def print_report(console: Console, frames: Frames, out: Path) -> None:
     console.print(_layers(frames["layers"]))
     for line in concentration(frames):
         say(console, f"· {line}", wrap=True)
+    say(console, ("In short", "bold"), f": {conclusion(frames['summary'])}", wrap=True)
     for name, draw in FIGURES.items():
         paths = plots.save(draw(frames), out, name)
         say(console, f"figure {' '.join(map(str, paths))}")
@@ -74,11 +75,11 @@ def concentration(frames: Frames) -> list[str]:
         return ["no expert set changed anywhere"]
     worst = layers.sort_values("set_change").iloc[-1]
     lines = [f"by layer: decoder layer {worst['layer']:.0f} changes most, {_percent(worst['set_change'])} of its sets; "
-             f"the most changed tenth of {len(layers)} sites holds {_percent(top_share(changed, 0.1))} of all changes"]
+             f"{_tenth(len(layers), 'site')} {_percent(top_share(changed, 0.1))} of all changes"]
     somewhere = 1 - spread["tokens"][0] / spread["tokens"].sum()
     most = top_share(spread["layers_changed"].to_numpy(), 0.1, spread["tokens"].to_numpy())
-    lines.append(f"by token: {_percent(somewhere)} of tokens change somewhere; the most changed tenth holds "
-                 f"{_percent(most)} of all changes")
+    lines.append(f"by token: {_percent(somewhere)} of tokens change somewhere; "
+                 f"{_tenth(int(spread['tokens'].sum()), 'token')} {_percent(most)} of all changes")
     early, late = positions[positions["position"] < 16], positions[positions["position"] >= 16]
     if len(late):
         rates = [np.average(part["slot_change"], weights=part["n"]) for part in (early, late)]
@@ -89,20 +90,42 @@ def concentration(frames: Frames) -> list[str]:
         named = ", ".join(f"{row.text!r} {_percent(row.slot_change)}" for row in common.head(5).itertuples())
         lines.append(f"by token id (seen {SEEN} times or more): {named}")
     left = frames["experts"]["left"].to_numpy()
-    lines.append(f"by expert: a tenth of {len(left)} (layer, expert) pairs accounts for "
-                 f"{_percent(top_share(left, 0.1))} of departures")
+    lines.append(f"by expert: {_tenth(len(left), '(layer, expert) pair')} {_percent(top_share(left, 0.1))} of all "
+                 "departures")
     return lines
+
+
+def conclusion(summary: pd.DataFrame) -> str:
+    """What the numbers come to, in a sentence: slots changed, beside the noise floor and random routes."""
+    by = summary.set_index("metric")
+    slots, floor = by.loc["slot_change", ["response", "noise_floor"]]
+    tokens = by.loc["any_layer_change", "response"]
+    if math.isnan(slots):
+        return "no token of a response was compared."
+    if not slots:
+        return "no expert of any response token changed."
+    chance = by["chance"]["slot_change"] if "chance" in by else math.nan  # of a comparison that older code finished
+    beside = ("the noise floor is 0" if not floor else "no more than the noise floor" if slots <= floor else
+              f"{slots / floor:{'.2g' if slots < 10 * floor else ',.0f'}} times the noise floor")
+    if not math.isnan(chance):
+        beside += f", random routes would change {_percent(chance)}"
+    return (f"{_percent(slots)} of the experts of response tokens changed ({beside}); {_percent(tokens)} of these "
+            "tokens changed an expert in some layer.")
 
 
 def _metrics(summary: pd.DataFrame, counts: Mapping[str, int]) -> Table:
     table = _table("How far routing moved")
-    for column in ("metric", "response", "prompt", "noise floor", "formula"):
-        table.add_column(column, justify="left" if column in ("metric", "formula") else "right", no_wrap=True)
+    for column in ("metric", "response", "prompt", "noise floor", "chance", "formula"):
+        words = column in ("metric", "formula")
+        table.add_column(column, justify="left" if words else "right", no_wrap=column != "formula")
     for row in summary.itertuples():
-        cells = [_cell(row.metric, value) for value in (row.response, row.prompt, row.noise_floor)]
+        chance = getattr(row, "chance", math.nan)  # of a comparison that older code finished
+        cells = [_cell(row.metric, value) for value in (row.response, row.prompt, row.noise_floor, chance)]
         table.add_row(row.metric, *cells, row.formula, style="dim" if "tokens" in row.metric else "")
     table.caption = (f"Noise floor: BEFORE's own weights on {counts['noise_batches']} of {counts['batches']} batches, "
-                     "seen again with rows in reverse, other batch sizes and more padding. Response, prompt: rows that "
+                     "seen again with rows in reverse, other batch sizes and more padding. Chance: both routings "
+                     "drawn at random; where a metric sums over tokens first, what sampling alone leaves. Response, "
+                     "prompt: rows that "
                      "decide a token of either. S experts of a token, U of a response, f their shares of its slots, "
                      "q shares of pairs serving one token, p the router's probabilities.")
     return table
@@ -137,6 +160,13 @@ def _cell(metric: str, value: float, digits: int = 3) -> str:
     if metric in ("tokens", "unknown_rows") or "dead" in metric:
         return f"{value:,.0f}"
     return _percent(value, digits) if metric.removeprefix("noise_") in SHARES else f"{value:.2g}"
+
+
+def _tenth(count: int, what: str) -> str:
+    """The largest tenth of so many, one at least, as the subject of a sentence that goes on with a share."""
+    some = max(1, math.ceil(0.1 * count))
+    return f"the {f'{some:,} most changed' if some > 1 else 'most changed one'} of {count:,} {what}s " + (
+        "hold" if some > 1 else "holds")
 
 
 def _percent(value: float, digits: int = 3) -> str:

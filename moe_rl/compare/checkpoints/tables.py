@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.compare.checkpoints.tally import EDGES, RESPONSE, Tally
+from moe_rl.metrics import chance
 from moe_rl.metrics.volatility import Load, ResponseChange, RouteChange, RouterShift
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ METRICS = {
     "slot_change": "1 − |S ∩ S′| / k",
     "set_change": "S ≠ S′",
     "jaccard_distance": "1 − |S ∩ S′| / |S ∪ S′|",
-    "gate_mass_moved": "Σ gates of S \\ S′",
+    "gate_mass_moved": "Σ gates of S \\ S′ / Σ of S",
     "any_layer_change": "S ≠ S′ in any layer",
     "layers_changed": "layers with S ≠ S′",
     "response_set_change": "1 − |U ∩ U′| / |U|",
@@ -47,18 +48,27 @@ MARGIN_QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9}
 
 def tables(tally: Tally, noise: Tally, tokenizer: PreTrainedTokenizerBase) -> dict[str, pd.DataFrame]:
     """`summary`, `layers`, `positions`, `tokens`, `experts`, `pairs`, `margins` and `responses`, by name."""
+    layers, responses = _layers(tally, noise), _responses(tally)
     return {
-        "summary": _summary(tally, noise),
-        "layers": _layers(tally, noise),
+        "summary": _summary(tally, noise, chance_levels(layers, responses)),
+        "layers": layers,
         "positions": _positions(tally),
         "tokens": _tokens(tally, tokenizer),
         "layers_changed": _layers_changed(tally),
         "experts": _experts(tally),
         "pairs": _pairs(tally),
         "margins": _margins(tally),
-        "responses": pd.DataFrame(tally.table_of_responses(), columns=list(RESPONSE)).astype(
-            {"line": int, "batch": int, "row": int, "tokens": int}).sort_values("line", ignore_index=True),
+        "responses": responses,
     }
+
+
+def chance_levels(layers: pd.DataFrame, responses: pd.DataFrame) -> dict[str, float]:
+    """What random routes of the same responses would show, by metric: `metrics.chance`."""
+    sizes = layers["experts"].to_list(), layers["k"].to_list()
+    if not len(responses):
+        return chance.token_levels(*sizes)
+    return chance.token_levels(*sizes) | chance.response_levels(*sizes, responses["tokens"]) | {
+        "coactivation_change": chance.coactivation_change(*sizes, int(responses["tokens"].sum()))}
 
 
 def write(frames: dict[str, pd.DataFrame], folder: Path) -> None:
@@ -85,15 +95,22 @@ def top_share(values: np.ndarray, part: float, counts: np.ndarray | None = None)
     return float((values * taken).sum() / total) if total else math.nan
 
 
-def _summary(tally: Tally, noise: Tally) -> pd.DataFrame:
-    """A row per metric: its mean over response rows, over prompt rows, and its noise floor."""
+def _responses(tally: Tally) -> pd.DataFrame:
+    return pd.DataFrame(tally.table_of_responses(), columns=list(RESPONSE)).astype(
+        {"line": int, "batch": int, "row": int, "tokens": int}).sort_values("line", ignore_index=True)
+
+
+def _summary(tally: Tally, noise: Tally, random: Mapping[str, float]) -> pd.DataFrame:
+    """A row per metric: its mean over response rows, over prompt rows, its noise floor, and what random routes would
+    show."""
     response, prompt, floor = _means(tally, "response"), _means(tally, "prompt"), _means(noise, "response")
     rows = [{"metric": name, "response": response[name], "prompt": prompt.get(name, math.nan),
-             "noise_floor": floor[name], "formula": formula} for name, formula in METRICS.items() if name in response]
+             "noise_floor": floor[name], "chance": random.get(name, math.nan), "formula": formula}
+            for name, formula in METRICS.items() if name in response]
     counts = {"tokens": "volatility_tokens", "unknown_rows": "volatility_unknown"}
     return pd.DataFrame(rows + [
         {"metric": name, "response": response[key], "prompt": prompt[key], "noise_floor": floor[key],
-         "formula": "known in every layer" if name == "tokens" else "(token, layer)"}
+         "chance": math.nan, "formula": "known in every layer" if name == "tokens" else "(token, layer)"}
         for name, key in counts.items()])
 
 

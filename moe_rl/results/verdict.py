@@ -1,0 +1,24 @@
+"""What a study's own rule says of its tables: the function that its declaration names, asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import lookup
+from moe_rl.runs.frames import Frames
+
+
+def verdict_of(frames: Frames, declared: Mapping[str, Any]) -> list[str]:
+    """The sentences of `Study.verdict`; one that says why there are none, where it cannot be had; none without one."""
+    if not declared["verdict"]:
+        return []
+    try:
+        rule = lookup("verdict", declared["verdict"], {})
+    except ConfigError as error:
+        return [f"not to be had here: {error} Or look for it beside the tables, too: --trust"]
+    try:
+        return list(rule(frames))
+    except Exception as error:  # of runs that a rule has not foreseen: fewer arms, one seed, three steps
+        return [f"not to be had from these runs: {type(error).__name__}: {error}"]

@@ -1,0 +1,56 @@
+"""What the declared rules say of tables whose answer is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import volatility_dial_verdicts as dial
+from volatility_dial import SIGMAS, dose
+
+from moe_rl.errors import RunError
+from moe_rl.runs.frames import Frames
+
+CELLS = [dose("weights", 0), *(dose(form, s) for form in dial.FORMS for s in SIGMAS)]
+
+
+def dial_frames(hurt: float, cured: tuple[str, ...], gain: float = 0.1, arms: list[str] = dial.ARMS) -> Frames:
+    """Eight seeds; at the largest dose GRPO loses `hurt`, and so does every arm that is not `cured`."""
+    rng, runs, steps = np.random.default_rng(0), [], []
+    for cell in CELLS:
+        worst = cell.endswith(f"={max(SIGMAS):g}")
+        for arm in arms:
+            for seed in range(8):
+                still = arm == "grpo-replay" and "choice" in cell
+                level = 0.6 - hurt * (worst and arm not in cured and not still) + (0 if still else seed / 1000)
+                key = {"arm": arm, "factors": cell, "seed": seed}
+                runs.append({**key, "state": "finished", "step": 10, "steps": 10})
+                noise = np.zeros(11) if arm == "grpo-replay" else rng.normal(0, 0.002, 11)
+                steps += [{**key, "step": t, "reward": level + noise[t] if t else np.nan,
+                           "eval_exact_greedy": level + noise[t] if t else 0.6 - gain} for t in range(11)]
+    frame = pd.DataFrame(steps)
+    still = (frame["arm"] == "grpo-replay") & frame["factors"].isin([dose("weights", 0), dose("choice", max(SIGMAS))])
+    frame.loc[still & (frame["step"] > 0), ["reward", "eval_exact_greedy"]] = 0.6
+    return Frames(pd.DataFrame(runs), {"steps": frame})
+
+
+def test_harm_that_replay_alone_takes_away_is_said_so():
+    said = dial.verdict(dial_frames(0.2, cured=("grpo-replay",)))
+    for form in dial.FORMS:
+        (harm,) = [line for line in said if line.startswith(f"{form}: volatility")]
+        assert "volatility harms GRPO at σ = 2 (reward -0.20" in harm
+        assert f"{form}: grpo-replay − grpo, an effect" in said
+        assert f"{form}: gspo − grpo, no effect by the rule" in said
+        assert f"{form}, σ = 0.4: gspo − grpo equivalent within ±0.02" in said
+    assert not any("void" in line for line in said)
+
+
+def test_a_rate_that_damages_the_model_makes_the_study_void():
+    said = dial.verdict(dial_frames(0.0, cured=(), gain=-0.2))
+    assert [line.split(" does")[0] for line in said if "void" in line] == [f"void: {arm}" for arm in dial.ARMS]
+    assert any("volatility is not shown to harm GRPO" in line for line in said)
+
+
+def test_a_rule_without_its_runs_is_no_verdict():
+    with pytest.raises(RunError, match="needs runs of grpo, grpo-replay, gspo"):
+        dial.verdict(dial_frames(0.1, cured=(), arms=["grpo", "grpo-replay"]))
