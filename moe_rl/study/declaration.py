@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import itertools
+import json
 import re
 import sys
 import traceback
