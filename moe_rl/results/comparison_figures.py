@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from moe_rl.results import plots, stats
 from moe_rl.results.factors import against, geometrically_spaced, name_of, numeric
 from moe_rl.results.summary import MAIN, Metric, collapsed, outcomes, pairs_of
+from moe_rl.results.training_figures import LEARNING, differences_of, draw_differences, draw_learning
 from moe_rl.runs.frames import Frames
 
 VOID = "×: every run of the arm collapsed there"
@@ -64,6 +66,25 @@ def _at_risk(ax: Axes, times: pd.Series, arm: str, colour: str, row: int, end: i
         if 0 <= tick <= end:
             ax.annotate(f"{int((times >= tick).sum())}", (tick, 0), xytext=(0, -36 - 11 * row), xycoords=across,
                         ha="center", gid=f"{arm} at risk at {tick:g}", **style)
+
+
+@plots.styled
+def learning_by_cell(frames: Frames, arms: Sequence[str], *, endpoint: Metric = MAIN,
+                     contrasts: Sequence[Sequence[str]] = ()) -> Figure:
+    """Training reward and greedy held-out exact match over steps, and the endpoint's differences within seeds: a row of
+    panels per combination of factors. Where the dial injects noise, the row says so."""
+    figure, axes = plots.new_figure(3 * len(frames.cells), "Does it learn, and does it last?")
+    panels = {column: LEARNING[column] for column in ("reward", "eval_exact_greedy")}
+    for i, cell in enumerate(frames.cells):
+        row, here = axes[3 * i : 3 * i + 3], frames.cell(cell)
+        note = draw_learning(row, panels, here, arms)
+        note += draw_differences(row[2], differences_of(here, arms, endpoint, contrasts), arms, endpoint)
+        sigma = max(json.loads(config).get("dial", {}).get("sigma", 0.0) for config in here.runs["config"])
+        injected = f": noise is injected into its routers, σ = {sigma:g}" if sigma else ""
+        row[0].set(title=f"{cell}{injected}\n{panels['reward']}")
+    for ax in axes[2::3]:  # rows can be compared
+        ax.sharex(axes[2])
+    return plots.finish(figure, axes[:2], note)
 
 
 @plots.styled

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from moe_rl.errors import RunError
 from moe_rl.lookup import Use, lookup, unknown
 from moe_rl.results import engine_figures, training_figures
-from moe_rl.results.comparison_figures import against_factor, survival
+from moe_rl.results.comparison_figures import against_factor, learning_by_cell, survival
 from moe_rl.results.factors import ACROSS, factor_of
 from moe_rl.results.summary import metric
 from moe_rl.runs.frames import Frames
@@ -23,7 +23,10 @@ FIGURES: dict[str, Draw] = {
     **{name: getattr(training_figures, name) for name in training_figures.FIGURES},
     **{name: getattr(engine_figures, name) for name in engine_figures.FIGURES},
     "survival": survival,
+    "learning_by_cell": learning_by_cell,
 }
+TOGETHER = ("learning_by_cell",)
+"""Figures of all combinations of factors, as `against:…` are."""
 
 
 def draw(name: str, endpoint: str, contrasts: Sequence[Sequence[str]] = ()) -> Draw:
@@ -45,9 +48,9 @@ def planned(names: Sequence[str], cells: Sequence[str], *, every: bool = False) 
 
     A figure of one combination is drawn where there is only one, or of `every` one.
     """
-    across = [(name, None) for name in names if factor_of(name)]
-    return across + [(name, cell) for cell in cells if every or len(cells) == 1 for name in names
-                     if not factor_of(name)]
+    across = [name for name in names if factor_of(name) or name in TOGETHER]
+    return [(name, None) for name in across] + [(name, cell) for cell in cells if every or len(cells) == 1
+                                                for name in names if name not in across]
 
 
 def drawn(frames: Frames, declared: Mapping[str, Any], *,

@@ -6,9 +6,11 @@ holds one combination of factors. A figure whose columns nobody measured raises 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
@@ -22,6 +24,8 @@ from moe_rl.runs.frames import Frames
 
 SHARES = {"replayed": "left under replay\nVar(R)", "routes": "route changes\nVar(J)",
           "covariance": "both together\n2 Cov(R, J)"}
+LEARNING = {"reward": "Training reward", "eval_exact_greedy": "Held-out exact match, greedy",
+            "eval_exact_sampled": "Held-out exact match, sampled"}
 FIGURES = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares")
 
 
@@ -30,28 +34,44 @@ def learning(frames: Frames, arms: Sequence[str], *, endpoint: Metric = MAIN,
              contrasts: Sequence[Sequence[str]] = ()) -> Figure:
     """Training reward and held-out exact match over steps (GSPO, arXiv 2507.18071, Fig. 1 and 3, per step), and the
     endpoint's differences within seeds."""
-    present = [arm for arm in arms if (frames.runs["arm"] == arm).any()]
-    pairs = pairs_of(present, contrasts)
-    if len(pairs) > 2 * plots.ARMS and not contrasts:  # of many arms: each against the first
-        pairs = [(arm, present[0]) for arm in present[1:]]
-    differences = {f"{a} − {b}": gap for (a, b), gap in gaps(frames, pairs, endpoint).items() if len(gap)}
-    panels = {"reward": "Training reward", "eval_exact_greedy": "Held-out exact match, greedy",
-              "eval_exact_sampled": "Held-out exact match, sampled"}
-    figure, axes = new_figure(3 + bool(differences), "Does it learn, and does it last?")
+    differences = differences_of(frames, arms, endpoint, contrasts)
+    figure, axes = new_figure(len(LEARNING) + bool(differences), "Does it learn, and does it last?")
+    note = draw_learning(axes, LEARNING, frames, arms)
+    if differences:
+        note += draw_differences(axes[-1], differences, arms, endpoint)
+    return finish(figure, axes[: len(LEARNING)], note)
+
+
+def draw_learning(axes: Sequence[Axes], panels: Mapping[str, str], frames: Frames, arms: Sequence[str]) -> str:
+    """Columns of `steps` over training, a panel each, with the cold start's level; returns what a note says of it."""
     for ax, (column, title) in zip(axes, panels.items(), strict=False):
         frame, window = windows(frames["steps"], column) if column == "reward" else (frames["steps"], "")
         note = curves(ax, frame, column, "step", arms, marker="o" if column != "reward" else "")
         plots.cold_start(ax, frames["steps"], column)
         ax.set(title=title, xlabel="step" + window, ylim=(-0.02, 1.02))
     axes[0].set(ylabel="mean reward, share of prompts")
-    if differences:
-        colours = {name: colour_of(name.partition(" − ")[0], arms) for name in differences}
-        rows = plots.rows_of(axes[3], differences, colours)
-        axes[3].axvline(0, color="black", linewidth=1)
-        axes[3].set(title="Differences within seeds", xlabel=endpoint.name)
-        axes[3].grid(axis="y", visible=False)
-        note += f". Differences: {rows.removeprefix('mean over ')}"
-    return finish(figure, axes[:3], note)
+    return note
+
+
+def differences_of(
+    frames: Frames, arms: Sequence[str], endpoint: Metric, contrasts: Sequence[Sequence[str]]
+) -> dict[str, pd.Series]:
+    """The endpoint's differences within seeds, by name; of many arms without contrasts each against the first."""
+    present = [arm for arm in arms if (frames.runs["arm"] == arm).any()]
+    pairs = pairs_of(present, contrasts)
+    if len(pairs) > 2 * plots.ARMS and not contrasts:
+        pairs = [(arm, present[0]) for arm in present[1:]]
+    return {f"{a} − {b}": gap for (a, b), gap in gaps(frames, pairs, endpoint).items() if len(gap)}
+
+
+def draw_differences(ax: Axes, differences: Mapping[str, pd.Series], arms: Sequence[str], endpoint: Metric) -> str:
+    """A row per difference, around 0; returns what a note says of it."""
+    colours = {name: colour_of(name.partition(" − ")[0], arms) for name in differences}
+    rows = plots.rows_of(ax, differences, colours)
+    ax.axvline(0, color="black", linewidth=1)
+    ax.set(title="Differences within seeds", xlabel=endpoint.name)
+    ax.grid(axis="y", visible=False)
+    return f". Differences: {rows.removeprefix('mean over ')}"
 
 
 @styled
