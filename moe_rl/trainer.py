@@ -59,6 +59,8 @@ class Parts:
     """Calls a function, with several ranks on rank 0 alone, and gives its result to all of them: for what samples,
     rewards and evaluates."""
     recorder: Callable[[RunConfig, Policy], Recorder] = Recorder
+    watch: Callable[[int, Batch, Row], None] = lambda step, batch, row: None  # noqa: E731
+    """Sees the rollouts of every step and its row of `steps`; it may change no number."""
 
     @property
     def needs_scores(self) -> bool:
@@ -124,6 +126,7 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
             warnings.warn(diverged, stacklevel=2)
         if rows:  # else the step itself broke off
             rows["steps"][0] |= recorder.cost()
+            parts.from_rank_0(lambda step=step, rows=rows: parts.watch(step, recorder.batch, rows["steps"][0]))
             for table, new in rows.items():
                 folder.add(table, new)
             listen(rows)
