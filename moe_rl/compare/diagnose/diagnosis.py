@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import nn
 
 from moe_rl.compare.diagnose.ladder import Ladder, Rung, alone, as_reported, partly, remaining, usable
 from moe_rl.compare.diagnose.places import Place, places
-from moe_rl.compare.diagnose.reported import Reported, keys
+from moe_rl.compare.diagnose.reported import Reported
 from moe_rl.compare.diagnose.responses import Rollouts
 from moe_rl.compare.diagnose.signatures import Finding, findings
 from moe_rl.compare.diagnose.suspects import suspects_of
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 UNEXPLAINED = "unexplained"
 FEW = 8
 """Responses on which single layers are forced."""
+FORCED = 10.0
+"""Times the noise up to which log-probs that agree may move when the engine's own routes are forced."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,9 @@ class _Case:
                 self.forced[name] = rung
 
     def _harmless(self) -> bool:
-        """Whether the forced routes leave the log-probs where they are, or within rounding of it."""
-        return all(r.mean <= self.gap.noise or self.gap.rounded(r) for r in self.forced.values())
+        """Whether forced routes leave log-probs that agree where they are, and others within rounding."""
+        gap = self.gap
+        return all(r.mean <= FORCED * gap.noise if gap.agrees else gap.rounded(r) for r in self.forced.values())
 
     # ------------------------------------------------------------------ reported routes
     def _routes(self, best: Explanation | None) -> list[Finding]:
@@ -152,15 +154,13 @@ class _Case:
         if best is not None and best.suspects and all(s.tokens is None for s in best.suspects):
             under = ladder.under(best.suspects, keep_routes=True, keep_gates=bool(ladder.natural.gates))
             scores = under if under is not None and under.routes[0].shape == ladder.natural.routes[0].shape else scores
-        expected = float(np.mean(np.concatenate([(keys(a) == keys(b)).ravel() for a, b in zip(
-            ladder.natural.routes, ladder.twin_routes, strict=True)])))
-        reported = Reported(ladder.responses, scores.routes, scores.gates, ladder.layout, expected)
+        reported = Reported(ladder.responses, scores.routes, scores.gates, ladder.layout, ladder.expected)
         if not reported.pairs:
             return found
         under = "" if scores is ladder.natural else " under what explains the gap"
         self.evidence.append(f"{100 * reported.agreement:.3g} % of the reported sets of experts are those that the "
                              f"checkpoint picks itself{under}; "
-                             f"between its float32 and its bfloat16 {100 * expected:.3g} %.")
+                             f"between its float32 and its bfloat16 {100 * ladder.expected:.3g} %.")
         for finding in findings(reported):
             found.append(finding)
             repaired = finding.repaired and scores is ladder.natural and ladder.forced(
@@ -191,6 +191,7 @@ class _Case:
             best = found[0]
             self._explain(best)
             causes = (*best.causes, *(f.cause for f in faults if f.cause not in best.causes))
+            causes = causes if best.fault else (*causes[len(best.causes):], *best.causes)
             also = f" Its routes are wrong too: {routes}." if any(f.cause not in best.causes for f in faults) else ""
             says = f"{_sentence(best.says)} ({size}, {best.rung.mean:.2g} when the trainer does the same).{also}"
             return causes, says, best.fault or bool(faults)

@@ -74,6 +74,9 @@ class Ladder:
     skipped: list[str] = field(default_factory=list)
     """Rungs that this model cannot run, and why."""
 
+    expected: float = 1.0
+    """Share of sets of experts that rounding leaves, once `noise` has measured it."""
+
     def __post_init__(self) -> None:
         self.layout: Layout = layout_of(self.model)
         self.engine = np.concatenate([r.logprobs for r in self.responses])
@@ -84,6 +87,9 @@ class Ladder:
         self.scored = hands_out_gates(self.model)
         self.natural = self._score(keep_routes=True, keep_gates=self.scored and any(
             r.gates is not None for r in self.responses))
+        if not np.isfinite(self.natural.logprobs[STATED]).all():
+            raise ConfigError("the checkpoint's own log-probs of these tokens are not finite, so there is nothing to "
+                              "compare with: are its weights whole, and is the dtype wide enough?")
         self.base = self.rung("natural", self.natural.logprobs[STATED])
 
     # ------------------------------------------------------------------ from scores to a rung
@@ -147,7 +153,7 @@ class Ladder:
 
     def noise(self) -> tuple[Rung, Rung]:
         """The model against itself: each response alone and padded, rows in another order and company; and rounding,
-        against a copy in the other of float32 and bfloat16, in the largest of which an honest engine may differ."""
+        against a copy in the other of float32 and bfloat16, as an honest engine may differ."""
         natural = self.natural.logprobs[STATED]
         alone = score(self.model, self.responses, batch_tokens=1, extra=3).logprobs[STATED]
         fewer = max(1, self.batch_tokens // 3)
@@ -157,7 +163,7 @@ class Ladder:
         other = torch.bfloat16 if next(self.model.parameters()).dtype == torch.float32 else torch.float32
         with in_dtype(other)(self.model) as twin:
             found = score(twin, self.responses, batch_tokens=self.batch_tokens, keep_routes=True)
-        self.twin_routes = found.routes
+        self.expected = agreement(found.routes, self.natural.routes)
         return max(floors, key=lambda r: r.mean), self.rung("rounding", found.logprobs[STATED], against=natural)
 
     def _score(self, keep_routes: bool = False, keep_gates: bool = False, routes: Routes | None = None,
@@ -171,6 +177,20 @@ class Ladder:
     def routed(self) -> bool:
         """Whether some response has routes of the model's own k, so that they can be forced."""
         return any(usable(r, self.layout) for r in self.responses)
+
+
+def agreement(a: Sequence[NDArray], b: Sequence[NDArray]) -> float:
+    """Share of (token, site) pairs at which both chose the same experts, in whatever order."""
+    return float(np.mean(np.concatenate([(keys(x) == keys(y)).ravel() for x, y in zip(a, b, strict=True)])))
+
+
+def keys(ids: Integer[NDArray, "rows layer k"]) -> Integer[NDArray, "rows layer"]:
+    """One number per set, whatever its order; -1 where there is no route. Sets of equal numbers are equal but for a
+    chance of about 2^-56."""
+    table = np.random.default_rng(0).integers(1, 2**56, size=int(max(ids.max(initial=0), 0)) + 1)
+    used = ids >= 0
+    found = np.where(used, table[np.where(used, ids, 0)], 0).sum(-1)
+    return np.where(used[..., 0], found, -1)
 
 
 def usable(response: Response, layout: Layout) -> bool:

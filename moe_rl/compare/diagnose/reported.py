@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 
-from moe_rl.compare.diagnose.ladder import usable
+from moe_rl.compare.diagnose.ladder import keys, usable
 from moe_rl.compare.diagnose.responses import Response, layers_of
 from moe_rl.routing.trace import Layout
 
@@ -102,15 +102,6 @@ class Reported:
                 for t in range(len(self.layers))]
         best = int(np.argmax(hits))
         return self.layout.sites[best].decoder_layer if best != site and hits[best] >= SURE * self.expected else None
-
-
-def keys(ids: Integer[NDArray, "rows layer k"]) -> Integer[NDArray, "rows layer"]:
-    """One number per set, whatever its order; -1 where there is no route. Sets of equal numbers are equal but for a
-    chance of about 2^-63."""
-    table = np.random.default_rng(0).integers(1, 2**56, size=int(max(ids.max(initial=0), 0)) + 1)
-    used = ids >= 0
-    found = np.where(used, table[np.where(used, ids, 0)], 0).sum(-1)
-    return np.where(used[..., 0], found, -1)
 
 
 def moved(response: Response, layers: Sequence[int], by: int, rows: int = 0) -> Integer[NDArray, "rows site k"]:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 FORMS = ('{"tokens": [ids], "prompt_length": n, "logprobs": […]}, {"prompt_tokens": [ids], "response_tokens": [ids], '
          '"logprobs": […]} or {"prompt": "…", "response": "…", "logprobs": […]}')
 ROUTES = ("routes", "routed_experts")
-ABOVE_ONE = 1e-4
-"""Rounding that a log-probability may be above 0."""
+LOWEST, ABOVE_ONE = -1e6, 1e-4
+"""Between these is a log-probability; the second is rounding."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Rollouts:
                               "sample it. Text need not come back as the tokens it was made of: write token ids.")
         if prompt < 1:
             raise ConfigError(f"{where}: the prompt has no token, so nothing predicts the first of the response.")
-        odd = [x for x in values if not (x is None or _number(x) and math.isfinite(x) and x <= ABOVE_ONE)]
+        odd = [x for x in values if not (x is None or _number(x) and LOWEST < x <= ABOVE_ONE)]
         if odd:
             raise ConfigError(f"{where}: {odd[0]!r} is no log-probability of a sampled token: finite, in nats and at "
                               f"most 0 ({len(odd)} of {len(values)} are not); null marks what it did not sample.")
@@ -115,7 +115,7 @@ class Rollouts:
             raise ConfigError(f"{where}: cached_tokens is {cached!r}; expected a number of its {len(tokens)} tokens.")
         return Response(
             where, line, tokens, prompt, np.array([math.nan if x is None else x for x in values], dtype=np.float64),
-            _setting(entry, "temperature", where, 1.0, 0.0, math.inf), _setting(entry, "top_p", where, 1.0, 0.0, 1.0),
+            _setting(entry, "temperature", where, 1.0, 0.0, 1e6), _setting(entry, "top_p", where, 1.0, 0.0, 1.0),
             int(_setting(entry, "top_k", where, 0, -2, 2**31)), None if version is None else str(version), cached)
 
     def _tokens(self, entry: Mapping[str, Any], where: str, count: int) -> tuple[tuple[int, ...], int]:
@@ -214,7 +214,7 @@ def _gates(payload: Any, shape: Sequence[int], where: str) -> NDArray:
             values = np.asarray(payload, dtype=np.float32)
         if values.shape[1:] != tuple(shape[1:]) or len(values) not in (shape[0], shape[0] + 1):
             raise ValueError(f"they have shape {values.shape}")
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise ConfigError(f"{where}: gates do not fit the ids ({error}); expected a weight for each, "
                           f"{list(shape)}.") from error
     if not np.isfinite(values).all():
@@ -226,9 +226,8 @@ def _setting(entry: Mapping[str, Any], name: str, where: str, default: float, ab
     value = entry.get(name)
     if value is None:
         return default
-    if not _number(value) or not above < value <= most or math.isinf(value):
-        raise ConfigError(f"{where}: {name} is {value!r}; expected a number above {above:g}"
-                          + (f", at most {most:g}." if most < 2**31 else "."))
+    if not _number(value) or not above < value <= most:
+        raise ConfigError(f"{where}: {name} is {value!r}; expected a number above {above:g}, at most {most:g}.")
     return float(value)
 
 

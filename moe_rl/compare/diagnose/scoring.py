@@ -20,8 +20,8 @@ from moe_rl.routing.trace import Layout, RoutingTrace
 STATED = "as stated"
 """The reading that the file asks for: its own temperature, over the whole vocabulary."""
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5)
-LOGITS = 2**26
-"""Most logits of one forward."""
+LOGITS, AT_ONCE = 2**26, 2**24
+"""Most logits of one forward of several responses, and most that are read at once."""
 Routes = Callable[[Response, Layout], NDArray]
 """Ids [rows, site, k] to be forced on a response, -1 where free."""
 
@@ -94,19 +94,22 @@ def score(
     `routes` forces ids, with `gates` the reported combine weights too; `shift` moves the positions of the response by
     so many; `extra` pads. Raises RoutingError where the model cannot do so.
     """
+    vocabulary = model.config.get_text_config().vocab_size
     found: dict[str, list[NDArray]] = {name: [] for name in readings}
     best, used, weights = [], [], []
-    for part in batches(responses, batch_tokens, model.config.vocab_size):
+    for part in batches(responses, batch_tokens, vocabulary):
         rows = Rows.of(part, extra)
         trace = None if routes is None else trace_of(model, rows, routes, gates)
         logits, seen, scored = _forward(model, rows, trace, shift, keep_routes, keep_gates)
         first = rows.tokens.shape[1] - logits.shape[1]
         at = rows.response[:, first:]
-        own, chosen = logits[at.to(logits.device)].float(), rows.tokens[:, first:][at].to(logits.device)
-        best.append(own.argmax(-1).cpu().numpy())
-        owner = at.nonzero()[:, 0].to(logits.device)
-        for name in readings:
-            found[name].append(read(own, chosen, owner, part, name).double().cpu().numpy())
+        logits = logits[at.to(logits.device)]
+        chosen, owner = (x.to(logits.device) for x in (rows.tokens[:, first:][at], at.nonzero()[:, 0]))
+        for own, token, of in zip(*(x.split(max(1, AT_ONCE // vocabulary)) for x in (logits, chosen, owner)),
+                                  strict=True):
+            best.append(own.argmax(-1).cpu().numpy())
+            for name in readings:
+                found[name].append(read(own.float(), token, of, part, name).double().cpu().numpy())
         used += seen
         weights += scored
     return Scores({name: np.concatenate(x) for name, x in found.items()}, np.concatenate(best), used, weights)

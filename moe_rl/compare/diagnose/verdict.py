@@ -92,13 +92,16 @@ class Gap:
         for reading, logprobs in scores.logprobs.items():
             if not suspects and reading == STATED:
                 continue
-            cause = () if reading == STATED else ("kept_set" if reading == "kept set" else "temperature",)
-            words = [s.says for s in suspects] + ([] if reading == STATED else [self.ladder.readings[reading]])
-            names = [s.rung for s in suspects] + ([] if reading == STATED else [
-                "log-probs over the kept set" if reading == "kept set" else f"log-probs at {reading}"])
-            rung = self.ladder.rung(" + ".join(names), logprobs, scores.best)
-            self._add((*(s.cause for s in suspects), *cause), "; and ".join(words), rung,
-                      any(s.fault for s in suspects) or bool(cause), suspects)
+            parts = [(s.cause, s.rung, s.says, s.fault) for s in suspects]
+            if reading != STATED:
+                kept = reading == "kept set"
+                parts.append(("kept_set" if kept else "temperature",
+                              "log-probs over the kept set" if kept else f"log-probs at {reading}",
+                              self.ladder.readings[reading], True))
+            parts.sort(key=lambda part: not part[3])  # what is to be mended comes first
+            causes, rungs, says, faults = zip(*parts, strict=True)
+            rung = self.ladder.rung(" + ".join(rungs), logprobs, scores.best)
+            self._add(causes, "; and ".join(says), rung, any(faults), suspects)
 
     def _add(self, causes: tuple[str, ...], says: str, rung: Rung, fault: bool,
              suspects: tuple[Suspect, ...] = ()) -> None:
@@ -135,7 +138,7 @@ class Gap:
             return False
         if rung.mean <= self.noise:
             return True
-        distance = rung.distance.mean() / base.distance.mean()
+        distance = float(rung.distance.mean() / base.distance.mean())
         if self.rounded(base):  # an honest engine may look so: only what fits far better than rounding counts
             return e.left[2] <= LITTLE / 5 and distance <= CLOSE / 2
         if e.left[2] <= LITTLE and distance <= CLOSE:
