@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from moe_rl.compare.diagnose.ladder import Ladder, Rung, alone, as_reported, partly, remaining, usable
-from moe_rl.compare.diagnose.places import Place, places
+from moe_rl.compare.diagnose.places import Place, begins, places
 from moe_rl.compare.diagnose.reported import Reported
 from moe_rl.compare.diagnose.responses import Rollouts
 from moe_rl.compare.diagnose.signatures import Finding, findings
 from moe_rl.compare.diagnose.suspects import suspects_of
-from moe_rl.compare.diagnose.verdict import CLOSE, LITTLE, Explanation, Gap
+from moe_rl.compare.diagnose.verdict import LITTLE, Explanation, Gap
 from moe_rl.routing.sites import layout_of
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 UNEXPLAINED = "unexplained"
 FEW = 8
 """Responses on which single layers are forced."""
+CLEARLY = 0.9
+"""Share of the agreement that rounding leaves, below which a layer uses other experts."""
 FORCED = 10.0
 """Times the noise up to which log-probs that agree may move when the engine's own routes are forced."""
 
@@ -97,6 +99,7 @@ class _Case:
     forced: dict[str, Rung] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     evidence: list[str] = field(default_factory=list)
+    sets: list[Place] = field(default_factory=list)
 
     def closed(self, of: int, tokenizer: Any, also: dict[str, nn.Module]) -> Diagnosis:
         ladder, gap = self.ladder, self.gap
@@ -108,8 +111,10 @@ class _Case:
         causes, says, fault = self._verdict(found, findings)
         where = list(places(ladder))
         if self.forced and not (gap.agrees and self._harmless()):
-            where += [Place("layer", str(ladder.layout.sites[s].decoder_layer), kl, float("nan"), 0)
-                      for s, kl in alone(ladder, FEW)]
+            where += [*self.sets, *(Place("layer", str(ladder.layout.sites[s].decoder_layer), kl, 0)
+                                    for s, kl in alone(ladder, FEW))]
+        if not gap.agrees:
+            self.evidence.append(begins(ladder, gap.noise))
         rungs = [ladder.base, gap.floor, gap.rounding, *self.forced.values(),
                  *(e.rung for e in sorted(gap.tried, key=lambda e: e.rung.mean))]
         left = {r.name: remaining(r, ladder.base) for r in self.forced.values()} | {
@@ -161,6 +166,12 @@ class _Case:
         self.evidence.append(f"{100 * reported.agreement:.3g} % of the reported sets of experts are those that the "
                              f"checkpoint picks itself{under}; "
                              f"between its float32 and its bfloat16 {100 * ladder.expected:.3g} %.")
+        self.sets = [Place("sets", str(site.decoder_layer), float(1 - own), 0)
+                     for site, own in zip(ladder.layout.sites, reported.by_site(), strict=True)]
+        apart = [p.name for p in self.sets if p.value > 1 - CLEARLY * ladder.expected]
+        if apart:
+            self.evidence.append(f"The first layer that uses other experts, by more than rounding, is {apart[0]} "
+                                 f"({len(apart)} of {len(self.sets)} do).")
         for finding in findings(reported):
             found.append(finding)
             repaired = finding.repaired and scores is ladder.natural and ladder.forced(
@@ -202,6 +213,10 @@ class _Case:
                 f"There is a gap ({size}) that nothing tried explains, and the reported routes are wrong"
             causes = tuple(f.cause for f in faults)
             return causes if quiet else (*causes, UNEXPLAINED), f"{start}: {routes}.", True
+        if not gap.agrees and (routed := self._by_routes()) is not None:
+            self._explain(routed)
+            return routed.causes, (f"{_sentence(routed.says)}, for a reason that is none of those tried: with what it "
+                                   f"reports forced, the gap goes ({size}, {routed.rung.mean:.2g} forced)."), True
         if quiet and self.forced and not self._harmless():
             worst = max(self.forced.values(), key=lambda r: r.mean)
             return (UNEXPLAINED,), (f"The engine's log-probs are those of the checkpoint ({size}), but replaying what "
@@ -214,30 +229,30 @@ class _Case:
                                    f"differ by {gap.rounding.mean:.2g}). Nothing to mend."), False
         return self._unexplained(size)
 
-    def _unexplained(self, size: str) -> tuple[tuple[str, ...], str, bool]:
-        """A gap that no suspect takes away: whether it goes with the routes, or with some of the responses."""
-        base = self.ladder.base
+    def _by_routes(self) -> Explanation | None:
+        """Whether the gap goes where what the engine reports of its routers is forced."""
         for name, cause, words in (("ids forced", "routing", "the engine chooses other experts"),
-                                   ("ids and combine weights forced", "combine_weights", "the engine weighs its "
-                                    "experts otherwise")):
-            rung = self.forced.get(name)
-            if rung is not None and remaining(rung, base)[2] <= LITTLE and \
-                    rung.distance.mean() <= CLOSE * base.distance.mean():
-                self._explain(Explanation((cause,), words, rung, remaining(rung, base), True))
-                return (cause,), (f"{_sentence(words)}, for a reason that is none of those tried: with what it reports "
-                                  f"forced, the gap goes ({size}, {rung.mean:.2g} forced)."), True
-        for kind, cause, words in (("weight version", "weight_version", "the engine has other weights for some"),
-                                   ("prefix", "stale_cache", "responses that begin with a cached prefix have the gap: "
-                                    "its entries are of other weights or positions")):
-            groups = [p for p in places(self.ladder) if p.kind == kind]
-            if len(groups) > 1:
-                low, high = min(groups, key=lambda p: p.kl), max(groups, key=lambda p: p.kl)
-                if low.kl <= self.gap.noise or low.kl <= LITTLE * high.kl:
-                    named = kind == "weight version" or high.name == "cached"
-                    if named:
-                        self.evidence.append(f"By {kind}: " + ", ".join(f"{p.name} {p.kl:.2g}" for p in groups) + ".")
-                        return (cause,), f"{_sentence(words)} ({kind} {high.name}: KL {high.kl:.2g}; " \
-                            f"{low.name}: {low.kl:.2g}).", True
+                                   ("ids and combine weights forced", "combine_weights",
+                                    "the engine weighs its experts otherwise")):
+            if (rung := self.forced.get(name)) is not None:
+                found = Explanation((cause,), words, rung, remaining(rung, self.ladder.base), True)
+                if self.gap.enough(found):
+                    return found
+        return None
+
+    def _unexplained(self, size: str) -> tuple[tuple[str, ...], str, bool]:
+        """A gap that nothing takes away: whether only some of the responses have it."""
+        for kind, cause, words in (("weight version", "weight_version", "other weights sampled some of the responses"),
+                                   ("prefix", "stale_cache", "responses after a cached prefix have the gap: its "
+                                    "entries are of other weights or positions")):
+            groups = sorted((p for p in places(self.ladder) if p.kind == kind), key=lambda p: p.value)
+            if len(groups) < 2 or groups[-1].name == "fresh":
+                continue
+            low, high = groups[0], groups[-1]
+            if low.value <= max(self.gap.noise, LITTLE * high.value):
+                self.evidence.append(f"By {kind}: {', '.join(f'{p.name} {p.value:.2g}' for p in groups)}.")
+                return (cause,), (f"{_sentence(words)} ({kind} {high.name}: KL {high.value:.2g}; {low.name}: "
+                                  f"{low.value:.2g})."), True
         best = min(self.gap.tried, key=lambda e: e.left[0], default=None)
         near = f" The nearest, {best.rung.name}, leaves {100 * best.left[0]:.2g} % of it." if best else ""
         return (UNEXPLAINED,), (f"There is a gap ({size}) that nothing tried explains: other weights, perhaps (--also "

@@ -27,7 +27,7 @@ LARGEST = 60.0
 """Log-ratios are cut here, e^60, so that one token cannot make a sum infinite."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rung:
     """How far the engine's log-probs are from one forward; a value per response, tokens of a response averaged."""
 

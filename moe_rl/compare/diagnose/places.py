@@ -21,12 +21,13 @@ class Place:
     """A part of the tokens, and the natural gap in it."""
 
     kind: str
-    """position, length, weight version, prefix, or layer."""
+    """position, length, weight version, prefix; or layer, or sets of a layer."""
     name: str
-    kl: float
-    """k3 per token, in nats. Of a layer: with the reported ids of this layer alone forced."""
-    beyond_2: float
+    value: float
+    """k3 per token, in nats; of a layer with its reported ids alone forced; of sets the share that the model would not
+    pick itself."""
     tokens: int
+    """0 for layers."""
 
 
 def places(ladder: Ladder) -> Iterator[Place]:
@@ -39,8 +40,7 @@ def places(ladder: Ladder) -> Iterator[Place]:
     def place(kind: str, name: str, where: NDArray) -> Iterator[Place]:
         here = ratio[where & ladder.own]
         if len(here):
-            yield Place(kind, name, float((np.expm1(here) - here).mean()), float((np.abs(here) > np.log(2)).mean()),
-                        len(here))
+            yield Place(kind, name, float((np.expm1(here) - here).mean()), len(here))
 
     for kind, values in (("position", position), ("length", length)):
         for low, high in zip(EDGES, EDGES[1:], strict=False):
@@ -54,3 +54,16 @@ def places(ladder: Ladder) -> Iterator[Place]:
         cached = np.array([bool(r.cached) for r in ladder.responses])[ladder.owner]
         yield from place("prefix", "cached", cached)
         yield from place("prefix", "fresh", ~cached)
+
+
+def begins(ladder: Ladder, noise: float) -> str:
+    """With which token of a response the gap begins, in words."""
+    ratio = np.clip(ladder.natural.logprobs[STATED] - ladder.engine, -LARGEST, LARGEST)
+    wrong = (np.expm1(ratio) - ratio > noise) & ladder.own
+    starts = np.concatenate([[0], np.cumsum([len(r.logprobs) for r in ladder.responses])[:-1]])
+    first = [int(wrong[start : start + len(r.logprobs)].argmax())
+             for start, r in zip(starts, ladder.responses, strict=True) if wrong[start : start + len(r.logprobs)].any()]
+    if not first:
+        return "No token alone is beyond the noise."
+    return (f"The gap begins with the first token of the response in {first.count(0)} of {len(first)} responses that "
+            f"have one; the median is token {int(np.median(first))}, counted from 0.")

@@ -23,7 +23,8 @@ from moe_rl.runs.terminal import say
 SHOWN = 12
 """Suspects that a terminal shows; the page shows all."""
 KINDS = {"position": "by token of the response, from 0", "length": "by length of the response, in tokens",
-         "weight version": "by weight version", "prefix": "by prefix", "layer": "by layer, its ids alone forced"}
+         "weight version": "by weight version", "prefix": "by prefix", "layer": "by layer, its ids alone forced",
+         "sets": "sets of experts that the checkpoint would not pick itself, by layer"}
 
 
 def print_diagnosis(console: Console, found: Diagnosis) -> None:
@@ -40,7 +41,7 @@ def print_diagnosis(console: Console, found: Diagnosis) -> None:
 def write_page(found: Diagnosis, out: Path, *, rollouts: str, checkpoint: str) -> None:
     """The same as one page to open in a browser, with every rung."""
     template = resources.files("moe_rl.compare.diagnose").joinpath("page.html").read_text(encoding="utf-8")
-    bars = {kind: [(p.name, f"{p.kl:.2g}", _tokens(p), _width(p.kl, places)) for p in places]
+    bars = {kind: [(p.name, _value(p), _tokens(p), _width(p.value, places)) for p in places]
             for kind, places in _by_kind(found)}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(Environment(autoescape=True).from_string(template).render(
@@ -59,8 +60,8 @@ def tables(found: Diagnosis, most: int) -> Iterator[Shown]:
     yield ladder_table(found, most)
     for kind, places in _by_kind(found):
         if len(places) > 1:
-            yield Shown(f"Where: {KINDS[kind]}", ("", "KL, nats", "tokens"),
-                        [(p.name, f"{p.kl:.2g}", _tokens(p)) for p in places])
+            yield Shown(f"Where: {KINDS[kind]}", ("", "share" if kind == "sets" else "KL, nats", "tokens"),
+                        [(p.name, _value(p), _tokens(p)) for p in places])
 
 
 def ladder_table(found: Diagnosis, most: int | None = None) -> Shown:
@@ -91,11 +92,15 @@ def _by_kind(found: Diagnosis) -> Iterator[tuple[str, Sequence[Place]]]:
             yield kind, places
 
 
+def _value(place: Place) -> str:
+    return f"{100 * place.value:.3g} %" if place.kind == "sets" else f"{place.value:.2g}"
+
+
 def _tokens(place: Place) -> str:
     return f"{place.tokens:,}" if place.tokens else ""
 
 
 def _width(value: float, places: Sequence[Place]) -> int:
     """Of a bar, in per cent of the largest."""
-    most = max(p.kl for p in places)
-    return round(100 * value / most) if most > 0 else 0
+    most = max((p.value for p in places if not math.isnan(p.value)), default=0.0)
+    return round(100 * value / most) if most > 0 and not math.isnan(value) else 0

@@ -20,6 +20,8 @@ CLEAR = 0.3
 """By how much a pattern must agree better than the routes as reported."""
 SURE = 0.6
 """What it must agree at least, as a share of what rounding leaves of agreement."""
+RIGHT = 0.8
+"""What the other layers, or the other rows, must agree, as a share of the same, where some agree with nothing."""
 FEW = 8
 """Fewer (token, layer) pairs than this show no pattern."""
 

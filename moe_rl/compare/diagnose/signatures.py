@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.compare.diagnose.reported import CLEAR, SURE, Reported, moved
+from moe_rl.compare.diagnose.reported import CLEAR, RIGHT, SURE, Reported, moved
 from moe_rl.compare.diagnose.responses import Response
 from moe_rl.routing.trace import Layout
 
@@ -108,13 +108,13 @@ def overwritten(routes: Reported) -> list[Finding]:
         return []
     good = np.median(own[own >= np.median(own)])
     bad = np.flatnonzero(own < min(0.5, SURE * good)).tolist()
-    if not len(bad) or len(bad) > len(own) / 2 or good < SURE * routes.expected or (own >= 0.5).sum() < len(own) / 2:
+    rest = np.delete(own, bad)
+    if not bad or len(bad) > len(rest) or rest.min() < RIGHT * routes.expected:  # other weights grow apart with depth
         return []
     layers = [str(routes.layout.sites[s].decoder_layer) for s in bad]
     copied = {s: routes.source(s) for s in bad}
     sources = [f"layer {routes.layout.sites[s].decoder_layer} holds the routes of layer {t}"
                for s, t in copied.items() if t is not None]
-    rest = np.delete(own, bad)
 
     def repaired(response: Response, layout: Layout) -> NDArray:
         ids = moved(response, routes.layers, 0)
@@ -145,7 +145,7 @@ def stale_prefix(routes: Reported) -> list[Finding]:
             rows.append(at)
             good.append(float(np.mean(after)))
     enough = max(2, 0.05 * len(routes.pairs)) if len(routes.pairs) > 1 else 1
-    if hit < enough or np.mean(good) < SURE * routes.expected:
+    if hit < enough or np.mean(good) < RIGHT * routes.expected:
         return []
 
     def repaired(response: Response, layout: Layout) -> NDArray:
@@ -181,7 +181,7 @@ def order_and_weights(routes: Reported) -> list[Finding]:
             expert.append(np.abs(own - by_id).mean(-1))
     found = []
     is_sorted = n >= 20 and ascending == n and natural < 0.9 * n and routes.layout.top_k > 1
-    if slot:
+    if slot and routes.agreement >= RIGHT * routes.expected:
         by_slot, by_expert = np.concatenate(slot).mean(), np.concatenate(expert).mean()
         ratio = np.concatenate(sums) / np.concatenate(theirs).clip(min=1e-12)
         if by_expert > 0.01 and by_slot < 0.25 * by_expert:
