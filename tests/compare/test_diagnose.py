@@ -176,7 +176,8 @@ def there(bench, tmp_path_factory):
     return folder
 
 
-def test_the_command_prints_a_verdict_and_writes_a_page(there, capsys):
+def test_the_command_prints_a_verdict_and_writes_a_page(there, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     out = there / "page.html"
     assert cli.main(["diagnose", str(there / "shifted.jsonl"), str(there / "step"), "--out", str(out)]) == 1
     said = " ".join(capsys.readouterr().out.split())

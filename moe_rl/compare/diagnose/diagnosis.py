@@ -50,7 +50,7 @@ class Diagnosis:
     rungs: tuple[Rung, ...]
     """The ladder: natural first, then the noise floor, forced routes, and every suspect, the best first."""
     left: Mapping[str, tuple[float, float, float]]
-    """By rung: what is left of the natural KL, with its 95 % interval."""
+    """By rung: what is left of the natural KL, with its 95 % interval; empty where there is no gap."""
     places: tuple[Place, ...]
     """Where the gap is."""
     responses: int
@@ -117,7 +117,7 @@ class _Case:
             self.evidence.append(begins(ladder, gap.noise))
         rungs = [ladder.base, gap.floor, gap.rounding, *self.forced.values(),
                  *(e.rung for e in sorted(gap.tried, key=lambda e: e.rung.mean))]
-        left = {r.name: remaining(r, ladder.base) for r in self.forced.values()} | {
+        left = {} if gap.agrees else {r.name: remaining(r, ladder.base) for r in self.forced.values()} | {
             e.rung.name: e.left for e in gap.tried}
         equally = [c for c in dict.fromkeys("+".join(e.causes) for e in found) if c != "+".join(found[0].causes)]
         if equally:

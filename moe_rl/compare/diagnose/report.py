@@ -81,7 +81,9 @@ def ladder_table(found: Diagnosis, most: int | None = None) -> Shown:
 def _row(rung: Rung, found: Diagnosis) -> tuple[str, ...]:
     interval, left = rung.interval, found.left.get(rung.name)
     bounds = "" if math.isnan(interval.low) else f" [{interval.low:.2g}, {interval.high:.2g}]"
-    share = "" if left is None else f"{100 * left[0]:.3g} % [{100 * left[1]:.2g}, {100 * left[2]:.2g}]"
+    share = "" if left is None else f"{100 * left[0]:.3g} %"
+    if left is not None and left[1] < left[2]:
+        share += f" [{100 * left[1]:.2g}, {100 * left[2]:.2g}]"
     return (rung.name, f"{rung.mean:.2g}{bounds}", share, f"{100 * rung.beyond_2.mean():.2g} %",
             f"{100 * rung.flips.mean():.2g} %")
 

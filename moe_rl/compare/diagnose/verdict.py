@@ -131,20 +131,16 @@ class Gap:
         return [e for e in found if e.rung.mean <= limit]
 
     def enough(self, e: Explanation) -> bool:
-        """Whether an explanation takes the gap away: to the noise floor; or to little of it, in KL and in distance; or,
-        from beyond what rounding makes, to what rounding makes."""
-        base, rung = self.ladder.base, e.rung
-        if e.left[0] >= 0.9:
-            return False
-        if rung.mean <= self.noise:
-            return True
+        """Whether an explanation takes the gap away: all but little of it, in KL and in distance; or a gap beyond what
+        rounding makes, down to that or to the noise floor. A gap that rounding may have made has to go nearly whole."""
+        base, rung, rounding = self.ladder.base, e.rung, self.rounding
         distance = float(rung.distance.mean() / base.distance.mean())
-        if self.rounded(base):  # an honest engine may look so: only what fits far better than rounding counts
+        if self.rounded(base):
             return e.left[2] <= LITTLE / 5 and distance <= CLOSE / 2
         if e.left[2] <= LITTLE and distance <= CLOSE:
             return True
-        return bool(rung.mean <= 2 * self.rounding.mean and e.left[2] <= 1 / 3
-                    and rung.distance.mean() <= 2 * self.rounding.distance.mean())
+        quiet = rung.mean <= 2 * rounding.mean and rung.distance.mean() <= 2 * rounding.distance.mean()
+        return bool(e.left[2] <= 1 / 3 and (quiet or rung.mean <= self.noise))
 
     def _needs_both(self, e: Explanation) -> bool:
         alone = [x.rung.mean for x in self.tried if len(x.causes) < len(e.causes) and set(x.causes) <= set(e.causes)]
