@@ -36,7 +36,7 @@ def test_what_stands_out_is_kept_and_no_more_than_three(parts, tmp_path):
     watch(6, batch, {})
     assert kept(tmp_path / "rollouts") == []
     for step in range(10, 20):
-        with pytest.warns(UserWarning, match=f"step {step}: .* moe-rl diagnose") if step < 10 + FILES else \
+        with pytest.warns(UserWarning, match=f"step {step}: .*moe-rl diagnose") if step < 10 + FILES else \
                 warnings.catch_warnings():
             watch(step, batch, {"engine_kl_k3": 0.5 * 20 ** (step - 9)})
     assert kept(tmp_path / "rollouts") == [f"step=0000{10 + i}.jsonl" for i in range(FILES)]

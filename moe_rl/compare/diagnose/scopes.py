@@ -153,7 +153,8 @@ def to_fp8_and_back(weight: Tensor, axis: int | None = None) -> Tensor:
     return (weight / scale).to(torch.float8_e4m3fn).float() * scale
 
 
-def flip_renormalising(module: nn.Module, told: bool) -> None:
+def flip_renormalising(module: Any, told: bool) -> None:
+    """Make a router that renormalises its combine weights hand out raw ones, or the other way round."""
     if isinstance(getattr(module, "norm_topk_prob", None), bool):
         module.norm_topk_prob = not told
     else:  # softmax over all experts, read at the chosen ones
