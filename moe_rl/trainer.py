@@ -126,7 +126,7 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
             warnings.warn(diverged, stacklevel=2)
         if rows:  # else the step itself broke off
             rows["steps"][0] |= recorder.cost()
-            parts.from_rank_0(lambda step=step, rows=rows: parts.watch(step, recorder.batch, rows["steps"][0]))
+            show(parts, step, recorder.batch, rows["steps"][0])
             for table, new in rows.items():
                 folder.add(table, new)
             listen(rows)
@@ -135,6 +135,11 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
         if diverged:
             break
     return diverged
+
+
+def show(parts: Parts, step: int, batch: Batch, row: Row) -> None:
+    """A step's rollouts to whoever watches; collective."""
+    parts.from_rank_0(lambda: parts.watch(step, batch, row))
 
 
 def save(parts: Parts, folder: Path) -> None:

@@ -162,9 +162,9 @@ class _Case:
         reported = Reported(ladder.responses, scores.routes, scores.gates, ladder.layout, ladder.expected)
         if not reported.pairs:
             return found
-        under = "" if scores is ladder.natural else " under what explains the gap"
+        whose = "" if scores is ladder.natural else " under what explains the gap"
         self.evidence.append(f"{100 * reported.agreement:.3g} % of the reported sets of experts are those that the "
-                             f"checkpoint picks itself{under}; "
+                             f"checkpoint picks itself{whose}; "
                              f"between its float32 and its bfloat16 {100 * ladder.expected:.3g} %.")
         self.sets = [Place("sets", str(site.decoder_layer), float(1 - own), 0)
                      for site, own in zip(ladder.layout.sites, reported.by_site(), strict=True)]

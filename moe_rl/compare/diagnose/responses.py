@@ -120,6 +120,8 @@ class Rollouts:
 
     def _tokens(self, entry: Mapping[str, Any], where: str, count: int) -> tuple[tuple[int, ...], int]:
         """Token ids of prompt and response, and how many are the prompt's."""
+        tokens: Any
+        prompt: Any
         if "tokens" in entry:
             tokens, prompt = entry["tokens"], entry.get("prompt_length")
             if not _integer(prompt):

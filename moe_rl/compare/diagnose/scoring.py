@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,7 +65,8 @@ class Scores:
 def batches(responses: Sequence[Response], batch_tokens: int, vocabulary: int) -> Iterator[list[Response]]:
     """The responses in their order, cut so that a forward holds at most `batch_tokens` tokens, padding included, and
     no more logits than memory is likely to have; one response is never cut."""
-    most, rows, longest = min(batch_tokens, LOGITS // vocabulary), [], 0
+    rows: list[Response] = []
+    most, longest = min(batch_tokens, LOGITS // vocabulary), 0
     for response in responses:
         longest = max(longest, len(response.tokens))
         if rows and (len(rows) + 1) * longest > most:
@@ -94,7 +96,8 @@ def score(
     `routes` forces ids, with `gates` the reported combine weights too; `shift` moves the positions of the response by
     so many; `extra` pads. Raises RoutingError where the model cannot do so.
     """
-    vocabulary = model.config.get_text_config().vocab_size
+    config: Any = model.config
+    vocabulary = config.get_text_config().vocab_size
     found: dict[str, list[NDArray]] = {name: [] for name in readings}
     best, used, weights = [], [], []
     for part in batches(responses, batch_tokens, vocabulary):

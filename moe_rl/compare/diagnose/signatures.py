@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,8 +80,12 @@ def row_shift(routes: Reported) -> Finding | None:
                 "row_shift", f"the engine's rows are off by {abs(best)}{where}: what it reports for token "
                 f"t{best:+d} is what token t used",
                 f"{_share(tried[best])} of the sets are the model's own when read so, {_share(base)} as they stand",
-                repaired=None if prompt is False else lambda r, layout, d=best: moved(r, routes.layers, 0, d))
+                repaired=None if prompt is False else partial(_rows_moved, routes.layers, best))
     return None
+
+
+def _rows_moved(layers: Sequence[int], by: int, response: Response, layout: Layout) -> NDArray:
+    return moved(response, layers, 0, by)
 
 
 def of_another_response(routes: Reported) -> Finding | None:
@@ -145,7 +150,8 @@ def stale_prefix(routes: Reported) -> list[Finding]:
             rows.append(at)
             good.append(float(np.mean(after)))
     enough = max(2, 0.05 * len(routes.pairs)) if len(routes.pairs) > 1 else 1
-    if hit < enough or np.mean(good) < RIGHT * routes.expected:
+    after = float(np.mean(good)) if good else 0.0
+    if hit < enough or after < RIGHT * routes.expected:
         return []
 
     def repaired(response: Response, layout: Layout) -> NDArray:
@@ -155,7 +161,7 @@ def stale_prefix(routes: Reported) -> list[Finding]:
 
     return [Finding("stale_prefix", "the routes of the first tokens are stale: rows of an earlier request, as a prefix "
                     "cache hands them out", f"in {hit} of {len(routes.pairs)} responses the first rows (median "
-                    f"{np.median(rows):.0f}) agree with nothing, while of those after {_share(np.mean(good))} of the "
+                    f"{np.median(rows):.0f}) agree with nothing, while of those after {_share(after)} of the "
                     "sets are the model's own", repaired=repaired)]
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from moe_rl.compare.diagnose.scopes import (
 )
 from moe_rl.rollouts.mismatch import to_int8_and_back
 from moe_rl.routing.balance import BIAS
-from moe_rl.routing.sites import find_sites, router_matrices
+from moe_rl.routing.sites import RoutingModule, find_sites, router_matrices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +82,7 @@ def _routers(model: nn.Module) -> Iterator[Suspect]:
                   weights_rounded(lambda w: to_int8_and_back(w.reshape(1, -1)).view_as(w)))
     for axis, name in ((None, "by tensor"), (-1, "by row"), (0, "unscaled")):
         yield Suspect("router_fp8", f"routers in fp8, {name}", "the engine's routers are quantised to fp8 (e4m3)",
-                      weights_rounded(lambda w, a=axis: to_fp8_and_back(w, a)))
+                      weights_rounded(partial(to_fp8_and_back, axis=axis)))
     if any(bool(getattr(m, BIAS).any()) for m in modules if isinstance(getattr(m, BIAS, None), Tensor)):
         yield Suspect("lost_bias", "correction bias lost",
                       f"the engine chooses experts without the correction bias ({BIAS} is zero there)",
@@ -101,14 +102,20 @@ def _routers(model: nn.Module) -> Iterator[Suspect]:
 
 def _counts(modules: Sequence[nn.Module], experts: Sequence[int]) -> Iterator[Suspect]:
     """Another number of experts per token, where the router keeps that number itself."""
-    if not all(isinstance(getattr(m, "top_k", None), int) for m in modules):
+    used = {getattr(m, "top_k", None) for m in modules}
+    k, least = used.pop(), min(experts)
+    if used or not isinstance(k, int):
         return
-    (k, *others), least = dict.fromkeys(m.top_k for m in modules), min(experts)
-    for count in sorted({k - 1, k + 1, 2 * k, k // 2} - {k}) if not others else ():
+    for count in sorted({k - 1, k + 1, 2 * k, k // 2} - {k}):
         if 1 <= count < least:
             says = f"the engine uses {count} experts per token, the trainer {k}"
             yield Suspect("top_k", f"top {count} experts", says,
-                          routers_changed(lambda spec, c=count: setattr(spec.module, "top_k", c)))
+                          routers_changed(partial(_use, count=count)))
+
+
+def _use(spec: RoutingModule, count: int) -> None:
+    router: Any = spec.module
+    router.top_k = count
 
 
 def _numerics(model: nn.Module) -> Iterator[Suspect]:
