@@ -9,7 +9,7 @@ import base64
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,7 +165,7 @@ class Rollouts:
             raise ConfigError(f"{response.where}: {error}") from error
         gates = None if entry.get("gates") is None else _gates(entry["gates"], ids.shape, response.where)
         ids = self._within(ids, response.where)
-        return Response(**vars(response) | {"ids": ids, "gates": gates})
+        return replace(response, ids=ids, gates=gates)
 
     def _within(self, ids: NDArray, where: str) -> NDArray:
         """In the narrowest dtype, -1 where the engine says "no route". Refuses ids that no expert has."""

@@ -150,8 +150,8 @@ def stale_prefix(routes: Reported) -> list[Finding]:
             rows.append(at)
             good.append(float(np.mean(after)))
     enough = max(2, 0.05 * len(routes.pairs)) if len(routes.pairs) > 1 else 1
-    after = float(np.mean(good)) if good else 0.0
-    if hit < enough or after < RIGHT * routes.expected:
+    settled = float(np.mean(good)) if good else 0.0
+    if hit < enough or settled < RIGHT * routes.expected:
         return []
 
     def repaired(response: Response, layout: Layout) -> NDArray:
@@ -161,7 +161,7 @@ def stale_prefix(routes: Reported) -> list[Finding]:
 
     return [Finding("stale_prefix", "the routes of the first tokens are stale: rows of an earlier request, as a prefix "
                     "cache hands them out", f"in {hit} of {len(routes.pairs)} responses the first rows (median "
-                    f"{np.median(rows):.0f}) agree with nothing, while of those after {_share(after)} of the "
+                    f"{np.median(rows):.0f}) agree with nothing, while of those after {_share(settled)} of the "
                     "sets are the model's own", repaired=repaired)]
 
 
