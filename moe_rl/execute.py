@@ -29,6 +29,7 @@ from moe_rl.policies.critic import HFCritic
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.policies.megatron.layout import check_layout, check_routers
 from moe_rl.rollouts.choose import check_engine, engine_of
+from moe_rl.rollouts.gap_files import GapFiles
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.request import check_request, context_length
 from moe_rl.routing.balance import correction_biases, keep_routers_in
@@ -124,6 +125,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         critic=critic,
         export=export,
         from_rank_0=ranks.from_rank_0,
+        watch=GapFiles(folder / "rollouts", run.temperature),
     )
 
 

@@ -1,4 +1,4 @@
-"""Verbs that look at checkpoints and at traces of their routes."""
+"""Verbs that look at checkpoints, and at what an engine says it did with them."""
 
 from __future__ import annotations
 
@@ -74,3 +74,39 @@ def view(options: argparse.Namespace) -> int:
     row = write_response_page(options.before, options.after, options.out, row=options.row, tokenizer=options.tokenizer)
     print(f"{options.out}: response {row}; open it in any browser")
     return 0
+
+
+@verb(
+    "diagnose",
+    "Why an engine's log-probs are not the trainer's: who broke them.",
+    argument("rollouts", help="JSONL: tokens, prompt_length and logprobs per response, routes if there are any"),
+    argument("checkpoint", help="what the trainer believes sampled them: a folder, or a name on the hub"),
+    argument("--also", action="append", default=[], metavar="CHECKPOINT",
+             help="another version that the engine may have had, whole or in part; may be repeated"),
+    argument("--device", default="cpu", help="cpu, cuda or cuda:<index> (default: cpu)"),
+    argument("--dtype", default="float32", help="the trainer's (default: float32)"),
+    argument("--router-dtype", help="the trainer's, of its routers (default: as --dtype)"),
+    argument("--responses", type=int, default=128, help="most responses looked at, drawn at random (default: 128)"),
+    argument("--batch-tokens", type=int, default=4096, help="tokens in one forward (default: 4096)"),
+    argument("--out", type=Path, default=Path("diagnosis.html"), help="page to write (default: diagnosis.html)"),
+    argument("--trust-remote-code", action="store_true", help="run code that a checkpoint brings along"),
+    examples="""
+  moe-rl diagnose rollouts.jsonl step-500/
+  moe-rl diagnose rollouts.jsonl step-500/ --also step-499/ --device cuda --dtype bfloat16
+a line of the file: {"tokens": [ids], "prompt_length": 5, "logprobs": [...], "routes": ..., "temperature": 1.0}; see
+docs/diagnose.md. The exit code is 1 where something is to be mended.""",
+)
+def diagnose(options: argparse.Namespace) -> int:
+    """Print the verdict and its evidence; write the page."""
+    from rich.console import Console
+
+    from moe_rl.compare.diagnose.command import diagnose_checkpoint
+    from moe_rl.compare.diagnose.report import print_diagnosis, write_page
+
+    found = diagnose_checkpoint(options.rollouts, options.checkpoint, also=options.also, device=options.device,
+                                dtype=options.dtype, router_dtype=options.router_dtype, responses=options.responses,
+                                batch_tokens=options.batch_tokens, trust_remote_code=options.trust_remote_code)
+    print_diagnosis(Console(), found)
+    write_page(found, options.out, rollouts=options.rollouts, checkpoint=options.checkpoint)
+    print(f"{options.out}: every rung; open it in any browser")
+    return int(found.fault)

@@ -64,18 +64,35 @@ def decode_routes(
     unsorted). Raises RoutingError for whatever does not fit, and says what was expected.
     """
     require_policy(invalid)
+    ids = reported_ids(payload, layout=layout, tokens=tokens, start=start, dtype=dtype, num_layers=num_layers)
+    return checked_trace(_sites(ids, layout, num_layers)[None], layout, invalid, torch.tensor(list(tokens))[None, :-1])
+
+
+# ---------------------------------------------------------------------- payload → array
+def reported_ids(
+    payload: Any,
+    *,
+    layout: Layout,
+    tokens: Sequence[int],
+    start: int = 0,
+    dtype: str | None = None,
+    num_layers: int | None = None,
+    any_k: bool = False,
+) -> Integer[NDArray, "rows layers k"]:
+    """What `decode_routes` reads, before it is looked at: int64 ids of N - 1 rows, -1 before `start`, with the layers
+    that the engine reports and as it numbers them. With `any_k` a payload that tells its shape may have another k than
+    the model. Raises RoutingError for what has the shape of no routes of this model and these tokens."""
     if len({site.decoder_layer for site in layout.sites}) < len(layout.sites):
         raise RoutingError("the model has several routing sites in one decoder layer; engines report one per layer.")
     array, start = _read(payload, start, dtype)
     if len(tokens) < 2 or not 0 <= start < len(tokens):
         raise RoutingError(f"{len(tokens)} tokens from start {start} have no routes: rows are inputs, one token less.")
-    array, start = _shaped(array, layout, len(tokens), start, num_layers)
-    ids = _sites(array[: len(tokens) - 1 - start], layout, num_layers)
-    ids = np.concatenate([np.full((start, *ids.shape[1:]), -1), ids])
-    return checked_trace(ids[None], layout, invalid, torch.tensor(list(tokens))[None, :-1])
+    k = array.shape[2] if any_k and array.ndim == 3 else layout.top_k
+    array, start = _shaped(array, layout, len(tokens), start, num_layers, k)
+    array = array[: len(tokens) - 1 - start]
+    return np.concatenate([np.full((start, *array.shape[1:]), -1), array])
 
 
-# ---------------------------------------------------------------------- payload → array
 def _read(payload: Any, start: int, dtype: str | None) -> tuple[NDArray, int]:
     """The numbers of a payload, flat if their shape is not told, and the start that goes with them."""
     if payload is None:
@@ -155,23 +172,23 @@ def _reshape(array: NDArray, shape: Any) -> NDArray:
 
 # ---------------------------------------------------------------------- array → rows of this response and this model
 def _shaped(
-    array: NDArray, layout: Layout, n: int, start: int, num_layers: int | None
+    array: NDArray, layout: Layout, n: int, start: int, num_layers: int | None, k: int
 ) -> tuple[Integer[NDArray, "rows layers k"], int]:
     """The array as [rows, layers, k], rows from `start` or, where a server ignored it, from 0; and which of the two."""
     counts = list(dict.fromkeys(_layer_counts(layout, num_layers)))
     rows = ((n - 1 - start, start), (n - 1, 0), (n, 0))
     if array.ndim == 3:
         fits = [(r, s) for r, s in rows if array.shape[0] == r]
-        if fits and array.shape[1] in counts and array.shape[2] == layout.top_k:
+        if fits and array.shape[1] in counts and array.shape[2] == k:
             return array, fits[0][1]
         has = f"routes have shape {array.shape}"
     else:
-        flat = [(r, c, s) for c in counts for r, s in rows if array.ndim == 1 and array.size == r * c * layout.top_k]
+        flat = [(r, c, s) for c in counts for r, s in rows if array.ndim == 1 and array.size == r * c * k]
         if flat:
-            return array.reshape(flat[0][0], flat[0][1], layout.top_k), flat[0][2]
+            return array.reshape(flat[0][0], flat[0][1], k), flat[0][2]
         has = f"{array.size} ids came" + (f" in shape {array.shape}" if array.ndim > 1 else "")
     raise RoutingError(
-        f"{has}; expected [{n - 1 - start} rows, {' or '.join(map(str, counts))} layers, {layout.top_k}]: {n} tokens "
+        f"{has}; expected [{n - 1 - start} rows, {' or '.join(map(str, counts))} layers, {k}]: {n} tokens "
         f"from start {start}, with all decoder layers or only those that route. Do tokens, start, dtype, num_layers "
         "and model belong to these routes?"
     )

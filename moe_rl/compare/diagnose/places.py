@@ -1,0 +1,69 @@
+"""Where the gap is: by position in the response, by length, by weight version, after a cached prefix or a fresh one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.compare.diagnose.ladder import LARGEST, Ladder
+from moe_rl.compare.diagnose.scoring import STATED
+
+EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 2**62)
+MOST = 12
+"""Weight versions shown."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A part of the tokens, and the natural gap in it."""
+
+    kind: str
+    """position, length, weight version, prefix; or layer, or sets of a layer."""
+    name: str
+    value: float
+    """k3 per token, in nats; of a layer with its reported ids alone forced; of sets the share that the model would not
+    pick itself."""
+    tokens: int
+    """0 for layers."""
+
+
+def places(ladder: Ladder) -> Iterator[Place]:
+    """The natural gap, taken apart; parts without tokens are left out."""
+    ratio = np.clip(ladder.natural.logprobs[STATED] - ladder.engine, -LARGEST, LARGEST)
+    starts = np.concatenate([[0], np.cumsum([len(r.logprobs) for r in ladder.responses])[:-1]])
+    position = np.arange(len(ratio)) - starts[ladder.owner]
+    length = np.array([len(r.logprobs) for r in ladder.responses])[ladder.owner]
+
+    def place(kind: str, name: str, where: NDArray) -> Iterator[Place]:
+        here = ratio[where & ladder.own]
+        if len(here):
+            yield Place(kind, name, float((np.expm1(here) - here).mean()), len(here))
+
+    for kind, values in (("position", position), ("length", length)):
+        for low, high in zip(EDGES, EDGES[1:], strict=False):
+            name = f"{low}" if high == low + 1 else f"{low}–{high - 1}"
+            yield from place(kind, name, (values >= low) & (values < high))
+    versions = [r.version for r in ladder.responses]
+    if len(set(versions)) > 1:
+        for version in list(dict.fromkeys(versions))[:MOST]:
+            yield from place("weight version", str(version), np.array([v == version for v in versions])[ladder.owner])
+    if any(r.cached is not None for r in ladder.responses):
+        cached = np.array([bool(r.cached) for r in ladder.responses])[ladder.owner]
+        yield from place("prefix", "cached", cached)
+        yield from place("prefix", "fresh", ~cached)
+
+
+def begins(ladder: Ladder, noise: float) -> str:
+    """With which token of a response the gap begins, in words."""
+    ratio = np.clip(ladder.natural.logprobs[STATED] - ladder.engine, -LARGEST, LARGEST)
+    wrong = (np.expm1(ratio) - ratio > noise) & ladder.own
+    starts = np.concatenate([[0], np.cumsum([len(r.logprobs) for r in ladder.responses])[:-1]])
+    first = [int(wrong[start : start + len(r.logprobs)].argmax())
+             for start, r in zip(starts, ladder.responses, strict=True) if wrong[start : start + len(r.logprobs)].any()]
+    if not first:
+        return "No token alone is beyond the noise."
+    return (f"The gap begins with the first token of the response in {first.count(0)} of {len(first)} responses that "
+            f"have one; the median is token {int(np.median(first))}, counted from 0.")

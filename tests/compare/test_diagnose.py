@@ -1,0 +1,288 @@
+"""Broken engines are named, honest ones are not accused, and bad files are answered in a sentence.
+
+A small share of tests/benchmarks/broken_engines.py, which has every fault in every family and 200 honest files.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl import cli
+from moe_rl.compare.diagnose import diagnose
+from moe_rl.compare.diagnose.ladder import Rung, keys, remaining
+from moe_rl.compare.diagnose.report import write_page
+from moe_rl.compare.diagnose.responses import Rollouts
+from moe_rl.compare.diagnose.scopes import experts_by, in_dtype, routers_changed, weights_of, weights_rounded
+from moe_rl.compare.diagnose.suspects import suspects_of
+from moe_rl.models.load import save_checkpoint
+from moe_rl.routing import layout_of, record_routing
+from tests.compare.broken_engines import ALSO, Bench, expected, logits_of, picked, with_gates
+
+ON = {"layer_shift": "deepseek_v3", "overwritten_layer": "mixtral", "stale_prefix": "glm4_moe",
+      "zero_rows": "deepseek_v3", "swapped_responses": "qwen3_moe", "sorted_ids": "mixtral", "router_int8": "qwen3_moe",
+      "gates": "mixtral", "temperature": "qwen3_moe", "special_tokens": "deepseek_v3",
+      "head_not_pushed": "qwen3_moe"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bench():
+    made = {}
+    return lambda family: made.setdefault(family, Bench(family, count=8))
+
+
+def answer(bench, entries, **settings):
+    return diagnose(entries, bench.model, tokenizer=bench.tokenizer, **settings)
+
+
+@pytest.mark.parametrize("fault", ON)
+def test_a_broken_engine_is_named(bench, fault):
+    engine = bench(ON[fault])
+    also = {"older": engine.older()} if fault in ALSO else None
+    found = answer(engine, getattr(engine, fault)(), also=also)
+    assert found.causes[0] == expected(fault, engine) and found.fault and not found.equally, found.verdict
+    assert found.evidence and found.rungs[0].name == "natural"
+
+
+@pytest.mark.parametrize("family, temperature", [("qwen3_moe", 1.0), ("deepseek_v3", 0.7), ("mixtral", 1.0)])
+def test_an_honest_engine_is_not_accused(bench, family, temperature):
+    engine = bench(family)
+    found = answer(engine, engine.honest(temperature))
+    assert found.causes == () and not found.fault and found.rungs[0].mean < 1e-9
+
+
+def test_an_honest_engine_in_bfloat16_is_rounding():
+    engine = Bench("qwen3_moe", count=8, dtype=torch.bfloat16)
+    found = answer(engine, engine.honest())
+    assert not found.fault and found.causes in (("rounding",), ("dtype",)) and found.rungs[0].mean > 1e-6
+
+
+def test_two_faults_are_both_named(bench):
+    """Of log-probs and of routes; and two of log-probs, neither of which is enough."""
+    engine = bench("deepseek_v3")
+    lost = engine.lost_bias()
+    shifted = [e | {"routes": np.roll(e["routes"], -1, axis=1)} for e in lost]
+    assert answer(engine, shifted).causes == ("lost_bias", "layer_shift")
+    twice = engine.engine(lambda m: [r.e_score_correction_bias.zero_() for r in engine.routers(m)])
+    hot = [e | {"logprobs": picked(logits_of(twice, e) / 0.7, e), "routes": None} for e in lost]
+    assert set(answer(engine, hot).causes) == {"lost_bias", "temperature"}
+
+
+def test_a_fault_of_some_responses_is_found_in_these(bench):
+    engine = bench("glm4_moe")
+    mixed = [a if i % 2 else b for i, (a, b) in enumerate(zip(engine.honest(), engine.lost_bias(), strict=True))]
+    found = answer(engine, [{k: v for k, v in e.items() if k != "routes"} for e in mixed])
+    assert found.causes == ("lost_bias",) and "of 4 responses with a gap" in " ".join(found.evidence)
+
+
+def test_what_it_does_not_know_is_unexplained(bench):
+    engine = bench("qwen3_moe")
+    found = answer(engine, engine.weight_version())
+    assert found.causes == ("unexplained",) and "--also" in found.verdict
+    draw = np.random.default_rng(0)
+    noisy = [e | {"routes": np.sort(draw.integers(0, 4, (*e["routes"].shape[:2], 1)) * 2 + [0, 1], -1)}
+             for e in engine.honest()]
+    found = answer(engine, noisy)
+    assert found.causes == ("unexplained",) and found.fault and "in no way that is known" in found.verdict
+
+
+def test_only_some_weight_versions_have_the_gap(bench):
+    engine = bench("qwen3_moe")
+    mixed = [e | {"weight_version": "7" if i % 2 else "6"} for i, (a, b) in enumerate(
+        zip(engine.honest(), engine.weight_version(), strict=True)) for e in [a if i % 2 else b]]
+    found = answer(engine, [{k: v for k, v in e.items() if k != "routes"} for e in mixed])
+    assert found.causes == ("weight_version",) and "weight version 6" in found.verdict
+
+
+def test_the_model_is_as_before(bench):
+    engine = bench("glm4_moe")
+    before = {n: x.clone() for n, x in engine.model.state_dict().items()}
+    modules, implementation = dict(engine.model.named_modules()), engine.model.config._experts_implementation
+    older = {"older": engine.older()}
+    for suspect in suspects_of(engine.model, [], engine.tokenizer, older):
+        with suspect.model(engine.model):
+            pass
+        after = engine.model.state_dict()
+        assert all(torch.equal(before[n], after[n]) for n in before), suspect.rung
+        assert dict(engine.model.named_modules()) == modules, suspect.rung
+    assert engine.model.config._experts_implementation == implementation
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules.values())
+
+
+# ---------------------------------------------------------------------- its parts, by hand
+def test_a_scope_does_what_it_says(bench):
+    engine = bench("qwen3_moe")
+    model, entry = engine.model, engine.honest()[0]
+    tokens = torch.tensor([entry["tokens"]])
+    with torch.no_grad():
+        natural = model(tokens).logits
+        with weights_rounded(torch.zeros_like)(model), record_routing(model, scores=True) as recording:
+            model(tokens)
+            assert torch.allclose(recording.scores(1).gates, torch.tensor(0.5)), "equal logits, equal weights"
+        with routers_changed(lambda spec: setattr(spec.module, "top_k", 3))(model):
+            assert layout_of(model).top_k == 3
+        with in_dtype(torch.bfloat16)(model) as twin:
+            assert twin(tokens).logits.dtype == torch.bfloat16 and model(tokens).logits.dtype == torch.float32
+        with weights_of(engine.older(), lambda n: n.startswith("lm_head."))(model):
+            assert model.lm_head.weight is not model.model.embed_tokens.weight
+        with experts_by("eager")(model):
+            assert torch.allclose(model(tokens).logits, natural, atol=1e-5)
+        assert torch.equal(model(tokens).logits, natural)
+
+
+def test_k3_by_hand(bench):
+    engine = bench("qwen3_moe")
+    honest = engine.honest()
+    for entry in honest:
+        entry["logprobs"] = [x - 0.1 for x in picked(logits_of(engine.model, entry), entry)]
+    found = answer(engine, honest)
+    assert found.rungs[0].mean == pytest.approx(np.expm1(0.1) - 0.1, rel=1e-4)
+    assert found.rungs[0].beyond_2.max() == 0 and found.tokens == sum(len(e["logprobs"]) for e in honest)
+
+
+def test_what_is_left_is_a_ratio_of_means_with_an_interval():
+    base, half = np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.5, 1.0, 1.5, 2.0])
+    rungs = [Rung("", x, x, x, x) for x in (half, base, half[:1], base[:1])]
+    assert remaining(*rungs[:2]) == (0.5, pytest.approx(0.5), pytest.approx(0.5)), "paired: every resample halves"
+    assert remaining(*rungs[2:]) == (0.5, 0.5, 0.5)
+
+
+def test_keys_are_those_of_sets():
+    ids = np.array([[[0, 3]], [[3, 0]], [[1, 2]], [[-1, -1]]], dtype=np.int8)
+    a, b, c, none = keys(ids)[:, 0]
+    assert a == b != c and none == -1
+
+
+# ---------------------------------------------------------------------- files
+def lines_of(entries):
+    """As JSON: routes as the base64 of a .npy file."""
+    for e in entries:
+        file = io.BytesIO()
+        np.save(file, e["routes"].astype(np.uint8))
+        yield json.dumps(e | {"routes": base64.b64encode(file.getvalue()).decode()})
+
+
+@pytest.fixture(scope="module")
+def there(bench, tmp_path_factory):
+    folder, engine = tmp_path_factory.mktemp("diagnose"), bench("qwen3_moe")
+    save_checkpoint(engine.model, engine.tokenizer, folder / "step")
+    (folder / "good.jsonl").write_text("\n".join(lines_of(engine.honest())) + "\n")
+    (folder / "shifted.jsonl").write_text("\n".join(lines_of(engine.row_shift())) + "\n")
+    return folder
+
+
+def test_the_command_prints_a_verdict_and_writes_a_page(there, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    out = there / "page.html"
+    assert cli.main(["diagnose", str(there / "shifted.jsonl"), str(there / "step"), "--out", str(out)]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "off by 1" in said and "natural" in said and "ids forced, row_shift mended" in said
+    page = out.read_text()
+    assert "<script" not in page and "default-src 'none'" in page and "off by 1" in page
+    assert cli.main(["diagnose", str(there / "good.jsonl"), str(there / "step"), "--out", str(out)]) == 0
+    assert "No gap" in capsys.readouterr().out
+
+
+def test_text_reaches_the_page_as_text(bench, tmp_path):
+    found = answer(bench("qwen3_moe"), bench("qwen3_moe").honest())
+    write_page(found, tmp_path / "x.html", rollouts="<script>alert(1)</script>", checkpoint="&")
+    assert "<script>" not in (tmp_path / "x.html").read_text()
+
+
+GOOD = {"tokens": [5, 6, 7, 8], "prompt_length": 2, "logprobs": [-1.0, -2.0]}
+ROWS = [[[0, 1]] * 4] * 3
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ('{"tokens": [5, 6', "a JSON object is needed"),
+        (json.dumps(GOOD | {"logprobs": [-1.0, float("nan")]}), "nan is no log-probability"),
+        (json.dumps(GOOD | {"logprobs": [-1.0, 0.5]}), "0.5 is no log-probability"),
+        (json.dumps(GOOD | {"logprobs": [-1.0]}), "1 log-probs for a response of 2 tokens"),
+        (json.dumps(GOOD | {"logprobs": [None, None]}), "every log-prob is null"),
+        (json.dumps(GOOD | {"prompt_length": 0}), "2 log-probs for a response of 4 tokens"),
+        (json.dumps(GOOD | {"prompt_length": "2"}), "without \"prompt_length\""),
+        (json.dumps(GOOD | {"tokens": [5, 6, 7, 48]}), "token id 48, but the model has 48 tokens"),
+        (json.dumps(GOOD | {"tokens": "5678"}), "tokens must be a list of ids"),
+        (json.dumps({"logprobs": [-1.0]}), "neither token ids nor text"),
+        (json.dumps({"tokens": [1]}), "no list of \"logprobs\""),
+        (json.dumps(GOOD | {"temperature": 0}), "temperature is 0; expected a number above 0"),
+        (json.dumps(GOOD | {"top_p": 1.5}), "top_p is 1.5"),
+        (json.dumps(GOOD | {"cached_tokens": 9}), "cached_tokens is 9"),
+        (json.dumps(GOOD | {"routes": [[[0, 8]] * 4] * 3}), "the model has 8 from 0 on"),
+        (json.dumps(GOOD | {"routes": [[[0, 1]] * 6] * 3}), "expected [3 rows, 4 layers, 2]"),
+        (json.dumps(GOOD | {"routes": ROWS[:1]}), "expected [3 rows, 4 layers, 2]"),
+        (json.dumps(GOOD | {"routes": "!!"}), "neither base64 nor known text"),
+        (json.dumps(GOOD | {"routes": ROWS, "gates": [[[0.5]]]}), "gates do not fit the ids"),
+        (json.dumps({"prompt": "ab", "response": "cd", "logprobs": [-1.0] * 9}), "Text need not come back"),
+        ("", "is empty"),
+    ],
+)
+def test_a_bad_line_is_a_sentence(there, tmp_path, capsys, line, says):
+    (tmp_path / "bad.jsonl").write_text(line)
+    assert cli.main(["diagnose", str(tmp_path / "bad.jsonl"), str(there / "step")]) == 2
+    printed = capsys.readouterr().err
+    assert says in printed and printed.startswith("moe-rl: ") and printed.count("\n") == 1, printed
+
+
+@pytest.mark.parametrize("words, says", [
+    (["none.jsonl", "step"], "there is no such file"), (["good.jsonl", "none"], "there is no checkpoint folder"),
+    (["good.jsonl", "qwen3_moe-tiny"], "is a preset"), (["good.jsonl", "step", "--responses", "0"], "at least one"),
+    (["good.jsonl", "step", "--batch-tokens", "0"], "a forward needs at least 1"),
+    (["good.jsonl", "step", "--dtype", "int7"], "dtype 'int7' is none"),
+])  # fmt: skip
+def test_a_bad_request_is_a_sentence(there, capsys, monkeypatch, words, says):
+    monkeypatch.chdir(there)
+    assert cli.main(["diagnose", *words]) == 2
+    printed = capsys.readouterr().err
+    assert says in printed and printed.count("\n") == 1, printed
+
+
+def test_a_file_of_another_model_is_refused(there, bench, tmp_path, capsys):
+    (tmp_path / "other.jsonl").write_text("\n".join(lines_of(bench("deepseek_v3").honest())) + "\n")
+    assert cli.main(["diagnose", str(tmp_path / "other.jsonl"), str(there / "step")]) == 2
+    assert "expected" in capsys.readouterr().err
+
+
+def test_a_large_file_is_drawn_from(bench):
+    engine = bench("qwen3_moe")
+    entry = engine.honest()[0]
+    read = [Rollouts((entry for _ in range(500)), layout_of(engine.model), vocabulary=48, limit=8, seed=s)
+            for s in (0, 0, 1)]
+    drawn = [sorted(r.line for r in x.responses) for x in read]
+    assert read[0].count == 500 and len(drawn[0]) == 8
+    assert drawn[0] == drawn[1] != drawn[2] and max(drawn[0]) > 100
+
+
+def test_text_is_cut_by_the_tokenizer_and_gets_its_end_token(bench):
+    engine = bench("qwen3_moe")
+    read = Rollouts([{"prompt": "12", "response": "34", "logprobs": [-1.0, -1.0, -1.0]}], layout_of(engine.model),
+                    vocabulary=48, tokenizer=engine.tokenizer)
+    (response,) = read.responses
+    assert response.prompt == 2 and response.tokens[-1] == engine.tokenizer.eos_token_id
+
+
+def test_tokens_of_an_environment_do_not_count(bench):
+    engine = bench("qwen3_moe")
+    entries = engine.honest()
+    for e in entries:
+        e["logprobs"][0] = None
+    found = answer(engine, entries)
+    assert found.causes == () and found.tokens == sum(len(e["logprobs"]) - 1 for e in entries)
+
+
+def test_combine_weights_are_forced_with_the_ids(bench):
+    """Both of an engine whose routers are rounded take the whole gap away; ids alone leave some of it."""
+    engine = bench("qwen3_moe")
+    twin = engine.engine(lambda m: [r.weight.mul_(0.9) for r in engine.routers(m)])
+    found = answer(engine, with_gates(twin, engine.honest(change=lambda m: [
+        r.weight.mul_(0.9) for r in engine.routers(m)])))
+    kl = {r.name: r.mean for r in found.rungs}
+    assert kl["ids and combine weights forced"] < 1e-9 < kl["ids forced"] < kl["natural"]
+    assert found.causes == ("combine_weights",)

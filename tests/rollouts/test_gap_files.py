@@ -1,0 +1,101 @@
+"""Rollouts of a step whose gap stands out are kept, few and small, for `moe-rl diagnose`; the run does not notice."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+
+from moe_rl.compare.diagnose import diagnose
+from moe_rl.execute import build
+from moe_rl.rollouts import gap_files
+from moe_rl.rollouts.gap_files import FILES, GapFiles
+from moe_rl.runs import frames
+from moe_rl.runs.folder import RunFolder
+from moe_rl.trainer import roll_out, train
+from tests.test_trainer import TINY, carry_out
+
+RUN = TINY.replace(steps=2, eval_every=2)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    return build(RUN, tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("cache"))
+
+
+def kept(folder):
+    return sorted(p.name for p in folder.glob("*")) if folder.exists() else []
+
+
+def test_what_stands_out_is_kept_and_no_more_than_three(parts, tmp_path):
+    batch, watch = roll_out(RUN, parts, 1), GapFiles(tmp_path / "rollouts", 1.0)
+    for step, gap in enumerate((1e-3, 2e-3, 1e-3, 2e-3, 4.9e-3), start=1):
+        watch(step, batch, {"engine_kl_k3": gap})
+    watch(6, batch, {})
+    assert kept(tmp_path / "rollouts") == []
+    for step in range(10, 20):
+        with pytest.warns(UserWarning, match=f"step {step}: .*moe-rl diagnose") if step < 10 + FILES else \
+                warnings.catch_warnings():
+            watch(step, batch, {"engine_kl_k3": 0.5 * 20 ** (step - 9)})
+    assert kept(tmp_path / "rollouts") == [f"step=0000{10 + i}.jsonl" for i in range(FILES)]
+
+
+def test_a_first_step_far_off_is_kept_and_rounding_never(parts, tmp_path):
+    batch = roll_out(RUN, parts, 1)
+    watch = GapFiles(tmp_path / "a", 1.0)
+    for step in range(1, 9):
+        watch(step, batch, {"engine_kl_k3": 1e-13 if step < 8 else 9e-7})
+    assert kept(tmp_path / "a") == []
+    with pytest.warns(UserWarning, match="0.02 nats"):
+        GapFiles(tmp_path / "b", 1.0)(1, batch, {"engine_kl_k3": 0.02})
+    assert kept(tmp_path / "b") == ["step=000001.jsonl"]
+
+
+def test_a_kept_file_is_read_by_diagnose(parts, tmp_path):
+    batch = roll_out(RUN, parts, 1)
+    with pytest.warns(UserWarning):
+        GapFiles(tmp_path, 1.0)(1, replace(batch, rollout_logprobs=batch.rollout_logprobs), {"engine_kl_k3": 1.0})
+    found = diagnose(tmp_path / "step=000001.jsonl", parts.policy.model)
+    assert found.causes == () and found.of == len(batch) and found.tokens == int(batch.response_mask.sum())
+    assert any(r.name == "ids forced" for r in found.rungs)
+
+
+def test_a_file_is_bounded_and_says_what_is_not_the_policys_own(parts, tmp_path, monkeypatch):
+    batch = roll_out(RUN, parts, 1)
+    mask = batch.response_mask.clone()
+    start = int(mask[0].long().argmax())
+    mask[0, start + 1] = False
+    (first, *_) = map(json.loads, gap_files.lines(replace(batch, response_mask=mask), 0.7, "step 0"))
+    assert first["prompt_length"] == start and first["logprobs"][1] is None and first["temperature"] == 0.7
+    monkeypatch.setattr(gap_files, "BYTES", 2000)
+    with pytest.warns(UserWarning):
+        GapFiles(tmp_path, 1.0)(1, batch, {"engine_kl_k3": 1.0})
+    file = tmp_path / "step=000001.jsonl"
+    assert 0 < file.stat().st_size <= 2000 and all(map(json.loads, file.read_text().splitlines()))
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(parts, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        GapFiles(tmp_path / "file" / "rollouts", 1.0)(1, roll_out(RUN, parts, 1), {"engine_kl_k3": 1.0})
+
+
+def test_watching_changes_no_number_of_a_run(tmp_path, monkeypatch):
+    plain = carry_out(RUN, tmp_path / "plain")
+    monkeypatch.setattr(gap_files, "NOTHING", 0.0)
+    monkeypatch.setattr(gap_files, "UNHEARD_OF", 0.0)
+    with pytest.warns(UserWarning, match="moe-rl diagnose"):
+        watched = carry_out(RUN, tmp_path / "watched")
+    assert kept(tmp_path / "watched" / "rollouts") == ["step=000001.jsonl", "step=000002.jsonl"]
+    assert frames.diff(tmp_path / "plain", tmp_path / "watched") is None and plain.keys() == watched.keys()
+
+
+def test_the_trainer_shows_every_step(tmp_path):
+    seen = []
+    with RunFolder.open(tmp_path / "run", RUN.to_dict(), RUN.hash) as folder:
+        parts = replace(build(RUN, folder.path, tmp_path), watch=lambda step, batch, row: seen.append(
+            (step, len(batch), row["engine_kl_k3"] < 1e-9)))
+        train(RUN, parts, folder)
+    assert seen == [(1, 16, True), (2, 16, True)]
