@@ -177,7 +177,9 @@ def power() -> str:
     return "\n".join(lines) + "\n"
 
 
-SHOWN = {"learning_rates": ["optimizer.lr=0.0002", "optimizer.lr=0.000566"],
+SHOWN = {"volatility_dial": ["dial.form=weights,dial.sigma=0.4", "dial.form=weights,dial.sigma=2",
+                             "dial.form=choice,dial.sigma=2"],
+         "learning_rates": ["optimizer.lr=0.0002", "optimizer.lr=0.000566"],
          "controls": ["moe", "no-choice", "warm-up"], "staleness": ["N=1", "N=8"]}
 """Of studies with many cells, those that the index shows."""
 LISTS: dict[str, Callable[[], str]] = {"power": power}

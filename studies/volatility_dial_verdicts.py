@@ -190,7 +190,7 @@ def draw(values: dict[str, dict], steps: pd.DataFrame) -> Figure:
         plots.cold_start(left, steps, "reward")
         left.set(title=f"{form}: {what}", xlabel="dose σ, standard deviations of router weights", ylabel="reward")
         right.set(title=f"{form}: minus GRPO", xlabel="dose σ", ylabel="difference in reward")
-    axes[0].legend(loc="lower left")
+    axes[0].legend(loc="center left")
     note = f"mean over n = {found.n} seeds, steps 26–50; whisker: {found.method}; dots: each seed; noise is injected"
     return plots.finish(figure, axes, note, legend=False)
 
