@@ -57,7 +57,7 @@ study = Study(
     "among it, is exploratory. Stopping: cell by cell in this order, seeds 400 to 402 each, then seed 403 likewise; "
     "the clock or 25 CPU-minutes ends it, whatever the numbers say, and a cell with fewer than 3 seeds is left out.",
     differs_from_paper="0.4 to 3 M parameters; running sums of 6 digits (the other studies: 12), 7 response tokens; 8 "
-    "mini-batches of 16 responses; the fifth step after a cold start, without warm-up; gates normalised over the chosen.",
+    "mini-batches of 16 responses; the fifth step after a cold start, without warm-up; normalised gates.",
     caution="Δ log-prob of one task's tokens: c says how sharply these are decided. J² sits in few tokens.",
     cost="Cold starts come on top: 8 to 30 s of one core per seed and cell. Measuring takes about 6 s per run.",
     seconds_per_step=2.0,

@@ -9,7 +9,7 @@ that with normalised gates those of the other chosen experts move as well, as th
 - `flips.parquet`: SAMPLE swaps, one by one.
 - `law.parquet`: a row per α and site: how many slots change between θ and θ + α·u, and what the swaps at θ, weighed by
   how likely their margins make them, say one of these does.
-- `moves.parquet`: a row per α: mean squares of log-ratios on the same tokens, natural, replayed, and their difference J.
+- `moves.parquet`: a row per α: mean squares of log-ratios of the same tokens, natural, replayed, and their difference.
 - `single.parquet`: the flips of θ + u, one by one at θ + u, against J of the same tokens.
 
 x of a swap is the gate it moves × the relative distance of the two experts' outputs: ‖E_in − E_out‖ / ‖residual stream
@@ -110,8 +110,8 @@ class View:
     @staticmethod
     def of(policy: HFPolicy, batch: Batch) -> View:
         if len(batch) > policy.score_batch:
-            raise ConfigError(f"{len(batch)} responses per step are more than one forward's {policy.score_batch}, whose "
-                              "hidden states are kept: lower prompts_per_step or group_size.")
+            raise ConfigError(f"{len(batch)} responses per step are more than one forward's {policy.score_batch}, "
+                              "whose hidden states are kept: lower prompts_per_step or group_size.")
         with tapped(policy.model) as seen:
             scored = policy.score(batch, scores=True)
         return View(batch, scored, *(torch.stack(seen[name], 2) for name in ("inputs", "outputs", "stream")))

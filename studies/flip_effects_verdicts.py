@@ -50,7 +50,7 @@ def table(name: str) -> pd.DataFrame:
 def said(ratios: pd.Series) -> str:
     """A geometric mean over seeds with its interval, and what the rule says of it."""
     found = geometric(ratios)
-    if 1 / WITHIN <= found.low and found.high <= WITHIN:
+    if found.low >= 1 / WITHIN and found.high <= WITHIN:
         verdict = "holds"
     elif found.high < 1 / WITHIN or found.low > WITHIN:
         verdict = "fails"
@@ -172,7 +172,7 @@ def extrapolation(law: pd.DataFrame, runs: pd.DataFrame) -> None:
         for what, flips in {"10 % of slots": 0.1 * LAYERS * TOP_K, "10 % of routers, a slot each": 0.1 * LAYERS,
                             "3.3 % of slots": 0.033 * LAYERS * TOP_K}.items():
             squares = flips * jump2 * per_jump
-            print(f"  {what}, {flips:.1f} flips per token, {name}: mean J² {squares:.2g}, its root {np.sqrt(squares):.2g}")
+            print(f"  {what}, {flips:.1f} flips per token, {name}: mean J² {squares:.2g}, root {np.sqrt(squares):.2g}")
 
 
 # ---------------------------------------------------------------------- the figure
