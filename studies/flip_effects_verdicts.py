@@ -27,6 +27,7 @@ def main() -> None:
     print("Largest change of a log-prob without a swap: self-replay {:.2g}, in other rows {:.2g}".format(*noise))
     one_flip(law, moves)
     slopes(effects)
+    elasticities(table("flips"))
     runs = predictions(law, moves)
     for alpha, rows in runs.groupby("alpha"):
         print(f"Law, α = {alpha:g}: mean J², predicted / measured from margins, and with the other cells' c")
@@ -34,7 +35,7 @@ def main() -> None:
             print(f"  {cell}: J² {geometric(here['jj'])}; {said(here['predicted'] / here['jj'])}; "
                   f"{said(here['transported'] / here['jj'])}")
     whole = runs[runs["alpha"] == 1]
-    additivity(single)
+    additivity(single, whole)
     extrapolation(law, whole)
     plots.save(draw(effects, whole), FOLDER / "figures", study.name)
 
@@ -102,6 +103,27 @@ def slopes(effects: pd.DataFrame) -> None:
               + ", ".join(f"{x:.2g}" for x in sites))
 
 
+def elasticities(flips: pd.DataFrame) -> None:
+    """By how many per cent |δ| of the own token grows with one per cent of what it may depend on, all at once."""
+    found = [powers(rows) for _, rows in flips[flips["kind"] != "random"].groupby("seed")]
+    named = {name: interval([of[name] for of in found]) for name in found[0]}
+    print("Exploratory, log |δ| of the own token, least squares with an intercept per cell, runner-up swaps: "
+          + ", ".join(f"{name} {value}" for name, value in named.items()))
+
+
+def powers(flips: pd.DataFrame) -> dict[str, float]:
+    """Least squares of log |δ| of the own token over the logs of gate, distance and 1 − p of that token, over the
+    margin and over the depth, 0 to 1; an intercept per cell. Swaps at prompt tokens and without effect are left out."""
+    kept = flips[(flips["in_response"] > 0) & (flips["own"] != 0)]
+    depth = kept["site"] / kept.groupby("factors")["site"].transform("max")
+    x = pd.DataFrame({"gate": np.log(kept["gate"]), "distance": np.log(kept["distance"]),
+                      "1 − p": np.log(-np.expm1(kept["logprob"].clip(upper=-1e-6))), "margin": kept["margin"],
+                      "depth": depth})
+    y = np.log(kept["own"].abs())
+    x, y = (v - v.groupby(kept["factors"]).transform("mean") for v in (x, y))
+    return dict(zip(x, np.linalg.lstsq(x.to_numpy(), y.to_numpy(), rcond=None)[0].tolist(), strict=True))
+
+
 def seeds(rows: pd.DataFrame) -> list[int]:
     return sorted(rows["seed"].unique())
 
@@ -141,13 +163,15 @@ def by_third(law: pd.DataFrame) -> pd.DataFrame:
     return found.assign(c=(found["total2"] / found["x2"]).where(found["total2"] > 0))
 
 
-def additivity(single: pd.DataFrame) -> None:
-    """Whether single flips at θ + u add up to J of the same tokens."""
-    print("Flips of the step one by one, at θ + u: Σ δ² / Σ J²; Σ over tokens of (Σ δ)² / Σ J²; correlation of Σ δ, J")
-    for cell, here in single.groupby("factors", sort=False):
+def additivity(single: pd.DataFrame, whole: pd.DataFrame) -> None:
+    """Whether single flips at θ + u add up to J of the same tokens, and are as large as margins make expected."""
+    print("Flips of the step one by one, at θ + u: Σ δ² / Σ J²; Σ over tokens of (Σ δ)² / Σ J²; correlation of Σ δ "
+          "and J; mean δ² of such a flip / E[δ²] from margins")
+    for cell, here in single.merge(whole[["factors", "seed", "total2"]]).groupby("factors", sort=False):
         squares, summed = here["flips_squares"] / here["j_squares"], here["sum_squares"] / here["j_squares"]
         correlation = here["product"] / np.sqrt(here["sum_squares"] * here["j_squares"])
-        print(f"  {cell}: {geometric(squares)}; {geometric(summed)}; {interval(correlation)} "
+        print(f"  {cell}: {geometric(squares)}; {geometric(summed)}; {interval(correlation)}; "
+              f"{geometric(here['flips_squares'] / here['flips'] / here['total2'])} "
               f"({here['flips'].sum():.0f} flips)")
 
 
@@ -196,7 +220,8 @@ def draw(effects: pd.DataFrame, whole: pd.DataFrame) -> Figure:
     axes[0].set(title="One swap, weakest chosen expert → runner-up", xscale="log", yscale="log",
                 xlabel="x = gate moved × relative distance of the experts", ylabel="mean Σ δ² over the response, nats²")
     axes[0].legend(loc="upper left")
-    span = np.array([whole[["jj", "predicted"]].min().min() / 2, whole[["jj", "predicted"]].max().max() * 2])
+    both = np.log10(whole[["jj", "predicted", "transported"]])
+    span = 10.0 ** np.array([np.floor(both.min().min()), np.ceil(both.max().max())])
     axes[1].plot(span, span, color="black", linewidth=1)
     axes[1].fill_between(span, span / WITHIN, span * WITHIN, color="#666666", alpha=0.15, linewidth=0)
     axes[1].set(title="J² of a step: dots from margins, crosses with other cells' c", xscale="log", yscale="log",

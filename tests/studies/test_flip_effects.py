@@ -111,6 +111,8 @@ def test_flips_one_by_one_are_j_where_each_response_has_one(seen):
     after = policy.score(view.batch, replace(view.scored.routes, experts=experts))
     found = trainer.one_by_one(policy, view, after)
     assert found["flips"] == len(row) and found["responses"] == len(view.batch)
+    j = (after.logprobs - view.scored.logprobs)[view.batch.response_mask].double()
+    assert found["j_squares"] == pytest.approx(float(j @ j), rel=1e-3) and found["j_squares"] > 1e-6
     for name in ("flips_squares", "sum_squares", "product"):
         assert found[name] == pytest.approx(found["j_squares"], rel=1e-3)
 
@@ -119,7 +121,7 @@ def test_what_is_expected_of_a_step(seen):
     """Slots as `route_change` counts them; E[δ²] as the mean over swaps, weighed by Q(margin / σ)."""
     policy, view = seen
     moved = policy_of(build("qwen3_moe"))
-    perturb(moved.model)
+    perturb(moved.model, scale=0.5)
     after = moved.score(view.batch)
     table = trainer.made(policy, view, torch.Generator().manual_seed(0))
     law = trainer.expected(table, [view], [after])
@@ -133,7 +135,10 @@ def test_what_is_expected_of_a_step(seen):
     found = trainer.spread(moved, [view], [after])
     mask = view.batch.response_mask
     assert found["dd"] == pytest.approx(float(((after.logprobs - view.scored.logprobs)[mask] ** 2).mean()), rel=1e-5)
-    assert found["tokens"] == int(response_rows(view.batch).sum()) and 0 < found["jj"] < 4 * found["dd"]
+    left = moved.score(view.batch, view.scored.routes).logprobs
+    assert found["rr"] == pytest.approx(float(((left - view.scored.logprobs)[mask] ** 2).mean()), rel=1e-5)
+    assert found["jj"] == pytest.approx(float(((after.logprobs - left)[mask] ** 2).mean()), rel=1e-3)
+    assert found["tokens"] == int(response_rows(view.batch).sum())
     bins = trainer.binned(table)
     assert bins["n"].sum() == len(table) and bins["total2"].sum() == pytest.approx(table["total2"].sum())
 
@@ -152,18 +157,18 @@ def law_of(cells):
     rows = [{"factors": cell, "seed": seed, "alpha": 1.0, "site": site, "pairs": 400, "slots": slots, "tokens": 20,
              "total2": c * 0.01, "x2": 0.01, "own2": c * 0.004, "in_response": 0.5, "gate": 0.5, "distance2": 0.04,
              "moved2": 0.01, "jump2": 0.06, "block2": 0.2}
-            for cell, c in cells.items() for seed in (0, 1) for site, slots in ((0, 30), (1, 10))]  # fmt: skip
+            for cell, c in cells.items() for seed in (0, 1) for site, slots in ((0, 30), (5, 10))]  # fmt: skip
     return pd.DataFrame(rows)
 
 
 def test_predictions_are_flips_times_effects_and_with_the_c_of_other_cells():
-    """40 flips for 20 tokens at δ² = c · .01: .02 c; with the others' c, √(4 · 9) = 6 for the first cell. Of two sites
-    the first is in the first third of the depth, the second in the middle one."""
+    """40 flips for 20 tokens at δ² = c · .01: .02 c; with the others' c, √(4 · 9) = 6 for the first cell. The sites
+    are the first and the last of six."""
     law = law_of({"a": 1.0, "b": 4.0, "c": 9.0})
     moves = law.drop_duplicates(verdicts.KEYS)[verdicts.KEYS].assign(dd=1.0, rr=0.5, jj=0.02)
     runs = verdicts.predictions(law, moves).set_index(["factors", "seed"])
     assert runs["predicted"].xs(0, level=1).tolist() == pytest.approx([0.02, 0.08, 0.18])
-    assert verdicts.by_third(law)["flips"].xs(("a", 0, 1.0)).to_dict() == {0: 1.5, 1: 0.5}
+    assert verdicts.by_third(law)["flips"].xs(("a", 0, 1.0)).to_dict() == {0: 1.5, 2: 0.5}
     assert runs["transported"]["a", 1] == pytest.approx(0.02 * 6) and runs["transported"]["b", 0] == pytest.approx(0.06)
     flips = verdicts.per_flip(law)
     assert flips["own2"][0] == pytest.approx(0.008), "of those flips alone whose own token is the policy's"
@@ -177,8 +182,20 @@ def test_verdicts_follow_the_interval_and_else_the_mean():
         assert verdicts.said(pd.Series(values)).endswith(verdict)
 
 
+def test_powers_are_those_of_the_data():
+    rng = np.random.default_rng(0)
+    rows = pd.DataFrame({"factors": rng.choice(["a", "b"], 300), "site": rng.integers(0, 6, 300), "in_response": 1.0,
+                         **{name: rng.uniform(0.1, 1, 300) for name in ("gate", "distance", "margin")},
+                         "logprob": -rng.uniform(0.01, 3, 300)})
+    rows["own"] = -(rows["gate"] * rows["distance"] ** 2 * -np.expm1(rows["logprob"])
+                    * np.exp(0.3 * rows["margin"] - rows["site"] / 5) * rows["factors"].map({"a": 1.0, "b": 7.0}))
+    rows.loc[:9, "own"] = 0.0
+    found = verdicts.powers(rows)
+    assert list(found.values()) == pytest.approx([1.0, 2.0, 1.0, 0.3, -1.0], abs=1e-6)
+
+
 def test_the_slope_is_that_within_sites():
     x = np.logspace(-3, 0, 10)
-    rows = pd.concat([pd.DataFrame({"site": s, "bin": range(10), "n": 20, "x2": 20 * x**2, "total2": 20 * c * x**1.5})
-                      for s, c in enumerate((1.0, 50.0))])  # fmt: skip
+    rows = pd.concat([pd.DataFrame({"site": s, "bin": range(10), "n": 20, "x2": 20 * (s + 1) ** 2 * x**2,
+                                    "total2": 20 * c * x**1.5}) for s, c in enumerate((1.0, 50.0))])
     assert verdicts.log_slope(rows) == pytest.approx(1.5)
