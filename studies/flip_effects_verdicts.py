@@ -32,7 +32,7 @@ def main() -> None:
     for alpha, rows in runs.groupby("alpha"):
         print(f"Law, α = {alpha:g}: mean J², predicted / measured from margins, and with the other cells' c")
         for cell, here in rows.groupby("factors", sort=False):
-            print(f"  {cell}: J² {geometric(here['jj'])}; {said(here['predicted'] / here['jj'])}; "
+            print(f"  {cell}: 10³ J² {geometric(1e3 * here['jj'])}; {said(here['predicted'] / here['jj'])}; "
                   f"{said(here['transported'] / here['jj'])}")
     whole = runs[runs["alpha"] == 1]
     additivity(single, whole)
@@ -76,13 +76,13 @@ def one_flip(law: pd.DataFrame, moves: pd.DataFrame) -> None:
     """Sizes of a flip at flipping margins, cell by cell, and what u does."""
     print("A flip of a step: gate moved; relative distance of the experts; x; of its block's output; own token, nats "
           "(roots of mean squares but for the gate); Σ δ² over the response / δ² of the own token. The step: flips per "
-          "response token; mean square of log-ratios and the share that replay removes")
+          "response token; 10³ mean square of log-ratios and the share that replay removes")
     flips, whole = per_flip(law), moves[moves["alpha"] == 1]
     for cell, here in flips[flips["alpha"] == 1].groupby("factors", sort=False):
         roots = ", ".join(str(interval(np.sqrt(here[c]))) for c in ("distance2", "x2", "jump2", "own2"))
         step = whole[whole["factors"] == cell]
         print(f"  {cell}: {interval(here['gate'])}, {roots}; {geometric(here['total2'] / here['own2'])}; "
-              f"{interval(here['flips'])}; {geometric(step['dd'])}, {interval(1 - step['rr'] / step['dd'])}")
+              f"{interval(here['flips'])}; {geometric(1e3 * step['dd'])}, {interval(1 - step['rr'] / step['dd'])}")
 
 
 def slopes(effects: pd.DataFrame) -> None:
@@ -180,23 +180,26 @@ def extrapolation(law: pd.DataFrame, runs: pd.DataFrame) -> None:
     fine-grained cell.
 
     Assumed: our c of each third of the depth (few response tokens, one task, all cells alike), flips that are
-    independent and as many in every layer, jumps of equal size in every layer; and a stream to which attention and MoE
+    independent, as many and of an equal jump in every layer, δ² that grows with x² (it was found to grow faster, so
+    that smaller x would do less); and a stream to which attention and MoE
     blocks add orthogonal steps of equal norm, so that (block / stream)² of layer l is 1 / 2l.
     """
     parts = by_third(law[law["alpha"] == 1])
-    c = np.exp(np.log(parts["c"]).groupby("third").mean())
+    c = np.exp(np.log(parts["c"]).groupby(["seed", "third"]).mean().unstack())
     layers = np.arange(LAYERS)
-    per_jump = (c.to_numpy()[3 * layers // LAYERS] / (2 * (layers + 1))).mean()
+    per_jump = geometric((c.to_numpy()[:, 3 * layers // LAYERS] / (2 * (layers + 1))).mean(1))
     jumps = {f"a trained model's jump {JUMP:g}": JUMP**2}
     fine = runs[runs["factors"].str.contains("k=8")]
     if len(fine):
         jumps[f"the fine-grained cell's jump {np.sqrt(fine['jump2'].mean()):.2g}"] = fine["jump2"].mean()
-    print(f"EXTRAPOLATION to {LAYERS} layers, top-{TOP_K}; c by third of the depth: {', '.join(f'{x:.2g}' for x in c)}")
+    print(f"EXTRAPOLATION to {LAYERS} layers, top-{TOP_K}; c by third of the depth: "
+          + ", ".join(str(geometric(c[third])) for third in c))
     for name, jump2 in jumps.items():
         for what, flips in {"10 % of slots": 0.1 * LAYERS * TOP_K, "10 % of routers, a slot each": 0.1 * LAYERS,
                             "3.3 % of slots": 0.033 * LAYERS * TOP_K}.items():
-            squares = flips * jump2 * per_jump
-            print(f"  {what}, {flips:.1f} flips per token, {name}: mean J² {squares:.2g}, root {np.sqrt(squares):.2g}")
+            mean, low, high = (flips * jump2 * x for x in (per_jump.mean, per_jump.low, per_jump.high))
+            print(f"  {what}, {flips:.1f} flips per token, {name}: mean J² {mean:.2g} [{low:.2g}, {high:.2g}], "
+                  f"root {np.sqrt(mean):.2g}")
 
 
 # ---------------------------------------------------------------------- the figure
