@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import flip_effects_swaps as swaps
 import flip_effects_trainer as trainer
 import flip_effects_verdicts as verdicts
 import numpy as np
@@ -24,7 +25,7 @@ SITE = 1
 @pytest.fixture(scope="module")
 def seen():
     policy = policy_of(build("qwen3_moe"))
-    return policy, trainer.View.of(policy, make_batch())
+    return policy, swaps.View.of(policy, make_batch())
 
 
 def flips_of(view, every):
@@ -33,7 +34,7 @@ def flips_of(view, every):
     row, time = view.pairs[::every].T
     ids = view.scored.routes.ids()[row, time, SITE]
     ids = torch.where(ids == out[:, None], into[:, None], ids)
-    return trainer.Flips(row, time, torch.full_like(row, SITE), ids), out, into
+    return swaps.Flips(row, time, torch.full_like(row, SITE), ids), out, into
 
 
 def test_a_swap_is_what_the_model_says_with_the_blocks_output_put_in_by_hand(seen):
@@ -41,8 +42,8 @@ def test_a_swap_is_what_the_model_says_with_the_blocks_output_put_in_by_hand(see
     policy, view = seen
     block = policy.model.model.layers[SITE].mlp
     flips, out, into = flips_of(view, 7)
-    delta, _ = trainer.swapped(policy, view.batch, view.scored, flips)
-    table = trainer.described(policy, view, flips, out, into)
+    delta, _ = swaps.swapped(policy, view.batch, view.scored, flips)
+    table = swaps.described(policy, view, flips, out, into)
     assert delta.abs().max() > 1e-3 and (table["x"] > 0).all()
     for i, (row, time) in enumerate(zip(flips.row, flips.time, strict=True)):
         hidden, stream = view.inputs[row, time, SITE], view.stream[row, time, SITE].norm()
@@ -76,11 +77,11 @@ def test_without_a_swap_nothing_changes_and_a_swap_changes_nothing_before_it(see
     noise = view.noise(policy)
     assert noise["noise_self_replay"] == 0 and noise["noise_other_rows"] < 1e-5
     flips, _, _ = flips_of(view, 5)
-    delta, _ = trainer.swapped(policy, view.batch, view.scored, flips)
+    delta, _ = swaps.swapped(policy, view.batch, view.scored, flips)
     before = torch.arange(delta.shape[1]) <= flips.time[:, None]
     assert delta[before].abs().max() < 1e-5 < 3e-4 < delta[~before].abs().max()
     with pytest.raises(ConfigError, match="12 responses per step are more than one forward's 5"):
-        trainer.View.of(policy_of(policy.model, score_batch=5), view.batch)
+        swaps.View.of(policy_of(policy.model, score_batch=5), view.batch)
 
 
 def test_boundaries_are_the_routers_own_and_swaps_stay_sets(seen):
@@ -89,13 +90,13 @@ def test_boundaries_are_the_routers_own_and_swaps_stay_sets(seen):
     row, time = view.pairs.T
     order = view.scores.all_log_probs[SITE][row, time].argsort(1, descending=True)
     assert torch.equal(out, order[:, 1]) and torch.equal(into, order[:, 2]) and (margin >= 0).all()
-    table = trainer.made(policy, view, torch.Generator().manual_seed(0))
+    table = swaps.made(policy, view, torch.Generator().manual_seed(0))
     stand_for = table.groupby(["kind", "site"])["weight"].sum().unstack()
     assert stand_for.loc["random"].tolist() == pytest.approx([len(view.pairs)] * 3)
     assert (stand_for.loc["near"] + stand_for.loc["far"]).tolist() == pytest.approx([len(view.pairs)] * 3)
     assert table[table["kind"] == "near"]["margin"].max() <= table[table["kind"] == "far"]["margin"].max()
     ids = view.scored.routes.ids()[row, time, SITE]
-    old, new = trainer.at_random(ids, 8, torch.Generator().manual_seed(0))
+    old, new = swaps.at_random(ids, 8, torch.Generator().manual_seed(0))
     assert (ids == old[:, None]).any(1).all() and not (ids == new[:, None]).any()
 
 
@@ -123,7 +124,7 @@ def test_what_is_expected_of_a_step(seen):
     moved = policy_of(build("qwen3_moe"))
     perturb(moved.model, scale=0.5)
     after = moved.score(view.batch)
-    table = trainer.made(policy, view, torch.Generator().manual_seed(0))
+    table = swaps.made(policy, view, torch.Generator().manual_seed(0))
     law = trainer.expected(table, [view], [after])
     pairs = torch.zeros(after.logprobs.shape, dtype=torch.bool)
     pairs[tuple(view.pairs.T)] = True
