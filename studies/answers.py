@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import early_warning
+import flip_effects_verdicts
 import numpy as np
 import pandas as pd
 import stabilisers_verdicts
@@ -473,6 +474,7 @@ ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
     "placebos": (placebos,),
     "controls": (controls,),
     "gradient_quality": (gradient_quality,),
+    "flip_effects": (flip_effects_verdicts.main,),
 }
 """What is made from the tables of each study."""
 READS = {"early_warning": "learning_rates"}
