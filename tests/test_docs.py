@@ -94,7 +94,8 @@ def test_a_row_is_a_configuration(monkeypatch):
     exec(second, names | {"RunConfig": RunConfig})
 
 
-ELSEWHERE = {"collect": "tests/study/test_collect.py", "rerun": "tests/study/test_rerun.py", "new": "tests/test_new.py"}
+ELSEWHERE = {"collect": "tests/study/test_collect.py", "rerun": "tests/study/test_rerun.py", "new": "tests/test_new.py",
+             "diagnose": "tests/compare/test_diagnose.py"}
 """Who runs the commands of the README that are not run here."""
 
 
@@ -106,6 +107,8 @@ def test_a_command_of_the_readme_does_what_it_says(words, tmp_path, monkeypatch,
         return
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "studies/results/routing_replay", "runs/routing_replay")
+    lines = (json.dumps({"question": f"{a}+{b}=", "answer": str(a + b)}) for a in range(20) for b in range(10))
+    Path("pairs.jsonl").write_text("\n".join(lines))
     words = [*words, *["--dry-run"] * (words[0] == "run" and "--dry-run" not in words)]
     if words[0] in ("plot", "report"):  # as users have it, without the types that these tests check
         done = subprocess.run([sys.executable, "-m", "moe_rl", *words], env=os.environ | {"PYTHONPATH": str(ROOT)})

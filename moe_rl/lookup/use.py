@@ -69,7 +69,7 @@ def _named(part: Callable[..., Any]) -> Use:
     if not name.isidentifier() or module == "__main__":
         raise ConfigError(f"{function!r} has no name that another process could import, as runs do: write a function "
                           "or a class at the top level of a module, e.g. mine.py beside the study file")
-    if module.partition(".")[0] == __package__:
+    if module.partition(".")[0] == __package__.partition(".")[0]:
         raise ConfigError(f"{module}.{name} is the package's own: give it by its name there, e.g. {name!r}, or "
                           f"Use({name!r}, option=value)")
     return Use(f"{module}:{name}", **options)

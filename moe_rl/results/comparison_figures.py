@@ -82,8 +82,9 @@ def learning_by_cell(frames: Frames, arms: Sequence[str], *, endpoint: Metric = 
         sigma = max(json.loads(config).get("dial", {}).get("sigma", 0.0) for config in here.runs["config"])
         injected = f": noise is injected into its routers, σ = {sigma:g}" if sigma else ""
         row[0].set(title=f"{cell}{injected}\n{panels['reward']}")
-    for ax in axes[2::3]:  # rows can be compared
-        ax.sharex(axes[2])
+    limits = [ax.get_xlim() for ax in axes[2::3]]
+    for ax in axes[2::3]:  # one scale, so that rows can be compared
+        ax.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
     return plots.finish(figure, axes[:2], note)
 
 

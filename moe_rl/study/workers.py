@@ -285,8 +285,7 @@ def _outcome(process: subprocess.Popen, planned: Planned) -> Failure | None:
     if process.returncode == 0:
         return None
     if not text:
-        signals = {s.value: s.name for s in signal.Signals}
-        cause = signals.get(-process.returncode, f"exit code {process.returncode}")
+        cause = {-s.value: s.name for s in signal.Signals}.get(process.returncode, f"exit code {process.returncode}")
         return Failure(planned.path, f"the worker ended by {cause}; see {planned.path / 'log.txt'}", False)
     return Failure(planned.path, **json.loads(text))
 

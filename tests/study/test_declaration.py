@@ -246,7 +246,7 @@ def test_the_study_that_comes_along_is_the_declared_comparison(tmp_path, monkeyp
     same = load_study_file("studies/routing_replay.py")
     monkeypatch.chdir(tmp_path)
     routing_replay = load_study_file("routing_replay")
-    assert routing_replay == same
+    assert dataclasses.replace(routing_replay, file=None) == dataclasses.replace(same, file=None)
     grpo, replay, gspo = routing_replay.arms
     assert [(arm.loss.name, arm.routes.name) for arm in (grpo, replay, gspo)] == [
         ("grpo", "live"), ("grpo", "old_policy"), ("gspo", "live"),
@@ -325,7 +325,7 @@ def test_a_row_says_where_a_checkpoint_and_a_file_are(tmp_path, monkeypatch):
              ("mine", str(tmp_path / "mine"), "qwen3_moe-tiny", "somebody/mine")]
     assert found == [str(tmp_path / "mine")] * 2 + ["qwen3_moe-tiny", "somebody/mine"]
     task = located(BASE.replace(task=Use("jsonl:pairs.jsonl", seed=1))).task
-    assert task == Use(f"jsonl:{tmp_path}/pairs.jsonl", seed=1) == located(BASE.replace(task=task)).task
+    assert task == Use(f"jsonl:{tmp_path}/pairs.jsonl", match="exact", seed=1) == located(BASE.replace(task=task)).task
     assert located(BASE) == BASE and located(BASE).hash == BASE.hash
     moved = with_changes(base=BASE.replace(task="jsonl:pairs.jsonl"))
     assert all(p.config.task.name == f"jsonl:{tmp_path}/pairs.jsonl" for p in moved.runs(tmp_path))
