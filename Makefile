@@ -7,7 +7,7 @@ BROWSER := .cache/test-browser
 VLLM := .venv-vllm
 TRL := .venv-trl
 
-.PHONY: setup study results test test-browser test-vllm test-trl test-wheel lint clean
+.PHONY: setup study results test test-browser test-vllm test-trl test-gpu bench-gpu test-wheel lint clean
 
 setup: $(STAMP)
 
@@ -57,6 +57,17 @@ $(TRL)/installed: pyproject.toml constraints.txt
 
 test-trl: $(TRL)/installed
 	OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest tests/trl
+
+# On a machine with a CUDA device, each under 20 minutes on one card; MOE_RL_TEST_DEVICE=cpu is a dry run of the tests.
+# In an environment of your own, which has the torch of your card, flash-attn or vLLM: make test-gpu GPU_PYTHON=python
+GPU_PYTHON ?= $(BIN)/python
+GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
+
+test-gpu: $(GPU_SETUP)
+	CUBLAS_WORKSPACE_CONFIG=:4096:8 $(GPU_PYTHON) -m pytest tests/gpu -rs
+
+bench-gpu: $(GPU_SETUP)
+	$(GPU_PYTHON) -m tests.benchmarks.gpu
 
 # The package as others install it, in an environment without this checkout; nothing is downloaded.
 test-wheel: $(STAMP)

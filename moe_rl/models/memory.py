@@ -119,9 +119,10 @@ def check_memory(estimate: MemoryEstimate, device: str = "cpu") -> None:
 
 
 def available_memory(device: str = "cpu") -> int:
-    """Free bytes of a CUDA device, or the bytes this machine can give to a process without swapping."""
+    """Bytes of a CUDA device that are free or this process's already, weights that are loaded among them, which
+    estimates count; or the bytes this machine can give to a process without swapping."""
     if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info(torch.device(device))[0]
+        return torch.cuda.mem_get_info(torch.device(device))[0] + torch.cuda.memory_reserved(torch.device(device))
     return psutil.virtual_memory().available
 
 

@@ -253,7 +253,7 @@ def _weighing(arm: Arm, objective: Objective) -> list[tuple[Part, Callable[[Loss
 def _reads_policy(correction: Callable[[LossInputs], Tensor], x: LossInputs) -> bool:
     """Whether its factors change with log π_θ; of NaN, a comparison would say no and nobody would know."""
     def factors(advantage: float, logprob: float) -> Tensor:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # not torch.manual_seed, which would also seed CUDA, for good
         moved = dataclasses.replace(x, advantages=x.advantages + advantage, logprobs=x.logprobs + logprob)
         return correction(moved).nan_to_num(nan=-1.0)
 

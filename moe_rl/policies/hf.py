@@ -125,7 +125,8 @@ class HFPolicy:
             routes.require_known()
         with self._routed(part, routes):
             first, log_p = first_response(part), self._log_probs(part)
-        return nn.functional.pad(log_p.where(part.response_mask[:, first:, None], 0.0), (0, 0, first, 0))
+        found = nn.functional.pad(log_p.where(part.response_mask[:, first:, None], 0.0), (0, 0, first, 0))
+        return found.to(batch.tokens.device)
 
     # ------------------------------------------------------------------ how
     def _moved(self, dose: Dose | None) -> AbstractContextManager[None]:

@@ -65,8 +65,9 @@ class Replay:
         layout = self.routes.layout
         ids = stack_sites([self._own[site] for site in sorted(self._own)], layout).unflatten(0, self.routes.shape[:2])
         mask = self.routes.attention_mask.to(ids.device)
+        tokens = None if self.routes.tokens is None else self.routes.tokens.to(ids.device)
         ids = ids.masked_fill(~mask[..., None, None], layout.unknown)
-        return RoutingTrace.from_ids(ids, layout, tokens=self.routes.tokens, attention_mask=mask, check=False)
+        return RoutingTrace.from_ids(ids, layout, tokens=tokens, attention_mask=mask, check=False)
 
     # ------------------------------------------------------------------ for the sites
     def ids(self, site: int, scores: Float[Tensor, "tokens experts"]) -> Integer[Tensor, "tokens k"]:

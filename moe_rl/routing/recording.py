@@ -76,9 +76,10 @@ class Recording:
                 "Record one forward, or a prefill and decode steps of the same rows; use take() for anything else."
             )
         forwards = zip(*self._ids, strict=True)
-        ids = torch.cat([self._stack(sites).unflatten(0, (batch, -1)) for sites in forwards], 1)
+        ids = torch.cat([self._stack(sites).unflatten(0, (batch, -1)) for sites in forwards], 1).to(input_ids.device)
         ids = nn.functional.pad(ids, (0, 0, 0, 0, 0, time - columns), value=self.layout.unknown)
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        mask = mask.to(input_ids.device)
         self._require_read(input_ids, mask, [piece // batch for piece in pieces])
         if attention_mask is not None:
             ids = ids.masked_fill(~mask[..., None, None], self.layout.unknown)
@@ -168,8 +169,9 @@ class Recording:
 
 # ---------------------------------------------------------------------- small parts
 def stack_sites(sites: Sequence[Tensor], layout: Layout) -> Integer[Tensor, "tokens site k"]:
-    """One [tokens, k] tensor per site as one tensor in the layout's narrow dtype."""
-    return torch.stack([pad_k(ids, layout.top_k, layout.unknown).to(layout.dtype) for ids in sites], 1)
+    """One [tokens, k] tensor per site, wherever its layer is, as one tensor in the layout's narrow dtype."""
+    device = sites[0].device
+    return torch.stack([pad_k(ids, layout.top_k, layout.unknown).to(device, layout.dtype) for ids in sites], 1)
 
 
 def pad_k(x: Tensor, k: int, value: float = 0.0) -> Tensor:

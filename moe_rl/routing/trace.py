@@ -149,9 +149,11 @@ class RoutingTrace:
                 mine is not None and theirs is not None and torch.equal(mine[self.known], theirs[self.known])
             )
 
+        if not isinstance(other, RoutingTrace):
+            return False
+        other = other.to(self.experts.device)
         return (
-            isinstance(other, RoutingTrace)
-            and self.layout == other.layout
+            self.layout == other.layout
             and torch.equal(self.experts, other.experts)
             and torch.equal(self.attention_mask, other.attention_mask)
             and self.keep == other.keep
@@ -172,12 +174,13 @@ class RoutingTrace:
         """Where both chose the same experts, in whatever order; unknown equals unknown only, so that padding is the
         same everywhere: for a share, see `agreement`."""
         self.layout.require(other.layout, "the other trace")
-        return (self.experts.sort(-1).values == other.experts.sort(-1).values).all(-1)
+        theirs = other.experts.to(self.experts.device)
+        return (self.experts.sort(-1).values == theirs.sort(-1).values).all(-1)
 
     def agreement(self, other: RoutingTrace) -> float:
         """Share of (token, site) pairs at which both chose the same experts, in whatever order, of those whose route
         both know; padding does not count. NaN where there is no such pair."""
-        same = self.same_sets(other)
+        same, other = self.same_sets(other), other.to(self.experts.device)
         both = self.known & other.known & (self.attention_mask & other.attention_mask)[..., None]
         return same[both].double().mean().item()
 
@@ -192,7 +195,7 @@ class RoutingTrace:
 
     def align(self, attention_mask: Bool[Tensor, "batch time"]) -> RoutingTrace:
         """The same routes under another padding: token i of a row moves to the i-th True of `attention_mask`."""
-        attention_mask = attention_mask.bool()
+        attention_mask = attention_mask.bool().to(self.experts.device)
         mine, theirs = self.attention_mask.sum(1), attention_mask.sum(1)
         if not torch.equal(mine, theirs):
             raise RoutingError(f"cannot align: rows of the trace hold {mine.tolist()} tokens, rows of the mask "

@@ -95,3 +95,10 @@ def test_too_little_memory_is_refused_or_warned_of(monkeypatch):
 
 def test_this_machine_has_memory():
     assert memory.available_memory() > 1e6
+
+
+def test_of_a_card_what_this_process_holds_is_available_too(monkeypatch):
+    """The weights are there by then, and the estimate counts them: without them it would refuse runs that fit."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 10))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3)
+    assert memory.available_memory("cuda") == 8

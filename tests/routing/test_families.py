@@ -31,9 +31,9 @@ NOT_MOE = {"granite_docling"}  # has a class named router, which chooses the den
 class Case:
     """One family: a tiny model, the tokens it reads and the routes it took; and the model after its weights moved."""
 
-    def __init__(self, family: Family):
-        self.family, self.model = family, build(family)
-        self.tokens = torch.randint(3, 39, (4, 8), generator=torch.Generator().manual_seed(7))
+    def __init__(self, family: Family, device: str = "cpu"):
+        self.family, self.model = family, build(family).to(device)
+        self.tokens = torch.randint(3, 39, (4, 8), generator=torch.Generator().manual_seed(7)).to(device)
         with torch.no_grad():
             self.logits = self.model(self.tokens).logits
         self.trace, self.recorded_logits = record(self.model, self.tokens)
@@ -44,7 +44,7 @@ class Case:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for p in model.parameters():
-                p.add_(torch.randn(p.shape, generator=generator) * 0.1 * p.std(correction=0))
+                p.add_(torch.randn(p.shape, generator=generator).to(p.device) * 0.1 * p.std(correction=0))
         return model
 
     @cached_property
