@@ -280,7 +280,7 @@ def _probe_of(
         raise ConfigError(f"the probe's decides has shape {tuple(decides.shape)}, its tokens {tuple(ids.shape[:2])}.")
     understood = {name for module in readers for name in inspect.signature(module.forward).parameters}
     quiet = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in understood}
-    given = {name: value for name, value in probe.items() if name != "decides"}
+    given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in probe.items() if name != "decides"}
     return quiet | given, None if decides is None else decides.bool()
 
 
