@@ -200,7 +200,8 @@ class Monitor:
     def _compare(self, after: Seen) -> None:
         assert self._before is not None, "it was read when the block began"
         old, new, scores = self._before.routes.ids(), after.routes.ids(), self._before.scores
-        gates = both = None
+        gates: Tensor | None = None
+        both: tuple[Tensor, Tensor] | None = None
         if scores is not None and after.scores is not None:
             gates, both = scores.gates, (scores.log_probs, after.scores.log_probs_at(old))
             if torch.equal(scores.log_probs, after.scores.log_probs):
