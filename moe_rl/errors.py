@@ -19,3 +19,7 @@ class RunError(MoeRlError, RuntimeError):
 
 class Diverged(RunError):
     """Gradients or weights are no longer finite."""
+
+
+class AuxLossSilentlyOn(UserWarning):
+    """Something balances the routers of a model in training beside the objective, or against replay."""

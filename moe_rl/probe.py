@@ -7,7 +7,6 @@ Each step it is scored twice under the new weights, naturally and replaying the 
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.config import Measure
-from moe_rl.metrics import ratios, volatility
+from moe_rl.metrics import ratios, routers, volatility
 from moe_rl.policies.base import Policy
 from moe_rl.types import Batch, Scored, prompt_rows, response_rows
 
@@ -109,26 +108,25 @@ class Probe:
 
     def _changes(self, after: Scored, rows: Tensor) -> list[tuple[Row, list[Row]]]:
         """Volatility of the tokens in `rows` from π_old to the new weights: overall, and per site."""
-        old, new = self.old.routes.ids(), after.routes.ids()
-        experts = max(site.num_experts for site in after.routes.layout.sites)
+        old, new, layout = self.old.routes.ids(), after.routes.ids(), after.routes.layout
         gates = None if self.scores is None else self.scores.gates
-        found: list[volatility.Pooled] = [
-            volatility.route_change(old, new, rows, gates), volatility.response_change(old, new, rows, experts)
-        ]
+        both = None
         if self.scores is not None and after.scores is not None:
-            unused = (old < 0) | (new[..., :1] < 0)
-            first, then = (s.log_probs_at(old).masked_fill(unused, math.nan) for s in (self.scores, after.scores))
-            found.append(volatility.router_shift(first, then, rows))
+            both = self.scores.log_probs_at(old), after.scores.log_probs_at(old)
+        found = routers.changes(old, new, rows, layout, gates, both)
         return [(change.row(), change.site_rows()) for change in found]
 
     def _use(self, after: Scored) -> list[Row]:
-        """Load, and at detail margins, of the new weights' natural routing, per site."""
+        """Load, and at detail confidence and margins, of the new weights' natural routing, per site."""
         rows, sites = response_rows(self.batch), after.routes.layout.sites
         load = volatility.load_statistics(after.routes.ids(), [s.num_experts for s in sites], rows).site_rows()
         scores, none = after.scores, [Row() for _ in sites]
         margins = none if scores is None else volatility.margin_summary(scores.margins, rows)
+        sure = none
+        if scores is not None:
+            sure = routers.router_confidence(scores.log_probs, after.routes.ids(), rows).site_rows()
         keys = [{"site": i, "layer": site.decoder_layer} for i, site in enumerate(sites)]
-        return [key | use | margin for key, use, margin in zip(keys, load, margins, strict=True)]
+        return [key | use | mass | margin for key, use, mass, margin in zip(keys, load, sure, margins, strict=True)]
 
     def _noise_floor(self, after: Scored) -> tuple[Row, list[Row]]:
         """The same weights scored again: rows in reverse, in two calls of unequal size, with extra padding."""
@@ -152,16 +150,8 @@ class Probe:
 
 
 def engine_gap(batch: Batch, scored: Scored) -> Row:
-    """How far the policy's log-probs are from the engine's; log r is the policy's minus the engine's, so that
-    `engine_kl_k3` estimates KL(engine ‖ policy) per token."""
-    log_ratio, mask = scored.logprobs - batch.rollout_logprobs, batch.response_mask
-    found = ratios.ratio_statistics(log_ratio, mask)
-    return {
-        "engine_logprob_mean": log_ratio.abs()[mask].double().mean().item(),
-        "engine_logprob_max": found["token_log_ratio_max"],
-        "engine_kl_k3": found["token_kl_k3"],
-        "engine_beyond_2": found["token_beyond_2"],
-    }
+    """How far the policy's log-probs are from the engine's, on the response tokens."""
+    return ratios.engine_gap(scored.logprobs - batch.rollout_logprobs, batch.response_mask)
 
 
 def _padded(batch: Batch, extra: int) -> Batch:

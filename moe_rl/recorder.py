@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.config import RunConfig
-from moe_rl.metrics import ratios, volatility
+from moe_rl.metrics import ratios, routers, volatility
 from moe_rl.policies.base import Policy
 from moe_rl.probe import CHANGE, ENGINE_CHANGE, Probe, engine_gap
 from moe_rl.types import Batch, Scored, Updated, prompt_rows, response_rows
@@ -117,8 +117,7 @@ def update_row(part: Batch, log_ratio: Tensor, updated: Updated, natural: Scored
     if part.routes is not None:
         assert updated.preferred is not None, "a policy that replayed says what its routers preferred"
         pull = volatility.route_change(part.routes.ids(), updated.preferred.ids(), rows).row()["slot_change"]
-        known = part.routes.known[rows | prompt_rows(part)]
-        return row | {"pull": pull, "coverage": known.double().mean().item()}
+        return row | {"pull": pull} | routers.coverage(part.routes.known, rows | prompt_rows(part)).row()
     change = volatility.route_change(natural.routes.ids(), updated.routes.ids(), rows).row()
     return row | {f"fresh_{name}": change[name] for name in CHANGE}
 

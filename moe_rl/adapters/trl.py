@@ -16,10 +16,11 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
+from moe_rl.adapters.monitor import Monitor
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.metrics.ratios import ratio_statistics
 from moe_rl.metrics.volatility import RouteChange, route_change
-from moe_rl.routing import Replay, RoutingTrace, layout_of, record_routing, replay_routing
+from moe_rl.routing import RoutingTrace, layout_of, record_routing, replay_routing
 
 try:
     from trl import GRPOTrainer
@@ -29,6 +30,8 @@ except ImportError as error:
 OLD_ROUTES = "old_routes"
 """Key in TRL's inputs: the old policy's experts, [batch, prompt + completion, site, k]."""
 VOLATILITY = ("slot_change", "set_change", "any_layer_change")
+MONITORED = ("pull", "coverage", "load_entropy", "load_max_violation", "load_dead_experts", "router_confidence",
+             "margin_q50")
 RATIOS = tuple(
     f"{unit}_{statistic}"
     for unit in ("token", "sequence")
@@ -49,7 +52,11 @@ class ReplayGRPOTrainer(GRPOTrainer):
     - `routing/slot_change`, `set_change`, `any_layer_change`: natural routes, of the old policy against now. Under
       replay the natural routes of now take a forward of their own, without gradient, every `measure_every`-th
       micro-step, the last of each such number.
-    - `routing/pull`, under replay: share of slots where the router, given replay upstream, would pick another expert.
+    - `routing/pull` and `routing/coverage`, under replay: share of slots where the router, given replay upstream, would
+      pick another expert; share of routes that are forced.
+    - `routing/load_entropy`, `load_max_violation`, `load_dead_experts`, `router_confidence` and `margin_q50` of the
+      same natural routes of now. These and the former are a `Monitor`'s (`moe_rl.adapters.monitor`), of every
+      `measure_every`-th micro-step.
     - `ratios/…`: `moe_rl.metrics.ratios.ratio_statistics` of log π_θ / π_old as the loss used it.
 
     Raises RoutingError for a dense model and for a TRL whose log-probs bypass these forwards, ConfigError for settings
@@ -63,8 +70,10 @@ class ReplayGRPOTrainer(GRPOTrainer):
                 "measure_every a number of micro-steps, 1 at least."
             )
         super().__init__(*args, **kwargs)
-        self.routes, self.measure_every = routes, measure_every
+        self.routes = routes
         self.layout = layout_of(self.model)
+        coefficient = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
+        self.monitor = Monitor(self.model, every=measure_every, router_aux_loss_coef=coefficient)
         self._scored: list[tuple[Tensor, Tensor]] | None = None
         """While a generation batch is scored: log-probs and routes of each scoring forward of the policy."""
         self._inputs: dict[str, Any] | None = None
@@ -131,19 +140,23 @@ class ReplayGRPOTrainer(GRPOTrainer):
 
         inputs, self._inputs = self._inputs, None
         old = self._trace(inputs[OLD_ROUTES], input_ids, attention_mask)
-        natural = None
-        if self.routes == "live":
-            scored, natural = self._record(lambda: score(model), input_ids, attention_mask)
-        else:
-            if (self._step + 1) % self.measure_every == 0:
-                plain = {"compute_entropy": False, "compute_aux_loss": False}
-                with torch.no_grad():
-                    _, natural = self._record(lambda: score(self.model, **plain), input_ids, attention_mask)
-            replay = self._replay_until_backward(old)
-            scored = score(model)
-            self._log_change(("pull",), old, replay.preferred, inputs)
+        decides, natural = _decides(inputs, old.attention_mask), None
+        with self.monitor:
+            if self.routes == "live":
+                self.monitor.decides(decides)
+                scored, natural = self._record(lambda: score(model), input_ids, attention_mask)
+            else:
+                if self.monitor.measures:
+                    plain = {"compute_entropy": False, "compute_aux_loss": False}
+                    self.monitor.decides(decides)
+                    with torch.no_grad():
+                        _, natural = self._record(lambda: score(self.model, **plain), input_ids, attention_mask)
+                self._replay_until_backward(old)
+                self.monitor.decides(decides)
+                scored = score(model)
+        self._log("routing", MONITORED, self.monitor.row())
         if natural is not None:
-            self._log_change(VOLATILITY, old, natural, inputs)
+            self._log_change(old, natural, decides)
         self._log_ratios(scored[0].detach() - inputs["old_per_token_logps"], inputs)
         return scored
 
@@ -166,16 +179,14 @@ class ReplayGRPOTrainer(GRPOTrainer):
         ids = torch.cat(rows).unflatten(0, tuple(input_ids.shape))
         return scored, self._trace(ids, input_ids, attention_mask)
 
-    def _replay_until_backward(self, old: RoutingTrace) -> Replay:
+    def _replay_until_backward(self, old: RoutingTrace) -> None:
         """Open a replay scope that ends with the training step."""
         if self._step_scope is None:
             raise RoutingError(
                 "compute_loss was called outside training_step, so replay could not span the backward, in which "
                 "activation checkpointing recomputes. Call training_step, or use routes='live'."
             )
-        replay = self._step_scope.enter_context(replay_routing(self.model, old))
-        assert replay is not None, "it was given routes"
-        return replay
+        self._step_scope.enter_context(replay_routing(self.model, old))
 
     def _trace(
         self, ids: Integer[Tensor, "batch time site k"], input_ids: Tensor, attention_mask: Tensor
@@ -204,28 +215,31 @@ class ReplayGRPOTrainer(GRPOTrainer):
         warnings.warn(f"{text}neither volatility nor ratios will be logged.", stacklevel=3)
 
     # ------------------------------------------------------------------ logs
-    def _log_change(
-        self, names: tuple[str, ...], before: RoutingTrace, after: RoutingTrace, inputs: dict[str, Any]
-    ) -> None:
-        """Append to TRL's metrics how routes changed, at the tokens whose output is a completion token of the loss."""
-        prompt = inputs["prompt_ids"].shape[1]
-        decides = torch.zeros_like(before.attention_mask)
-        decides[:, prompt - 1 : -1] = _loss_mask(inputs)
-        change = route_change(before.ids(), after.ids(), decides)
-        row = RouteChange(**self.accelerator.reduce(vars(change), reduction="sum")).row()
+    def _log(self, group: str, names: tuple[str, ...], row: dict[str, float]) -> None:
+        """Append to TRL's metrics those of the names that were measured."""
         for name in names:
-            self._metrics["train"][f"routing/{name}"].append(row["slot_change" if name == "pull" else name])
+            if name in row:
+                self._metrics["train"][f"{group}/{name}"].append(row[name])
+
+    def _log_change(self, before: RoutingTrace, after: RoutingTrace, decides: Bool[Tensor, "batch time"]) -> None:
+        change = route_change(before.ids(), after.ids(), decides)
+        self._log("routing", VOLATILITY, RouteChange(**self.accelerator.reduce(vars(change), reduction="sum")).row())
 
     def _log_ratios(self, log_ratio: Float[Tensor, "batch time"], inputs: dict[str, Any]) -> None:
         mask = _loss_mask(inputs)
         if self.accelerator.num_processes > 1:
             log_ratio, mask = self.accelerator.gather(self.accelerator.pad_across_processes((log_ratio, mask), dim=1))
-        row = ratio_statistics(log_ratio, mask.bool())
-        for name in RATIOS:
-            self._metrics["train"][f"ratios/{name}"].append(row[name])
+        self._log("ratios", RATIOS, ratio_statistics(log_ratio, mask.bool()))
 
 
 def _loss_mask(inputs: dict[str, Any]) -> Bool[Tensor, "batch time"]:
     """Completion tokens that TRL's loss counts: those that tools wrote do not."""
     mask = inputs["completion_mask"]
     return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+
+
+def _decides(inputs: dict[str, Any], mask: Bool[Tensor, "batch time"]) -> Bool[Tensor, "batch time"]:
+    """Tokens whose output is a completion token of the loss."""
+    decides = torch.zeros_like(mask)
+    decides[:, inputs["prompt_ids"].shape[1] - 1 : -1] = _loss_mask(inputs)
+    return decides

@@ -43,6 +43,18 @@ def ratio_statistics(log_ratio: Float[Tensor, "batch time"], mask: Bool[Tensor, 
     }
 
 
+def engine_gap(log_ratio: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]) -> dict[str, float]:
+    """How far a policy's log-probs are from those of the engine that sampled, at equal weights; log r is the policy's
+    minus the engine's, so that `engine_kl_k3` estimates KL(engine ‖ policy) per token."""
+    found = ratio_statistics(log_ratio, mask)
+    return {
+        "engine_logprob_mean": log_ratio.abs()[mask].double().mean().item(),
+        "engine_logprob_max": found["token_log_ratio_max"],
+        "engine_kl_k3": found["token_kl_k3"],
+        "engine_beyond_2": found["token_beyond_2"],
+    }
+
+
 def clip_fractions(
     lost: Int[Tensor, "batch time"],
     mask: Bool[Tensor, "batch time"],

@@ -140,6 +140,8 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
         Column("load_max_violation", "layers", "1", "max f / mean f − 1", "MaxVio (2408.15664)"),
         Column("load_cv", "layers", "1", "standard deviation of f / mean f"),
         Column("load_dead_experts", "layers", "experts", "f < 0.01 / E"),
+        Column("router_confidence", "layers", "share", "Σ of the router's softmax over the experts of S; detail steps",
+               "prime-rl#2545, of its own scores"),
         Column("margin_n", "layers", "tokens", "tokens behind the margins"),
         Column("margin_q{01,10,50,90}", "layers", "score", "quantile of the gap between the k-th and k+1-th score"),
         Column("margin_below_{0.01,0.1}", "layers", "share", "tokens with a gap below the threshold"),

@@ -227,6 +227,18 @@ def test_the_lines_in_the_docs_run_as_they_stand(tmp_path, monkeypatch):
     assert documented == {name.removeprefix("routing/") for name in last if name.startswith("routing/")}
 
 
+def test_the_callback_of_the_page_logs_a_probe_in_trls_own_trainer(tmp_path):
+    from trl import GRPOTrainer
+
+    page = Path(__file__).parents[2] / "docs" / "monitor.md"
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) if "TrainerCallback" in b)
+    trainer = make(GRPOTrainer, tmp_path, max_steps=2, router_aux_loss_coef=0.0)
+    exec(block, {"trainer": trainer, "probe": {"input_ids": torch.arange(3, 43).view(4, 10)}})
+    trainer.train()
+    assert len(logged(trainer, "routing/slot_change")) == 2 and logged(trainer, "routing/slot_change")[-1] > 0
+    assert 0 < logged(trainer, "routing/router_confidence")[0] < 1
+
+
 # ---------------------------------------------------------------------- what cannot work is said
 def test_a_dense_model_is_refused(tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
