@@ -39,6 +39,10 @@ class Seen:
 class Forwards:
     """The forwards of one model while a `listening` scope is open. Recomputations are not counted again."""
 
+    _shape: torch.Size | None
+    _attention: Tensor | None
+    _decides: Tensor | None
+
     def __init__(self, model: nn.Module):
         self.model, self.modules = model, find_sites(model)
         self.layout = make_layout(model, self.modules)
@@ -119,6 +123,4 @@ class Forwards:
 
     def _forget(self) -> None:
         self._recording.clear()
-        self._shape: torch.Size | None = None
-        self._attention: Tensor | None = None
-        self._decides: Tensor | None = None
+        self._shape = self._attention = self._decides = None

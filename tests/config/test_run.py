@@ -83,4 +83,4 @@ def test_the_committed_page_of_settings_is_the_generated_one():
     named = set(re.findall(r"^\| `([\w.]+)`", text, re.MULTILINE))
     assert set(keys(RunConfig(arm=Arm(name="any")))) <= named
     assert "| `optimizer.lr` | `float` | `0.0002` | ≥ 0 |  |" in text
-    assert "| `dial.form` | `str` | `'weights'` | `weights` or `choice` or `beside` | `weights`: gates and sets move." in text
+    assert "| `dial.form` | `str` | `'weights'` | `weights` or `choice` or `beside` | `weights`: gates and" in text
