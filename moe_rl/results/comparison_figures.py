@@ -79,7 +79,7 @@ def learning_by_cell(frames: Frames, arms: Sequence[str], *, endpoint: Metric = 
         row, here = axes[3 * i : 3 * i + 3], frames.cell(cell)
         note = draw_learning(row, panels, here, arms)
         note += draw_differences(row[2], differences_of(here, arms, endpoint, contrasts), arms, endpoint)
-        sigma = max(json.loads(config).get("dial", {}).get("sigma", 0.0) for config in here.runs["config"])
+        sigma = max((json.loads(c).get("dial", {}).get("sigma", 0.0) for c in here.runs.get("config", ())), default=0.0)
         injected = f": noise is injected into its routers, σ = {sigma:g}" if sigma else ""
         row[0].set(title=f"{cell}{injected}\n{panels['reward']}")
     limits = [ax.get_xlim() for ax in axes[2::3]]
