@@ -46,15 +46,17 @@ def test_the_readme_says_what_the_tables_say(name, measured):
     assert measured in answered(name)[0]
 
 
-def test_early_warning_counts_what_became_of_the_runs_of_the_demonstration():
-    """Five of its nine runs collapse, between steps 10 and 50; each gives at most ten steps before its collapse."""
-    table = early_warning.moments(load_study(answers.RESULTS / "routing_replay"))
+def test_early_warning_counts_what_became_of_the_runs_of_one_learning_rate():
+    """Six of its 16 runs collapse: GRPO three of four, with replay two, GSPO with replay one; each gives at most ten
+    steps before its collapse."""
+    table = early_warning.moments(load_study(answers.RESULTS / "learning_rates").cell("optimizer.lr=0.000566"))
     near = table.groupby("run")["soon"].sum()
-    assert (near > 0).sum() == 5 and near.max() == early_warning.HORIZON
-    assert table["step"].min() == early_warning.FIRST
-    assert table["lr"].unique().tolist() == [math.log(8e-4)]  # which no factor of that study names
+    collapsed = (near > 0).groupby(near.index.str.split("/").str[0]).sum().to_dict()
+    assert collapsed == {"grpo": 3, "grpo-replay": 2, "gspo": 0, "gspo-replay": 1}
+    assert near.max() == early_warning.HORIZON and table["step"].min() == early_warning.FIRST
+    assert table["lr"].unique() == pytest.approx([math.log(5.66e-4)], abs=1e-3)
     found = early_warning.compare(table, ["reward", "step"])
-    assert found["runs"].tolist() == [9, 9, 9, 6, 6, 9] and found["collapses"].tolist() == [5, 5, 5, 2, 2, 5]
+    assert found["runs"].tolist() == [16, 16, 16, 8, 8, 16] and found["collapses"].tolist() == [6, 6, 6, 3, 3, 6]
 
 
 @pytest.mark.parametrize(("name", "sentence"), [
