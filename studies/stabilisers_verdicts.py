@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 from stabilisers import EIGHT, NAMED, study
-from volatility_dial_verdicts import decide
+from volatility_dial_verdicts import after_start, decide
 
 from moe_rl.results.stats import interval, paired
 from moe_rl.results.summary import metric, per_run
@@ -23,6 +23,7 @@ RESAMPLES = 9999
 
 def main() -> None:
     frames = load_study(FOLDER)
+    print(machinery(frames))
     for condition, cells in CONDITIONS.items():
         tables = {name: pd.concat([per_run(frames.cell(c), metric(name)).unstack(0) for c in cells], axis=1)
                   for name in ENDPOINTS}
@@ -39,6 +40,13 @@ def main() -> None:
                 print(f"    {arm}: {interval(table[arm].dropna())}, − grpo {gap}, better than a run of grpo "
                       f"{improvement(table[arm].dropna(), table['grpo'])}, rank {rank}")
         costs(frames, cells)
+
+
+def machinery(frames: Frames) -> str:
+    """The condition on GRPO where it is quiet."""
+    gain = after_start(frames, "grpo", "quiet")
+    return (f"Machinery: GRPO where it is quiet gains {gain} of greedy exact match over its cold start"
+            + ("" if gain.mean > 0 else "; it must end above: void"))
 
 
 def improvement(values: pd.Series, baseline: pd.Series) -> str:

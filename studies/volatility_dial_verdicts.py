@@ -92,9 +92,9 @@ def same_runs(frames: Frames) -> tuple[bool, list[str]]:
     return same, compared
 
 
-def after_start(frames: Frames, arm: str) -> Interval:
+def after_start(frames: Frames, arm: str, cell: str = dose("weights", 0)) -> Interval:
     """How much greedy exact match an arm gains without a dose, from the cold start to the evaluations that count."""
-    still = frames.cell(dose("weights", 0))
+    still = frames.cell(cell)
     steps = still["steps"]
     start = steps[steps["step"] == 0].pivot(index="seed", columns="arm", values="eval_exact_greedy")
     return interval((per_run(still, metric(ENDPOINTS[1])).unstack(0)[arm] - start[arm]).dropna())

@@ -89,6 +89,10 @@ def test_a_killed_run_goes_on_along_the_optimizers_last_step(tmp_path):
 def test_settings_that_no_dial_has_are_refused():
     with pytest.raises(ConfigError, match="freezes them"):
         check_values(RUN.replace(**{"dial.direction": "last_step", "optimizer.router_lr_scale": 0.0}))
+    plain = {"optimizer.name": "sgd", "optimizer.betas": (0.0, 0.9)}
+    with pytest.raises(ConfigError, match="gives sgd none"):
+        check_values(RUN.replace(**plain, **{"dial.direction": "last_step"}))
+    check_values(RUN.replace(**plain))
     for setting, value, message in (("sigma", -1.0, "standard deviation"), ("form", "gates", "weights or choice"),
                                     ("acts_on", "loss", "both or ratio or gradient")):
         with pytest.raises(ConfigError, match=message):

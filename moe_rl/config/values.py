@@ -83,6 +83,9 @@ def check_values(config: RunConfig) -> None:
     if config.dial.direction == "last_step" and config.dial.form != "beside" and not config.optimizer.router_lr_scale:
         raise ConfigError("dial.direction='last_step' moves routers on along their own last step, but "
                           "optimizer.router_lr_scale=0 freezes them: use the direction 'random'")
+    if config.dial.direction == "last_step" and config.optimizer.name == "sgd" and not config.optimizer.betas[0]:
+        raise ConfigError("dial.direction='last_step' reads the last step off the optimizer's momentum, but "
+                          f"optimizer.betas={config.optimizer.betas} gives sgd none: use the direction 'random'")
     if config.model.router_dtype not in (None, "float32"):
         raise ConfigError(f"model.router_dtype={config.model.router_dtype!r}: choose float32, or None for the model's")
     if "" in config.stop:

@@ -75,17 +75,22 @@ def learning_by_cell(frames: Frames, arms: Sequence[str], *, endpoint: Metric = 
     panels per combination of factors. Where the dial injects noise, the row says so."""
     figure, axes = plots.new_figure(3 * len(frames.cells), "Does it learn, and does it last?")
     panels = {column: LEARNING[column] for column in ("reward", "eval_exact_greedy")}
+    notes: dict[str, str] = {}
     for i, cell in enumerate(frames.cells):
         row, here = axes[3 * i : 3 * i + 3], frames.cell(cell)
         note = draw_learning(row, panels, here, arms)
         note += draw_differences(row[2], differences_of(here, arms, endpoint, contrasts), arms, endpoint)
-        sigma = max((json.loads(c).get("dial", {}).get("sigma", 0.0) for c in here.runs.get("config", ())), default=0.0)
-        injected = f": noise is injected into its routers, σ = {sigma:g}" if sigma else ""
+        notes[note] = f"{notes[note]}, {cell}" if note in notes else cell
+        dials = [json.loads(c).get("dial", {}) for c in here.runs.get("config", ())]
+        sigma = max((dial.get("sigma", 0.0) for dial in dials), default=0.0)
+        where = "into all but" if any(dial.get("form") == "beside" for dial in dials) else "into"
+        injected = f": noise is injected {where} its routers, σ = {sigma:g}" if sigma else ""
         row[0].set(title=f"{cell}{injected}\n{panels['reward']}")
     limits = [ax.get_xlim() for ax in axes[2::3]]
     for ax in axes[2::3]:  # one scale, so that rows can be compared
         ax.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
-    return plots.finish(figure, axes[:2], note)
+    said = notes if len(notes) == 1 else (f"{cells}: {note}" for note, cells in notes.items())
+    return plots.finish(figure, [ax for i, ax in enumerate(axes) if i % 3 < 2], "; ".join(said))
 
 
 @plots.styled

@@ -21,7 +21,7 @@ USUAL, TIMES = 3, 5.0
 UNHEARD_OF, NOTHING = 0.01, 1e-6
 """A KL, in nats per token, that is kept at the first step too; and one that never is."""
 FILES, ROWS, BYTES = 3, 64, 2**24
-"""Most files of a run; responses and bytes of a file."""
+"""Most files of a run; responses and bytes of a file, which has one response at least."""
 
 
 class GapFiles:
@@ -49,7 +49,7 @@ class GapFiles:
             self.folder.mkdir(exist_ok=True)
             with file.open("w") as out:
                 for line in lines(batch, self.temperature, f"step {step - 1}"):
-                    if out.tell() + len(line) > BYTES:
+                    if (there := out.tell()) and there + len(line) > BYTES:
                         break
                     out.write(line)
         except OSError as error:

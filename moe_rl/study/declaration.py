@@ -117,6 +117,10 @@ class Study:
             if unknown := set(settings.get("arms", ())) - set(names):
                 raise ConfigError(f"cell {name!r} of study {self.name!r} runs {', '.join(sorted(unknown))}, which is "
                                   f"none of its arms {names}")
+            here = settings.get("seeds", self.seeds)
+            if not isinstance(here, Sequence) or not here or set(here) - set(self.seeds):
+                raise ConfigError(f"cell {name!r} of study {self.name!r} has seeds={here!r}: it runs some of the "
+                                  f"study's, which are {list(self.seeds)}")
             if not CELL.fullmatch(name) or {"seed", "arm"} & {key.split(".")[0] for key in settings}:
                 raise ConfigError(f"cell {name!r} of study {self.name!r} becomes the name of a folder (letters, digits "
                                   "and '._+=,-'), and may change any setting but seed and arm")
@@ -126,8 +130,9 @@ class Study:
             raise ConfigError("steps, seed and arm cannot be factors: use --steps, `seeds` and `arms`")
 
     def quick_form(self) -> Study:
-        """A study of its own, `<name>-quick`, of one seed: run it for QUICK_STEPS, to see that all works."""
-        return dataclasses.replace(self, name=f"{self.name}-quick", seeds=self.seeds[:1],
+        """A study of its own, `<name>-quick`, of one seed in all cells: run it for QUICK_STEPS, as a trial."""
+        cells = {name: {k: v for k, v in cell.items() if k != "seeds"} for name, cell in self.cells.items()}
+        return dataclasses.replace(self, name=f"{self.name}-quick", seeds=self.seeds[:1], cells=cells,
                                    base=self.base.replace(**self.quick))
 
     def with_arms(self, arms: Sequence[str]) -> Study:
@@ -185,6 +190,8 @@ class Study:
                                   f"{path.parent.name}, where one would pass for the other; name them with `cells`")
             described[path] = values_here
             planned.append(Planned(path, config, self.file))
+        if not planned:
+            raise ConfigError(f"no cell of study {self.name!r} runs any of the seeds {list(seeds)}")
         return planned
 
 

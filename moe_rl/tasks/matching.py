@@ -16,12 +16,16 @@ from moe_rl.lookup import unknown
 Match = Callable[[str, str, str], bool]
 """match(question, answer, completion): whether the completion is right."""
 
-PIECE = re.compile(r"\d[\d,]*(?:\.\d+)?|\.\d+|\\?[A-Za-z]+|[<>!]=|[^\s\w]")
+PIECE = re.compile(r"\d+(?:\.\d+)?|\.\d+|\\?[A-Za-z]+|[<>!]=|[^\s\w]")
+THOUSANDS = re.compile(r"(?<![\d.,(\[])(?<!\\\{)[1-9]\d{0,2}(?:,\d{3})+(?![\d,)\]])(?!\\\})")
+"""Not in brackets, where (1,200) is a pair and [0,100] an interval."""
 NO_PIECE = frozenset("{}()[]$*|") | {r"\cdot", r"\times", r"\left", r"\right"}
 """What groups, and signs of multiplication, which may be left out."""
 FRACTION = re.compile(r"(?<![\w./])(\d{1,99})/(\d{1,99})(?![\w./])|"
                       r"\\[dt]?frac\{(\d{1,99})\}\{(\d{1,99})\}|\\[dt]?frac(\d)(\d)(?!\d)")
 EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
+SEVERAL = re.compile(r"\s*[A-Za-z]\w*\s*=[^=]+?(?:(?:,|;|\bor\b|\band\b)\s*[A-Za-z]\w*\s*=[^=]+?)+")
+"""Values of several letters, as `x=1, y=2`: all of them are the answer."""
 ANSWER = re.compile(r"\banswer\b(?:\s+is)?\s*:?", re.IGNORECASE)
 DRESS = ("$", r"\(", r"\)", r"\[", r"\]", "**", "`", ".", ",", ";", ":", r"\ ")
 
@@ -35,12 +39,13 @@ def mathematical(question: str, answer: str, completion: str) -> bool:
     """Whether the completion's final answer has the value of the answer, and is as worked out as it.
 
     Final is the last \\boxed{…}, else what follows the last ####, else the last line: there what follows the word
-    "answer", and what follows the last equals sign. The value is math-verify's. A final answer is refused where it is
-    more than one value, made of more numbers, letters and operations than the answer (`3+9` for `12`; a reduced
-    fraction is one number), a product of sums where the answer is none, or written as in the question while the answer
-    is not. A word must equal the answer.
+    "answer", and what follows the last equals sign, unless the answer gives several letters their values. The value is
+    math-verify's. A final answer is refused where it is more than one value, made of more numbers, letters and
+    operations than the answer (`3+9` for `12`; a reduced fraction is one number), a product of sums where the answer is
+    none, or written as in the question while the answer is not. A word must equal the answer.
     """
-    wanted, found = final(answer), final(completion)
+    several = SEVERAL.fullmatch(final(answer, several=True)) is not None
+    wanted, found = final(answer, several), final(completion, several)
     if not wanted or not found:
         return False
     if found == wanted or wanted.isalpha():
@@ -72,8 +77,9 @@ def matcher(name: str) -> Match:
     return MATCHES[name]
 
 
-def final(text: str) -> str:
-    """The final answer in a text, without dollar signs and punctuation around it; empty where there is none."""
+def final(text: str, several: bool = False) -> str:
+    """The final answer in a text, without dollar signs and punctuation around it; empty where there is none. With
+    `several` equations are kept whole."""
     if r"\boxed" in text:
         text = _braced(text.rpartition(r"\boxed")[2])
     elif "####" in text:
@@ -81,7 +87,7 @@ def final(text: str) -> str:
     else:
         lines = [line for line in text.splitlines() if line.strip()]
         text = ANSWER.split(lines[-1])[-1] if lines else ""
-    return _undressed(EQUALS.split(text)[-1])
+    return _undressed(text if several else EQUALS.split(text)[-1])
 
 
 def pieces(text: str) -> int:
@@ -91,7 +97,12 @@ def pieces(text: str) -> int:
         above, below = (int(n) for n in fraction.groups() if n is not None)
         return " 1 " if below > 1 and math.gcd(above, below) == 1 else fraction[0]
 
-    return sum(piece not in NO_PIECE for piece in PIECE.findall(FRACTION.sub(whole, text)))
+    return sum(piece not in NO_PIECE for piece in PIECE.findall(FRACTION.sub(whole, _ungrouped(text))))
+
+
+def _ungrouped(text: str) -> str:
+    """Numbers without the commas of thousands."""
+    return THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
 
 
 def _braced(text: str) -> str:
@@ -139,9 +150,8 @@ def _parsed(text: str) -> list[Any]:
     """By math-verify, the text as a whole: on its own it would take what it understands from anywhere in it."""
     from math_verify import LatexExtractionConfig, parse
 
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)  # of thousands
     whole = [LatexExtractionConfig()]
-    return parse(f"\\boxed{{{text}}}", whole, fallback_mode="no_fallback", parsing_timeout=_timeout())
+    return parse(f"\\boxed{{{_ungrouped(text)}}}", whole, fallback_mode="no_fallback", parsing_timeout=_timeout())
 
 
 def _timeout() -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pandas as pd
@@ -111,6 +112,24 @@ def test_differences_within_seeds_stand_beside_the_levels(frames):
     assert line(ax, "gspo − grpo mean")[0] == pytest.approx([want.mean()])
     assert [t.get_text() for t in ax.get_yticklabels()] == ["gspo − grpo"]
     assert len(training_figures.learning(frames, ARMS[:1]).axes) == 3, "one arm has nothing to differ from"
+
+
+def test_rows_of_other_arms_and_seeds_are_in_the_legend_and_in_the_note():
+    few, more = frames_of(seeds=2, steps=8), frames_of(seeds=3, steps=8)
+
+    def cell(frames: Frames, name: str, arms: list[str], dial: dict) -> list[pd.DataFrame]:
+        tables = (frames.runs.assign(config=json.dumps({"dial": dial})), *frames.tables.values())
+        return [table[table["arm"].isin(arms)].assign(factors=name) for table in tables]
+
+    parts = zip(cell(few, "quiet", ARMS[:2], {}), cell(more, "moved", ARMS[2:], {"form": "beside", "sigma": 0.5}),
+                strict=True)
+    runs, *tables = (pd.concat(both, ignore_index=True) for both in parts)
+    figure = figures.FIGURES["learning_by_cell"](Frames(runs, dict(zip(few.tables, tables, strict=True))), ARMS)
+    legend = figure.legends[0]
+    assert set(ARMS) <= {text.get_text() for text in legend.get_texts()}
+    note = " ".join(legend.get_title().get_text().split())
+    assert "quiet: mean over n = 2" in note and "moved: mean over n = 3" in note
+    assert "into all but its routers, σ = 0.5" in figure.axes[3].get_title("left")
 
 
 def test_long_curves_are_means_over_windows_and_say_so():

@@ -76,6 +76,13 @@ def test_a_file_is_bounded_and_says_what_is_not_the_policys_own(parts, tmp_path,
     assert 0 < file.stat().st_size <= 2000 and all(map(json.loads, file.read_text().splitlines()))
 
 
+def test_a_response_longer_than_a_file_may_be_is_kept(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(gap_files, "BYTES", 10)
+    with pytest.warns(UserWarning, match="diagnose"):
+        GapFiles(tmp_path, 1.0)(1, roll_out(RUN, parts, 1), {"engine_kl_k3": 1.0})
+    assert len((tmp_path / "step=000001.jsonl").read_text().splitlines()) == 1
+
+
 def test_a_folder_that_cannot_be_written_is_a_warning(parts, tmp_path):
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="cannot be kept"):

@@ -14,6 +14,7 @@ from moe_rl.config.text import parse_settings
 from moe_rl.config.values import located
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
+from moe_rl.results import printed
 from moe_rl.study.declaration import Study, _made, load_study_file, write_declaration
 from tests.fake_study import GRPO, GSPO, study
 
@@ -274,6 +275,20 @@ def test_a_cell_may_name_the_seeds_that_run_there(tmp_path):
     found = [(p.config.arm.name, p.config.seed) for p in study.runs(tmp_path) if "two" in p.path.parts]
     assert found == [("grpo", 0), ("grpo", 2)]
     assert [p.config.seed for p in study.runs(tmp_path, seeds=(1,))] == [1, 1, 1], "and no others when asked for some"
+
+
+@pytest.mark.parametrize("seeds", [(3, 4), (0, 3), ("1",), (), 1])
+def test_a_cell_cannot_name_seeds_that_the_study_does_not_run(seeds):
+    with pytest.raises(ConfigError, match=r"cell 'two' .*seeds=.*which are \[0, 1, 2\]"):
+        with_changes(seeds=(0, 1, 2), cells={"all": {}, "two": {"seeds": seeds}})
+
+
+def test_seeds_of_no_cell_are_refused_and_a_quick_form_runs_every_cell(tmp_path):
+    study = with_changes(seeds=(0, 1, 2), cells={"one": {"seeds": (1,)}, "two": {"seeds": (1, 2)}})
+    with pytest.raises(ConfigError, match=r"no cell of study .* runs any of the seeds \[0\]"):
+        study.runs(tmp_path, seeds=(0,))
+    printed.check(dataclasses.replace(study, cells={"N=2": {"seeds": (1,)}, "N=4": {}}, figures=("against:N",)))
+    assert {(p.path.parts[-2], p.config.seed) for p in study.quick_form().runs(tmp_path)} == {("one", 0), ("two", 0)}
 
 
 def test_other_arms_leave_cells_that_are_for_some(tmp_path):
