@@ -153,3 +153,10 @@ def test_the_folder_of_a_run_that_diverged_and_then_finished_no_longer_says_so(t
         folder.finish("step 1: the gradient norm is nan")
         folder.finish()
         assert "diverged" not in folder.manifest
+
+
+def test_the_folder_of_a_study_names_the_file_in_it(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.py").write_text("")
+    with pytest.raises(ConfigError, match=r"mine is a folder: give the study file in it, .*mine/mine\.py"):
+        load_study_file(str(tmp_path / "mine"))

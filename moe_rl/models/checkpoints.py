@@ -95,6 +95,10 @@ def check_weights(name: str) -> None:
 def _require(name: str) -> None:
     if not may_exist(name):
         raise ConfigError(f"there is no checkpoint folder {name!r} (looked at {Path(name).expanduser().absolute()}).")
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not any((folder / file).exists() for file in ("config.json", "adapter_config.json")):
+        raise ConfigError(f"{name!r} cannot be loaded as a Hugging Face causal-LM checkpoint: the folder has no "
+                          f"config.json (looked at {folder.absolute()}).")
 
 
 def _pretrained(auto_class: Any, name: str, trust: bool, settings: Mapping[str, Any] = MappingProxyType({})) -> Any:

@@ -160,6 +160,11 @@ def objective_of(arm: Arm) -> Objective:
     if reads:
         raise ConfigError(f"arm {arm.name!r}: {', '.join(reads)} reads log π_θ, which is not known when a mini-batch "
                           "is weighed: mark it with moe_rl.lookup.needs('policy') and make it a correction")
+    for name, shape, needed in (("loss", (), "one number"), ("log_ratio", (1, 1), "(batch, time)"),
+                                ("clipped_by", (1, 1), "(batch, time)")):
+        if (given := tuple(getattr(found, name).shape)) != shape:
+            raise ConfigError(f"arm {arm.name!r}: its loss, tried on one token, gave a {name} of shape {given}: it "
+                              f"needs {needed}, here {shape}")
     if taken := [name for name in found.metrics if not name.startswith(("own_", "term_"))]:
         raise ConfigError(f"arm {arm.name!r}: its loss gives the metrics {', '.join(taken)}, which could be the names "
                           "of measured columns; let them begin with own_")

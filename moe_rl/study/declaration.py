@@ -259,6 +259,8 @@ def load_study_file(source: str) -> Study:
     """
     path = Path(source)
     try:
+        if path.is_dir() and (inside := path / f"{path.resolve().name}.py").is_file():
+            raise ConfigError(f"{source} is a folder: give the study file in it, {inside}")
         if path.suffix == ".py":
             if not path.is_file():
                 raise ConfigError(f"there is no study file {source} (looked at {path.absolute()}); `moe-rl new NAME` "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -51,5 +52,8 @@ def _prompt(entry: Mapping[str, Any], where: str) -> Prompt:
     for key in ("question", "answer"):
         if key not in entry or entry[key] is None or str(entry[key]).strip() == "":
             raise ConfigError(f"{where}: no {key!r}; the keys found are {', '.join(map(repr, entry)) or 'none'}.")
+        if not isinstance(entry[key], str | int | float) or isinstance(entry[key], bool) or entry[key] != entry[key]:
+            raise ConfigError(f"{where}: {key!r} is {json.dumps(entry[key])[:80]}, where text or a number is needed: "
+                              "write it as the text that the model reads or writes.")
     return Prompt(text=str(entry["question"]), answer=str(entry["answer"]), entry=entry)
 

@@ -17,6 +17,7 @@ from moe_rl.lookup import Use, needs
 from moe_rl.objectives import Earned, LossInputs, LossOutput, advantage_of, objective_of, policy_loss
 from moe_rl.objectives.advantages import group
 from moe_rl.objectives.aggregate import seq_mean_token_mean
+from moe_rl.objectives.compose import Objective
 from moe_rl.objectives.losses import LOSSES, grpo, gspo
 from tests import oracle
 from tests.objectives.examples import TIGHT, case, inputs, ranged, rewarded
@@ -218,6 +219,20 @@ def test_the_ratio_of_routes_of_its_own_is_exact():
     inputs = LossInputs(logprobs=x, old_logprobs=-1 - 1e-4 * ones, ratio_logprobs=-ones, mask=ones.bool(),
                         advantages=ones, weights=ones)  # fmt: skip
     assert inputs.log_ratio.item() == (-ones - (-1 - 1e-4 * ones)).item()
+
+
+@pytest.mark.parametrize("changed, said", [
+    ({"loss": torch.zeros(1, 1)}, r"loss of shape \(1, 1\): it needs one number"),
+    ({"log_ratio": torch.zeros(1)}, r"log_ratio of shape \(1,\): it needs \(batch, time\)"),
+    ({"clipped_by": torch.zeros(3, dtype=torch.int8)}, r"clipped_by of shape \(3,\)"),
+])  # fmt: skip
+def test_a_loss_of_another_shape_is_told_which(monkeypatch, changed, said):
+    output = grpo(inputs(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1), torch.ones(1, 1, dtype=torch.bool)),
+                  clip_low=0.2, clip_high=0.2)  # fmt: skip
+    vars(output).update(changed)  # past the check of types, which is there in tests alone
+    monkeypatch.setattr(Objective, "of", lambda *_: output)
+    with pytest.raises(ConfigError, match=said):
+        objective_of(Arm(name="a"))
 
 
 @pytest.mark.parametrize("loss", [
