@@ -20,7 +20,7 @@ from moe_rl.config.values import check_values
 from moe_rl.errors import ConfigError
 from moe_rl.runs import folder as runs
 from moe_rl.runs.columns import TABLES, timing
-from moe_rl.runs.frames import Frames, load_study, read_table
+from moe_rl.runs.frames import LABELS, Frames, load_study, read_table
 from moe_rl.runs.inputs import changed, inputs_of, sources_of
 from moe_rl.runs.terminal import say
 from moe_rl.study.declaration import DECLARATION, Planned, Study, path_of, read_declaration
@@ -137,10 +137,13 @@ def verdict(reported: Frames, path: Path) -> str:
     last = min(row["step"], made["finished"])
     shorter = last < row["step"]
     parted: dict[str, tuple[int, float]] = {}
+    without: list[str] = []
     count = 0
     for name, keys in TABLES.items():
         both = (reported[name], read_table(path, name))
         a, b = (table[table["step"] <= last].set_index(list(keys)).sort_index() for table in both)
+        lost = [c for c in a if (c not in b or not len(b)) and a[c].notna().any() and c not in LABELS]
+        without += [f"{name}.{c}" for c in lost if not timing(c)]
         if not len(a) or not len(b):
             continue
         columns = [c for c in b if c in a and not timing(c) and not (shorter and a[c].isna().all())]
@@ -157,6 +160,8 @@ def verdict(reported: Frames, path: Path) -> str:
         first, largest = min(step for step, _ in parted.values()), max(parted, key=lambda c: parted[c][1])
         values = (f"values part in {len(parted)} of {count} columns ({', '.join([*parted][:3])}, …), from step {first} "
                   f"on, by at most {parted[largest][1]:.1g} of the largest value of a column ({largest})")
+    if without:
+        values += f", and {len(without)} columns of the row are not there now ({', '.join(without[:3])}, …)"
     there, here = _made_from(row), _made_from({**made, "code": " then ".join(made["code"])})
     others = [f"{name} {there[name]} there, {here.get(name)} here" for name in there if there[name] != here.get(name)]
     return f"{same}, {values}; {'; '.join(others) or 'the same versions, so another machine?'}"

@@ -241,3 +241,6 @@ def test_from_which_step_on_and_by_how_much_values_part(results, tmp_path, elsew
     gone = row["steps"].drop(index=0)
     text = verdict(dataclasses.replace(row, tables={**row.tables, "steps": gone}), run)
     assert "steps, its rows" in text and "from step 1 on, by at most inf" in text
+    text = compared(own_number=1.0)
+    assert "equal values" in text and "1 columns of the row are not there now (steps.own_number, …)" in text
+    assert "not there now" not in compared()
