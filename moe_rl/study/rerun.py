@@ -159,7 +159,8 @@ def verdict(reported: Frames, path: Path) -> str:
                   f"on, by at most {parted[largest][1]:.1g} of the largest value of a column ({largest})")
     there, here = _made_from(row), _made_from({**made, "code": " then ".join(made["code"])})
     others = [f"{name} {there[name]} there, {here.get(name)} here" for name in there if there[name] != here.get(name)]
-    return f"{same}, {values}; {'; '.join(others) or 'the same versions, so another machine?'}"
+    unsaid = "as they should be" if shorter and not parted else "the same versions, so another machine?"
+    return f"{same}, {values}; {'; '.join(others) or unsaid}"
 
 
 def _made_from(run: Mapping[str, Any]) -> dict[str, str]:
