@@ -273,6 +273,8 @@ def _probe_of(
     """What the model is called with, without a cache and with no more logits than it must make, and the mask."""
     if probe is None:
         return None, None
+    if not isinstance(probe, Mapping):
+        raise ConfigError(f"the probe is a {type(probe).__name__}: it is a batch by name, {{'input_ids': …}}.")
     ids, decides = probe.get("input_ids", probe.get("inputs_embeds")), probe.get("decides")
     if not isinstance(ids, Tensor) or ids.dim() < 2 or not ids.numel():
         raise ConfigError(f"the probe has {sorted(probe)}: it is a batch as the model is called with it, by name, with "

@@ -145,7 +145,7 @@ def _for_its_setting(study: Study, changes: Mapping[str, Any]) -> tuple[Study, l
     varied = [*study.factors, *(key for cell in study.cells.values() for key in cell if key not in ("arms", "seeds"))]
     instead, said = elsewhere(study.base, changes, varied)
     chosen = [str(arm.loss) for arm in study.arms if isinstance(arm, Arm) and Use.of(arm.loss).options]
-    said += [f"{', '.join(chosen)}: options chosen there, too, which stay."] * bool(chosen)
+    said += [f"{', '.join(dict.fromkeys(chosen))}: options chosen there, too, which stay."] * bool(chosen)
     if varied:
         said.append(f"{', '.join(dict.fromkeys(varied))}: what the study varies was chosen there, too, and stays.")
     return dataclasses.replace(_changed(changed, instead), seconds_per_step=None, cost=""), said

@@ -15,7 +15,9 @@ def attribution(updates: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """Pool the attribution sums of each run (and each value of `by`), then divide: `AttributionSums.shares`, with
     `natural_std` and `replayed_std`, the standard deviations of D and R in nats."""
     sums = ["attribution_n", *(f"attribution_sum_{s}" for s in ("d", "r", "dd", "rr", "jj", "rj"))]
-    require_columns(updates, *sums)
+    if not set(sums) <= set(updates):
+        raise RunError("no run has measured attribution sums, so there is nothing to draw; train for more steps or "
+                       "measure in more detail (--set measure.detail_every=1)")
     pooled = updates.dropna(subset=sums).groupby(["arm", "seed", *by])[sums].sum()
     shares = [AttributionSums(*row).shares() for row in pooled.itertuples(index=False)]
     found = pooled.reset_index().join(pd.DataFrame(shares, columns=["variance", "replayed", "routes", "covariance"]))

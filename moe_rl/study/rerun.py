@@ -164,7 +164,8 @@ def verdict(reported: Frames, path: Path) -> str:
         values += f", and {len(without)} columns of the row are not there now ({', '.join(without[:3])}, …)"
     there, here = _made_from(row), _made_from({**made, "code": " then ".join(made["code"])})
     others = [f"{name} {there[name]} there, {here.get(name)} here" for name in there if there[name] != here.get(name)]
-    return f"{same}, {values}; {'; '.join(others) or 'the same versions, so another machine?'}"
+    unsaid = "as they should be" if shorter and not parted else "the same versions, so another machine?"
+    return f"{same}, {values}; {'; '.join(others) or unsaid}"
 
 
 def _made_from(run: Mapping[str, Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
 import re
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import moe_rl
+from moe_rl.adapters.monitor import _probe_of
 from moe_rl.errors import AuxLossSilentlyOn, ConfigError, RoutingError
 from moe_rl.execute import build as build_run
 from moe_rl.recorder import Recorder
@@ -303,6 +305,8 @@ def test_misuse_is_an_error_that_says_what_to_do(qwen, tokens):
         moe_rl.monitor(qwen, every=0)
     with wrong(ConfigError, match="input_ids"):
         moe_rl.monitor(qwen, probe={"tokens": tokens})
+    with wrong(ConfigError, match="the probe is a Tensor: it is a batch by name"):
+        inspect.unwrap(_probe_of)([], tokens)  # past the check of types, which is there in tests alone
     with wrong(ConfigError, match=r"decides has shape \(4, 8\)"):
         moe_rl.monitor(qwen, probe={"input_ids": tokens, "decides": DECIDES[:, :8]})
     monitor = moe_rl.monitor(qwen)

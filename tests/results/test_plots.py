@@ -157,6 +157,12 @@ def test_expert_change_per_site_is_the_mean_over_steps(frames):
     assert x.tolist() == list(range(fake_study.SITES)) and np.allclose(y, table, rtol=0, atol=1e-15)
 
 
+def test_a_run_too_short_for_attribution_is_told_the_setting(frames):
+    short = frames["updates"].drop(columns=[c for c in frames["updates"] if c.startswith("attribution")])
+    with pytest.raises(RunError, match=r"no run has measured attribution sums.*measure\.detail_every=1"):
+        training_figures.ratio_spread(dataclasses.replace(frames, tables={**frames.tables, "updates": short}), ARMS)
+
+
 def test_nothing_is_cut_off_at_the_top(frames):
     taller = frames["updates"].copy()
     sums = [c for c in taller if c.startswith("attribution_sum")]

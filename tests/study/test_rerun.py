@@ -217,6 +217,7 @@ def test_the_first_steps_alone_are_run_and_compared(results, tmp_path, elsewhere
     assert cli.main(["rerun", str(results), "--out", str(tmp_path / "a"), "--trust", "--steps", "2"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "another checkpoint, as after 2 of 3 steps, equal values in all" in text
+    assert "as they should be" in text and "another machine" not in text
     run = tmp_path / "a" / "mine" / "grpo" / "base" / "seed=0"
     assert read_table(run, "steps")["step"].to_list() == [1, 2]
     assert cli.main(["rerun", str(results), "--out", str(tmp_path / "b"), "--trust", "--steps", "0"]) == 2
