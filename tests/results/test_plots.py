@@ -275,7 +275,7 @@ def test_a_seed_that_ended_early_is_drawn_to_its_end_and_the_mean_stops_there(fr
 
 def test_what_nobody_measured_is_an_error_that_names_it(frames):
     bare = dataclasses.replace(frames, tables={"updates": frames["updates"][["arm", "seed", "step", "update"]]})
-    with pytest.raises(RunError, match="attribution_n"):
+    with pytest.raises(RunError, match="measured attribution sums.*detail_every=1"):
         training_figures.variance_shares(bare, ARMS)
 
 
