@@ -96,7 +96,8 @@ def _require(name: str) -> None:
     if not may_exist(name):
         raise ConfigError(f"there is no checkpoint folder {name!r} (looked at {Path(name).expanduser().absolute()}).")
     folder = Path(name).expanduser()
-    if folder.is_dir() and not any((folder / file).exists() for file in ("config.json", "adapter_config.json")):
+    known = ("config.json", "adapter_config.json", "tokenizer_config.json")  # the last, where a tokenizer is alone
+    if folder.is_dir() and not any((folder / file).exists() for file in known):
         raise ConfigError(f"{name!r} cannot be loaded as a Hugging Face causal-LM checkpoint: the folder has no "
                           f"config.json (looked at {folder.absolute()}).")
 
