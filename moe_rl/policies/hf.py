@@ -124,7 +124,7 @@ class HFPolicy:
         if routes is not None:
             routes.require_known()
         with self._routed(part, routes):
-            first, log_p = first_response(part), self._log_probs(part)
+            log_p = self._log_probs(part, first := first_response(part))
         found = nn.functional.pad(log_p.where(part.response_mask[:, first:, None], 0.0), (0, 0, first, 0))
         return found.to(batch.tokens.device)
 
@@ -205,7 +205,7 @@ class HFPolicy:
             found = log_probs_in_pieces(self.model, tokens[:, :-1], tokens[:, first:], mask, self.temperature,
                                         entropy_gradient)
         else:
-            log_p = self._log_probs(part)
+            log_p = self._log_probs(part, first)
             chosen = log_p.gather(-1, tokens[:, first:, None])[..., 0]
             with nullcontext() if entropy_gradient else torch.no_grad():
                 entropy = -(log_p.exp() * log_p).sum(-1)
@@ -213,14 +213,14 @@ class HFPolicy:
         chosen, entropy = (nn.functional.pad(x, (first, 0)) for x in found)
         return chosen, entropy
 
-    def _log_probs(self, part: Batch) -> Float[Tensor, "batch kept vocabulary"]:
-        """log π over the vocabulary from the first response token on.
+    def _log_probs(self, part: Batch, first: int) -> Float[Tensor, "batch kept vocabulary"]:
+        """log π over the vocabulary from the token `first` on.
 
         The last token is never an input: nothing depends on it. Right padding under a causal mask reaches no real
         token, so no attention mask is needed. Logits are made only where the next token belongs to a response.
         """
         tokens = part.tokens.to(self.device)
-        keep = tokens.shape[1] - first_response(part)
+        keep = tokens.shape[1] - first
         logits = self.model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=keep).logits
         return (logits.float() / self.temperature).log_softmax(-1)
 

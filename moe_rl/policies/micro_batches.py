@@ -39,7 +39,7 @@ def join(parts: Sequence[tuple], batch: Batch, cuts: Sequence[Rows]) -> list:
     """Each kind of part as one over the batch's rows, in their order, widened to its time axis, on its device."""
     order = None if isinstance(cuts[0], slice) else torch.cat([c for c in cuts if isinstance(c, Tensor)])
     tokens, mask = (x if order is None else x[order] for x in (batch.tokens, batch.attention_mask))
-    width = batch.tokens.shape[1]
+    back, width = None if order is None else order.argsort(), batch.tokens.shape[1]
 
     def widen(x: Tensor) -> Tensor:
         return nn.functional.pad(x, (0, width - x.shape[1]))
@@ -49,9 +49,9 @@ def join(parts: Sequence[tuple], batch: Batch, cuts: Sequence[Rows]) -> list:
             return None
         if isinstance(kind[0], Tensor):
             found = torch.cat([widen(x) for x in kind])
-            return found if order is None else found[order.argsort()]
+            return found if back is None else found[back]
         scores = isinstance(kind[0], RouterScores)
         whole = RouterScores.cat(kind, width) if scores else RoutingTrace.cat(kind, tokens, mask)
-        return whole if order is None else whole.rows(order.argsort(), width)
+        return whole if back is None else whole.rows(back, width)
 
     return [put_back(kind) for kind in zip(*parts, strict=True)]

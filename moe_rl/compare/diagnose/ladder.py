@@ -51,6 +51,12 @@ class Rung:
         return interval(self.kl)
 
 
+def distances(log_ratio: Float[NDArray, " token"]) -> tuple[NDArray, NDArray, NDArray]:
+    """Of every token k3, |log r|, and whether r or 1/r is above 2: what the fields of a rung are means of."""
+    log_ratio = np.clip(log_ratio, -LARGEST, LARGEST)
+    return np.expm1(log_ratio) - log_ratio, np.abs(log_ratio), np.abs(log_ratio) > np.log(2)
+
+
 def remaining(rung: Rung, base: Rung) -> tuple[float, float, float]:
     """What is left of the KL of `base`, as a ratio of means, with the bounds of its 95 % interval over responses (both
     resampled together); of one response, and where nothing is gained, the ratio alone."""
@@ -96,10 +102,9 @@ class Ladder:
     def rung(self, name: str, logprobs: Float[NDArray, " token"], best: NDArray | None = None,
              against: NDArray | None = None) -> Rung:
         """Of the log-probs of all response tokens, compared with the engine's or with those of `against`."""
-        ratio = np.clip(logprobs - (self.engine if against is None else against), -LARGEST, LARGEST)
-        flips = np.zeros(len(ratio)) if best is None else best != self.natural.best
-        return Rung(name, *(self.per_response(x) for x in (
-            np.expm1(ratio) - ratio, np.abs(ratio), np.abs(ratio) > np.log(2), flips)))
+        found = distances(logprobs - (self.engine if against is None else against))
+        flips = np.zeros(len(logprobs)) if best is None else best != self.natural.best
+        return Rung(name, *(self.per_response(x) for x in (*found, flips)))
 
     def per_response(self, values: NDArray) -> NDArray:
         """Means over the engine's own tokens of each response."""
@@ -116,13 +121,12 @@ class Ladder:
         pairs = np.bincount(self.owner[inside], minlength=len(self.counts))
         natural = self.natural.logprobs[STATED]
         moved = np.where(self.owner[index] == self.owner, natural[index], natural)
-        ratio = np.clip(moved - self.engine, -LARGEST, LARGEST)
 
         def mean(values: NDArray) -> NDArray:
             return np.bincount(self.owner[inside & self.own], values[inside & self.own], len(pairs)) / pairs.clip(min=1)
 
-        return Rung(f"log-probs {by:+d} token", mean(np.expm1(ratio) - ratio), mean(np.abs(ratio)),
-                    mean(np.abs(ratio) > np.log(2)), np.zeros(len(pairs)))
+        kl, distance, beyond_2 = map(mean, distances(moved - self.engine))
+        return Rung(f"log-probs {by:+d} token", kl, distance, beyond_2, np.zeros(len(pairs)))
 
     # ------------------------------------------------------------------ forwards
     def under(self, suspects: Iterable[Suspect], keep_routes: bool = False, keep_gates: bool = False) -> Scores | None:
