@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from moe_rl.config import run
+from moe_rl.config.pretraining import Pretraining
 from moe_rl.config.values import DIAL, RANGES
 from moe_rl.lookup import Use
 
@@ -32,6 +33,7 @@ def markdown() -> str:
         kind = run.Arm if name == "arm" else type(field.default)
         if dataclasses.is_dataclass(kind) and kind is not Use:
             lines += _table(f"`{name}`", kind, f"{name}.")
+    lines += _table("A pretraining", Pretraining, "")
     return "\n".join(lines) + "\n"
 
 

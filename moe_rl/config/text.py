@@ -9,14 +9,15 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moe_rl.config.pretraining import Pretraining
 from moe_rl.config.run import RunConfig
 from moe_rl.config.tree import no_setting
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
 
 
-def parse_settings(config: RunConfig, settings: Sequence[str]) -> dict[str, Any]:
-    """`["optimizer.lr=1e-4"]` as typed values for `RunConfig.replace`: each gets the type of its dataclass field.
+def parse_settings(config: RunConfig | Pretraining, settings: Sequence[str]) -> dict[str, Any]:
+    """`["optimizer.lr=1e-4"]` as typed values for `config.replace`: each gets the type of its dataclass field.
 
     Raises ConfigError for an unknown setting or a value of another type.
     """
@@ -32,7 +33,7 @@ def parse_settings(config: RunConfig, settings: Sequence[str]) -> dict[str, Any]
     return typed
 
 
-def _typed(config: RunConfig, key: str, text: str) -> Any:
+def _typed(config: RunConfig | Pretraining, key: str, text: str) -> Any:
     name, *path = key.split(".")
     owner: Any = config
     for name_below in path:

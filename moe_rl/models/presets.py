@@ -33,6 +33,8 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_moe-bench": ("qwen3_moe", _QWEN3_MOE | {
         "vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 8, "num_local_experts": 32, "num_experts_per_tok": 4,
         "moe_intermediate_size": 64, "head_dim": 32, "eos_token_id": 62, "pad_token_id": 63}),
+    "qwen3_moe-fine": ("qwen3_moe", _QWEN3_MOE | {
+        "num_hidden_layers": 12, "num_local_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 24}),
     "olmoe-tiny": ("olmoe", _NO_HEAD_DIM | {"intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4}),
     "mixtral-tiny": ("mixtral", _TINY | {"intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2}),
     "deepseek_v3-tiny": ("deepseek_v3", _NO_HEAD_DIM | _DEEPSEEK_LIKE | {
@@ -43,7 +45,8 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     "glm4_moe-tiny": ("glm4_moe", _TINY | _DEEPSEEK_LIKE),
 }
-"""Name → (Hugging Face model type, settings of its configuration). About 0.7 M parameters each; `-bench` 6.7 M."""
+"""Name → (Hugging Face model type, settings of its configuration). About 0.7 M parameters each; `-bench` 6.7 M,
+`-fine`, of many narrow experts, 3.8 M."""
 
 
 def hf_config(model_config: ModelConfig, trust_remote_code: bool = False) -> PreTrainedConfig:

@@ -12,11 +12,12 @@ from moe_rl.lookup import Part, Use, imported, unknown
 from moe_rl.seeds import HELD_OUT, derive
 from moe_rl.types import Prompt
 
-CHOICES = ("running_sums", "reasoning_gym:<dataset>", "jsonl:<file>", "<package.module>:<Class>")
+CHOICES = ("running_sums", "reasoning_gym:<dataset>", "jsonl:<file>", "mixture", "<package.module>:<Class>")
 TASKS = {
     "running_sums": ("moe_rl.tasks.running_sums:RunningSums", None),
     "reasoning_gym": ("moe_rl.tasks.reasoning_gym:ReasoningGym", "dataset"),
     "jsonl": ("moe_rl.tasks.jsonl:JsonlTask", "file"),
+    "mixture": ("moe_rl.tasks.mixture:Mixture", None),
 }
 """Where each lives, and which of its options the part of the name after the colon is."""
 
@@ -42,9 +43,9 @@ class Task(Protocol):
 def load_task(use: Part) -> Task:
     """The task that `use` names, built with its options.
 
-    It is one of `running_sums`, `reasoning_gym:<dataset>`, `jsonl:<file>`, or `<package.module>:<Class>` for a user's
-    own class; the working directory is importable for it. Raises ConfigError, which lists the choices, for anything
-    else, and for a class that is no task before it is called.
+    It is one of `running_sums`, `reasoning_gym:<dataset>`, `jsonl:<file>`, `mixture` of others, or
+    `<package.module>:<Class>` for a user's own class; the working directory is importable for it. Raises ConfigError,
+    which lists the choices, for anything else, and for a class that is no task before it is called.
     """
     use = Use.of(use)
     name, _, argument = use.name.partition(":")

@@ -1,0 +1,36 @@
+"""Several tasks as one: each prompt is of one of them, drawn alike, and its own task rewards it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Part
+from moe_rl.seeds import derive
+from moe_rl.tasks.base import Task, load_task
+from moe_rl.types import Prompt
+
+
+class Mixture:
+    """`tasks` in equal shares, e.g. `Use("mixture", tasks=("running_sums", "reasoning_gym:spell_backward"))`."""
+
+    def __init__(self, tasks: Sequence[Part]) -> None:
+        if isinstance(tasks, str) or len(tasks) < 2:
+            raise ConfigError(f"mixture: tasks={tasks!r}; name two tasks or more, in a list")
+        self.tasks: list[Task] = [load_task(task) for task in tasks]
+
+    def prompts(self, count: int, seed: int) -> list[Prompt]:
+        """`count` prompts; which task each is of comes from `seed`, too."""
+        rng = random.Random(derive(seed % 2**32, seed >> 32, 0))
+        kinds = [rng.randrange(len(self.tasks)) for _ in range(count)]
+        drawn = [iter(task.prompts(n, seed) if (n := kinds.count(kind)) else [])
+                 for kind, task in enumerate(self.tasks)]
+        of_each = [next(drawn[kind]) for kind in kinds]
+        return [dataclasses.replace(prompt, entry={"task": kind, "prompt": prompt})
+                for kind, prompt in zip(kinds, of_each, strict=True)]
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        """What the prompt's own task gives."""
+        return self.tasks[prompt.entry["task"]].reward(prompt.entry["prompt"], completion)

@@ -1,0 +1,36 @@
+"""A mixture asks each of its tasks, and lets it reward its own prompts."""
+
+import pytest
+
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
+from moe_rl.tasks.base import load_task
+from moe_rl.tasks.mixture import Mixture
+from moe_rl.tasks.running_sums import RunningSums
+
+MIXED = Use("mixture", tasks=("reasoning_gym:spell_backward", Use("running_sums", digits=3)))
+
+
+def test_prompts_are_those_of_its_tasks_in_equal_shares():
+    mixture = load_task(MIXED)
+    prompts = mixture.prompts(400, 7)
+    sums = [p for p in prompts if p.text.endswith("=")]
+    assert 160 < len(sums) < 240
+    assert [p.text for p in sums] == [p.text for p in RunningSums(digits=3).prompts(len(sums), 7)]
+    assert [p.text for p in mixture.prompts(40, 7)] == [p.text for p in prompts[:40]]
+    assert prompts[:40] != mixture.prompts(40, 8)
+
+
+def test_each_prompt_is_rewarded_by_its_own_task():
+    mixture = load_task(MIXED)
+    prompts = mixture.prompts(40, 0)
+    assert {p.entry["task"] for p in prompts} == {0, 1}
+    assert all(mixture.reward(p, p.answer) == 1 for p in prompts)
+    wrong = {p.entry["task"]: mixture.reward(p, p.answer[:-1]) for p in prompts}
+    assert wrong[1] == 0 and 0 < wrong[0] < 1  # spell_backward gives partial credit, running sums none
+
+
+@pytest.mark.parametrize("tasks", ["running_sums", ["running_sums"]])
+def test_one_task_is_no_mixture(tasks):
+    with pytest.raises(ConfigError, match="two tasks or more"):
+        Mixture(tasks)
