@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pandas as pd
 
 from moe_rl.errors import RunError
 from moe_rl.metrics.attribution import AttributionSums
+from moe_rl.runs.frames import Frames
 
 POINTS = 25
 """Most points of a curve over steps: more are averaged within windows of equal length, so that bands stay readable."""
@@ -39,6 +43,26 @@ def windows(steps: pd.DataFrame, column: str) -> tuple[pd.DataFrame, str]:
     means = measured.groupby([measured["arm"], measured["seed"], window])[column].mean().reset_index()
     means = means.assign(step=means["window"].map(middle).astype(float))
     return means, f" (each point: mean of {width} steps)" if width > 1 else ""
+
+
+def tokens_sampled(frames: Frames) -> pd.DataFrame:
+    """The steps, with the `tokens` of all responses of each: their mean length times their number."""
+    steps = frames["steps"]
+    require_columns(steps, "response_tokens")
+    responses = {(arm, seed): (config := json.loads(text))["prompts_per_step"] * config["group_size"]
+                 for arm, seed, text in zip(*(frames.runs[c] for c in ("arm", "seed", "config")), strict=True)}
+    number = [responses[run] for run in zip(steps["arm"], steps["seed"], strict=True)]
+    return steps.assign(tokens=steps["response_tokens"] * number)
+
+
+def over(frame: pd.DataFrame, steps: pd.DataFrame, spent: str) -> pd.DataFrame:
+    """`frame` with a column `spent` beside its `step`: what an arm's runs had spent by then since they began, on
+    average; between steps on a straight line."""
+    ordered = steps.sort_values("step").fillna({spent: 0})  # nothing before the first step
+    totals = ordered.assign(total=ordered.groupby(["arm", "seed"])[spent].cumsum()).groupby(["arm", "step"])["total"]
+    by_arm = {arm: total.droplevel("arm") for arm, total in totals.mean().groupby(level="arm")}
+    points = zip(frame["arm"], frame["step"], strict=True)
+    return frame.assign(**{spent: [np.interp(step, by_arm[arm].index, by_arm[arm]) for arm, step in points]})
 
 
 def mean_by(frame: pd.DataFrame, column: str, by: str) -> pd.DataFrame:

@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import EngFormatter, PercentFormatter
 
 from moe_rl.errors import RunError
-from moe_rl.results import plots
+from moe_rl.results import plots, pooling
 from moe_rl.results.plots import FEWEST, GREY, colour_of, curves, finish, new_figure, note_of, styled
 from moe_rl.results.pooling import attribution, mean_by, windows
 from moe_rl.results.stats import band
@@ -26,7 +26,7 @@ SHARES = {"replayed": "left under replay\nVar(R)", "routes": "route changes\nVar
           "covariance": "both together\n2 Cov(R, J)"}
 LEARNING = {"reward": "Training reward", "eval_exact_greedy": "Held-out exact match, greedy",
             "eval_exact_sampled": "Held-out exact match, sampled"}
-FIGURES = ("learning", "clipping", "expert_change", "ratio_spread", "variance_shares")
+FIGURES = ("learning", "learning_over_compute", "clipping", "expert_change", "ratio_spread", "variance_shares")
 
 
 @styled
@@ -51,6 +51,31 @@ def draw_learning(axes: Sequence[Axes], panels: Mapping[str, str], frames: Frame
         ax.set(title=title, xlabel="step" + window, ylim=(-0.02, 1.02))
     axes[0].set(ylabel="mean reward, share of prompts")
     return note
+
+
+COMPUTE = {"tokens": "response tokens sampled", "seconds_step": "seconds"}
+
+
+@styled
+def learning_over_compute(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Training reward and held-out exact match over what training took (GSPO, arXiv 2507.18071, Fig. 1): tokens
+    sampled, and seconds of steps, evaluations aside, where the tables still have them.
+
+    A point stands where its arm's runs had come by that step on average.
+    """
+    steps = pooling.tokens_sampled(frames)
+    spent = [column for column in COMPUTE if column in steps]
+    figure, axes = new_figure(2 * len(spent), "What does learning cost?")
+    for i, column in enumerate(spent):
+        for ax, learned in zip(axes[2 * i :], ("reward", "eval_exact_greedy"), strict=False):
+            frame = windows(steps, learned)[0] if learned == "reward" else steps
+            frame = pooling.over(frame, steps, column)
+            note = curves(ax, frame, learned, column, arms, marker="" if learned == "reward" else "o")
+            plots.cold_start(ax, steps, learned)
+            ax.set(title=LEARNING[learned], xlabel=COMPUTE[column], ylim=(-0.02, 1.02))
+            ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes[0].set(ylabel="mean reward, share of prompts")
+    return finish(figure, axes, note)
 
 
 def differences_of(

@@ -27,9 +27,11 @@ def frames_of(seeds: int, steps: int) -> Frames:
     tables, runs = {name: [] for name in TABLES}, []
     for arm in fake_study.study.arms:
         for seed in range(seeds):
-            rows = fake_study.fake_tables(fake_study.study.base.replace(arm=arm, seed=seed, steps=steps))
+            run = fake_study.study.base.replace(arm=arm, seed=seed, steps=steps, prompts_per_step=2, group_size=5)
+            rows = fake_study.fake_tables(run)
             labels = {"study": "fake", "arm": arm.name, "factors": "base", "seed": seed, "code": "1"}
-            runs.append(labels | {"state": "finished", "step": steps, "steps": steps})
+            config = json.dumps(run.to_dict())
+            runs.append(labels | {"state": "finished", "step": steps, "steps": steps, "config": config})
             for name in TABLES:
                 tables[name].append(pd.DataFrame(rows[name]).assign(**labels))
     return Frames(pd.DataFrame(runs), {name: pd.concat(tables[name], ignore_index=True) for name in TABLES})
@@ -271,6 +273,23 @@ def test_a_seed_that_ended_early_is_drawn_to_its_end_and_the_mean_stops_there(fr
     ax = training_figures.learning(dataclasses.replace(frames, tables={"steps": cut}), ARMS).axes[0]
     assert line(ax, "grpo seed=1 reward")[0][-1] == 10 and line(ax, "grpo seed=0 reward")[0][-1] == 24
     assert line(ax, "grpo mean reward")[0][-1] == 10
+
+
+def test_compute_is_what_an_arms_runs_had_spent_on_average():
+    frames = frames_of(seeds=2, steps=4)
+    steps = frames.tables["steps"]
+    length = [10 * (1 + ARMS.index(row.arm)) + row.seed if row.step else np.nan for row in steps.itertuples()]
+    frames.tables["steps"] = steps.assign(response_tokens=length)
+    figure = training_figures.learning_over_compute(frames, ARMS)
+    assert [ax.get_xlabel() for ax in figure.axes[:2]] == ["response tokens sampled"] * 2
+    x, y = line(figure.axes[0], f"{ARMS[1]} mean reward")
+    table = steps[steps["arm"] == ARMS[1]].dropna(subset=["reward"]).pivot(index="step", columns="seed",
+                                                                           values="reward")
+    assert np.allclose(x, 205.0 * table.index, rtol=0, atol=1e-9), "10 responses of 20 and of 21 tokens"
+    assert np.allclose(y, table.mean(axis=1), rtol=0, atol=1e-15)
+    frames.tables["steps"] = steps.drop(columns="response_tokens")
+    with pytest.raises(RunError, match="measured response_tokens"):
+        training_figures.learning_over_compute(frames, ARMS)
 
 
 def test_what_nobody_measured_is_an_error_that_names_it(frames):
