@@ -118,18 +118,18 @@ def launcher(name: str, settings: Sequence[str]) -> Slurm | None:
         if key not in fields:
             unknown("setting of the launcher", key, fields)
     found = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
-    asked = Slurm()
+    defaults = dataclasses.asdict(Slurm())
     for text in settings:
         key, equals, value = text.removeprefix("launcher.").partition("=")
         if not equals:
             raise ConfigError(f"--set {text}: a value is missing, as in launcher.{key}=…")
-        whole = type(getattr(asked, key)) is int and value.lstrip("-").isdigit()
+        whole = type(defaults[key]) is int and value.lstrip("-").isdigit()
         found[key] = int(value) if whole else tuple(shlex.split(value)) if key == "options" else value
+    for key, value in found.items():
+        if type(value) is not (wanted := type(defaults[key])):
+            raise ConfigError(f"launcher.{key}={value!r} is of type {type(value).__name__}, where {wanted.__name__} is "
+                              "wanted")
     asked = Slurm(**found)
-    for key, default in dataclasses.asdict(Slurm()).items():
-        if type(value := getattr(asked, key)) is not type(default):
-            raise ConfigError(f"launcher.{key}={value!r} is a {type(value).__name__}, where a {type(default).__name__} "
-                              "is wanted")
     low = {"gpus": 0, "cpus": 1, "array": 1, "warning": 5, "retries": 0, "ranks": 1}
     for key, least in low.items():
         if getattr(asked, key) < least:

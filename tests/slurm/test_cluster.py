@@ -19,7 +19,7 @@ from moe_rl.runs import folder as runs
 from moe_rl.runs.folder import run_folders
 from moe_rl.runs.frames import diff
 from moe_rl.study.declaration import load_study_file
-from moe_rl.study.workers import run_study
+from moe_rl.study.workers import carry_out
 
 HERE = Path(__file__).parent
 STUDY, FAKE = str(HERE / "slurm_study.py"), str(HERE.parent / "fake_study.py")
@@ -65,12 +65,12 @@ def queue() -> dict[str, str]:
     return dict(line.split() for line in asked("squeue", "--noheader", "--array", "--format=%F_%K %T").splitlines())
 
 
-def workers() -> list[psutil.Process]:
-    """Processes that carry out a run of a plan."""
+def workers(out: Path) -> list[psutil.Process]:
+    """Processes that carry out a run of a plan below a folder."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "work" in words and any(word.endswith("plan.json") for word in words):
+        if "work" in words and any(word.startswith(str(out)) and word.endswith("plan.json") for word in words):
             found.append(process)
     return found
 
@@ -94,7 +94,8 @@ def states(out: Path) -> list[str]:
 def test_a_study_killed_requeued_and_preempted_at_random_ends_as_on_one_machine(cluster, tmp_path):
     study = load_study_file(STUDY)
     local, out, draw = tmp_path / "local", tmp_path / "cluster", random.Random(0)
-    assert not run_study(study, study.runs(local), cache=local / ".cache", jobs=2)
+    for planned in study.runs(local):
+        carry_out(planned, study.trainer, local / ".cache")
     submit(out, STUDY)
     done, end = dict.fromkeys(("kill", "requeue", "preempt", "controller"), 0), time.monotonic() + LONGEST
     while states(out).count("finished") < 24:
@@ -107,7 +108,7 @@ def test_a_study_killed_requeued_and_preempted_at_random_ends_as_on_one_machine(
             os.kill(int((cluster / "slurmctld.pid").read_text()), signal.SIGKILL)
             time.sleep(draw.uniform(0, 4))
             subprocess.run(["bash", HERE / "cluster.sh", "controller", cluster], check=True)
-        elif what == "kill" and (found := workers()):
+        elif what == "kill" and (found := workers(out)):
             draw.choice(found).kill()
         elif what == "requeue" and running:
             subprocess.run(["scontrol", "requeue", draw.choice(running)], capture_output=True)
@@ -160,7 +161,7 @@ def test_list_shows_the_schedulers_state_and_cancel_ends_it(cluster, tmp_path, c
     assert capsys.readouterr().out.startswith("2 cancelled: ")
     moe_rl("cancel", str(tmp_path / "fake"))
     assert capsys.readouterr().out.startswith("4 cancelled: ")
-    until(lambda: not queue() and not workers())
+    until(lambda: not queue() and not workers(tmp_path))
     assert "running" not in states(tmp_path) and "failed" not in states(tmp_path)
     assert "told to stop; step" in said(tmp_path), "committed within KillWait"
     assert cli.main(["cancel", str(tmp_path / "fake")]) == 2
