@@ -162,7 +162,8 @@ def cancel(options: argparse.Namespace) -> int:
     argument("--stop", type=Path, metavar="FILE", help="commit the next step and end once this file is there"),
     examples="""
   moe-rl work runs/my_study/.jobs/1/plan.json 0
-exit code: 0 the run has ended, 75 told to stop (call it again), 2 something to mend, else a bug or a kill
+exit code: 0 the run has ended, 75 told to stop (call it again), 2 something to mend,
+           else a bug, a kill, or another worker is at it
 SIGTERM and SIGUSR1 are as --stop""",
 )
 def work(options: argparse.Namespace) -> int:

@@ -155,7 +155,10 @@ class RunFolder:
                            "for too long that it lives; the run goes on there, and nothing was written here")
 
     def progress(self, step: int, **values: Any) -> None:
-        """Where the run is, for `list` and the live display: atomically replaced, not fsynced."""
+        """Where the run is, for `list` and the live display: atomically replaced, not fsynced. Nothing is said where
+        another process has taken the run over."""
+        if not self._lease.held:
+            return
         steps, now = self.manifest["config"]["steps"], time.time()
         state = {"step": step, "steps": steps, "started": self._opened, "updated": now, "pid": os.getpid(), **values}
         write_json(self.path / "progress.json", state, durable=False)

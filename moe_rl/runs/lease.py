@@ -134,8 +134,11 @@ def is_held(folder: Path) -> bool:
     """Whether somebody holds a folder's lease, as far as can be seen without writing."""
     if not (last := _last(folder)):
         return False
-    alive = _locked(folder / str(last))
-    return time.time() - (folder / str(last)).stat().st_mtime < STALE if alive is None else alive
+    try:
+        alive = _locked(folder / str(last))
+        return time.time() - (folder / str(last)).stat().st_mtime < STALE if alive is None else alive
+    except FileNotFoundError:  # somebody removes the run
+        return False
 
 
 def holder(folder: Path) -> str:

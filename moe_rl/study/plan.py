@@ -11,17 +11,18 @@ from typing import Any
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.runs.folder import read_json
-from moe_rl.runs.inputs import changed, inputs_of
+from moe_rl.runs.inputs import INSTALLED, changed, inputs_of
 from moe_rl.runs.versions import code_version
 from moe_rl.study.declaration import Planned
 
 
 def frozen(planned: Sequence[Planned], *, trainer: str, cache: Path, mix_code: bool) -> dict[str, Any]:
-    """The plan of runs that wait for a machine: their configurations and what these name, the code, where modules are
-    found. A worker that finds another code or other inputs than these refuses, unless `mix_code`."""
+    """The plan of runs that wait for a machine: their configurations and what these name, the code, where modules that
+    are not installed are found. A worker that finds another code or other inputs refuses, unless `mix_code`."""
+    own = [os.path.abspath(folder) for folder in sys.path if not folder.endswith((".zip", "lib-dynload"))]
     return {
         "trainer": trainer, "cache": str(cache), "code": code_version(), "mix_code": mix_code,
-        "search_path": [os.path.abspath(folder) for folder in sys.path],
+        "search_path": [folder for folder in own if folder not in INSTALLED],
         "runs": [{"path": str(p.path), "hash": p.config.hash, "config": p.config.to_dict(),
                   "study_file": p.study_file and str(p.study_file),
                   "inputs": {} if mix_code else inputs_of(p.config.to_dict(), trainer)} for p in planned],

@@ -24,13 +24,14 @@ from pathlib import Path
 from moe_rl import ranks
 from moe_rl.errors import Diverged, MoeRlError, Stopped
 from moe_rl.runs.folder import state
+from moe_rl.runs.lease import Held
 from moe_rl.study.declaration import Planned
 from moe_rl.study.plan import read_plan, run_of
 from moe_rl.study.workers import carry_out, environment, unfinished
 
 DONE, BUG, TO_MEND, TOLD_TO_STOP = 0, 1, 2, 75
-"""Exit codes of a worker: its run ended, divergence included; an error that running again may not show; one that it
-would show again; stopped, and to be called again (EX_TEMPFAIL)."""
+"""Exit codes of a worker: its run ended, divergence included; an error that may not come again, as that another worker
+is at it; one that would; stopped, and to be called again (EX_TEMPFAIL)."""
 
 
 def work(source: str, number: int, stop: Path | None = None) -> int:
@@ -50,7 +51,8 @@ def work(source: str, number: int, stop: Path | None = None) -> int:
         message, code = str(error), TOLD_TO_STOP
     except BaseException as error:  # a divergence is this run's own: other runs need not fail alike
         expected = isinstance(error, MoeRlError) and not isinstance(error, Diverged)
-        message, code = str(error) if expected else traceback.format_exc(), TO_MEND if expected else BUG
+        message = str(error) if expected else traceback.format_exc()
+        code = TO_MEND if expected and not isinstance(error, Held) else BUG
     if code:
         print(message, file=sys.stderr)
     if not ranks.rank():
@@ -67,7 +69,7 @@ def _carried_out(source: str, number: int, stopping: Callable[[], bool]) -> Plan
         threading.Thread(target=_die_with_parent, daemon=True).start()
     else:
         plan = read_plan(Path(source))
-    sys.path[:] = plan["search_path"]
+    sys.path[:] = list(dict.fromkeys([*plan["search_path"], *sys.path]))
     planned = run_of(plan, number)
     if not ranks.rank() and source != "-":
         if not unfinished([planned], plan["mix_code"])[0]:
