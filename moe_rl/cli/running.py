@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
     from moe_rl.results import printed
     from moe_rl.runs.terminal import say
     from moe_rl.study.declaration import QUICK_STEPS, load_study_file, write_declaration
+    from moe_rl.study.slurm import arguments
     from moe_rl.study.workers import at_a_time, checked_by, preflight, run_study, unfinished
 
     cluster, options.settings = _launcher(options)
@@ -89,6 +91,8 @@ def run(options: argparse.Namespace) -> int:
     for caution in cautions:
         say(console, ("warning", "yellow"), f" {caution}", wrap=True)
     if options.dry_run:
+        if cluster is not None:
+            say(console, f"sbatch {shlex.join(arguments(study.name, Path('…'), cluster, len(planned), options.jobs))}")
         return 0
     ranks.from_rank_0(lambda: unfinished(planned, options.mix_code))  # what refuses, refuses before anything is written
     if changed := ranks.from_rank_0(lambda: write_declaration(

@@ -58,21 +58,24 @@ class RunFolder:
         """
         check(path, config, hash)
         path.mkdir(parents=True, exist_ok=True)
-        lease = Lease(path / LEASE)
-        for leftover in [*path.glob(".tmp-*"), *path.glob("commit/.tmp-*")]:
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        manifest = read_manifest(path) or {"created": time.time(), "hash": hash, "seed": config.get("seed"), "code": []}
-        config = dict(config)
-        config["steps"] = max(config.get("steps", 0), manifest.get("config", config).get("steps", 0))
-        codes = [*manifest["code"], *({code_version()} - set(manifest["code"]))]
-        trainer = trainer or manifest.get("trainer", "")
-        inputs = merged(manifest.get("inputs", {}), inputs_of(config, trainer))
-        manifest |= {"config": config, "code": codes, "git": merged_git(manifest.get("git"), git_state()),
-                     "packages": package_versions(), "trainer": trainer, "inputs": inputs,
-                     "declared": declared_by(study_file, manifest.get("declared")), "device": config.get("model", {}).get("device", "cpu"),
-                     "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count()}
-        folder = cls(path, lease, manifest)
-        write_json(path / "manifest.json", manifest)
+        with contextlib.ExitStack() as undo:
+            lease = undo.enter_context(Lease(path / LEASE))
+            for leftover in [*path.glob(".tmp-*"), *path.glob("commit/.tmp-*")]:
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            manifest = read_manifest(path) or {"created": time.time(), "hash": hash, "seed": config.get("seed"), "code": []}
+            config = dict(config)
+            config["steps"] = max(config.get("steps", 0), manifest.get("config", config).get("steps", 0))
+            codes = [*manifest["code"], *({code_version()} - set(manifest["code"]))]
+            trainer = trainer or manifest.get("trainer", "")
+            inputs = merged(manifest.get("inputs", {}), inputs_of(config, trainer))
+            manifest |= {"config": config, "code": codes, "git": merged_git(manifest.get("git"), git_state()),
+                         "packages": package_versions(), "trainer": trainer, "inputs": inputs,
+                         "declared": declared_by(study_file, manifest.get("declared")),
+                         "device": config.get("model", {}).get("device", "cpu"),
+                         "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count()}
+            folder = cls(path, lease, manifest)
+            write_json(path / "manifest.json", manifest)
+            undo.pop_all()
         return folder
 
     def __enter__(self) -> RunFolder:

@@ -91,12 +91,15 @@ def states(out: Path) -> list[str]:
     return [runs.state(path)["state"] for path in run_folders(out)]
 
 
-def test_a_study_killed_requeued_and_preempted_at_random_ends_as_on_one_machine(cluster, tmp_path):
-    study = load_study_file(STUDY)
+@pytest.mark.parametrize("declared, nap", [(FAKE, "0.5"), (STUDY, "0")], ids=["made_up", "models"])
+def test_a_study_killed_requeued_and_preempted_at_random_ends_as_on_one_machine(
+        cluster, tmp_path, monkeypatch, declared, nap):  # fmt: skip
+    study = load_study_file(declared)
     local, out, draw = tmp_path / "local", tmp_path / "cluster", random.Random(0)
-    for planned in study.runs(local):
+    for planned in study.runs(local, range(8)):
         carry_out(planned, study.trainer, local / ".cache")
-    submit(out, STUDY)
+    monkeypatch.setenv("FAKE_NAP", nap)
+    submit(out, declared, "--seeds", "8")
     done, end = dict.fromkeys(("kill", "requeue", "preempt", "controller"), 0), time.monotonic() + LONGEST
     while states(out).count("finished") < 24:
         assert time.monotonic() < end, (states(out), queue(), said(out)[-5000:])
@@ -123,12 +126,12 @@ def test_a_study_killed_requeued_and_preempted_at_random_ends_as_on_one_machine(
     text = said(out)
     assert re.search(r"restart [1-9]", text) and "told USR1" in text, text[-3000:]
     print(done, "restarts:", len(re.findall(r"restart [1-9]", text)))
-    for a in run_folders(local / "slurm"):
+    for a in run_folders(local / study.name):
         b = out / a.relative_to(local)
         assert diff(a, b) is None, b
         assert runs.read_manifest(a)["checkpoint"] == runs.read_manifest(b)["checkpoint"], b
     shutil.rmtree(local)
-    submit(out, STUDY)
+    submit(out, declared, "--seeds", "8")
     assert not queue(), "nothing is submitted again"
 
 
