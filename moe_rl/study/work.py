@@ -71,16 +71,16 @@ def _carried_out(source: str, number: int, stopping: Callable[[], bool]) -> Plan
         plan = read_plan(Path(source))
     sys.path[:] = list(dict.fromkeys([*plan["search_path"], *sys.path]))
     planned = run_of(plan, number)
-    if not ranks.rank() and source != "-":
-        if not unfinished([planned], plan["mix_code"])[0]:
-            return planned
-        planned.path.mkdir(parents=True, exist_ok=True)
-        log = os.open(planned.path / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
     if ranks.launched():
         ranks.join(planned.config.model.device)
-    carry_out(planned, plan["trainer"], Path(plan["cache"]), stopping=stopping)
+    attached = source == "-"  # whoever is there has checked, and keeps the log
+    if ranks.from_rank_0(lambda: attached or unfinished([planned], plan["mix_code"])[0]):
+        if not attached and not ranks.rank():
+            planned.path.mkdir(parents=True, exist_ok=True)
+            log = os.open(planned.path / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+        carry_out(planned, plan["trainer"], Path(plan["cache"]), stopping=stopping)
     if ranks.launched():
         ranks.leave()
     return planned
