@@ -62,10 +62,11 @@ test-trl: $(TRL)/installed
 test-slurm: $(STAMP)
 	@missing=; for program in slurmctld slurmd sbatch munged; do \
 	  PATH=$$PATH:/usr/sbin command -v $$program > /dev/null || missing="$$missing $$program"; done; \
-	if [ "$$(id -u)" != 0 ]; then echo "make test-slurm starts slurmctld, slurmd and munged as root: run it as root" >&2; exit 1; fi; \
+	[ "$$(id -u)" = 0 ] || { echo "make test-slurm starts slurmctld, slurmd and munged, which takes root" \
+	  "(not here:$${missing:- nothing})" >&2; exit 1; }; \
 	[ -z "$$missing" ] || { apt-get update && DEBIAN_FRONTEND=noninteractive \
 	  apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge; } \
-	|| { echo "make test-slurm needs$$missing, and Debian's packages slurmctld slurmd slurm-client munge could not be installed" >&2; exit 1; }
+	|| { echo "make test-slurm needs$$missing: Debian's slurmctld, slurmd, slurm-client and munge" >&2; exit 1; }
 	PATH=$$PATH:/usr/sbin MOE_RL_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm
 
 # On a machine with a CUDA device, each under 20 minutes on one card; MOE_RL_TEST_DEVICE=cpu is a dry run of the tests.

@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     "Run a study, or go on with it; ends with tables and figures.",
     argument("study", help="a file with `study = Study(...)`, a module, or routing_replay"),
     argument("--dry-run", action="store_true", help="print runs, cost, a prompt with its reward; start nothing"),
-    argument("--quick", action="store_true", help="one seed, three steps, as <study>-quick: does all of it work?"),
+    argument("--quick", action="store_true", help="one seed, three steps, as <study>-quick: a trial"),
     argument("--seeds", help="a list 0,1,2 or a number N for 0 … N-1"),
     argument("--steps", type=int, metavar="N", help="length of every run"),
     argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"),
     JOBS,
     argument("--launcher", default="local", metavar="NAME",
-             help="local (default); slurm, with --set launcher.partition=… and the like, or a file of them: "
-                  "docs/cluster.md"),
+             help="slurm, or a file of its settings: docs/cluster.md"),
     argument("--task", help="another: reasoning_gym:…, jsonl:FILE, pkg.module:Class; docs/tasks.md"),
     argument("--arms", metavar="A,B", help="only these of the study's own arms"),
     argument("--arm", action="append", default=[], metavar="ARM", help="these arms instead, see `moe-rl methods`"),
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
   moe-rl run routing_replay --arms gspo   a part of it; the rest can follow
   moe-rl run my_study.py --out trial --arm gspo --arm "sapo(tau_neg=1.05)"
   moe-rl run my_study.py --steps 200      longer: finished runs are extended
-  moe-rl run my_study.py --launcher slurm --set launcher.partition=gpu
   torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy megatron --ep 2
 Defaults are the study's; --arm and --set may be repeated.""",
 )
@@ -149,7 +147,7 @@ What is committed stays: `moe-rl run STUDY --launcher slurm` submits them again.
 )
 def cancel(options: argparse.Namespace) -> int:
     """Cancel tasks, and say which."""
-    from moe_rl.study.slurm import cancel as taken_out
+    from moe_rl.study.queue import cancel as taken_out
 
     tasks = taken_out(options.folder)
     if not tasks:

@@ -18,7 +18,7 @@ from moe_rl.errors import ConfigError, RunError
 
 @verb(
     "list",
-    "Every run below a folder: state, age, time left; on a cluster, its scheduler's state beside it.",
+    "Every run below a folder: state (a scheduler's beside it), age, time left.",
     argument("folder", type=Path, nargs="?", default=Path("runs")),
     examples="""
   moe-rl list                                             every run below runs/
@@ -116,7 +116,7 @@ def diff(options: argparse.Namespace) -> int:
 def _submitted(folder: Path, found: Sequence[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
     """Runs that were submitted to a cluster and have not begun; those that are `found` get what its scheduler says."""
     from moe_rl.runs.folder import ENDED, state
-    from moe_rl.study.slurm import scheduled
+    from moe_rl.study.queue import scheduled
 
     try:
         waiting = scheduled(folder)

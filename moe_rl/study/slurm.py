@@ -1,4 +1,4 @@
-"""A study on a cluster that SLURM schedules: a job array, a run per task; asked about and cancelled by the same names.
+"""A study on a cluster that SLURM schedules: a job array, a run per task.
 
     <out>/<study>/.jobs/<n>/
         plan.json          the runs as they were when they were submitted, by the number of their task (`plan`)
@@ -15,25 +15,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import shlex
-import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_rl.errors import ConfigError, RunError
+from moe_rl.errors import ConfigError
 from moe_rl.lookup import unknown
-from moe_rl.runs.folder import read_json, write_json
+from moe_rl.runs.folder import write_json
 from moe_rl.study.declaration import Planned, Study
 from moe_rl.study.plan import frozen
+from moe_rl.study.queue import JOBS, asked_of, scheduled
 from moe_rl.study.workers import unfinished
-
-ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
-         "OUT_OF_MEMORY"}  # fmt: skip
-"""SLURM's states of a task that will not run again by itself."""
-JOBS = ".jobs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +150,7 @@ def submit(study: Study, planned: Sequence[Planned], asked: Slurm, *, cache: Pat
         write_json(here / "plan.json", frozen(part, trainer=study.trainer, cache=cache.absolute(), mix_code=mix_code))
         (here / "job.sh").write_text(script(here, asked))
         words = arguments(study.name, here, asked, len(part), jobs)
-        ids.append(_asked("sbatch", "--parsable", *words, str(here / "job.sh")).strip().partition(";")[0])
+        ids.append(asked_of("sbatch", "--parsable", *words, str(here / "job.sh")).strip().partition(";")[0])
         write_json(here / "submission.json", {"job": ids[-1], "sbatch": words, "runs": [
             {"path": str(p.path.relative_to(folder.absolute())), "steps": p.config.steps} for p in part]})
     return ids, len(left) - len(waiting)
@@ -179,58 +174,6 @@ def script(here: Path, asked: Slurm) -> str:
     return "\n".join(["#!/bin/bash", asked.preamble, values, command]) + JOB
 
 
-@dataclass(frozen=True)
-class Scheduled:
-    """What SLURM says of a run: its task, and the task's state, empty for one that it has forgotten."""
-
-    task: str
-    state: str
-    steps: int
-
-    @property
-    def live(self) -> bool:
-        """Whether it runs, or will without being submitted again."""
-        return bool(self.state) and self.state.partition(":")[0] not in ENDED
-
-
-def scheduled(folder: Path) -> dict[Path, Scheduled]:
-    """What SLURM says of every submitted run at or below a folder of runs, by absolute path; of the last submission,
-    or of one that lives. Empty, and nobody is asked, where nothing was submitted. Raises RunError when SLURM cannot be
-    asked."""
-    found: dict[Path, Scheduled] = {}
-    if not (submissions := [*_submissions(folder.absolute())]):
-        return {}
-    states = {}
-    for line in _asked("squeue", "--noheader", "--me", "--array", "--states=all", "--format=%F_%K|%T|%r").splitlines():
-        task, state, why = line.split("|", 2)
-        states[task] = f"{state}: {why}" if why not in ("None", "") and state not in ENDED else state
-    for study, submission in submissions:
-        for number, run in enumerate(submission["runs"]):
-            task, path = f"{submission['job']}_{number}", study / run["path"]
-            one = Scheduled(task, states.get(task, ""), run["steps"])
-            if path.is_relative_to(folder.absolute()) and not (path in found and found[path].live and not one.live):
-                found[path] = one
-    return found
-
-
-def cancel(folder: Path) -> list[str]:
-    """Cancel the tasks of all runs at or below a folder; their ids. A run commits its next step if that ends within
-    SLURM's KillWait."""
-    tasks = [one.task for one in scheduled(folder).values() if one.live]
-    for start in range(0, len(tasks), 500):
-        _asked("scancel", *tasks[start : start + 500])
-    return tasks
-
-
-def _submissions(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Of the studies below, at, or around a folder, in order: each with the folder of its study."""
-    files = [f for study in (*sorted(folder.glob("*/")), folder, *folder.parents[:3])
-             for f in sorted(study.glob(f"{JOBS}/*/submission.json"), key=lambda f: int(f.parent.name))]
-    for file in files:
-        if found := read_json(file, ("job", "runs")):
-            yield file.parents[2], found
-
-
 def _new_folder(jobs: Path) -> Path:
     """The next number."""
     for number in itertools.count(1):
@@ -240,14 +183,3 @@ def _new_folder(jobs: Path) -> Path:
         except FileExistsError:
             continue
     raise AssertionError("numbers do not end")
-
-
-def _asked(program: str, *words: str) -> str:
-    """What a program of SLURM prints. Raises RunError with what it said when it fails or is not there."""
-    try:
-        return subprocess.run([program, *words], capture_output=True, text=True, check=True).stdout
-    except OSError as error:
-        raise RunError(f"{program} cannot be run ({error.strerror}): this machine is no part of a cluster of SLURM") \
-            from error
-    except subprocess.CalledProcessError as error:
-        raise RunError(f"{program} refused: {error.stderr.strip() or error}") from error

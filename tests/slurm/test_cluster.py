@@ -91,7 +91,7 @@ def states(out: Path) -> list[str]:
     return [runs.state(path)["state"] for path in run_folders(out)]
 
 
-@pytest.mark.parametrize("declared, nap", [(FAKE, "0.5"), (STUDY, "0")], ids=["made_up", "models"])
+@pytest.mark.parametrize("declared, nap", [(FAKE, "1"), (STUDY, "0")], ids=["made_up", "models"])
 def test_a_study_killed_requeued_and_preempted_at_random_ends_as_on_one_machine(
         cluster, tmp_path, monkeypatch, declared, nap):  # fmt: skip
     study = load_study_file(declared)

@@ -10,7 +10,8 @@ import pytest
 from moe_rl import cli, execute, ranks
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.runs import folder as runs
-from moe_rl.study.slurm import Slurm, arguments, cancel, launcher, scheduled, script
+from moe_rl.study.queue import cancel, scheduled
+from moe_rl.study.slurm import Slurm, arguments, launcher, script
 from tests.fake_study import study
 from tests.policies.megatron_study import study as megatron_study
 
