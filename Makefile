@@ -7,7 +7,7 @@ BROWSER := .cache/test-browser
 VLLM := .venv-vllm
 TRL := .venv-trl
 
-.PHONY: setup study results test test-browser test-vllm test-trl test-gpu bench-gpu test-wheel lint clean
+.PHONY: setup study results test test-browser test-vllm test-trl test-slurm test-gpu bench-gpu test-wheel lint clean
 
 setup: $(STAMP)
 
@@ -57,6 +57,17 @@ $(TRL)/installed: pyproject.toml constraints.txt
 
 test-trl: $(TRL)/installed
 	OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest tests/trl
+
+# A SLURM of one node, in a folder of its own: started for the tests, and stopped.
+test-slurm: $(STAMP)
+	@missing=; for program in slurmctld slurmd sbatch munged; do \
+	  PATH=$$PATH:/usr/sbin command -v $$program > /dev/null || missing="$$missing $$program"; done; \
+	[ "$$(id -u)" = 0 ] || { echo "make test-slurm starts slurmctld, slurmd and munged, which takes root" \
+	  "(not here:$${missing:- nothing})" >&2; exit 1; }; \
+	[ -z "$$missing" ] || { apt-get update && DEBIAN_FRONTEND=noninteractive \
+	  apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge; } \
+	|| { echo "make test-slurm needs$$missing: Debian's slurmctld, slurmd, slurm-client and munge" >&2; exit 1; }
+	PATH=$$PATH:/usr/sbin MOE_RL_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm
 
 # On a machine with a CUDA device, each under 20 minutes on one card; MOE_RL_TEST_DEVICE=cpu is a dry run of the tests.
 # In an environment of your own, which has the torch of your card, flash-attn or vLLM: make test-gpu GPU_PYTHON=python

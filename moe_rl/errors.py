@@ -21,5 +21,9 @@ class Diverged(RunError):
     """Gradients or weights are no longer finite."""
 
 
+class Stopped(MoeRlError):
+    """A run was told to stop, and did after a commit."""
+
+
 class AuxLossSilentlyOn(UserWarning):
     """Something balances the routers of a model in training beside the objective, or against replay."""

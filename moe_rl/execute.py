@@ -36,6 +36,7 @@ from moe_rl.routing.balance import correction_biases, keep_routers_in
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES, RouteSource
 from moe_rl.runs.folder import RunFolder, read_json, write_json
+from moe_rl.runs.lease import Held, Lease
 from moe_rl.tasks.base import Task, held_out, load_task, split_of
 from moe_rl.trainer import Listener, Parts, sampling_of, train, warn_void
 from moe_rl.types import Prompt, Rollout, Sampling
@@ -149,8 +150,17 @@ def _prepare(
     check_request(evaluation, 1, sampling_of(run), context_length(loaded.model.config))
     longest = max(len(p.tokens) for p in evaluation)
     check_memory(estimate_memory(run, longest, compares, valued), run.model.device)
-    cold_start(loaded, task, run, cache, sample, progress=told)
+    cold_start(loaded, task, run, cache, sample, progress=told, alone=alone)
     return evaluation, loaded.tokenizer.pad_token_id
+
+
+def alone(folder: Path, progress: Progress) -> Lease:
+    """A folder's lease, once whoever holds it is done."""
+    try:
+        return Lease(folder)
+    except Held:
+        progress({"waiting": True})
+        return Lease(folder, wait=True)
 
 
 def _told(folder: Path) -> Progress:
@@ -246,11 +256,11 @@ def _check_policy(run: RunConfig) -> None:
                               "rows alone; use micro_batch.")
         if run.optimizer.name != "adamw" or run.optimizer.warmup:
             raise ConfigError(f"policy='megatron' trains with AdamW and without warm-up, not {run.optimizer}.")
-        check_layout(run.parallel, hf_config(run.model), ranks.world())
-    elif ranks.launched():
+        check_layout(run.parallel, hf_config(run.model), ranks.planned())
+    elif ranks.planned() > 1:
         raise ConfigError(
-            f"torchrun started {ranks.world()} processes, but policy='hf' runs in one: leave torchrun out, or add "
-            "--policy megatron."
+            f"a run of {ranks.planned()} processes, but policy='hf' runs in one: leave torchrun or launcher.ranks out, "
+            "or add --policy megatron."
         )
 
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moe_rl.errors import Diverged
+from moe_rl.errors import Diverged, Stopped
 
 if TYPE_CHECKING:
     from moe_rl.runs.folder import Row, RunFolder
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)
 """Others wait for rank 0 while it samples or trains a cold start; a dead rank is torchrun's to notice."""
+_planned = 1
 _messages: Any = None
 """The group over which objects travel: gloo, also beside NCCL."""
 
@@ -38,6 +39,17 @@ def rank() -> int:
 
 def world() -> int:
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
+
+
+def plan_for(processes: int) -> None:
+    """Say of how many processes the runs will be that this one only checks and hands out."""
+    global _planned
+    _planned = processes
+
+
+def planned() -> int:
+    """Processes of a run: of this one, or of those that it hands out."""
+    return world() if launched() else _planned
 
 
 def join(device: str) -> None:
@@ -121,6 +133,10 @@ class SharedFolder:
     def __init__(self, folder: RunFolder | None):
         self.folder = folder
         self.path: Path = from_rank_0(lambda: self._real().path)
+        self._told: Callable[[], bool] = folder.stopping if folder else lambda: False
+        self._stopping = False
+        if folder is not None:
+            folder.stopping = lambda: self._stopping  # what all ranks know, and not what rank 0 heard since
 
     def latest(self) -> tuple[int, Path | None]:
         return from_rank_0(lambda: self._real().latest())
@@ -141,6 +157,8 @@ class SharedFolder:
         if self.folder is None:
             if (target := from_rank_0(lambda: None)) is not None:
                 save(target)
+            if self._stopping:
+                raise Stopped(f"{self.path} was told to stop")
             return
         announced = []
 
@@ -148,9 +166,15 @@ class SharedFolder:
             announced.append(from_rank_0(lambda: target))
             save(target)
 
-        self.folder.commit(step, together, diverged)
-        if not announced:  # this step was committed before
-            from_rank_0(lambda: None)
+        try:
+            self.folder.commit(step, together, diverged)
+        finally:
+            if not announced:  # this step was committed before, or the folder is somebody else's now
+                from_rank_0(lambda: None)
+
+    def stopping(self) -> bool:
+        self._stopping = from_rank_0(self._told)
+        return self._stopping
 
     def finish(self, diverged: str | None = None) -> None:
         if self.folder is not None:

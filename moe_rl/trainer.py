@@ -84,6 +84,9 @@ class Folder(Protocol):
     def commit(self, step: int, save: Callable[[Path], None], diverged: str | None = None) -> None:
         """Rows and checkpoint, which `save` writes, in one atomic change; and how the run diverged, if it did."""
 
+    def stopping(self) -> bool:
+        """Whether the run was told to stop: it commits at once, and `commit` ends it; collective."""
+
 
 def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambda rows: None) -> str | None:
     """Run, or go on with, `run` in `folder` until `run.steps`; resumes at the last commit and ends identical.
@@ -132,7 +135,7 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
             for table, new in rows.items():
                 folder.add(table, new)
             listen(rows)
-        if diverged or step % run.save_every == 0 or step == run.steps:
+        if folder.stopping() or diverged or step % run.save_every == 0 or step == run.steps:
             folder.commit(step if rows else step - 1, lambda path: save(parts, path), diverged)
         if diverged:
             break

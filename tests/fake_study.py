@@ -93,7 +93,7 @@ def train(config: RunConfig, folder: RunFolder, *, cache: Path, listen=lambda ro
         for table, rows in (("steps", [row]), ("updates", updates), ("layers", layers)):
             folder.add(table, rows)
         time.sleep(nap)
-        if step % config.save_every == 0 or step == config.steps:
+        if folder.stopping() or step % config.save_every == 0 or step == config.steps:
             folder.commit(step, save)
         listen({"steps": [row], "updates": updates, "layers": layers})
     folder.finish()

@@ -188,7 +188,10 @@ def test_a_divergence_without_a_commit_is_a_failure_of_its_own_run_alone(tmp_pat
 
 
 @pytest.mark.parametrize("task", ["commits", "raises"])
-def test_a_run_that_diverges_on_ranks_is_recorded_and_the_next_one_begins(tmp_path, task):
+def test_a_run_that_diverges_on_ranks_is_recorded_and_the_next_one_begins(tmp_path, task, monkeypatch):
+    monkeypatch.setattr(ranks, "launched", lambda: True)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
     study = dataclasses.replace(fake_study.study, trainer="tests.fake_study:train", seeds=(0,))
     study = dataclasses.replace(study, base=study.base.replace(task=Use(task, diverges_at=5)))
     planned = study.runs(tmp_path)

@@ -58,7 +58,7 @@ def test_files_and_modules_that_a_page_names_exist(page):
 def test_commands_are_understood_with_their_settings(words, monkeypatch):
     monkeypatch.chdir(ROOT)
     options = cli.parser().parse_args(words)
-    settings = getattr(options, "settings", [])
+    settings = [text for text in getattr(options, "settings", []) if not text.startswith("launcher.")]
     known = bool(settings) and Path(options.study).exists()
     base = load_study_file(options.study).base if known else RunConfig(arm=Arm(name="any"))
     assert len(parse_settings(base, settings)) == len(settings)

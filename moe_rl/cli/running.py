@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moe_rl.study.declaration import Planned, Study
+    from moe_rl.study.slurm import Slurm
     from moe_rl.study.workers import Failure
 
 
@@ -25,11 +27,13 @@ if TYPE_CHECKING:
     "Run a study, or go on with it; ends with tables and figures.",
     argument("study", help="a file with `study = Study(...)`, a module, or routing_replay"),
     argument("--dry-run", action="store_true", help="print runs, cost, a prompt with its reward; start nothing"),
-    argument("--quick", action="store_true", help="one seed, three steps, as <study>-quick: does all of it work?"),
+    argument("--quick", action="store_true", help="one seed, three steps, as <study>-quick: a trial"),
     argument("--seeds", help="a list 0,1,2 or a number N for 0 … N-1"),
     argument("--steps", type=int, metavar="N", help="length of every run"),
     argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"),
     JOBS,
+    argument("--launcher", default="local", metavar="NAME",
+             help="slurm, or a file of its settings: docs/cluster.md"),
     argument("--task", help="another: reasoning_gym:…, jsonl:FILE, pkg.module:Class; docs/tasks.md"),
     argument("--arms", metavar="A,B", help="only these of the study's own arms"),
     argument("--arm", action="append", default=[], metavar="ARM", help="these arms instead, see `moe-rl methods`"),
@@ -59,8 +63,10 @@ def run(options: argparse.Namespace) -> int:
     from moe_rl.results import printed
     from moe_rl.runs.terminal import say
     from moe_rl.study.declaration import QUICK_STEPS, load_study_file, write_declaration
+    from moe_rl.study.slurm import arguments
     from moe_rl.study.workers import at_a_time, checked_by, preflight, run_study, unfinished
 
+    cluster, options.settings = _launcher(options)
     jobs, console = at_a_time(options.jobs), Console(quiet=ranks.rank() > 0)
     study = load_study_file(options.study)
     changes: dict[str, Any] = {"task": options.task} if options.task else {}
@@ -77,18 +83,22 @@ def run(options: argparse.Namespace) -> int:
         ranks.join(study.base.model.device)
     cautions += ranks.from_rank_0(lambda: preflight(study, planned))
     if options.dry_run:
-        printed.print_plan(console, study, planned, jobs)
+        printed.print_plan(console, study, planned, jobs if cluster is None else options.jobs or len(planned))
     if knows:
         cautions += ranks.from_rank_0(lambda: _previewed(console, study, planned))
     for caution in cautions:
         say(console, ("warning", "yellow"), f" {caution}", wrap=True)
     if options.dry_run:
+        if cluster is not None:
+            say(console, f"sbatch {shlex.join(arguments(study.name, Path('…'), cluster, len(planned), options.jobs))}")
         return 0
     ranks.from_rank_0(lambda: unfinished(planned, options.mix_code))  # what refuses, refuses before anything is written
     if changed := ranks.from_rank_0(lambda: write_declaration(
             whole if {*study.arms} <= {*whole.arms} else study, options.out, keep=bool(chosen))):
         say(console, ("warning", "yellow"), f" {options.out / study.name} held runs of a declaration with another "
             f"{', '.join(changed)}: from now on the new one is shown. Two studies need two names.", wrap=True)
+    if cluster is not None:
+        return _submitted(console, study, planned, cluster, options)
     failures = run_study(study, planned, cache=options.out / ".cache", jobs=jobs, mix_code=options.mix_code,
                          console=console)
     if ranks.launched():
@@ -124,6 +134,75 @@ def rerun(options: argparse.Namespace) -> int:
 
     return _failed(run_again(options.folder, options.out, jobs=options.jobs, console=Console(), steps=options.steps,
                              trusted=lambda code: options.trust or _confirmed(code)))
+
+
+@verb(
+    "cancel",
+    "Take the runs below a folder out of the cluster's queue.",
+    argument("folder", type=Path, help="a study's runs, an arm of them, or one run"),
+    examples="""
+  moe-rl cancel runs/routing_replay                       every run that waits or runs there
+  moe-rl cancel runs/routing_replay/gspo                  those of one arm
+What is committed stays: `moe-rl run STUDY --launcher slurm` submits them again.""",
+)
+def cancel(options: argparse.Namespace) -> int:
+    """Cancel tasks, and say which."""
+    from moe_rl.study.queue import cancel as taken_out
+
+    tasks = taken_out(options.folder)
+    if not tasks:
+        raise ConfigError(f"no run below {options.folder} is in the queue of a cluster (see `moe-rl list`)")
+    print(f"{len(tasks)} cancelled: {', '.join(tasks)}")
+    return 0
+
+
+@verb(
+    "work",
+    "One run of a plan, in this process: what a scheduler calls.",
+    argument("plan", help="the plan.json that `moe-rl run STUDY --launcher slurm` writes; -: a line of stdin"),
+    argument("number", type=int, help="of the run in it, from 0"),
+    argument("--stop", type=Path, metavar="FILE", help="commit the next step and end once this file is there"),
+    examples="""
+  moe-rl work runs/my_study/.jobs/1/plan.json 0
+exit code: 0 the run has ended, 75 told to stop (call it again), 2 something to mend,
+           else a bug, a kill, or another worker is at it
+SIGTERM and SIGUSR1 are as --stop""",
+)
+def work(options: argparse.Namespace) -> int:
+    """The worker process of a study, on any machine."""
+    from moe_rl.study.work import work as carried_out
+
+    return carried_out(options.plan, options.number, options.stop)
+
+
+def _launcher(options: argparse.Namespace) -> tuple[Slurm | None, list[str]]:
+    """The cluster that runs are for, if any, and the settings that are the study's."""
+    from moe_rl import ranks
+    from moe_rl.study.slurm import launcher
+
+    its = [text for text in options.settings if text.startswith("launcher.")]
+    cluster = launcher(options.launcher, its)
+    if cluster is not None:
+        if ranks.launched():
+            raise ConfigError("--launcher slurm under torchrun: leave torchrun out, and say how many processes a run "
+                              "has with --set launcher.ranks=N")
+        ranks.plan_for(cluster.ranks)
+    return cluster, [text for text in options.settings if text not in its]
+
+
+def _submitted(console: Console, study: Study, planned: Sequence[Planned], cluster: Slurm,
+               options: argparse.Namespace) -> int:
+    from moe_rl.runs.terminal import say
+    from moe_rl.study.slurm import submit
+
+    ids, queued = submit(study, planned, cluster, cache=options.out / ".cache", jobs=options.jobs,
+                         mix_code=options.mix_code)
+    folder = options.out / study.name
+    what = f"submitted as job {' and '.join(ids)}" if ids else "nothing to submit"
+    say(console, f"{study.name}: {what}" + f"; {queued} runs are in the queue already" * bool(queued))
+    say(console, f"moe-rl list {folder}     their states\nmoe-rl cancel {folder}   out of the queue\n"
+                 f"moe-rl plot {folder}     tables and figures of what has finished")
+    return 0
 
 
 def _changed(study: Study, changes: Mapping[str, Any]) -> Study:
@@ -193,7 +272,7 @@ def _layout(options: argparse.Namespace) -> dict[str, object]:
     if options.policy:
         given["policy"] = options.policy
     if options.policy == "megatron":
-        given["parallel.dp"] = max(1, ranks.world() // ((options.tp or 1) * (options.pp or 1)))
+        given["parallel.dp"] = max(1, ranks.planned() // ((options.tp or 1) * (options.pp or 1)))
     return given
 
 

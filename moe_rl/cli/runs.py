@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from moe_rl.errors import ConfigError, RunError
 
 @verb(
     "list",
-    "Every run below a folder: state, age, time left.",
+    "Every run below a folder: state (a scheduler's beside it), age, time left.",
     argument("folder", type=Path, nargs="?", default=Path("runs")),
     examples="""
   moe-rl list                                             every run below runs/
@@ -30,6 +32,7 @@ def list_runs(options: argparse.Namespace) -> int:
     found = [(path, state(path)) for path in run_folders(options.folder)]
     for path, now in found:
         now["without_signal"] = _without_signal(path)
+    found += _submitted(options.folder, found)
     found = found or _collected_runs(options.folder)
     if not found:
         raise ConfigError(f"there is no run below {options.folder}; give the folder that holds them")
@@ -39,6 +42,7 @@ def list_runs(options: argparse.Namespace) -> int:
         left = duration(now["seconds_left"]) if now.get("seconds_left") else ""
         reward = f"{now['reward']:.3f}" if now.get("reward") is not None else ""
         reached = f", finished to {now['finished']}" if "finished" in now else ""
+        reached += f" ({now['scheduler']})" if now.get("scheduler") else ""
         rows.append((str(path), now["state"] + reached, f"{now['step']}/{now['steps']}", reward, age, left,
                      _signal(now.get("without_signal", ()))))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -107,6 +111,24 @@ def diff(options: argparse.Namespace) -> int:
     else:
         print(f"{found.table}: {where}: {found.column} = {found.a!r} | {found.b!r}")
     return 1
+
+
+def _submitted(folder: Path, found: Sequence[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
+    """Runs that were submitted to a cluster and have not begun; those that are `found` get what its scheduler says."""
+    from moe_rl.runs.folder import ENDED, state
+    from moe_rl.study.queue import scheduled
+
+    try:
+        waiting = scheduled(folder)
+    except RunError as error:
+        print(f"moe-rl: {error}; what its scheduler says is left out", file=sys.stderr)
+        return []
+    for path, now in found:
+        if (one := waiting.pop(path.absolute(), None)) and (one.live or now["state"] not in ENDED):
+            now["scheduler"] = f"{one.task} {one.state or 'forgotten'}"
+    return [(path if folder.is_absolute() else Path(os.path.relpath(path)),
+             {**state(path, one.steps), "scheduler": f"{one.task} {one.state or 'forgotten'}"})
+            for path, one in waiting.items()]
 
 
 def _without_signal(path: Path) -> list[float]:

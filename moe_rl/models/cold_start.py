@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from jaxtyping import Float
 from torch import Tensor
 
@@ -36,6 +35,8 @@ Sample = Callable[..., list[Rollout]]
 Progress = Callable[[Mapping[str, Any]], None]
 """Hears about once a second how far the training is: `step` of at most `steps`, `rate` of `target`, `seconds_left` at
 most; or that another process has `waiting` runs like this one use its cold start."""
+Alone = Callable[[Path, Progress], AbstractContextManager[Any]]
+"""alone(folder, progress): for the block, no other process works under that name; a killed one gives it back."""
 
 TRAINING, STOPPING, NOISE = 101, 102, 103  # streams of this file, beside those of `seeds`
 STOP_SAMPLES = 4
@@ -69,6 +70,8 @@ def cold_start(
     sample: Sample,
     report: Callable[[str], None] = print,
     progress: Progress = lambda now: None,
+    *,
+    alone: Alone,
 ) -> ColdStartResult:
     """Train `loaded.model` in place until the share of right completions (reward 1) reaches `run.cold_start.target`.
 
@@ -93,22 +96,13 @@ def cold_start(
     identity = _identity(loaded, task, run, stop_prompts + first)
     folder = Path(cache_root) / "cold_starts" / _digest(identity)[:16]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(FileLock(folder.with_suffix(".lock")), progress):
+    with alone(folder.with_suffix(".lease"), progress):
         if folder.exists():
             return _from_cache(folder, loaded, report)
         report(f"cold start: {split}")
         result = _train(loaded, task, run, chain([first], later), stop_prompts, split, sample, report, progress)
         _write(folder, loaded, identity, result)
     return dataclasses.replace(result, path=folder)
-
-
-def _alone(lock: FileLock, progress: Progress) -> AbstractContextManager[Any]:
-    """Holds the lock, which a process that is killed inside gives back."""
-    try:
-        return lock.acquire(timeout=0)
-    except Timeout:
-        progress({"waiting": True})
-        return lock.acquire()
 
 
 def _examples(loaded: LoadedModel, task: Task, run: RunConfig, excluding: set[str]) -> Iterator[list[Prompt]]:

@@ -6,6 +6,7 @@
         progress.json     state, step, seconds per step; replaced at every step
         commit/, tables/  rows and checkpoint of the last commit, which a kill leaves whole or absent: see `commits`
         <table>.parquet   each table of `columns.TABLES`, published when the run has finished
+        lease/            who works in the folder, and who did: see `lease`
 
 No torch here: listing, plotting and comparing runs stays instant.
 """
@@ -13,8 +14,6 @@ No torch here: listing, plotting and comparing runs stays instant.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -26,23 +25,26 @@ from typing import Any
 from moe_rl.runs import commits
 from moe_rl.runs.columns import TABLES
 from moe_rl.runs.commits import Row, fsync, last_step, latest_commit
-from moe_rl.errors import RunError
+from moe_rl.errors import RunError, Stopped
 from moe_rl.runs.inputs import declared_by, digest, inputs_of, merged
+from moe_rl.runs.lease import Lease, holder, is_held
 from moe_rl.runs.versions import code_version, git_state, merged_git, package_versions
 
 DIVERGED = "diverged"
 """The file of a commit that says how the run diverged."""
 ENDED = ("finished", "diverged")
 """States of a run that is not run again."""
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What flock says on a file system without locks, as some network mounts are."""
+LEASE = "lease"
+"""The folder of a run that says who works in it."""
 
 
 class RunFolder:
-    """One run's folder, locked while this object is open. Use `with RunFolder.open(...) as folder`."""
+    """One run's folder, whose lease this object holds while it is open. Use `with RunFolder.open(...) as folder`."""
 
-    def __init__(self, path: Path, lock: Any, manifest: dict[str, Any]) -> None:
-        self.path, self.manifest, self._lock = path, manifest, lock
+    def __init__(self, path: Path, lease: Lease, manifest: dict[str, Any]) -> None:
+        self.path, self.manifest, self._lease = path, manifest, lease
+        self.stopping: Callable[[], bool] = lambda: False
+        """Whether the run was told to stop: then its next step is committed, which raises Stopped."""
         self._opened = time.time()
         self._rows: dict[str, list[Row]] = {name: [] for name in TABLES}
 
@@ -56,28 +58,31 @@ class RunFolder:
         """
         check(path, config, hash)
         path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
-        for leftover in [*path.glob(".tmp-*"), *path.glob("commit/.tmp-*")]:
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        manifest = read_manifest(path) or {"created": time.time(), "hash": hash, "seed": config.get("seed"), "code": []}
-        config = dict(config)
-        config["steps"] = max(config.get("steps", 0), manifest.get("config", config).get("steps", 0))
-        codes = [*manifest["code"], *({code_version()} - set(manifest["code"]))]
-        trainer = trainer or manifest.get("trainer", "")
-        inputs = merged(manifest.get("inputs", {}), inputs_of(config, trainer))
-        manifest |= {"config": config, "code": codes, "git": merged_git(manifest.get("git"), git_state()),
-                     "packages": package_versions(), "trainer": trainer, "inputs": inputs,
-                     "declared": declared_by(study_file, manifest.get("declared")), "device": config.get("model", {}).get("device", "cpu"),
-                     "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count()}
-        folder = cls(path, lock, manifest)
-        write_json(path / "manifest.json", manifest)
+        with contextlib.ExitStack() as undo:
+            lease = undo.enter_context(Lease(path / LEASE))
+            for leftover in [*path.glob(".tmp-*"), *path.glob("commit/.tmp-*")]:
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            manifest = read_manifest(path) or {"created": time.time(), "hash": hash, "seed": config.get("seed"), "code": []}
+            config = dict(config)
+            config["steps"] = max(config.get("steps", 0), manifest.get("config", config).get("steps", 0))
+            codes = [*manifest["code"], *({code_version()} - set(manifest["code"]))]
+            trainer = trainer or manifest.get("trainer", "")
+            inputs = merged(manifest.get("inputs", {}), inputs_of(config, trainer))
+            manifest |= {"config": config, "code": codes, "git": merged_git(manifest.get("git"), git_state()),
+                         "packages": package_versions(), "trainer": trainer, "inputs": inputs,
+                         "declared": declared_by(study_file, manifest.get("declared")),
+                         "device": config.get("model", {}).get("device", "cpu"),
+                         "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count()}
+            folder = cls(path, lease, manifest)
+            write_json(path / "manifest.json", manifest)
+            undo.pop_all()
         return folder
 
     def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._lock.close()
+        self._lease.release()
 
     @property
     def step(self) -> int:
@@ -118,11 +123,15 @@ class RunFolder:
         `save` writes the checkpoint into the folder it gets; `diverged` says that its weights are those in which a
         later step broke off. A kill at any instant leaves either the previous commit or this one. A step that is
         committed already is left as it is.
+
+        Raises RunError, and leaves the run as it is, when another process has taken it over; Stopped, after the commit,
+        where the run is `stopping`.
         """
+        self._fence()
         folder = self.path / "commit"
         aside, final = folder / f".tmp-{step}", folder / f"step={step:06d}"
         if final.exists():
-            return
+            return self._stop(step)
         (aside / "checkpoint").mkdir(parents=True)
         save(aside / "checkpoint")
         if diverged is not None:
@@ -131,14 +140,28 @@ class RunFolder:
             fsync(file)
         fsync(aside)
         commits.add_parts(self.path, step, self._rows)
+        self._fence()
         aside.rename(final)
         fsync(folder)
         fsync(self.path)
         commits.drop_commits(self.path, but=final)
         self._rows = {name: [] for name in TABLES}
+        self._stop(step)
+
+    def _stop(self, step: int) -> None:
+        if self.stopping():
+            raise Stopped(f"{self.path} was told to stop; step {step} is committed, and it goes on from there")
+
+    def _fence(self) -> None:
+        if not self._lease.held:
+            raise RunError(f"{self.path} was taken over by {holder(self.path / LEASE)}, since this process did not show "
+                           "for too long that it lives; the run goes on there, and nothing was written here")
 
     def progress(self, step: int, **values: Any) -> None:
-        """Where the run is, for `list` and the live display: atomically replaced, not fsynced."""
+        """Where the run is, for `list` and the live display: atomically replaced, not fsynced. Nothing is said where
+        another process has taken the run over."""
+        if not self._lease.held:
+            return
         steps, now = self.manifest["config"]["steps"], time.time()
         state = {"step": step, "steps": steps, "started": self._opened, "updated": now, "pid": os.getpid(), **values}
         write_json(self.path / "progress.json", state, durable=False)
@@ -148,6 +171,7 @@ class RunFolder:
 
         The manifest gains the step, the seconds of all steps and a digest of the final checkpoint.
         """
+        self._fence()
         commit = latest_commit(self.path)
         if commit is None:
             raise RunError(f"{self.path} has no commit, so there is nothing to finish; commit the last step first")
@@ -172,7 +196,7 @@ def check(path: Path, config: Mapping[str, Any], hash: str) -> None:
     manifest = read_manifest(path)
     if manifest is None:
         found = {p.name for p in path.iterdir() if not p.name.startswith(".tmp-")} if path.is_dir() else set()
-        if foreign := sorted(found - {"lock", "log.txt"}):
+        if foreign := sorted(found - {LEASE, "lock", "log.txt"}):
             raise RunError(f"{path} holds {', '.join(foreign[:3])} but no manifest.json, so it is not a run; "
                            "nothing was touched: choose another --out")
     elif manifest["hash"] != hash:
@@ -205,7 +229,7 @@ def state(path: Path, steps: int | None = None) -> dict[str, Any]:
     if manifest is None:
         return {**progress, "state": "waiting", "steps": steps}
     steps = steps or manifest["config"]["steps"]
-    if _locked(path):
+    if is_held(path / LEASE):
         name = "running"
     elif manifest.get("finished", -1) >= steps:
         name, progress["step"] = "finished", manifest["finished"]
@@ -236,40 +260,6 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> d
         elif x != y:
             found[prefix + key] = (x, y)
     return found
-
-
-def _lock(path: Path) -> Any:
-    lock = (path / "lock").open("a")
-    for _ in range(20):  # `list` holds the lock for an instant; a killed parent's workers need one to notice
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError:
-            time.sleep(0.1)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            lock.close()
-            raise RunError(f"{path} cannot be locked: its file system has no locks ({error.strerror}), so nothing "
-                           "would stop two processes from running it at once; choose an --out on another file system, "
-                           "or have this one mounted with locks") from error
-    lock.close()
-    raise RunError(f"another process is running {path}; wait for it or choose another --out")
-
-
-def _locked(path: Path) -> bool:
-    try:
-        with (path / "lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        return False  # nothing can run there; what lies there can be read
 
 
 def read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:

@@ -1,8 +1,7 @@
 """Carries a study out: a process per run, one thread each, or all ranks together run after run, with a live display.
 Killed at any moment, it can go on.
 
-A worker is `python -m moe_rl.study.workers`. It reads its job from stdin and dies when stdin closes, so no worker
-outlives the study that started it, however that ended.
+A worker is `moe-rl work`, as on a cluster (see `work`); here it reads its plan from stdin.
 """
 
 from __future__ import annotations
@@ -11,13 +10,10 @@ import contextlib
 import importlib
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +23,14 @@ from rich.console import Console
 
 from moe_rl import ranks
 from moe_rl.config import RunConfig
-from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError
+from moe_rl.errors import ConfigError, Diverged, RunError, Stopped
 from moe_rl.runs import folder as runs
 from moe_rl.runs.inputs import changed, inputs_of
 from moe_rl.runs.terminal import say
 from moe_rl.runs.versions import code_version
 from moe_rl.study.declaration import Planned, Study
 from moe_rl.study.display import Display
+from moe_rl.study.plan import frozen
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 HUGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824"
@@ -119,14 +116,9 @@ def unfinished(planned: Sequence[Planned], mix_code: bool) -> list[bool]:
 def run_together(study: Study, planned: Sequence[Planned], waiting: Sequence[Planned], cache: Path,
                  console: Console) -> None:
     """Carry out the waiting runs of those planned, all ranks together; rank 0 keeps the folders and shows them."""
-    if ranks.rank():
+    with Display([] if ranks.rank() else planned, console) as display:
         for p in waiting:
-            with contextlib.suppress(Diverged):  # rank 0 records it
-                load(study.trainer)(p.config, ranks.SharedFolder(None), cache=cache)
-        return
-    with Display(planned, console) as display:
-        for p in waiting:
-            carry_out(p, study.trainer, cache, ranks.SharedFolder, display.update)
+            carry_out(p, study.trainer, cache, update=display.update)
             display.update()
 
 
@@ -164,45 +156,38 @@ def checked_by(study: Study) -> Callable[[RunConfig], list[str]] | None:
     return getattr(sys.modules[study.trainer.partition(":")[0]], "check", None)
 
 
+def environment() -> dict[str, str]:
+    """Of a worker: this process's, with one thread."""
+    return {"GLIBC_TUNABLES": HUGE_PAGES} | os.environ | ONE_THREAD
+
+
 def start(planned: Planned, trainer: str, cache: Path) -> subprocess.Popen:
     """Start the worker of one run; its output goes to `log.txt` in the run's folder."""
     planned.path.mkdir(parents=True, exist_ok=True)
     with (planned.path / "log.txt").open("ab") as log:
-        process = subprocess.Popen([sys.executable, "-m", "moe_rl.study.workers"], stdin=subprocess.PIPE,
-                                   stdout=subprocess.PIPE, stderr=log,
-                                   env={"GLIBC_TUNABLES": HUGE_PAGES} | os.environ | ONE_THREAD)
+        process = subprocess.Popen([sys.executable, "-m", "moe_rl", "work", "-", "0"], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, stderr=log, env=environment())
     assert process.stdin is not None, "it is a pipe"
     with contextlib.suppress(BrokenPipeError):  # a worker that died at once is reported when it is polled
-        pickle.dump((sys.path, planned, trainer, cache), process.stdin)
+        # It was checked when the study began, and is that of this process.
+        plan = frozen([planned], trainer=trainer, cache=cache, mix_code=True)
+        process.stdin.write(json.dumps(plan).encode() + b"\n")
         process.stdin.flush()
     return process
 
 
-def work() -> int:
-    """The worker process: one run, from the job on stdin. An error goes to stdout as JSON, all else to the log."""
-    report = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    sys.path[:], planned, trainer, cache = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    try:
-        carry_out(planned, trainer, cache)
-        return 0
-    except BaseException as error:  # a divergence is this run's own: other runs need not fail alike
-        expected = isinstance(error, MoeRlError) and not isinstance(error, Diverged)
-        message = str(error) if expected else traceback.format_exc()
-    print(message, file=sys.stderr)
-    json.dump({"message": message[-20_000:], "expected": expected}, report)
-    report.flush()
-    return 2 if expected else 1
-
-
-def carry_out(planned: Planned, trainer: str, cache: Path, shared: Callable[[runs.RunFolder], Any] = lambda f: f,
-              update: Callable[[], None] = lambda: None) -> None:
-    """One run in its folder, which the trainer sees as `shared` gives it; `update` is called after every step."""
+def carry_out(planned: Planned, trainer: str, cache: Path, *, update: Callable[[], None] = lambda: None,
+              stopping: Callable[[], bool] = lambda: False) -> None:
+    """One run in its folder, or this rank's part in it. `update` is called after every step; once `stopping()`, the
+    next step is committed, and Stopped raised. Rank 0 keeps the folder."""
     config = planned.config
+    if ranks.rank():
+        with contextlib.suppress(Diverged):  # rank 0 records it
+            load(trainer)(config, ranks.SharedFolder(None), cache=cache)
+        return
     with runs.RunFolder.open(planned.path, config.to_dict(), config.hash, trainer=trainer,
                              study_file=planned.study_file) as folder:
+        folder.stopping = stopping
         watch = Watch(folder)
 
         def listen(rows: dict[str, list[dict[str, Any]]]) -> None:
@@ -210,7 +195,8 @@ def carry_out(planned: Planned, trainer: str, cache: Path, shared: Callable[[run
             update()
 
         with recorded(folder, config.steps, watch):
-            load(trainer)(config, shared(folder), cache=cache, listen=listen)
+            load(trainer)(config, ranks.SharedFolder(folder) if ranks.launched() else folder, cache=cache,
+                          listen=listen)
 
 
 @contextlib.contextmanager
@@ -231,6 +217,8 @@ def recorded(folder: runs.RunFolder, steps: int, watch: Watch) -> Iterator[None]
                 folder.finish(diverged=str(error))
         if folder.manifest.get("finished", -1) < steps and "diverged" not in folder.manifest:
             raise RunError(f"the trainer returned before {folder.path} was finished")
+    except Stopped:
+        raise
     except BaseException as error:
         folder.progress(watch.step, error=str(error) or type(error).__name__)
         raise
@@ -288,13 +276,3 @@ def _outcome(process: subprocess.Popen, planned: Planned) -> Failure | None:
         cause = {-s.value: s.name for s in signal.Signals}.get(process.returncode, f"exit code {process.returncode}")
         return Failure(planned.path, f"the worker ended by {cause}; see {planned.path / 'log.txt'}", False)
     return Failure(planned.path, **json.loads(text))
-
-
-def _die_with_parent() -> None:
-    while os.read(0, 1):  # not sys.stdin: its lock would be held when the interpreter ends
-        pass
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    sys.exit(work())

@@ -51,6 +51,9 @@ class Nowhere:
     def diverged(self):
         return None
 
+    def stopping(self):
+        return False
+
     def commit(self, step, save, diverged=None):
         assert diverged is None
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import multiprocessing
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from moe_rl import execute
 from moe_rl.config import Arm, ColdStart, ModelConfig, RunConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.lookup import Use
-from moe_rl.models.cold_start import ColdStartResult, _from_cache, _write, answer_logprobs, cold_start
+from moe_rl.models import cold_start as cold_starts
+from moe_rl.models.cold_start import ColdStartResult, _from_cache, _write, answer_logprobs
 from moe_rl.models.load import load
 from moe_rl.models.tokens import completion_tokens, encode_prompts
+from moe_rl.runs.lease import Lease
 from moe_rl.tasks.base import held_out, load_task
 from moe_rl.tasks.running_sums import RunningSums
 from moe_rl.types import Prompt, Rollout
+
+cold_start = partial(cold_starts.cold_start, alone=execute.alone)
 
 RUN = RunConfig(
     arm=Arm(name="grpo"),
@@ -175,7 +179,7 @@ def test_a_target_it_does_not_reach_says_the_rate_and_leaves_nothing_behind(tmp_
     run = RUN.replace(**{"cold_start.target": 1.0, "cold_start.max_steps": 2})
     with pytest.raises(RunError, match=r"reached a success rate of \d.*in 2 steps.*target of 100%.*max_steps"):
         start(tmp_path, run)
-    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"]
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.parent.suffix != ".lease"]
 
 
 @pytest.mark.parametrize("target", [1.5, -0.1])
@@ -284,9 +288,8 @@ def test_progress_says_step_rate_and_time_left_and_who_waits(tmp_path):
     assert first | {"rate": 0, "seconds_left": 0} == {
         "step": 1, "steps": 300, "rate": 0, "target": 0.01, "seconds_left": 0}
     assert 0 <= first["rate"] < 0.5 and first["seconds_left"] > 0
-    (lock,) = (tmp_path / "cold_starts").glob("*.lock")
-    held, heard = FileLock(lock), []
-    held.acquire()
+    (lock,) = (tmp_path / "cold_starts").glob("*.lease")
+    held, heard = Lease(lock), []
 
     def release(now):
         heard.append(now)

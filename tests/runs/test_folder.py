@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
 import math
 import multiprocessing
@@ -51,7 +50,7 @@ def train(root: Path, config: RunConfig = CONFIG) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "lock"}
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.parent.name != runs.LEASE}
 
 
 def nothing(_: Path) -> None:
@@ -140,7 +139,7 @@ def test_a_foreign_folder_is_refused_and_not_touched(tmp_path, name, content):
     (path / name).write_text(content)
     with pytest.raises(RunError, match="nothing was touched"):
         open_run(tmp_path)
-    assert files(path) == {name: content.encode()} and not (path / "lock").exists()
+    assert files(path) == {name: content.encode()} and not (path / runs.LEASE).exists()
 
 
 def test_two_processes_cannot_run_one_folder(tmp_path):
@@ -348,18 +347,6 @@ def test_a_renamed_run_is_named_with_what_to_do(tmp_path):
         path = path.rename(path.with_name(name))
         with pytest.raises(RunError, match=rf"{name} .*seed=<n>"):
             load_study(path)
-
-
-def test_a_file_system_without_locks_is_told_what_to_do_and_can_be_read(tmp_path, monkeypatch):
-    path = train(tmp_path)
-
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(runs.fcntl, "flock", no_locks)
-    assert runs.state(path)["state"] == "finished" and len(load_study(path).runs) == 1
-    with pytest.raises(RunError, match="cannot be locked: .*--out"):
-        open_run(tmp_path, CONFIG.replace(seed=1))
 
 
 def test_a_commit_writes_its_own_rows_and_leaves_the_earlier_ones_as_they_are(tmp_path):

@@ -85,7 +85,7 @@ def trained():
     from moe_rl.tasks.base import load_task
 
     loaded = load(RUN.model, 0)
-    cold_start(loaded, load_task(RUN.task), RUN, CACHE, execute.sample)
+    cold_start(loaded, load_task(RUN.task), RUN, CACHE, execute.sample, alone=execute.alone)
     return loaded
 
 

@@ -1,0 +1,192 @@
+"""A study through a real SLURM that is as rough as one can be, and ends as on one machine. `make test-slurm`."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moe_rl import cli
+from moe_rl.runs import folder as runs
+from moe_rl.runs.folder import run_folders
+from moe_rl.runs.frames import diff
+from moe_rl.study.declaration import load_study_file
+from moe_rl.study.workers import carry_out
+
+HERE = Path(__file__).parent
+STUDY, FAKE = str(HERE / "slurm_study.py"), str(HERE.parent / "fake_study.py")
+pytestmark = pytest.mark.skipif("MOE_RL_SLURM" not in os.environ, reason="a real SLURM is started by `make test-slurm`")
+CPUS = 4
+LONGEST = 1500
+"""Seconds that a study may take."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A SLURM of one node, and its folder."""
+    folder = tmp_path_factory.mktemp("cluster")
+    before = dict(os.environ)
+    os.environ |= {"SLURM_CONF": str(folder / "slurm.conf"), "COLUMNS": "200",
+                   "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *filter(None, [before.get("PYTHONPATH")])])}
+    try:
+        subprocess.run(["bash", HERE / "cluster.sh", "up", folder, str(CPUS)], check=True)
+        yield folder
+    finally:
+        subprocess.run(["bash", HERE / "cluster.sh", "down", folder], check=False)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def moe_rl(*words: str) -> None:
+    assert cli.main([*words]) == 0
+
+
+def submit(out: Path, study: str, *words: str, retries: int = 50) -> None:
+    """The study's runs to the cluster."""
+    moe_rl("run", study, "--mix-code", "--out", str(out), "--launcher", "slurm", "--set",
+           f"launcher.retries={retries}", "--set", "launcher.warning=15", *words)
+
+
+def asked(*words: str) -> str:
+    """What SLURM says; nothing while its controller is away."""
+    return subprocess.run(words, capture_output=True, text=True).stdout
+
+
+def queue() -> dict[str, str]:
+    """The state of every task that has not ended, by its id."""
+    return dict(line.split() for line in asked("squeue", "--noheader", "--array", "--format=%F_%K %T").splitlines())
+
+
+def workers(out: Path) -> list[psutil.Process]:
+    """Processes that carry out a run of a plan below a folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "work" in words and any(word.startswith(str(out)) and word.endswith("plan.json") for word in words):
+            found.append(process)
+    return found
+
+
+def until(holds, seconds: float = 240.0, say=lambda: "") -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, say()
+        time.sleep(0.2)
+
+
+def said(out: Path) -> str:
+    """What the shells of all tasks said."""
+    return "".join(file.read_text() for file in sorted(out.glob("*/.jobs/*/task-*.txt")))
+
+
+def states(out: Path) -> list[str]:
+    return [runs.state(path)["state"] for path in run_folders(out)]
+
+
+@pytest.mark.parametrize("declared, nap", [(FAKE, "1"), (STUDY, "0")], ids=["made_up", "models"])
+def test_a_study_killed_requeued_and_preempted_at_random_ends_as_on_one_machine(
+        cluster, tmp_path, monkeypatch, declared, nap):  # fmt: skip
+    study = load_study_file(declared)
+    local, out, draw = tmp_path / "local", tmp_path / "cluster", random.Random(0)
+    for planned in study.runs(local, range(8)):
+        carry_out(planned, study.trainer, local / ".cache")
+    monkeypatch.setenv("FAKE_NAP", nap)
+    submit(out, declared, "--seeds", "8")
+    done, end = dict.fromkeys(("kill", "requeue", "preempt", "controller"), 0), time.monotonic() + LONGEST
+    while states(out).count("finished") < 24:
+        assert time.monotonic() < end, (states(out), queue(), said(out)[-5000:])
+        time.sleep(draw.uniform(2, 6))
+        running = sorted(task for task, state in queue().items() if state == "RUNNING")
+        least = min(done, key=lambda kind: done[kind])
+        what = least if done[least] < 2 else draw.choice(["kill", "requeue", *[""] * 4])
+        if what == "controller":
+            os.kill(int((cluster / "slurmctld.pid").read_text()), signal.SIGKILL)
+            time.sleep(draw.uniform(0, 4))
+            subprocess.run(["bash", HERE / "cluster.sh", "controller", cluster], check=True)
+        elif what == "kill" and (found := workers(out)):
+            draw.choice(found).kill()
+        elif what == "requeue" and running:
+            subprocess.run(["scontrol", "requeue", draw.choice(running)], capture_output=True)
+        elif what == "preempt" and running:
+            asked("sbatch", "--partition=urgent", f"--cpus-per-task={CPUS // 2}", "--output=/dev/null",
+                  "--wrap=sleep 3")
+        else:
+            continue
+        done[what] += 1
+    assert min(done.values()) >= 2, f"{done}: the study was too quick"
+    until(lambda: not queue())
+    text = said(out)
+    assert re.search(r"restart [1-9]", text) and "told USR1" in text, text[-3000:]
+    print(done, "restarts:", len(re.findall(r"restart [1-9]", text)))
+    for a in run_folders(local / study.name):
+        b = out / a.relative_to(local)
+        assert diff(a, b) is None, b
+        assert runs.read_manifest(a)["checkpoint"] == runs.read_manifest(b)["checkpoint"], b
+    shutil.rmtree(local)
+    submit(out, declared, "--seeds", "8")
+    assert not queue(), "nothing is submitted again"
+
+
+def test_a_failing_run_is_run_again_a_bounded_number_of_times_and_one_to_mend_is_not(cluster, tmp_path, capsys):
+    submit(tmp_path, FAKE, "--seeds", "0", "--arms", "grpo,gspo", "--task", "broken", retries=1)
+    until(lambda: not queue(), say=lambda: said(tmp_path))
+    failed = list(tmp_path.glob("fake/.jobs/1/failed-*"))
+    assert [len(file.read_text().splitlines()) for file in failed] == [2], "once, and again"
+    assert sorted(states(tmp_path)) == ["failed", "finished"]
+    text = (tmp_path / "fake/gspo/base/seed=0/log.txt").read_text()
+    assert text.count("a bug in the trainer") >= 2
+    submit(tmp_path / "mend", FAKE, "--seeds", "0", "--arms", "grpo", "--task", "unknown")
+    until(lambda: not queue())
+    assert "there is no task 'unknown'" in said(tmp_path / "mend") and "would fail alike" in said(tmp_path / "mend")
+    assert not list(tmp_path.glob("mend/fake/.jobs/1/failed-*"))
+
+
+def test_list_shows_the_schedulers_state_and_cancel_ends_it(cluster, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FAKE_NAP", "1")
+    submit(tmp_path, FAKE, "--steps", "300", "--jobs", "2")
+    until(lambda: states(tmp_path).count("running") == 2, say=lambda: said(tmp_path))
+    capsys.readouterr()
+    submit(tmp_path, FAKE, "--steps", "300")
+    assert "nothing to submit; 6 runs are in the queue already" in capsys.readouterr().out
+    moe_rl("list", str(tmp_path / "fake"))
+    shown = capsys.readouterr().out
+    assert len(re.findall(r"running \(\d+_\d RUNNING\)", shown)) == 2, shown
+    assert len(re.findall(r"waiting \(\d+_\d PENDING: JobArrayTaskLimit\)", shown)) == 4, shown
+    moe_rl("cancel", str(tmp_path / "fake" / "gspo"))
+    assert capsys.readouterr().out.startswith("2 cancelled: ")
+    moe_rl("cancel", str(tmp_path / "fake"))
+    assert capsys.readouterr().out.startswith("4 cancelled: ")
+    until(lambda: not queue() and not workers(tmp_path))
+    assert "running" not in states(tmp_path) and "failed" not in states(tmp_path)
+    assert "told to stop; step" in said(tmp_path), "committed within KillWait"
+    assert cli.main(["cancel", str(tmp_path / "fake")]) == 2
+    assert "is in the queue" in capsys.readouterr().err
+
+
+def test_a_run_of_two_ranks_is_one_task_and_goes_on_after_a_preemption(cluster, tmp_path, capsys):
+    pytest.importorskip("megatron.core", reason="pip install 'moe_rl[megatron]'")
+    words = (str(HERE.parent / "policies" / "megatron_study.py"), "--policy", "megatron", "--ep", "2", "--set",
+             "launcher.ranks=2", "--set", "launcher.cpus=2", "--steps", "6", "--set", "hf_checkpoints=()")
+    submit(tmp_path, *words)
+    path = tmp_path / "megatron/replay/base/seed=0"
+    until(lambda: runs.state(path)["step"] > 0, say=lambda: said(tmp_path))
+    asked("sbatch", "--partition=urgent", f"--cpus-per-task={CPUS - 1}", "--output=/dev/null", "--wrap=sleep 1")
+    until(lambda: "told USR1" in said(tmp_path) or runs.state(path)["state"] == "finished")
+    assert "told USR1" in said(tmp_path), "it was too quick to be preempted"
+    assert 0 < runs.last_step(path) < 6, "committed when it was told, whatever save_every says"
+    until(lambda: runs.state(path)["state"] == "finished", say=lambda: said(tmp_path))
+    assert [row["step"] for row in runs.commits.read_parquet(path / "steps.parquet").to_pylist()] == [*range(7)]
+
+
+def test_what_slurm_refuses_is_said(cluster, tmp_path, capsys):
+    code = cli.main(["run", FAKE, "--mix-code", "--out", str(tmp_path), "--launcher", "slurm", "--set",
+                     "launcher.partition=none"])
+    assert code == 2 and "sbatch refused: " in (err := capsys.readouterr().err) and "partition" in err

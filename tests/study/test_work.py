@@ -1,0 +1,149 @@
+"""The worker that a scheduler calls: told to stop, killed, called twice, called too late; in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_rl.errors import RunError
+from moe_rl.lookup import Use
+from moe_rl.runs import folder as runs
+from moe_rl.runs.frames import diff
+from moe_rl.runs.lease import is_held
+from moe_rl.study.plan import frozen, run_of
+from moe_rl.study.workers import carry_out
+from tests.fake_study import study
+
+STEPS = 12
+ELSEWHERE = """
+import sys, moe_rl.runs.lease as lease
+lease.STALE, real = 2.0, lease._identity
+lease._identity = lambda file: real(file) | {"machine": sys.argv[1], "host": sys.argv[1]}
+from moe_rl.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+"""The command on another machine, whose holders are stale after two seconds."""
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    """A plan of one run that commits at its end alone, unless it is told to stop."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    base = study.base.replace(steps=STEPS, save_every=100)
+    planned = study.__class__(**{**vars(study), "base": base, "arms": study.arms[:1], "seeds": (0,)}).runs(tmp_path)
+    runs.write_json(tmp_path / "plan.json", frozen(planned, trainer=study.trainer, cache=tmp_path, mix_code=True))
+    return tmp_path / "plan.json", planned[0]
+
+
+def work(plan: Path, *words: str, machine: str = "", nap: float = 0.1) -> subprocess.Popen:
+    """A worker; with `machine`, as if it were there."""
+    program = ["-c", ELSEWHERE, machine] if machine else ["-m", "moe_rl"]
+    return subprocess.Popen([sys.executable, *program, "work", str(plan), "0", *words], text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"FAKE_NAP": str(nap)})
+
+
+def said(process: subprocess.Popen) -> tuple[int, str]:
+    out, err = process.communicate(timeout=120)
+    assert out.strip(), err
+    return process.returncode, json.loads(out.strip())["message"]
+
+
+def under_way(path: Path) -> None:
+    """Wait until the run is past its first step."""
+    end = time.monotonic() + 60
+    while runs.state(path)["step"] < 1:
+        assert time.monotonic() < end, (path / "log.txt").read_text()
+        time.sleep(0.02)
+
+
+def whole(planned, tmp_path):
+    """The same run, never disturbed."""
+    path = tmp_path / "whole" / planned.path.name
+    carry_out(type(planned)(path, planned.config), "tests.fake_study:train", tmp_path)
+    return path
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, "a file"])
+def test_told_to_stop_it_commits_the_next_step_and_goes_on_from_there_to_the_same_end(plan, tmp_path, how):
+    file, planned = plan
+    process = work(file, "--stop", str(tmp_path / "stop"))
+    under_way(planned.path)
+    (tmp_path / "stop").touch() if how == "a file" else process.send_signal(how)
+    code, message = said(process)
+    assert code == 75 and "was told to stop; step" in message
+    now = runs.state(planned.path)
+    assert now["state"] == "interrupted" and 1 <= runs.last_step(planned.path) < STEPS and "error" not in now
+    code, message = said(work(file, "--stop", str(tmp_path / "none"), nap=0))
+    assert (code, message) == (0, f"{planned.path} is finished")
+    there = whole(planned, tmp_path)
+    assert diff(there, planned.path) is None
+    assert runs.read_manifest(there)["checkpoint"] == runs.read_manifest(planned.path)["checkpoint"]
+
+
+def test_of_two_workers_at_once_one_refuses(plan):
+    file, planned = plan
+    pair = [work(file), work(file)]
+    ends = sorted(said(process) for process in pair)
+    assert [code for code, _ in ends] == [0, 1] and f"another process is running {planned.path}" in ends[1][1]
+
+
+def test_a_worker_killed_elsewhere_is_taken_over_when_its_lease_is_stale(plan, tmp_path):
+    file, planned = plan
+    first = work(file, machine="there", nap=5)
+    under_way(planned.path)
+    refused = work(file, machine="here")
+    assert said(refused)[0] == 1, "while it lives"
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert is_held(planned.path / runs.LEASE), "nobody on another machine can know yet"
+    assert said(work(file, machine="here", nap=0)) == (0, f"{planned.path} is finished")
+    assert diff(whole(planned, tmp_path), planned.path) is None
+    assert said(work(file)) == (0, f"{planned.path} is finished"), "and is left alone then"
+    first.communicate()
+
+
+def test_a_worker_that_slept_through_a_takeover_writes_nothing_any_more(plan, tmp_path):
+    file, planned = plan
+    first = work(file, machine="there")
+    under_way(planned.path)
+    first.send_signal(signal.SIGSTOP)
+    assert said(work(file, machine="here", nap=0))[0] == 0
+    before = {p: p.read_bytes() for p in planned.path.rglob("*") if p.is_file() and p.name != "log.txt"}
+    first.send_signal(signal.SIGCONT)
+    code, message = said(first)
+    assert code == 2 and "was taken over by process" in message and "on here" in message
+    assert {p: p.read_bytes() for p in before} == before and runs.state(planned.path)["state"] == "finished"
+    assert diff(whole(planned, tmp_path), planned.path) is None
+
+
+def test_what_would_not_be_the_planned_run_is_refused(plan, tmp_path):
+    file, planned = plan
+    content = json.loads(file.read_text())
+    for change, words in (({"code": "0.0.1+other", "mix_code": False}, "was planned by code 0.0.1.other, this is"),
+                          ({"runs": [content["runs"][0] | {"hash": "0"}]}, "reads differently now")):
+        with pytest.raises(RunError, match=words):
+            run_of(content | change, 0)
+    changed = content["runs"][0] | {"inputs": {"my_task": "0"}}
+    from moe_rl.runs.versions import code_version
+
+    with pytest.raises(RunError, match="my_task changed or went since .* was planned: submit the study again"):
+        run_of(content | {"mix_code": False, "code": code_version(), "runs": [changed]}, 0)
+    assert run_of(content, 0).config == planned.config
+    file.write_text(json.dumps(content | {"runs": []}))
+    assert said(work(file)) == (2, "the plan has runs 0 to -1, and none with the number 0")
+    code, message = said(work(tmp_path / "none.json"))
+    assert code == 2 and "there is no plan" in message
+
+
+def test_an_arm_of_functions_and_options_is_planned_as_it_is(tmp_path):
+    arm = study.arms[0].__class__(name="any", loss=Use("gspo", clip_low=0.01, clip_high=0.013), terms=("entropy",))
+    planned = type(study)(**{**vars(study), "arms": (arm,)}).runs(tmp_path)
+    content = json.loads(json.dumps(frozen(planned, trainer=study.trainer, cache=tmp_path, mix_code=True)))
+    assert [run_of(content, n).config for n in range(2)] == [p.config for p in planned]
