@@ -133,7 +133,7 @@ def _to_tracker(options: argparse.Namespace) -> int:
         raise RunError(f"no run below {options.folder}")
     with opened(options.to) as tracker:
         for run in runs:
-            print(f"{run.place}: {bring_up_to_date(tracker, run)} steps more, up to step {tracker.last(run)}")
+            print(f"{run.place}: {bring_up_to_date(tracker, run)} steps more")
     if options.follow:
         follow(options.to, options.folder, threading.Event())
     return 0

@@ -151,6 +151,7 @@ class WandB:
         (made,) = (aside / "wandb").glob(f"*run-*-{_id(run)}")
         (made / "moe_rl.json").write_text(json.dumps({"place": run.place, "step": points[-1].step}))
         made.rename(self.folder / made.name)
+        shutil.rmtree(aside)
 
 
 TRACKERS: dict[str, Callable[[Path], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
@@ -179,9 +180,8 @@ def opened(text: str) -> Iterator[Tracker]:
     RunError where another process does."""
     name, folder = target(text)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".moe_rl.lock", timeout=1)
     try:
-        lock.acquire()
+        lock = FileLock(folder / ".moe_rl.lock").acquire(timeout=1)
     except Timeout as error:
         raise RunError(f"another process is writing to {folder}: wait for it, or choose another, {name}=FOLDER") from error
     with lock:

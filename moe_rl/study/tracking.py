@@ -36,8 +36,8 @@ def trackers_beside(targets: Sequence[str], root: Path, console: Console) -> Ite
     """Give the runs below `root` to trackers for as long as the block lasts, and what is left when it ends. Whatever
     they have to say is a warning."""
     beside = [subprocess.Popen([sys.executable, "-m", "moe_rl.study.tracking", str(root), text],
-                               stdin=subprocess.PIPE,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for text in targets]
+                               stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+              for text in targets]
 
     def warn_of(process: subprocess.Popen[str]) -> None:
         assert process.stderr is not None, "it is a pipe"
