@@ -6,8 +6,10 @@ BROWSER := .cache/test-browser
 
 VLLM := .venv-vllm
 TRL := .venv-trl
+TRACKERS := .venv-trackers
 
-.PHONY: setup study results test test-browser test-vllm test-trl test-slurm test-gpu bench-gpu test-wheel lint clean
+.PHONY: setup study results test test-browser test-vllm test-trl test-trackers test-slurm test-gpu bench-gpu test-wheel \
+  lint clean
 
 setup: $(STAMP)
 
@@ -69,6 +71,17 @@ test-slurm: $(STAMP)
 	|| { echo "make test-slurm needs$$missing: Debian's slurmctld, slurmd, slurm-client and munge" >&2; exit 1; }
 	PATH=$$PATH:/usr/sbin MOE_RL_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm
 
+# Beside the packages of the main environment, so that only the trackers are installed: 130 MB.
+$(TRACKERS)/installed: $(STAMP)
+	test -x $(TRACKERS)/bin/python || $(BIN)/python -m venv $(TRACKERS)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
+	  > "$$($(TRACKERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth"
+	$(TRACKERS)/bin/python -m pip install tensorboard==2.21.0 wandb==0.31.0
+	touch $@
+
+test-trackers: $(TRACKERS)/installed
+	OMP_NUM_THREADS=1 $(TRACKERS)/bin/python -m pytest tests/trackers
+
 # On a machine with a CUDA device, each under 20 minutes on one card; MOE_RL_TEST_DEVICE=cpu is a dry run of the tests.
 # In an environment of your own, which has the torch of your card, flash-attn or vLLM: make test-gpu GPU_PYTHON=python
 GPU_PYTHON ?= $(BIN)/python
@@ -99,4 +112,4 @@ docs/methods.md: moe_rl/methods/methods.toml moe_rl/methods/page.py $(wildcard m
 	$(BIN)/python -c "from moe_rl.methods.page import markdown; print(markdown(), end='')" > $@
 
 clean:
-	rm -rf .venv $(VLLM) $(TRL) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv $(VLLM) $(TRL) $(TRACKERS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -21,7 +21,8 @@ def evaluate(engine: RolloutEngine, task: Task, prompts: list[Prompt], sampling:
     """
     row: dict[str, Any] = {"eval_n": len(prompts)}
     for name, greedy in (("greedy", True), ("sampled", False)):
-        drawn = engine.generate(prompts, 1, key=(seed, NOISE, 0), sampling=replace(sampling, greedy=greedy))
+        asked = replace(sampling, greedy=greedy, keep_mask=False)
+        drawn = engine.generate(prompts, 1, key=(seed, NOISE, 0), sampling=asked)
         rewards = torch.tensor([checked_reward(task, r.prompt, r.text) for r in drawn])
         row |= {f"eval_reward_{name}": rewards.double().mean().item(), f"eval_exact_{name}": exact(rewards)}
     return row

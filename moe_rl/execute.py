@@ -126,7 +126,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         critic=critic,
         export=export,
         from_rank_0=ranks.from_rank_0,
-        watch=GapFiles(folder / "rollouts", run.temperature),
+        watch=GapFiles(folder / "rollouts", sampling_of(run)),
     )
 
 
@@ -241,6 +241,12 @@ def _check_policy(run: RunConfig) -> None:
     """Raise ConfigError where policy, layout, model and the processes that run do not fit each other."""
     if run.policy not in POLICIES:
         unknown("policy", run.policy, POLICIES)
+    if run.policy != "hf" and run.truncates and run.sampling_mask:
+        raise ConfigError(
+            f"top_p={run.top_p:g}, top_k={run.top_k}, min_p={run.min_p:g}: policy={run.policy!r} has no log-probs over "
+            "the tokens that were kept. Use policy='hf' or, knowing that engine and trainer are then different "
+            "distributions, sampling_mask=False."
+        )
     if run.policy == "megatron":
         if importlib.util.find_spec("megatron.core") is None:
             raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +48,9 @@ class Recorder:
         """Before the first update. `natural` is the policy's scoring of the batch under the weights that sampled it,
         `split` the rows of every update's mini-batch, epoch after epoch."""
         self.step, self.batch, self.natural, self.split = step, batch, natural, split
+        if self.run.truncates and self.run.sampling_mask and batch.kept is None:
+            warnings.warn("the engine does not say which tokens it kept, so log-probs are over the whole vocabulary, "
+                          "which is not what it draws from", stacklevel=2)
         self.updates: list[Row] = []
         self.per_epoch = len(split) // self.run.epochs
         self.log_ratio = torch.zeros_like(batch.rollout_logprobs).repeat(self.run.epochs, 1)
@@ -142,6 +146,7 @@ def batch_row(batch: Batch, natural: Scored) -> Row:
         "response_tokens": batch.response_mask.sum(1).double().mean().item(),
         "truncated": (~batch.finished).double().mean().item(),
         "entropy": natural.entropy[batch.response_mask].double().mean().item(),
+        **({} if batch.kept is None else {"kept_tokens": len(batch.kept.ids) / int(batch.response_mask.sum())}),
     }
 
 

@@ -271,7 +271,8 @@ def evaluated(run: RunConfig, parts: Parts) -> Row:
 
 
 def sampling_of(run: RunConfig) -> Sampling:
-    return Sampling(run.temperature, run.max_new_tokens, tuple(run.stop))
+    return Sampling(run.temperature, run.max_new_tokens, tuple(run.stop), top_p=run.top_p, top_k=run.top_k,
+                    min_p=run.min_p, keep_mask=run.sampling_mask)
 
 
 def warn_void(run: RunConfig) -> list[str]:

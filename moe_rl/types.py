@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from moe_rl.models.truncation import KeptTokens
     from moe_rl.routing.hooks import RouterScores
     from moe_rl.routing.trace import RoutingTrace
 
@@ -51,6 +52,19 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """Strings that end a completion, besides the tokenizer's EOS; the text handed to the scorer excludes them."""
     greedy: bool = False
+    top_p: float = 1.0
+    """The fewest tokens that together have this probability; see `models.truncation.kept`. 1: all."""
+    top_k: int = 0
+    """At most so many tokens. 0: all."""
+    min_p: float = 0.0
+    """Tokens of at least so many times the highest probability."""
+    keep_mask: bool = True
+    """Whether rollouts shall say which tokens these three kept, so that the trainer can renormalise over them, too."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens may not be drawn; log-probs are then renormalised over those that may."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,8 @@ class Rollout:
     """The completion as text, without EOS and stop string."""
     finished: bool
     """False when `max_new_tokens` cut the completion off."""
+    kept: KeptTokens | None = None
+    """Which tokens truncated sampling kept for each of its own; None where it did not truncate, or does not say."""
     routes: RoutingTrace | None = None
     """Routes the engine used, batch 1 and time len(prompt) + len(tokens) - 1: the last token was never an input."""
 
@@ -114,6 +130,8 @@ class Batch:
     """The product of the arm's corrections, computed over the whole mini-batch."""
     marks: Float[Tensor, "batch time"] | None = None
     """What the loss found out about the whole mini-batch under π_θ, right before the update, where it needs that."""
+    kept: KeptTokens | None = None
+    """What truncated sampling kept: every log-prob and entropy is then over these tokens alone."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -136,7 +154,7 @@ class Batch:
         return Batch(**here | {name: value.to(device) for name, value in here.items() if value is not None})
 
 
-def _rows(value: Tensor | RoutingTrace | RouterScores | None, index: Tensor | slice, time: int) -> Any:
+def _rows(value: Tensor | KeptTokens | RoutingTrace | RouterScores | None, index: Tensor | slice, time: int) -> Any:
     """Some rows of a field and, where it has a time axis, its first columns."""
     if isinstance(value, Tensor):
         return value[index][:, :time] if value.dim() > 1 else value[index]

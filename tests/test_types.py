@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from moe_rl.models.truncation import KeptTokens
 from moe_rl.routing.scores import RouterScores
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, prompt_rows, response_rows
@@ -28,6 +29,9 @@ def full() -> Batch:
             values[field.name] = natural
         elif "RouterScores" in kind:
             values[field.name] = policy.score(batch, scores=True).scores
+        elif "KeptTokens" in kind:
+            counts = torch.randint(1, 5, batch.tokens.shape, generator=generator).where(batch.response_mask, 0).int()
+            values[field.name] = KeptTokens(torch.arange(int(counts.sum())).int(), counts)
         elif getattr(batch, field.name) is None:
             dtype = torch.float64 if field.name == "weights" else torch.float32
             drawn = torch.rand(batch.tokens.shape, generator=generator, dtype=dtype)
@@ -56,6 +60,10 @@ def test_every_field_of_some_rows_is_those_rows_without_common_padding(rows, ful
         if isinstance(value, RoutingTrace):
             assert torch.equal(found.experts, value.experts[rows][:, :time]), field.name
             assert torch.equal(found.tokens, part.tokens) and found.layout == value.layout
+        elif isinstance(value, KeptTokens):
+            assert torch.equal(found.counts, value.counts[rows][:, :time])
+            whole = value.only(torch.zeros(*value.counts.shape, len(value.ids)))
+            assert torch.equal(found.only(torch.zeros(*found.counts.shape, len(value.ids))), whole[rows][:, :time])
         elif isinstance(value, RouterScores):
             pairs = zip([value.gates, value.log_probs, value.margins, *value.all_log_probs],
                         [found.gates, found.log_probs, found.margins, *found.all_log_probs], strict=True)
@@ -81,7 +89,8 @@ def test_a_batch_moves_as_a_whole(full):
     for field in fields(Batch):
         value, moved = getattr(full, field.name), getattr(there, field.name)
         tensor, original = (
-            x.experts if isinstance(x, RoutingTrace) else x.all_log_probs[-1] if isinstance(x, RouterScores) else x
+            x.experts if isinstance(x, RoutingTrace) else x.all_log_probs[-1] if isinstance(x, RouterScores)
+            else x.ids if isinstance(x, KeptTokens) else x
             for x in (moved, value)
         )
         assert tensor.device.type == "meta" and tensor.dtype == original.dtype and tensor.shape == original.shape

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     argument("--pp", type=int, metavar="N", help="megatron: pipeline parallel size"),
     argument("--ep", type=int, metavar="N", help="megatron: expert parallel size"),
     argument("--etp", type=int, metavar="N", help="megatron: expert-tensor parallel size"),
+    argument("--track", action="append", default=[], metavar="NAME",
+             help="tensorboard or wandb, NAME=FOLDER: gets the rows of every commit; docs/trackers.md"),
     MIX_CODE,
     examples="""
   moe-rl run routing_replay --dry-run     what it costs, what would make it void
@@ -62,12 +64,19 @@ def run(options: argparse.Namespace) -> int:
     from moe_rl.config.text import parse_settings
     from moe_rl.results import printed
     from moe_rl.runs.terminal import say
+    from moe_rl.runs.trackers import target
     from moe_rl.study.declaration import QUICK_STEPS, load_study_file, write_declaration
     from moe_rl.study.slurm import arguments
+    from moe_rl.study.tracking import trackers_beside
     from moe_rl.study.workers import at_a_time, checked_by, preflight, run_study, unfinished
 
     cluster, options.settings = _launcher(options)
     jobs, console = at_a_time(options.jobs), Console(quiet=ranks.rank() > 0)
+    if cluster is not None and options.track:
+        raise ConfigError("--track follows runs of this machine; of a cluster's, show the tables as they come: moe-rl "
+                          f"export {options.out} --to {options.track[0]}")
+    for tracker in options.track:
+        target(tracker)  # raises, before anything is written, where there is none
     study = load_study_file(options.study)
     changes: dict[str, Any] = {"task": options.task} if options.task else {}
     changes |= parse_settings(study.base.replace(**changes), options.settings) | _layout(options)
@@ -99,8 +108,9 @@ def run(options: argparse.Namespace) -> int:
             f"{', '.join(changed)}: from now on the new one is shown. Two studies need two names.", wrap=True)
     if cluster is not None:
         return _submitted(console, study, planned, cluster, options)
-    failures = run_study(study, planned, cache=options.out / ".cache", jobs=jobs, mix_code=options.mix_code,
-                         console=console)
+    with trackers_beside(options.track if ranks.rank() == 0 else (), options.out / study.name, console):
+        failures = run_study(study, planned, cache=options.out / ".cache", jobs=jobs, mix_code=options.mix_code,
+                             console=console)
     if ranks.launched():
         ranks.leave()
     code = _failed(failures)

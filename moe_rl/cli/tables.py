@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 from pathlib import Path
 
 from moe_rl.cli.verbs import MIX_CODE, UNFINISHED, argument, verb
+from moe_rl.errors import ConfigError, RunError
 
 TRUST = argument("--trust", action="store_true",
                  help="import figures, metrics and verdict of the study's own from beside its tables, too")
@@ -87,26 +89,53 @@ def collect(options: argparse.Namespace) -> int:
 
 @verb(
     "export",
-    "The tables of all runs below a folder as CSV.",
+    "The tables of all runs below a folder as CSV, or to a tracker.",
     argument("folder", type=Path),
-    argument("--to", type=Path, default=Path("csv"), help="folder to write (default: csv)"),
+    argument("--to", default="csv", metavar="TO",
+             help="folder to write (default: csv), or tensorboard, wandb, pkg.module:Class, each =FOLDER if need be"),
+    argument("--follow", action="store_true", help="tracker: and what is committed from now on, until you stop it"),
     UNFINISHED,
     MIX_CODE,
     examples="""
-  moe-rl export runs/routing_replay --to csv              csv/steps.csv, updates.csv, layers.csv, runs.csv""",
+  moe-rl export runs/routing_replay --to csv              csv/steps.csv, updates.csv, layers.csv, runs.csv
+  moe-rl export runs/routing_replay --to tensorboard      tensorboard --logdir tensorboard
+  WANDB_MODE=offline moe-rl export runs/routing_replay --to wandb=logs/wandb
+A tracker gets every number once, however often it is given them; those of unfinished runs up to their last commit.""",
 )
 def export(options: argparse.Namespace) -> int:
-    """CSV files, floats with all their digits."""
+    """CSV files, floats with all their digits; or points."""
     from moe_rl.runs.frames import load_study
+    from moe_rl.runs.trackers import names_a_tracker
 
+    if names_a_tracker(options.to):
+        return _to_tracker(options)
+    if options.follow:
+        raise ConfigError(f"--follow is for a tracker, and {options.to} is a folder of CSV files")
     frames = load_study(options.folder, unfinished=options.unfinished, mix_code=options.mix_code)
-    options.to.mkdir(parents=True, exist_ok=True)
+    folder = Path(options.to)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, frame in {"runs": frames.runs, **frames.tables}.items():
-        file = options.to / f"{name}.csv"
+        file = folder / f"{name}.csv"
         frame.to_csv(file, index=False)
         print(f"{file}: {len(frame)} rows")
     for text in frames.left_out:
         print(f"left out: {text}", file=sys.stderr)
+    return 0
+
+
+def _to_tracker(options: argparse.Namespace) -> int:
+    """What a tracker lacks; then, on request, whatever is committed."""
+    from moe_rl.runs.trackers import bring_up_to_date, opened, tracked, tracked_tables
+    from moe_rl.study.tracking import follow
+
+    runs = list(tracked(options.folder)) or list(tracked_tables(options.folder))
+    if not runs and not options.follow:
+        raise RunError(f"no run below {options.folder}")
+    with opened(options.to) as tracker:
+        for run in runs:
+            print(f"{run.place}: {bring_up_to_date(tracker, run)} steps more")
+    if options.follow:
+        follow(options.to, options.folder, threading.Event())
     return 0
 
 

@@ -105,6 +105,16 @@ class RunConfig:
     activation_checkpointing: bool = False
     temperature: float = 1.0
     """Of sampling, and of every log-probability; above 0."""
+    top_p: float = 1.0
+    """Completions are drawn from the fewest tokens that together have this probability, after `min_p` and `top_k`, and
+    every log-probability is over these alone. 1: from all. The cold start draws from all."""
+    top_k: int = 0
+    """Completions are drawn from at most so many tokens. 0: from all."""
+    min_p: float = 0.0
+    """Completions are drawn from tokens of at least so many times the highest probability."""
+    sampling_mask: bool = True
+    """Where `top_p`, `top_k` or `min_p` truncate: which tokens they kept travels with the rollouts, and trainer and
+    reference renormalise over the same ones. False: they are over the whole vocabulary, the engine's are not."""
     max_new_tokens: int = 16
     stop: tuple[str, ...] = ()
     """Texts that end a completion, beside the end token."""
@@ -142,6 +152,11 @@ class RunConfig:
         names = {name for text in texts for name in NAMED.findall(text)}
         task = Use.of(self.task).name
         return names | ({task} if ":" in task and task.partition(":")[0] not in WITH_ARGUMENT else set())
+
+    @property
+    def truncates(self) -> bool:
+        """Whether completions are drawn from some tokens only."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def hash(self) -> str:

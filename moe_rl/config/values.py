@@ -40,6 +40,8 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     "optimizer.grad_clip": (0, math.inf, "a norm, or 0 for no clipping; a negative one would train uphill"),
     "critic.clip": (0, math.inf, "how far a value may go from what it was, at least 0; inf for no clipping"),
     "cold_start.max_steps": (0, math.inf, "a number of steps"),
+    "top_k": (0, math.inf, "a number of tokens, or 0 for all"),
+    "min_p": (0, 1, "a share of the highest probability"),
     "cold_start.target": (0, 1, "a success rate, from 0 (no cold start) to 1"),
     "dial.sigma": (0, math.inf, "a standard deviation"),
     "engine.router_noise": (0, math.inf, "a standard deviation"),
@@ -73,6 +75,8 @@ def check_values(config: RunConfig) -> None:
             raise ConfigError(f"{key}={value:g}: {why}")
     if config.temperature <= 0:
         raise ConfigError(f"temperature={config.temperature:g}: logits are divided by it, so it must be positive")
+    if not 0 < config.top_p <= 1:
+        raise ConfigError(f"top_p={config.top_p:g}: a share of the probability, above 0 or nothing is drawn; 1: all")
     if not all(0 <= beta < 1 for beta in config.optimizer.betas):
         raise ConfigError(f"optimizer.betas={config.optimizer.betas}: shares of a mean that are kept, in [0, 1)")
     if config.optimizer.name not in OPTIMIZERS:

@@ -9,6 +9,8 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from moe_rl.models.truncation import KeptTokens, entropy_of
+
 LOGITS = 2**26
 """Logits that are made at once: a quarter of a gigabyte in float32, of which softmax and backward hold about four."""
 
@@ -37,11 +39,12 @@ def log_probs_in_pieces(
     where: Bool[Tensor, "batch kept"],
     temperature: float,
     entropy_gradient: bool,
+    kept: KeptTokens | None = None,
 ) -> tuple[Float[Tensor, "batch kept"], Float[Tensor, "batch kept"]]:
-    """log π(wanted) and entropy at the last `kept` inputs, 0 outside `where`; equal to those of all logits at once up
-    to float rounding. Logits exist for so many tokens at a time that there are at most `LOGITS`, are made for `where`
-    alone, and again in the backward, so that memory does not grow with rows × time × vocabulary. For models whose
-    `head_is_apart`."""
+    """log π(wanted) and entropy at the last inputs, over the `kept` tokens where these are given, 0 outside `where`;
+    equal to those of all logits at once up to float rounding. Logits exist for so many tokens at a time that there are
+    at most `LOGITS`, are made for `where` alone, and again in the backward, so that memory does not grow with rows ×
+    time × vocabulary. For models whose `head_is_apart`."""
     head, hidden = _head(model), []
 
     def first_position(module: nn.Module, args: tuple) -> tuple:
@@ -54,16 +57,21 @@ def log_probs_in_pieces(
     finally:
         handle.remove()
 
-    def piece(states: Float[Tensor, "tokens width"], chosen: Integer[Tensor, " tokens"]) -> tuple[Tensor, Tensor]:
-        log_p = (head(states).float() / temperature).log_softmax(-1)
+    def piece(
+        states: Float[Tensor, "tokens width"], chosen: Integer[Tensor, " tokens"], kept: KeptTokens | None
+    ) -> tuple[Tensor, Tensor]:
+        logits = head(states).float() / temperature
+        log_p = (logits if kept is None else kept.only(logits)).log_softmax(-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = -(log_p.exp() * log_p).sum(-1)
+            entropy = entropy_of(log_p, kept is not None)
         return log_p.gather(-1, chosen[:, None])[:, 0], entropy
 
     states, chosen = hidden[0][where], wanted[where]
     size = max(1, LOGITS // head.weight.shape[0])
-    pieces = [checkpoint(piece, s, c, use_reentrant=False, preserve_rng_state=False)
-              for s, c in zip(states.split(size), chosen.split(size), strict=True)]  # fmt: skip
+    parts = states.split(size)
+    keeps = [None] * len(parts) if kept is None else kept.pieces(where, size)
+    pieces = [checkpoint(piece, s, c, k, use_reentrant=False, preserve_rng_state=False)
+              for s, c, k in zip(parts, chosen.split(size), keeps, strict=True)]  # fmt: skip
     return tuple(torch.zeros_like(where, dtype=torch.float).masked_scatter(where, torch.cat(x))
                  for x in zip(*pieces, strict=True))  # type: ignore[return-value]  # of two
 

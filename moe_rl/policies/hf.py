@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.config.parts import Optimizer
+from moe_rl.models.truncation import entropy_of
 from moe_rl.models.vocabulary import LOGITS, head_is_apart, log_probs_in_pieces
 from moe_rl.objectives import Objective
 from moe_rl.policies.micro_batches import Rows, cut, join, waiting
@@ -201,20 +202,21 @@ class HFPolicy:
         """Log-probs and entropy of the response tokens, 0 elsewhere."""
         first = first_response(part)
         tokens, mask = part.tokens.to(self.device), part.response_mask.to(self.device)[:, first:]
+        kept = None if part.kept is None else part.kept.to(self.device).since(first)
         if in_pieces:
             found = log_probs_in_pieces(self.model, tokens[:, :-1], tokens[:, first:], mask, self.temperature,
-                                        entropy_gradient)
+                                        entropy_gradient, kept)
         else:
             log_p = self._log_probs(part, first)
             chosen = log_p.gather(-1, tokens[:, first:, None])[..., 0]
             with nullcontext() if entropy_gradient else torch.no_grad():
-                entropy = -(log_p.exp() * log_p).sum(-1)
+                entropy = entropy_of(log_p, kept is not None)
             found = chosen.where(mask, 0.0), entropy.where(mask, 0.0)
         chosen, entropy = (nn.functional.pad(x, (first, 0)) for x in found)
         return chosen, entropy
 
     def _log_probs(self, part: Batch, first: int) -> Float[Tensor, "batch kept vocabulary"]:
-        """log π over the vocabulary from the token `first` on.
+        """log π over the vocabulary from the token `first` on, -inf at what truncated sampling did not keep.
 
         The last token is never an input: nothing depends on it. Right padding under a causal mask reaches no real
         token, so no attention mask is needed. Logits are made only where the next token belongs to a response.
@@ -222,7 +224,8 @@ class HFPolicy:
         tokens = part.tokens.to(self.device)
         keep = tokens.shape[1] - first
         logits = self.model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=keep).logits
-        return (logits.float() / self.temperature).log_softmax(-1)
+        logits = logits.float() / self.temperature
+        return (logits if part.kept is None else part.kept.to(self.device).since(first).only(logits)).log_softmax(-1)
 
 
 def first_response(part: Batch) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
+from moe_rl.models.truncation import KeptTokens
 from moe_rl.routing import Layout, Recording, RoutingTrace
 
 
@@ -24,6 +27,8 @@ class CompletionBuffers:
     """Completion tokens so far."""
     finished: Bool[Tensor, " rows"]
     routes: Integer[Tensor, "rows time site k"] | None
+    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Of every position in turn: the row and the id of each token that truncated sampling kept."""
 
     @staticmethod
     def empty(
@@ -61,8 +66,22 @@ class CompletionBuffers:
             ids = recording.take().unflatten(0, (-1, time.stop - time.start))
             self.routes[rows, time] = ids.repeat_interleave(repeat, 0) if repeat > 1 else ids
 
+    def keep_tokens(self, rows: Int[Tensor, " rows"], may_be_drawn: Bool[Tensor, "rows vocabulary"]) -> None:
+        """Store what truncated sampling kept at the next position of these rows."""
+        row, token = may_be_drawn.nonzero(as_tuple=True)
+        self.kept.append((rows[row], token.int()))
+
+    def kept_tokens(self) -> Sequence[KeptTokens | None]:
+        """What was kept at every token of each row; None where nothing was stored."""
+        if not self.kept:
+            return [None] * len(self.tokens)
+        counts = torch.stack([row.bincount(minlength=len(self.tokens)) for row, _ in self.kept], 1).int()
+        order = torch.cat([row for row, _ in self.kept]).argsort(stable=True)
+        return KeptTokens(torch.cat([token for _, token in self.kept])[order], counts).each(self.lengths.tolist())
+
     def cpu(self) -> CompletionBuffers:
-        buffers = {name: x.cpu() for name, x in vars(self).items() if x is not None}
+        buffers: dict[str, Any] = {name: x.cpu() for name, x in vars(self).items() if isinstance(x, Tensor)}
+        buffers["kept"] = [(row.cpu(), token.cpu()) for row, token in self.kept]
         return replace(self, **buffers | {"tokens": buffers["tokens"].to(torch.int32)})
 
     def trace(self, row: int, time: slice, recording: Recording | None) -> RoutingTrace | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from pathlib import Path
 
 import torch
@@ -48,6 +49,13 @@ def check_engine(run: RunConfig) -> None:
         raise ConfigError(f"engine.dtype={engine.dtype!r} is no dtype of torch; use bfloat16 or float32.")
     if engine.experts not in (None, *EXPERTS):
         raise ConfigError(f"engine.experts={engine.experts!r}: choose {', '.join(EXPERTS)}.")
+    if run.truncates and not (run.sampling_mask and engine.name == "hf"):
+        why = f"engine {engine.name!r} does not say what it kept" if run.sampling_mask else "sampling_mask=False"
+        warnings.warn(
+            f"top_p={run.top_p:g}, top_k={run.top_k}, min_p={run.min_p:g} without their mask ({why}): completions are "
+            "drawn from the kept tokens, but the trainer's log-probs are over the whole vocabulary, so that engine and "
+            "trainer, and an engine's log-probs as anchor, are different distributions. What corrects for it is "
+            "truncated, masked or another correction; the engine hf gives the mask.", stacklevel=2)
     if engine.router_noise < 0:
         raise ConfigError(f"engine.router_noise={engine.router_noise} must not be negative.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_rl.models.truncation import KeptTokens
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Rollout
 
@@ -11,7 +12,7 @@ from moe_rl.types import Batch, Rollout
 def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[float], pad_token: int) -> Batch:
     """Right-pad rollouts into one batch; advantages are zero until the trainer fills them.
 
-    Routes are kept when every rollout carries them. The batch lives on the CPU.
+    Routes, and what sampling kept, are there when every rollout carries them. The batch lives on the CPU.
     """
     lengths = [len(r.prompt.tokens) + len(r.tokens) for r in rollouts]
     shape = (len(rollouts), max(lengths))
@@ -26,6 +27,7 @@ def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[floa
         response_mask[b, start:length] = True
         logprobs[b, start:length] = rollout.logprobs
     routes = [r.routes for r in rollouts if r.routes is not None]
+    kept = [r.kept for r in rollouts if r.kept is not None]
     routed = len(routes) == len(rollouts)
     return Batch(
         tokens=tokens,
@@ -37,4 +39,5 @@ def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[floa
         advantages=torch.zeros(shape),
         finished=torch.tensor([r.finished for r in rollouts]),
         rollout_routes=RoutingTrace.stack(routes, tokens, attention_mask) if routed else None,
+        kept=KeptTokens.stack(kept, response_mask) if len(kept) == len(rollouts) else None,
     )

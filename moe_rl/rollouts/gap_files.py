@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.types import Batch
+from moe_rl.types import Batch, Sampling
 
 USUAL, TIMES = 3, 5.0
 """Steps after which a usual gap is known, and how many times it a gap has to be."""
@@ -31,8 +31,8 @@ class GapFiles:
     read by the run, and a file that cannot be written is a warning.
     """
 
-    def __init__(self, folder: Path, temperature: float):
-        self.folder, self.temperature = folder, temperature
+    def __init__(self, folder: Path, sampling: Sampling):
+        self.folder, self.sampling = folder, sampling
         self.before: deque[float] = deque(maxlen=20)
 
     def __call__(self, step: int, batch: Batch, row: Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ class GapFiles:
         try:
             self.folder.mkdir(exist_ok=True)
             with file.open("w") as out:
-                for line in lines(batch, self.temperature, f"step {step - 1}"):
+                for line in lines(batch, self.sampling, f"step {step - 1}"):
                     if (there := out.tell()) and there + len(line) > BYTES:
                         break
                     out.write(line)
@@ -61,7 +61,7 @@ class GapFiles:
                       f"{step - 1}, says why.", stacklevel=2)
 
 
-def lines(batch: Batch, temperature: float, version: str) -> Iterator[str]:
+def lines(batch: Batch, sampling: Sampling, version: str) -> Iterator[str]:
     """The first responses of a batch, a line of JSON each, as docs/diagnose.md has them; null is a log-prob of what an
     environment wrote."""
     for b in range(min(len(batch), ROWS)):
@@ -73,7 +73,9 @@ def lines(batch: Batch, temperature: float, version: str) -> Iterator[str]:
         entry: dict[str, Any] = {
             "tokens": batch.tokens[b, :end].tolist(), "prompt_length": start,
             "logprobs": [value if is_own else None for value, is_own in values],
-            "temperature": temperature, "weight_version": version}
+            "temperature": sampling.temperature, "weight_version": version}
+        if sampling.truncates:
+            entry |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
         if batch.rollout_routes is not None:
             file = io.BytesIO()
             np.save(file, batch.rollout_routes.experts[b, : end - 1].cpu().numpy())

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moe_rl.errors import Diverged, RunError
+from moe_rl.models.truncation import kept
 from moe_rl.rollouts.buffers import CompletionBuffers
 from moe_rl.rollouts.request import before_stop, check_request, context_length, end_tokens
 from moe_rl.routing import Recording, record_routing
@@ -51,8 +52,9 @@ class HFEngine:
         """`group_size` completions of every prompt, prompt-major; see `RolloutEngine.generate`.
 
         Prompts are batched with others of about their length and padded on the left. Log-probabilities are float32,
-        of softmax(logits / temperature), under `greedy` too (where the token is the arg max). Raises Diverged when the
-        model's logits are not finite, and ConfigError for a prompt that leaves no room in its context.
+        of softmax(logits / temperature), over what truncation keeps, under `greedy` too (where the token is the arg
+        max). Raises Diverged when the model's logits are not finite, and ConfigError for a prompt that leaves no room
+        in its context.
         """
         check_request(prompts, group_size, sampling, self.context)
         groups: list[list[Rollout]] = [[] for _ in prompts]
@@ -115,6 +117,12 @@ class HFEngine:
         logits = output.logits[:, -1][sample]
         rows = torch.arange(len(sample), device=self.device)  # of the completions still being drawn
         for t in range(sampling.max_new_tokens):
+            if sampling.truncates:
+                may_be_drawn = kept(logits.float() / sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
+                                    min_p=sampling.min_p)
+                logits = logits.masked_fill(~may_be_drawn, -torch.inf)
+                if sampling.keep_mask:
+                    drawn.keep_tokens(rows, may_be_drawn)
             token, logprob = draw_tokens(logits, noise[rows, t], sampling)
             drawn.tokens[rows, start + t] = token
             drawn.logprobs[rows, t] = logprob
@@ -161,6 +169,7 @@ class HFEngine:
         lengths, finished = drawn.lengths.tolist(), drawn.finished.tolist()
         tokens = [row[width : width + n] for row, n in zip(drawn.tokens.tolist(), lengths, strict=True)]
         texts = self._decode([row[:-1] if row[-1] in ends else row for row in tokens])
+        kept_tokens = drawn.kept_tokens()
         rollouts = []
         for b, text in enumerate(texts):
             prompt, n = prompts[b // group_size], lengths[b]
@@ -171,6 +180,7 @@ class HFEngine:
                     logprobs=drawn.logprobs[b, :n],
                     text=before_stop(text, sampling.stop),
                     finished=finished[b],
+                    kept=kept_tokens[b],
                     routes=drawn.trace(b, slice(width - len(prompt.tokens), width + n - 1), recording),
                 )
             )

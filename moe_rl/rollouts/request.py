@@ -42,6 +42,9 @@ def check_request(prompts: list[Prompt], group_size: int, sampling: Sampling, co
         raise ConfigError(f"group size {group_size} and max_new_tokens {sampling.max_new_tokens} must be at least 1.")
     if not sampling.temperature > 0:
         raise ConfigError(f"temperature {sampling.temperature} must be above 0; for the arg max use greedy.")
+    if not (0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p <= 1):
+        raise ConfigError(f"top_p={sampling.top_p:g} must be in (0, 1], top_k={sampling.top_k} at least 0 and "
+                          f"min_p={sampling.min_p:g} in [0, 1], or no token may be left to be drawn.")
     for i, prompt in enumerate(prompts):
         if not prompt.tokens:
             raise ConfigError(f"prompt {i} ({prompt.text[:40]!r}) has no token ids; encode it with the tokenizer.")

@@ -77,8 +77,8 @@ class VLLMEngine:
     ) -> list[Rollout]:
         """`group_size` completions of every prompt, prompt-major; see `RolloutEngine.generate`.
 
-        Log-probs are those after the temperature (vLLM's `processed_logprobs`). vLLM knows none for the arg max at a
-        temperature other than 1: they are NaN.
+        Log-probs are those after the temperature and over what truncation keeps (vLLM's `processed_logprobs`), which
+        it does not name. vLLM knows none for the arg max where either is set: they are NaN.
         """
         check_request(prompts, group_size, sampling, self.context)
         if not self.pushes:
@@ -92,7 +92,7 @@ class VLLMEngine:
             [self._parameters(sampling, seed) for seed in seeds],
             use_tqdm=False,
         )
-        unknown = sampling.greedy and sampling.temperature != 1
+        unknown = sampling.greedy and (sampling.temperature != 1 or sampling.truncates)
         rollouts = self.reader.read(each, [_answer(output) for output in outputs], sampling)
         return [dataclasses.replace(r, logprobs=r.logprobs * float("nan")) for r in rollouts] if unknown else rollouts
 
@@ -117,6 +117,9 @@ class VLLMEngine:
 
         return SamplingParams(
             temperature=0.0 if sampling.greedy else sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_new_tokens,
             seed=seed,
             stop=list(sampling.stop) or None,

@@ -53,6 +53,8 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
         Column("response_tokens", "steps", "tokens", "mean response length, EOS included"),
         Column("truncated", "steps", "share", "responses cut off by max_new_tokens"),
         Column("entropy", "steps updates", "nats", "mean over response tokens of −Σ p log p at the run's temperature"),
+        Column("kept_tokens", "steps", "tokens", "mean number of tokens that a response token was drawn from; runs with "
+               "top_p, top_k or min_p whose engine says which: 4 bytes each while the step lasts"),
         Column("eval_exact_{greedy,sampled}", "steps", "share", "exact matches on the fixed held-out prompts"),
         Column("eval_reward_{greedy,sampled}", "steps", "0–1", "mean reward on the fixed held-out prompts"),
         Column("eval_n", "steps", "prompts", "held-out prompts evaluated"),

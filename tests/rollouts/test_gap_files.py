@@ -15,6 +15,7 @@ from moe_rl.rollouts.gap_files import FILES, GapFiles
 from moe_rl.runs import frames
 from moe_rl.runs.folder import RunFolder
 from moe_rl.trainer import roll_out, train
+from moe_rl.types import Sampling
 from tests.test_trainer import TINY, carry_out
 
 RUN = TINY.replace(steps=2, eval_every=2)
@@ -30,7 +31,7 @@ def kept(folder):
 
 
 def test_what_stands_out_is_kept_and_no_more_than_three(parts, tmp_path):
-    batch, watch = roll_out(RUN, parts, 1), GapFiles(tmp_path / "rollouts", 1.0)
+    batch, watch = roll_out(RUN, parts, 1), GapFiles(tmp_path / "rollouts", Sampling())
     for step, gap in enumerate((1e-3, 2e-3, 1e-3, 2e-3, 4.9e-3), start=1):
         watch(step, batch, {"engine_kl_k3": gap})
     watch(6, batch, {})
@@ -44,19 +45,19 @@ def test_what_stands_out_is_kept_and_no_more_than_three(parts, tmp_path):
 
 def test_a_first_step_far_off_is_kept_and_rounding_never(parts, tmp_path):
     batch = roll_out(RUN, parts, 1)
-    watch = GapFiles(tmp_path / "a", 1.0)
+    watch = GapFiles(tmp_path / "a", Sampling())
     for step in range(1, 9):
         watch(step, batch, {"engine_kl_k3": 1e-13 if step < 8 else 9e-7})
     assert kept(tmp_path / "a") == []
     with pytest.warns(UserWarning, match="0.02 nats"):
-        GapFiles(tmp_path / "b", 1.0)(1, batch, {"engine_kl_k3": 0.02})
+        GapFiles(tmp_path / "b", Sampling())(1, batch, {"engine_kl_k3": 0.02})
     assert kept(tmp_path / "b") == ["step=000001.jsonl"]
 
 
 def test_a_kept_file_is_read_by_diagnose(parts, tmp_path):
     batch = roll_out(RUN, parts, 1)
     with pytest.warns(UserWarning):
-        GapFiles(tmp_path, 1.0)(1, replace(batch, rollout_logprobs=batch.rollout_logprobs), {"engine_kl_k3": 1.0})
+        GapFiles(tmp_path, Sampling())(1, batch, {"engine_kl_k3": 1.0})
     found = diagnose(tmp_path / "step=000001.jsonl", parts.policy.model)
     assert found.causes == () and found.of == len(batch) and found.tokens == int(batch.response_mask.sum())
     assert any(r.name == "ids forced" for r in found.rungs)
@@ -67,11 +68,11 @@ def test_a_file_is_bounded_and_says_what_is_not_the_policys_own(parts, tmp_path,
     mask = batch.response_mask.clone()
     start = int(mask[0].long().argmax())
     mask[0, start + 1] = False
-    (first, *_) = map(json.loads, gap_files.lines(replace(batch, response_mask=mask), 0.7, "step 0"))
+    (first, *_) = map(json.loads, gap_files.lines(replace(batch, response_mask=mask), Sampling(0.7), "step 0"))
     assert first["prompt_length"] == start and first["logprobs"][1] is None and first["temperature"] == 0.7
     monkeypatch.setattr(gap_files, "BYTES", 2000)
     with pytest.warns(UserWarning):
-        GapFiles(tmp_path, 1.0)(1, batch, {"engine_kl_k3": 1.0})
+        GapFiles(tmp_path, Sampling())(1, batch, {"engine_kl_k3": 1.0})
     file = tmp_path / "step=000001.jsonl"
     assert 0 < file.stat().st_size <= 2000 and all(map(json.loads, file.read_text().splitlines()))
 
@@ -79,14 +80,14 @@ def test_a_file_is_bounded_and_says_what_is_not_the_policys_own(parts, tmp_path,
 def test_a_response_longer_than_a_file_may_be_is_kept(parts, tmp_path, monkeypatch):
     monkeypatch.setattr(gap_files, "BYTES", 10)
     with pytest.warns(UserWarning, match="diagnose"):
-        GapFiles(tmp_path, 1.0)(1, roll_out(RUN, parts, 1), {"engine_kl_k3": 1.0})
+        GapFiles(tmp_path, Sampling())(1, roll_out(RUN, parts, 1), {"engine_kl_k3": 1.0})
     assert len((tmp_path / "step=000001.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(parts, tmp_path):
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="cannot be kept"):
-        GapFiles(tmp_path / "file" / "rollouts", 1.0)(1, roll_out(RUN, parts, 1), {"engine_kl_k3": 1.0})
+        GapFiles(tmp_path / "file" / "rollouts", Sampling())(1, roll_out(RUN, parts, 1), {"engine_kl_k3": 1.0})
 
 
 def test_watching_changes_no_number_of_a_run(tmp_path, monkeypatch):

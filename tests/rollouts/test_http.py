@@ -11,6 +11,7 @@ import contextlib
 import json
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -129,7 +130,11 @@ def test_a_pushed_server_answers_with_the_policys_own_rollouts(server, loaded, t
 
 def test_a_request_says_everything_a_server_might_otherwise_fill_in(server, loaded, tmp_path):
     sampling = Sampling(0.7, 5, ("\n",))
-    engine_of(server, loaded, tmp_path).generate(PROMPTS[:1], 1, key=(3,), sampling=sampling)
+    engine = engine_of(server, loaded, tmp_path)
+    engine.generate(PROMPTS[:1], 1, key=(3,), sampling=replace(sampling, top_p=0.5, top_k=7, min_p=0.25))
+    truncated = server.bodies[-1]["sampling_params"]
+    assert [truncated[name] for name in ("top_p", "top_k", "min_p")] == [0.5, 7, 0.25]
+    engine.generate(PROMPTS[:1], 1, key=(3,), sampling=sampling)
     sent = server.bodies[-1]["sampling_params"]
     neutral = {"temperature": 0.7, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
     assert {name: sent[name] for name in neutral} == neutral
@@ -361,6 +366,7 @@ def sglang(server, loaded, tmp_path, monkeypatch):
 def test_sglang_is_asked_and_read_in_its_own_words(sglang):
     (rollout,) = sglang.generate(PROMPTS[:1], 1, key=(3,), sampling=Sampling(0.5, 5, ("\n",)))
     path, body = sglang.asked[0]
+    assert [body["sampling_params"][name] for name in ("top_p", "top_k", "min_p")] == [1.0, -1, 0.0]
     assert path == "/generate" and body["return_routed_experts"] and body["return_logprob"]
     assert body["input_ids"] == [65, 66, 67] and body["sampling_params"]["max_new_tokens"] == 5
     assert 0 <= body["sampling_params"]["sampling_seed"] < 2**31

@@ -49,6 +49,7 @@ class Response:
     top_p: float = 1.0
     top_k: int = 0
     """Most tokens that sampling kept; 0: all."""
+    min_p: float = 0.0
     version: str | None = None
     """Which weights sampled it, in the words of the engine."""
     cached: int | None = None
@@ -116,7 +117,8 @@ class Rollouts:
         return Response(
             where, line, tokens, prompt, np.array([math.nan if x is None else x for x in values], dtype=np.float64),
             _setting(entry, "temperature", where, 1.0, 0.0, 1e6), _setting(entry, "top_p", where, 1.0, 0.0, 1.0),
-            int(_setting(entry, "top_k", where, 0, -2, 2**31)), None if version is None else str(version), cached)
+            int(_setting(entry, "top_k", where, 0, -2, 2**31)), _setting(entry, "min_p", where, 0.0, -1e-9, 1.0),
+            None if version is None else str(version), cached)
 
     def _tokens(self, entry: Mapping[str, Any], where: str, count: int) -> tuple[tuple[int, ...], int]:
         """Token ids of prompt and response, and how many are the prompt's."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moe_rl.compare.diagnose.responses import Response, layers_of
 from moe_rl.errors import RoutingError
+from moe_rl.models.truncation import kept
 from moe_rl.routing.hooks import record_routing, replay_routing
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import Layout, RoutingTrace
@@ -187,7 +188,7 @@ def read(
     reading: str,
 ) -> Float[Tensor, " token"]:
     """log p of the chosen tokens. A reading is STATED, "T=0.7", "T inverted", "T twice", or "kept set": renormalised
-    over what top-k and top-p keep, at the stated temperature (the whole vocabulary where neither is stated)."""
+    over what top-k, top-p and min-p keep, at the stated temperature (the whole vocabulary where neither is stated)."""
     stated = torch.tensor([r.temperature for r in responses], device=logits.device)[owner][:, None]
     temperature = {"T inverted": 1 / stated, "T twice": stated**2}.get(reading, stated)
     if reading.startswith("T="):
@@ -196,12 +197,10 @@ def read(
     found = log_p.gather(-1, chosen[:, None])[:, 0]
     if reading != "kept set":
         return found
-    order = log_p.sort(-1, descending=True).values
-    before = order.exp().cumsum(-1) - order.exp()
-    top_p, top_k = (torch.tensor([float(x(r)) for r in responses], device=logits.device)[owner][:, None]
-                    for x in (lambda r: r.top_p, lambda r: r.top_k if r.top_k > 0 else logits.shape[-1]))
-    keep = (before < top_p) & (torch.arange(logits.shape[-1], device=logits.device) < top_k)
-    return found - order.masked_fill(~keep, -torch.inf).logsumexp(-1)
+    top_p, top_k, min_p = (torch.tensor(x, device=logits.device)[owner][:, None] for x in zip(
+        *((r.top_p, float(r.top_k), r.min_p) for r in responses), strict=True))
+    keep = kept(log_p, top_p=top_p, top_k=top_k, min_p=min_p)
+    return found - log_p.masked_fill(~keep, -torch.inf).logsumexp(-1)
 
 
 def readings_of(responses: Sequence[Response]) -> Mapping[str, str]:
@@ -214,9 +213,9 @@ def readings_of(responses: Sequence[Response]) -> Mapping[str, str]:
                          f"{_listed(stated)} but reports log-probs at 1")
         others |= {"T inverted": "the engine multiplies logits by the temperature where it should divide",
                    "T twice": "the engine divides logits by the temperature twice"}
-    if any(r.top_p < 1 or r.top_k > 0 for r in responses):
-        others["kept set"] = ("the engine's log-probs are renormalised over the tokens that top-p or top-k keep; "
-                              "those of the trainer are over the whole vocabulary")
+    if any(r.top_p < 1 or r.top_k > 0 or r.min_p > 0 for r in responses):
+        others["kept set"] = ("the engine's log-probs are renormalised over what top-p, top-k or min-p keep; those "
+                              "of the trainer are over the whole vocabulary")
     return others
 
 

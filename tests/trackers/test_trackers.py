@@ -1,0 +1,144 @@
+"""TensorBoard and wandb themselves, offline: `make test-trackers` installs them and runs these tests."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_rl.runs.folder import run_folders
+from moe_rl.runs.trackers import tracked
+from tests.runs.test_trackers import _busy, expected
+from tests.test_cli import FAKE, fake_runs
+
+ROOT = Path(__file__).parents[2]
+REASON = "tests against the real trackers are run by `make test-trackers`"
+MISSING = {name: not any(importlib.metadata.distributions(name=name)) for name in ("tensorboard", "wandb")}
+REAL = [pytest.param(name, marks=pytest.mark.skipif(missing, reason=REASON)) for name, missing in MISSING.items()]
+
+
+def of_tensorboard(folder, run):
+    """(name, step) of every point and its value, as TensorBoard itself reads them; twice is an error."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(folder / run.place), size_guidance={"scalars": 0}).Reload()
+    found = [((name, e.step), e.value) for name in read.Tags()["scalars"] for e in read.Scalars(name)]
+    assert len(found) == len(dict(found))
+    return dict(found)
+
+
+def records(file):
+    """LevelDB's log format behind a header of 7 bytes: wandb's own."""
+    from wandb.proto import wandb_internal_pb2 as pb
+
+    data, at, part = file.read_bytes(), 7, b""
+    while at < len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        part += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            record = pb.Record()
+            record.ParseFromString(part)
+            part = b""
+            yield record
+
+
+def of_wandb(folder, run):
+    found = []
+    for file in sorted(folder.glob("offline-run-*/*.wandb")):
+        here = list(records(file))
+        (about,) = (r.run for r in here if r.WhichOneof("record_type") == "run")
+        if about.display_name != f"{run.arm}/{run.factors}/seed={run.seed}":
+            continue
+        assert (about.project, about.run_group, about.job_type) == (run.study, run.arm, run.factors)
+        assert {c.key: json.loads(c.value_json) for c in about.config.update}["optimizer"] == run.config["optimizer"]
+        for record in (r for r in here if r.WhichOneof("record_type") == "history"):
+            row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            assert row.pop("_step") == record.history.step.num
+            found += [((name, record.history.step.num), value) for name, value in row.items() if name[0] != "_"]
+    assert len(found) == len(dict(found)), "a point twice"
+    return dict(found)
+
+
+READ = {"tensorboard": of_tensorboard, "wandb": of_wandb}
+
+
+def check(name, folder, root):
+    """That every number of every run is there, once, and nothing else."""
+    for run in tracked(root):
+        found, wanted = READ[name](folder, run), expected(root.parent / run.place)
+        assert found.keys() == wanted.keys() and len(found) > 500
+        rounded = np.float32 if name == "tensorboard" else float
+        assert all(found[key] == rounded(value) for key, value in wanted.items())
+
+
+def export(name, folder, root):
+    return [sys.executable, "-m", "moe_rl", "export", str(root), "--to", f"{name}={folder}"]
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    paths = (ROOT, ROOT / "tests", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_every_point_is_there_once_though_the_exporter_is_killed_again_and_again(name, tmp_path, environment):
+    root, folder = fake_runs(tmp_path, seeds=(0,)), tmp_path / name
+    draw = random.Random(0)
+    for _ in range(3):
+        process = subprocess.Popen(export(name, folder, root), stdout=subprocess.DEVNULL, start_new_session=True)
+        start = time.monotonic()  # killed while it writes, most likely: Python starts for a while
+        while not (folder / ".moe_rl.lock").exists() and time.monotonic() - start < 20:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 1.5))
+        os.killpg(process.pid, signal.SIGKILL)  # wandb's own process, too
+        process.wait()
+    _busy(root / "grpo/base/seed=0", 5)  # one of the runs went on to step 15 meanwhile
+    subprocess.run(export(name, folder, root), check=True, cwd=tmp_path)
+    check(name, folder, root)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_study_that_is_killed_and_goes_on_gives_every_point_once(name, tmp_path, environment, monkeypatch):
+    monkeypatch.setenv("FAKE_NAP", "0.05")
+    root, folder = tmp_path / "fake", tmp_path / name
+    command = [sys.executable, "-m", "moe_rl", "run", FAKE, "--seeds", "0", "--arms", "grpo", "--steps", "60",
+               "--out", str(tmp_path), "--track", f"{name}={folder}"]  # fmt: skip
+    study = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                             start_new_session=True)
+    while not any(p.glob("commit/step=*") for p in run_folders(root)) or not [*folder.glob("**/*moe_rl*")]:
+        assert study.poll() is None
+        time.sleep(0.05)
+    time.sleep(1)
+    os.killpg(study.pid, signal.SIGKILL)
+    study.wait()
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert said.returncode == 0 and "is dropped" not in said.stdout + said.stderr
+    check(name, folder, root)
+
+
+@pytest.mark.skipif(MISSING["wandb"], reason=REASON)
+def test_wandb_that_nobody_is_logged_in_to_is_said_and_not_asked_for(tmp_path, environment, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    root = fake_runs(tmp_path, seeds=(0,))
+    said = subprocess.run(export("wandb", tmp_path / "wandb", root), stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True, timeout=100)
+    assert said.returncode == 2 and "WANDB_MODE=offline" in said.stderr
