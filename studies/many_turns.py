@@ -17,12 +17,12 @@ study = Study(
     name="many_turns",
     question="In conversations of two turns, at equal tokens: does Routing Replay help GRPO, is GSPO better than GRPO, "
     "and do advantages per turn (GSPO-token) add to GSPO?",
-    hypothesis="Where routes are quiet neither replay nor GSPO changes much, as with one turn; advantages per turn help, "
-    "since a right correction no longer rewards the wrong answer before it.",
+    hypothesis="Where routes are quiet neither replay nor GSPO changes much, as with one turn. Advantages per turn help: "
+    "a right correction is compared with other corrections, while a conversation's single advantage punishes it for "
+    "not having been right at once.",
     arms=(grpo, replay, gspo, gspo_token, grpo_turn),
     base=BASE.replace(
-        task=Use("corrected_sums", digits=DIGITS), max_new_tokens=2 * ONE_TURN + 2, **WARMED_UP,
-        **{"cold_start.target": 0.35}),
+        task=Use("corrected_sums", digits=DIGITS, spoiled=0.75), max_new_tokens=2 * ONE_TURN + 2, **WARMED_UP),
     seeds=tuple(range(400, 408)),
     own_cold_starts=True,
     figures=("learning", "clipping"),
@@ -44,6 +44,6 @@ study = Study(
     + " GSPO (2507.18071) proposes GSPO-token for many turns and shows no run of it; its advantages per turn are those "
     "of `by_turn`, since the paper names none.",
     caution="one learning rate, one task, one size; GSPO's range was chosen for 13 tokens and one turn.",
-    cost="Cold starts come on top: about a minute of one core per seed.",
+    cost="Cold starts come on top: one to two minutes of one core per seed.",
     seconds_per_step=0.9,
 )

@@ -51,4 +51,4 @@ def verdict(frames: Frames) -> list[str]:
 def _said(gap: Interval, p: float) -> str:
     if p <= 0.05:
         return "the first is better" if gap.mean > 0 else "the first is worse"
-    return "no difference that matters" if -WITHIN <= gap.low and gap.high <= WITHIN else f"undetermined at n = {gap.n}"
+    return "no difference that matters" if gap.low >= -WITHIN and gap.high <= WITHIN else f"undetermined at n = {gap.n}"

@@ -89,7 +89,7 @@ def advantage_of(arm: Arm) -> Advantage:
     steps = [Use.of(part) for part in arm.advantage]
     for one, after in zip(steps, [*steps[1:], Use("")], strict=True):
         rewards = one.name == "turn_rewards" or one.name == "kl_penalty" and one.options.get("per_token", True)
-        if rewards != (after.name in ESTIMATES) and (rewards or one.name in ("whitened", *ESTIMATES)):
+        if rewards != (after.name in ESTIMATES) and (rewards or one.name in ("whitened", "by_turn", *ESTIMATES)):
             raise ConfigError(f"arm {arm.name!r}: {one} before {after if after.name else 'the end'}: kl_penalty and "
                               "turn_rewards make rewards per token, returns or gae advantages of them, and of nothing "
                               "else per token")

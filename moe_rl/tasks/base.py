@@ -47,6 +47,7 @@ Transcript = Sequence[str]
 the policy."""
 
 
+@runtime_checkable
 class Conversation(Protocol):
     """One conversation about one prompt. Equal transcripts must get equal replies and rewards, or a run that was
     interrupted would not end as if it had not been: what is random is drawn from the prompt."""
