@@ -17,9 +17,9 @@ study = Study(
     name="many_turns",
     question="In conversations of two turns, at equal tokens: does Routing Replay help GRPO, is GSPO better than GRPO, "
     "and do advantages per turn (GSPO-token) add to GSPO?",
-    hypothesis="Where routes are quiet neither replay nor GSPO changes much, as with one turn. Advantages per turn help: "
-    "a right correction is compared with other corrections, while a conversation's single advantage punishes it for "
-    "not having been right at once.",
+    hypothesis="Where routes are quiet neither replay nor GSPO changes much, as with one turn. Advantages per turn do "
+    "help: a right correction is compared with other corrections, while the one advantage of a conversation punishes "
+    "it for not having been right at once.",
     arms=(grpo, replay, gspo, gspo_token, grpo_turn),
     base=BASE.replace(
         task=Use("corrected_sums", digits=DIGITS, spoiled=0.75), max_new_tokens=2 * ONE_TURN + 2, **WARMED_UP),

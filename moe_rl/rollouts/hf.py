@@ -152,8 +152,8 @@ class HFEngine:
     def _stopped(
         self, tokens: Int[Tensor, "rows time"], sampling: Sampling, begun: Int[Tensor, " rows"] | None = None
     ) -> Bool[Tensor, " rows"]:
-        """Rows whose text, from where it begun, now holds a stop string. Only a window that must contain a fresh one is
-        decoded."""
+        """Rows whose text, from where they `begun` at, now holds a stop string. Only a window that must contain a fresh
+        one is decoded."""
         if not sampling.stop:
             return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         window = max(len(stop.encode()) for stop in sampling.stop) + 4  # a token is at least a byte; 4 to spare

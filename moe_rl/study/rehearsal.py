@@ -163,9 +163,9 @@ def _tokenizer(model: ModelConfig) -> Any:
 
 def _longest(run: RunConfig) -> int | None:
     """Tokens of the longest reference answer looked at, its end included; None where there are none."""
-    task = load_task(run.task)
+    task, tokenizer = load_task(run.task), _tokenizer(run.model)
     with _explained(run, "the prompts of the task"):
-        return max(_shown(task, split_of(task, run.eval_prompts), _tokenizer(run.model))[1], default=None)
+        return max(_shown(task, split_of(task, run.eval_prompts), tokenizer)[1], default=None)
 
 
 def _shown(task: AnyTask, split: Split, tokenizer: Any) -> tuple[list[Prompt], list[int]]:

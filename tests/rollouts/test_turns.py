@@ -57,9 +57,9 @@ def test_a_conversation_is_one_pass(family: str, tokenizer: PreTrainedTokenizerF
     """Routes of its turns are those of one forward over all of it, bit for bit; log-probs up to the cache's rounding,
     sliding windows and padding included; 0 where the environment speaks."""
     model = make_model(family)  # noqa: F811
-    sampling = Sampling(temperature=0.7, max_new_tokens=24)
+    sampling = Sampling(temperature=0.7, max_new_tokens=24, stop=("c", "d", "e", "f"))
     rollouts = HFEngine(model, tokenizer).generate(prompts(), 3, key=(0, 1), sampling=sampling, reply=talk(1)[0])
-    assert len({len(r.turns) for r in rollouts}) > 2
+    assert len({len(r.turns) for r in rollouts}) > 1 and max(len(r.turns) for r in rollouts) > 2
     for r in rollouts:
         logprobs, experts = full_forward(model, r, 0.7)
         own = torch.zeros(len(r.tokens), dtype=torch.bool)
@@ -101,7 +101,7 @@ def test_random_transcripts(seed: int, model, tokenizer) -> None:  # noqa: F811
                 assert [text for b, text in asked if b == row] == [t.text for t in r.turns[: ended_turns]]
                 first = r.turns[0]
                 assert r.tokens[: first.end] == alone[row].tokens
-                assert torch.equal(r.logprobs[: first.end], alone[row].logprobs)
+                torch.testing.assert_close(r.logprobs[: first.end], alone[row].logprobs, rtol=0, atol=1e-5)
     batch = collate(found["one pass"], [i // 3 for i in range(12)], [0.0] * 12, 0)
     assert torch.equal(batch.response_mask, batch.turn > 0)
     assert batch.turn.amax(1).tolist() == [len(r.turns) for r in found["one pass"]]
