@@ -37,9 +37,9 @@ from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES, RouteSource
 from moe_rl.runs.folder import RunFolder, read_json, write_json
 from moe_rl.runs.lease import Held, Lease
-from moe_rl.tasks.base import Task, held_out, load_task, split_of
+from moe_rl.tasks.base import AnyTask, held_out, load_task, split_of
 from moe_rl.trainer import Listener, Parts, sampling_of, train, warn_void
-from moe_rl.types import Prompt, Rollout, Sampling
+from moe_rl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from moe_rl.policies.base import Policy
@@ -142,7 +142,7 @@ def _of_rank_0(loaded: LoadedModel | None) -> LoadedModel:
 
 
 def _prepare(
-    run: RunConfig, task: Task, loaded: LoadedModel, cache: Path, told: Progress, compares: bool, valued: bool
+    run: RunConfig, task: AnyTask, loaded: LoadedModel, cache: Path, told: Progress, compares: bool, valued: bool
 ) -> tuple[list[Prompt], int]:
     """The cold start; evaluation prompts and the padding token. `compares`: there will be a reference policy; `valued`:
     a critic."""
@@ -174,11 +174,9 @@ def _told(folder: Path) -> Progress:
     return tell
 
 
-def sample(
-    model: Any, tokenizer: Any, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling
-) -> list[Rollout]:
-    """Completions of a Hugging Face model, without their routes."""
-    return HFEngine(model, tokenizer, record_routes=False).generate(prompts, group_size, key=key, sampling=sampling)
+def sample(model: Any, tokenizer: Any, prompts: list[Prompt], group_size: int, **how: Any) -> list[Rollout]:
+    """Completions of a Hugging Face model, without their routes; see `Sampler.generate`."""
+    return HFEngine(model, tokenizer, record_routes=False).generate(prompts, group_size, **how)
 
 
 def _policy(run: RunConfig, loaded: LoadedModel | None, frozen: bool = False) -> Policy:

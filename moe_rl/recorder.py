@@ -138,7 +138,7 @@ def ratio_row(batch: Batch, log_ratio: Tensor, clipped_by: Tensor, counted: Tens
 def batch_row(batch: Batch, natural: Scored) -> Row:
     """What was sampled, and how well it did."""
     groups = batch.rewards.view(-1, int((batch.prompt_index == batch.prompt_index[0]).sum()))
-    return {
+    row = {
         "reward": batch.rewards.double().mean().item(),
         "exact": exact(batch.rewards),
         "reward_std": batch.rewards.double().std(correction=0).item(),
@@ -148,6 +148,11 @@ def batch_row(batch: Batch, natural: Scored) -> Row:
         "entropy": natural.entropy[batch.response_mask].double().mean().item(),
         **({} if batch.kept is None else {"kept_tokens": len(batch.kept.ids) / int(batch.response_mask.sum())}),
     }
+    if batch.turn is not None:
+        said = batch.attention_mask & ~batch.response_mask & (batch.response_mask.cumsum(1) > 0)
+        row |= {"turns": batch.turn.amax(1).double().mean().item(),
+                "environment_tokens": said.sum(1).double().mean().item()}
+    return row
 
 
 def engine_row(batch: Batch, natural: Scored) -> tuple[Row, list[Row]]:

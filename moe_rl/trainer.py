@@ -24,7 +24,8 @@ from moe_rl.routing.dial import Dose
 from moe_rl.routing.sources import RouteSource
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import DIAL, NOISE, PROMPTS, SPLIT, derive
-from moe_rl.tasks.base import Task, checked_reward, draw
+from moe_rl.tasks.base import AnyTask, draw
+from moe_rl.tasks.environments import converse
 from moe_rl.types import Batch, Prompt, Sampling, Scored
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ Listener = Callable[[Rows], None]
 class Parts:
     """What a run is made of. `execute.py` builds them from a RunConfig; a user may build their own."""
 
-    task: Task
+    task: AnyTask
     policy: Policy
     engine: RolloutEngine
     objective: Objective
@@ -189,8 +190,8 @@ def roll_out(run: RunConfig, parts: Parts, step: int) -> Batch:
     """The step's prompts, their completions, rewards and advantages, unless these need the batch to be scored."""
     excluding = {prompt.text for prompt in parts.held_out}
     prompts = parts.encode(draw(parts.task, run.prompts_per_step, derive(run.seed, PROMPTS, step), excluding))
-    rollouts = parts.engine.generate(prompts, run.group_size, key=(run.seed, NOISE, step), sampling=sampling_of(run))
-    rewards = [checked_reward(parts.task, r.prompt, r.text) for r in rollouts]
+    rollouts, rewards = converse(parts.engine.generate, parts.task, prompts, run.group_size,
+                                 key=(run.seed, NOISE, step), sampling=sampling_of(run))
     groups = [i for i in range(len(prompts)) for _ in range(run.group_size)]
     batch = collate(rollouts, groups, rewards, parts.pad_token)
     if parts.advantage.needs:

@@ -14,7 +14,7 @@ decide a response are therefore rows prompt_len-1 … len-2, and the last token 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ class Sampling:
 
     temperature: float = 1.0
     max_new_tokens: int = 32
+    """Most tokens after the prompt; in a conversation what the environment says counts, too."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion, besides the tokenizer's EOS; the text handed to the scorer excludes them."""
     greedy: bool = False
@@ -67,23 +68,46 @@ class Sampling:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
+Reply = Callable[[int, str], str | None]
+"""reply(row, text): what an environment says to what the policy wrote last in the conversation of that row, rows being
+prompt-major; None where the conversation is over."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy wrote at once in a conversation."""
+
+    start: int
+    end: int
+    """Its own tokens are `Rollout.tokens[start:end]`, the EOS included; what follows up to the next turn is the
+    environment's."""
+    text: str
+    """Without EOS and stop string."""
+    reply: str = ""
+    """What the environment said to it; of the last turn nothing."""
+    reward: float = 0.0
+
+
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled completion."""
+    """One sampled completion, or one conversation."""
 
     prompt: Prompt
     tokens: tuple[int, ...]
-    """Completion token ids, the EOS included when one was sampled."""
+    """Token ids after the prompt, every EOS included that was sampled, and what an environment said in between."""
     logprobs: Float[Tensor, " response"]
-    """Log-probability of each completion token under the distribution it was drawn from, in nats."""
+    """Log-probability of each token under the distribution it was drawn from, in nats; 0 at an environment's."""
     text: str
-    """The completion as text, without EOS and stop string."""
+    """The completion as text, without EOS and stop string; of a conversation all turns and replies, one after another.
+    """
     finished: bool
-    """False when `max_new_tokens` cut the completion off."""
+    """False when `max_new_tokens` cut it off, be it in a turn or because a reply would have left no room for one."""
     kept: KeptTokens | None = None
     """Which tokens truncated sampling kept for each of its own; None where it did not truncate, or does not say."""
     routes: RoutingTrace | None = None
     """Routes the engine used, batch 1 and time len(prompt) + len(tokens) - 1: the last token was never an input."""
+    turns: tuple[Turn, ...] = ()
+    """Of a conversation, at least one; empty where a task asks for one completion."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +128,10 @@ class Batch:
     advantages: Float[Tensor, "batch time"]
     """0 outside the response."""
     finished: Bool[Tensor, " batch"]
+    turn: Int[Tensor, "batch time"] | None = None
+    """Of a conversation's own tokens, the number of their turn, from 1; 0 elsewhere. None where there is one each."""
+    turn_rewards: Float[Tensor, "batch time"] | None = None
+    """What each turn earned, at its last token; 0 elsewhere. A row of it adds up to the row of `rewards`."""
     rollout_routes: RoutingTrace | None = None
     old_logprobs: Float[Tensor, "batch time"] | None = None
     """log π_old, the denominator of the ratio."""

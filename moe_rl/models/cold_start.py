@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.models.checkpoints import load_weights
 from moe_rl.models.load import LoadedModel, no_progress_bars, save_checkpoint
-from moe_rl.models.tokens import completion_tokens, encode_prompts
+from moe_rl.models.tokens import completion_tokens, demonstrated, encode_prompts
 from moe_rl.seeds import derive
-from moe_rl.tasks.base import Split, Task, checked_reward, draw, held_out, split_of
+from moe_rl.tasks.base import AnyTask, Split, draw, held_out, split_of
+from moe_rl.tasks.environments import converse
 from moe_rl.types import Prompt, Rollout, Sampling
 
 Sample = Callable[..., list[Rollout]]
@@ -64,7 +65,7 @@ class ColdStartResult:
 
 def cold_start(
     loaded: LoadedModel,
-    task: Task,
+    task: AnyTask,
     run: RunConfig,
     cache_root: Path,
     sample: Sample,
@@ -105,12 +106,12 @@ def cold_start(
     return dataclasses.replace(result, path=folder)
 
 
-def _examples(loaded: LoadedModel, task: Task, run: RunConfig, excluding: set[str]) -> Iterator[list[Prompt]]:
+def _examples(loaded: LoadedModel, task: AnyTask, run: RunConfig, excluding: set[str]) -> Iterator[list[Prompt]]:
     """Chunks of encoded training prompts, without end."""
     count, chunk = CHUNK * run.cold_start.batch_size, 0
     while True:
         prompts = draw(task, count, derive(TRAINING, run.cold_start.seed, chunk), excluding)
-        yield encode_prompts(prompts, loaded.tokenizer)
+        yield demonstrated(task, encode_prompts(prompts, loaded.tokenizer), loaded.tokenizer)
         chunk += 1
 
 
@@ -134,7 +135,7 @@ def _check_reachable(examples: list[Prompt], loaded: LoadedModel, run: RunConfig
 
 def _train(
     loaded: LoadedModel,
-    task: Task,
+    task: AnyTask,
     run: RunConfig,
     examples: Iterator[list[Prompt]],
     stop_prompts: list[Prompt],
@@ -224,16 +225,17 @@ def answer_logprobs(
 
 
 def _success_rate(
-    loaded: LoadedModel, task: Task, run: RunConfig, prompts: list[Prompt], sample: Sample, step: int
+    loaded: LoadedModel, task: AnyTask, run: RunConfig, prompts: list[Prompt], sample: Sample, step: int
 ) -> float:
     """Share of full rewards among some completions per prompt, sampled as the run will sample."""
     sampling = Sampling(temperature=run.temperature, max_new_tokens=run.max_new_tokens, stop=run.stop)
     key = (NOISE, run.cold_start.seed, step)
-    rollouts = sample(loaded.model, loaded.tokenizer, prompts, STOP_SAMPLES, key=key, sampling=sampling)
-    return sum(checked_reward(task, r.prompt, r.text) >= 1.0 for r in rollouts) / len(rollouts)
+    generate = partial(sample, loaded.model, loaded.tokenizer)
+    _, rewards = converse(generate, task, prompts, STOP_SAMPLES, key=key, sampling=sampling)
+    return sum(reward >= 1.0 for reward in rewards) / len(rewards)
 
 
-def _identity(loaded: LoadedModel, task: Task, run: RunConfig, prompts: list[Prompt]) -> dict[str, Any]:
+def _identity(loaded: LoadedModel, task: AnyTask, run: RunConfig, prompts: list[Prompt]) -> dict[str, Any]:
     """All that determines the result: settings, weights before it, prompts as encoded, the code of this file and of the
     task. Torch's and the machine's part in the last bits is left out, so that a cache can be copied."""
     weights = hashlib.sha256()

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe_rl.errors import ConfigError
+from moe_rl.tasks.base import AnyTask, Environment
+from moe_rl.tasks.environments import shortened
 from moe_rl.types import Prompt
 
 if TYPE_CHECKING:
@@ -58,6 +60,49 @@ def completion_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int
     return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
 
 
+def demonstrated(task: AnyTask, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Encoded prompts for a cold start: of an environment that shows conversations, all but the last turn of one is a
+    part of the prompt, and that turn is the answer. Raises ConfigError for a transcript that does not end with the
+    policy."""
+    show = getattr(task, "demonstration", None)
+    if not isinstance(task, Environment) or show is None:
+        return prompts
+    found = []
+    for prompt in prompts:
+        transcript = tuple(show(prompt))
+        if len(transcript) % 2 == 0:
+            raise ConfigError(f"{type(task).__name__}: the demonstration {shortened(transcript)} of the prompt "
+                              f"{prompt.text[:80]!r} must end with a turn of the policy.")
+        tokens = list(prompt.tokens)
+        for text, said in zip(transcript[:-1:2], transcript[1::2], strict=True):
+            tokens += [*completion_tokens(text, tokenizer), *reply_tokens(said, tokenizer, ended=True)]
+        found.append(dataclasses.replace(prompt, tokens=tuple(tokens), answer=transcript[-1]))
+    return found
+
+
+def reply_tokens(text: str, tokenizer: PreTrainedTokenizerBase, ended: bool) -> tuple[int, ...]:
+    """The ids that go between two turns of the policy, where an environment says `text`: what is there stays as it is,
+    token by token, and is never tokenised again.
+
+    Plain text where the tokenizer has no chat template; else what the template puts between the end of an assistant's
+    turn and the beginning of the next, around `text` as the user's turn. `ended`: whether the policy wrote the end
+    token itself, or a stop string did; then the template's end comes first. Raises ConfigError for text that the
+    tokenizer has no tokens for, and for a template that closes no turn by the end token and rewrites earlier ones.
+    """
+    if not tokenizer.chat_template:
+        return tuple(_known(tokenizer.encode(text, add_special_tokens=False), "reply", text, tokenizer))
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}, {"role": "user", "content": text}]
+    before: Any = tokenizer.apply_chat_template(turns[:2], tokenize=True, return_dict=False)
+    whole: Any = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+    if closing := before.count(tokenizer.eos_token_id):  # by number: templates drop thoughts from earlier turns
+        ends = [i for i, token in enumerate(whole) if token == tokenizer.eos_token_id]
+        return tuple(_known(whole[ends[closing - 1] + ended :], "reply", text, tokenizer))
+    if whole[: len(before)] != before:
+        raise ConfigError("the tokenizer's chat template closes no turn by its end token and writes earlier turns "
+                          "otherwise once there is another, so a conversation cannot go on token by token.")
+    return tuple(_known(whole[len(before) :], "reply", text, tokenizer))
+
+
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if tokenizer.chat_template:
         turn = [{"role": "user", "content": text}]
@@ -66,9 +111,14 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         ids = tokenizer.encode(text)
     if not ids:
         raise ConfigError(f"the prompt {text!r} has no tokens; the first token of a response needs one before it.")
+    return _known(ids, "prompt", text, tokenizer)
+
+
+def _known(ids: list[int], what: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids. Raises ConfigError where one stands for anything unknown."""
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
         raise ConfigError(
-            f"the tokenizer has no tokens for part of the prompt {text[:80]!r}, which the model would not see; "
+            f"the tokenizer has no tokens for part of the {what} {text[:80]!r}, which the model would not see; "
             f"choose a model whose vocabulary (now {len(tokenizer)}) covers the task."
         )
     return ids

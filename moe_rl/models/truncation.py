@@ -48,11 +48,11 @@ class KeptTokens:
     ids: Int32[Tensor, " kept"]
     """Token by token, in the order of `counts`."""
     counts: Int32[Tensor, "*token"]
-    """How many ids are a token's; 0 where nothing is known to be left out, as at prompts and padding."""
+    """How many ids are a token's; 0 where nothing is known to be left out, as at prompts, padding and what an environment said."""
 
     @staticmethod
     def stack(parts: Sequence[KeptTokens], where: Bool[Tensor, "batch time"]) -> KeptTokens:
-        """Of several rollouts, whose response tokens are the True places of a batch, row by row."""
+        """Of several rollouts, whose tokens after the prompt are the True places of a batch, row by row."""
         counts = torch.zeros(where.shape, dtype=torch.int32)
         counts[where] = torch.cat([part.counts for part in parts])
         return KeptTokens(torch.cat([part.ids for part in parts]), counts)

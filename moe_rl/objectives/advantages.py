@@ -17,7 +17,7 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, MoeRlError, RunError
 from moe_rl.lookup import Use, lookup, needs, needs_of, unknown
 from moe_rl.objectives.base import EQUAL, Earned, Values
-from moe_rl.objectives.returns import gae, on_last, returns
+from moe_rl.objectives.returns import gae, on_last, returns, turn_rewards, untouched
 from moe_rl.objectives.terms import ESTIMATORS
 from moe_rl.types import Batch
 
@@ -52,9 +52,12 @@ class Advantage:
                 f"the reward of row {row} is {batch.rewards[row].item()}, which would make the advantages of its whole "
                 "group and then the weights NaN: make the task's reward return a number in [0, 1]"
             )
-        x = Earned(values=batch.rewards, rewards=batch.rewards, prompt=batch.prompt_index, mask=batch.response_mask,
-                   finished=batch.finished, old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs,
-                   state_values=batch.values)
+        mask, turn, turn_rewards = batch.response_mask, batch.turn, batch.turn_rewards
+        if turn is None or turn_rewards is None:
+            turn, turn_rewards = mask.long(), on_last(batch.rewards, mask)
+        x = Earned(values=batch.rewards, rewards=batch.rewards, prompt=batch.prompt_index, mask=mask, turn=turn,
+                   turn_rewards=turn_rewards, finished=batch.finished, old_logprobs=batch.old_logprobs,
+                   ref_logprobs=batch.ref_logprobs, state_values=batch.values)
         returns = None
         for number, (name, step) in enumerate(self.steps):
             x = replace(x, memory=self.memory.setdefault(str(number), {}))
@@ -85,10 +88,11 @@ def advantage_of(arm: Arm) -> Advantage:
     assert isinstance(arm.advantage, tuple), "an arm makes one of a part alone"
     steps = [Use.of(part) for part in arm.advantage]
     for one, after in zip(steps, [*steps[1:], Use("")], strict=True):
-        rewards = one.name == "kl_penalty" and one.options.get("per_token", True)
-        if rewards != (after.name in ESTIMATES) and (rewards or one.name in ("whitened", *ESTIMATES)):
-            raise ConfigError(f"arm {arm.name!r}: {one} before {after if after.name else 'the end'}: kl_penalty makes "
-                              "rewards per token, returns or gae advantages of them, and of nothing else per token")
+        rewards = one.name == "turn_rewards" or one.name == "kl_penalty" and one.options.get("per_token", True)
+        if rewards != (after.name in ESTIMATES) and (rewards or one.name in ("whitened", "by_turn", *ESTIMATES)):
+            raise ConfigError(f"arm {arm.name!r}: {one} before {after if after.name else 'the end'}: kl_penalty and "
+                              "turn_rewards make rewards per token, returns or gae advantages of them, and of nothing "
+                              "else per token")
     found = Advantage(tuple((str(part), lookup("advantage", part, ADVANTAGES)) for part in arm.advantage))
     mask, zeros = torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 1)
     rewards, prompt = torch.tensor([0.0, 1.0]), torch.zeros(2, dtype=torch.long)
@@ -184,6 +188,33 @@ def difficulty_mask(x: Earned, *, low: float = 0.1, high: float = 0.95) -> Value
 
 
 # ---------------------------------------------------------------------- per token
+def by_turn(x: Earned, *, gamma: float = 1.0, among: str = "turn", scale: str = "group") -> Values:
+    """(G_j − mean) / std at all tokens of turn j, G_j = r_j + γ·G_{j+1}: what the turn and those after it earned.
+
+    Compared with the same turn of the others of its group (`among="turn"`) or with all turns of its group ("group"); a
+    turn that no other reached is its own mean, so 0. γ = 1: the return to go; γ = 0: each turn for itself.
+    scale="none": not divided. One turn: `group`. MT-GRPO (arXiv 2505.11821) has two turns and divides the reward of the
+    first and that of the outcome by deviations of their own before it adds them. GSPO needs `gspo_token` for it.
+    """
+    untouched(x, "by_turn")
+    if not 0 <= gamma <= 1:
+        raise ConfigError(f"by_turn(gamma={gamma:g}): a discount is from 0 to 1, per turn")
+    for name, value, choices in (("among", among, ("turn", "group")), ("scale", scale, ("group", "none"))):
+        if value not in choices:
+            unknown(f"{name} of by_turn", value, choices)
+    turns = int(x.turn.max())
+    earned = torch.zeros(len(x.turn), turns + 1, dtype=torch.float64).scatter_add(1, x.turn, x.turn_rewards.double())
+    for j in reversed(range(1, turns)):
+        earned[:, j] += gamma * earned[:, j + 1]
+    rows, numbers = (earned.new_zeros(earned.shape).scatter_add(1, x.turn, x.mask.double()) > 0).nonzero(as_tuple=True)
+    labels = x.prompt[rows] * (turns + 1) + (numbers if among == "turn" else 0)
+    mean, std = _moments(earned[rows, numbers], labels)
+    centred, divisor = earned[rows, numbers] - mean, std if scale == "group" else torch.ones_like(std)
+    found = torch.zeros_like(earned)
+    found[rows, numbers] = torch.where(divisor > 0, centred / divisor, 0)
+    return torch.where(x.mask, found.gather(1, x.turn), 0).to(x.values.dtype)
+
+
 def whitened(x: Earned, *, eps: float = 1e-8) -> Values:
     """(v − mean) / sqrt(var + eps) over all response tokens, var with n − 1 (verl, ROLL's `whiten_advantages`)."""
     if not eps >= 0:
@@ -250,6 +281,6 @@ def _running(values: Float[Tensor, " batch"], memory: dict[str, Any]) -> tuple[T
 ADVANTAGES: dict[str, Callable[..., Values]] = {
     "group": group, "normalized": normalized, "leave_one_out": leave_one_out, "opo": opo, "overlong": overlong,
     "clipped": clipped, "difficulty_mask": difficulty_mask, "whitened": whitened, "kl_penalty": kl_penalty,
-    "returns": returns, "gae": gae,
+    "returns": returns, "gae": gae, "by_turn": by_turn, "turn_rewards": turn_rewards,
 }  # fmt: skip
 """Steps from rewards to advantages."""

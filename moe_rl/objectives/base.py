@@ -107,6 +107,10 @@ class Earned:
     """Response tokens."""
     finished: Bool[Tensor, " batch"]
     """False where the response was cut off."""
+    turn: Int[Tensor, "batch time"]
+    """The number of a response token's turn, from 1; 0 outside the response. Where a task has one turn, that is 1."""
+    turn_rewards: Float[Tensor, "batch time"]
+    """What each turn earned, at its last token, 0 elsewhere; a row adds up to that of `rewards`."""
     old_logprobs: Float[Tensor, "batch time"] | None = None
     """log π_old; for steps that are marked `needs("reference")`."""
     ref_logprobs: Float[Tensor, "batch time"] | None = None

@@ -13,6 +13,13 @@ from moe_rl.lookup import needs
 from moe_rl.objectives.base import Earned, Values
 
 
+def turn_rewards(x: Earned) -> Values:
+    """r_t: what each turn earned, at its last token; for `returns` and `gae`, which else have one reward, at the end of
+    the response. One turn: the same as without. The first step, since it is of the rewards as they were given."""
+    untouched(x, "turn_rewards")
+    return x.turn_rewards
+
+
 def returns(x: Earned, *, gamma: float = 1.0) -> Values:
     """G_t = r_t + γ·G_t′, t′ the next response token: the return to go; a reward per row is its last token's.
 
@@ -51,6 +58,13 @@ def _estimated(x: Earned, v: Float[Tensor, "batch time"], gamma: float, lam: flo
         next_v = torch.where(here, v[:, t], next_v)
         found[:, t] = torch.where(here, later, 0)
     return found.to(x.values.dtype)
+
+
+def untouched(x: Earned, step: str) -> None:
+    """Raise ConfigError where a step before has made something else of the rewards."""
+    if x.values is not x.rewards:
+        raise ConfigError(f"the advantage {step} reads the rewards of turns, and a step before it changed those of "
+                          "rows, which would be lost: put it first")
 
 
 def on_last(rewards: Float[Tensor, " batch"], mask: Bool[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:

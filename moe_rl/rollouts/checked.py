@@ -20,7 +20,7 @@ from moe_rl.rollouts.push import (
     require_parity,
     require_receipt,
 )
-from moe_rl.types import Prompt, Rollout, Sampling
+from moe_rl.types import Prompt, Reply, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,11 +67,13 @@ class CheckedEngine:
         self.loads = 0
 
     def generate(
-        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling
-    ) -> list[Rollout]:
+        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling,
+        reply: Reply | None = None,
+    ) -> list[Rollout]:  # fmt: skip
         """See `RolloutEngine.generate`."""
         assert self.engine is not None, "rank 0 has an engine, and draws for all"
-        return self.engine.generate(prompts, group_size, key=key, sampling=sampling)
+        conversation = {} if reply is None else {"reply": reply}
+        return self.engine.generate(prompts, group_size, key=key, sampling=sampling, **conversation)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> float:
         """Push the policy's weights, and check: the engine's push counter and checksums, where it has any, then

@@ -15,8 +15,9 @@ from moe_rl.errors import Diverged, RunError
 from moe_rl.models.truncation import kept
 from moe_rl.rollouts.buffers import CompletionBuffers
 from moe_rl.rollouts.request import before_stop, check_request, context_length, end_tokens
+from moe_rl.rollouts.turns import Talk
 from moe_rl.routing import Recording, record_routing
-from moe_rl.types import Prompt, Rollout, Sampling
+from moe_rl.types import Prompt, Reply, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,9 +48,13 @@ class HFEngine:
 
     # ------------------------------------------------------------------ the verbs
     def generate(
-        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling
-    ) -> list[Rollout]:
+        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling,
+        reply: Reply | None = None,
+    ) -> list[Rollout]:  # fmt: skip
         """`group_size` completions of every prompt, prompt-major; see `RolloutEngine.generate`.
+
+        What `reply` says is read token by token beside the rows that are being drawn, into the cache that is there: a
+        conversation is one pass, so that its routes are, too, and no family of models needs more than decoding.
 
         Prompts are batched with others of about their length and padded on the left. Log-probabilities are float32,
         of softmax(logits / temperature), over what truncation keeps, under `greedy` too (where the token is the arg
@@ -66,8 +71,12 @@ class HFEngine:
                 chosen = by_length[start : start + at_once]
                 part = [prompts[i] for i in chosen]
                 noise = torch.cat([draw_noise((*key, i), group_size, sampling.max_new_tokens) for i in chosen])
-                drawn = self._draw(part, group_size, noise.to(self.device), sampling, recording)
-                rollouts = self._hand_out(part, group_size, drawn, sampling, recording)
+                talk = None
+                if reply is not None:
+                    numbers = [i * group_size + n for i in chosen for n in range(group_size)]
+                    talk = Talk(reply, numbers, self.tokenizer, set(self.ends.tolist()), sampling)
+                drawn = self._draw(part, group_size, noise.to(self.device), sampling, recording, talk)
+                rollouts = self._hand_out(part, group_size, drawn, sampling, recording, talk)
                 for n, i in enumerate(chosen):
                     groups[i] = rollouts[n * group_size : (n + 1) * group_size]
         return [rollout for group in groups for rollout in group]
@@ -97,6 +106,7 @@ class HFEngine:
         noise: Float[Tensor, "rows new"],
         sampling: Sampling,
         recording: Recording | None,
+        talk: Talk | None,
     ) -> CompletionBuffers:
         """Prefill every prompt once, repeat the cache per sample, then decode until every row has ended."""
         from moe_rl.rollouts.cache import make_room
@@ -122,13 +132,20 @@ class HFEngine:
                                     min_p=sampling.min_p)
                 logits = logits.masked_fill(~may_be_drawn, -torch.inf)
                 if sampling.keep_mask:
-                    drawn.keep_tokens(rows, may_be_drawn)
+                    own = may_be_drawn if talk is None else may_be_drawn & talk.draws(rows, t)[:, None]
+                    drawn.keep_tokens(rows, own)
             token, logprob = draw_tokens(logits, noise[rows, t], sampling)
+            if talk:
+                token, logprob = talk.said(rows, t, token, logprob)
             drawn.tokens[rows, start + t] = token
             drawn.logprobs[rows, t] = logprob
-            ended = torch.isin(token, self.ends) | self._stopped(drawn.tokens[rows, start : start + t + 1], sampling)
+            so_far = drawn.tokens[rows, start : start + t + 1]
+            begun = None if talk is None else talk.begun[rows.cpu()]
+            ended = torch.isin(token, self.ends) | self._stopped(so_far, sampling, begun)
             drawn.lengths[rows] += 1
             drawn.finished[rows] = ended
+            if talk:
+                ended, drawn.finished[rows] = talk.answered(rows, t, ended, so_far)
             if t + 1 == sampling.max_new_tokens or bool(ended.all()):
                 break
             if bool(ended.any()):
@@ -141,12 +158,17 @@ class HFEngine:
             logits = output.logits[:, -1]
         return drawn
 
-    def _stopped(self, tokens: Int[Tensor, "rows time"], sampling: Sampling) -> Bool[Tensor, " rows"]:
-        """Rows whose text now holds a stop string. Only a window that must contain a fresh one is decoded."""
+    def _stopped(
+        self, tokens: Int[Tensor, "rows time"], sampling: Sampling, begun: Int[Tensor, " rows"] | None = None
+    ) -> Bool[Tensor, " rows"]:
+        """Rows whose text, from where they `begun` at, now holds a stop string. Only a window that must contain a fresh
+        one is decoded."""
         if not sampling.stop:
             return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         window = max(len(stop.encode()) for stop in sampling.stop) + 4  # a token is at least a byte; 4 to spare
-        texts = self._decode(tokens[:, -window:].tolist())
+        since = max(0, tokens.shape[1] - window)
+        starts = [0] * len(tokens) if begun is None else [max(0, b - since) for b in begun.tolist()]
+        texts = self._decode([row[at:] for row, at in zip(tokens[:, since:].tolist(), starts, strict=True)])
         hits = [any(stop in text for stop in sampling.stop) for text in texts]
         return torch.tensor(hits, device=tokens.device)
 
@@ -161,6 +183,7 @@ class HFEngine:
         drawn: CompletionBuffers,
         sampling: Sampling,
         recording: Recording | None,
+        talk: Talk | None,
     ) -> list[Rollout]:
         """Cut every row out of the buffers; tensors are views of them."""
         drawn = drawn.cpu()
@@ -168,8 +191,13 @@ class HFEngine:
         width = drawn.tokens.shape[1] - drawn.logprobs.shape[1]
         lengths, finished = drawn.lengths.tolist(), drawn.finished.tolist()
         tokens = [row[width : width + n] for row, n in zip(drawn.tokens.tolist(), lengths, strict=True)]
-        texts = self._decode([row[:-1] if row[-1] in ends else row for row in tokens])
         kept_tokens = drawn.kept_tokens()
+        turns = [()] * len(tokens) if talk is None else [talk.turns(b, row) for b, row in enumerate(tokens)]
+        if talk is None:
+            texts = self._decode([row[:-1] if row[-1] in ends else row for row in tokens])
+            texts = [before_stop(text, sampling.stop) for text in texts]
+        else:
+            texts = ["".join(turn.text + turn.reply for turn in row) for row in turns]
         rollouts = []
         for b, text in enumerate(texts):
             prompt, n = prompts[b // group_size], lengths[b]
@@ -178,10 +206,11 @@ class HFEngine:
                     prompt=prompt,
                     tokens=tuple(tokens[b]),
                     logprobs=drawn.logprobs[b, :n],
-                    text=before_stop(text, sampling.stop),
+                    text=text,
                     finished=finished[b],
                     kept=kept_tokens[b],
                     routes=drawn.trace(b, slice(width - len(prompt.tokens), width + n - 1), recording),
+                    turns=turns[b],
                 )
             )
         return rollouts

@@ -19,6 +19,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from functools import partial
 from http.client import HTTPException, HTTPResponse, IncompleteRead
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +34,10 @@ from moe_rl.rollouts.answers import Answer, Reader
 from moe_rl.rollouts.dialects import DIALECTS, WEIGHTS_FILE
 from moe_rl.rollouts.push import Receipt
 from moe_rl.rollouts.request import check_request, context_length
+from moe_rl.rollouts.turns import by_ids
 from moe_rl.routing.file_mode import usual_mode
 from moe_rl.seeds import derive
-from moe_rl.types import Prompt, Rollout, Sampling
+from moe_rl.types import Prompt, Reply, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,31 +94,17 @@ class ServerEngine:
 
     # ------------------------------------------------------------------ the verbs
     def generate(
-        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling
-    ) -> list[Rollout]:
+        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling,
+        reply: Reply | None = None,
+    ) -> list[Rollout]:  # fmt: skip
         """`group_size` completions of every prompt, prompt-major; see `RolloutEngine.generate`.
 
         Raises BatchIncomplete, which carries what was received, when the server stays away or refuses a request, and
         RunError when it no longer holds the pushed weights.
         """
         check_request(prompts, group_size, sampling, self.context)
-        jobs = [((*key, i, n), prompt, sampling) for i, prompt in enumerate(prompts) for n in range(group_size)]
-        names = [(noise, prompt.tokens, sampling) for noise, prompt, _ in jobs]
-        missing = {name: job for name, job in zip(names, jobs, strict=True) if name not in self.received}
-        failures = self._collect(missing)
-        there = [n for n, name in enumerate(names) if name in self.received]
-        rollouts = self.reader.read(
-            [jobs[n][1] for n in there], [self.received[names[n]] for n in there], sampling
-        )
-        if failures:
-            placed: list[Rollout | None] = [None] * len(jobs)
-            for n, rollout in zip(there, rollouts, strict=True):
-                placed[n] = rollout
-            raise BatchIncomplete(
-                f"{len(there)} of {len(jobs)} completions were received from {self.url} and are kept: generate with "
-                f"the same key asks for the other {len(failures)} only. The first failure: {failures[0]}",
-                placed,
-            ) from failures[0]
+        rollouts = by_ids(partial(self._turn, sampling), self.reader.tokenizer, self.reader.ends, prompts, group_size,
+                          key=key, sampling=sampling, reply=reply)  # fmt: skip
         self._check_pushes()
         self.received.clear()
         return rollouts
@@ -140,6 +129,30 @@ class ServerEngine:
         """Nothing to give back: the server belongs to whoever started it."""
 
     # ------------------------------------------------------------------ how
+    def _turn(
+        self, sampling: Sampling, prompts: list[Prompt], noise: list[tuple[int, ...]], most: list[int]
+    ) -> list[Rollout]:
+        """A completion of every prompt; see `turns.Draw`. What was received is kept, in case others fail."""
+        jobs = [(position, prompt, replace(sampling, max_new_tokens=room))
+                for position, prompt, room in zip(noise, prompts, most, strict=True)]  # fmt: skip
+        names = [(position, prompt.tokens, asked) for position, prompt, asked in jobs]
+        missing = {name: job for name, job in zip(names, jobs, strict=True) if name not in self.received}
+        failures = self._collect(missing)
+        there = [n for n, name in enumerate(names) if name in self.received]
+        rollouts = self.reader.read(
+            [jobs[n][1] for n in there], [self.received[names[n]] for n in there], sampling
+        )
+        if failures:
+            placed: list[Rollout | None] = [None] * len(jobs)
+            for n, rollout in zip(there, rollouts, strict=True):
+                placed[n] = rollout
+            raise BatchIncomplete(
+                f"{len(there)} of {len(jobs)} completions were received from {self.url} and are kept: generate with "
+                f"the same key asks for the other {len(failures)} only. The first failure: {failures[0]}",
+                placed,
+            ) from failures[0]
+        return rollouts
+
     def _collect(self, jobs: Mapping[tuple, tuple[tuple[int, ...], Prompt, Sampling]]) -> list[MoeRlError]:
         """Ask for all jobs at once, store every answer as it comes, and return what failed."""
         failures: list[MoeRlError] = []

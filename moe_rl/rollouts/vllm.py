@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,9 @@ from moe_rl.models.presets import skeleton
 from moe_rl.rollouts.answers import Answer, Reader
 from moe_rl.rollouts.push import Receipt, receipt
 from moe_rl.rollouts.request import check_request, context_length
+from moe_rl.rollouts.turns import by_ids
 from moe_rl.seeds import derive
-from moe_rl.types import Prompt, Rollout, Sampling
+from moe_rl.types import Prompt, Reply, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,8 +75,9 @@ class VLLMEngine:
 
     # ------------------------------------------------------------------ the verbs
     def generate(
-        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling
-    ) -> list[Rollout]:
+        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling,
+        reply: Reply | None = None,
+    ) -> list[Rollout]:  # fmt: skip
         """`group_size` completions of every prompt, prompt-major; see `RolloutEngine.generate`.
 
         Log-probs are those after the temperature and over what truncation keeps (vLLM's `processed_logprobs`), which
@@ -85,15 +88,9 @@ class VLLMEngine:
             raise RunError("the engine has no weights yet: call load(policy.weights()) before generate.")
         if sampling.temperature < LEAST_TEMPERATURE:
             raise ConfigError(f"temperature {sampling.temperature}: vLLM samples at {LEAST_TEMPERATURE} at least.")
-        each = [prompt for prompt in prompts for _ in range(group_size)]
-        seeds = [derive(*key, i, sample) for i in range(len(prompts)) for sample in range(group_size)]
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": list(prompt.tokens)} for prompt in each],
-            [self._parameters(sampling, seed) for seed in seeds],
-            use_tqdm=False,
-        )
+        rollouts = by_ids(partial(self._turn, sampling), self.reader.tokenizer, self.reader.ends, prompts, group_size,
+                          key=key, sampling=sampling, reply=reply)  # fmt: skip
         unknown = sampling.greedy and (sampling.temperature != 1 or sampling.truncates)
-        rollouts = self.reader.read(each, [_answer(output) for output in outputs], sampling)
         return [dataclasses.replace(r, logprobs=r.logprobs * float("nan")) for r in rollouts] if unknown else rollouts
 
     def push(self, weights: Mapping[str, Tensor]) -> list[Receipt]:
@@ -112,6 +109,16 @@ class VLLMEngine:
         del self.llm
 
     # ------------------------------------------------------------------ how
+    def _turn(
+        self, sampling: Sampling, prompts: list[Prompt], noise: list[tuple[int, ...]], most: list[int]
+    ) -> list[Rollout]:
+        """A completion of every prompt; see `turns.Draw`."""
+        parameters = [self._parameters(dataclasses.replace(sampling, max_new_tokens=room), derive(*position))
+                      for position, room in zip(noise, most, strict=True)]  # fmt: skip
+        asked = [{"prompt_token_ids": list(prompt.tokens)} for prompt in prompts]
+        outputs = self.llm.generate(asked, parameters, use_tqdm=False)
+        return self.reader.read(prompts, [_answer(output) for output in outputs], sampling)
+
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
         from vllm import SamplingParams
 

@@ -51,6 +51,9 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
         Column("reward_std", "steps", "0–1", "standard deviation of the rewards over the step"),
         Column("groups_without_signal", "steps", "share", "groups whose rewards are all equal: their advantages are 0"),
         Column("response_tokens", "steps", "tokens", "mean response length, EOS included"),
+        Column("turns", "steps", "turns", "mean number of the policy's turns; where a task has several"),
+        Column("environment_tokens", "steps", "tokens", "mean number of tokens that an environment wrote between them, "
+               "which no other column counts"),
         Column("truncated", "steps", "share", "responses cut off by max_new_tokens"),
         Column("entropy", "steps updates", "nats", "mean over response tokens of −Σ p log p at the run's temperature"),
         Column("kept_tokens", "steps", "tokens", "mean number of tokens that a response token was drawn from; runs with "

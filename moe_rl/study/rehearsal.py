@@ -22,11 +22,11 @@ from moe_rl.execute import build
 from moe_rl.models.checkpoints import load_tokenizer
 from moe_rl.models.memory import estimate_memory
 from moe_rl.models.presets import PRESETS, hf_config, skeleton
-from moe_rl.models.tokens import byte_tokenizer, completion_tokens, encode_prompts
+from moe_rl.models.tokens import byte_tokenizer, completion_tokens, demonstrated, encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.routing.sites import layout_of
 from moe_rl.runs.commits import check_rows
-from moe_rl.tasks.base import Split, Task, checked_reward, draw, load_task, split_of
+from moe_rl.tasks.base import AnyTask, Environment, Split, checked_reward, draw, load_task, split_of
 from moe_rl.trainer import train_step
 from moe_rl.types import Prompt
 
@@ -54,26 +54,27 @@ def preview(run: RunConfig) -> Preview:
     task, tokenizer = load_task(run.task), _tokenizer(run.model)
     split = split_of(task, run.eval_prompts)
     with _explained(run, "the prompts and rewards of the task"):
-        prompts = encode_prompts(_some(task, split), tokenizer)
+        prompts, needed = _shown(task, split, tokenizer)
         answered = [p for p in prompts if p.answer is not None]
         earned, until = [], time.monotonic() + SECONDS
         for p in answered:
-            earned += [checked_reward(task, p, p.answer or "")] if time.monotonic() < until else []
+            if not isinstance(task, Environment) and time.monotonic() < until:
+                earned.append(checked_reward(task, p, p.answer or ""))
     first, context = prompts[0], max(len(p.tokens) for p in prompts)
     lines = [("task", f"{run.task}"), ("prompts", f"{split}"),
              ("prompt", f"{_short(tokenizer.decode(list(first.tokens)))}, {len(first.tokens)} tokens")]
     found = []
     if answered:
-        lengths = [_length(p, tokenizer) for p in answered]
-        fit, longest = sum(n - 1 <= run.max_new_tokens for n in lengths), max(lengths)
-        lines += [("answer", f"{_short(answered[0].answer or '')}, {lengths[0]} tokens with its end; its reward is "
-                             f"{earned[0]:g}"),
+        fit, longest = sum(n - 1 <= run.max_new_tokens for n in needed), max(needed)
+        of_first, of_all = (f"; its reward is {earned[0]:g}", f"; {sum(r >= 1 for r in earned)} of {len(earned)} earn 1"
+                            ) if earned else ("", "; what they earn, the environment says in a conversation")
+        lines += [("answer", f"{_short(answered[0].answer or '')}, {needed[0]} tokens with its end{of_first}"),
                   ("answers", f"{fit} of {len(answered)} fit into max_new_tokens={run.max_new_tokens}, the longest has "
-                              f"{longest} tokens with its end; {sum(r >= 1 for r in earned)} of {len(earned)} earn 1")]
+                              f"{longest} tokens with its end{of_all}")]
         if fit < len(answered):
             found.append(f"{len(answered) - fit} of {len(answered)} reference answers do not fit into max_new_tokens="
                          f"{run.max_new_tokens}: what is cut off cannot be right. max_new_tokens={longest} would do.")
-        if (least := min(earned)) < 1:
+        if (least := min(earned, default=1.0)) < 1:
             worst = answered[earned.index(least)]
             found.append(f"{sum(r < 1 for r in earned)} of {len(earned)} reference answers do not earn 1, which is "
                          f"right: {_short(worst.answer or '')} to {_short(worst.text)} earns {least:g}. A cold start "
@@ -160,23 +161,22 @@ def _tokenizer(model: ModelConfig) -> Any:
     return byte_tokenizer(hf_config(model).vocab_size) if model.name in PRESETS else load_tokenizer(model.name)
 
 
-def _length(prompt: Prompt, tokenizer: Any) -> int:
-    return len(completion_tokens(prompt.answer or "", tokenizer))
-
-
 def _longest(run: RunConfig) -> int | None:
     """Tokens of the longest reference answer looked at, its end included; None where there are none."""
-    task = load_task(run.task)
+    task, tokenizer = load_task(run.task), _tokenizer(run.model)
     with _explained(run, "the prompts of the task"):
-        prompts = _some(task, split_of(task, run.eval_prompts))
-    tokenizer = _tokenizer(run.model)
-    return max((_length(p, tokenizer) for p in prompts if p.answer is not None), default=None)
+        return max(_shown(task, split_of(task, run.eval_prompts), tokenizer)[1], default=None)
 
 
-def _some(task: Task, split: Split) -> list[Prompt]:
-    """LOOKED_AT prompts, or all there are."""
+def _shown(task: AnyTask, split: Split, tokenizer: Any) -> tuple[list[Prompt], list[int]]:
+    """LOOKED_AT prompts, or all there are, as a cold start reads them; and of those with an answer, how many tokens it
+    needs, its end included, and what was said before it."""
     draw(task, 1, 0)  # refuses a task that gives none
-    return task.prompts(count := min(split.different or LOOKED_AT, LOOKED_AT), 0)[:count]
+    count = min(split.different or LOOKED_AT, LOOKED_AT)
+    asked = encode_prompts(task.prompts(count, 0)[:count], tokenizer)
+    shown = demonstrated(task, asked, tokenizer)
+    return shown, [len(p.tokens) - len(q.tokens) + len(completion_tokens(p.answer, tokenizer))
+                   for p, q in zip(shown, asked, strict=True) if p.answer is not None]
 
 
 def _more_models(run: RunConfig) -> tuple[bool, bool]:

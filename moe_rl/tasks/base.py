@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sized
+from collections.abc import Collection, Sequence, Sized
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -12,9 +12,12 @@ from moe_rl.lookup import Part, Use, imported, unknown
 from moe_rl.seeds import HELD_OUT, derive
 from moe_rl.types import Prompt
 
-CHOICES = ("running_sums", "reasoning_gym:<dataset>", "jsonl:<file>", "mixture", "<package.module>:<Class>")
+CHOICES = ("running_sums", "corrected_sums", "guessing", "reasoning_gym:<dataset>", "jsonl:<file>", "mixture",
+           "<package.module>:<Class>")
 TASKS = {
     "running_sums": ("moe_rl.tasks.running_sums:RunningSums", None),
+    "corrected_sums": ("moe_rl.tasks.corrected_sums:CorrectedSums", None),
+    "guessing": ("moe_rl.tasks.guessing:Guessing", None),
     "reasoning_gym": ("moe_rl.tasks.reasoning_gym:ReasoningGym", "dataset"),
     "jsonl": ("moe_rl.tasks.jsonl:JsonlTask", "file"),
     "mixture": ("moe_rl.tasks.mixture:Mixture", None),
@@ -40,12 +43,48 @@ class Task(Protocol):
         """How good the completion is, in [0, 1]; 1 says that it is right, less may be partial credit."""
 
 
-def load_task(use: Part) -> Task:
+Transcript = Sequence[str]
+"""What was said after the prompt, in turn, as text: the policy's first turn, the reply to it, and so on; the last is of
+the policy."""
+
+
+@runtime_checkable
+class Conversation(Protocol):
+    """One conversation about one prompt. Equal transcripts must get equal replies and rewards, or a run that was
+    interrupted would not end as if it had not been: what is random is drawn from the prompt."""
+
+    def reply(self, transcript: Transcript) -> str | None:
+        """What follows, or None where the conversation is over."""
+
+    def rewards(self, transcript: Transcript) -> float | Sequence[float]:
+        """When it is over, or was cut off: one number per turn of the policy, or one that the last of them earns. Their
+        sum is the reward of the whole, in [0, 1]; 1 says that it is right."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """A task of several turns. Any class with these two methods is one; a `Task` is the case of one turn.
+
+    With a method `demonstration(prompt) -> Transcript` a cold start can imitate the last turn of that transcript, all
+    that is before it being given; without, it imitates `Prompt.answer` as the first turn.
+    """
+
+    def prompts(self, count: int, seed: int) -> list[Prompt]:
+        """`count` prompts, always the same ones for the same `seed`."""
+
+    def start(self, prompt: Prompt) -> Conversation:
+        """A conversation about it; those of a batch are under way at the same time."""
+
+
+AnyTask = Task | Environment
+
+
+def load_task(use: Part) -> AnyTask:
     """The task that `use` names, built with its options.
 
-    It is one of `running_sums`, `reasoning_gym:<dataset>`, `jsonl:<file>`, `mixture` of others, or
-    `<package.module>:<Class>` for a user's own class; the working directory is importable for it. Raises ConfigError,
-    which lists the choices, for anything else, and for a class that is no task before it is called.
+    It is one of CHOICES, some of which are environments of several turns; `<package.module>:<Class>` is a user's own
+    class, and the working directory is importable for it. Raises ConfigError, which lists the choices, for anything
+    else, and for a class that is no task before it is called.
     """
     use = Use.of(use)
     name, _, argument = use.name.partition(":")
@@ -59,10 +98,11 @@ def load_task(use: Part) -> Task:
         cls, options = imported("task", use.name), dict(use.options)
     else:
         unknown("task", name, CHOICES)
-    if not isinstance(cls, type) or not all(callable(getattr(cls, method, None)) for method in ("prompts", "reward")):
+    prompts, *rewarded = (callable(getattr(cls, method, None)) for method in ("prompts", "reward", "start"))
+    if not isinstance(cls, type) or not prompts or not any(rewarded):
         raise ConfigError(
             f"{use.name!r} is no task: it needs to be a class with the methods prompts(count, seed) and "
-            "reward(prompt, completion)."
+            "reward(prompt, completion) or, of several turns, start(prompt)."
         )
     try:
         return cls(**options)
@@ -70,7 +110,7 @@ def load_task(use: Part) -> Task:
         raise ConfigError(f"task {use.name!r} cannot be built with the options {options!r}: {error}") from error
 
 
-def draw(task: Task, count: int, seed: int, excluding: Collection[str] = ()) -> list[Prompt]:
+def draw(task: AnyTask, count: int, seed: int, excluding: Collection[str] = ()) -> list[Prompt]:
     """The first `count` prompts of `task` under `seed` whose text is not in `excluding`.
 
     A task that repeats itself, as a finite one must, is asked for up to 64 times as many before this gives up with a
@@ -120,7 +160,7 @@ class Split:
                 f"learning trains on {rest}")
 
 
-def split_of(task: Task, evaluation: int) -> Split:
+def split_of(task: AnyTask, evaluation: int) -> Split:
     """How many prompts are for what, `evaluation` of them held out. Raises ConfigError where more than half would be.
 
     At most half of what is not held out says when the cold start ends.
@@ -136,7 +176,7 @@ def split_of(task: Task, evaluation: int) -> Split:
     return Split(different, evaluation, max(1, min(STOPPING, (different - evaluation) // 2)))
 
 
-def held_out(task: Task, count: int) -> list[Prompt]:
+def held_out(task: AnyTask, count: int) -> list[Prompt]:
     """The evaluation prompts: the same for every seed, arm and cold start, none of which may train on them."""
     return draw(task, count, derive(HELD_OUT, 0, 0))
 

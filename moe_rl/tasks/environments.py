@@ -1,0 +1,87 @@
+"""Completions of a task, or conversations with one that answers back, and what every turn of them earned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from moe_rl.errors import ConfigError, MoeRlError, RunError
+from moe_rl.tasks.base import AnyTask, Conversation, Environment, Transcript, checked_reward
+from moe_rl.types import Prompt, Rollout, Sampling
+
+
+def converse(
+    generate: Callable[..., list[Rollout]],
+    task: AnyTask,
+    prompts: list[Prompt],
+    group_size: int,
+    *,
+    key: tuple[int, ...],
+    sampling: Sampling,
+) -> tuple[list[Rollout], list[float]]:
+    """Completions of the prompts, or conversations, drawn by an engine's `generate`, and the reward of each.
+
+    Raises RunError, which names prompt and transcript, where an environment breaks, and ConfigError for a reply or a
+    reward that cannot be one.
+    """
+    if not isinstance(task, Environment):
+        rollouts = generate(prompts, group_size, key=key, sampling=sampling)
+        return rollouts, [checked_reward(task, r.prompt, r.text) for r in rollouts]
+    asked = [prompt for prompt in prompts for _ in range(group_size)]
+    started: dict[int, Conversation] = {}
+    transcripts: list[list[str]] = [[] for _ in asked]
+
+    def call(row: int, method: str) -> Any:
+        transcript = tuple(transcripts[row])
+        try:
+            if row not in started:
+                started[row] = task.start(asked[row])
+            return getattr(started[row], method)(transcript)
+        except MoeRlError:
+            raise
+        except Exception as error:
+            raise RunError(
+                f"{type(task).__name__}: {method} failed ({error!r}) for the prompt {asked[row].text[:80]!r} after "
+                f"{shortened(transcript)}. The run goes on from its last commit once this is mended.") from error
+
+    def reply(row: int, text: str) -> str | None:
+        transcripts[row].append(text)
+        said = call(row, "reply")
+        if said is not None and not isinstance(said, str):
+            raise ConfigError(f"{type(task).__name__}: reply returned {said!r} for the prompt "
+                              f"{asked[row].text[:80]!r}; it must be text, or None where the conversation is over.")
+        transcripts[row].extend(() if said is None else (said,))
+        return said
+
+    rollouts = generate(prompts, group_size, key=key, sampling=sampling, reply=reply)
+    for row, rollout in enumerate(rollouts):
+        turns = rollout.turns
+        transcripts[row] = [text for turn in turns[:-1] for text in (turn.text, turn.reply)] + [turns[-1].text]
+        rewards = _rewards(task, rollout, call(row, "rewards"), tuple(transcripts[row]))
+        rewarded = tuple(replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True))
+        rollouts[row] = replace(rollout, turns=rewarded)
+    return rollouts, [math.fsum(turn.reward for turn in rollout.turns) for rollout in rollouts]
+
+
+def _rewards(task: Environment, rollout: Rollout, given: Any, transcript: Transcript) -> list[float]:
+    """One finite number per turn. Raises ConfigError for anything else, and for a sum outside of [0, 1]."""
+    def refuse(why: str) -> NoReturn:
+        raise ConfigError(f"{type(task).__name__}: rewards returned {given!r} for the {len(rollout.turns)} turns of "
+                          f"{shortened(transcript)} after the prompt {rollout.prompt.text[:80]!r}: {why}")
+
+    try:
+        rewards = [float(x) for x in given] if hasattr(given, "__iter__") else [float(given)]
+    except (TypeError, ValueError):
+        refuse("they must be numbers.")
+    if hasattr(given, "__iter__") and len(rewards) != len(rollout.turns):
+        refuse("one number, or as many as there are turns.")
+    if not all(map(math.isfinite, rewards)) or not 0 <= math.fsum(rewards) <= 1:
+        refuse("their sum must be in [0, 1], since advantages and rates are made of it.")
+    return [0.0] * (len(rollout.turns) - len(rewards)) + rewards
+
+
+def shortened(transcript: Transcript) -> str:
+    text = repr(list(transcript))
+    return text if len(text) <= 300 else f"{text[:140]} … {text[-140:]}"

@@ -1,0 +1,96 @@
+"""Advantages of turns, worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from moe_rl.config import Arm
+from moe_rl.errors import ConfigError
+from moe_rl.lookup import Use
+from moe_rl.objectives import advantage_of
+from moe_rl.types import Batch
+
+TURN = torch.tensor([[0, 1, 1, 0, 0, 2], [0, 1, 1, 1, 0, 0], [0, 1, 0, 2, 2, 0], [0, 1, 1, 0, 2, 0]])
+"""0: prompt, environment, padding."""
+REWARDS = torch.tensor([[0, 0, 0, 0, 0, 0.5], [0, 0, 0, 1.0, 0, 0], [0, 0, 0, 0, 0.0, 0], [0, 0, 0.2, 0, 0.8, 0]])
+
+
+def batch(turn=TURN, rewards=REWARDS, prompt=(0, 0, 0, 1), turns=True):
+    mask, zeros = turn > 0, torch.zeros(turn.shape)
+    return Batch(tokens=torch.zeros_like(turn), attention_mask=torch.ones_like(mask), response_mask=mask,
+                 prompt_index=torch.tensor(prompt), rollout_logprobs=zeros, rewards=rewards.sum(1), advantages=zeros,
+                 finished=torch.ones(len(turn), dtype=torch.bool), turn=turn if turns else None,
+                 turn_rewards=rewards if turns else None)
+
+
+def of(*steps, b=None):
+    return advantage_of(Arm(name="a", advantage=steps))(b or batch())
+
+
+def rows(*values):
+    """What each row's turns get, at its tokens."""
+    table = torch.tensor([(0.0, *v, *[0.0] * (2 - len(v))) for v in values])
+    return table.gather(1, TURN)
+
+
+S = math.sqrt(0.5)
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    # G1 = .5, 1, 0: mean .5, deviation .5; G2 = .5, 0: mean .25, deviation .5/√2. The other prompt has none.
+    ({}, rows((0, S), (1,), (-1, -S), (0, 0))),
+    ({"scale": "none"}, rows((0, 0.25), (0.5,), (-0.5, -0.25), (0, 0))),
+    # γ = .5: G1 = .25, 1, 0, mean 5/12; γ = 0: 0, 1, 0, mean 1/3.
+    ({"gamma": 0.5, "scale": "none"}, rows((-1 / 6, 0.25), (7 / 12,), (-5 / 12, -0.25), (0, 0))),
+    ({"gamma": 0.0, "scale": "none"}, rows((-1 / 3, 0.25), (2 / 3,), (-1 / 3, -0.25), (0, 0))),
+    # All five turns: .5, .5, 1, 0, 0: mean .4; of the other prompt G = 1, .8: mean .9.
+    ({"among": "group", "scale": "none"}, rows((0.1, 0.1), (0.6,), (-0.4, -0.4), (0.1, -0.1))),
+    ({"among": "group"}, rows(*((torch.tensor(v) / math.sqrt(0.175)).tolist() for v in
+                                ((0.1, 0.1), (0.6,), (-0.4, -0.4))), (S, -S))),
+])  # fmt: skip
+def test_a_turn_is_compared_with_turns_by_what_it_and_later_ones_earned(options, expected):
+    torch.testing.assert_close(of(Use("by_turn", **options)), expected)
+
+
+def test_rows_in_another_order_get_the_same_bits():
+    order = torch.tensor([2, 3, 0, 1])
+    b = batch(TURN[order], REWARDS[order], tuple(torch.tensor((0, 0, 0, 1))[order].tolist()))
+    assert torch.equal(of("by_turn", b=b), of("by_turn")[order])
+
+
+def test_one_turn_is_the_group():
+    one = (TURN == 1).long()
+    last = (one > 0) & (one.cumsum(1) == one.sum(1, keepdim=True))
+    b = batch(one, torch.where(last, torch.tensor([[0.1], [0.9], [0.4], [1.0]]), 0), turns=False)
+    assert torch.equal(of("by_turn", b=b), of("group", b=b)) and of("group", b=b).any()
+
+
+def test_discounted_returns_of_rewards_per_turn():
+    """γ per token: of row 0, .5 at its third own token; the environment's are stepped over. Without `turn_rewards` the
+    whole reward is at the end."""
+    found = of("turn_rewards", Use("returns", gamma=0.5))
+    torch.testing.assert_close(found[0], torch.tensor([0, 0.125, 0.25, 0, 0, 0.5]))
+    torch.testing.assert_close(found[3], torch.tensor([0, 0.3, 0.6, 0, 0.8, 0]))
+    torch.testing.assert_close(of(Use("returns", gamma=0.5))[3], torch.tensor([0, 0.25, 0.5, 0, 1.0, 0]))
+
+
+def test_rewards_of_rows_go_to_every_turn():
+    """GRPO's advantage is one number per row, whatever its turns earned."""
+    found = of("group")
+    assert torch.equal(found[0], torch.where(TURN[0] > 0, found[0, 1], 0)) and found[1, 1] == 1
+
+
+@pytest.mark.parametrize(("steps", "says"), [
+    ((Use("clipped", at=1), "by_turn"), "put it first"),
+    ((Use("by_turn", gamma=2),), "from 0 to 1"),
+    ((Use("by_turn", among="turns"),), "among of by_turn"),
+    (("turn_rewards",), "rewards per token"),
+    (("turn_rewards", "group"), "rewards per token"),
+    (("by_turn", "returns"), "rewards per token"),
+])  # fmt: skip
+def test_steps_that_would_lose_what_turns_earned_are_refused(steps, says):
+    with pytest.raises(ConfigError, match=says):
+        of(*steps)

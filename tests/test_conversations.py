@@ -1,0 +1,120 @@
+"""Runs of several turns: one turn is the task it is, what an environment says trains nothing, kills and errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_rl.config import Arm, Measure
+from moe_rl.errors import RunError
+from moe_rl.execute import build
+from moe_rl.lookup import Use
+from moe_rl.runs import frames
+from moe_rl.trainer import roll_out, routed
+from moe_rl.types import prompt_rows, response_rows
+from tests.talking_task import Talking
+from tests.test_trainer import TINY, carry_out, weights
+
+SHORT = {"stop": ("A", "B", "C", "D", "E", "0", "1", "2", "3", "4", " ", "\n"), "max_new_tokens": 24}
+"""An untrained model says one of these soon, so that a turn is short."""
+TOKEN = Arm(name="token", loss=Use("gspo_token", clip_low=0.01, clip_high=0.013), advantage="by_turn",
+            routes="old_policy")
+CALLS: list[int] = []
+"""Of the environment, after every step of the whole run."""
+TALK = TINY.replace(task="tests.talking_task:Talking", arm=TOKEN, steps=3, eval_every=3, save_every=2, **SHORT,
+                    measure=Measure(probe=8, detail_every=3))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder, Talking.calls = tmp_path_factory.mktemp("talk") / "whole", 0
+    return folder, carry_out(TALK, folder, lambda rows: CALLS.append(Talking.calls))
+
+
+def test_a_task_of_one_turn_is_the_environment_that_never_answers(tmp_path):
+    """Bit for bit, with the advantage per turn, too, which is then that of the group."""
+    same = TINY.replace(steps=1, eval_every=1)
+    for name, run in {"task": same, "environment": same.replace(task="tests.talking_task:OneTurn"),
+                      "by_turn": same.replace(arm=Arm(name="grpo", advantage="by_turn"))}.items():
+        carry_out(run, tmp_path / name)
+    for other in ("environment", "by_turn"):
+        a, b = (frames.read_table(tmp_path / name, "updates") for name in ("task", other))
+        assert a["loss"].equals(b["loss"]) and a["grad_norm"].equals(b["grad_norm"])
+        assert weights(tmp_path / "task")[1] == weights(tmp_path / other)[1]
+
+
+def test_what_an_environment_says_is_neither_prompt_nor_response(tmp_path):
+    parts = build(TALK, tmp_path, tmp_path)
+    batch = roll_out(TALK, parts, 1)
+    said = batch.attention_mask & ~batch.response_mask & (batch.response_mask.cumsum(1) > 0)
+    assert int(said.sum()) > 20 and int(batch.turn.max()) == 3
+    assert torch.equal(batch.turn > 0, batch.response_mask) and not batch.advantages[said].any()
+    assert not batch.rollout_logprobs[said].any() and (batch.rollout_logprobs[batch.response_mask] < 0).all()
+    torch.testing.assert_close(batch.turn_rewards.sum(1), batch.rewards)
+    assert (batch.turn_rewards != 0).sum() <= batch.turn.amax(1).sum()
+    before = torch.nn.functional.pad(said[:, 1:], (0, 1))  # rows whose next token the environment wrote
+    assert not (before & (response_rows(batch) | prompt_rows(batch))).any()
+    assert (batch.advantages.std(1) > 0).any(), "turns of one response have advantages of their own"
+
+    natural = parts.policy.score(batch)
+    gap = (natural.logprobs - batch.rollout_logprobs)[batch.response_mask].abs().max()
+    assert gap < 1e-5, "sampled from the cache what one pass over the whole says, up to rounding"
+    assert natural.routes.experts[batch.rollout_routes.known].equal(
+        batch.rollout_routes.experts[batch.rollout_routes.known])
+    assert not natural.logprobs[said].any() and not natural.entropy[said].any()
+
+
+def test_other_words_of_the_environment_with_the_same_log_probs_train_the_same(tmp_path):
+    """Loss, ratio and gradient with respect to log-probs see own tokens alone."""
+    parts = build(TALK, tmp_path, tmp_path)
+    batch = routed(TALK, parts, batch := roll_out(TALK, parts, 1), parts.policy.score(batch))
+    part, own = parts.objective.weighed(batch), batch.response_mask
+    moved = torch.linspace(-0.01, 0.01, own.numel()).view(own.shape)
+
+    def gradient(noise):
+        logprobs = (batch.old_logprobs + moved + torch.where(own, 0.0, noise)).requires_grad_()
+        out = parts.objective(part, logprobs, logprobs.detach())
+        out.loss.backward()
+        return out, logprobs.grad
+
+    (a, by_a), (b, by_b) = gradient(0.0), gradient(3.0)
+    assert torch.equal(a.loss, b.loss) and torch.equal(by_a, by_b) and torch.equal(a.log_ratio, b.log_ratio)
+    assert not by_a[~own].any() and by_a[own].any() and not a.clipped_by[~own].any()
+
+
+def test_the_tables_count_turns_and_what_is_not_the_policys(whole):
+    steps = whole[1]["steps"].query("step > 0")
+    assert steps["turns"].between(1, 3).all() and (steps["environment_tokens"] > 0).all()
+    assert (steps["response_tokens"] + steps["environment_tokens"] <= TALK.max_new_tokens).all()
+    assert (whole[1]["steps"]["first_update_log_ratio_max"].dropna() < 1e-5).all()
+    assert steps["noise_floor_set_change"].dropna().eq(0).all()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_run_that_breaks_in_the_middle_of_a_conversation_ends_identical(whole, tmp_path, monkeypatch, error):
+    """Killed, or by an environment that raises, which then names the prompt; after the commit of step 2."""
+    def breaks(calls):
+        if calls == CALLS[2] + 9:  # in step 3
+            raise error("on purpose")
+
+    monkeypatch.setattr(Talking, "calls", 0)
+    monkeypatch.setattr(Talking, "broken", staticmethod(breaks))
+    with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else RunError) as raised:
+        carry_out(TALK, tmp_path / "cut")
+    if error is ValueError:
+        assert "Talking: reply failed (ValueError('on purpose')) for the prompt '" in str(raised.value)
+    assert frames.read_table(tmp_path / "cut", "steps")["step"].tolist() == [0, 1, 2]
+    monkeypatch.setattr(Talking, "broken", staticmethod(lambda calls: None))
+    carry_out(TALK, tmp_path / "cut")
+    assert frames.diff(whole[0], tmp_path / "cut") is None
+    assert weights(tmp_path / "cut")[1] == weights(whole[0])[1]
+
+
+def test_gspo_refuses_advantages_per_turn(tmp_path):
+    from moe_rl.errors import ConfigError
+
+    run = TALK.replace(arm=replace(TOKEN, loss=Use("gspo", clip_low=0.01, clip_high=0.013)))
+    with pytest.raises(ConfigError, match="gspo_token"):
+        carry_out(run, tmp_path / "run")
