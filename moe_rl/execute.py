@@ -31,13 +31,13 @@ from moe_rl.policies.megatron.layout import check_layout, check_routers
 from moe_rl.rollouts.choose import check_engine, engine_of
 from moe_rl.rollouts.gap_files import GapFiles
 from moe_rl.rollouts.hf import HFEngine
-from moe_rl.rollouts.request import check_request, context_length
+from moe_rl.rollouts.request import check_request, completion_text, context_length, sampling_of
 from moe_rl.routing.balance import correction_biases, keep_routers_in
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES, RouteSource
 from moe_rl.runs.folder import RunFolder, read_json, write_json
 from moe_rl.tasks.base import Task, held_out, load_task, split_of
-from moe_rl.trainer import Listener, Parts, sampling_of, train, warn_void
+from moe_rl.trainer import Listener, Parts, train, warn_void
 from moe_rl.types import Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         source=_source(run.arm.routes, policy),
         ratio_source=None if run.arm.ratio_routes is None else _source(run.arm.ratio_routes, policy),
         encode=lambda prompts: encode_prompts(prompts, _of_rank_0(loaded).tokenizer),
+        decode=lambda tokens: completion_text(tokens, _of_rank_0(loaded).model, _of_rank_0(loaded).tokenizer),
         pad_token=pad_token,
         held_out=evaluation,
         reference=reference,
@@ -194,6 +195,7 @@ def _policy(run: RunConfig, loaded: LoadedModel | None, frozen: bool = False) ->
         micro_batch=run.micro_batch,
         micro_batch_tokens=run.micro_batch_tokens,
         activation_checkpointing=run.activation_checkpointing and not frozen,
+        gradient_cosine=run.measure.gradient_cosine and not frozen,
     )
 
 
@@ -241,6 +243,9 @@ def _check_policy(run: RunConfig) -> None:
             )
         if run.dial.sigma:
             raise ConfigError(f"dial.sigma={run.dial.sigma:g}: the routers of policy='megatron' cannot be moved.")
+        if run.measure.gradient_cosine:
+            raise ConfigError("measure.gradient_cosine=True: policy='megatron' spreads its gradients over ranks, and "
+                              "compares none; it is for policy='hf'.")
         if run.micro_batch_tokens:
             raise ConfigError(f"micro_batch_tokens={run.micro_batch_tokens}: the schedule of policy='megatron' cuts by "
                               "rows alone; use micro_batch.")

@@ -68,6 +68,8 @@ class Rollout:
     """False when `max_new_tokens` cut the completion off."""
     routes: RoutingTrace | None = None
     """Routes the engine used, batch 1 and time len(prompt) + len(tokens) - 1: the last token was never an input."""
+    sampled_at: Int[Tensor, " response"] | None = None
+    """The step after which the weights were those that drew each token; 0 is the cold start. None: nobody said."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class Batch:
     """0 outside the response."""
     finished: Bool[Tensor, " batch"]
     rollout_routes: RoutingTrace | None = None
+    sampled_at: Int[Tensor, "batch time"] | None = None
+    """The step after which the weights were those that drew each response token; 0 outside the response."""
     old_logprobs: Float[Tensor, "batch time"] | None = None
     """log π_old, the denominator of the ratio."""
     routes: RoutingTrace | None = None
