@@ -233,6 +233,9 @@ def _check_policy(run: RunConfig) -> None:
     """Raise ConfigError where policy, layout, model and the processes that run do not fit each other."""
     if run.policy not in POLICIES:
         unknown("policy", run.policy, POLICIES)
+    if run.measure.gradient_cosine and run.policy != "hf":
+        raise ConfigError(f"measure.gradient_cosine=True: policy={run.policy!r} spreads its gradients over ranks, and "
+                          "compares none; it is for policy='hf'.")
     if run.policy == "megatron":
         if importlib.util.find_spec("megatron.core") is None:
             raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")
@@ -243,9 +246,6 @@ def _check_policy(run: RunConfig) -> None:
             )
         if run.dial.sigma:
             raise ConfigError(f"dial.sigma={run.dial.sigma:g}: the routers of policy='megatron' cannot be moved.")
-        if run.measure.gradient_cosine:
-            raise ConfigError("measure.gradient_cosine=True: policy='megatron' spreads its gradients over ranks, and "
-                              "compares none; it is for policy='hf'.")
         if run.micro_batch_tokens:
             raise ConfigError(f"micro_batch_tokens={run.micro_batch_tokens}: the schedule of policy='megatron' cuts by "
                               "rows alone; use micro_batch.")

@@ -90,16 +90,15 @@ class Recorder:
         """After the weights went to the engine: the rows of the step. `push_gap` is what that check found, in nats."""
         with self.timed("measure"):
             probed, sites = self.probe.after_step()
-            engine, engine_sites = engine_row(self.batch, self.natural)
-            if not self.fresh:
-                engine, engine_sites = {}, [{} for _ in engine_sites]
+            nothing: tuple[Row, list[Row]] = {}, [{} for _ in sites]
+            engine, engine_sites = engine_row(self.batch, self.natural) if self.fresh else nothing
             row = {"step": self.step, **batch_row(self.batch, self.natural), **probed, **engine}
             row |= ratio_row(self.batch, self.log_ratio, self.clipped_by, self.counted)
             row |= {} if push_gap is None else {"push_gap_max": push_gap}
             for name in ("grad_norm", "grad_clipped", "grad_cosine"):
                 if found := [update[name] for update in self.updates if name in update]:
                     row[name] = sum(found) / len(found)
-            by_lag = self._by_lag() if self.run.lag else []
+            by_lag = self._by_lag() if self.run.lag or not self.fresh else []
             if self.lags is not None and by_lag:
                 of_tokens = self.lags[self.batch.response_mask].double()
                 row |= {"lag_mean": of_tokens.mean().item(), "lag_max": of_tokens.max().item()}

@@ -18,7 +18,7 @@ ENDPOINTS = (study.endpoint, *study.further_endpoints)
 ARMS = [arm.name for arm in study.arms]
 ONE_AT_LAG_0 = (("grpo-tis", "grpo"), ("m2po", "grpo"), ("grpo-r3", "grpo-replay"))
 WITHIN = 0.03
-"""Differences of reward that count as none."""
+"""Differences of exact match that count as none."""
 
 
 def verdict(frames: Frames) -> list[str]:
@@ -32,15 +32,15 @@ def verdict(frames: Frames) -> list[str]:
     tests = [paired(*(values[name][lag]["grpo"].to_dict() for lag in (last, first))) for name in ENDPOINTS]
     signs = {int(np.sign(t.difference.mean)) if t.p <= 0.05 else 0 for t in tests}
     says = "harms" if signs == {-1} else "helps" if signs == {1} else "is not shown to harm"
-    lines.append(f"a lag of {last} {says} GRPO (reward {tests[0].difference})")
+    lines.append(f"a lag of {last} {says} GRPO ({study.endpoint} {tests[0].difference})")
     names = [" − ".join(pair) for pair in study.contrasts]
     cures = {name: [paired(values[name][last][a].to_dict(), values[name][last][b].to_dict())
                     for a, b in study.contrasts] for name in ENDPOINTS}
     for (name, (said, _)), test in zip(effects(names, cures).items(), cures[ENDPOINTS[0]], strict=True):
-        lines.append(f"lag {last}: {name}, {said} (reward {test.difference})")
-    reward = values[study.endpoint]
+        lines.append(f"lag {last}: {name}, {said} ({test.difference})")
+    main = values[study.endpoint]
     for arm in ARMS:
-        gap, fall = interval(reward[last][arm] - reward[first][arm], 0.9), slope(reward, arm)
+        gap, fall = interval(main[last][arm] - main[first][arm], 0.9), slope(main, arm)
         flat = gap.low >= -WITHIN and gap.high <= WITHIN
         found = ["flat"] * flat + ["falling"] * (fall.high < 0) or ["neither flat nor falling is shown"]
         lines.append(f"{arm}: {', '.join(found)} (lag {last} − lag {first} {gap}, 90 %; per step of lag {fall})")

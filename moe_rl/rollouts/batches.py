@@ -93,8 +93,9 @@ class Queue:
             elif number in self.begun:
                 rollouts = _continued(run, parts, number, step, self.begun.pop(number))
             else:
-                raise RunError(f"in step {step} the batch of step {number}, to be begun in step {begins}, is not there: "
-                               f"a source is asked at every step in turn, and resumes with {FILE} of the checkpoint")
+                raise RunError(f"in step {step} the batch of step {number}, to be begun in step {begins}, is not "
+                               f"there: a source is asked at every step in turn, and resumes with {FILE} of its "
+                               "checkpoint")
             if all(_complete(run, rollout) for rollout in rollouts):
                 self.ready[number] = _rewarded(run, parts, number, step, rollouts)
             else:
