@@ -96,7 +96,7 @@ class Queue:
                 raise RunError(f"in step {step} the batch of step {number}, to be begun in step {begins}, is not "
                                f"there: a source is asked at every step in turn, and resumes with {FILE} of its "
                                "checkpoint")
-            if all(_complete(run, rollout) for rollout in rollouts):
+            if number == step or all(_complete(run, rollout) for rollout in rollouts):
                 self.ready[number] = _rewarded(run, parts, number, step, rollouts)
             else:
                 self.begun[number] = rollouts
@@ -165,9 +165,9 @@ def _complete(run: RunConfig, rollout: Rollout) -> bool:
 
 
 def _continued(run: RunConfig, parts: Samples, number: int, step: int, rollouts: list[Rollout]) -> list[Rollout]:
-    """The same rollouts; those that are not complete, all of one length, have drawn on."""
+    """The same rollouts; those that are not complete, which have the same length, have drawn on."""
     waiting = [i for i, rollout in enumerate(rollouts) if not _complete(run, rollout)]
-    so_far = len(rollouts[waiting[0]].tokens)
+    so_far = max(len(rollouts[i].tokens) for i in waiting)
     prefixes = [replace(r.prompt, tokens=r.prompt.tokens + r.tokens) for r in (rollouts[i] for i in waiting)]
     most = _at_most(run, run.max_new_tokens - so_far, number == step)
     more = dict(zip(waiting, _drawn(run, parts, prefixes, 1, (number, 0, so_far), most, step), strict=True))
