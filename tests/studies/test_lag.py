@@ -40,7 +40,7 @@ def test_a_fall_that_some_arms_are_spared_is_said_so():
         assert (", an effect" in line) == (arm in ("sat-r3", "grpo-r3"))
     for arm in ARMS:
         (line,) = [line for line in said if line.startswith(f"{arm}: ")]
-        assert line.startswith(f"{arm}: {'flat' if arm in ('sat-r3', 'grpo-r3') else 'falling'} (lag 8 − lag 0")
+        assert line.startswith(f"{arm}: flat" if arm in ("sat-r3", "grpo-r3") else f"{arm}: falling (lag 8 − lag 0")
     assert said[-1].startswith("stale gradients align: reproduced (cosine per step of lag 0.05")
 
 
@@ -70,5 +70,5 @@ def test_every_run_of_the_study_can_run_within_its_budget():
 
     planned = study.runs(Path("runs"))
     assert len(planned) == 7 * 5 * 8 and study.seconds_per_step * study.base.steps <= 45
-    checked = {p.path.parts[-3:-1]: check(p.config) for p in planned if p.config.seed == study.seeds[0]}
-    assert len(checked) == 35 and not any(checked.values()), {key: texts for key, texts in checked.items() if texts}
+    checked = {p.config.arm.name: check(p.config) for p in planned if p.config.seed == 400 and p.config.lag == 8}
+    assert [*checked] == ARMS and not any(checked.values()), {key: texts for key, texts in checked.items() if texts}
