@@ -31,14 +31,14 @@ from moe_rl.policies.megatron.layout import check_layout, check_routers
 from moe_rl.rollouts.choose import check_engine, engine_of
 from moe_rl.rollouts.gap_files import GapFiles
 from moe_rl.rollouts.hf import HFEngine
-from moe_rl.rollouts.request import check_request, context_length
+from moe_rl.rollouts.request import check_request, completion_text, context_length, sampling_of
 from moe_rl.routing.balance import correction_biases, keep_routers_in
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES, RouteSource
 from moe_rl.runs.folder import RunFolder, read_json, write_json
 from moe_rl.runs.lease import Held, Lease
-from moe_rl.tasks.base import AnyTask, held_out, load_task, split_of
-from moe_rl.trainer import Listener, Parts, sampling_of, train, warn_void
+from moe_rl.tasks.base import AnyTask, Environment, held_out, load_task, split_of
+from moe_rl.trainer import Listener, Parts, train, warn_void
 from moe_rl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def check(run: RunConfig) -> list[str]:
         _check_policy(run)
         check_engine(run)
         _check_model(run)
-        split_of(load_task(run.task), run.eval_prompts)
+        _check_task(run)
         objective = objective_of(run.arm)
         if "values" in advantage_of(run.arm).needs:
             _check_critic(run)
@@ -82,6 +82,13 @@ def check(run: RunConfig) -> list[str]:
         if run.arm.ratio_routes is not None:
             lookup("route source", run.arm.ratio_routes, SOURCES)
     return [*warn_void(run), *(str(warning.message) for warning in caught)]
+
+
+def _check_task(run: RunConfig) -> None:
+    split_of(task := load_task(run.task), run.eval_prompts)
+    if run.partial_tokens is not None and isinstance(task, Environment):
+        raise ConfigError(f"partial_tokens={run.partial_tokens}: {run.task.name} answers back, and a turn is drawn as a "
+                          "whole; leave partial_tokens out. A lag of whole conversations works.")
 
 
 def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
@@ -120,6 +127,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         source=_source(run.arm.routes, policy),
         ratio_source=None if run.arm.ratio_routes is None else _source(run.arm.ratio_routes, policy),
         encode=lambda prompts: encode_prompts(prompts, _of_rank_0(loaded).tokenizer),
+        decode=lambda tokens: completion_text(tokens, _of_rank_0(loaded).model, _of_rank_0(loaded).tokenizer),
         pad_token=pad_token,
         held_out=evaluation,
         reference=reference,
@@ -202,6 +210,7 @@ def _policy(run: RunConfig, loaded: LoadedModel | None, frozen: bool = False) ->
         micro_batch=run.micro_batch,
         micro_batch_tokens=run.micro_batch_tokens,
         activation_checkpointing=run.activation_checkpointing and not frozen,
+        gradient_cosine=run.measure.gradient_cosine and not frozen,
     )
 
 
@@ -245,6 +254,9 @@ def _check_policy(run: RunConfig) -> None:
             "the tokens that were kept. Use policy='hf' or, knowing that engine and trainer are then different "
             "distributions, sampling_mask=False."
         )
+    if run.measure.gradient_cosine and run.policy != "hf":
+        raise ConfigError(f"measure.gradient_cosine=True: policy={run.policy!r} spreads its gradients over ranks, and "
+                          "compares none; it is for policy='hf'.")
     if run.policy == "megatron":
         if importlib.util.find_spec("megatron.core") is None:
             raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")

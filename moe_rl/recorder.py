@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,12 +46,15 @@ class Recorder:
 
     # ------------------------------------------------------------------ one step, in the order of its calls
     def begin(self, step: int, batch: Batch, natural: Scored, split: list[Tensor]) -> None:
-        """Before the first update. `natural` is the policy's scoring of the batch under the weights that sampled it,
-        `split` the rows of every update's mini-batch, epoch after epoch."""
+        """Before the first update. `natural` is the policy's scoring of the batch under the weights that training
+        begins with, `split` the rows of every update's mini-batch, epoch after epoch."""
         self.step, self.batch, self.natural, self.split = step, batch, natural, split
         if self.run.truncates and self.run.sampling_mask and batch.kept is None:
             warnings.warn("the engine does not say which tokens it kept, so log-probs are over the whole vocabulary, "
                           "which is not what it draws from", stacklevel=2)
+        self.lags = None if batch.sampled_at is None else step - 1 - batch.sampled_at
+        """Steps between the weights that drew a response token and those of `natural`."""
+        self.fresh = self.lags is None or not bool(self.lags[batch.response_mask].any())
         self.updates: list[Row] = []
         self.per_epoch = len(split) // self.run.epochs
         self.log_ratio = torch.zeros_like(batch.rollout_logprobs).repeat(self.run.epochs, 1)
@@ -58,7 +62,9 @@ class Recorder:
         self.counted = batch.response_mask.repeat(self.run.epochs, 1)
         with self.timed("measure"):
             detail = step % self.run.measure.detail_every == 0
-            self.probe = Probe(self.policy, batch, natural, split, self.run.measure, detail)
+            # An engine is compared with the policy at equal weights.
+            probed = batch if self.fresh else replace(batch, rollout_routes=None)
+            self.probe = Probe(self.policy, probed, natural, split, self.run.measure, detail)
 
     def before(self, update: int, part: Batch) -> None:
         """Before the update of a mini-batch, counted from 0."""
@@ -88,15 +94,36 @@ class Recorder:
         """After the weights went to the engine: the rows of the step. `push_gap` is what that check found, in nats."""
         with self.timed("measure"):
             probed, sites = self.probe.after_step()
-            engine, engine_sites = engine_row(self.batch, self.natural)
+            nothing: tuple[Row, list[Row]] = {}, [{} for _ in sites]
+            engine, engine_sites = engine_row(self.batch, self.natural) if self.fresh else nothing
             row = {"step": self.step, **batch_row(self.batch, self.natural), **probed, **engine}
             row |= ratio_row(self.batch, self.log_ratio, self.clipped_by, self.counted)
             row |= {} if push_gap is None else {"push_gap_max": push_gap}
-            for name in ("grad_norm", "grad_clipped"):
-                row[name] = sum(update[name] for update in self.updates) / len(self.updates)
+            for name in ("grad_norm", "grad_clipped", "grad_cosine"):
+                if found := [update[name] for update in self.updates if name in update]:
+                    row[name] = sum(found) / len(found)
+            by_lag = self._by_lag() if self.run.lag or not self.fresh else []
+            if self.lags is not None and by_lag:
+                of_tokens = self.lags[self.batch.response_mask].double()
+                row |= {"lag_mean": of_tokens.mean().item(), "lag_max": of_tokens.max().item()}
             row["first_update_log_ratio_max"] = self.updates[0]["token_log_ratio_max"]
         layers = [{"step": self.step} | a | b for a, b in zip(sites, engine_sites, strict=True)]
-        return {"steps": [row], "updates": self.updates, "layers": layers}
+        return {"steps": [row], "updates": self.updates, "layers": layers} | ({"lags": by_lag} if by_lag else {})
+
+    def _by_lag(self) -> list[Row]:
+        """A row per lag that response tokens have: how far the policy had gone from what drew them before it trained on
+        them, and what the arm's ratios and clips then did to them."""
+        if self.lags is None:
+            return []
+        rows = []
+        for lag in self.lags[self.batch.response_mask].unique().tolist():
+            part = replace(self.batch, response_mask=self.batch.response_mask & (self.lags == lag))
+            counted = self.counted & part.response_mask.repeat(self.run.epochs, 1)
+            gap = engine_row(part, self.natural)[0]
+            rows.append({"step": self.step, "lag": lag, "lag_tokens": int(part.response_mask.sum())}
+                        | {name.replace("engine", "stale"): x for name, x in gap.items() if name != "engine_unknown"}
+                        | ratio_row(part, self.log_ratio, self.clipped_by, counted))
+        return rows
 
     def cost(self) -> Row:
         """Seconds per phase since the last call, their sum, and the peak of this process's memory so far."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-PROMPTS, NOISE, SPLIT, HELD_OUT, DIAL = 1, 2, 3, 4, 5
+PROMPTS, NOISE, SPLIT, HELD_OUT, DIAL, LAG = 1, 2, 3, 4, 5, 6
 
 
 def derive(a: int, b: int, c: int, *further: int) -> int:

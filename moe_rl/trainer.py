@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -19,14 +19,14 @@ from moe_rl.objectives import Advantage, Objective
 from moe_rl.policies.base import Policy, ValueModel
 from moe_rl.recorder import Recorder, Row, Rows
 from moe_rl.rollouts.base import RolloutEngine
-from moe_rl.rollouts.collate import collate
+from moe_rl.rollouts.batches import BatchSource, Queue, fresh
+from moe_rl.rollouts.request import sampling_of
 from moe_rl.routing.dial import Dose
 from moe_rl.routing.sources import RouteSource
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.seeds import DIAL, NOISE, PROMPTS, SPLIT, derive
-from moe_rl.tasks.base import AnyTask, draw
-from moe_rl.tasks.environments import converse
-from moe_rl.types import Batch, Prompt, Sampling, Scored
+from moe_rl.seeds import DIAL, SPLIT, derive
+from moe_rl.tasks.base import AnyTask
+from moe_rl.types import Batch, Prompt, Scored
 
 T = TypeVar("T")
 Listener = Callable[[Rows], None]
@@ -50,6 +50,10 @@ class Parts:
     pad_token: int
     held_out: list[Prompt]
     """Encoded prompts of the evaluation; never trained on."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Token ids of a completion as text, without the token that ends it; for responses that are drawn in parts."""
+    batches: BatchSource = field(default_factory=Queue)
+    """What every step trains on."""
     reference: Policy | None = None
     """Scores the batch for the parts of the objective that compare with it."""
     critic: ValueModel | None = None
@@ -105,6 +109,7 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
         try:
             parts.policy.load(checkpoint)
             parts.advantage.load(checkpoint)
+            parts.from_rank_0(lambda: parts.batches.load(run, parts, checkpoint))
             if parts.critic:
                 parts.critic.load(checkpoint)
         except Exception as error:  # of safetensors, torch or Megatron: each has its own
@@ -131,7 +136,7 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
             diverged = f"step {step}: {error}"
             warnings.warn(diverged, stacklevel=2)
         if rows:  # else the step itself broke off
-            rows["steps"][0] |= recorder.cost()
+            rows["steps"][0] |= parts.batches.row | recorder.cost()
             show(parts, step, recorder.batch, rows["steps"][0])
             for table, new in rows.items():
                 folder.add(table, new)
@@ -152,6 +157,7 @@ def save(parts: Parts, folder: Path) -> None:
     """Write what resuming needs; collective."""
     parts.policy.save(folder)
     parts.from_rank_0(lambda: parts.advantage.save(folder))
+    parts.from_rank_0(lambda: parts.batches.save(folder))
     if parts.critic:
         parts.critic.save(folder)
 
@@ -160,7 +166,7 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
     """One batch of rollouts and its updates; the rows that describe them."""
     policy, timed = parts.policy, recorder.timed
     with timed("sample"):
-        batch = parts.from_rank_0(lambda: roll_out(run, parts, step))
+        batch = parts.from_rank_0(lambda: earned(parts, step, parts.batches.next(run, parts, step)))
     with timed("score"):
         natural = policy.score(batch, scores=parts.needs_scores)
         batch = routed(run, parts, batch, natural)
@@ -187,13 +193,12 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
 
 
 def roll_out(run: RunConfig, parts: Parts, step: int) -> Batch:
-    """The step's prompts, their completions, rewards and advantages, unless these need the batch to be scored."""
-    excluding = {prompt.text for prompt in parts.held_out}
-    prompts = parts.encode(draw(parts.task, run.prompts_per_step, derive(run.seed, PROMPTS, step), excluding))
-    rollouts, rewards = converse(parts.engine.generate, parts.task, prompts, run.group_size,
-                                 key=(run.seed, NOISE, step), sampling=sampling_of(run))
-    groups = [i for i in range(len(prompts)) for _ in range(run.group_size)]
-    batch = collate(rollouts, groups, rewards, parts.pad_token)
+    """A batch of the current weights, with the prompts and the noise of a step; `earned` says what else it has."""
+    return earned(parts, step, fresh(run, parts, step))
+
+
+def earned(parts: Parts, step: int, batch: Batch) -> Batch:
+    """The batch with its advantages, unless these need it to be scored."""
     if parts.advantage.needs:
         return batch
     batch = parts.advantage.given(batch)
@@ -269,11 +274,6 @@ def evaluated(run: RunConfig, parts: Parts) -> Row:
     return parts.from_rank_0(
         lambda: evaluate(parts.engine, parts.task, parts.held_out, sampling_of(run), run.seed)
     )
-
-
-def sampling_of(run: RunConfig) -> Sampling:
-    return Sampling(run.temperature, run.max_new_tokens, tuple(run.stop), top_p=run.top_p, top_k=run.top_k,
-                    min_p=run.min_p, keep_mask=run.sampling_mask)
 
 
 def warn_void(run: RunConfig) -> list[str]:

@@ -108,6 +108,8 @@ class Rollout:
     """Routes the engine used, batch 1 and time len(prompt) + len(tokens) - 1: the last token was never an input."""
     turns: tuple[Turn, ...] = ()
     """Of a conversation, at least one; empty where a task asks for one completion."""
+    sampled_at: Int[Tensor, " response"] | None = None
+    """The step after which the weights were those that drew each token; 0 is the cold start. None: nobody said."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,8 @@ class Batch:
     turn_rewards: Float[Tensor, "batch time"] | None = None
     """What each turn earned, at its last token; 0 elsewhere. A row of it adds up to the row of `rewards`."""
     rollout_routes: RoutingTrace | None = None
+    sampled_at: Int[Tensor, "batch time"] | None = None
+    """The step after which the weights were those that drew each response token; 0 outside the response."""
     old_logprobs: Float[Tensor, "batch time"] | None = None
     """log π_old, the denominator of the ratio."""
     routes: RoutingTrace | None = None

@@ -15,6 +15,7 @@ import numpy as np
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.lookup import Use
+from moe_rl.runs.columns import TABLES
 from moe_rl.runs.folder import Row, RunFolder
 from moe_rl.study import Study
 
@@ -101,7 +102,7 @@ def train(config: RunConfig, folder: RunFolder, *, cache: Path, listen=lambda ro
 
 def fake_tables(config: RunConfig) -> dict[str, list[Row]]:
     """All rows of a run, at once."""
-    tables: dict[str, list[Row]] = {"steps": [], "updates": [], "layers": []}
+    tables: dict[str, list[Row]] = {name: [] for name in TABLES}
     for step in range(1, config.steps + 1):
         row, updates, layers = fake_step(config, step, np.ones(3))
         tables["steps"].append(row)

@@ -35,14 +35,14 @@ def full() -> Batch:
         elif getattr(batch, field.name) is None:
             dtype = torch.float64 if field.name == "weights" else torch.float32
             drawn = torch.rand(batch.tokens.shape, generator=generator, dtype=dtype)
-            values[field.name] = drawn < 0.5 if "Bool" in kind else drawn
+            values[field.name] = drawn < 0.5 if "Bool" in kind else (9 * drawn).long() if "Int[" in kind else drawn
     return replace(batch, **values)
 
 
 def test_a_batch_is_one_line(full):
     assert "\n" not in repr(full) and len(repr(full)) < 300
     assert repr(full).startswith(f"Batch({len(full)} × {full.tokens.shape[1]} tokens, ")
-    assert "; rollout_routes, old_logprobs, " in repr(full)
+    assert "; rollout_routes, sampled_at, old_logprobs, " in repr(full)
     assert repr(make_batch().rows(slice(0, 0))).startswith("Batch(0 × 0 tokens, 0 prompts, 0 response tokens")
 
 

@@ -92,6 +92,9 @@ class Measure:
     """Steps between detailed measurements: per-update volatility, attribution by mini-batch index, noise floor."""
     full: bool = False
     """Measure every response at every step and print what that costs."""
+    gradient_cosine: bool = False
+    """The cosine of every update's gradient with that of the update before, which is kept for it: memory and resume
+    checkpoints grow by the size of the trainable weights. For policy='hf'."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,6 +103,18 @@ class RunConfig:
     """Most tokens, padding included, in any forward: rows are sorted by length, and those that fit go together. A row
     that is longer goes alone. None: forwards are cut by rows alone."""
     activation_checkpointing: bool = False
+    lag: int = 0
+    """Steps between the weights that sample a batch and those that begin to train on it. Step s trains on a batch that
+    was drawn in step s − lag, by the weights after step s − lag − 1; in the first steps by those that the run begins
+    with. Lags share prompts and noise."""
+    lag_mode: str = "fixed"
+    """`fixed`, or `random`: a batch's lag is drawn from 0 … `lag`, alike in all arms of a seed."""
+    partial_tokens: int | None = None
+    """Tokens that a response draws per step, from the step in which its batch is begun to the one that trains on it,
+    which draws what is left: its parts are of several weights. None: each is drawn at once. Needs a lag."""
+    refills: int = 0
+    """Dynamic sampling: how often groups whose rewards are all equal are exchanged for those of new prompts before a
+    batch is trained on; 0: they stay. What it cost is in the columns `drawn_*`."""
     temperature: float = 1.0
     """Of sampling, and of every log-probability; above 0."""
     top_p: float = 1.0

@@ -24,6 +24,7 @@ _LR = "a learning rate must not be negative"
 _RANK = "a size is at least 1 process"
 DIAL = {"form": ("weights", "choice", "beside"), "acts_on": ("both", "ratio", "gradient"),
         "direction": ("random", "last_step")}
+LAG_MODES = ("fixed", "random")
 _SEED = "random streams are derived from seeds, which are below 2^32 and not negative"
 RANGES: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(("steps", "prompts_per_step", "group_size", "mini_batches", "epochs", "micro_batch",
@@ -39,7 +40,9 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     "optimizer.warmup": (0, math.inf, "a number of updates; a negative one makes learning rates negative"),
     "optimizer.grad_clip": (0, math.inf, "a norm, or 0 for no clipping; a negative one would train uphill"),
     "critic.clip": (0, math.inf, "how far a value may go from what it was, at least 0; inf for no clipping"),
-    "cold_start.max_steps": (0, math.inf, "a number of steps"),
+    **dict.fromkeys(("cold_start.max_steps", "lag"), (0, math.inf, "a number of steps")),
+    "partial_tokens": (1, math.inf, "tokens per step; None draws each response at once"),
+    "refills": (0, math.inf, "how often groups are exchanged, at most"),
     "top_k": (0, math.inf, "a number of tokens, or 0 for all"),
     "min_p": (0, 1, "a share of the highest probability"),
     "cold_start.target": (0, 1, "a success rate, from 0 (no cold start) to 1"),
@@ -84,6 +87,12 @@ def check_values(config: RunConfig) -> None:
     for name, choices in DIAL.items():
         if (value := getattr(config.dial, name)) not in choices:
             raise ConfigError(f"dial.{name}={value!r}: choose {' or '.join(choices)}")
+    if config.lag_mode not in LAG_MODES:
+        raise ConfigError(f"lag_mode={config.lag_mode!r}: choose {' or '.join(LAG_MODES)}")
+    if config.partial_tokens is not None and not (config.lag and config.partial_tokens < config.max_new_tokens):
+        raise ConfigError(f"partial_tokens={config.partial_tokens} has no effect with lag={config.lag} and "
+                          f"max_new_tokens={config.max_new_tokens}: a response that waits for no step, or needs no "
+                          "second one, is drawn at once; set a lag, and fewer tokens per step, or leave it None")
     if config.dial.direction == "last_step" and config.dial.form != "beside" and not config.optimizer.router_lr_scale:
         raise ConfigError("dial.direction='last_step' moves routers on along their own last step, but "
                           "optimizer.router_lr_scale=0 freezes them: use the direction 'random'")

@@ -55,6 +55,7 @@ def estimate_memory(
     ceil(R / mini_batches)) tokens per forward, or micro_batch_tokens (but at least T) where these are fewer:
 
         weights = gradients = P b,  optimizer = 2 P b,  reference = P b where an arm compares with one
+                      (gradients 2 P b with measure.gradient_cosine)
         critic = 4 (C b + 4 (h + 1)) where it has one, C = P without an output matrix of its own: all four of it, the
                       head in float32
         activations = N L A b + min(3 N V b, 16 · 2^26), since more logits are made in pieces (`vocabulary`),
@@ -62,7 +63,7 @@ def estimate_memory(
                       float64 on a CPU), A = 5 h + 4 heads head_dim + k (3 w + 2 h);
                       L h + A in place of L A with activation checkpointing
         sampling    = R (2 L T kv_heads head_dim b + 3 V · 4)
-        routes      = R T L k bytes (two per id above 255 experts), for engine and policy
+        routes      = R T L k bytes (two per id above 255 experts), for engine, policy, and every batch that waits
 
     A is a fit to what autograd keeps for the presets (within a factor of 1.5); eager attention adds heads · T² per row,
     which is not counted.
@@ -90,13 +91,13 @@ def estimate_memory(
     kept = layers * hidden + layer if run.activation_checkpointing else layers * layer
     return MemoryEstimate(
         weights=weights,
-        gradients=weights,
+        gradients=weights * (1 + run.measure.gradient_cosine),
         optimizer=2 * weights,
         reference=weights if reference else 0,
         critic=4 * (body + 4 * (hidden + 1)) if critic else 0,
         activations=tokens * kept * b + min(3 * tokens * vocab * b, 16 * LOGITS),
         sampling=rollouts * (2 * layers * time * kv_heads * head_dim * b + 3 * vocab * 4),
-        routes=2 * rollouts * time * layers * k * (1 if experts <= 255 else 2),
+        routes=(2 + run.lag) * rollouts * time * layers * k * (1 if experts <= 255 else 2),
     )
 
 

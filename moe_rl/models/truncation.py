@@ -48,7 +48,8 @@ class KeptTokens:
     ids: Int32[Tensor, " kept"]
     """Token by token, in the order of `counts`."""
     counts: Int32[Tensor, "*token"]
-    """How many ids are a token's; 0 where nothing is known to be left out, as at prompts, padding and what an environment said."""
+    """How many ids are a token's; 0 where nothing is known to be left out: at prompts, padding, what an environment
+    said."""
 
     @staticmethod
     def stack(parts: Sequence[KeptTokens], where: Bool[Tensor, "batch time"]) -> KeptTokens:
@@ -56,6 +57,11 @@ class KeptTokens:
         counts = torch.zeros(where.shape, dtype=torch.int32)
         counts[where] = torch.cat([part.counts for part in parts])
         return KeptTokens(torch.cat([part.ids for part in parts]), counts)
+
+    def joined(self, then: KeptTokens, end: int | None) -> KeptTokens:
+        """Of one response of two parts, up to `end`."""
+        counts = torch.cat([self.counts, then.counts])[:end]
+        return KeptTokens(torch.cat([self.ids, then.ids])[: int(counts.sum())], counts)
 
     def each(self, sizes: Sequence[int]) -> list[KeptTokens]:
         """The first so many tokens of every row."""

@@ -16,9 +16,10 @@ from torch import Tensor
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, MoeRlError, RunError
 from moe_rl.lookup import Use, lookup, needs, needs_of, unknown
-from moe_rl.objectives.base import EQUAL, Earned, Values
+from moe_rl.objectives.base import Earned, Values
 from moe_rl.objectives.returns import gae, on_last, returns, turn_rewards, untouched
 from moe_rl.objectives.terms import ESTIMATORS
+from moe_rl.tasks.base import EQUAL
 from moe_rl.types import Batch
 
 ESTIMATES = ("returns", "gae")

@@ -13,8 +13,6 @@ from torch import Tensor
 from moe_rl.errors import ConfigError
 from moe_rl.routing.inputs import RouterInputs
 
-EQUAL = 1e-6
-"""Rewards of a group that lie this close together are equal up to rounding (rewards are in [0, 1])."""
 Values = Float[Tensor, "batch ..."]
 """One number per row, [batch], or per token, [batch, time]."""
 

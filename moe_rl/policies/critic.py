@@ -11,11 +11,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.config.parts import Optimizer
-from moe_rl.objectives.base import EQUAL
 from moe_rl.objectives.returns import value_loss
 from moe_rl.policies.hf import checkpoint_activations
 from moe_rl.policies.micro_batches import cut, join, waiting
 from moe_rl.policies.optimizer import optimizer_of, read_state, stepped, write_state
+from moe_rl.tasks.base import EQUAL
 from moe_rl.types import Batch
 
 if TYPE_CHECKING:

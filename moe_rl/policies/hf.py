@@ -19,7 +19,7 @@ from moe_rl.models.truncation import entropy_of
 from moe_rl.models.vocabulary import LOGITS, head_is_apart, log_probs_in_pieces
 from moe_rl.objectives import Objective
 from moe_rl.policies.micro_batches import Rows, cut, join, waiting
-from moe_rl.policies.optimizer import last_step, optimizer_of, read_state, stepped, write_state
+from moe_rl.policies.optimizer import cosine_with, last_step, optimizer_of, read_state, stepped, write_state
 from moe_rl.routing.balance import balance, correction_biases
 from moe_rl.routing.dial import Dose, disturbed
 from moe_rl.routing.hooks import record_routing, replay_routing
@@ -29,7 +29,7 @@ from moe_rl.types import Batch, Scored, Updated
 
 PerToken = Float[Tensor, "batch time"]
 
-WEIGHTS, MOMENTS = "model.safetensors", "optimizer.pt"
+WEIGHTS, MOMENTS, GRADIENT = "model.safetensors", "optimizer.pt", "gradient.pt"
 
 
 class HFPolicy:
@@ -37,7 +37,8 @@ class HFPolicy:
 
     `temperature` divides the logits, as the rollout engine's does. `micro_batch` bounds the rows of one forward with
     gradient, `micro_batch_tokens` the tokens of any forward, for which rows are sorted by length; a sequence is never
-    split. `activation_checkpointing` is False, "reentrant" or "non-reentrant".
+    split. `activation_checkpointing` is False, "reentrant" or "non-reentrant". With `gradient_cosine` every update says
+    how its gradient lies to the one before (`optimizer.cosine_with`), which is kept for it.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class HFPolicy:
         micro_batch_tokens: int | None = None,
         score_batch: int = 256,
         activation_checkpointing: bool | str = False,
+        gradient_cosine: bool = False,
     ):
         self.model = model.eval()
         self.settings = optimizer
@@ -59,6 +61,7 @@ class HFPolicy:
         self.optimizer = optimizer_of(model, optimizer)
         self.biases = correction_biases(model) if optimizer.loss_free_bias else []
         self.updates = 0
+        self.last_gradient: list[Tensor] | None = [] if gradient_cosine else None
         if activation_checkpointing:
             checkpoint_activations(model, reentrant=activation_checkpointing == "reentrant")
 
@@ -84,6 +87,9 @@ class HFPolicy:
     def update(self, batch: Batch, objective: Objective, dose: Dose | None = None) -> Updated:
         """One optimizer step on a mini-batch. Micro-batches only add: the weights of the loss span all of it."""
         (logprobs, entropy, routes, preferred, clipped_by), loss, metrics = self._backward(batch, objective, dose)
+        if self.last_gradient is not None:
+            cosine = cosine_with(self.last_gradient, self._trainable())
+            metrics = metrics if cosine is None else {**metrics, "grad_cosine": cosine}
         norm, clipped = stepped(self.model, self.optimizer, self.settings, self.updates + 1)
         self.updates += 1
         if self.biases:
@@ -94,8 +100,7 @@ class HFPolicy:
     def gradient(self, batch: Batch, objective: Objective) -> Float[Tensor, " parameters"]:
         """What `update` would clip and hand to its optimizer, of all trainable parameters in one vector. No step."""
         self._backward(batch, objective)
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
-        gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trainable])
+        gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self._trainable()])
         self.optimizer.zero_grad(set_to_none=True)
         return gradient
 
@@ -111,10 +116,14 @@ class HFPolicy:
     def save(self, folder: Path) -> None:
         """Write weights (safetensors) and optimizer moments; bit-exact."""
         write_state(folder / WEIGHTS, folder / MOMENTS, self.model, self.optimizer, self.updates)
+        if self.last_gradient:
+            torch.save(self.last_gradient, folder / GRADIENT)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote into this policy."""
         self.updates = read_state(folder / WEIGHTS, folder / MOMENTS, self.model, self.optimizer, self.device)
+        if self.last_gradient is not None and self.updates:
+            self.last_gradient = torch.load(folder / GRADIENT, map_location=self.device, weights_only=True)
 
     @torch.no_grad()
     def distributions(
@@ -130,6 +139,9 @@ class HFPolicy:
         return found.to(batch.tokens.device)
 
     # ------------------------------------------------------------------ how
+    def _trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
     def _moved(self, dose: Dose | None) -> AbstractContextManager[None]:
         return disturbed(self.model, dose, partial(last_step, self.optimizer))
 

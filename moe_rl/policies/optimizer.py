@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,22 @@ def stepped(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm, norm > limit
+
+
+@torch.no_grad()
+def cosine_with(last: list[Tensor], parameters: Iterable[nn.Parameter]) -> float | None:
+    """cos(g_t, g_{t−1}) over all of them (arXiv 2603.01501), from sums in float64, before anything is clipped; None
+    where one of them is 0 or there is no `last` yet, which becomes g_t."""
+    now = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    if not last:
+        last += [g.clone() for g in now]
+        return None
+    sums = torch.zeros(3, dtype=torch.float64)
+    for g, before in zip(now, last, strict=True):
+        a, b = g.flatten().double(), before.flatten().double()
+        sums += torch.stack([a @ b, a @ a, b @ b]).cpu()
+        before.copy_(g)
+    return (sums[0] / (sums[1] * sums[2]).sqrt()).item() if sums[1] and sums[2] else None
 
 
 def last_step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor | None:

@@ -77,6 +77,7 @@ METRICS = (
 MAIN, GAINED = METRICS[0], tuple(one for one in METRICS if one.since_start)
 ON_REQUEST = (
     Metric("greedy exact match, second half", "eval_exact_greedy", after_start, after_divergence=0.0),
+    Metric("sampled exact match, second half", "eval_exact_sampled", after_start, after_divergence=0.0),
     Metric("effective sample size of tokens", "token_ess"),
     Metric("entropy, nats", "entropy"),
 )

@@ -12,8 +12,8 @@ from moe_rl.types import Batch, Rollout
 def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[float], pad_token: int) -> Batch:
     """Right-pad rollouts into one batch; advantages are zero until the trainer fills them.
 
-    Routes, and what sampling kept, are there when every rollout carries them. What an environment said in a
-    conversation is no part of the response. The batch lives on the CPU.
+    Routes, what sampling kept, and the steps of the weights are there when every rollout carries them. What an
+    environment said in a conversation is no part of the response. The batch lives on the CPU.
     """
     lengths = [len(r.prompt.tokens) + len(r.tokens) for r in rollouts]
     shape = (len(rollouts), max(lengths))
@@ -22,6 +22,7 @@ def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[floa
     response_mask = torch.zeros(shape, dtype=torch.bool)
     logprobs, turn_rewards = torch.zeros(shape), torch.zeros(shape)
     turn = torch.zeros(shape, dtype=torch.long)
+    sampled_at = torch.zeros(shape, dtype=torch.long)
     for b, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
         start = len(rollout.prompt.tokens)
         tokens[b, :length] = torch.tensor(rollout.prompt.tokens + rollout.tokens)
@@ -32,6 +33,8 @@ def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[floa
             turn[b, start + one.start : start + one.end] = number
             turn_rewards[b, start + one.end - 1] = one.reward
         logprobs[b, start:length] = rollout.logprobs
+        if rollout.sampled_at is not None:
+            sampled_at[b, start:length] = rollout.sampled_at
     routes = [r.routes for r in rollouts if r.routes is not None]
     kept = [r.kept for r in rollouts if r.kept is not None]
     prompts = torch.tensor([len(r.prompt.tokens) for r in rollouts])
@@ -50,4 +53,5 @@ def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[floa
         turn_rewards=turn_rewards if conversed else None,
         rollout_routes=RoutingTrace.stack(routes, tokens, attention_mask) if routed else None,
         kept=KeptTokens.stack(kept, written) if len(kept) == len(rollouts) else None,
+        sampled_at=sampled_at if all(r.sampled_at is not None for r in rollouts) else None,
     )

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.types import Prompt, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+
+def sampling_of(run: RunConfig) -> Sampling:
+    """How a run draws its completions."""
+    return Sampling(run.temperature, run.max_new_tokens, tuple(run.stop), top_p=run.top_p, top_k=run.top_k,
+                    min_p=run.min_p, keep_mask=run.sampling_mask)
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -55,6 +63,12 @@ def check_request(prompts: list[Prompt], group_size: int, sampling: Sampling, co
                 f"{sampling.max_new_tokens} {whole}, but the context of the model (max_position_embeddings) ends at "
                 f"{context}: beyond it positions were never trained. Shorten prompts, or lower max_new_tokens."
             )
+
+
+def completion_text(tokens: Sequence[int], model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Ids of a completion as text, without the token that ended it; other special tokens stay visible."""
+    kept = list(tokens[:-1] if tokens[-1] in end_tokens(model, tokenizer) else tokens)
+    return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def before_stop(text: str, stops: tuple[str, ...]) -> str:

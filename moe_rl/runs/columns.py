@@ -16,6 +16,7 @@ TABLES = {
     "steps": ("step",),
     "updates": ("step", "update"),
     "layers": ("step", "site"),
+    "lags": ("step", "lag"),
 }
 """Each table and the columns that name one of its rows, the first of which is its step. A table more is an entry here,
 and one for each of its columns below."""
@@ -38,12 +39,14 @@ class Column:
 
 DICTIONARY: dict[str, tuple[Column, ...]] = {
     "Keys": (
-        Column("step", "steps updates layers", "index", "batch of rollouts, from 1; 0 is the cold start"),
+        Column("step", "steps updates layers lags", "index", "batch of rollouts, from 1; 0 is the cold start"),
         Column("update", "updates", "index", "optimizer step within a step, from 1: the mini-batch index, which goes on "
                "through the epochs"),
         Column("epoch", "updates", "index", "pass over the step's rollouts, from 1; where there are several"),
         Column("site", "layers", "index", "routing site in forward order, from 0"),
         Column("layer", "layers", "index", "absolute decoder layer of the site"),
+        Column("lag", "lags", "steps", "from the weights that drew a token to those that begin to train on it; in runs "
+               "with a lag, a row for each that response tokens have"),
     ),
     "Learning": (
         Column("reward", "steps", "0–1", "mean reward of the step's rollouts"),
@@ -72,31 +75,50 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
         Column("value_grad_norm", "updates", "1", "global L2 norm of the critic's gradient before clipping"),
         Column("grad_norm", "steps updates", "1", "global L2 norm before clipping; in steps the mean over updates"),
         Column("grad_clipped", "steps updates", "share", "updates whose gradient norm was clipped"),
+        Column("grad_cosine", "steps updates", "1", "cos(g_t, g_{t−1}) of the gradients of an update and of the one before "
+               "it, before clipping; in steps the mean over updates; with measure.gradient_cosine", "GAC (2603.01501)"),
     ),
     "Importance ratios (the arm's own, before each update, of every epoch; token_: r, sequence_: s, the geometric mean "
     "of r)": (
-        Column("{token,sequence}_n", "steps updates", "count", "response tokens, or sequences, behind the row"),
-        Column("{token,sequence}_log_ratio_{mean,var}", "steps updates", "nats, nats²", "mean and variance of log r"),
-        Column("{token,sequence}_log_ratio_kurtosis", "steps updates", "1", "m4 / m2² of log r: 3 for a Gaussian"),
-        Column("token_log_ratio_var_within", "steps updates", "nats²", "mean over sequences of the variance inside one",
+        Column("{token,sequence}_n", "steps updates lags", "count", "response tokens, or sequences, behind the row"),
+        Column("{token,sequence}_log_ratio_{mean,var}", "steps updates lags", "nats, nats²", "mean and variance of log r"),
+        Column("{token,sequence}_log_ratio_kurtosis", "steps updates lags", "1", "m4 / m2² of log r: 3 for a Gaussian"),
+        Column("token_log_ratio_var_within", "steps updates lags", "nats²", "mean over sequences of the variance inside one",
                "SAPO (2511.20347)"),
-        Column("{token,sequence}_log_ratio_q{001,01,10,50,90,99,999}", "steps updates", "nats",
+        Column("{token,sequence}_log_ratio_q{001,01,10,50,90,99,999}", "steps updates lags", "nats",
                "quantile of log r: 0.001, 0.01, 0.10, 0.50, 0.90, 0.99, 0.999"),
-        Column("{token,sequence}_log_ratio_max", "steps updates", "nats", "largest |log r|"),
-        Column("{token,sequence}_ess", "steps updates", "share", "(Σ r)² / (n Σ r²): effective sample size over n"),
-        Column("{token,sequence}_kl_{k1,k3}", "steps updates", "nats", "means of −log r and of r − 1 − log r",
+        Column("{token,sequence}_log_ratio_max", "steps updates lags", "nats", "largest |log r|"),
+        Column("{token,sequence}_ess", "steps updates lags", "share", "(Σ r)² / (n Σ r²): effective sample size over n"),
+        Column("{token,sequence}_kl_{k1,k3}", "steps updates lags", "nats", "means of −log r and of r − 1 − log r",
                "Schulman 2020; of s they are no KL"),
-        Column("{token,sequence}_ratio_mean", "steps updates", "1", "mean of r (expected: 1) or s (expected: ≤ 1)"),
-        Column("{token,sequence}_beyond_2", "steps updates", "share", "max(r, 1/r) > 2", f"F(2) of {R3}"),
-        Column("first_update_log_ratio_max", "steps", "nats", "largest |log r| of mini-batch 1: 0 but for noise"),
+        Column("{token,sequence}_ratio_mean", "steps updates lags", "1", "mean of r (expected: 1) or s (expected: ≤ 1)"),
+        Column("{token,sequence}_beyond_2", "steps updates lags", "share", "max(r, 1/r) > 2", f"F(2) of {R3}"),
+        Column("first_update_log_ratio_max", "steps", "nats", "largest |log r| of mini-batch 1: 0 but for noise; "
+               "where the engine is the anchor, its gap and all staleness"),
         Column("push_gap_max", "steps", "nats",
                "largest |log p(engine) − log p(policy)| over a few completions right after the weights were pushed"),
     ),
+    "Staleness (runs with a lag; stale_: log r = log p(policy that begins to train) − log p(engine that sampled), which "
+    "holds the engine's mismatch too; engine_* is measured in steps whose tokens all have lag 0)": (
+        Column("lag_{mean,max}", "steps", "steps", "over response tokens"),
+        Column("lag_tokens", "lags", "count", "response tokens of the lag"),
+        Column("stale_logprob_{mean,max}", "lags", "nats", "as engine_logprob_*, over the tokens of the lag"),
+        Column("stale_kl_k3", "lags", "nats", "mean of r − 1 − log r", "Schulman 2020"),
+        Column("stale_beyond_2", "lags", "share", "max(r, 1/r) > 2", f"F(2) of {R3}"),
+        Column("stale_{slot,set,any_layer}_change", "lags", "share", "as engine_*_change: S policy, S′ what sampled"),
+    ),
+    "Dynamic sampling (runs with refills; of all groups that were drawn for the step's batch, also those left out)": (
+        Column("drawn_groups", "steps", "count", "groups: `prompts_per_step` and every one drawn in their place",
+               "DAPO (2503.14476)"),
+        Column("drawn_groups_without_signal", "steps", "count", "of these, groups whose rewards are all equal"),
+        Column("drawn_tokens", "steps", "tokens", "response tokens"),
+        Column("drawn_reward", "steps", "0–1", "mean reward: that of the policy, where `reward` is of what was kept"),
+    ),
     "Clipping (elements that lose their gradient; over those with non-zero advantage, _all: over all; "
     "none that filters took out)": (
-        Column("clip_{tokens,sequences}{,_all}", "steps updates", "share", "by either bound; sequence: all its tokens",
+        Column("clip_{tokens,sequences}{,_all}", "steps updates lags", "share", "by either bound; sequence: all its tokens",
                f"{GSPO}, Fig. 2: clip_tokens_all"),
-        Column("clip_{tokens,sequences}{,_all}_{high,low}", "steps updates", "share", "by the upper or lower bound"),
+        Column("clip_{tokens,sequences}{,_all}_{high,low}", "steps updates lags", "share", "by the upper or lower bound"),
     ),
     "Volatility (natural routes of the same tokens; S, S′ the sets chosen before and after, k their size)": (
         Column("slot_change{,_prompt}", "steps updates layers", "share",
@@ -170,7 +192,7 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
         Column("memory_peak_mb", "steps", "MB", "peak resident memory of the process so far"),
     ),
     "Yours": (
-        Column("own_*", "steps updates layers", "own", "what a recorder or a loss from outside the package measures"),
+        Column("own_*", "steps updates layers lags", "own", "what a recorder or a loss from outside the package measures"),
     ),
 }
 

@@ -34,11 +34,12 @@ KEPT = {
               "clip_sequences_all", "slot_change", "set_change", "any_layer_change", "layers_changed",
               "jaccard_distance", "gate_mass_moved", "router_shift", "response_set_change", "replay_gap_mean",
               "replay_gap_std", "pull", "noise_floor_*", "push_gap_max", "engine_*", "first_update_log_ratio_max",
-              "own_*"),
+              "grad_cosine", "lag_*", "drawn_*", "own_*"),
     "updates": ("attribution_*", "fresh_slot_change", "fresh_set_change", "slot_change", "clip_tokens",
                 "clip_tokens_all", "token_log_ratio_var", "sequence_log_ratio_var", "own_*"),
     "layers": ("layer", "slot_change", "set_change", "load_entropy", "load_max_violation", "load_dead_experts",
                "margin_q50", "engine_*", "noise_floor_*", "own_*"),
+    "lags": ("lag_*", "stale_*", "token_log_ratio_var", "token_ess", "token_kl_k3", "clip_tokens*", "own_*"),
 }
 """Columns of each table, beside its keys, as patterns; the rest stays with the runs. A table without an entry is kept
 whole."""

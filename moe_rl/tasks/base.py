@@ -27,6 +27,9 @@ TASKS = {
 STOPPING = 64
 """Prompts that say when a cold start ends: few, since a finite task has few to spare; the rate is good to about 3 %."""
 
+EQUAL = 1e-6
+"""Rewards of a group that lie this close together are equal up to rounding (rewards are in [0, 1])."""
+
 
 @runtime_checkable
 class Task(Protocol):

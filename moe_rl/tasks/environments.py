@@ -21,14 +21,35 @@ def converse(
     key: tuple[int, ...],
     sampling: Sampling,
 ) -> tuple[list[Rollout], list[float]]:
-    """Completions of the prompts, or conversations, drawn by an engine's `generate`, and the reward of each.
+    """Completions of the prompts, or conversations, drawn by an engine's `generate`, and the reward of each; see
+    `drawn` and `earned`."""
+    rollouts = drawn(generate, task, prompts, group_size, key=key, sampling=sampling)
+    return rollouts, [earned(task, rollout) for rollout in rollouts]
+
+
+def earned(task: AnyTask, rollout: Rollout) -> float:
+    """The reward of a completion, or of a conversation that was drawn by `drawn`."""
+    if isinstance(task, Environment):
+        return math.fsum(turn.reward for turn in rollout.turns)
+    return checked_reward(task, rollout.prompt, rollout.text)
+
+
+def drawn(
+    generate: Callable[..., list[Rollout]],
+    task: AnyTask,
+    prompts: list[Prompt],
+    group_size: int,
+    *,
+    key: tuple[int, ...],
+    sampling: Sampling,
+) -> list[Rollout]:
+    """Completions of the prompts, or conversations, whose turns have their rewards, drawn by an engine's `generate`.
 
     Raises RunError, which names prompt and transcript, where an environment breaks, and ConfigError for a reply or a
     reward that cannot be one.
     """
     if not isinstance(task, Environment):
-        rollouts = generate(prompts, group_size, key=key, sampling=sampling)
-        return rollouts, [checked_reward(task, r.prompt, r.text) for r in rollouts]
+        return generate(prompts, group_size, key=key, sampling=sampling)
     asked = [prompt for prompt in prompts for _ in range(group_size)]
     started: dict[int, Conversation] = {}
     transcripts: list[list[str]] = [[] for _ in asked]
@@ -62,7 +83,7 @@ def converse(
         rewards = _rewards(task, rollout, call(row, "rewards"), tuple(transcripts[row]))
         rewarded = tuple(replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True))
         rollouts[row] = replace(rollout, turns=rewarded)
-    return rollouts, [math.fsum(turn.reward for turn in rollout.turns) for rollout in rollouts]
+    return rollouts
 
 
 def _rewards(task: Environment, rollout: Rollout, given: Any, transcript: Transcript) -> list[float]:
