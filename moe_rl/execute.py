@@ -87,8 +87,8 @@ def check(run: RunConfig) -> list[str]:
 def _check_task(run: RunConfig) -> None:
     split_of(task := load_task(run.task), run.eval_prompts)
     if run.partial_tokens is not None and isinstance(task, Environment):
-        raise ConfigError(f"partial_tokens={run.partial_tokens}: {run.task.name} answers back, and a turn is drawn as a "
-                          "whole; leave partial_tokens out. A lag of whole conversations works.")
+        raise ConfigError(f"partial_tokens={run.partial_tokens}: the task answers back, and a turn is drawn as a whole; "
+                          "leave partial_tokens out. A lag of whole conversations works.")
 
 
 def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
