@@ -54,7 +54,7 @@ def reported_weights(payload: Any, shape: Sequence[int], start: int = 0) -> Floa
         raise RoutingError(f"gates do not fit the ids ({error}); expected a weight for each, {list(shape)}.") from error
     if not np.isfinite(values).all():
         raise RoutingError("gates hold NaN or infinite weights.")
-    return np.concatenate([np.zeros((rows - len(values), *inner), np.float32), values[:rows]])
+    return np.concatenate([np.zeros((max(0, rows - len(values)), *inner), np.float32), values[:rows]])
 
 
 def with_weights(trace: RoutingTrace, weights: Float[NDArray, "batch time site k"]) -> RoutingTrace:

@@ -129,7 +129,7 @@ def _read(payload: Any, start: int, dtype: str | None) -> tuple[NDArray, int]:
         _, dtype, shape, payload = (payload.split(":", 3) + ["", "", ""])[:4]
         return _reshape(_read(payload, start, dtype)[0], shape.split("x")), start
     if isinstance(payload, str | bytes | bytearray):
-        return _from_buffer(payload, dtype or "int32"), start
+        return _from_buffer(payload, "int32" if dtype is None else dtype), start
     return integers(payload), start
 
 

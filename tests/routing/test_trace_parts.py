@@ -68,7 +68,8 @@ def test_gates_come_with_their_ids():
 @given(ends=st.lists(st.integers(2, 12), min_size=1, max_size=4), starts=st.lists(st.integers(0, 9), min_size=4))
 def test_splicing_is_what_going_through_the_tokens_one_by_one_gives(ends, starts):
     tokens = torch.arange(12)[None]
-    parts = [called(tokens, min(s, e - 1), e, f"{i % 2}", i) for i, (e, s) in enumerate(zip(ends, starts, strict=False))]
+    calls = enumerate(zip(ends, starts, strict=False))
+    parts = [called(tokens, min(start, end - 1), end, f"{i % 2}", i) for i, (end, start) in calls]
     whole = RoutingTrace.splice(parts, tokens)
     for t in range(12):
         mine = next((p for p in parts if t < p.shape[1] and p.known[0, t].any()), None)
@@ -148,7 +149,8 @@ def test_zigzag_is_megatrons_cut(world, time):
 
 def test_stages_of_a_pipeline_get_the_layers_that_are_theirs():
     """By hand: layers 1, 2, 4, 5 of 6 route; three stages have 0-1, 2-3 and 4-5."""
-    shape = Layout(tuple(Site(f"layers.{i}.gate", i, 300 if i < 4 else 8, 3 if i == 1 else 2) for i in (1, 2, 4, 5)), "x")
+    sites = (Site(f"layers.{i}.gate", i, 300 if i < 4 else 8, 3 if i == 1 else 2) for i in (1, 2, 4, 5))
+    shape = Layout(tuple(sites), "x")
     ids = torch.tensor([[[5, 299, 7], [1, 2, -1], [3, 4, -1], [-1, -1, -1]]])[None]
     trace = RoutingTrace.from_ids(ids, shape)
     parts = [trace.shard(r, 3, "layers") for r in range(3)]
