@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import warnings
 from pathlib import Path
 
 from moe_rl.cli.verbs import argument, verb
@@ -72,7 +74,11 @@ def view(options: argparse.Namespace) -> int:
     """Write the page."""
     from moe_rl.compare.response_page import write_response_page
 
-    row = write_response_page(options.traces, options.out, row=options.row, tokenizer=options.tokenizer)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always", UserWarning)
+        row = write_response_page(options.traces, options.out, row=options.row, tokenizer=options.tokenizer)
+    for warning in heard:
+        print(f"warning: {warning.message}", file=sys.stderr)
     print(f"{options.out}: response {row}; open it in any browser")
     return 0
 

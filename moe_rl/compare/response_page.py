@@ -58,9 +58,9 @@ def write_response_page(traces: Sequence[Path], out: Path, *, row: int | None = 
     """Write the page of one row of two or more trace files, by default the one that changed most between the first two,
     which the page opens with; returns the row. Warns where these two are in the wrong order.
 
-    `tokenizer` spells the tokens: one, or a checkpoint that has one. Without it `tokenizer/` in the folder of the traces
-    or above is taken, and else ids are shown. Raises RoutingError for files that are no traces or not of the same
-    tokens and architecture, ConfigError for a row or tokenizer that is not there.
+    `tokenizer` spells the tokens: one, or a checkpoint that has one. Without it `tokenizer/` in the folder of the
+    traces or above is taken, and else ids are shown. Raises RoutingError for files that are no traces or not of the
+    same tokens and architecture, ConfigError for a row or tokenizer that is not there.
     """
     if len(traces) < 2:
         raise ConfigError(f"{', '.join(map(str, traces)) or 'nothing'}: give two traces of the same tokens, or more.")

@@ -68,7 +68,7 @@ def _a_byte_without_a_mark(layout: Layout) -> bool:
 
 def _sum(name: str, x: Tensor) -> int:
     what = f"{name} {x.dtype} {list(x.shape)}".encode()
-    return zlib.crc32(x.numpy().data, zlib.crc32(what))
+    return zlib.crc32(x.reshape(-1).view(torch.uint8).numpy().data, zlib.crc32(what))
 
 
 def _header_sum(header: Mapping[str, str]) -> str:
@@ -174,10 +174,13 @@ class TraceFile:
             known = np.unpackbits(bits, axis=1, count=len(layout.sites)).astype(bool)[:, sites]
             experts = experts.masked_fill(~torch.from_numpy(known)[..., None], layout.unknown)
         experts = unpacked(experts, inner, layout.unknown)
-        if part != layout and (part.dtype, part.top_k) != (layout.dtype, layout.top_k):
+        if (part.dtype, part.top_k) != (layout.dtype, layout.top_k):
             unknown = (experts == layout.unknown)[..., : part.top_k]
             experts = experts[..., : part.top_k].to(part.dtype).masked_fill(unknown, part.unknown)
         check_ids(experts, part)
+        for s, site in enumerate(part.sites):
+            if bool((experts[:, :, s, site.top_k :] != part.unknown).any()):
+                raise RoutingError(f"{site.name} uses {site.top_k} slots, but others hold ids too")
         tokens = unpacked(read("tokens", (torch.int32,), (n,)), inner) if "tokens" in self.names else None
         gates = None
         if gated:

@@ -131,6 +131,9 @@ def test_only_layers_that_changed_on_request(page):
 
 
 def test_the_keyboard_is_enough(page):
+    for name in ("before", "after", "first"):
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.id") == name
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.dataset.t") == "4"  # the first response token that changed
     keys = {"ArrowRight": [5], "n": [6, 12, 12], "p": [6], "ArrowLeft": [5], "End": [len(TOKENS) - 1], "Home": [0]}
@@ -221,7 +224,6 @@ def test_any_two_of_several_traces_are_compared(three):
     three.locator("#after").select_option("2")
     assert "1 of 10 tokens changed" in three.locator("#summary").inner_text()
     assert "still" in token(three, 3).get_attribute("class")
-    three.keyboard.press("Tab")
     token(three, 0).click()
     three.keyboard.press("f")
     assert selected(three) == 8

@@ -132,7 +132,7 @@ def test_without_a_tokenizer_ids_are_shown_and_without_gates_none(tmp_path):
 def test_routes_of_other_tokens_or_another_model_are_refused(tmp_path, other, says):
     (tmp_path / "other").mkdir()
     with pytest.raises(RoutingError, match=says):
-        write_response_page(pair(tmp_path)[0], pair(tmp_path / "other", **other)[1], tmp_path / "page.html")
+        write_response_page([pair(tmp_path)[0], pair(tmp_path / "other", **other)[1]], tmp_path / "page.html")
 
 
 def test_every_token_is_spelled_and_together_they_are_the_text():
@@ -175,6 +175,15 @@ def test_traces_in_the_wrong_order_do_not_go_unnoticed(tmp_path, before, after, 
     texts = [str(w.message) for w in heard]
     assert [says in text and "wrong order?" in text for text in texts] == ([True] if says else [])
     assert (embedded(tmp_path / "page.html")["warning"] is None) == (says is None)
+
+
+def test_the_command_says_so_in_a_line(tmp_path, capsys):
+    files = [str(versioned(tmp_path / name, version)) for name, version in (("a", "step 10"), ("b", "step 9"))]
+    assert cli.main(["view", *files, "--out", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("warning: ") and "wrong order?" in said and said.count("\n") == 1
+    assert cli.main(["view", *files[::-1], "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_one_trace_is_nothing_to_compare(tmp_path):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moe_rl.errors import RoutingError
 from moe_rl.routing import Layout, RoutingTrace, Site
 from moe_rl.routing.trace_files import TraceFile
-from tests.routing.test_trace import layout, random_trace
+from tests.routing.test_trace import random_trace
 
 quick = settings(deadline=None, max_examples=15)
 
@@ -283,8 +283,12 @@ def test_combine_weights_that_cannot_be_are_refused(tmp_path, gates, says):
         RoutingTrace.load(tmp_path / "t")
 
 
-def test_unused_slots_hold_nothing():
+def test_unused_slots_of_a_file_hold_nothing(tmp_path):
     shape = Layout((Site("a", 0, 4, 1), Site("b", 1, 8, 2)), "mixed")
-    with pytest.raises(RoutingError, match="a uses 1 of 2 slots"):
-        RoutingTrace.from_ids(torch.tensor([[[[3, 2], [5, 0]]]]), shape)
-    assert layout().top_k == 2
+    good, bad = (torch.tensor([[[[3, unused], [5, 0]]]]) for unused in (-1, 2))
+    RoutingTrace.from_ids(good, shape).save(tmp_path / "good", {"x": torch.ones(1, 1, dtype=torch.bfloat16)})
+    assert torch.equal(RoutingTrace.load(tmp_path / "good").ids(), good)
+    assert RoutingTrace.load_beside(tmp_path / "good")["x"].dtype == torch.bfloat16
+    RoutingTrace.from_ids(bad, shape).save(tmp_path / "bad")
+    with pytest.raises(RoutingError, match="a uses 1 slots, but others hold ids too"):
+        RoutingTrace.load(tmp_path / "bad")
