@@ -12,11 +12,12 @@ from jaxtyping import Bool, Float, Int, Int16, Integer
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
+from moe_rl.routing import trace_files, trace_parts
 from moe_rl.routing.layout import Layout, Site
 from moe_rl.routing.trace_checks import check_ids
+from moe_rl.routing.trace_files import ALL, unpacked
 
 __all__ = ["Layout", "RoutingTrace", "Site"]
-ALL = slice(None)
 PER_TOKEN = ("experts", "attention_mask", "tokens", "gates", "version_index")
 """What has rows and columns."""
 
@@ -99,9 +100,7 @@ class RoutingTrace:
         columns or another number of rows than the batch, of two models, for traces that are replayed by different
         rules and, unless they may be `mixed`, for different weight versions.
         """
-        from moe_rl.routing.trace_parts import cat
-
-        return cat(traces, tokens, attention_mask, mixed)
+        return trace_parts.cat(traces, tokens, attention_mask, mixed)
 
     @staticmethod
     def splice(
@@ -118,10 +117,8 @@ class RoutingTrace:
         prefill counts. `attention_mask` is True everywhere where it is left out. Raises RoutingError as `cat` does, but
         not for weight versions, and for no parts.
         """
-        from moe_rl.routing.trace_parts import splice
-
         mask = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        return splice(parts, tokens, mask)
+        return trace_parts.splice(parts, tokens, mask)
 
     # ------------------------------------------------------------------ reading it
     @property
@@ -240,9 +237,7 @@ class RoutingTrace:
         layers of a pipeline stage, of `num_layers` (without it, they end with the last that routes), which must come
         out even. Raises RoutingError for a rank that there is not, and for a stage without a layer that routes.
         """
-        from moe_rl.routing.trace_parts import shard
-
-        return shard(self, rank, world, by, num_layers)
+        return trace_parts.shard(self, rank, world, by, num_layers)
 
     def to(self, device: torch.device | str) -> RoutingTrace:
         return self.each(lambda _, x: x.to(device))
@@ -269,9 +264,7 @@ class RoutingTrace:
         `beside` are tensors [batch, time, …] of the same forward (gates, margins), packed alike, which the trace itself
         does not hold; `load_beside` reads them, `load` and replay ignore them.
         """
-        from moe_rl.routing.trace_files import save
-
-        save(self, path, beside)
+        trace_files.save(self, path, beside)
 
     @staticmethod
     def load(path: str | Path, *, rows: slice = ALL, columns: slice = ALL, sites: slice = ALL) -> RoutingTrace:
@@ -281,20 +274,9 @@ class RoutingTrace:
         1 GiB and more than 256 times its size is refused. Raises RoutingError for a missing, foreign, corrupted or
         newer file, and for slices with a step.
         """
-        from moe_rl.routing.trace_files import load
-
-        return load(path, rows, columns, sites)
+        return RoutingTrace(**trace_files.load(path, rows, columns, sites))
 
     @staticmethod
     def load_beside(path: str | Path) -> dict[str, Tensor]:
         """What a file holds beside its trace, padded with zeros; empty for a trace saved alone."""
-        from moe_rl.routing.trace_files import load_beside
-
-        return load_beside(path)
-
-
-def unpacked(packed: Tensor, mask: Bool[Tensor, "batch time"], fill: int = 0) -> Tensor:
-    """What stands at the tokens of `mask`, row by row, as [batch, time, …]; `fill` at padding."""
-    whole = packed.new_full((*mask.shape, *packed.shape[1:]), fill)
-    whole[mask] = packed
-    return whole
+        return trace_files.load_beside(path)

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,11 +22,14 @@ from torch import Tensor
 from moe_rl.errors import RoutingError
 from moe_rl.routing.file_mode import usual_mode
 from moe_rl.routing.layout import Layout, Site
-from moe_rl.routing.trace import ALL, RoutingTrace, unpacked
 from moe_rl.routing.trace_checks import check_gates, check_ids, check_layout
+
+if TYPE_CHECKING:
+    from moe_rl.routing.trace import RoutingTrace
 
 FORMAT = 3
 """1 and 2 have no sums, and one weight version; they are read, and no longer written."""
+ALL = slice(None)
 LARGEST, PER_BYTE = 1 << 30, 256
 """A file may unpack to so many bytes, or to so many times its own."""
 NUMPY = {"U8": "uint8", "I16": "int16", "I32": "int32", "I64": "int64", "F16": "float16", "F32": "float32",
@@ -76,8 +79,8 @@ def _header_sum(header: Mapping[str, str]) -> str:
 
 
 # ---------------------------------------------------------------------- reading
-def load(path: str | Path, rows: slice = ALL, columns: slice = ALL, sites: slice = ALL) -> RoutingTrace:
-    """See `RoutingTrace.load`."""
+def load(path: str | Path, rows: slice = ALL, columns: slice = ALL, sites: slice = ALL) -> dict[str, Any]:
+    """The fields of a trace; see `RoutingTrace.load`."""
     from safetensors import SafetensorError
 
     if any(part.step not in (None, 1) for part in (rows, columns, sites)):
@@ -86,7 +89,7 @@ def load(path: str | Path, rows: slice = ALL, columns: slice = ALL, sites: slice
         raise RoutingError(f"no trace file at {path}.")
     try:
         with TraceFile(path) as file:
-            return file.trace(rows, columns, sites)
+            return file.fields(rows, columns, sites)
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IndexError, OSError, OverflowError,
             RecursionError, AttributeError) as error:
         if isinstance(error, RoutingError) and str(path) in str(error):
@@ -144,7 +147,8 @@ class TraceFile:
             raise RoutingError(f"{name} does not have the sum it was written with")
         return whole
 
-    def trace(self, rows: slice, columns: slice, sites: slice) -> RoutingTrace:
+    def fields(self, rows: slice, columns: slice, sites: slice) -> dict[str, Any]:
+        """Those of a trace, of some rows, columns and sites."""
         raw = json.loads(self.header["layout"])
         layout = Layout(tuple(Site(**site) for site in raw["sites"]), raw["architecture"])
         check_layout(layout)
@@ -197,7 +201,8 @@ class TraceFile:
         if named[1]:
             runs = self.tensor("segments", (torch.int64,))
             index = unpacked(_index(runs, n, len(named[1])), mask, -1)[rows, columns]
-        return RoutingTrace(experts, inner, part, tokens, named[0], keep, gates, named[1], index)
+        return {"experts": experts, "attention_mask": inner, "layout": part, "tokens": tokens, "keep": keep,
+                "gates": gates, "weight_version": named[0], "versions": named[1], "version_index": index}
 
 
 def _spans(mask: Bool[Tensor, "batch time"], rows: slice, columns: slice) -> list[slice]:
@@ -218,3 +223,10 @@ def _index(runs: Tensor, n: int, versions: int) -> Tensor:
             or bool(((values < -1) | (values >= versions)).any()):
         raise RoutingError(f"the segments {runs.tolist()[:4]} … do not cover {n} tokens of {versions} versions")
     return values.short().repeat_interleave(ends - starts)
+
+
+def unpacked(packed: Tensor, mask: Bool[Tensor, "batch time"], fill: int = 0) -> Tensor:
+    """What stands at the tokens of `mask`, row by row, as [batch, time, …]; `fill` at padding."""
+    whole = packed.new_full((*mask.shape, *packed.shape[1:]), fill)
+    whole[mask] = packed
+    return whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Integer
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing.layout import Layout
-from moe_rl.routing.trace import RoutingTrace
 from moe_rl.routing.trace_checks import require_rows
+
+if TYPE_CHECKING:
+    from moe_rl.routing.trace import RoutingTrace
 
 ROUTED = ("experts", "gates", "version_index")
 CUTS = ("rows", "tokens", "zigzag", "layers")
