@@ -134,5 +134,5 @@ def test_the_page_of_a_response_reads_what_the_documented_block_writes(tokens, t
     assert beside["gates"].shape == names["routes"].ids().shape and beside["response"].sum() == 4 * 5
     perturb(names["model"])
     exec(block.replace("before", "after"), names)
-    write_response_page(Path("before.safetensors"), Path("after.safetensors"), Path("page.html"))
+    write_response_page([Path("before.safetensors"), Path("after.safetensors")], Path("page.html"))
     assert Path("page.html").stat().st_size > 10_000

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import warnings
 from pathlib import Path
 
 from moe_rl.cli.verbs import argument, verb
@@ -90,14 +92,15 @@ def volatility(options: argparse.Namespace) -> int:
 
 @verb(
     "view",
-    "A web page of one response: where its routes differ between two trace files.",
-    argument("before", type=Path, help="a trace file"),
-    argument("after", type=Path, help="a trace file of the same tokens"),
+    "A web page of one response: where its routes differ between trace files.",
+    argument("traces", type=Path, nargs="+", metavar="TRACE",
+             help="trace files of the same tokens, in order of their weights: two, or more to choose two of"),
     argument("--row", type=int, help="which response, from 0 (default: what changed most)"),
     argument("--tokenizer", metavar="DIR", help="checkpoint that spells the tokens (default: beside traces)"),
     argument("--out", type=Path, default=Path("view.html"), help="page to write (default: view.html)"),
     examples="""
   moe-rl view volatility/traces/before/000000.safetensors volatility/traces/after/000000.safetensors
+  moe-rl view engine.safetensors natural.safetensors replayed.safetensors
   moe-rl view before.safetensors after.safetensors --row 3 --tokenizer sft/ --out flips.html
 trace files come from `moe-rl volatility --traces`, or from RoutingTrace.save: docs/volatility.md.""",
 )
@@ -105,7 +108,11 @@ def view(options: argparse.Namespace) -> int:
     """Write the page."""
     from moe_rl.compare.response_page import write_response_page
 
-    row = write_response_page(options.before, options.after, options.out, row=options.row, tokenizer=options.tokenizer)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always", UserWarning)
+        row = write_response_page(options.traces, options.out, row=options.row, tokenizer=options.tokenizer)
+    for warning in heard:
+        print(f"warning: {warning.message}", file=sys.stderr)
     print(f"{options.out}: response {row}; open it in any browser")
     return 0
 

@@ -1,4 +1,5 @@
-"""Routes as inference engines report them → `RoutingTrace`: vLLM (three generations), SGLang, and re-encodings of both.
+"""Routes as inference engines report them → `RoutingTrace`: vLLM (three generations), SGLang, and what prime-rl and
+NeMo-RL make of both.
 
 Inference engines report ids [rows, layers, k]: row p holds the experts that were used when token p was the *input*, so
 N tokens make N - 1 rows. Layers are counted absolutely, dense ones included and filled with zeros, or the dense ones
@@ -10,16 +11,18 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Integer
+from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 
 from moe_rl.errors import RoutingError
+from moe_rl.routing.combine_weights import is_packed, reported_weights, unpacked_weights, with_weights
 from moe_rl.routing.trace import Layout, RoutingTrace
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")
@@ -45,6 +48,7 @@ def decode_routes(
     dtype: str | None = None,
     num_layers: int | None = None,
     invalid: str = "raise",
+    gates: Any = None,
 ) -> RoutingTrace:
     """The routes of one response, batch 1 and time N - 1, for the N `tokens` of prompt and completion.
 
@@ -52,7 +56,8 @@ def decode_routes(
 
         vLLM      an array, tensor or nested list; the base64 of a .npy file; (prompt_rows, completion_rows)
         SGLang    the base64 of a flat buffer, whose `dtype` defaults to int32; or the whole `meta_info`
-        others    {"data": base64, "shape": …, "dtype": …, "start": …}; "nrlre1:<dtype>:SxLxK:<base64>"
+        prime-rl  {"data": base64, "shape": …, "dtype": …, "start": …}; with combine weights, int32 and 2k wide
+        NeMo-RL   "nrlre1:<dtype>:SxLxK:<base64>", ids alone
 
     `start` is the token that the first row belongs to, and those before it are unknown: rows must number N - 1 - start,
     or N - 1 or N from a server that ignored it (of N rows the last has no meaning and is dropped). `num_layers` is the
@@ -61,15 +66,23 @@ def decode_routes(
 
     `invalid="unknown"` turns rows that cannot be routes into unknown ones, with a `RoutesRefused` warning that counts
     them; `trace.coverage` is the share of known rows. Order within a row is kept, as the engine reports it (vLLM's is
-    unsorted). Raises RoutingError for whatever does not fit, and says what was expected.
+    unsorted). Combine weights that are packed with the ids, or come apart as `gates` (an array, nested lists, {"data":
+    base64, "dtype": "float32"}, of the shape of the ids), become the trace's, which replay then forces too. Raises
+    RoutingError for whatever does not fit, and says what was expected.
     """
     require_policy(invalid)
-    ids = reported_ids(payload, layout=layout, tokens=tokens, start=start, dtype=dtype, num_layers=num_layers)
-    return checked_trace(_sites(ids, layout, num_layers)[None], layout, invalid, torch.tensor(list(tokens))[None, :-1])
+    ids, weights = reported_routes(payload, layout=layout, tokens=tokens, start=start, dtype=dtype,
+                                   num_layers=num_layers, gates=gates)
+    trace = checked_trace(_sites(ids, layout, num_layers)[None], layout, invalid, torch.tensor(list(tokens))[None, :-1])
+    if weights is None:
+        return trace
+    layers = [site.decoder_layer for site in layout.sites]
+    here = weights if weights.shape[1] != _layer_counts(layout, num_layers)[0] else weights[:, layers]
+    return with_weights(trace, here[None])
 
 
 # ---------------------------------------------------------------------- payload → array
-def reported_ids(
+def reported_routes(
     payload: Any,
     *,
     layout: Layout,
@@ -78,19 +91,25 @@ def reported_ids(
     dtype: str | None = None,
     num_layers: int | None = None,
     any_k: bool = False,
-) -> Integer[NDArray, "rows layers k"]:
+    gates: Any = None,
+) -> tuple[Integer[NDArray, "rows layers k"], Float[NDArray, "rows layers k"] | None]:
     """What `decode_routes` reads, before it is looked at: int64 ids of N - 1 rows, -1 before `start`, with the layers
-    that the engine reports and as it numbers them. With `any_k` a payload that tells its shape may have another k than
-    the model. Raises RoutingError for what has the shape of no routes of this model and these tokens."""
+    that the engine reports and as it numbers them, and their combine weights, if there are any. With `any_k` a payload
+    that tells its shape may have another k than the model. Raises RoutingError for what has the shape of no routes of
+    this model and these tokens."""
     if len({site.decoder_layer for site in layout.sites}) < len(layout.sites):
         raise RoutingError("the model has several routing sites in one decoder layer; engines report one per layer.")
     array, start = _read(payload, start, dtype)
     if len(tokens) < 2 or not 0 <= start < len(tokens):
         raise RoutingError(f"{len(tokens)} tokens from start {start} have no routes: rows are inputs, one token less.")
-    k = array.shape[2] if any_k and array.ndim == 3 else layout.top_k
+    packed = is_packed(array, layout.top_k)
+    k = array.shape[2] if packed or any_k and array.ndim == 3 else layout.top_k
     array, start = _shaped(array, layout, len(tokens), start, num_layers, k)
     array = array[: len(tokens) - 1 - start]
-    return np.concatenate([np.full((start, *array.shape[1:]), -1), array])
+    array = np.concatenate([np.full((start, *array.shape[1:]), -1), array])
+    if packed:
+        return unpacked_weights(array)
+    return array, None if gates is None else reported_weights(gates, array.shape, start)
 
 
 def _read(payload: Any, start: int, dtype: str | None) -> tuple[NDArray, int]:
@@ -110,7 +129,7 @@ def _read(payload: Any, start: int, dtype: str | None) -> tuple[NDArray, int]:
         _, dtype, shape, payload = (payload.split(":", 3) + ["", "", ""])[:4]
         return _reshape(_read(payload, start, dtype)[0], shape.split("x")), start
     if isinstance(payload, str | bytes | bytearray):
-        return _from_buffer(payload, dtype or "int32"), start
+        return _from_buffer(payload, "int32" if dtype is None else dtype), start
     return integers(payload), start
 
 
@@ -136,16 +155,29 @@ def _from_buffer(payload: str | bytes | bytearray, dtype: str) -> NDArray:
         except ValueError as error:
             raise RoutingError(f"routes are neither base64 nor known text ({error}): {payload[:40]!r}.") from error
     if raw.startswith(NPY):
-        try:
-            return integers(np.load(io.BytesIO(raw), allow_pickle=False))
-        except Exception as error:  # a broken file can fail anywhere in NumPy's reader
-            raise RoutingError(f"routes look like a .npy file but cannot be read as one ({error}).") from error
+        return _from_npy(raw)
     if dtype not in DTYPES:
         raise RoutingError(f"routes are said to be of dtype {dtype!r}; expected one of {', '.join(DTYPES)}.")
     width = np.dtype(dtype).itemsize
     if not raw or len(raw) % width:
         raise RoutingError(f"a buffer of {len(raw)} bytes does not hold whole {dtype} ids; is another dtype meant?")
     return np.frombuffer(raw, np.dtype(dtype).newbyteorder("<")).astype(np.int64)
+
+
+def _from_npy(raw: bytes) -> NDArray:
+    """A .npy file whose header says of what size it is: NumPy's own reader makes room for what a broken one says."""
+    file = io.BytesIO(raw)
+    try:
+        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, fortran, dtype = readers[np.lib.format.read_magic(file)](file)
+        if dtype.hasobject or dtype.itemsize * math.prod(shape) != len(raw) - file.tell() or min(shape, default=0) < 0:
+            raise ValueError(f"{len(raw) - file.tell()} bytes are not {shape} of {dtype}")
+        flat = np.frombuffer(raw, dtype, offset=file.tell()) if len(raw) > file.tell() else np.empty(0, dtype)
+        return integers(flat.reshape(shape, order="F" if fortran else "C"))
+    except RoutingError:
+        raise
+    except Exception as error:  # a broken header can fail anywhere in NumPy's reader
+        raise RoutingError(f"routes look like a .npy file but cannot be read as one ({error}).") from error
 
 
 def integers(payload: Any) -> NDArray:
@@ -165,7 +197,7 @@ def _reshape(array: NDArray, shape: Any) -> NDArray:
         if len(sizes) != 3 or min(sizes) < 1:
             raise ValueError("not three positive sizes")
         return array.reshape(sizes)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise RoutingError(f"{array.size} ids do not have the shape {shape!r} they are said to have ({error}); "
                            "expected [rows, layers, k].") from error
 

@@ -81,16 +81,17 @@ class Replay:
         ids = self.routes.experts[:, :, site, : layout.sites[site].top_k].flatten(0, 1).to(scores.device).long()
         return ids.masked_fill_(ids == layout.unknown, -1) if len(self.free) else ids
 
-    def weighed(self, site: int, output: Any) -> Any:
-        """A site's output with the trace's combine weights, where it has any. Raises RoutingError for a router that
+    def weighed(self, site: int, output: Any, router: str) -> Any:
+        """A site's output with the trace's combine weights, where it has any. Raises RoutingError for a `router` that
         hands out something else than (logits, combine weights, ids)."""
         if self.routes.gates is None:
             return output
         spec = self.routes.layout.sites[site]
         gates = self.routes.gates[:, :, site, : spec.top_k].flatten(0, 1)
         if not (isinstance(output, tuple) and len(output) == 3 and output[1].shape == gates.shape):
-            raise RoutingError(f"{spec.name} does not hand out (logits, combine weights, ids) and nothing else, so its "
-                               "combine weights cannot be recalled. Replay ids alone: routes='old_policy'.")
+            raise RoutingError(f"{spec.name} ({router}) does not hand out (logits, combine weights, ids) and nothing "
+                               "else, so its combine weights cannot be recalled. Replay ids alone: routes='old_policy'"
+                               " or 'rollout', or replace(trace, gates=None).")
         gates = gates.to(output[1].device, output[1].dtype)
         known = self.routes.known[:, :, site].flatten()[:, None].to(gates.device)
         return output[0], torch.where(known, gates, output[1]) if len(self.free) else gates, output[2]

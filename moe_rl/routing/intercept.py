@@ -69,7 +69,7 @@ class SiteForward(StandIn):
             output = self.original(*args, **kwargs)
         seen.require_complete()
         if replay is not None:
-            output = replay.weighed(self.index, output)
+            output = replay.weighed(self.index, output, type(self.owner).__name__)
         if not recomputing():
             if replay is not None:
                 replay.saw(self.index, seen.own)

@@ -184,13 +184,21 @@ def soft(batch: Batch, natural: Scored, *, ratio: float, base: str = "old_policy
 
 
 @needs("scores")
-def recall(batch: Batch, natural: Scored) -> RoutingTrace:
-    """Ids *and* combine weights of π_old are forced, so that no gradient of the policy's loss reaches a router.
+def recall(batch: Batch, natural: Scored, *, base: str = "old_policy") -> RoutingTrace:
+    """Ids *and* combine weights of π_old are forced, so that no gradient of the policy's loss reaches a router; of
+    `base`="rollout", those that the engine reported.
 
     "Total Router Recall", prime-rl's pull request 3523; weights are float32, as the family computes them. At π_old's
-    weights it is `old_policy`, value for value. Raises RoutingError, at the first forward, for families whose routers
-    hand out something else than (logits, combine weights, ids).
+    weights it is `old_policy`, value for value. Raises RoutingError for an engine that reports no combine weights and,
+    at the first forward, for families whose routers hand out something else than (logits, combine weights, ids).
     """
+    if base != "old_policy":
+        routes = _base("recall", base, batch, natural)
+        if routes.gates is None:
+            raise RoutingError("routes='recall(base=\"rollout\")' forces the engine's combine weights, but its routes "
+                               "carry none: of what is decoded, prime-rl's Total Router Recall does. For ids alone "
+                               "replay routes='rollout'.")
+        return routes
     assert natural.scores is not None, "what is marked as needing scores is given them"
     return replace(natural.routes, gates=natural.scores.gates)
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Integer
+from jaxtyping import Bool, Float, Int, Int16, Integer
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing.file_mode import usual_mode
+from moe_rl.routing import trace_files, trace_parts
 from moe_rl.routing.layout import Layout, Site
-from moe_rl.routing.trace_checks import check_ids, require_rows
+from moe_rl.routing.trace_checks import check_ids
+from moe_rl.routing.trace_files import ALL, unpacked
 
-FORMAT = 2
-"""Of files; 1 has neither `keep` nor `gates`, and is written where a trace has neither."""
+__all__ = ["Layout", "RoutingTrace", "Site"]
+PER_TOKEN = ("experts", "attention_mask", "tokens", "gates", "version_index")
+"""What has rows and columns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +38,17 @@ class RoutingTrace:
     tokens: Integer[Tensor, "batch time"] | None = None
     """The tokens that were routed; when present, replay checks that the model reads the same ones."""
     weight_version: str | None = None
-    """Which weights routed, in the words of whoever recorded it."""
+    """Which weights routed, in the words of whoever recorded it; None also where they are several: `versions`."""
     keep: float = 0.0
     """Under replay an expert stays only where its live score is at least this share of the weakest live top-k score
     (`sources.soft`); at 0 it stays whatever its score."""
     gates: Float[Tensor, "batch time site k"] | None = None
-    """Combine weights that replay forces with the ids, float32 (`sources.recall`); None: the live router's."""
+    """Combine weights that replay forces with the ids, float32 or float16 (`sources.recall`); None: the live
+    router's."""
+    versions: tuple[str | None, ...] = ()
+    """The weights that routed, where tokens were routed by different ones; empty: `weight_version` routed all."""
+    version_index: Int16[Tensor, "batch time"] | None = None
+    """Which of `versions` routed each token, -1 where none of its routes is known; see `segments`."""
 
     # ------------------------------------------------------------------ making one
     @staticmethod
@@ -69,49 +76,49 @@ class RoutingTrace:
 
     @staticmethod
     def stack(
-        traces: list[RoutingTrace], tokens: Integer[Tensor, "batch time"], attention_mask: Bool[Tensor, "batch time"]
+        traces: list[RoutingTrace], tokens: Integer[Tensor, "batch time"],
+        attention_mask: Bool[Tensor, "batch time"], *, mixed: bool = False,
     ) -> RoutingTrace:
         """One-row traces of unequal length as one right-padded trace over `tokens`.
 
-        A trace may be shorter than its row (the last sampled token has no route); the rest is unknown. Raises
-        RoutingError as `cat` does.
+        A trace may be shorter than its row (the last sampled token has no route); the rest is unknown. `mixed` and
+        RoutingError as in `cat`.
         """
         for b, trace in enumerate(traces):
             if trace.shape[0] != 1:
                 raise RoutingError(f"trace {b} has {trace.shape[0]} rows; stack joins traces of one, cat of several.")
-        return RoutingTrace.cat(traces, tokens, attention_mask)
+        return RoutingTrace.cat(traces, tokens, attention_mask, mixed=mixed)
 
     @staticmethod
     def cat(
-        traces: Sequence[RoutingTrace],
-        tokens: Integer[Tensor, "batch time"],
-        attention_mask: Bool[Tensor, "batch time"],
+        traces: Sequence[RoutingTrace], tokens: Integer[Tensor, "batch time"],
+        attention_mask: Bool[Tensor, "batch time"], *, mixed: bool = False,
     ) -> RoutingTrace:
         """Right-padded traces of consecutive rows, micro-batches say, as one trace over `tokens`, on its device.
 
         Columns that a trace lacks are unknown. Raises RoutingError for traces of other tokens (padding aside), of more
-        columns or another number of rows than the batch, of two weight versions, of two models, and for traces that are
-        replayed by different rules.
+        columns or another number of rows than the batch, of two models, for traces that are replayed by different
+        rules and, unless they may be `mixed`, for different weight versions.
         """
-        layout, row = traces[0].layout, 0
-        for number, trace in enumerate(traces):
-            require_rows(trace, number, traces[0], tokens[row : row + trace.shape[0]], row)
-            row += trace.shape[0]
-        if row != tokens.shape[0]:
-            raise RoutingError(f"the traces have {row} rows, the batch has {tokens.shape[0]}.")
+        return trace_parts.cat(traces, tokens, attention_mask, mixed)
 
-        def join(parts: list[Tensor], value: float) -> Tensor:
-            wide = [nn.functional.pad(x, (0, 0, 0, 0, 0, tokens.shape[1] - x.shape[1]), value=value) for x in parts]
-            return torch.cat(wide).to(tokens.device)
+    @staticmethod
+    def splice(
+        parts: Sequence[RoutingTrace], tokens: Integer[Tensor, "batch time"],
+        attention_mask: Bool[Tensor, "batch time"] | None = None,
+    ) -> RoutingTrace:
+        """What several calls reported of the same right-padded rows, in order of precedence, as one trace over
+        `tokens`: rollouts continued under new weights, turns of a conversation, a cached prefix and what follows it.
 
-        gates = [t.gates for t in traces if t.gates is not None]
-        return replace(
-            traces[0],
-            experts=join([t.experts for t in traces], layout.unknown),
-            attention_mask=attention_mask,
-            tokens=tokens.to(torch.int32),
-            gates=join(gates, 0.0) if gates else None,
-        )
+        Column t of every part is token t, what a part did not see is unknown (`decode_routes` with `start`), and parts
+        may be shorter than the rows. Of each token the first part that knows any of its routes gives them all, with
+        their weight version: in order of the calls, what sampled a token stays, and the last token of a call, which was
+        no input yet, and what the environment wrote after it come from the next one. Reverse the parts where a later
+        prefill counts. `attention_mask` is True everywhere where it is left out. Raises RoutingError as `cat` does, but
+        not for weight versions, and for no parts.
+        """
+        mask = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        return trace_parts.splice(parts, tokens, mask)
 
     # ------------------------------------------------------------------ reading it
     @property
@@ -133,6 +140,20 @@ class RoutingTrace:
         """Share of (token, site) pairs whose route is known; padding does not count."""
         tokens = int(self.attention_mask.sum()) * len(self.layout.sites)
         return int((self.known & self.attention_mask[..., None]).sum()) / tokens if tokens else float("nan")
+
+    @property
+    def weights(self) -> tuple[str | None, ...]:
+        """Every weight version that routed."""
+        return self.versions or (self.weight_version,)
+
+    def segments(self, row: int) -> list[tuple[int, int, str | None]]:
+        """(first column, end, weight version) of each part of a row that one version routed; columns without a known
+        route belong to none."""
+        index = self.known[row].any(-1).short() - 1 if self.version_index is None else self.version_index[row]
+        values, counts = index.unique_consecutive(return_counts=True)
+        ends = counts.cumsum(0)
+        runs = zip((ends - counts).tolist(), ends.tolist(), values.tolist(), strict=True)
+        return [(start, end, self.weights[which]) for start, end, which in runs if which >= 0]
 
     def require_known(self) -> None:
         """Raise unless some token's route is known."""
@@ -162,7 +183,8 @@ class RoutingTrace:
 
     def __repr__(self) -> str:
         batch, time, sites, k = self.shape
-        extra = [f"weights {self.weight_version}"] * (self.weight_version is not None) + \
+        version = f"of {len(self.versions)} versions" if self.versions else self.weight_version
+        extra = [f"weights {version}"] * (version is not None) + \
             [f"keep {self.keep:g}"] * bool(self.keep) + ["gates"] * (self.gates is not None)
         return (f"RoutingTrace({batch} × {time} tokens, {sites} sites, top {k} of "
                 f"{max(site.num_experts for site in self.layout.sites)}, {self.coverage:.1%} known"
@@ -187,7 +209,7 @@ class RoutingTrace:
     # ------------------------------------------------------------------ cutting it
     def rows(self, index: Int[Tensor, " rows"] | slice, time: int | None = None) -> RoutingTrace:
         """The given rows and their first `time` columns."""
-        return self._each(lambda x: x[index][:, :time])
+        return self.each(lambda _, x: x[index][:, :time])
 
     def only(self, where: Bool[Tensor, "batch time site"]) -> RoutingTrace:
         """Without the routes of other (token, site) pairs than those of `where`: replay leaves these free."""
@@ -200,18 +222,40 @@ class RoutingTrace:
         if not torch.equal(mine, theirs):
             raise RoutingError(f"cannot align: rows of the trace hold {mine.tolist()} tokens, rows of the mask "
                                f"{theirs.tolist()}.")
-        moved = self._each(lambda x: _unpacked(x[self.attention_mask], attention_mask))
-        experts = _unpacked(self.experts[self.attention_mask], attention_mask, self.layout.unknown)
-        return replace(moved, experts=experts, attention_mask=attention_mask)
+        moved = self.each(lambda _, x: unpacked(x[self.attention_mask], attention_mask))
+        experts = unpacked(self.experts[self.attention_mask], attention_mask, self.layout.unknown)
+        index = self.version_index
+        index = None if index is None else unpacked(index[self.attention_mask], attention_mask, -1)
+        return replace(moved, experts=experts, attention_mask=attention_mask, version_index=index)
+
+    def shard(self, rank: int, world: int, by: str = "rows", *, num_layers: int | None = None) -> RoutingTrace:
+        """The part of one of `world` ranks, copied, so that the whole can be let go.
+
+        `by` "rows": consecutive rows, the first ranks one more where they do not come out even. "tokens" and "zigzag":
+        context parallelism, a block of columns, or blocks `rank` and 2 · world − 1 − rank of 2 · world, as
+        Megatron-core cuts them; columns are filled up with padding until they come out even. "layers": the decoder
+        layers of a pipeline stage, of `num_layers` (without it, they end with the last that routes), which must come
+        out even. Raises RoutingError for a rank that there is not, and for a stage without a layer that routes.
+        """
+        return trace_parts.shard(self, rank, world, by, num_layers)
 
     def to(self, device: torch.device | str) -> RoutingTrace:
-        return self._each(lambda x: x.to(device))
+        return self.each(lambda _, x: x.to(device))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> RoutingTrace:
-        """The same change to everything that has rows and columns."""
-        tokens, gates = (None if x is None else change(x) for x in (self.tokens, self.gates))
-        mask = change(self.attention_mask)
-        return replace(self, experts=change(self.experts), attention_mask=mask, tokens=tokens, gates=gates)
+    def wide(self, time: int) -> RoutingTrace:
+        """With columns of padding up to `time` of them."""
+        more, blank = time - self.shape[1], {"experts": self.layout.unknown, "version_index": -1}
+
+        def fill(name: str, x: Tensor) -> Tensor:
+            return nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, more), value=blank.get(name, 0))
+
+        return self.each(fill) if more else self
+
+    def each(self, change: Callable[[str, Tensor], Tensor], names: Sequence[str] = PER_TOKEN) -> RoutingTrace:
+        """A change, which is told the name of the field, to everything that has rows and columns, and is there."""
+        found = {name: getattr(self, name) for name in names}
+        changed: dict[str, Any] = {name: change(name, x) for name, x in found.items() if x is not None}
+        return replace(self, **changed)
 
     # ------------------------------------------------------------------ keeping it
     def save(self, path: str | Path, beside: Mapping[str, Tensor] | None = None) -> None:
@@ -220,68 +264,19 @@ class RoutingTrace:
         `beside` are tensors [batch, time, …] of the same forward (gates, margins), packed alike, which the trace itself
         does not hold; `load_beside` reads them, `load` and replay ignore them.
         """
-        from safetensors.torch import save_file
-
-        mask = self.attention_mask
-        tensors = {f"beside.{name}": x[mask].cpu().contiguous() for name, x in (beside or {}).items()}
-        tensors |= {"experts": self.experts[mask].cpu().contiguous(), "attention_mask": mask.cpu().contiguous()}
-        if self.tokens is not None:
-            tensors["tokens"] = self.tokens[mask].cpu().contiguous()
-        if self.gates is not None:
-            tensors["gates"] = self.gates[mask].cpu().contiguous()
-        header = {
-            "moe_rl_trace": str(FORMAT if self.keep or self.gates is not None else 1),
-            "layout": json.dumps(asdict(self.layout)),
-            "weight_version": json.dumps(self.weight_version),
-        } | ({"keep": json.dumps(self.keep)} if self.keep else {})
-        save_file(tensors, str(path), metadata=header)
-        usual_mode(Path(path))
+        trace_files.save(self, path, beside)
 
     @staticmethod
-    def load(path: str | Path) -> RoutingTrace:
-        """Read what `save` wrote. Raises RoutingError for a missing, foreign, corrupted or newer file."""
-        from safetensors import SafetensorError, safe_open
+    def load(path: str | Path, *, rows: slice = ALL, columns: slice = ALL, sites: slice = ALL) -> RoutingTrace:
+        """Read what `save` wrote, or a part of it: the file is mapped, and no more of it is read than is asked for.
 
-        if not Path(path).is_file():
-            raise RoutingError(f"no trace file at {path}.")
-        try:
-            with safe_open(str(path), "pt") as file:
-                header = file.metadata() or {}
-                if "moe_rl_trace" not in header:
-                    raise RoutingError(f"{path} is a safetensors file, but not a routing trace of moe_rl.")
-                if int(header["moe_rl_trace"]) > FORMAT:
-                    raise RoutingError(
-                        f"{path} has trace format {header['moe_rl_trace']}; this version reads up to {FORMAT}: "
-                        "upgrade moe_rl."
-                    )
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            raw = json.loads(header["layout"])
-            layout = Layout(tuple(Site(**site) for site in raw["sites"]), raw["architecture"])
-            mask = tensors["attention_mask"]
-            experts = _unpacked(tensors["experts"].to(layout.dtype), mask, layout.unknown)
-            tokens = _unpacked(tensors["tokens"].to(torch.int32), mask) if "tokens" in tensors else None
-            gates = _unpacked(tensors["gates"], mask) if "gates" in tensors else None
-            keep = json.loads(header.get("keep", "0.0"))
-            check_ids(experts, layout)
-        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IndexError, OSError) as error:
-            if isinstance(error, RoutingError) and "trace" in str(error):
-                raise
-            raise RoutingError(f"{path} is not a readable routing trace ({error}); record it again.") from error
-        return RoutingTrace(experts, mask, layout, tokens, json.loads(header["weight_version"]), keep, gates)
+        The whole is held against its sums; a part only against what ids can be. A file that would unpack to more than
+        1 GiB and more than 256 times its size is refused. Raises RoutingError for a missing, foreign, corrupted or
+        newer file, and for slices with a step.
+        """
+        return RoutingTrace(**trace_files.load(path, rows, columns, sites))
 
     @staticmethod
     def load_beside(path: str | Path) -> dict[str, Tensor]:
         """What a file holds beside its trace, padded with zeros; empty for a trace saved alone."""
-        from safetensors import safe_open
-
-        with safe_open(str(path), "pt") as file:
-            mask = file.get_tensor("attention_mask")
-            return {key.removeprefix("beside."): _unpacked(file.get_tensor(key), mask)
-                    for key in file.keys() if key.startswith("beside.")}  # noqa: SIM118
-
-
-def _unpacked(packed: Tensor, mask: Bool[Tensor, "batch time"], fill: int = 0) -> Tensor:
-    """What stands at the tokens of `mask`, row by row, as [batch, time, …]; `fill` at padding."""
-    whole = packed.new_full((*mask.shape, *packed.shape[1:]), fill)
-    whole[mask] = packed
-    return whole
+        return trace_files.load_beside(path)

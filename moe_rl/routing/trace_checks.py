@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Integer
+from jaxtyping import Bool, Integer
 from torch import Tensor
 
 from moe_rl.errors import RoutingError
@@ -14,15 +14,19 @@ from moe_rl.routing.layout import Layout
 if TYPE_CHECKING:
     from moe_rl.routing.trace import RoutingTrace
 
+LIGHTEST = 1e-6
+"""Of the heaviest combine weight of a row."""
+
 
 def require_rows(
-    trace: RoutingTrace, number: int, first: RoutingTrace, tokens: Integer[Tensor, "rows time"], row: int
+    trace: RoutingTrace, number: int, first: RoutingTrace, tokens: Integer[Tensor, "rows time"], row: int, mixed: bool
 ) -> None:
     """Raise unless trace `number` may stand beside the first one, over these rows of a batch, from `row` on."""
     first.layout.require(trace.layout, f"trace {number}")
-    if trace.weight_version != first.weight_version:
-        versions = f"{first.weight_version!r} and {trace.weight_version!r}"
-        raise RoutingError(f"traces 0 and {number} are of two weight versions, {versions}: join them apart.")
+    if trace.weights != first.weights and not mixed:
+        versions = " and ".join(", ".join(map(repr, one.weights)) for one in (first, trace))
+        raise RoutingError(f"traces 0 and {number} are of two weight versions, {versions}: join them apart, or say "
+                           "mixed=True, and the result knows the one of every token.")
     if trace.keep != first.keep or (trace.gates is None) != (first.gates is None):
         raise RoutingError(f"traces 0 and {number} are replayed by different rules, one keeps or weighs experts "
                            "otherwise than the other: join them apart.")
@@ -64,3 +68,29 @@ def check_ids(ids: Integer[Tensor, "batch time site k"], layout: Layout) -> None
                 f"{site.name}: row {b}, token {t} names an expert twice: {row[b, t].tolist()}. An all-zero row is how "
                 "some engines write a missing route; mark it with -1."
             )
+
+
+def check_gates(gates: Tensor, known: Bool[Tensor, "batch time site"], layout: Layout) -> None:
+    """Raise unless combine weights are float32 or float16, one per slot, and where a route is known finite, not
+    negative and not all 0."""
+    if gates.dtype not in (torch.float32, torch.float16) or gates.shape != (*known.shape, layout.top_k):
+        raise RoutingError(f"combine weights are {gates.dtype} of shape {tuple(gates.shape)}; expected float32 or "
+                           f"float16, one per id: {(*known.shape, layout.top_k)}.")
+    slots = torch.arange(layout.top_k) < torch.tensor([site.top_k for site in layout.sites])[:, None]
+    weights = gates.masked_fill(~slots.to(gates.device), 0)
+    bad = ((~weights.isfinite() | (weights < 0)).any(-1) | (weights.amax(-1) < LIGHTEST)) & known
+    if bool(bad.any()):
+        b, t, s = bad.nonzero()[0].tolist()
+        raise RoutingError(f"{layout.sites[s].name}: row {b}, token {t} has combine weights {gates[b, t, s].tolist()}; "
+                           f"expected finite ones, not negative, of which one weighs {LIGHTEST} or more.")
+
+
+def check_layout(layout: Layout) -> None:
+    """Raise unless a layout that was read from somewhere could be a model's."""
+    for site in layout.sites:
+        sizes = (site.decoder_layer, site.num_experts, site.top_k)
+        if not all(type(x) is int for x in sizes) or not isinstance(site.name, str) \
+                or not (site.decoder_layer >= 0 and 1 <= site.top_k <= site.num_experts < 2**15):
+            raise RoutingError(f"no router of a model is {site}, which the trace names.")
+    if not layout.sites or not isinstance(layout.architecture, str):
+        raise RoutingError(f"the trace names {len(layout.sites)} sites of architecture {layout.architecture!r}.")

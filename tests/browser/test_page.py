@@ -6,8 +6,10 @@ import os
 import shutil
 
 import pytest
+import torch
 
 from moe_rl.compare.response_page import write_response_page
+from moe_rl.routing import Layout, RoutingTrace, Site
 from tests.compare.test_response_page import EVIL, pair, save_tokenizer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="tests in a real browser are run by `make test-browser`")
@@ -51,7 +53,7 @@ def browser():
 def file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     save_tokenizer(folder / "tokenizer")
-    write_response_page(*pair(folder, [TOKENS], FLIPS), folder / "page.html")
+    write_response_page(pair(folder, [TOKENS], FLIPS), folder / "page.html")
     return folder / "page.html"
 
 
@@ -129,9 +131,13 @@ def test_only_layers_that_changed_on_request(page):
 
 
 def test_the_keyboard_is_enough(page):
+    for name in ("before", "after", "first"):
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.id") == name
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.dataset.t") == "4"  # the first response token that changed
     keys = {"ArrowRight": [5], "n": [6, 12, 12], "p": [6], "ArrowLeft": [5], "End": [len(TOKENS) - 1], "Home": [0]}
+    keys |= {"f": [4]}
     for key, at in [(key, at) for key, places in keys.items() for at in places]:
         page.keyboard.press(key)
         assert selected(page) == at == int(page.evaluate("document.activeElement.dataset.t"))
@@ -166,7 +172,7 @@ def test_the_map_shows_layer_by_position_and_selects(page):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_everything_can_be_read_in_light_and_in_dark(browser, tmp_path, scheme):
     every_heat = [(t, s) for t in range(13) for s in range(t)]
-    write_response_page(*pair(tmp_path, ["abc\ndefghijklm"], every_heat, sites=12), tmp_path / "page.html")
+    write_response_page(pair(tmp_path, ["abc\ndefghijklm"], every_heat, sites=12), tmp_path / "page.html")
     page = browser.new_page(color_scheme=scheme)
     page.goto((tmp_path / "page.html").as_uri())
     assert page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") == (scheme == "dark")
@@ -177,9 +183,102 @@ def test_everything_can_be_read_in_light_and_in_dark(browser, tmp_path, scheme):
 
 @pytest.mark.parametrize("width", [380, 800, 1400])
 def test_nothing_runs_out_of_the_window(browser, tmp_path, width):
-    write_response_page(*pair(tmp_path, ["word " * 120], [(9, 40)], sites=48), tmp_path / "page.html")
+    write_response_page(pair(tmp_path, ["word " * 120], [(9, 40)], sites=48), tmp_path / "page.html")
     page = browser.new_page(viewport={"width": width, "height": 800})
     page.goto((tmp_path / "page.html").as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("#experts tr").count() == 48
+    page.close()
+
+
+# ---------------------------------------------------------------------- several traces, log-probs, size
+def saved(folder, name, flips, version, logprobs=None):
+    """Ten tokens, three layers; expert 7 in place of 1 at some (token, site)."""
+    ids = torch.tensor([0, 1]).expand(1, 10, 3, 2).clone()
+    for t, s in flips:
+        ids[0, t, s] = torch.tensor([7, 0])
+    layout = Layout(tuple(Site(f"l{s}", s, 8, 2) for s in range(3)), "tiny")
+    trace = RoutingTrace.from_ids(ids, layout, tokens=torch.arange(97, 107)[None], weight_version=version)
+    trace.save(folder / name, None if logprobs is None else {"logprobs": torch.tensor([logprobs])})
+    return folder / name
+
+
+@pytest.fixture
+def three(browser, tmp_path):
+    files = [saved(tmp_path, "engine", [], "step 7", [float("nan"), *[-1.0] * 9]),
+             saved(tmp_path, "natural", [(3, 0), (8, 1)], "step 8", [float("nan"), -1.0, -1.5, *[-1.0] * 7]),
+             saved(tmp_path, "replayed", [(8, 2)], "step 8")]  # fmt: skip
+    write_response_page(files, tmp_path / "page.html")
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    page.goto((tmp_path / "page.html").as_uri())
+    yield page
+    page.close()
+
+
+def test_any_two_of_several_traces_are_compared(three):
+    assert [x.split(" (")[1] for x in three.locator("#after option").all_text_contents()] == [
+        "weights step 7)", "weights step 8)", "weights step 8)"]  # fmt: skip
+    assert "2 of 10 tokens changed" in three.locator("#summary").inner_text()
+    three.locator("#first").click()
+    assert selected(three) == 3
+    three.locator("#after").select_option("2")
+    assert "1 of 10 tokens changed" in three.locator("#summary").inner_text()
+    assert "still" in token(three, 3).get_attribute("class")
+    token(three, 0).click()
+    three.keyboard.press("f")
+    assert selected(three) == 8
+    three.locator("#before").select_option("1")
+    assert "1 of 3 layers changed" in token(three, 3).get_attribute("aria-label")
+    token(three, 8).click()
+    cells = [x.split() for x in three.locator("#experts tr").nth(1).locator("td").all_inner_texts()]
+    assert cells == [["1"], ["−", "7", "0"], ["0", "+", "1"]]
+
+
+def test_the_gap_of_log_probs_is_a_colour_of_its_own(three):
+    gaps = [t for t in range(10) if "gap" in token(three, t).get_attribute("class")]
+    assert gaps == [2] and "0.500 nats apart" in token(three, 2).get_attribute("aria-label")
+    assert "log-prob, up to 0.500 nats apart" in three.locator("#legend").inner_text()
+    token(three, 2).click()
+    assert three.locator("#apart").inner_text() == "log-prob -1.000 → -1.500, 0.500 nats apart"
+    token(three, 0).click()
+    assert three.locator("#apart").inner_text() == "log-prob unknown → unknown"
+    three.locator("#after").select_option("2")  # which has none
+    assert not any("gap" in token(three, t).get_attribute("class") for t in range(10))
+
+
+def test_a_long_response_opens_at_once_and_scrolls_smoothly(browser, tmp_path):
+    """4,000 tokens of 48 layers, three traces: processor time of the page's own thread, so that a busy machine does not
+    count."""
+    layout = Layout(tuple(Site(f"l{s}", s, 128, 8) for s in range(48)), "wide")
+    ids = (torch.randint(128, (1, 4000, 48, 1)) + 3 * torch.arange(8)) % 128
+    files = []
+    for n in range(3):
+        other = ids.clone()
+        other[:, n::50, :, 0] = (other[:, n::50, :, 0] + n) % 128
+        files.append(tmp_path / f"{n}")
+        beside = {"gates": torch.rand(ids.shape), "logprobs": -torch.rand(1, 4000)}
+        RoutingTrace.from_ids(other, layout, tokens=torch.arange(4000)[None]).save(files[-1], beside)
+    write_response_page(files, tmp_path / "page.html")
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def busy():
+        metrics = session.send("Performance.getMetrics")["metrics"]
+        return next(x["value"] for x in metrics if x["name"] == "TaskDuration")
+
+    before = busy()
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.locator("#tokens .t").count() == 4000
+    opened = busy()
+    assert opened - before < 2
+    page.evaluate("""() => new Promise(done => {
+        let left = 60;
+        const step = () => {
+            document.getElementById("tokens").scrollTop += 40; document.getElementById("scroll").scrollLeft += 40;
+            --left ? requestAnimationFrame(step) : done();
+        };
+        step();
+    })""")
+    assert busy() - opened < 60 / 60  # frames of a sixtieth of a second
     page.close()

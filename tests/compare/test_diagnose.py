@@ -21,7 +21,7 @@ from moe_rl.compare.diagnose.responses import Rollouts
 from moe_rl.compare.diagnose.scopes import experts_by, in_dtype, routers_changed, weights_of, weights_rounded
 from moe_rl.compare.diagnose.suspects import suspects_of
 from moe_rl.models.load import save_checkpoint
-from moe_rl.routing import layout_of, record_routing
+from moe_rl.routing import RoutingTrace, layout_of, record_routing
 from tests.compare.broken_engines import ALSO, Bench, expected, logits_of, picked, with_gates
 
 ON = {"layer_shift": "deepseek_v3", "overwritten_layer": "mixtral", "stale_prefix": "glm4_moe",
@@ -47,6 +47,23 @@ def test_a_broken_engine_is_named(bench, fault):
     found = answer(engine, getattr(engine, fault)(), also=also)
     assert found.causes[0] == expected(fault, engine) and found.fault and not found.equally, found.verdict
     assert found.evidence and found.rungs[0].name == "natural"
+
+
+def test_the_response_furthest_apart_is_shown_token_by_token(bench, tmp_path):
+    """The engine's ids and log-probs, the natural ones and those under replay, as traces and as a page."""
+    engine = bench("deepseek_v3")
+    found = answer(engine, engine.lost_bias())
+    write_page(found, tmp_path / "x.html", rollouts="r", checkpoint="c")
+    assert 'href="x-response.html"' in (tmp_path / "x.html").read_text()
+    assert "x-traces/replayed" in (tmp_path / "x-response.html").read_text()
+    response, read = found.example.response, RoutingTrace.load
+    traces = [read(tmp_path / "x-traces" / f"{name}.safetensors") for name in ("engine", "natural", "replayed")]
+    assert traces[0].tokens[0].tolist() == list(response.tokens)
+    assert traces[2].agreement(traces[0]) == 1 > traces[1].agreement(traces[0])
+    beside = RoutingTrace.load_beside(tmp_path / "x-traces" / "engine.safetensors")
+    own = beside["logprobs"][0][beside["response"][0]]
+    assert own.tolist() == pytest.approx(list(response.logprobs)) and beside["logprobs"][0].isnan().any()
+    assert answer(engine, engine.honest()).example is None
 
 
 @pytest.mark.parametrize("family, temperature", [("qwen3_moe", 1.0), ("deepseek_v3", 0.7), ("mixtral", 1.0)])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -72,19 +74,19 @@ def tokenizer(tmp_path):
 
 def test_the_page_holds_both_routes_gates_and_the_text(tmp_path, tokenizer):
     before, after = pair(tmp_path, pad=2)
-    write_response_page(before, after, tmp_path / "page.html")
+    write_response_page([before, after], tmp_path / "page.html")
     data = embedded(tmp_path / "page.html")
-    ids = [unpacked(side, "<i2").reshape(5, 3, 2) for side in data["experts"]]
+    ids = [unpacked(side, "u1").reshape(5, 3, 2) for side in data["experts"]]
     assert (ids[0] == [0, 1]).all()
     assert ids[1][1, 0].tolist() == [7, 0] and (np.delete(ids[1].reshape(15, 2), 3, 0) == [0, 1]).all()
-    assert unpacked(data["gates"][1], "<f4").reshape(5, 3, 2)[0, 0].tolist() == [0.75, 0.25]
+    assert unpacked(data["gates"][1], "<f2").reshape(5, 3, 2)[0, 0].tolist() == [0.75, 0.25]
     assert data["tokens"] == list("hello") and data["ids"] == list(b"hello")
     assert data["response"] == [False, False, False, True, True]
     assert [site["layer"] for site in data["sites"]] == [0, 2, 4]
 
 
 def test_text_of_a_model_cannot_end_its_element(tmp_path, tokenizer):
-    write_response_page(*pair(tmp_path, [[97, *range(258, 258 + len(EVIL))]]), tmp_path / "page.html")
+    write_response_page(pair(tmp_path, [[97, *range(258, 258 + len(EVIL))]]), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert embedded(tmp_path / "page.html")["tokens"] == ["a", *EVIL]
     assert page.count("<script") == 2 and page.count("</script>") == 2 and "<!--" not in page
@@ -93,12 +95,12 @@ def test_text_of_a_model_cannot_end_its_element(tmp_path, tokenizer):
 def test_a_file_name_cannot_become_markup_either(tmp_path):
     before, after = pair(tmp_path)
     evil = before.rename(tmp_path / "<img src=x onerror=alert(1)>.safetensors")
-    write_response_page(evil, after, tmp_path / "page.html")
+    write_response_page([evil, after], tmp_path / "page.html")
     assert "<img" not in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_the_page_asks_for_nothing_outside_itself(tmp_path):
-    write_response_page(*pair(tmp_path), tmp_path / "page.html")
+    write_response_page(pair(tmp_path), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "default-src 'none'" in page
     assert not re.search(r"https?://|\bsrc=|\bhref=|@import|url\(|fetch\(|XMLHttpRequest|innerHTML", page)
@@ -106,14 +108,14 @@ def test_the_page_asks_for_nothing_outside_itself(tmp_path):
 
 def test_the_row_that_changed_most_is_shown_unless_another_is_asked_for(tmp_path):
     files = pair(tmp_path, ["hello", "world"], [(1, 0), (6, 0), (7, 2)])
-    assert write_response_page(*files, tmp_path / "page.html") == 1
-    assert write_response_page(*files, tmp_path / "page.html", row=0) == 0
+    assert write_response_page(files, tmp_path / "page.html") == 1
+    assert write_response_page(files, tmp_path / "page.html", row=0) == 0
     with pytest.raises(ConfigError, match="--row 2: the traces hold rows 0 to 1"):
-        write_response_page(*files, tmp_path / "page.html", row=2)
+        write_response_page(files, tmp_path / "page.html", row=2)
 
 
 def test_without_a_tokenizer_ids_are_shown_and_without_gates_none(tmp_path):
-    write_response_page(*pair(tmp_path, gates=False), tmp_path / "page.html")
+    write_response_page(pair(tmp_path, gates=False), tmp_path / "page.html")
     data = embedded(tmp_path / "page.html")
     assert data["tokens"][0] == "104 " and data["gates"] == [None, None]
 
@@ -130,7 +132,7 @@ def test_without_a_tokenizer_ids_are_shown_and_without_gates_none(tmp_path):
 def test_routes_of_other_tokens_or_another_model_are_refused(tmp_path, other, says):
     (tmp_path / "other").mkdir()
     with pytest.raises(RoutingError, match=says):
-        write_response_page(pair(tmp_path)[0], pair(tmp_path / "other", **other)[1], tmp_path / "page.html")
+        write_response_page([pair(tmp_path)[0], pair(tmp_path / "other", **other)[1]], tmp_path / "page.html")
 
 
 def test_every_token_is_spelled_and_together_they_are_the_text():
@@ -147,3 +149,43 @@ def test_the_command_writes_the_page_and_says_where(tmp_path, capsys):
     assert "page.html: response 0" in capsys.readouterr().out
     assert cli.main(["view", str(before), str(tmp_path / "none"), "--out", str(tmp_path / "page.html")]) == 2
     assert "no trace file" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- in what order
+def versioned(path, version, written=0.0):
+    ids = torch.tensor([0, 1]).expand(1, 3, 1, 2)
+    RoutingTrace.from_ids(ids, Layout((Site("a", 0, 8, 2),), "x"), weight_version=version).save(path)
+    os.utime(path, (written, written))
+    return path
+
+
+@pytest.mark.parametrize("before, after, says", [
+    (("step 10", 0), ("step 9", 0), "its weights are 'step 10', those of the other 'step 9'"),
+    (("step 9", 99), ("step 10", 0), None),  # the weights tell, not the files
+    (("step 9", 99), ("step 9", 0), None),
+    (("actor", 99), ("critic", 0), "written 99 s after the other"),
+    ((None, 99), (None, 0), "written 99 s after the other"),
+    ((None, 0.5), (None, 0), None),
+])  # fmt: skip
+def test_traces_in_the_wrong_order_do_not_go_unnoticed(tmp_path, before, after, says):
+    files = [versioned(tmp_path / name, *of) for name, of in (("a", before), ("b", after))]
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        write_response_page(files, tmp_path / "page.html")
+    texts = [str(w.message) for w in heard]
+    assert [says in text and "wrong order?" in text for text in texts] == ([True] if says else [])
+    assert (embedded(tmp_path / "page.html")["warning"] is None) == (says is None)
+
+
+def test_the_command_says_so_in_a_line(tmp_path, capsys):
+    files = [str(versioned(tmp_path / name, version)) for name, version in (("a", "step 10"), ("b", "step 9"))]
+    assert cli.main(["view", *files, "--out", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("warning: ") and "wrong order?" in said and said.count("\n") == 1
+    assert cli.main(["view", *files[::-1], "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_one_trace_is_nothing_to_compare(tmp_path):
+    with pytest.raises(ConfigError, match="give two traces"):
+        write_response_page([versioned(tmp_path / "a", "1")], tmp_path / "page.html")

@@ -173,6 +173,13 @@ def test_a_rank_that_fails_ends_the_job_with_its_traceback(launch):
     assert "rank 0 went on without rank 1" not in said["err"]
 
 
+def test_a_rank_holds_its_share_of_a_recording(facts):
+    """Each of two has the whole at hand, and half of it in memory; what it replays is its own rows and no more."""
+    found = facts(2)["memory"]
+    assert found["right"] and found["aimed"]
+    assert 0.8 < found["shards held"] <= 1.2 and found["shards aimed"] <= 1
+
+
 # ---------------------------------------------------------------------- a whole run
 @pytest.fixture(scope="module")
 def tables(command, folder, tmp_path_factory) -> dict:

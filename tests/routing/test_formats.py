@@ -17,6 +17,7 @@ from moe_rl.errors import RoutingError
 from moe_rl.routing import Layout, RoutingTrace, Site
 from moe_rl.routing.formats import RoutesRefused, decode_routes
 from moe_rl.routing.megatron_trace import read_megatron_trace
+from tests.benchmarks.fuzz_traces import fuzz
 
 quick = settings(deadline=None, max_examples=50)
 
@@ -320,3 +321,88 @@ def test_a_missing_a_cut_and_an_indivisible_router_trace_are_refused(tmp_path):
     path.write_text(path.read_text()[:-20])
     with pytest.raises(RoutingError, match="line 3 is not a record"):
         list(read_megatron_trace(path, layout()))
+
+
+# ---------------------------------------------------------------------- combine weights
+def weights_of(ids, seed=0):
+    return np.random.default_rng(seed).random(ids.shape).astype(np.float32) + 0.01
+
+
+def packed(ids, weights, shape):
+    """prime-rl's Total Router Recall: k ids, then the bits of k float32 weights, all int32."""
+    wide = np.concatenate([with_dense(ids, shape), with_dense(weights.view(np.int32), shape)], 2)
+    return {"data": b64(wide.astype("<i4").tobytes()), "shape": list(wide.shape), "start": 0, "dtype": "int32"}
+
+
+@pytest.mark.parametrize("experts", [8, 256, 600])
+@pytest.mark.parametrize("extra", [0, 1])
+def test_weights_packed_with_ids_come_back_bit_for_bit(experts, extra):
+    shape = layout(experts=experts, k=3)
+    ids = routes(4 + extra, shape)
+    weights = weights_of(ids)
+    trace = decode_routes(packed(ids, weights, shape), layout=shape, tokens=range(5))
+    assert np.array_equal(ids_of(trace), ids[:4])
+    assert trace.gates.dtype == torch.float32 and np.array_equal(trace.gates[0].numpy(), weights[:4])
+    array = np.concatenate([ids, weights.view(np.int32)], 2)  # as Python has it, and routing layers alone
+    assert decode_routes(array, layout=shape, tokens=range(5)) == trace
+
+
+def test_packed_rows_from_a_start_and_missing_ones_weigh_nothing():
+    shape = layout()
+    ids, start = routes(4, shape), 2
+    payload = packed(ids[start:], weights_of(ids)[start:], shape) | {"start": start}
+    trace = decode_routes(payload, layout=shape, tokens=range(5))
+    assert not trace.gates[0, :start].any() and np.array_equal(trace.gates[0, start:], weights_of(ids)[start:])
+    ids[3] = -1
+    trace = decode_routes(packed(ids, weights_of(ids), shape), layout=shape, tokens=range(5))
+    assert not trace.known[0, 3].any() and not trace.gates[0, 3].any()
+
+
+@pytest.mark.parametrize("wire", [lambda w: w, lambda w: w.tolist(), lambda w: torch.from_numpy(w),
+                                  lambda w: {"data": b64(w.tobytes()), "dtype": "float32"},
+                                  lambda w: {"data": b64(w.astype("float16").tobytes()), "dtype": "float16"}])
+def test_weights_may_come_apart(wire):
+    shape = layout()
+    ids = routes(4, shape)
+    weights = weights_of(ids).astype(np.float16).astype(np.float32)
+    trace = decode_routes(with_dense(ids, shape), layout=shape, tokens=range(5), gates=wire(with_dense(weights, shape)))
+    assert np.array_equal(trace.gates[0], weights)
+    part = decode_routes(ids[1:], layout=shape, tokens=range(5), start=1, gates=weights[1:])
+    assert np.array_equal(part.gates[0, 1:], weights[1:]) and not part.gates[0, 0].any()
+
+
+@pytest.mark.parametrize("weight, says", [(np.nan, "expected finite"), (-0.1, "expected finite"), (0, "1e-06 or more")])
+def test_packed_weights_that_cannot_be_are_refused(weight, says):
+    shape = layout()
+    ids = routes(4, shape)
+    weights = weights_of(ids)
+    weights[2, 1] = weight
+    with pytest.raises(RoutingError, match=says):
+        decode_routes(packed(ids, weights, shape), layout=shape, tokens=range(5))
+
+
+def test_twice_as_many_ids_are_not_taken_for_weights():
+    shape = layout(experts=8, k=2)
+    four = routes(4, layout(experts=8, k=4))
+    with pytest.raises(RoutingError, match=r"shape \(4, 3, 4\)"):
+        decode_routes(four, layout=shape, tokens=range(5))
+
+
+def test_a_file_of_numpy_that_claims_to_be_a_giant_takes_no_room():
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (10**12, 5, 2)})
+    with pytest.raises(RoutingError, match="cannot be read as one .*0 bytes are not"):
+        decode_routes(b64(file.getvalue()), layout=layout(), tokens=range(5))
+
+
+def test_an_empty_dtype_is_not_the_usual_one():
+    ids = routes(4, layout())
+    with pytest.raises(RoutingError, match="dtype ''"):
+        decode_routes({"data": raw(ids, "int32"), "dtype": ""}, layout=layout(), tokens=range(5))
+
+
+def test_damaged_payloads_and_files_are_refused_or_read_right():
+    """A sample; `tests/benchmarks/fuzz_traces.py` takes a million."""
+    found = fuzz(400, seed=5)
+    refused = sum(count for what, count in found.items() if what.endswith("refused"))
+    assert refused > 700 and sum(found.values()) == 800

@@ -11,6 +11,7 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.objectives import objective_of
 from moe_rl.routing import RoutingTrace, record_routing, replay_routing
+from moe_rl.routing.formats import decode_routes
 from moe_rl.routing.intercept import hooked, kept
 from moe_rl.routing.sites import find_sites, router_parameters
 from moe_rl.routing.sources import by_layer, by_margin, by_probability, old_policy, recall, rollout, soft
@@ -253,9 +254,32 @@ def test_a_family_that_hands_out_something_else_cannot_recall(kind):
     with torch.no_grad(), record_routing(model) as recording:
         model(tokens)
     trace = recording.trace(tokens)
-    with pytest.raises(RoutingError, match="cannot be recalled"), torch.no_grad(), \
+    name = type(find_sites(model)[0].module).__name__
+    with pytest.raises(RoutingError, match=rf"\({name}\).*cannot be recalled"), torch.no_grad(), \
             replay_routing(model, replace(trace, gates=torch.ones(trace.shape))):  # fmt: skip
         model(tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engines_weights_are_recalled_from_what_it_sent(family):
+    """Ids and weights as prime-rl packs them, through the decoder, are those of the forward that made them."""
+    policy, batch = policy_of(build(family)), make_batch()
+    natural = policy.score(batch, scores=True)
+    layout, rows = natural.routes.layout, []
+    for b, row in enumerate(batch.tokens):
+        n = int(batch.attention_mask[b].sum())
+        ids, bits = natural.routes.ids()[b, : n - 1], natural.scores.gates[b, : n - 1].float().view(torch.int32)
+        rows.append(decode_routes(torch.cat([ids.int(), bits], -1), layout=layout, tokens=row[:n].tolist()))
+    engine = RoutingTrace.stack(rows, batch.tokens, batch.attention_mask)
+    sampled = replace(batch, rollout_routes=engine)
+    perturb(policy.model, scale=0.3)
+    under = [policy.score(batch, routes).logprobs
+             for routes in (recall(sampled, natural, base="rollout"), recall(batch, natural))]
+    assert torch.equal(*under) and not torch.equal(under[0], policy.score(batch, natural.routes).logprobs)
+    with pytest.raises(RoutingError, match="carry none.*Total Router Recall"):
+        recall(replace(batch, rollout_routes=natural.routes), natural, base="rollout")
+    with pytest.raises(ConfigError, match="base='live'"):
+        recall(batch, natural, base="live")
 
 
 # ---------------------------------------------------------------------- what travels with a trace

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from moe_rl.compare.diagnose.example import Example, example_of
 from moe_rl.compare.diagnose.ladder import Ladder, Rung, alone, as_reported, partly, remaining, usable
 from moe_rl.compare.diagnose.places import Place, begins, places
 from moe_rl.compare.diagnose.reported import Reported
@@ -59,6 +60,8 @@ class Diagnosis:
     """In the file."""
     tokens: int
     """Of the responses looked at, those with a log-prob."""
+    example: Example | None = None
+    """The response furthest apart, token by token, where there is a gap and routes were reported."""
 
 
 def diagnose(
@@ -123,7 +126,8 @@ class _Case:
         if equally:
             says += f" As good an explanation: {'; or '.join(e.says for e in found if e.causes != found[0].causes)}."
         return Diagnosis(causes, says, fault, tuple(equally), tuple(self.evidence), (*self.notes, *ladder.skipped),
-                         tuple(rungs), left, tuple(where), len(ladder.responses), of, int(ladder.own.sum()))
+                         tuple(rungs), left, tuple(where), len(ladder.responses), of, int(ladder.own.sum()),
+                         None if gap.agrees else example_of(ladder, tokenizer))
 
     # ------------------------------------------------------------------ forced routes
     def _force(self) -> None:

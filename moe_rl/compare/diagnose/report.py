@@ -14,6 +14,7 @@ from jinja2 import Environment
 from rich.console import Console
 
 from moe_rl.compare.diagnose.diagnosis import Diagnosis
+from moe_rl.compare.diagnose.example import write_example
 from moe_rl.compare.diagnose.ladder import Rung
 from moe_rl.compare.diagnose.places import Place
 from moe_rl.results.printed import print_table
@@ -39,14 +40,16 @@ def print_diagnosis(console: Console, found: Diagnosis) -> None:
 
 
 def write_page(found: Diagnosis, out: Path, *, rollouts: str, checkpoint: str) -> None:
-    """The same as one page to open in a browser, with every rung."""
+    """The same as one page to open in a browser, with every rung, and beside it the page of a response, to which it
+    links, where there is one to show."""
     template = resources.files("moe_rl.compare.diagnose").joinpath("page.html").read_text(encoding="utf-8")
     bars = {kind: [(p.name, _value(p), _tokens(p), _width(p.value, places)) for p in places]
             for kind, places in _by_kind(found)}
     out.parent.mkdir(parents=True, exist_ok=True)
+    view = found.example and write_example(found.example, out).name
     out.write_text(Environment(autoescape=True).from_string(template).render(
         found=found, tables=[ladder_table(found)], bars={KINDS[kind]: rows for kind, rows in bars.items()},
-        rollouts=rollouts, checkpoint=checkpoint, counts=counts(found)), encoding="utf-8")
+        rollouts=rollouts, checkpoint=checkpoint, counts=counts(found), view=view), encoding="utf-8")
 
 
 def counts(found: Diagnosis) -> str:

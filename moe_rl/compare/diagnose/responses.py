@@ -5,10 +5,9 @@ One JSON object per line and response; `docs/diagnose.md` lists the keys.
 
 from __future__ import annotations
 
-import base64
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 
 from moe_rl.errors import ConfigError, RoutingError
-from moe_rl.routing.formats import NO_ROUTE, reported_ids
+from moe_rl.routing.formats import NO_ROUTE, reported_routes
 from moe_rl.routing.trace import Layout
 from moe_rl.tasks.json_lines import objects
 
@@ -161,11 +160,11 @@ class Rollouts:
         if payload is None:
             return response
         try:
-            ids = reported_ids(payload, layout=self.layout, tokens=response.tokens, num_layers=self.num_layers,
-                               start=entry.get("routes_start") or 0, dtype=entry.get("routes_dtype"), any_k=True)
+            ids, gates = reported_routes(payload, layout=self.layout, tokens=response.tokens, any_k=True,
+                                         num_layers=self.num_layers, start=entry.get("routes_start") or 0,
+                                         dtype=entry.get("routes_dtype"), gates=entry.get("gates"))
         except (RoutingError, TypeError) as error:
             raise ConfigError(f"{response.where}: {error}") from error
-        gates = None if entry.get("gates") is None else _gates(entry["gates"], ids.shape, response.where)
         ids = self._within(ids, response.where)
         return replace(response, ids=ids, gates=gates)
 
@@ -203,27 +202,6 @@ def _entries(source: Any) -> Iterable[tuple[str, int, Mapping[str, Any]]]:
         what = "is a folder; give one JSONL file" if file.is_dir() else "there is no such file"
         raise ConfigError(f"{file}: {what} (looked at {file.absolute()}).")
     yield from objects(file)
-
-
-def _gates(payload: Any, shape: Sequence[int], where: str) -> NDArray:
-    """Combine weights: nested lists, or {"data": base64, "dtype": "float32"}, of the shape of the ids; a row more, of
-    the last token, is dropped."""
-    try:
-        if isinstance(payload, Mapping):
-            dtype = np.dtype(str(payload.get("dtype", "float32"))).newbyteorder("<")
-            values = np.frombuffer(base64.b64decode(payload["data"], validate=True), dtype).astype(np.float32)
-            rows = values.size // max(1, shape[1] * shape[2])
-            values = values.reshape(rows, *shape[1:])
-        else:
-            values = np.asarray(payload, dtype=np.float32)
-        if values.shape[1:] != tuple(shape[1:]) or len(values) not in (shape[0], shape[0] + 1):
-            raise ValueError(f"they have shape {values.shape}")
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise ConfigError(f"{where}: gates do not fit the ids ({error}); expected a weight for each, "
-                          f"{list(shape)}.") from error
-    if not np.isfinite(values).all():
-        raise ConfigError(f"{where}: gates hold NaN or infinite weights.")
-    return values[: shape[0]]
 
 
 def _setting(entry: Mapping[str, Any], name: str, where: str, default: float, above: float, most: float) -> float:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Float, Int16, Integer
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Integer
 from megatron.core import parallel_state as ps
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -18,9 +19,13 @@ from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
 from moe_rl.policies.megatron.weights import gather
+from moe_rl.policies.shared import one_per_machine
 from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.trace import Layout, RoutingTrace
 from moe_rl.types import Batch
+
+CHUNK = 1 << 20
+"""Bytes of routes that are gathered at a time, or a row of every rank."""
 
 
 class SiteReplay(RouterReplay):
@@ -80,13 +85,14 @@ class Routers:
         finally:
             self._clear()
 
-    def aim(self, ids: Integer[Tensor, "rows time site k"]) -> None:
-        """Routes of the micro-batch whose forward comes next, -1 where it routes freely; sites of all stages."""
-        for site, targets in zip(self.sites, ids[:, :, self.layers].permute(2, 1, 0, 3), strict=True):
+    def aim(self, ids: Integer[Tensor, "rows time site k"], unknown: int) -> None:
+        """Routes of the micro-batch whose forward comes next, at this stage's sites; `unknown` routes freely."""
+        for site, targets in zip(self.sites, ids.permute(2, 1, 0, 3), strict=True):
             if ps.get_tensor_model_parallel_world_size() > 1:  # sequence parallel: a rank sees its part of the tokens
                 ranks = ps.get_tensor_model_parallel_world_size()
                 targets = targets.chunk(ranks)[ps.get_tensor_model_parallel_rank()]
-            site.set_target_indices(targets.flatten(0, 1).to(self.device, torch.int64))
+            targets = targets.flatten(0, 1).to(self.device, torch.int64)
+            site.set_target_indices(targets.masked_fill(targets == unknown, -1))
             site.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def taken(self, rows: int, *, preferred: bool, scores: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -120,36 +126,64 @@ def gathered(parts: list[Tensor]) -> Tensor:
     return mine.movedim((0, 3), (0, 1)).flatten(0, 1).transpose(1, 2)
 
 
-def targets_of(batch: Batch, routes: RoutingTrace | None, layout: Layout) -> Int16[Tensor, "batch time site k"]:
-    """Ids to force on every input token of the batch, -1 where a router decides. Raises RoutingError for routes that
-    do not belong to this model or these tokens."""
-    rows, time = batch.tokens.shape[0], batch.tokens.shape[1] - 1
-    if routes is None:
-        return torch.full((1, 1, 1, 1), -1, dtype=torch.int16).expand(rows, time, len(layout.sites), layout.top_k)
+def require_routes(batch: Batch, routes: RoutingTrace, layout: Layout) -> None:
+    """Raise RoutingError for routes that do not belong to this model or these tokens, or that know nothing."""
     layout.require(routes.layout, "the trace")
     if routes.keep or routes.gates is not None:
         raise RoutingError("RouterReplay of Megatron-core forces all ids and no combine weights, so routes can be "
                            "neither softened nor recalled: use policy='hf'.")
-    # The last token of a row is never an input, and padding decides nothing.
-    followed = batch.attention_mask[:, 1:]
+    time, followed = batch.tokens.shape[1] - 1, _followed(batch)
     if routes.tokens is not None:
         same = (routes.tokens[:, :time] == batch.tokens[:, :time]) | ~followed
         if routes.tokens.shape != batch.tokens.shape or not bool(same.all()):
             raise RoutingError("the trace holds the routes of other tokens than the batch; align paddings first.")
-    ids = routes.experts[:, :time].to(torch.int16)
-    ids = ids.masked_fill((ids == layout.unknown) | ~followed[..., None, None], -1)
-    if bool((ids < 0).all()):
+    rows = zip(routes.experts[:, :time], followed, strict=True)  # one by one: nothing as large as the whole is made
+    if not any(bool((row[here] != layout.unknown).any()) for row, here in rows):
         raise RoutingError("the trace holds no known route, so replay would do nothing.")
+
+
+def own_targets(
+    batch: Batch, routes: RoutingTrace | None, layout: Layout, rows: Integer[Tensor, " rows"], layers: slice, width: int
+) -> Integer[Tensor, "rows width site k"]:
+    """Ids to force at some rows of the batch and the sites of one stage, unknown where a router decides: this rank's
+    part of the routes, and nothing more."""
+    shape = len(rows), width, len(layout.sites[layers]), layout.top_k
+    if routes is None:
+        return torch.full((1, 1, 1, 1), layout.unknown, dtype=layout.dtype).expand(shape)
+    ids, followed = torch.full(shape, layout.unknown, dtype=layout.dtype), _followed(batch)
+    for mine, row in zip(ids, rows.tolist(), strict=True):
+        here = followed[row].cpu()
+        mine[: len(here)][here] = routes.experts[row, : len(here), layers].cpu()[here]
     return ids
 
 
-def trace_of(ids: Integer[Tensor, "batch time site k"], batch: Batch, layout: Layout) -> RoutingTrace:
-    """Gathered ids as a trace over the batch, unknown where no token follows."""
-    followed = batch.attention_mask[:, 1:]
-    ids = nn.functional.pad(ids, (0, 0, 0, 0, 0, followed.shape[1] - ids.shape[1]))  # or cuts what only Megatron needed
-    ids = ids.to(batch.tokens.device, layout.dtype).masked_fill(~followed[..., None, None], layout.unknown)
-    trace = RoutingTrace.from_ids(ids, layout, tokens=batch.tokens[:, :-1], attention_mask=followed, check=False)
-    return RoutingTrace.cat([trace], batch.tokens, batch.attention_mask)
+def shared_trace(parts: list[Tensor], batch: Batch, layout: Layout) -> RoutingTrace:
+    """What `Routers.taken` gave for every micro-batch of every rank as a trace over the batch, unknown where no token
+    follows; collective. The ids are in the memory of a machine once, and a few rows of them at a time on the way."""
+    ids, fills = one_per_machine((*batch.tokens.shape, len(layout.sites), layout.top_k), layout.dtype)
+    size, followed = parts[0].shape[2], _followed(batch).cpu()
+    data_parallel = ps.get_data_parallel_world_size()
+    step = max(1, CHUNK // (data_parallel * ids[:1].nbytes))
+    for number, part in enumerate(parts):
+        for start in range(0, size, step):
+            piece = part[None, :, :, start : start + step]  # [rank, site, time, rows, k]
+            piece = gather(piece, 2, ps.get_tensor_model_parallel_group())
+            piece = gather(piece, 1, ps.get_pipeline_model_parallel_group())
+            piece = gather(piece, 0, ps.get_data_parallel_group())
+            for rank, block in enumerate(piece if fills else ()):
+                first = (rank * len(parts) + number) * size + start
+                here = followed[first : first + block.shape[2]]  # none of the rows that only fill up
+                found = block.permute(2, 1, 0, 3)[: len(here), : here.shape[1]].cpu().to(layout.dtype)
+                target = ids[first : first + len(here)].fill_(layout.unknown)
+                target[:, :-1][here] = found[here]
+    dist.barrier()
+    ids = ids.to(batch.tokens.device)
+    return RoutingTrace.from_ids(ids, layout, tokens=batch.tokens, attention_mask=batch.attention_mask, check=False)
+
+
+def _followed(batch: Batch) -> Bool[Tensor, "batch time"]:
+    """The last token of a row is never an input, and padding decides nothing."""
+    return batch.attention_mask[:, 1:]
 
 
 def scores_of(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moe_rl import ranks
 from moe_rl.objectives import LossOutput
-from moe_rl.policies.megatron.replay import gathered, scores_of, targets_of, trace_of
+from moe_rl.policies.megatron.replay import gathered, own_targets, require_routes, scores_of, shared_trace
 from moe_rl.policies.megatron.weights import gather
 from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.trace import RoutingTrace
@@ -36,7 +36,7 @@ class Cut:
     of the last row, without a response, whose results are thrown away: schedules and dispatchers want equal shapes."""
 
     batch: Batch
-    """All rows in order, the filling at the end."""
+    """All rows in order, the filling at the end, without routes: of these a rank takes its own part."""
     order: Int[Tensor, " rows"]
     """Which row of the original batch each one is."""
     size: int
@@ -56,7 +56,7 @@ class Cut:
         order = torch.arange(ranks * count * size)
         filling = order >= len(batch)
         order = order.clamp(max=len(batch) - 1)
-        rows = batch.rows(order)
+        rows = replace(batch, routes=None, rollout_routes=None, ratio_routes=None).rows(order)
         real = ~filling[:, None]
         weights = None if rows.weights is None else rows.weights * real
         rows = replace(rows, response_mask=rows.response_mask & real, weights=weights)
@@ -101,8 +101,10 @@ class SchedulePass:
         self.policy, self.batch, self.cut, self.loss = policy, batch, cut, loss
         self.entropy_gradient, self.scores, self.replayed = entropy_gradient, scores, routes is not None
         time = cut.inputs.shape[1]
-        ids = targets_of(batch, routes, policy.layout)[cut.order]
-        self.ids = nn.functional.pad(ids, (0, 0, 0, 0, 0, time - ids.shape[1]), value=-1)
+        if routes is not None:
+            require_routes(batch, routes, policy.layout)
+        mine = cut.order[cut.mine[0].start : cut.mine[-1].stop]
+        self.ids = own_targets(batch, routes, policy.layout, mine, policy.routers.layers, time)
         self.hidden = torch.ones(time, time, dtype=torch.bool, device=policy.device).triu(1)[None, None]
         self.positions = torch.arange(time, device=policy.device)[None].expand(cut.size, -1)
         width = cut.batch.tokens.shape[1]
@@ -125,12 +127,10 @@ class SchedulePass:
                 forward_only=self.loss is None,
             )
         dist.all_reduce(self.total, group=ps.get_data_parallel_group())
-        used, preferred, chosen_by = (
-            None if kind[0] is None else gathered(list(kind))[: len(self.batch)]
-            for kind in zip(*self.taken, strict=True)
-        )
+        used, preferred, chosen_by = (None if kind[0] is None else list(kind) for kind in zip(*self.taken, strict=True))
         assert used is not None, "every router says what it used"
-        trace = trace_of(used, self.batch, policy.layout)
+        self.taken.clear()
+        trace = shared_trace(used, self.batch, policy.layout)
         counted = ps.is_pipeline_last_stage() and ps.get_tensor_model_parallel_rank() == 0
         logprobs, entropy, clipped_by = whole(self.per_token, self.batch)
         return PassResult(
@@ -138,15 +138,17 @@ class SchedulePass:
             loss=from_last_stage(self.total).item(),
             metrics=ranks.summed(self.metrics if counted else {}),
             routes=trace,
-            preferred=None if preferred is None else trace_of(preferred, self.batch, policy.layout),
-            scores=None if chosen_by is None else scores_of(chosen_by, trace, probabilities=policy.by_probability),
+            preferred=None if preferred is None else shared_trace(preferred, self.batch, policy.layout),
+            scores=None if chosen_by is None else scores_of(
+                gathered(chosen_by)[: len(self.batch)], trace, probabilities=policy.by_probability),
         )
 
     def _forward(self, micro_batches: Iterator[tuple[int, slice]], model: nn.Module) -> tuple[Tensor, Callable]:
         """Megatron's forward step: this stage's part of a micro-batch, and what the last stage does with its logits."""
         number, rows = next(micro_batches)
         routers = self.policy.routers
-        routers.aim(self.ids[rows])
+        first = rows.start - self.cut.mine[0].start
+        routers.aim(self.ids[first : first + self.cut.size], self.policy.layout.unknown)
         output = model(self.cut.inputs[rows].to(self.policy.device), self.positions, self.hidden)
         self.taken.append(routers.taken(self.cut.size, preferred=self.replayed, scores=self.scores))
         return output, partial(self._finish, number, rows)

@@ -1,0 +1,52 @@
+"""What all ranks of a parallel policy read, in the memory of a machine once."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_rl import ranks
+from moe_rl.errors import ConfigError
+
+
+def one_per_machine(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """A CPU tensor that all ranks of a machine share, and whether this is the rank that fills it; collective. The
+    others may read it after a barrier.
+
+    It lies in a file without a name in the folder for temporary files (TMPDIR), mapped by every rank and gone with the
+    last of them, so that memory holds it once and may write it out. Raises ConfigError where a rank of the machine does
+    not see that folder; OSError where it has no room."""
+    if ranks.world() == 1:
+        return torch.empty(tuple(shape), dtype=dtype), True
+    here = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
+    first = _everywhere(here).index(here) == ranks.rank()
+    count, name = math.prod(shape), None
+    if first and count:
+        handle, name = tempfile.mkstemp(prefix="moe_rl-")
+        os.posix_fallocate(handle, 0, count * dtype.itemsize)  # a full disk is an error here, later a dead process
+        os.close(handle)
+    name = next((name for machine, name in _everywhere((here, name)) if machine == here and name), None)
+    try:
+        found = torch.from_file(name, shared=True, size=count, dtype=dtype) if name else torch.empty(0, dtype=dtype)
+    except RuntimeError as error:
+        raise ConfigError(f"rank {ranks.rank()} cannot map {name}, which another rank of {here} made ({error}): ranks "
+                          "of one machine need one TMPDIR.") from error
+    dist.barrier()
+    if first and name:
+        os.unlink(name)
+    return found.view(tuple(shape)), first
+
+
+def _everywhere(mine: Any) -> list[Any]:
+    """What every rank says, in the order of ranks."""
+    said: list[Any] = [None] * ranks.world()
+    dist.all_gather_object(said, mine)
+    return said
