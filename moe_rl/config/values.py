@@ -41,6 +41,7 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     "critic.clip": (0, math.inf, "how far a value may go from what it was, at least 0; inf for no clipping"),
     "cold_start.max_steps": (0, math.inf, "a number of steps"),
     "cold_start.target": (0, 1, "a success rate, from 0 (no cold start) to 1"),
+    "measure.rollouts": (0, math.inf, "a number of rollouts, or 0 to keep none"),
     "dial.sigma": (0, math.inf, "a standard deviation"),
     "engine.router_noise": (0, math.inf, "a standard deviation"),
     "engine.gpu_memory": (0, 1, "a share of the GPU's memory"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sized
+from collections.abc import Collection, Sequence, Sized
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -138,6 +138,16 @@ def split_of(task: Task, evaluation: int) -> Split:
 def held_out(task: Task, count: int) -> list[Prompt]:
     """The evaluation prompts: the same for every seed, arm and cold start, none of which may train on them."""
     return draw(task, count, derive(HELD_OUT, 0, 0))
+
+
+def votes_of(task: Task, prompt: Prompt, completions: Sequence[str]) -> list[int | None]:
+    """Which completions of a prompt give the same answer: of each the place of the first that does, from 0, or None
+    where it gives none. A task says so with a method `votes(prompt, completions)`; else equal texts are equal answers,
+    but for white space around them."""
+    if (own := getattr(task, "votes", None)) is not None:
+        return list(own(prompt, completions))
+    first: dict[str, int] = {}
+    return [first.setdefault(text.strip(), i) for i, text in enumerate(completions)]
 
 
 def checked_reward(task: Task, prompt: Prompt, completion: str) -> float:

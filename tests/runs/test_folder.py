@@ -497,37 +497,37 @@ def test_a_kill_while_a_longer_run_is_published_doubles_and_loses_no_row(tmp_pat
 
 
 @pytest.fixture
-def evaluations(monkeypatch):
-    """A fourth table: its entry in TABLES, and in the dictionary its columns."""
-    monkeypatch.setitem(columns.TABLES, "evaluations", ("step", "benchmark"))
-    for name, old in (("step", columns.COLUMNS["step"]), ("benchmark", None), ("exact", columns.COLUMNS["exact"])):
-        entry = columns.Column(name, f"{old.tables if old else ''} evaluations", "1", "…")
+def scores(monkeypatch):
+    """One more table: its entry in TABLES, and in the dictionary its columns."""
+    monkeypatch.setitem(columns.TABLES, "scores", ("step", "benchmark"))
+    for name, old in (("step", columns.COLUMNS["step"]), ("benchmark", columns.COLUMNS["benchmark"]), ("exact", columns.COLUMNS["exact"])):
+        entry = columns.Column(name, f"{old.tables} scores", "1", "…")
         monkeypatch.setitem(columns.COLUMNS, name, entry)
 
 
-def test_a_fourth_table_costs_one_entry(tmp_path, evaluations, capsys):
+def test_one_more_table_costs_one_entry(tmp_path, scores, capsys):
     def run(name: str, exact: float) -> Path:
         for steps in (1, 2):  # interrupted and extended
             with open_run(tmp_path / name, CONFIG.replace(steps=steps)) as folder:
-                folder.add("evaluations", [{"step": steps, "benchmark": b, "exact": exact} for b in ("amc", "math")])
+                folder.add("scores", [{"step": steps, "benchmark": b, "exact": exact} for b in ("amc", "math")])
                 commit(folder, steps, [{"step": steps, "reward": 0.5}])
                 folder.finish()
         return folder.path
 
     a, b = run("a", 0.5), run("b", 0.25)
     found = diff(a, b)
-    assert (found.table, found.row, found.a) == ("evaluations", {"step": 1, "benchmark": "amc"}, 0.5)
+    assert (found.table, found.row, found.a) == ("scores", {"step": 1, "benchmark": "amc"}, 0.5)
     frames = load_study(a)
-    assert frames["evaluations"][["step", "benchmark"]].to_numpy().tolist() == [
+    assert frames["scores"][["step", "benchmark"]].to_numpy().tolist() == [
         [1, "amc"], [1, "math"], [2, "amc"], [2, "math"]]
-    assert len(frames.cell("base")["evaluations"]) == 4 and len(frames.select([a])["evaluations"]) == 4
-    assert cli.main(["show", str(a)]) == 0 and "evaluations: 4 rows" in capsys.readouterr().out
+    assert len(frames.cell("base")["scores"]) == 4 and len(frames.select([a])["scores"]) == 4
+    assert cli.main(["show", str(a)]) == 0 and "scores: 4 rows" in capsys.readouterr().out
     assert cli.main(["export", str(a), "--to", str(tmp_path / "csv")]) == 0
-    assert len(pd.read_csv(tmp_path / "csv" / "evaluations.csv")) == 4
+    assert len(pd.read_csv(tmp_path / "csv" / "scores.csv")) == 4
     write_declaration(fake_study.study, tmp_path / "a")
     collect(tmp_path / "a" / "fake", tmp_path / "results")
-    assert load_study(tmp_path / "results")["evaluations"]["exact"].tolist() == [0.5] * 4
-    assert "evaluations.exact" in verdict(dataclasses.replace(load_study(tmp_path / "results"), runs=frames.runs.assign(
+    assert load_study(tmp_path / "results")["scores"]["exact"].tolist() == [0.5] * 4
+    assert "scores.exact" in verdict(dataclasses.replace(load_study(tmp_path / "results"), runs=frames.runs.assign(
         checkpoint="0")), b)
 
 
