@@ -80,7 +80,8 @@ def test_no_control_code_reaches_the_terminal(run, capsys):
 
 
 @pytest.mark.parametrize("options, said", [
-    (["--step", "3"], "keeps rollouts of steps 1 to 2"), (["--step", "x"], "give a step"), (["--sort", "size"], "choose"),
+    (["--step", "3"], "keeps rollouts of steps 1 to 2"), (["--step", "x"], "give a step"),
+    (["--sort", "size"], "choose"),
 ])  # fmt: skip
 def test_what_is_not_there_is_said(run, capsys, options, said):
     assert cli.main(["read", str(run), *options]) == 2 and said in capsys.readouterr().err

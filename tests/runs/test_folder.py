@@ -500,8 +500,8 @@ def test_a_kill_while_a_longer_run_is_published_doubles_and_loses_no_row(tmp_pat
 def scores(monkeypatch):
     """One more table: its entry in TABLES, and in the dictionary its columns."""
     monkeypatch.setitem(columns.TABLES, "scores", ("step", "benchmark"))
-    for name, old in (("step", columns.COLUMNS["step"]), ("benchmark", columns.COLUMNS["benchmark"]), ("exact", columns.COLUMNS["exact"])):
-        entry = columns.Column(name, f"{old.tables} scores", "1", "…")
+    for name in ("step", "benchmark", "exact"):
+        entry = columns.Column(name, f"{columns.COLUMNS[name].tables} scores", "1", "…")
         monkeypatch.setitem(columns.COLUMNS, name, entry)
 
 
