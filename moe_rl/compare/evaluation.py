@@ -116,8 +116,7 @@ def measure_evaluations(checkpoints: Sequence[str], benchmarks: Sequence[Benchma
     folders = {name: out / "samples" / f"{_safe(Path(name).name)}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
                for name in names}
     files = {(name, b.name): folders[name] / f"{b.name}.jsonl" for name in names for b in benchmarks}
-    left = {(name, b.name): len(b.prompts) - (resumed(files[name, b.name], plan.at_once, len(b.prompts))
-                                              if (out / MANIFEST).exists() else 0)
+    left = {(name, b.name): len(b.prompts) - resumed(files[name, b.name], plan.at_once, len(b.prompts))[0]
             for name in names for b in benchmarks}
     _claim(out, names, benchmarks, plan, complete=not any(left.values()))
     with _progress(console or Console(stderr=True)) as bars:
@@ -165,7 +164,10 @@ def ask(sampler: Sampler, task: Task, prompts: list[Prompt], plan: Plan, file: P
         done: Callable[[int], None]) -> None:
     """Write the lines that `file` lacks, those of `at_once` problems in one piece. The noise of a problem depends on
     its place alone: checkpoints share it, and so does whoever goes on."""
-    for first in range(resumed(file, plan.at_once, len(prompts)), len(prompts), plan.at_once):
+    start, size = resumed(file, plan.at_once, len(prompts))
+    if file.exists():
+        os.truncate(file, size)
+    for first in range(start, len(prompts), plan.at_once):
         part, lines, key = prompts[first : first + plan.at_once], [], (plan.run.seed, HELD_OUT, first // plan.at_once)
         found = evaluate(sampler, task, part, sampling_of(plan.run), key=key, samples=plan.samples, greedy=plan.greedy,
                          first=first)
@@ -180,11 +182,11 @@ def ask(sampler: Sampler, task: Task, prompts: list[Prompt], plan: Plan, file: P
         done(len(part))
 
 
-def resumed(file: Path, at_once: int, problems: int) -> int:
-    """How many problems a file has to the end; what a kill left of others is cut off. Raises RunError for a file that
-    holds anything else."""
+def resumed(file: Path, at_once: int, problems: int) -> tuple[int, int]:
+    """How many problems a file has to the end, and in how many bytes: the rest is what a kill left of others. Raises
+    RunError for a file that holds anything else."""
     if not file.exists():
-        return 0
+        return 0, 0
     lines = file.read_bytes().splitlines(keepends=True)
     whole = sum(line.endswith(b"\n") for line in lines)
     whole = whole if whole == problems else whole // at_once * at_once
@@ -196,9 +198,7 @@ def resumed(file: Path, at_once: int, problems: int) -> int:
         if found != i:
             raise RunError(f"{file}, line {i + 1}, is not problem {i}: the file was damaged; remove it, and its "
                            "problems are asked again")
-    if whole < len(lines):
-        os.truncate(file, sum(map(len, lines[:whole])))
-    return whole
+    return whole, sum(map(len, lines[:whole]))
 
 
 def _check(names: Sequence[str], benchmarks: Sequence[str], plan: Plan) -> None:
@@ -224,6 +224,8 @@ def _claim(out: Path, names: Sequence[str], benchmarks: Sequence[Benchmark], pla
     there = runs.read_json(out / MANIFEST, tuple(wanted))
     if there is None and out.exists() and any(out.iterdir()):
         raise RunError(f"--out {out} has other files in it; give a folder that is new or empty.")
+    if not any(out.glob("samples/*/*.jsonl")):
+        there = None  # nothing was sampled under what it says
     before: Mapping[str, Any] = there or wanted
     for part in wanted:
         old, new = before[part], wanted[part]

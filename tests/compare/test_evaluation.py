@@ -151,9 +151,11 @@ def test_checkpoints_and_files_may_be_added_and_settings_may_not_change(there, t
     assert cli.main(["evaluate", *both, "--data", str(there / "aime.jsonl"), *data]) == 0
     assert alone.items() <= contents(out / "samples").items() and len(contents(out / "samples")) == 4
     assert len(json.loads((out / "evaluation.json").read_text())["checkpoints"]) == 2
+    file = next(out.rglob("aime.jsonl"))
+    file.write_text(file.read_text() + '{"problem": 5, "half')
     before = contents(out)
     for more, said in ((["--temperature", "0.5"], "sampling.temperature: 1.0 there, 0.5 now"), (["-k", "2"], "samples"),
-                       (["--seed", "1"], "seed")):
+                       (["--seed", "1"], "seed"), (["--at-once", "4"], "at_once")):
         assert cli.main(["evaluate", str(checkpoints[1]), *data, *more]) == 2 and said in capsys.readouterr().err
     assert contents(out) == before
 
@@ -171,8 +173,11 @@ def test_checkpoints_and_files_may_be_added_and_settings_may_not_change(there, t
 ])  # fmt: skip
 def test_what_cannot_be_asked_is_refused_in_a_sentence(there, tmp_path, monkeypatch, capsys, more, said):
     monkeypatch.chdir(there)
-    assert cli.main(["evaluate", str(there / "run"), "--out", str(tmp_path / "out"), *more]) == 2
+    command = ["evaluate", "run", "--out", str(tmp_path / "out")]
+    assert cli.main([*command, *more]) == 2
     assert said in capsys.readouterr().err
+    monkeypatch.setattr("moe_rl.compare.evaluation.engine", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert cli.main([*command, "--data", "math.jsonl", "--max-tokens", "3"]) == 130, "and nothing stands in the way"
 
 
 def test_a_preset_a_foreign_folder_and_a_damaged_file_are_refused(there, done, tmp_path, capsys):

@@ -531,7 +531,7 @@ def test_one_more_table_costs_one_entry(tmp_path, scores, capsys):
         checkpoint="0")), b)
 
 
-def test_tables_without_rows_and_folders_from_before_a_table_can_be_read(tmp_path, evaluations):
+def test_tables_without_rows_and_folders_from_before_a_table_can_be_read(tmp_path):
     path = train(tmp_path)
     (path / "evaluations.parquet").unlink()
     assert load_study(path)["evaluations"].empty
