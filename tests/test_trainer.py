@@ -124,8 +124,8 @@ class Flips(Recorder):
     def end(self, push_gap):
         rows, sites = super().end(push_gap), len(self.natural.routes.layout.sites)
         for index, update in zip(self.split, rows["updates"], strict=True):
-            for column in {"fresh_set_change"} & update.keys():
-                self.found.append((self.flips(index).sum().item() / sites, update[column] * update["token_n"]))
+            flips = self.flips(index)[self.batch.response_mask[index]].sum().item() / sites
+            self.found.append((flips, update["fresh_set_change"] * update["token_n"]))
         return rows
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 from rich.console import Console
 
@@ -96,10 +97,12 @@ def summarise(rows: pd.DataFrame, by: str = "checkpoint") -> pd.DataFrame:
 
 def _interval(metric: str, values: Problems) -> dict[str, Any]:
     """Where all problems are solved, or none, resampling them would say that nothing is uncertain: exact instead."""
-    numbers = list(values.values())
-    same = metric != "response_tokens" and set(numbers) in ({0.0}, {1.0})
-    found = stats.rate(int(sum(numbers)), len(numbers)) if same else stats.interval(numbers)
-    return {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n, "method": found.method}
+    numbers, scale = np.array(list(values.values())), "log" if metric == "response_tokens" else "logit"
+    if scale == "logit" and set(numbers) in ({0.0}, {1.0}):
+        found = stats.rate(int(numbers.sum()), len(numbers))
+        return {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n, "method": found.method}
+    b = stats.band(numbers[:, None], scale=scale)
+    return {"mean": b.mean[0], "low": b.low[0], "high": b.high[0], "n": b.n, "method": b.method}
 
 
 def print_evaluation(console: Console, summary: pd.DataFrame) -> None:
