@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib.util
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,9 +28,11 @@ from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.policies.critic import HFCritic
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.policies.megatron.layout import check_layout, check_routers
+from moe_rl.recorder import Recorder, Row, Rows
 from moe_rl.rollouts.choose import check_engine, engine_of
 from moe_rl.rollouts.gap_files import GapFiles
 from moe_rl.rollouts.hf import HFEngine
+from moe_rl.rollouts.readable import readable
 from moe_rl.rollouts.request import check_request, completion_text, context_length, sampling_of
 from moe_rl.routing.balance import correction_biases, keep_routers_in
 from moe_rl.routing.sites import layout_of
@@ -134,8 +136,18 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         critic=critic,
         export=export,
         from_rank_0=ranks.from_rank_0,
-        watch=GapFiles(folder / "rollouts", sampling_of(run)),
+        watch=_watch(run, loaded, GapFiles(folder / "rollouts", sampling_of(run))),
     )
+
+
+def _watch(run: RunConfig, loaded: LoadedModel | None, gaps: GapFiles) -> Callable[[Recorder, Row], Rows]:
+    """Keeps the rollouts of steps that stand out, and of every step some that people can read."""
+    def watch(step: Recorder, row: Row) -> Rows:
+        gaps(step.step, step.batch, row)
+        return {"rollouts": readable(step.step, step.batch, step.log_ratio, step.clipped_by, step.flips,
+                                     _of_rank_0(loaded).tokenizer, run.measure.rollouts)}
+
+    return watch
 
 
 def _source(use: Part, policy: Policy) -> RouteSource:

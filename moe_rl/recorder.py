@@ -16,12 +16,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from moe_rl.config import RunConfig
 from moe_rl.metrics import ratios, routers, volatility
 from moe_rl.policies.base import Policy
 from moe_rl.probe import CHANGE, ENGINE_CHANGE, Probe, engine_gap
+from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, Updated, prompt_rows, response_rows
 
 Row = dict[str, Any]
@@ -60,6 +62,7 @@ class Recorder:
         self.log_ratio = torch.zeros_like(batch.rollout_logprobs).repeat(self.run.epochs, 1)
         self.clipped_by = torch.zeros(self.log_ratio.shape, dtype=torch.int8)
         self.counted = batch.response_mask.repeat(self.run.epochs, 1)
+        self.routes: list[RoutingTrace] = []
         with self.timed("measure"):
             detail = step % self.run.measure.detail_every == 0
             # An engine is compared with the policy at equal weights.
@@ -87,6 +90,7 @@ class Recorder:
             self.updates[-1] |= update_row(part, log_ratio, updated, natural) | self.probe.after_update(update)
             rows = index + update // self.per_epoch * len(self.batch)
             self.log_ratio[rows, :width], self.clipped_by[rows, :width] = log_ratio, updated.clipped_by
+            self.routes.append(updated.routes if updated.preferred is None else updated.preferred)
             if part.loss_mask is not None:
                 self.counted[rows, :width] = part.loss_mask
 
@@ -124,6 +128,18 @@ class Recorder:
                         | {name.replace("engine", "stale"): x for name, x in gap.items() if name != "engine_unknown"}
                         | ratio_row(part, self.log_ratio, self.clipped_by, counted))
         return rows
+
+    def flips(self, rows: Int[Tensor, " rows"]) -> Int[Tensor, "rows time"]:
+        """At how many sites the routers chose another set for a token than π_old's did, or would have chosen under
+        replay, right before the last update on it; for some rows of the batch. Where a route is unknown none counts."""
+        found = torch.zeros(len(rows), self.batch.tokens.shape[1], dtype=torch.long)
+        for index, routes in zip(self.split, self.routes, strict=True):
+            here, there = (index[:, None] == rows).nonzero().T
+            now = routes.rows(here)
+            old = self.natural.routes.rows(rows[there], now.shape[1])
+            changed = ~old.same_sets(now) & old.known & now.known
+            found[there, 1 : now.shape[1]] = changed.sum(-1)[:, :-1].cpu()  # decided where it is no input yet
+        return found
 
     def cost(self) -> Row:
         """Seconds per phase since the last call, their sum, and the peak of this process's memory so far."""

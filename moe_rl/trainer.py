@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Diverged, RunError
-from moe_rl.evaluate import evaluate
+from moe_rl.evaluate import evaluation
 from moe_rl.lookup import Use, needs_of
 from moe_rl.objectives import Advantage, Objective
 from moe_rl.policies.base import Policy, ValueModel
@@ -64,8 +64,8 @@ class Parts:
     """Calls a function, with several ranks on rank 0 alone, and gives its result to all of them: for what samples,
     rewards and evaluates."""
     recorder: Callable[[RunConfig, Policy], Recorder] = Recorder
-    watch: Callable[[int, Batch, Row], None] = lambda step, batch, row: None  # noqa: E731
-    """Sees the rollouts of every step and its row of `steps`; it may change no number."""
+    watch: Callable[[Recorder, Row], Rows] = lambda recorder, row: {}  # noqa: E731
+    """Sees what a step was, and its row of `steps`; gives rows of further tables. It may change no number."""
 
     @property
     def needs_scores(self) -> bool:
@@ -119,9 +119,10 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
     if checkpoint is None:
         if 0 in run.hf_checkpoints and parts.export:
             parts.export(0)
-        before = [{"step": 0, **evaluated(run, parts)}]
-        folder.add("steps", before)
-        listen({"steps": before})
+        before = evaluated(run, parts, 0)
+        for table, new in before.items():
+            folder.add(table, new)
+        listen(before)
     recorder = parts.recorder(run, parts.policy)
     for step in range(start + 1, run.steps + 1):
         rows: Rows = {}
@@ -129,15 +130,17 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
             rows = train_step(run, parts, step, recorder)
             if step % run.eval_every == 0 or step == run.steps:
                 with recorder.timed("evaluate"):
-                    rows["steps"][0] |= evaluated(run, parts)
+                    found = evaluated(run, parts, step)
+                rows |= found | {"steps": [rows["steps"][0] | found["steps"][0]]}
             if step in run.hf_checkpoints and parts.export:
                 parts.export(step)
         except Diverged as error:
             diverged = f"step {step}: {error}"
             warnings.warn(diverged, stacklevel=2)
         if rows:  # else the step itself broke off
-            rows["steps"][0] |= parts.batches.row | recorder.cost()
-            show(parts, step, recorder.batch, rows["steps"][0])
+            rows["steps"][0] |= parts.batches.row
+            rows |= show(parts, recorder, rows["steps"][0])
+            rows["steps"][0] |= recorder.cost()
             for table, new in rows.items():
                 folder.add(table, new)
             listen(rows)
@@ -148,9 +151,10 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
     return diverged
 
 
-def show(parts: Parts, step: int, batch: Batch, row: Row) -> None:
-    """A step's rollouts to whoever watches; collective."""
-    parts.from_rank_0(lambda: parts.watch(step, batch, row))
+def show(parts: Parts, recorder: Recorder, row: Row) -> Rows:
+    """What a step was to whoever watches; collective."""
+    with recorder.timed("measure"):
+        return parts.from_rank_0(lambda: parts.watch(recorder, row))
 
 
 def save(parts: Parts, folder: Path) -> None:
@@ -269,11 +273,10 @@ def mini_batches(rows: int, count: int, seed: int) -> list[Tensor]:
     return list(order.tensor_split(count))
 
 
-def evaluated(run: RunConfig, parts: Parts) -> Row:
-    """The evaluation's part of a row of `steps`."""
+def evaluated(run: RunConfig, parts: Parts, step: int) -> Rows:
+    """The rows of the evaluation after a step; collective."""
     return parts.from_rank_0(
-        lambda: evaluate(parts.engine, parts.task, parts.held_out, sampling_of(run), run.seed)
-    )
+        lambda: evaluation(parts.engine, parts.task, parts.held_out, sampling_of(run), run.seed, step))
 
 
 def warn_void(run: RunConfig) -> list[str]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from moe_rl.config import Arm, ModelConfig, Optimizer
-from moe_rl.evaluate import evaluate
+from moe_rl.evaluate import evaluation
 from moe_rl.lookup import Use
 from moe_rl.metrics.ratios import ratio_statistics
 from moe_rl.metrics.volatility import route_change
@@ -111,7 +111,7 @@ def main(method: str = "grpo", steps: int = 30, seed: int = 0) -> list[dict[str,
         clipped = (updated.clipped_by != 0)[part.response_mask].double().mean().item()
         row = {
             "reward": batch.rewards.double().mean().item(),
-            "held_out": evaluate(engine, task, test, SAMPLING, seed)["eval_reward_greedy"],
+            "held_out": evaluation(engine, task, test, SAMPLING, seed, step)["steps"][0]["eval_reward_greedy"],
             "experts_changed": change["slot_change"],
             "log_ratio_var": ratios["token_log_ratio_var"],
             "clipped": clipped,

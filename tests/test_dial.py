@@ -9,7 +9,7 @@ from moe_rl.config import Dial, RunConfig
 from moe_rl.config.values import check_values
 from moe_rl.errors import ConfigError
 from moe_rl.execute import check
-from moe_rl.runs.columns import TABLES, timing
+from moe_rl.runs.columns import timing
 from tests.test_trainer import ARMS, TINY, carry_out, whole_and_cut
 
 RUN = TINY.replace(steps=2, **{"measure.detail_every": 1})
@@ -19,7 +19,7 @@ RUN = TINY.replace(steps=2, **{"measure.detail_every": 1})
 def tables(path, arm="grpo", **settings):
     """All rows of a run, without what may differ."""
     found = carry_out(RUN.replace(arm=ARMS[arm], **settings), path)
-    return {name: found[name][[c for c in found[name] if not timing(c)]] for name in TABLES}
+    return {name: found[name][[c for c in found[name] if not timing(c)]] for name in found}
 
 
 def same(a, b, without=()):

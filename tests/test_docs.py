@@ -59,7 +59,7 @@ def test_commands_are_understood_with_their_settings(words, monkeypatch):
     monkeypatch.chdir(ROOT)
     options = cli.parser().parse_args(words)
     settings = [text for text in getattr(options, "settings", []) if not text.startswith("launcher.")]
-    known = bool(settings) and Path(options.study).exists()
+    known = bool(settings) and "study" in options and Path(options.study).exists()
     base = load_study_file(options.study).base if known else RunConfig(arm=Arm(name="any"))
     assert len(parse_settings(base, settings)) == len(settings)
 
@@ -95,7 +95,7 @@ def test_a_row_is_a_configuration(monkeypatch):
 
 
 ELSEWHERE = {"collect": "tests/study/test_collect.py", "rerun": "tests/study/test_rerun.py", "new": "tests/test_new.py",
-             "diagnose": "tests/compare/test_diagnose.py"}
+             "diagnose": "tests/compare/test_diagnose.py", "read": "tests/results/test_rollouts.py"}
 """Who runs the commands of the README that are not run here."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 import torch
@@ -12,9 +14,10 @@ from moe_rl.execute import build, execute
 from moe_rl.lookup import Use
 from moe_rl.models.load import load
 from moe_rl.policies.hf import HFPolicy
+from moe_rl.recorder import Recorder
 from moe_rl.runs import frames
 from moe_rl.runs.folder import RunFolder
-from moe_rl.trainer import mini_batches, roll_out
+from moe_rl.trainer import mini_batches, roll_out, train
 
 TINY = RunConfig(
     arm=Arm(name="grpo"),
@@ -96,6 +99,44 @@ def test_first_mini_batch_ratios_are_one_in_every_arm(finished, arm):
     assert (steps["first_update_log_ratio_max"].dropna() < 1e-5).all()
     later = finished[arm]["updates"].query("update > 1")
     assert (later["token_log_ratio_max"] > 1e-4).any(), "later mini-batches must be off-policy, or nothing is compared"
+
+
+def test_rollouts_and_evaluations_are_kept_and_keeping_changes_nothing(finished, tmp_path):
+    """Every number and weight is that of the same run without."""
+    run = TINY.replace(arm=ARMS["replay"], steps=2)
+    for rollouts in (0, 8):
+        carry_out(run.replace(**{"measure.rollouts": rollouts}), tmp_path / str(rollouts))
+    assert weights(tmp_path / "0")[1] == weights(tmp_path / "8")[1]
+    part = frames.diff(tmp_path / "0", tmp_path / "8")
+    assert part.table == "rollouts" and part.column is None, "all other tables are equal"
+    assert frames.read_table(tmp_path / "8", "rollouts").groupby("step").size().to_dict() == {1: 8, 2: 8}
+    rows, steps = (frames.read_table(tmp_path / "8", name) for name in ("evaluations", "steps"))
+    assert len(rows) == 2 * 6 * 2 and set(rows["benchmark"]) == {"held_out"}
+    means = rows[rows["sample"] == 1].groupby("step")["reward"].mean()
+    assert means.to_numpy() == pytest.approx(steps.set_index("step")["eval_reward_sampled"].dropna().to_numpy())
+
+
+class Flips(Recorder):
+    """Adds up the flips of the rows of every mini-batch."""
+
+    found: list[tuple[float, float]] = []
+
+    def end(self, push_gap):
+        rows, sites = super().end(push_gap), len(self.natural.routes.layout.sites)
+        for index, update in zip(self.split, rows["updates"], strict=True):
+            flips = self.flips(index)[self.batch.response_mask[index]].sum().item() / sites
+            self.found.append((flips, update["fresh_set_change"] * update["token_n"]))
+        return rows
+
+
+def test_flips_are_the_changes_of_sets_that_a_mini_batch_reports(tmp_path):
+    """Another way to count them: `fresh_set_change` is their mean over tokens and sites."""
+    run, Flips.found = TINY.replace(steps=1), []
+    with RunFolder.open(tmp_path / "run", run.to_dict(), run.hash) as folder:
+        parts = build(run, folder.path, tmp_path)
+        folder.finish(train(run, replace(parts, recorder=Flips), folder))
+    counted, reported = zip(*Flips.found, strict=True)
+    assert counted == pytest.approx(reported) and counted[0] == 0 < max(counted)
 
 
 def test_arms_start_from_the_same_rollouts(finished):

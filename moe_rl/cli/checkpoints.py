@@ -91,6 +91,66 @@ def volatility(options: argparse.Namespace) -> int:
 
 
 @verb(
+    "evaluate",
+    "avg@k, pass@k, maj@k of checkpoints on your own problems, with intervals.",
+    argument("checkpoints", nargs="+", metavar="CHECKPOINT",
+             help="Hugging Face checkpoints, the first being what others are compared with; folders, names on the hub, "
+                  "or a folder of several, such as a run's"),
+    argument("--data", action="append", default=[], metavar="FILE",
+             help="JSONL with question and answer; may be repeated"),
+    argument("--task", action="append", default=[], metavar="TASK",
+             help="another task, e.g. reasoning_gym:gsm_symbolic; may be repeated: docs/tasks.md"),
+    argument("-k", type=int, default=16, metavar="N", help="completions drawn of each problem (default: 16)"),
+    argument("--greedy", action="store_true", help="the greedy completion, too"),
+    argument("--problems", type=int, metavar="N", help="so many of each, as runs hold out (default: all of a file)"),
+    argument("--match", default="math", help="when an answer of a file is right: math or exact (default: math)"),
+    argument("--temperature", type=float, default=1.0, metavar="T", help="of sampling (default: 1)"),
+    argument("--max-tokens", type=int, default=2048, metavar="N", help="of a completion (default: 2048)"),
+    argument("--seed", type=int, default=0, metavar="N", help="of the sampling noise (default: 0)"),
+    argument("--at-once", type=int, default=1, metavar="N",
+             help="problems asked at once: faster, but as many are lost by a kill (default: 1)"),
+    argument("--device", default="cpu", help="cpu, cuda or cuda:<index> (default: cpu)"),
+    argument("--dtype", default="float32", help="of the weights (default: float32)"),
+    argument("--set", action="append", default=[], metavar="K=V", dest="settings",
+             help="another setting, e.g. engine.name=vllm: docs/settings.md"),
+    argument("--out", type=Path, default=Path("evaluation"), help="folder to write (default: evaluation)"),
+    argument("--trust-remote-code", action="store_true", help="run code that a checkpoint brings along"),
+    examples="""
+  moe-rl evaluate sft/ rl-500/ --data aime.jsonl --data math.jsonl -k 16
+  moe-rl evaluate runs/x/gspo/base/seed=0 --data aime.jsonl   a run's hf_checkpoints: a curve
+  moe-rl evaluate rl-500/ --task reasoning_gym:gsm_symbolic --problems 100
+  moe-rl evaluate rl-500/ --data aime.jsonl --set engine.name=vllm --at-once 32
+a line of a file: {"question": "…", "answer": "…"}. The same command goes on after a kill, and ends identical.""",
+)
+def evaluate(options: argparse.Namespace) -> int:
+    """Evaluate checkpoints; completions, tables and the curve into `--out`."""
+    from rich.console import Console
+
+    from moe_rl.compare.checkpoints.series import checkpoints_of, step_of
+    from moe_rl.compare.evaluation import Plan, benchmark, measure_evaluations
+    from moe_rl.config import Arm, EngineConfig, ModelConfig, RunConfig
+    from moe_rl.config.text import parse_settings
+    from moe_rl.config.values import check_values
+    from moe_rl.lookup import Use
+    from moe_rl.results.benchmarks import show
+
+    tasks = [Use(f"jsonl:{file}", match=options.match) for file in options.data] + [Use(task) for task in options.task]
+    if not tasks:
+        raise ConfigError("give the problems: --data FILE.jsonl, or --task NAME with --problems N")
+    run = RunConfig(arm=Arm(name="evaluate"), seed=options.seed, temperature=options.temperature,
+                    max_new_tokens=options.max_tokens, engine=EngineConfig(routes="off"),
+                    model=ModelConfig(device=options.device, dtype=options.dtype))
+    run = run.replace(**parse_settings(run, options.settings))
+    check_values(run)
+    names = [name for given in options.checkpoints for name in checkpoints_of(given)]
+    found = measure_evaluations(names, [benchmark(task, options.problems) for task in tasks],
+                                Plan(run, options.k, options.greedy, options.at_once), options.out,
+                                trust_remote_code=options.trust_remote_code)
+    show(Console(), found, {name: step_of(name) for name in found["checkpoint"].unique()}, options.out)
+    return 0
+
+
+@verb(
     "view",
     "A web page of one response: where its routes differ between trace files.",
     argument("traces", type=Path, nargs="+", metavar="TRACE",

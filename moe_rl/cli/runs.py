@@ -60,7 +60,7 @@ def list_runs(options: argparse.Namespace) -> int:
 )
 def show(options: argparse.Namespace) -> int:
     """The manifest, the state, and the last row of every table."""
-    from moe_rl.runs.columns import TABLES
+    from moe_rl.runs.columns import TABLES, pooled
     from moe_rl.runs.folder import read_manifest, state
     from moe_rl.runs.frames import NESTED, collected, read_table
 
@@ -74,12 +74,60 @@ def show(options: argparse.Namespace) -> int:
             raise ConfigError(f"{options.run} is not a run: it has no manifest.json (see `moe-rl list`)")
         row = frames.runs.iloc[0].to_dict()
         print(json.dumps(row | {k: json.loads(row[k] or "null") for k in NESTED}, indent=2, default=str))
-    for name in TABLES:
+    for name in TABLES if frames is None else pooled():
         frame = read_table(options.run, name) if frames is None else frames[name]
         print(f"\n{name}: {len(frame)} rows, {len(frame.columns)} columns")
         if len(frame):
             print(frame.iloc[-1].dropna().to_string())
     return 0
+
+
+@verb(
+    "read",
+    "The rollouts of a run: prompts, responses, rewards, what was clipped.",
+    argument("run", type=Path),
+    argument("--step", metavar="N[:M]", help="of this step, or from one to another (default: the last kept)"),
+    argument("--sort", default="reward", metavar="BY",
+             help="reward, length, ratio, advantage, clipped, flips or step (default: reward)"),
+    argument("--best", type=int, metavar="N", help="the N highest of all steps, or of those of --step"),
+    argument("--worst", type=int, metavar="N", help="the N lowest of them"),
+    argument("--page", type=Path, metavar="FILE", help="write them as a web page instead"),
+    examples="""
+  moe-rl read runs/routing_replay/gspo/base/seed=0                the last step, by reward
+  moe-rl read runs/routing_replay/gspo/base/seed=0 --best 5       what earns most
+  moe-rl read runs/routing_replay/gspo/base/seed=0 --sort ratio --best 3 --step 50:100
+  moe-rl read runs/routing_replay/gspo/base/seed=0 --page read.html
+a run that goes on shows what it has committed. What is kept, and what the marks mean: docs/reading_rollouts.md""",
+)
+def read(options: argparse.Namespace) -> int:
+    """Print rollouts, or write their page."""
+    from rich.console import Console
+
+    from moe_rl.results.rollouts import load_rollouts, ordered, print_rollout, write_rollouts_page
+
+    if options.page is not None:
+        write_rollouts_page(options.run, options.page)
+        print(f"{options.page}: open it in any browser")
+        return 0
+    found = load_rollouts(options.run, _range(options.step))
+    if options.step is None and options.best is options.worst is None:
+        found = found[found["step"] == found["step"].max()]
+    high = ordered(found, options.sort)
+    low = ordered(found, options.sort, ascending=True).head(max(0, options.worst or 0))
+    if options.best is not None or options.worst is not None:
+        high = high.head(max(0, options.best or 0))
+    console = Console(highlight=False)
+    for row in [*high.to_dict("records"), *low.to_dict("records")]:
+        print_rollout(console, row)
+    return 0
+
+
+def _range(text: str | None) -> tuple[int, int] | None:
+    first, _, last = (text or "").partition(":")
+    try:
+        return None if text is None else (int(first), int(last or first))
+    except ValueError as error:
+        raise ConfigError(f"--step {text}: give a step, or two as in 10:20") from error
 
 
 @verb(

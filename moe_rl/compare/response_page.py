@@ -11,14 +11,9 @@ scores=True)`, or `moe-rl volatility --traces` —, `"response"`, the mask of re
 from __future__ import annotations
 
 import base64
-import hashlib
-import html
-import json
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +22,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from moe_rl.errors import ConfigError, RoutingError
+from moe_rl.models.tokens import spell
+from moe_rl.results.rollouts import write_page
 from moe_rl.routing.trace import Layout, RoutingTrace
 
 if TYPE_CHECKING:
@@ -78,7 +75,8 @@ def write_response_page(traces: Sequence[Path], out: Path, *, row: int | None = 
     if warning := reversed_order(traces[:2], [side[row].versions for side in sides[:2]]):
         warnings.warn(warning, stacklevel=2)
     shown = [side[row] for side in sides]
-    _write(out, _data(shown, row, traces, _tokenizer(tokenizer, traces[0])) | {"warning": warning})
+    data = _data(shown, row, traces, _tokenizer(tokenizer, traces[0])) | {"warning": warning}
+    write_page("moe_rl.compare", "response_page.html", f"routes of response {row}: {traces[0].name}", data, out)
     return row
 
 
@@ -150,7 +148,7 @@ def _data(
     elif tokenizer is None:
         texts = [f"{token} " for token in ids]
     else:
-        texts = _spell(ids, tokenizer)
+        texts = spell(ids, tokenizer)
     return {
         "names": [str(path) + f" (weights {', '.join(map(str, side.versions))})" * any(side.versions)
                   for path, side in zip(paths, sides, strict=True)],
@@ -167,33 +165,6 @@ def _data(
     }
 
 
-def _spell(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Each token's own text, spaces in front included; a token that only begins a character reads ·."""
-    texts, before, start = [], 0, 0
-    for end in range(1, len(ids) + 1):  # decoded with the token before, without which some tokenizers drop a space
-        known, whole = (str(tokenizer.decode(part, clean_up_tokenization_spaces=False))
-                        for part in (ids[before:start], ids[before:end]))
-        if whole.endswith("\ufffd") and end - start < 4 and end < len(ids):
-            texts.append("·")
-            continue
-        texts.append(whole[len(known) :])
-        before, start = start, end
-    return texts
-
-
 def _packed(values: Tensor) -> str:
     """The values in C order, little-endian, as base64."""
     return base64.b64encode(values.contiguous().numpy().tobytes()).decode()
-
-
-def _write(out: Path, data: dict[str, Any]) -> None:
-    page = (resources.files("moe_rl.compare") / "response_page.html").read_text(encoding="utf-8")
-    script = page[page.rindex("<script>") + len("<script>") : page.rindex("</script>")]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    text = json.dumps(data)  # in ASCII: what is left to escape is what could end the element it stands in
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    title = html.escape(f"routes of response {data['row']}: {Path(data['names'][0]).name}")
-    page = page.replace("@HASH@", f"sha256-{digest}").replace("@TITLE@", title).replace("@DATA@", text)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")

@@ -90,6 +90,9 @@ class Measure:
     """Responses per step on which quantities that need an extra forward are measured."""
     detail_every: int = 10
     """Steps between detailed measurements: per-update volatility, attribution by mini-batch index, noise floor."""
+    rollouts: int = 8
+    """Most rollouts per step that are kept to be read (`moe-rl read`); 0: none. It changes no number, so runs that
+    differ in it alone are one and the same."""
     full: bool = False
     """Measure every response at every step and print what that costs."""
     gradient_cosine: bool = False

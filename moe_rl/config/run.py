@@ -172,8 +172,9 @@ class RunConfig:
 
     @property
     def hash(self) -> str:
-        """Of everything but `steps`, so that more steps extend a run."""
+        """Of everything but `steps`, so that more steps extend a run, and what is kept to be read."""
         d = {k: v for k, v in self.to_dict().items() if k != "steps"}
+        del d["measure"]["rollouts"]
         return hashlib.sha256(json.dumps(d, sort_keys=True).encode()).hexdigest()[:16]
 
     def replace(self, **changes: Any) -> RunConfig:

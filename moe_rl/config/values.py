@@ -46,6 +46,7 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     "top_k": (0, math.inf, "a number of tokens, or 0 for all"),
     "min_p": (0, 1, "a share of the highest probability"),
     "cold_start.target": (0, 1, "a success rate, from 0 (no cold start) to 1"),
+    "measure.rollouts": (0, math.inf, "a number of rollouts, or 0 to keep none"),
     "dial.sigma": (0, math.inf, "a standard deviation"),
     "engine.router_noise": (0, math.inf, "a standard deviation"),
     "engine.gpu_memory": (0, 1, "a share of the GPU's memory"),

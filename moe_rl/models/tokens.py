@@ -103,6 +103,20 @@ def reply_tokens(text: str, tokenizer: PreTrainedTokenizerBase, ended: bool) -> 
     return tuple(_known(whole[len(before) :], "reply", text, tokenizer))
 
 
+def spell(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Each token's own text, spaces in front included; a token that only begins a character reads ·."""
+    texts, before, start = [], 0, 0
+    for end in range(1, len(ids) + 1):  # decoded with the token before, without which some tokenizers drop a space
+        known, whole = (str(tokenizer.decode(part, clean_up_tokenization_spaces=False))
+                        for part in (ids[before:start], ids[before:end]))
+        if whole.endswith("\ufffd") and end - start < 4 and end < len(ids):
+            texts.append("·")
+            continue
+        texts.append(whole[len(known) :])
+        before, start = start, end
+    return texts
+
+
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if tokenizer.chat_template:
         turn = [{"role": "user", "content": text}]

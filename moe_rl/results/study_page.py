@@ -22,6 +22,7 @@ from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
 from moe_rl.lookup import Use
 from moe_rl.results import figures, plots
+from moe_rl.results.rollouts import pages
 from moe_rl.results.tables import Shown, study_tables, untrained
 from moe_rl.results.verdict import verdict_of
 from moe_rl.runs.frames import Frames, load_study
@@ -43,7 +44,8 @@ def write_study_page(folder: Path, out: Path, *, mix_code: bool = False) -> None
     out.write_text(Environment(autoescape=True).from_string(template).render(
         declared=declared, about={title: texts[key] for key, title in ABOUT.items()},
         tables=study_tables(frames, declared), figures=_figures(frames, declared), settings=_settings(frames),
-        runs=_runs(frames.runs), versions=_versions(frames.runs), left_out=frames.left_out, folder=folder.as_posix()))
+        rollouts=list(pages(frames.runs, out)), runs=_runs(frames.runs),
+        versions=_versions(frames.runs), left_out=frames.left_out, folder=folder.as_posix()))
 
 
 def _figures(frames: Frames, declared: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]:

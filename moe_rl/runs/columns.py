@@ -17,9 +17,13 @@ TABLES = {
     "updates": ("step", "update"),
     "layers": ("step", "site"),
     "lags": ("step", "lag"),
+    "evaluations": ("step", "benchmark", "problem", "sample"),
+    "rollouts": ("step", "rollout"),
 }
 """Each table and the columns that name one of its rows, the first of which is its step. A table more is an entry here,
 and one for each of its columns below."""
+TEXTS = ("rollouts",)
+"""Those that people read, run by run; the others are pooled."""
 
 GSPO = "GSPO (2507.18071)"
 R3 = "R3 (2510.11370)"
@@ -39,7 +43,8 @@ class Column:
 
 DICTIONARY: dict[str, tuple[Column, ...]] = {
     "Keys": (
-        Column("step", "steps updates layers lags", "index", "batch of rollouts, from 1; 0 is the cold start"),
+        Column("step", "steps updates layers lags evaluations rollouts", "index",
+               "batch of rollouts, from 1; 0 is the cold start"),
         Column("update", "updates", "index", "optimizer step within a step, from 1: the mini-batch index, which goes on "
                "through the epochs"),
         Column("epoch", "updates", "index", "pass over the step's rollouts, from 1; where there are several"),
@@ -47,17 +52,23 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
         Column("layer", "layers", "index", "absolute decoder layer of the site"),
         Column("lag", "lags", "steps", "from the weights that drew a token to those that begin to train on it; in runs "
                "with a lag, a row for each that response tokens have"),
+        Column("benchmark", "evaluations", "name", "whose problems: `held_out` in a run"),
+        Column("problem", "evaluations", "index", "problem of the benchmark, from 0"),
+        Column("sample", "evaluations", "index", "completion of the problem: 0 the greedy one, from 1 those drawn"),
+        Column("rollout", "rollouts", "index", "row of the step's batch, from 0; some are kept to be read"),
     ),
     "Learning": (
-        Column("reward", "steps", "0–1", "mean reward of the step's rollouts"),
+        Column("reward", "steps evaluations rollouts", "0–1", "mean reward of the step's rollouts; of one completion"),
         Column("exact", "steps", "share", "rollouts with reward 1"),
         Column("reward_std", "steps", "0–1", "standard deviation of the rewards over the step"),
         Column("groups_without_signal", "steps", "share", "groups whose rewards are all equal: their advantages are 0"),
-        Column("response_tokens", "steps", "tokens", "mean response length, EOS included"),
+        Column("response_tokens", "steps evaluations rollouts", "tokens", "mean response length, EOS included; of one"),
         Column("turns", "steps", "turns", "mean number of the policy's turns; where a task has several"),
         Column("environment_tokens", "steps", "tokens", "mean number of tokens that an environment wrote between them, "
                "which no other column counts"),
-        Column("truncated", "steps", "share", "responses cut off by max_new_tokens"),
+        Column("truncated", "steps evaluations rollouts", "share", "responses cut off by max_new_tokens; of one 0 or 1"),
+        Column("vote", "evaluations", "sample", "first drawn completion of the problem with the same answer; none: it "
+               "gives none, or is greedy"),
         Column("entropy", "steps updates", "nats", "mean over response tokens of −Σ p log p at the run's temperature"),
         Column("kept_tokens", "steps", "tokens", "mean number of tokens that a response token was drawn from; runs with "
                "top_p, top_k or min_p whose engine says which: 4 bytes each while the step lasts"),
@@ -187,14 +198,30 @@ DICTIONARY: dict[str, tuple[Column, ...]] = {
         Column("attribution_sum_{dd,rr,jj,rj}", "updates", "nats²", "Σ D², Σ R², Σ J², Σ R·J"),
         Column("attribution_top_share", "updates", "share", "part of Σ D² carried by the top 0.1 % of tokens"),
     ),
+    "Rollouts that are kept to be read (log r, clipping and flips as in the last update on a token)": (
+        Column("group", "rollouts", "index", "prompt of the step that it answers, from 0"),
+        Column("advantage", "rollouts", "1", "mean over the response tokens"),
+        Column("log_ratio_{min,max}", "rollouts", "nats", "smallest and largest log r of its response tokens"),
+        Column("clipped", "rollouts", "tokens", "response tokens that lose their gradient to a clip bound"),
+        Column("flips", "rollouts", "token × site", "response tokens and sites whose router chose, or under replay would "
+               "have chosen, another set than π_old"),
+        Column("prompt", "rollouts", "text", "as the model reads it, its middle left out where it is long"),
+        Column("response", "rollouts", "JSON", "per token [text, log r, clipped by ±1 or 0, flips], null for log r of what "
+               "an environment wrote; [n] alone: n tokens are left out"),
+    ),
     "Cost (ignored when two runs are compared)": (
         Column("seconds_{sample,score,update,measure,evaluate,step}", "steps", "s", "wall-clock time of the phase"),
         Column("memory_peak_mb", "steps", "MB", "peak resident memory of the process so far"),
     ),
     "Yours": (
-        Column("own_*", "steps updates layers lags", "own", "what a recorder or a loss from outside the package measures"),
+        Column("own_*", "steps updates layers lags evaluations rollouts", "own", "what a recorder or a loss from outside the package measures"),
     ),
 }
+
+
+def pooled() -> dict[str, tuple[str, ...]]:
+    """The tables that are read of many runs at once, and their keys."""
+    return {name: keys for name, keys in TABLES.items() if name not in TEXTS}
 
 
 def expand(name: str) -> list[str]:

@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from moe_rl.runs.columns import TABLES, ordered, unknown
 from moe_rl.errors import RunError
+from moe_rl.runs.columns import TABLES, ordered, unknown
 
 Row = dict[str, Any]
 """A value that was not measured is simply absent."""

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_rl.errors import RunError, Stopped
 from moe_rl.runs import commits
 from moe_rl.runs.columns import TABLES
 from moe_rl.runs.commits import Row, fsync, last_step, latest_commit
-from moe_rl.errors import RunError, Stopped
 from moe_rl.runs.inputs import declared_by, digest, inputs_of, merged
 from moe_rl.runs.lease import Lease, holder, is_held
 from moe_rl.runs.versions import code_version, git_state, merged_git, package_versions

@@ -11,9 +11,9 @@ from typing import Any
 
 import pandas as pd
 
-from moe_rl.runs.columns import TABLES, timing
-from moe_rl.runs.commits import read_parquet, read_rows
 from moe_rl.errors import RunError
+from moe_rl.runs.columns import TABLES, pooled, timing
+from moe_rl.runs.commits import read_parquet, read_rows
 from moe_rl.runs.folder import ENDED, differing, read_manifest, run_folders, state
 
 LABELS = ["study", "arm", "factors", "seed", "code"]
@@ -115,8 +115,8 @@ def collected(root: Path) -> Frames | None:
     if not (folder / "steps.parquet").exists():
         raise RunError(f"{folder / 'steps.parquet'} is missing beside runs.parquet; restore it from a copy, or collect "
                        "the study again")
-    tables = {name: pd.DataFrame(columns=[*LABELS, *keys]) for name, keys in TABLES.items()}
-    for name in ("runs", *TABLES):
+    tables = {name: pd.DataFrame(columns=[*LABELS, *keys]) for name, keys in pooled().items()}
+    for name in ("runs", *pooled()):
         if name in ("runs", "steps") or (folder / f"{name}.parquet").exists():  # others may be younger than the folder
             frame = read_parquet(folder / f"{name}.parquet").to_pandas()
             tables[name] = frame.astype({c: "float64" for c in frame.select_dtypes("float32")})
@@ -132,7 +132,7 @@ def collected(root: Path) -> Frames | None:
 
 def _from_runs(root: Path, unfinished: bool) -> Frames:
     runs, left_out = [], []
-    tables: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
+    tables: dict[str, list[pd.DataFrame]] = {name: [] for name in pooled()}
     for path in run_folders(root):
         manifest, now = read_manifest(path), state(path)
         assert manifest is not None, "run_folders finds them by it"
@@ -146,13 +146,13 @@ def _from_runs(root: Path, unfinished: bool) -> Frames:
             now |= {"state": "finished", "step": before}
         labels = labels_of(path) | {"code": " then ".join(manifest["code"])}
         runs.append(labels | {"path": str(path), "state": now["state"], "step": now["step"]} | _described(manifest))
-        for name in TABLES:
+        for name in pooled():
             frame = read_table(path, name, beyond=unfinished)
             tables[name].append(frame.assign(**labels)[[*LABELS, *frame.columns]])
     if not runs:
         why = f"; unfinished: {'; '.join(left_out)}" if left_out else ""
         raise RunError(f"no finished run below {root}{why}")
-    return Frames(pd.DataFrame(runs), {name: _concatenate(tables[name]) for name in TABLES}, tuple(left_out))
+    return Frames(pd.DataFrame(runs), {name: _concatenate(tables[name]) for name in pooled()}, tuple(left_out))
 
 
 def _described(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,12 @@ def say(console: Console, *parts: str | tuple[str, str], wrap: bool = False) -> 
     console.print(Text.assemble(*parts), soft_wrap=not wrap)
 
 
+def visible(text: str) -> str:
+    """Text of anybody's, with every character that is not shown as itself written out: one that moves the cursor,
+    colours, reverses the line or hides does nothing. Lines still end, behind a ⏎."""
+    return "".join(c if c.isprintable() else "⏎\n" if c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 def duration(seconds: float) -> str:
     """A length of time as people say it."""
     if seconds < 60:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from moe_rl.errors import ConfigError
 from moe_rl.runs import folder as runs
-from moe_rl.runs.columns import TABLES
+from moe_rl.runs.columns import TABLES, pooled
 from moe_rl.runs.commits import read_parquet
 from moe_rl.runs.frames import LABELS, Frames, load_study
 from moe_rl.study.declaration import DECLARATION, read_declaration
@@ -54,7 +54,7 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), mix_code: bool
     """
     _check_out(folder, out)
     declared, frames = read_declaration(folder), load_study(folder, mix_code=mix_code)
-    tables = {name: _select(name, frames[name], also) for name in TABLES}
+    tables = {name: _select(name, frames[name], also) for name in pooled()}
     for pattern in also:
         if not any(fnmatchcase(c, pattern) for table in tables.values() for c in table):
             raise ConfigError(f"--also {pattern}: no column of this study matches; see docs/columns.md")

@@ -19,7 +19,7 @@ from moe_rl.config.run import NAMED, RunConfig
 from moe_rl.config.values import check_values
 from moe_rl.errors import ConfigError
 from moe_rl.runs import folder as runs
-from moe_rl.runs.columns import TABLES, timing
+from moe_rl.runs.columns import pooled, timing
 from moe_rl.runs.frames import LABELS, Frames, load_study, read_table
 from moe_rl.runs.inputs import changed, inputs_of, sources_of
 from moe_rl.runs.terminal import say
@@ -139,7 +139,7 @@ def verdict(reported: Frames, path: Path) -> str:
     parted: dict[str, tuple[int, float]] = {}
     without: list[str] = []
     count = 0
-    for name, keys in TABLES.items():
+    for name, keys in pooled().items():
         both = (reported[name], read_table(path, name))
         a, b = (table[table["step"] <= last].set_index(list(keys)).sort_index() for table in both)
         lost = [c for c in a if (c not in b or not len(b)) and a[c].notna().any() and c not in LABELS]
@@ -148,6 +148,8 @@ def verdict(reported: Frames, path: Path) -> str:
             continue
         columns = [c for c in b if c in a and not timing(c) and not (shorter and a[c].isna().all())]
         count += len(columns)
+        if shorter:  # which evaluates at its end, where the longer run need not have
+            b = b[b.index.isin(a.index) | (b.index.get_level_values("step") < last)]
         if not a.index.equals(b.index):
             steps = a.index.symmetric_difference(b.index).get_level_values("step")
             parted[f"{name}, its rows"] = int(steps.min()), np.inf

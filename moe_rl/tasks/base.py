@@ -184,6 +184,16 @@ def held_out(task: AnyTask, count: int) -> list[Prompt]:
     return draw(task, count, derive(HELD_OUT, 0, 0))
 
 
+def votes_of(task: Task, prompt: Prompt, completions: Sequence[str]) -> list[int | None]:
+    """Which completions of a prompt give the same answer: of each the place of the first that does, from 0, or None
+    where it gives none. A task says so with a method `votes(prompt, completions)`; else equal texts are equal answers,
+    but for white space around them."""
+    if (own := getattr(task, "votes", None)) is not None:
+        return list(own(prompt, completions))
+    first: dict[str, int] = {}
+    return [first.setdefault(text.strip(), i) for i, text in enumerate(completions)]
+
+
 def checked_reward(task: Task, prompt: Prompt, completion: str) -> float:
     """`task.reward(...)` as a float; ConfigError when it is no number in [0, 1], which would void the advantages."""
     reward = task.reward(prompt, completion)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_rl.errors import ConfigError
 from moe_rl.tasks.json_lines import objects
-from moe_rl.tasks.matching import matcher
+from moe_rl.tasks.matching import matcher, same_answers
 from moe_rl.types import Prompt
 
 
@@ -22,17 +22,17 @@ class JsonlTask:
     """
 
     def __init__(self, file: str, *, match: str = "exact") -> None:
-        self._right = matcher(match)
+        self._right, self._match = matcher(match), match
         path = Path(file).expanduser()
         if not path.is_file():
             raise ConfigError(f"task 'jsonl:{file}': there is no such file (looked at {path.absolute()}).")
-        self._all = [_prompt(entry, where) for where, _, entry in objects(path)]
-        if not self._all:
+        self.lines = [_prompt(entry, where) for where, _, entry in objects(path)]
+        if not self.lines:
             raise ConfigError(f'{path} holds no question; write lines such as {{"question": "1+1=", "answer": "2"}}.')
 
     def __len__(self) -> int:
         """How many different questions there are."""
-        return len({prompt.text for prompt in self._all})
+        return len({prompt.text for prompt in self.lines})
 
     def prompts(self, count: int, seed: int) -> list[Prompt]:
         """`count` lines in a seeded order, starting over with a new order when all have been used."""
@@ -43,9 +43,13 @@ class JsonlTask:
         """1 when the completion is right, else 0."""
         return float(self._right(prompt.text, prompt.answer or "", completion))
 
+    def votes(self, prompt: Prompt, completions: Sequence[str]) -> list[int | None]:
+        """See `tasks.base.votes_of`; with `math`, final answers of one value are the same."""
+        return same_answers(self._match, prompt.answer or "", completions)
+
     def _passes(self, rng: random.Random) -> Iterator[Prompt]:
         while True:
-            yield from rng.sample(self._all, len(self._all))
+            yield from rng.sample(self.lines, len(self.lines))
 
 
 def _prompt(entry: Mapping[str, Any], where: str) -> Prompt:

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe_rl.errors import ConfigError
@@ -27,6 +27,8 @@ EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
 SEVERAL = re.compile(r"\s*[A-Za-z]\w*\s*=[^=]+?(?:(?:,|;|\bor\b|\band\b)\s*[A-Za-z]\w*\s*=[^=]+?)+")
 """Values of several letters, as `x=1, y=2`: all of them are the answer."""
 ANSWER = re.compile(r"\banswer\b(?:\s+is)?\s*:?", re.IGNORECASE)
+LONG = 200
+"""Letters of an answer which a parser would chew on for seconds, beyond some that grow with the right answer."""
 DRESS = ("$", r"\(", r"\)", r"\[", r"\]", "**", "`", ".", ",", ";", ":", r"\ ")
 
 
@@ -50,7 +52,7 @@ def mathematical(question: str, answer: str, completion: str) -> bool:
         return False
     if found == wanted or wanted.isalpha():
         return found == wanted
-    if len(found) > 200 + 4 * len(wanted):  # which a parser would chew on for seconds
+    if len(found) > LONG + 4 * len(wanted):
         return False
     if pieces(found) > pieces(wanted) or ("%" in found) != ("%" in wanted) or _within(found, question):
         return False
@@ -75,6 +77,22 @@ def matcher(name: str) -> Match:
     if name == "math" and importlib.util.find_spec("math_verify") is None:
         raise ConfigError("match=math needs the package math-verify: pip install 'moe_rl[math]'.")
     return MATCHES[name]
+
+
+def same_answers(match: str, answer: str, completions: Sequence[str]) -> list[int | None]:
+    """The place of the first completion that gives the same answer, of each; None for one that gives none.
+
+    With `exact` that is the same text but for white space around it. With `math` it is the same final answer, or one of
+    equal value, whatever the right one is: `answer` says only whether equations are kept whole, as `final` needs it.
+    """
+    several = match == "math" and SEVERAL.fullmatch(final(answer, several=True)) is not None
+    answers = [final(text, several) if match == "math" else text.strip() for text in completions]
+    first: dict[str, int | None] = {"": None} if match == "math" else {}
+    for i, found in enumerate(answers):
+        if found not in first:
+            alike = (first[other] for other in first if match == "math" and other and _same_value(other, found))
+            first[found] = next(alike, i)
+    return [first[found] for found in answers]
 
 
 def final(text: str, several: bool = False) -> str:
@@ -135,6 +153,16 @@ def _equal(wanted: str, found: str) -> bool:
     if not gold or not got or _products(got[0]) > _products(gold[0]):
         return False
     return verify(gold, got, timeout_seconds=_timeout())
+
+
+def _same_value(a: str, b: str) -> bool:
+    """Of two answers, neither of which is the right one; long ones and words are what they are written as."""
+    from math_verify import verify
+
+    if max(len(a), len(b)) > LONG or a.isalpha() or b.isalpha() or ("%" in a) != ("%" in b):
+        return False
+    parsed = _parsed(a), _parsed(b)
+    return all(parsed) and bool(verify(*parsed, timeout_seconds=_timeout()))
 
 
 def _products(tree: Any) -> int:

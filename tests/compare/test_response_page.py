@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_rl import cli
-from moe_rl.compare.response_page import _spell, write_response_page
+from moe_rl.compare.response_page import write_response_page
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.routing import Layout, RoutingTrace, Site
@@ -138,9 +138,9 @@ def test_routes_of_other_tokens_or_another_model_are_refused(tmp_path, other, sa
 def test_every_token_is_spelled_and_together_they_are_the_text():
     tokenizer = byte_tokenizer()
     text = "a é中 \n b"
-    spelled = _spell(tokenizer.encode(text), tokenizer)
+    spelled = spell(tokenizer.encode(text), tokenizer)
     assert spelled == ["a", " ", "·", "é", "·", "·", "中", " ", "\n", " ", "b"]
-    assert len(_spell([0xE4, 0x61], tokenizer)) == 2  # half a character, then another one
+    assert len(spell([0xE4, 0x61], tokenizer)) == 2  # half a character, then another one
 
 
 def test_the_command_writes_the_page_and_says_where(tmp_path, capsys):

@@ -14,7 +14,6 @@ from moe_rl.errors import RunError
 from moe_rl.results import figures, plots, stats, training_figures
 from moe_rl.results.pooling import attribution
 from moe_rl.results.summary import MAIN, per_run
-from moe_rl.runs.columns import TABLES
 from moe_rl.runs.frames import Frames
 from tests import fake_study
 
@@ -24,7 +23,7 @@ DRAWN = [name for name in figures.FIGURES if name != "survival"]
 
 
 def frames_of(seeds: int, steps: int) -> Frames:
-    tables, runs = {name: [] for name in TABLES}, []
+    tables, runs = {name: [] for name in ("steps", "updates", "layers")}, []
     for arm in fake_study.study.arms:
         for seed in range(seeds):
             run = fake_study.study.base.replace(arm=arm, seed=seed, steps=steps, prompts_per_step=2, group_size=5)
@@ -32,9 +31,9 @@ def frames_of(seeds: int, steps: int) -> Frames:
             labels = {"study": "fake", "arm": arm.name, "factors": "base", "seed": seed, "code": "1"}
             config = json.dumps(run.to_dict())
             runs.append(labels | {"state": "finished", "step": steps, "steps": steps, "config": config})
-            for name in TABLES:
+            for name in tables:
                 tables[name].append(pd.DataFrame(rows[name]).assign(**labels))
-    return Frames(pd.DataFrame(runs), {name: pd.concat(tables[name], ignore_index=True) for name in TABLES})
+    return Frames(pd.DataFrame(runs), {name: pd.concat(tables[name], ignore_index=True) for name in tables})
 
 
 @pytest.fixture(scope="module")

@@ -20,16 +20,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from moe_rl import cli
-from moe_rl.runs import columns
-from moe_rl.runs import folder as runs
-from moe_rl.study.collect import collect
-from moe_rl.runs.commits import latest_commit, read_rows
 from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
-from moe_rl.runs.frames import diff, load_study, read_table, settings_that_differ
-from moe_rl.study.rerun import verdict
+from moe_rl.runs import columns
+from moe_rl.runs import folder as runs
+from moe_rl.runs.commits import latest_commit, read_rows
 from moe_rl.runs.folder import RunFolder
+from moe_rl.runs.frames import diff, load_study, read_table, settings_that_differ
+from moe_rl.study.collect import collect
 from moe_rl.study.declaration import write_declaration
+from moe_rl.study.rerun import verdict
 from tests import fake_study
 
 CONFIG = fake_study.study.base
@@ -484,41 +484,41 @@ def test_a_kill_while_a_longer_run_is_published_doubles_and_loses_no_row(tmp_pat
 
 
 @pytest.fixture
-def evaluations(monkeypatch):
-    """A fourth table: its entry in TABLES, and in the dictionary its columns."""
-    monkeypatch.setitem(columns.TABLES, "evaluations", ("step", "benchmark"))
-    for name, old in (("step", columns.COLUMNS["step"]), ("benchmark", None), ("exact", columns.COLUMNS["exact"])):
-        entry = columns.Column(name, f"{old.tables if old else ''} evaluations", "1", "…")
+def scores(monkeypatch):
+    """One more table: its entry in TABLES, and in the dictionary its columns."""
+    monkeypatch.setitem(columns.TABLES, "scores", ("step", "benchmark"))
+    for name in ("step", "benchmark", "exact"):
+        entry = columns.Column(name, f"{columns.COLUMNS[name].tables} scores", "1", "…")
         monkeypatch.setitem(columns.COLUMNS, name, entry)
 
 
-def test_a_fourth_table_costs_one_entry(tmp_path, evaluations, capsys):
+def test_one_more_table_costs_one_entry(tmp_path, scores, capsys):
     def run(name: str, exact: float) -> Path:
         for steps in (1, 2):  # interrupted and extended
             with open_run(tmp_path / name, CONFIG.replace(steps=steps)) as folder:
-                folder.add("evaluations", [{"step": steps, "benchmark": b, "exact": exact} for b in ("amc", "math")])
+                folder.add("scores", [{"step": steps, "benchmark": b, "exact": exact} for b in ("amc", "math")])
                 commit(folder, steps, [{"step": steps, "reward": 0.5}])
                 folder.finish()
         return folder.path
 
     a, b = run("a", 0.5), run("b", 0.25)
     found = diff(a, b)
-    assert (found.table, found.row, found.a) == ("evaluations", {"step": 1, "benchmark": "amc"}, 0.5)
+    assert (found.table, found.row, found.a) == ("scores", {"step": 1, "benchmark": "amc"}, 0.5)
     frames = load_study(a)
-    assert frames["evaluations"][["step", "benchmark"]].to_numpy().tolist() == [
+    assert frames["scores"][["step", "benchmark"]].to_numpy().tolist() == [
         [1, "amc"], [1, "math"], [2, "amc"], [2, "math"]]
-    assert len(frames.cell("base")["evaluations"]) == 4 and len(frames.select([a])["evaluations"]) == 4
-    assert cli.main(["show", str(a)]) == 0 and "evaluations: 4 rows" in capsys.readouterr().out
+    assert len(frames.cell("base")["scores"]) == 4 and len(frames.select([a])["scores"]) == 4
+    assert cli.main(["show", str(a)]) == 0 and "scores: 4 rows" in capsys.readouterr().out
     assert cli.main(["export", str(a), "--to", str(tmp_path / "csv")]) == 0
-    assert len(pd.read_csv(tmp_path / "csv" / "evaluations.csv")) == 4
+    assert len(pd.read_csv(tmp_path / "csv" / "scores.csv")) == 4
     write_declaration(fake_study.study, tmp_path / "a")
     collect(tmp_path / "a" / "fake", tmp_path / "results")
-    assert load_study(tmp_path / "results")["evaluations"]["exact"].tolist() == [0.5] * 4
-    assert "evaluations.exact" in verdict(dataclasses.replace(load_study(tmp_path / "results"), runs=frames.runs.assign(
+    assert load_study(tmp_path / "results")["scores"]["exact"].tolist() == [0.5] * 4
+    assert "scores.exact" in verdict(dataclasses.replace(load_study(tmp_path / "results"), runs=frames.runs.assign(
         checkpoint="0")), b)
 
 
-def test_tables_without_rows_and_folders_from_before_a_table_can_be_read(tmp_path, evaluations):
+def test_tables_without_rows_and_folders_from_before_a_table_can_be_read(tmp_path):
     path = train(tmp_path)
     (path / "evaluations.parquet").unlink()
     assert load_study(path)["evaluations"].empty

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl.runs import folder as runs
-from moe_rl.study.collect import collect
 from moe_rl.config import Arm, ModelConfig, RunConfig
 from moe_rl.errors import RunError
+from moe_rl.lookup import Use
+from moe_rl.runs import folder as runs
+from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import load_study
 from moe_rl.runs.inputs import declared_by, inputs_of, sources_of
-from moe_rl.lookup import Use
-from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.versions import git_state, merged_git
+from moe_rl.study.collect import collect
 from moe_rl.study.declaration import Planned, write_declaration
 from moe_rl.study.workers import check_code
 from tests import fake_study

@@ -224,7 +224,7 @@ def _layout(name: str, trust: bool) -> Layout:
 def _wanted(comparison: Comparison, digest: str) -> dict[str, Any]:
     """What a folder must say of itself to hold this comparison."""
     versions = {"code": code_version("compare"), "packages": package_versions()}
-    files = {f"{side}_files": _fingerprint(getattr(comparison, side)) for side in ("before", "after")}
+    files = {f"{side}_files": fingerprint(getattr(comparison, side)) for side in ("before", "after")}
     return asdict(comparison) | {"data_digest": digest} | versions | files
 
 
@@ -257,7 +257,7 @@ def _traced(out: Path, batches: int) -> bool:
     return all(path.exists() for path in (*traces, out / "traces" / "tokenizer"))
 
 
-def _fingerprint(name: str) -> str:
+def fingerprint(name: str) -> str:
     """Of the files of a checkpoint folder, by name, size and time; the name itself on the hub."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
