@@ -21,7 +21,7 @@ import pandas as pd
 
 from moe_rl.results.stats import detectable, interval
 from moe_rl.results.study_page import provenance
-from moe_rl.results.summary import Metric, compare, metric, outcomes, per_run
+from moe_rl.results.summary import Metric, compare, family, metric, outcomes, per_run
 from moe_rl.runs.frames import Frames, load_study
 from moe_rl.study.declaration import read_declaration
 
@@ -114,7 +114,7 @@ def contrasts(frames: Frames, declared: dict) -> None:
     arms = [arm["name"] for arm in declared["arms"]]
     if not declared["contrasts"]:
         return
-    found = compare(frames, arms, declared["contrasts"], metric(declared["endpoint"]))
+    found = compare(frames, arms, declared["contrasts"], metric(declared["endpoint"]), family(declared))
     print(f"\n{declared['endpoint']}, contrasts declared beforehand; sd: of differences over seeds; could have seen: "
           "in 4 of 5 repetitions, by a paired t-test at 5 %, and at 5 % / their number")
     for one in found:
