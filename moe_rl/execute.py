@@ -125,7 +125,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         critic=critic,
         export=export,
         from_rank_0=ranks.from_rank_0,
-        watch=GapFiles(folder / "rollouts", run.temperature),
+        watch=GapFiles(folder / "rollouts", run.temperature) if ranks.rank() == 0 else lambda *seen: None,
     )
 
 

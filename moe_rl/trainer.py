@@ -60,7 +60,7 @@ class Parts:
     rewards and evaluates."""
     recorder: Callable[[RunConfig, Policy], Recorder] = Recorder
     watch: Callable[[int, Batch, Row], None] = lambda step, batch, row: None  # noqa: E731
-    """Sees the rollouts of every step and its row of `steps`; it may change no number."""
+    """Sees the rollouts of every step and its row of `steps`, on each rank that has one; it may change no number."""
 
     @property
     def needs_scores(self) -> bool:
@@ -128,7 +128,7 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
             warnings.warn(diverged, stacklevel=2)
         if rows:  # else the step itself broke off
             rows["steps"][0] |= recorder.cost()
-            show(parts, step, recorder.batch, rows["steps"][0])
+            parts.watch(step, recorder.batch, rows["steps"][0])
             for table, new in rows.items():
                 folder.add(table, new)
             listen(rows)
@@ -137,11 +137,6 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
         if diverged:
             break
     return diverged
-
-
-def show(parts: Parts, step: int, batch: Batch, row: Row) -> None:
-    """A step's rollouts to whoever watches; collective."""
-    parts.from_rank_0(lambda: parts.watch(step, batch, row))
 
 
 def save(parts: Parts, folder: Path) -> None:

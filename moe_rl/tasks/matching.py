@@ -27,6 +27,11 @@ EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
 SEVERAL = re.compile(r"\s*[A-Za-z]\w*\s*=[^=]+?(?:(?:,|;|\bor\b|\band\b)\s*[A-Za-z]\w*\s*=[^=]+?)+")
 """Values of several letters, as `x=1, y=2`: all of them are the answer."""
 ANSWER = re.compile(r"\banswer\b(?:\s+is)?\s*:?", re.IGNORECASE)
+SPELT = ((re.compile(r"\\([$%])"), r"\1"), (re.compile(r"\{,\}"), ","),
+         (re.compile(r"\\!|(?<=\d)\\,(?=\d{3}(?!\d))"), ""))
+"""What LaTeX writes otherwise: signs, and the marks of thousands in 1{,}200, 1,\\!200 and 1\\,200."""
+STYLE = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|operatorname)\s*(?=\{)")
+CHOICE = re.compile(r"\(([A-Za-z]+)\)")
 DRESS = ("$", r"\(", r"\)", r"\[", r"\]", "**", "`", ".", ",", ";", ":", r"\ ")
 
 
@@ -78,8 +83,8 @@ def matcher(name: str) -> Match:
 
 
 def final(text: str, several: bool = False) -> str:
-    """The final answer in a text, without dollar signs and punctuation around it; empty where there is none. With
-    `several` equations are kept whole."""
+    """The final answer in a text, without dollar signs, punctuation, a font or brackets of a word around it; empty
+    where there is none. With `several` equations are kept whole."""
     if r"\boxed" in text:
         text = _braced(text.rpartition(r"\boxed")[2])
     elif "####" in text:
@@ -116,10 +121,14 @@ def _braced(text: str) -> str:
 
 
 def _undressed(text: str) -> str:
+    for spelt, meant in SPELT:
+        text = spelt.sub(meant, text)
     for mark in DRESS * 2:  # a point may stand within dollar signs or after them
         text = text.strip().removesuffix(mark)
         text = text if mark == "." else text.strip().removeprefix(mark)  # .5 is a number
-    return text.strip()
+    text = CHOICE.sub(r"\1", text.strip()) if CHOICE.fullmatch(text.strip()) else text.strip()
+    inside = _braced(rest) if (style := STYLE.match(text)) and (rest := text[style.end():]) else ""
+    return _undressed(inside) if style and rest == f"{{{inside}}}" else text
 
 
 def _within(found: str, question: str) -> bool:
