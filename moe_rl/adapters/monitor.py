@@ -127,10 +127,10 @@ class Monitor:
         """Give the trainer's log-probs of response tokens (where `mask` is true) and those of the engine that sampled
         them, in nats, at equal weights."""
         if not logprobs.shape == engine_logprobs.shape == mask.shape:
-            raise ConfigError("log-probs {}, the engine's {} and the mask {} are not of one shape [batch, time].".format(
-                *(tuple(x.shape) for x in (logprobs, engine_logprobs, mask))))
+            raise ConfigError("log-probs {}, the engine's {} and the mask {} are not of one shape [batch, time]".format(
+                *(list(x.shape) for x in (logprobs, engine_logprobs, mask))))
         if self.measures:
-            self._add("engine", (logprobs.detach() - engine_logprobs.to(logprobs.device))[mask.to(logprobs.device).bool()])
+            self._add("engine", (logprobs.detach() - engine_logprobs.to(logprobs.device))[mask.bool()])
 
     def row(self) -> Row:
         """The numbers of the last block, and of the probe; {} where that block was not measured, or asked before.
@@ -249,10 +249,8 @@ class Monitor:
                 row |= found[name].row()
                 self._of_sites(found[name].site_rows())
         if "margins" in found:
-            margins = found["margins"]
-            together = margins.reshape(1, -1, 1)
             by_site, (of_all,) = (volatility.margin_summary(x, torch.ones_like(x[..., 0], dtype=torch.bool))
-                                  for x in (margins[None], together))
+                                  for x in (found["margins"][None], found["margins"].reshape(1, -1, 1)))
             self._of_sites(by_site)
             row |= of_all
         if "pull" in found:
@@ -270,7 +268,6 @@ class Monitor:
 monitor = Monitor
 
 
-# ---------------------------------------------------------------------- small parts
 def _probe_of(
     readers: Iterable[nn.Module], probe: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any] | None, Tensor | None]:
@@ -284,8 +281,8 @@ def _probe_of(
         raise ConfigError(f"the probe has {sorted(probe)}: it is a batch as the model is called with it, by name, with "
                           "input_ids [batch, time] or inputs_embeds among them.")
     if decides is not None and (decides.shape != ids.shape[:2] or not decides.any()):
-        raise ConfigError(f"the probe's decides has shape {tuple(decides.shape)} and is true at {int(decides.sum())} of "
-                          f"its tokens {tuple(ids.shape[:2])}: it is true at those whose next is of a response.")
+        raise ConfigError(f"the probe's decides has shape {tuple(decides.shape)} and is true at {int(decides.sum())} "
+                          f"inputs, of {tuple(ids.shape[:2])}: it is true where the next token is of a response.")
     understood = {name for module in readers for name in inspect.signature(module.forward).parameters}
     quiet = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in understood}
     given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in probe.items() if name != "decides"}

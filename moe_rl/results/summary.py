@@ -230,7 +230,8 @@ def family(declared: Mapping[str, Any]) -> int:
     """How many comparisons a declaration asks for: its pairs, at each combination of factors that runs both arms."""
     pairs = pairs_of([arm["name"] for arm in declared["arms"]], declared["contrasts"])
     cells = [set(cell.get("arms") or itertools.chain(*pairs)) for cell in (declared["cells"] or {"": {}}).values()]
-    return sum(set(pair) <= cell for pair in pairs for cell in cells) * math.prod(map(len, declared["factors"].values()))
+    combinations = math.prod(map(len, declared["factors"].values()))
+    return combinations * sum(set(pair) <= cell for pair in pairs for cell in cells)
 
 
 def compare(frames: Frames, arms: Sequence[str], contrasts: Sequence[Sequence[str]] = (),

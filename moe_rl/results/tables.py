@@ -106,7 +106,8 @@ def comparison_table(frames: Frames, arms: Sequence[str], endpoint: Metric,
     found = compare(frames, arms, contrasts, endpoint, asked)
     if not found:
         return []
-    of = f"{len(found)} rows" if len(found) >= asked else f"{asked} comparisons declared, of which {len(found)} are here"
+    n = len(found)
+    of = f"{n} rows" if n >= asked else f"{asked} comparisons declared, of which {n} are here"
     what = "contrasts decided on beforehand" if contrasts else "all pairs of arms, exploratory"
     several = len(frames.cells) > 1
     header = ("difference", "mean, interval", "n", "p", "p,\nHolm", "smallest\np", "p, log-\nrank")

@@ -190,7 +190,7 @@ def test_the_command_prints_a_verdict_and_writes_a_page(there, capsys, monkeypat
     ((limit, floor),) = re.findall(
         r"No gap: .*? agree up to (\S+): 4 times the noise floor of (\S+), at least 1e-09", said)
     (row,) = re.findall(r"noise floor │ (\S+)", said)
-    assert floor == row and float(limit) == max(1e-9, 4 * float(floor)), "one noise floor, in the sentence and the table"
+    assert floor == row and float(limit) == max(1e-9, 4 * float(floor)), "that of the table"
 
 
 def test_text_reaches_the_page_as_text(bench, tmp_path):

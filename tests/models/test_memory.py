@@ -56,8 +56,8 @@ def test_activations_are_estimated_within_a_factor_of_one_and_a_half(name, own, 
 
 
 def test_half_precision_keeps_half_of_what_the_models_own_operators_keep():
-    """A CPU runs them, too, in bfloat16: 4 rows of 12 + 12 tokens of qwen3_moe-tiny, 6 layers, by the formula; log-softmax is in
-    float32."""
+    """A CPU runs them, too, in bfloat16: 4 rows of 12 + 12 tokens of qwen3_moe-tiny, 6 layers, by the formula;
+    log-softmax is in float32."""
     layer = 8 * 64 + 5 * 4 * 16 + 2 * (4 * 32 + 2 * 64)
     settings = {"micro_batch": 4, "max_new_tokens": 12, "model.dtype": "bfloat16"}
     assert estimate_memory(run(**settings), 12).activations == 4 * 24 * (6 * layer * 2 + 3 * 258 * 4)
