@@ -58,8 +58,8 @@ def estimate_memory(
         critic = 4 (C b + 4 (h + 1)) where it has one, C = P without an output matrix of its own: all four of it, the
                       head in float32
         activations = N L A b + min(3 · 4 N V, 16 · 2^26): log-softmax, in float32, and two gradients of its size; more
-                      logits are made in pieces (`vocabulary`), but where a family scales them or squashes them, and
-                      keeps N V b more: it has them all at once,
+                      logits are made in pieces (`vocabulary`). A family that scales its logits has them all at once,
+                      3 · 4 N V, and one that squashes them N V b more,
                       A = 8 h + 5 heads head_dim + k (4 w + 2 h), or, with the operators of `kernels_cpu` (float32 or
                       float64 on a CPU), A = 5 h + 4 heads head_dim + k (3 w + 2 h);
                       L h + A in place of L A with activation checkpointing
