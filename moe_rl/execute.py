@@ -89,8 +89,8 @@ def check(run: RunConfig) -> list[str]:
 def _check_task(run: RunConfig) -> None:
     split_of(task := load_task(run.task), run.eval_prompts)
     if run.partial_tokens is not None and isinstance(task, Environment):
-        raise ConfigError(f"partial_tokens={run.partial_tokens}: the task answers back, and a turn is drawn as a whole; "
-                          "leave partial_tokens out. A lag of whole conversations works.")
+        raise ConfigError(f"partial_tokens={run.partial_tokens}: the task answers back, and its turns are drawn as a "
+                          "whole; leave partial_tokens out. A lag of whole conversations works.")
 
 
 def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
@@ -136,7 +136,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         critic=critic,
         export=export,
         from_rank_0=ranks.from_rank_0,
-        watch=_watch(run, loaded, GapFiles(folder / "rollouts", sampling_of(run))),
+        watch=_watch(run, loaded, GapFiles(folder / "rollouts", sampling_of(run))) if loaded else lambda *seen: {},
     )
 
 

@@ -65,7 +65,8 @@ class Parts:
     rewards and evaluates."""
     recorder: Callable[[RunConfig, Policy], Recorder] = Recorder
     watch: Callable[[Recorder, Row], Rows] = lambda recorder, row: {}  # noqa: E731
-    """Sees what a step was, and its row of `steps`; gives rows of further tables. It may change no number."""
+    """Sees what a step was, and its row of `steps`, on each rank that has one, and gives rows of further tables; it may
+    change no number."""
 
     @property
     def needs_scores(self) -> bool:
@@ -139,7 +140,8 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
             warnings.warn(diverged, stacklevel=2)
         if rows:  # else the step itself broke off
             rows["steps"][0] |= parts.batches.row
-            rows |= show(parts, recorder, rows["steps"][0])
+            with recorder.timed("measure"):
+                rows |= parts.watch(recorder, rows["steps"][0])
             rows["steps"][0] |= recorder.cost()
             for table, new in rows.items():
                 folder.add(table, new)
@@ -149,12 +151,6 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
         if diverged:
             break
     return diverged
-
-
-def show(parts: Parts, recorder: Recorder, row: Row) -> Rows:
-    """What a step was to whoever watches; collective."""
-    with recorder.timed("measure"):
-        return parts.from_rank_0(lambda: parts.watch(recorder, row))
 
 
 def save(parts: Parts, folder: Path) -> None:

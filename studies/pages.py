@@ -18,10 +18,12 @@ from pathlib import Path
 
 import answers
 import pandas as pd
+import per_seed
+from per_seed import RESULTS
 
 from moe_rl.results.stats import detectable, interval
 from moe_rl.results.study_page import provenance
-from moe_rl.results.summary import Metric, compare, metric, outcomes, per_run
+from moe_rl.results.summary import Metric, compare, family, metric, outcomes, per_run
 from moe_rl.runs.frames import Frames, load_study
 from moe_rl.study.declaration import read_declaration
 
@@ -49,7 +51,7 @@ def printed(name: str) -> str:
         return LISTS[name]()
     out = io.StringIO()
     with redirect_stdout(out):
-        if (answers.RESULTS / name).exists():
+        if (RESULTS / name).exists():
             facts(name)
         for answer in answers.ANSWERS.get(name, ()):
             answer()
@@ -59,7 +61,7 @@ def printed(name: str) -> str:
 @cache
 def study(name: str) -> tuple[Frames, dict]:
     """The tables and the declaration of a study."""
-    return load_study(answers.RESULTS / name), read_declaration(answers.RESULTS / name)
+    return load_study(RESULTS / name), read_declaration(RESULTS / name)
 
 
 # ---------------------------------------------------------------------- what every study prints
@@ -114,14 +116,14 @@ def contrasts(frames: Frames, declared: dict) -> None:
     arms = [arm["name"] for arm in declared["arms"]]
     if not declared["contrasts"]:
         return
-    found = compare(frames, arms, declared["contrasts"], metric(declared["endpoint"]))
+    found = compare(frames, arms, declared["contrasts"], metric(declared["endpoint"]), family(declared))
     print(f"\n{declared['endpoint']}, contrasts declared beforehand; sd: of differences over seeds; could have seen: "
           "in 4 of 5 repetitions, by a paired t-test at 5 %, and at 5 % / their number")
     for one in found:
         values = per_run(frames.cell(one.cell), metric(declared["endpoint"])).unstack(0)
         d = (values[one.a] - values[one.b]).dropna()
         n, sd, exact = len(d), d.std(ddof=1), one.result
-        student = f", Student t {answers.student(d)}" if "BCa" in exact.difference.method and n < 12 else ""
+        student = f", Student t {per_seed.student(d)}" if "BCa" in exact.difference.method and n < 12 else ""
         cell = f", {one.cell}" if len(frames.cells) > 1 else ""
         rank = "" if math.isnan(one.p_log_rank) else f", log-rank p {one.p_log_rank:.2g}"
         seen = f"{detectable(sd, n):.2g}, {detectable(sd, n, 0.05 / len(found)):.2g}"
@@ -133,7 +135,7 @@ def shared(name: str) -> dict[str, list[int]]:
     """Runs of a study whose rewards are those of runs of other studies, step by step."""
     found: dict[str, list[int]] = {}
     mine = _rewards(name)
-    for other in sorted(p.name for p in answers.RESULTS.iterdir() if p.name != name):
+    for other in sorted(p.name for p in RESULTS.iterdir() if p.name != name):
         theirs = {values: key for key, values in _rewards(other).items()}
         for (arm, cell, seed), values in mine.items():
             if (key := theirs.get(values)) is not None:
@@ -165,7 +167,7 @@ def power() -> str:
     """A row per contrast of the studies that compare arms: how seeds scatter, and what could have been seen."""
     lines = ["| study | difference, in the endpoint | n | sd | seen in 4 of 5 | and after correction |",
              "|---|---|---|---|---|---|"]
-    for folder in sorted(answers.RESULTS.iterdir()):
+    for folder in sorted(RESULTS.iterdir()):
         frames, declared = study(folder.name)
         for cell, (a, b) in itertools.product(SHOWN.get(folder.name, frames.cells), declared["contrasts"]):
             values = per_run(frames.cell(cell), metric(declared["endpoint"])).unstack(0)

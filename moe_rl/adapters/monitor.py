@@ -126,8 +126,11 @@ class Monitor:
     ) -> None:
         """Give the trainer's log-probs of response tokens (where `mask` is true) and those of the engine that sampled
         them, in nats, at equal weights."""
+        if not logprobs.shape == engine_logprobs.shape == mask.shape:
+            raise ConfigError("log-probs {}, the engine's {} and the mask {} are not of one shape [batch, time]".format(
+                *(list(x.shape) for x in (logprobs, engine_logprobs, mask))))
         if self.measures:
-            self._add("engine", (logprobs.detach() - engine_logprobs.to(logprobs.device))[mask])
+            self._add("engine", (logprobs.detach() - engine_logprobs.to(logprobs.device))[mask.bool()])
 
     def row(self) -> Row:
         """The numbers of the last block, and of the probe; {} where that block was not measured, or asked before.
@@ -246,11 +249,10 @@ class Monitor:
                 row |= found[name].row()
                 self._of_sites(found[name].site_rows())
         if "margins" in found:
-            margins = found["margins"]
-            every = torch.ones(1, len(margins), dtype=torch.bool)
-            self._of_sites(volatility.margin_summary(margins[None], every))
-            together = margins.reshape(1, -1, 1)
-            row |= volatility.margin_summary(together, torch.ones_like(together[..., 0], dtype=torch.bool))[0]
+            by_site, (of_all,) = (volatility.margin_summary(x, torch.ones_like(x[..., 0], dtype=torch.bool))
+                                  for x in (found["margins"][None], found["margins"].reshape(1, -1, 1)))
+            self._of_sites(by_site)
+            row |= of_all
         if "pull" in found:
             row |= {"pull": found["pull"].row()["slot_change"]} | found["coverage"].row()
         if "engine" in found:
@@ -266,7 +268,6 @@ class Monitor:
 monitor = Monitor
 
 
-# ---------------------------------------------------------------------- small parts
 def _probe_of(
     readers: Iterable[nn.Module], probe: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any] | None, Tensor | None]:
@@ -279,8 +280,9 @@ def _probe_of(
     if not isinstance(ids, Tensor) or ids.dim() < 2 or not ids.numel():
         raise ConfigError(f"the probe has {sorted(probe)}: it is a batch as the model is called with it, by name, with "
                           "input_ids [batch, time] or inputs_embeds among them.")
-    if decides is not None and decides.shape != ids.shape[:2]:
-        raise ConfigError(f"the probe's decides has shape {tuple(decides.shape)}, its tokens {tuple(ids.shape[:2])}.")
+    if decides is not None and (decides.shape != ids.shape[:2] or not decides.any()):
+        raise ConfigError(f"the probe's decides has shape {tuple(decides.shape)} and is true at {int(decides.sum())} "
+                          f"inputs, of {tuple(ids.shape[:2])}: it is true where the next token is of a response.")
     understood = {name for module in readers for name in inspect.signature(module.forward).parameters}
     quiet = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in understood}
     given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in probe.items() if name != "decides"}

@@ -227,12 +227,12 @@ def _for_its_setting(study: Study, changes: Mapping[str, Any]) -> tuple[Study, l
         return changed, []
     from moe_rl.config import Arm
     from moe_rl.lookup import Use
-    from moe_rl.study.rehearsal import another_setting, elsewhere
+    from moe_rl.study.rehearsal import elsewhere
 
-    if not another_setting(study.base, changed.base):
-        return changed, []
     varied = [*study.factors, *(key for cell in study.cells.values() for key in cell if key not in ("arms", "seeds"))]
-    instead, said = elsewhere(study.base, changes, varied)
+    if (found := elsewhere(study.base, changes, varied)) is None:
+        return changed, []
+    instead, said = found
     chosen = [str(arm.loss) for arm in study.arms if isinstance(arm, Arm) and Use.of(arm.loss).options]
     said += [f"{', '.join(dict.fromkeys(chosen))}: options chosen there, too, which stay."] * bool(chosen)
     if varied:

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -117,12 +117,14 @@ def imported(kind: str, name: str) -> Callable[..., Any]:
     return found
 
 
-def check_options(kind: str, use: Use, found: Callable[..., Any]) -> None:
-    """Raise ConfigError for options that the callable does not take by keyword, or lacks."""
+def check_options(kind: str, use: Use, found: Callable[..., Any], said: Collection[str] | None = None) -> None:
+    """Raise ConfigError for options that the callable does not take by keyword alone, or lacks; of a class, whose
+    parameters are all options, for others than these without those `said` already."""
     parameters = inspect.signature(found).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
-    options = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    options = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY
+               or said is not None and p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in said}
     for name in use.options:
         if name not in options:
             unknown(f"option of the {kind} {use.name!r}", name, options)

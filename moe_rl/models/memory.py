@@ -58,7 +58,9 @@ def estimate_memory(
                       (gradients 2 P b with measure.gradient_cosine)
         critic = 4 (C b + 4 (h + 1)) where it has one, C = P without an output matrix of its own: all four of it, the
                       head in float32
-        activations = N L A b + min(3 N V b, 16 · 2^26), since more logits are made in pieces (`vocabulary`),
+        activations = N L A b + min(3 · 4 N V, 16 · 2^26): log-softmax, in float32, and two gradients of its size; more
+                      logits are made in pieces (`vocabulary`). A family that scales its logits has them all at once,
+                      3 · 4 N V, and one that squashes them N V b more,
                       A = 8 h + 5 heads head_dim + k (4 w + 2 h), or, with the operators of `kernels_cpu` (float32 or
                       float64 on a CPU), A = 5 h + 4 heads head_dim + k (3 w + 2 h);
                       L h + A in place of L A with activation checkpointing
@@ -69,6 +71,7 @@ def estimate_memory(
     which is not counted.
     """
     config = hf_config(run.model)
+    config.allow_global_per_layer_attribute_access = True  # of families whose layers differ: those of most layers
     b = torch.empty((), dtype=getattr(torch, run.model.dtype)).element_size()
     model: Any = skeleton(run.model)
     weights = sum(p.numel() for p in model.parameters()) * b
@@ -89,13 +92,15 @@ def estimate_memory(
     if torch.device(run.model.device).type == "cpu" and run.model.dtype in ("float32", "float64"):
         layer -= 3 * hidden + heads * head_dim + k * width  # which kernels_cpu makes again in the backward
     kept = layers * hidden + layer if run.activation_checkpointing else layers * layer
+    scaled = any(getattr(config, key, None) not in (None, 0, 1) for key in _ON_LOGITS)
+    logits = tokens * vocab * (3 * 4 + (b if getattr(config, _ON_LOGITS[0], None) else 0))
     return MemoryEstimate(
         weights=weights,
         gradients=weights * (1 + run.measure.gradient_cosine),
         optimizer=2 * weights,
         reference=weights if reference else 0,
         critic=4 * (body + 4 * (hidden + 1)) if critic else 0,
-        activations=tokens * kept * b + min(3 * tokens * vocab * b, 16 * LOGITS),
+        activations=tokens * kept * b + (logits if scaled else min(logits, 16 * LOGITS)),
         sampling=rollouts * (2 * layers * time * kv_heads * head_dim * b + 3 * vocab * 4),
         routes=(2 + run.lag) * rollouts * time * layers * k * (1 if experts <= 255 else 2),
     )
@@ -127,6 +132,8 @@ def available_memory(device: str = "cpu") -> int:
     return psutil.virtual_memory().available
 
 
+_ON_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
+"""What configurations call that which is done to logits after the head; the first squashes them."""
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
 

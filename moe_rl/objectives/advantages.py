@@ -134,12 +134,9 @@ def normalized(x: Earned, *, center: str = "group", scale: str = "group", eps: f
     that differ by at most `EQUAL` the deviation is 0 and each is its own mean; 0 where scale + eps is.
     """
     values = _rows(x, "normalized")
-    sets = {
-        "group": lambda: _moments(values, x.prompt),
-        "batch": lambda: _moments(values, torch.zeros_like(x.prompt)),
-        "running": lambda: _running(values, x.memory),
-        "none": lambda: (torch.zeros_like(values), torch.ones_like(values)),
-    }
+    sets = {"group": lambda: _moments(values, x.prompt), "batch": lambda: _moments(values, torch.zeros_like(x.prompt)),
+            "running": lambda: _running(values, x.memory),
+            "none": lambda: (torch.zeros_like(values), torch.ones_like(values))}
     if not eps >= 0:
         raise ConfigError(f"normalized(eps={eps:g}): it is added to a deviation, so it must not be negative")
     if wrong := {center, scale} - set(sets):

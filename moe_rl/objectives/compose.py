@@ -95,20 +95,12 @@ class Objective:
 def _inputs(part: Batch, logprobs: PerToken, **further: Any) -> LossInputs:
     """What a batch says to the parts of an objective."""
     old = part.rollout_logprobs if part.old_logprobs is None else part.old_logprobs
-    return LossInputs(
-        logprobs=logprobs,
-        old_logprobs=old,
-        rollout_logprobs=part.rollout_logprobs,
-        ref_logprobs=part.ref_logprobs,
-        ratio_logprobs=part.ratio_logprobs,
-        mask=part.response_mask if part.loss_mask is None else part.loss_mask,
-        advantages=part.advantages,
-        finished=part.finished[:, None].expand(logprobs.shape),
-        weights=torch.zeros_like(logprobs) if part.weights is None else part.weights,
-        trust=part.trust,
-        marks=part.marks,
-        **further,
-    )
+    return LossInputs(logprobs=logprobs, old_logprobs=old, rollout_logprobs=part.rollout_logprobs,
+                      ref_logprobs=part.ref_logprobs, ratio_logprobs=part.ratio_logprobs,
+                      mask=part.response_mask if part.loss_mask is None else part.loss_mask, advantages=part.advantages,
+                      finished=part.finished[:, None].expand(logprobs.shape),
+                      weights=torch.zeros_like(logprobs) if part.weights is None else part.weights, trust=part.trust,
+                      marks=part.marks, **further)
 
 
 def _factors(factors: Tensor, mask: Bool[Tensor, "batch time"]) -> PerToken:
@@ -134,13 +126,11 @@ def objective_of(arm: Arm) -> Objective:
     Raises ConfigError for a part or an option that is not there; warns when a sequence-level loss gets a range so wide
     that it never clips.
     """
-    objective = Objective(
-        loss=lookup("loss", arm.loss, LOSSES | ROUTER_LOSSES),
-        aggregate=lookup("aggregation", arm.aggregate, AGGREGATIONS),
-        corrections=tuple(lookup("correction", part, CORRECTIONS) for part in arm.corrections),
-        filters=tuple(lookup("correction", part, CORRECTIONS) for part in arm.filters),
-        terms={_term(part): lookup("term", part, TERMS | ROUTER_TERMS) for part in arm.terms},
-    )
+    objective = Objective(loss=lookup("loss", arm.loss, LOSSES | ROUTER_LOSSES),
+                          aggregate=lookup("aggregation", arm.aggregate, AGGREGATIONS),
+                          corrections=tuple(lookup("correction", part, CORRECTIONS) for part in arm.corrections),
+                          filters=tuple(lookup("correction", part, CORRECTIONS) for part in arm.filters),
+                          terms={_term(part): lookup("term", part, TERMS | ROUTER_TERMS) for part in arm.terms})
     names = ("logprobs", "old_logprobs", "rollout_logprobs", *(GIVEN[n] for n in objective.needs & set(GIVEN)))
     mask, some = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1)
     try:
@@ -197,14 +187,9 @@ def policy_loss(
         raise ConfigError("filters say over a whole mini-batch what counts, so they cannot be asked about a part that "
                           "has weights: give the arm without filters, a mask they have been applied to, and weights "
                           "of that mask")
-    x = LossInputs(
-        logprobs=logprobs,
-        old_logprobs=old_logprobs,
-        mask=mask,
-        advantages=advantages[:, None].expand(mask.shape) if advantages.dim() == 1 else advantages,
-        weights=torch.zeros_like(logprobs) if weights is None else weights,
-        **further,
-    )
+    x = LossInputs(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask,
+                   advantages=advantages[:, None].expand(mask.shape) if advantages.dim() == 1 else advantages,
+                   weights=torch.zeros_like(logprobs) if weights is None else weights, **further)
     if weights is None:
         mask = objective._filtered(x)
         x = dataclasses.replace(x, mask=mask, weights=objective.aggregate(mask))
@@ -225,9 +210,7 @@ def _check_arm(arm: Arm, objective: Objective) -> None:
         warnings.warn(
             f"arm {arm.name!r}: the clip range {low:g}/{high:g} never clips the sequence-level ratio of "
             f"{loss.name}, a mean over tokens that stays within a few percent of 1, so nothing bounds its updates; "
-            "the paper uses 3e-4/4e-4 (short responses need a range of their own, usually below 0.05)",
-            stacklevel=3,
-        )
+            "the paper uses 3e-4/4e-4 (short responses need a range of their own, usually below 0.05)", stacklevel=3)
     for part, correction in _weighing(arm, objective):
         if arm.anchor == "engine" and "engine" in needs_of(correction):
             raise ConfigError(

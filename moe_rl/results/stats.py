@@ -20,8 +20,8 @@ from numpy.typing import ArrayLike
 from moe_rl.errors import ConfigError
 
 LARGEST_LOG = math.log(sys.float_info.max)
-FEW = 8
-"""Below this many seeds a Student-t interval is used: a bootstrap of so few values is too narrow."""
+FEW = 12
+"""Below this many seeds every interval of a mean is Student's: a bootstrap of so few values is too narrow."""
 
 
 SCALES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
@@ -85,8 +85,8 @@ def band(values: Float[np.ndarray, "seed column"], confidence: float = 0.95, see
          scale: str = "linear") -> Band:
     """Mean and confidence interval of each column of `values` [seed, column].
 
-    Under 8 seeds mean ± t(n−1) · sd / √n (Student); from 8 on a BCa bootstrap of the mean (Efron 1987, 9,999 resamples,
-    its generator seeded with `seed`). One seed has no interval. Columns in which all seeds agree have zero width.
+    Under 12 seeds mean ± t(n−1) · sd / √n (Student); from 12 on a BCa bootstrap of the mean (Efron 1987, 9,999
+    resamples, its generator seeded with `seed`). One seed has no interval, and seeds that agree one of zero width.
     `scale`: `log` for a quantity above 0, `logit` for one between 0 and 1, takes the former on that scale (delta
     method), so that it ends where the quantity does; resampled means never leave the range of the data.
     """
@@ -165,10 +165,14 @@ def detectable(sd: float, n: int, alpha: float = 0.05, power: float = 0.8) -> fl
     return sd / math.sqrt(n) * scipy.optimize.brentq(excess, 0, 4 * bound + 10)
 
 
-def holm(p: Sequence[float]) -> list[float]:
-    """p-values adjusted for the number of comparisons (Holm 1979): p(i) · (m − i), kept rising, at most 1."""
+def holm(p: Sequence[float], family: int = 0) -> list[float]:
+    """p-values adjusted for the number of comparisons (Holm 1979): p(i) · (m − i), kept rising, at most 1.
+
+    m is their number, or `family` where more were declared: those that are missing may still turn out larger.
+    """
     order = np.argsort(p, kind="stable")
-    adjusted = np.maximum.accumulate(np.asarray(p, dtype=float)[order] * (len(order) - np.arange(len(order))))
+    factors = max(len(order), family) - np.arange(len(order))
+    adjusted = np.maximum.accumulate(np.asarray(p, dtype=float)[order] * factors)
     result = np.empty(len(order))
     result[order] = np.minimum(adjusted, 1)
     return result.tolist()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -216,7 +217,7 @@ class Comparison:
     b: str
     result: Paired
     p_holm: float
-    """Adjusted for all comparisons of the list it came in."""
+    """Adjusted for all comparisons of the list it came in, or of the family it belongs to."""
     p_log_rank: float
     """Of equal times to the first collapse; unadjusted. NaN when neither arm had one."""
 
@@ -226,11 +227,20 @@ def pairs_of(arms: Sequence[str], contrasts: Sequence[Sequence[str]]) -> Sequenc
     return contrasts or [(b, a) for a, b in itertools.combinations(arms, 2)]
 
 
+def family(declared: Mapping[str, Any]) -> int:
+    """How many comparisons a declaration asks for: its pairs, at each combination of factors that runs both arms."""
+    pairs = pairs_of([arm["name"] for arm in declared["arms"]], declared["contrasts"])
+    cells = [set(cell.get("arms") or itertools.chain(*pairs)) for cell in (declared["cells"] or {"": {}}).values()]
+    combinations = math.prod(map(len, declared["factors"].values()))
+    return combinations * sum(set(pair) <= cell for pair in pairs for cell in cells)
+
+
 def compare(frames: Frames, arms: Sequence[str], contrasts: Sequence[Sequence[str]] = (),
-            metric: Metric = MAIN) -> list[Comparison]:
+            metric: Metric = MAIN, family: int = 0) -> list[Comparison]:
     """The contrasts (first minus second) over the seeds both arms have, at every combination of factors.
 
-    Without contrasts: all pairs, the later arm minus the earlier. Holm's adjustment is over everything returned.
+    Without contrasts: all pairs, the later arm minus the earlier. Holm's adjustment is over everything returned, or
+    over a `family` of more that were declared, of which some have no runs yet.
     """
     pairs, found = pairs_of(arms, contrasts), []
     for cell in frames.cells:
@@ -239,5 +249,5 @@ def compare(frames: Frames, arms: Sequence[str], contrasts: Sequence[Sequence[st
         times = {arm: (rows["time"], rows["fate"] != "stable") for arm, rows in fates.groupby("arm")}
         found += [Comparison(cell, a, b, paired(by_arm[a], by_arm[b]), math.nan, log_rank(times[a], times[b]))
                   for a, b in pairs if set(by_arm.get(a, ())) & set(by_arm.get(b, ()))]
-    adjusted = holm([one.result.p for one in found])
+    adjusted = holm([one.result.p for one in found], family)
     return [Comparison(c.cell, c.a, c.b, c.result, p, c.p_log_rank) for c, p in zip(found, adjusted, strict=True)]

@@ -16,6 +16,7 @@ from moe_rl.results.summary import (
     GAINED,
     Metric,
     compare,
+    family,
     metric,
     outcomes,
     pairs_of,
@@ -57,7 +58,7 @@ def study_tables(frames: Frames, declared: Mapping[str, Any], *, cells: bool = F
         tables.append(summary_table(frames.cell(cell), arms, name, declared["metrics"]))
     if declared["contrasts"] or not several:
         for one in (endpoint, *map(metric, declared["further_endpoints"])):
-            tables += comparison_table(frames, arms, one, declared["contrasts"])
+            tables += comparison_table(frames, arms, one, declared)
     for factor in dict.fromkeys(f for f in map(factor_of, declared["figures"]) if f):
         tables += half_lost_table(frames, arms, factor, endpoint, declared["contrasts"])
     return tables
@@ -98,18 +99,22 @@ def collapse_overview(frames: Frames, arms: Sequence[str]) -> Shown:
 
 
 def comparison_table(frames: Frames, arms: Sequence[str], endpoint: Metric,
-                     contrasts: Sequence[Sequence[str]]) -> list[Shown]:
-    """The contrasts, or all pairs of arms; nothing where no two arms share a seed."""
-    found = compare(frames, arms, contrasts, endpoint)
+                     declared: Mapping[str, Any]) -> list[Shown]:
+    """The contrasts, or all pairs of arms; nothing where no two arms share a seed. Of a study of which a part has run,
+    p values are adjusted for all that it declares."""
+    contrasts, asked = declared["contrasts"], family(declared)
+    found = compare(frames, arms, contrasts, endpoint, asked)
     if not found:
         return []
+    n = len(found)
+    of = f"{n} rows" if n >= asked else f"{asked} comparisons declared, of which {n} are here"
     what = "contrasts decided on beforehand" if contrasts else "all pairs of arms, exploratory"
     several = len(frames.cells) > 1
     header = ("difference", "mean, interval", "n", "p", "p,\nHolm", "smallest\np", "p, log-\nrank")
     rows = [(f"{c.a} − {c.b}" + f", {c.cell}" * several, str(c.result.difference), str(c.result.n),
              *map(_p, (c.result.p, c.p_holm, c.result.p_smallest, c.p_log_rank))) for c in found]
     note = (f"{_methods(c.result.difference for c in found)} p: two-sided, {found[0].result.method} within seeds; "
-            f"Holm over the {len(found)} rows; the smallest p is what this n can reach at all. Log-rank: of times to "
+            f"Holm over the {of}; the smallest p is what this n can reach at all. Log-rank: of times to "
             "the first collapse, unpaired, not adjusted, exploratory; – where nothing collapsed.")
     return [Shown(f"{endpoint.name}: {what}", header, rows, note)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import statistics
 import warnings
 from collections import deque
@@ -27,8 +28,8 @@ FILES, ROWS, BYTES = 3, 64, 2**24
 class GapFiles:
     """Looks at the engine's gap of every step, and keeps the rollouts of a few of those that stand out.
 
-    A gap is `engine_kl_k3`; usual is the median of up to 20 steps before, in this process. What is written is never
-    read by the run, and a file that cannot be written is a warning.
+    A gap is `engine_kl_k3`; usual is the median of up to 20 steps before, in this process, those that have one: NaN
+    is a gap that stands out. What is written is never read by the run, and a file that cannot be written is a warning.
     """
 
     def __init__(self, folder: Path, sampling: Sampling):
@@ -38,10 +39,11 @@ class GapFiles:
     def __call__(self, step: int, batch: Batch, row: Mapping[str, Any]) -> None:
         """The batch of a step and its row of `steps`."""
         gap = row.get("engine_kl_k3")
-        if gap is None:
+        if gap is None or not bool(batch.response_mask.any()):
             return
         usual = statistics.median(self.before) if len(self.before) >= USUAL else UNHEARD_OF / TIMES
-        self.before.append(gap)
+        if math.isfinite(gap):
+            self.before.append(gap)
         file = self.folder / f"step={step:06d}.jsonl"
         if gap <= max(TIMES * usual, NOTHING) or len(set(self.folder.glob("*.jsonl")) - {file}) >= FILES:
             return

@@ -1,8 +1,8 @@
 """Runs on disk: a folder per run that survives a SIGKILL at any instant (`frames` reads many of them at once).
 
     runs/<study>/<arm>/<factors>/seed=<n>/
-        manifest.json     configuration and its hash, seed, code and package versions, commit, digests of what it is made
-                          from and of the study file, device, dates, seconds
+        manifest.json     configuration and its hash, seed, code and package versions, commit, digests of what it is
+                          made from and of the study file, device, dates, seconds
         progress.json     state, step, seconds per step; replaced at every step
         commit/, tables/  rows and checkpoint of the last commit, which a kill leaves whole or absent: see `commits`
         <table>.parquet   each table of `columns.TABLES`, published when the run has finished
@@ -51,7 +51,8 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path, config: Mapping[str, Any], hash: str, *, trainer: str = "",
              study_file: Path | None = None) -> RunFolder:
-        """Create the folder of a run, or go on with it; `trainer` names what carries it out, `study_file` what declares it.
+        """Create the folder of a run, or go on with it; `trainer` names what carries it out, `study_file` what declares
+        it.
 
         Raises RunError when the folder holds another configuration (naming the keys that differ; `steps` may), when it
         holds something that is not a run, or when another process is running it. Nothing is overwritten then.
@@ -62,7 +63,8 @@ class RunFolder:
             lease = undo.enter_context(Lease(path / LEASE))
             for leftover in [*path.glob(".tmp-*"), *path.glob("commit/.tmp-*")]:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            manifest = read_manifest(path) or {"created": time.time(), "hash": hash, "seed": config.get("seed"), "code": []}
+            manifest = read_manifest(path) or {"created": time.time(), "hash": hash, "seed": config.get("seed"),
+                                               "code": []}
             config = dict(config)
             config["steps"] = max(config.get("steps", 0), manifest.get("config", config).get("steps", 0))
             codes = [*manifest["code"], *({code_version()} - set(manifest["code"]))]
@@ -98,8 +100,8 @@ class RunFolder:
         if commit is None:
             return 0, None
         if self.manifest.get("finished") == self.step and digest(commit / "checkpoint") != self.manifest["checkpoint"]:
-            raise RunError(f"{commit / 'checkpoint'} is not what the run finished with: a file was damaged or replaced. "
-                           f"Restore it from a copy, or remove {self.path} and run it again")
+            raise RunError(f"{commit / 'checkpoint'} is not what the run finished with: a file was damaged or "
+                           f"replaced. Restore it from a copy, or remove {self.path} and run it again")
         return self.step, commit / "checkpoint"
 
     def add(self, table: str, rows: Iterable[Row]) -> None:
@@ -154,8 +156,8 @@ class RunFolder:
 
     def _fence(self) -> None:
         if not self._lease.held:
-            raise RunError(f"{self.path} was taken over by {holder(self.path / LEASE)}, since this process did not show "
-                           "for too long that it lives; the run goes on there, and nothing was written here")
+            raise RunError(f"{self.path} was taken over by {holder(self.path / LEASE)}, since this process did not "
+                           "show for too long that it lives; the run goes on there, and nothing was written here")
 
     def progress(self, step: int, **values: Any) -> None:
         """Where the run is, for `list` and the live display: atomically replaced, not fsynced. Nothing is said where

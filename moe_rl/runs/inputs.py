@@ -39,9 +39,9 @@ def inputs_of(config: Mapping[str, Any], trainer: str = "") -> dict[str, str]:
     for text in [trainer, *_texts(config)]:
         if text.startswith(DATA):
             found |= _of_file(text.removeprefix(DATA))
-        elif (named := NAMED.fullmatch(text)) and not text.startswith((LIBRARY, "moe_rl.")):
-            if (source := _source(named[1])) is not None:
-                found |= {named[1]: _file_digest(*_stamp(source)), **_beside(named[1], source)}
+        elif ((named := NAMED.fullmatch(text)) and not text.startswith((LIBRARY, "moe_rl."))
+              and (source := _source(named[1])) is not None):
+            found |= {named[1]: _file_digest(*_stamp(source)), **_beside(named[1], source)}
     for text in _texts(config.get("task", {})):
         found |= _of_file(text)
     name = config.get("model", {}).get("name", "")
@@ -107,8 +107,8 @@ def digest(folder: Path) -> str:
 
 
 def _beside(module: str, source: Path) -> dict[str, str]:
-    """Digests of what a module imports from where it is found itself, by module; of what is installed, none: its version
-    says what it is."""
+    """Digests of what a module imports from where it is found itself, by module; of what is installed, none: its
+    version says what it is."""
     folder = source.parents[module.count(".") + (source.name == "__init__.py")]
     if source.suffix != ".py" or any(Path(place) in source.parents for place in INSTALLED):
         return {}

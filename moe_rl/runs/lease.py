@@ -96,8 +96,8 @@ class Lease:
             pass
         except OSError as error:
             raise RunError(f"{self.folder.parent} cannot be locked: its file system has no hard links "
-                           f"({error.strerror}), so nothing would stop two processes from writing there at once; choose "
-                           "an --out on another file system") from error
+                           f"({error.strerror}), so nothing would stop two processes from writing there at once; "
+                           "choose an --out on another file system") from error
         if os.fstat(self._file.fileno()).st_nlink == 2:  # not what link said, whose answer a network may lose
             self.number = number
 

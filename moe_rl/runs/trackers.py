@@ -183,7 +183,8 @@ def opened(text: str) -> Iterator[Tracker]:
     try:
         lock = FileLock(folder / ".moe_rl.lock").acquire(timeout=1)
     except Timeout as error:
-        raise RunError(f"another process is writing to {folder}: wait for it, or choose another, {name}=FOLDER") from error
+        raise RunError(f"another process is writing to {folder}: wait for it, or choose another, "
+                       f"{name}=FOLDER") from error
     with lock:
         yield lookup("tracker", name, TRACKERS)(folder)
 

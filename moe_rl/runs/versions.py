@@ -35,8 +35,8 @@ def code_version(*also: str) -> str:
 
 @cache
 def git_state(folder: Path = PACKAGE, *files: str) -> dict[str, Any]:
-    """`commit` of the checkout that a folder is part of, and whether the folder, or those of its `files` that are named,
-    differ from it: `dirty`. Both None, with the reason as `why`, where git cannot say, as outside a checkout."""
+    """`commit` of the checkout that a folder is part of, and whether the folder, or those of its `files` that are
+    named, differ from it: `dirty`. Both None, with the reason as `why`, where git cannot say, as outside a checkout."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()

@@ -120,16 +120,17 @@ def rehearse(run: RunConfig) -> list[str]:
 
 def elsewhere(
     base: RunConfig, changes: Mapping[str, Any], factors: Collection[str] = ()
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], list[str]] | None:
     """Where `changes` ask for another task or model than those of `base`: settings in place of the numbers that were
     chosen there, and a sentence about each. What `changes` say themselves, and what the study varies, stays.
 
     The learning rate becomes the default, or CHECKPOINT_LR for a checkpoint, which also begins without a cold start;
-    max_new_tokens becomes what the longest reference answer needs. Arms stay as they are.
+    max_new_tokens becomes what the longest reference answer needs. Arms stay as they are. None where task and model are
+    those of `base`.
     """
     run = base.replace(**changes)
     if not another_setting(base, run):
-        return {}, []
+        return None
     wanted: dict[str, Any] = {"optimizer.lr": Optimizer().lr, "optimizer.warmup": Optimizer().warmup}
     if run.model.name not in PRESETS:
         wanted |= {"optimizer.lr": CHECKPOINT_LR, "cold_start.target": 0.0}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Part, Use, imported, unknown
+from moe_rl.lookup import Part, Use, check_options, imported, unknown
 from moe_rl.seeds import HELD_OUT, derive
 from moe_rl.types import Prompt
 
@@ -91,14 +91,14 @@ def load_task(use: Part) -> AnyTask:
     """
     use = Use.of(use)
     name, _, argument = use.name.partition(":")
+    parameter = None
     if name in TASKS:
         module, parameter = TASKS[name]
         if bool(parameter) != bool(argument):
             raise ConfigError(f"task {use.name!r}: write {next(c for c in CHOICES if c.startswith(name))}.")
         cls = imported("task", module)
-        options = dict(use.options) | ({parameter: argument} if parameter else {})
     elif use.own:
-        cls, options = imported("task", use.name), dict(use.options)
+        cls = imported("task", use.name)
     else:
         unknown("task", name, CHOICES)
     prompts, *rewarded = (callable(getattr(cls, method, None)) for method in ("prompts", "reward", "start"))
@@ -107,6 +107,9 @@ def load_task(use: Part) -> AnyTask:
             f"{use.name!r} is no task: it needs to be a class with the methods prompts(count, seed) and "
             "reward(prompt, completion) or, of several turns, start(prompt)."
         )
+    said = {parameter: argument} if parameter else {}
+    check_options("task", use, cls, said)
+    options = {**use.options, **said}
     try:
         return cls(**options)
     except TypeError as error:

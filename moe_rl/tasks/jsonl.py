@@ -26,7 +26,15 @@ class JsonlTask:
         path = Path(file).expanduser()
         if not path.is_file():
             raise ConfigError(f"task 'jsonl:{file}': there is no such file (looked at {path.absolute()}).")
-        self.lines = [_prompt(entry, where) for where, _, entry in objects(path)]
+        found = [(where, _prompt(entry, where)) for where, _, entry in objects(path)]
+        first: dict[str, tuple[str, Prompt]] = {}
+        for where, prompt in found:
+            there, known = first.setdefault(prompt.text, (where, prompt))
+            if known.answer != prompt.answer:
+                raise ConfigError(f"{where}: the question {prompt.text[:80]!r} has the answer {prompt.answer!r}, but "
+                                  f"{known.answer!r} at {there}, so that what is right depends on which of them is "
+                                  "drawn; leave one out, or tell the questions apart.")
+        self.lines = [prompt for _, prompt in found]
         if not self.lines:
             raise ConfigError(f'{path} holds no question; write lines such as {{"question": "1+1=", "answer": "2"}}.')
 

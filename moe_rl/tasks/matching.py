@@ -29,6 +29,11 @@ SEVERAL = re.compile(r"\s*[A-Za-z]\w*\s*=[^=]+?(?:(?:,|;|\bor\b|\band\b)\s*[A-Za
 ANSWER = re.compile(r"\banswer\b(?:\s+is)?\s*:?", re.IGNORECASE)
 LONG = 200
 """Letters of an answer which a parser would chew on for seconds, beyond some that grow with the right answer."""
+SPELT = ((re.compile(r"\\([$%])"), r"\1"), (re.compile(r"\{,\}"), ","),
+         (re.compile(r"\\!|(?<=\d)\\,(?=\d{3}(?!\d))"), ""))
+"""What LaTeX writes otherwise: signs, and the marks of thousands in 1{,}200, 1,\\!200 and 1\\,200."""
+STYLE = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|operatorname)\s*(?=\{)")
+CHOICE = re.compile(r"\(([A-Za-z]+)\)")
 DRESS = ("$", r"\(", r"\)", r"\[", r"\]", "**", "`", ".", ",", ";", ":", r"\ ")
 
 
@@ -96,8 +101,8 @@ def same_answers(match: str, answer: str, completions: Sequence[str]) -> list[in
 
 
 def final(text: str, several: bool = False) -> str:
-    """The final answer in a text, without dollar signs and punctuation around it; empty where there is none. With
-    `several` equations are kept whole."""
+    """The final answer in a text, without dollar signs, punctuation, a font or brackets of a word around it; empty
+    where there is none. With `several` equations are kept whole."""
     if r"\boxed" in text:
         text = _braced(text.rpartition(r"\boxed")[2])
     elif "####" in text:
@@ -134,10 +139,14 @@ def _braced(text: str) -> str:
 
 
 def _undressed(text: str) -> str:
+    for spelt, meant in SPELT:
+        text = spelt.sub(meant, text)
     for mark in DRESS * 2:  # a point may stand within dollar signs or after them
         text = text.strip().removesuffix(mark)
         text = text if mark == "." else text.strip().removeprefix(mark)  # .5 is a number
-    return text.strip()
+    text = CHOICE.sub(r"\1", text.strip()) if CHOICE.fullmatch(text.strip()) else text.strip()
+    inside = _braced(rest) if (style := STYLE.match(text)) and (rest := text[style.end():]) else ""
+    return _undressed(inside) if style and rest == f"{{{inside}}}" else text
 
 
 def _within(found: str, question: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from moe_rl.errors import ConfigError
@@ -25,6 +26,10 @@ class ReasoningGym:
                               "reasoning-gym") from error
         if dataset not in DATASETS:
             unknown("reasoning-gym dataset", dataset, DATASETS)
+        known = inspect.signature(DATASETS[dataset][1]).parameters
+        for name in options:
+            if name not in known:
+                unknown(f"option of reasoning_gym:{dataset}", name, set(known) - {"seed", "size"})
         reserved = {"seed", "size"} & set(options)
         if reserved:
             raise ConfigError(f"reasoning_gym:{dataset}: {', '.join(sorted(reserved))} cannot be an option, since the "

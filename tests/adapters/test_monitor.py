@@ -307,6 +307,13 @@ def test_misuse_is_an_error_that_says_what_to_do(qwen, tokens):
         moe_rl.monitor(qwen, probe={"tokens": tokens})
     with wrong(ConfigError, match="the probe is a Tensor: it is a batch by name"):
         inspect.unwrap(_probe_of)([], tokens)  # past the check of types, which is there in tests alone
+    with wrong(ConfigError, match=r"decides has shape \(4, 9\) and is true at 0 inputs"):
+        moe_rl.monitor(qwen, probe={"input_ids": tokens, "decides": torch.zeros_like(DECIDES)})
+    for shapes in ((4, 9), (1, 9), (4, 9)), ((4, 9), (4, 8), (4, 9)), ((4, 9), (4, 9), (4, 1)), ((9,), (9,), (4, 9)):
+        given = [torch.ones(shape) for shape in shapes]
+        said = re.escape(f"log-probs {list(shapes[0])}, the engine's {list(shapes[1])} and the mask {list(shapes[2])}")
+        with wrong(ConfigError, match=said):
+            inspect.unwrap(moe_rl.monitor.engine)(moe_rl.monitor(qwen), *given)
     with wrong(ConfigError, match=r"decides has shape \(4, 8\)"):
         moe_rl.monitor(qwen, probe={"input_ids": tokens, "decides": DECIDES[:, :8]})
     monitor = moe_rl.monitor(qwen)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -202,7 +203,11 @@ def test_the_command_prints_a_verdict_and_writes_a_page(there, capsys, monkeypat
     page = out.read_text()
     assert "<script" not in page and "default-src 'none'" in page and "off by 1" in page
     assert cli.main(["diagnose", str(there / "good.jsonl"), str(there / "step"), "--out", str(out)]) == 0
-    assert "No gap" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    ((limit, floor),) = re.findall(
+        r"No gap: .*? agree up to (\S+): 4 times the noise floor of (\S+), at least 1e-09", said)
+    (row,) = re.findall(r"noise floor │ (\S+)", said)
+    assert floor == row and float(limit) == max(1e-9, 4 * float(floor)), "that of the table"
 
 
 def test_text_reaches_the_page_as_text(bench, tmp_path):

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from moe_rl.config import Arm, ModelConfig, RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.models import memory
+from moe_rl.models import memory, vocabulary
 from moe_rl.models.load import load
 from moe_rl.models.memory import check_memory, estimate_memory
 from moe_rl.models.presets import PRESETS
+from moe_rl.policies import hf
+from tests.policies.test_hf import GRPO, make_batch, part_of, policy_of
+from tests.routing.families import FAMILIES, tiny_config
 
 
 def run(**changes) -> RunConfig:
@@ -49,10 +56,67 @@ def test_activations_are_estimated_within_a_factor_of_one_and_a_half(name, own, 
 
 
 def test_half_precision_keeps_half_of_what_the_models_own_operators_keep():
-    """A CPU runs them, too, in bfloat16: 4 rows of 12 + 12 tokens of qwen3_moe-tiny, 6 layers, by the formula."""
+    """A CPU runs them, too, in bfloat16: 4 rows of 12 + 12 tokens of qwen3_moe-tiny, 6 layers, by the formula;
+    log-softmax is in float32."""
     layer = 8 * 64 + 5 * 4 * 16 + 2 * (4 * 32 + 2 * 64)
     settings = {"micro_batch": 4, "max_new_tokens": 12, "model.dtype": "bfloat16"}
-    assert estimate_memory(run(**settings), 12).activations == 4 * 24 * (6 * layer + 3 * 258) * 2
+    assert estimate_memory(run(**settings), 12).activations == 4 * 24 * (6 * layer * 2 + 3 * 258 * 4)
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes that tensors of `size` bytes or more hold at once."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.live, self.now, self.most = size, set(), 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in filter(torch.is_tensor, tree_leaves(out)):
+            storage = x.untyped_storage()
+            if storage.nbytes() >= self.size and storage._cdata not in self.live:
+                self.live.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
+                self.most = max(self.most, self.now)
+        return out
+
+    def gone(self, key, size):
+        self.live.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("family, settings", [
+    ("granitemoe", {"logits_scaling": 3.0}), ("cohere2_moe", {}),
+    ("gemma4_text", {"final_logit_softcapping": 30.0})])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_logits_of_a_family_that_scales_them_are_counted(family, settings, dtype, tmp_path, monkeypatch):
+    """Against the peak of a real update, with a vocabulary beside which nothing else counts: what scales its logits
+    makes them all, however few are allowed at once."""
+    known = next(f for f in FAMILIES if f.model_type == family)
+    config = tiny_config(CONFIG_MAPPING[family], known.settings | settings | {"vocab_size": 20_000})
+    model = AutoModelForCausalLM.from_config(config).eval().to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path)
+    for module in (hf, vocabulary, memory):
+        monkeypatch.setattr(module, "LOGITS", 40_000)
+    batch = make_batch()
+    policy = policy_of(model)
+    part = part_of(batch, policy.score(batch))
+    rows, time = part.tokens.shape
+    kept = time - hf.first_response(part)
+    with Largest(2 * rows * kept * 20_000) as measured:
+        policy._backward(part, GRPO)
+    settings = {"model.name": str(tmp_path), "model.dtype": dtype, "prompts_per_step": rows, "group_size": 1}
+    small, large = (estimate_memory(run(**settings, mini_batches=1, micro_batch=rows, max_new_tokens=n), 1).activations
+                    for n in (1, 1 + kept))
+    assert large - small == pytest.approx(measured.most, rel=0.05)
+
+
+def test_logits_that_are_made_in_pieces_are_bounded():
+    large = {"model.overrides": {"vocab_size": 10**6}, "micro_batch": 64}
+    few, many = (estimate_memory(run(**large, max_new_tokens=n), 100).activations for n in (20, 40))
+    plain = [estimate_memory(run(micro_batch=64, max_new_tokens=n), 100) for n in (20, 40)]
+    assert 0 < many - few < plain[1].activations - plain[0].activations, "of the layers alone"
 
 
 def test_weights_gradients_and_moments_are_exact():

@@ -26,12 +26,12 @@ def test_one_seed_has_no_interval_and_says_so():
     assert got.method == "one seed, no interval" and str(got) == "0.5 [–]"
 
 
-def test_from_eight_seeds_on_the_bootstrap_is_used_and_is_reproducible():
-    values = np.random.default_rng(0).normal(size=8)
+def test_from_twelve_seeds_on_the_bootstrap_is_used_and_is_reproducible():
+    values = np.random.default_rng(0).normal(size=12)
     got = stats.interval(values)
     assert got.method == "95% BCa bootstrap" and got == stats.interval(values)
     assert got.low < got.mean < got.high
-    assert stats.interval(values[:7]).method == "95% Student t"
+    assert stats.interval(values[:11]).method == "95% Student t"
 
 
 def test_bootstrap_interval_of_many_normal_values_is_the_normal_interval():

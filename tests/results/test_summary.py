@@ -12,8 +12,19 @@ import pytest
 
 from moe_rl.errors import ConfigError
 from moe_rl.results import stats
-from moe_rl.results.summary import ENGINE, MAIN, METRICS, compare, metric, outcomes, per_run, replaying, summarise
-from moe_rl.results.tables import summary_table, untrained
+from moe_rl.results.summary import (
+    ENGINE,
+    MAIN,
+    METRICS,
+    compare,
+    family,
+    metric,
+    outcomes,
+    per_run,
+    replaying,
+    summarise,
+)
+from moe_rl.results.tables import comparison_table, summary_table, untrained
 from moe_rl.results.verdict import verdict_of
 from moe_rl.runs.frames import Frames
 from tests import fake_study
@@ -112,6 +123,22 @@ def test_only_named_contrasts_are_compared_and_holm_counts_only_these(frames):
     (found,) = compare(frames, ARMS, [("grpo", "gspo")])
     assert (found.a, found.b) == ("grpo", "gspo") and found.result.difference.mean < 0
     assert found.p_holm == found.result.p == 0.25
+
+
+def test_a_part_of_a_study_is_adjusted_for_all_that_it_declares(frames):
+    """Of three pairs in two cells one is here, at p = 0.25: Holm over six, and over four where a cell runs two arms."""
+    declared = {"arms": [{"name": arm} for arm in ARMS], "contrasts": [], "cells": {"a": {}, "b": {}}, "factors": {}}
+    two = dataclasses.replace(frames, runs=frames.runs.query("arm != 'grpo-replay'"), tables={
+        "steps": frames["steps"].query("arm != 'grpo-replay'")})
+    for asked, m in ((declared, 6), (declared | {"cells": {"a": {"arms": ["grpo", "gspo"]}, "b": {}}}, 4),
+                     (declared | {"contrasts": [["gspo", "grpo"]]}, 2),
+                     (declared | {"cells": {}, "factors": {"optimizer.lr": [1, 2, 3]}}, 9)):
+        assert family(asked) == m
+        (shown,) = comparison_table(two, ["grpo", "gspo"], MAIN, asked)
+        assert shown.rows[0][3:5] == ("0.25", f"{min(0.25 * m, 1):.3g}") and len(shown.rows) == 1
+        assert f"Holm over the {m} comparisons declared, of which 1 are here" in shown.note
+    (whole,) = comparison_table(frames, ARMS, MAIN, declared | {"cells": {}})
+    assert "Holm over the 3 rows" in whole.note and whole.rows[0][4] == "0.75"
 
 
 def test_contrasts_at_every_combination_of_factors_share_one_adjustment(frames):

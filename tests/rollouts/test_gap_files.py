@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from dataclasses import replace
 
 import pytest
+import torch
 
 from moe_rl.compare.diagnose import diagnose
 from moe_rl.execute import build
@@ -52,6 +54,17 @@ def test_a_first_step_far_off_is_kept_and_rounding_never(parts, tmp_path):
     with pytest.warns(UserWarning, match="0.02 nats"):
         GapFiles(tmp_path / "b", Sampling())(1, batch, {"engine_kl_k3": 0.02})
     assert kept(tmp_path / "b") == ["step=000001.jsonl"]
+
+
+def test_a_gap_that_is_no_number_is_kept_and_not_remembered(parts, tmp_path):
+    batch, watch = roll_out(RUN, parts, 1), GapFiles(tmp_path / "rollouts", 1.0)
+    watch(1, replace(batch, response_mask=torch.zeros_like(batch.response_mask)), {"engine_kl_k3": math.nan})
+    assert kept(tmp_path / "rollouts") == [], "nobody said anything"
+    with pytest.warns(UserWarning, match="step 1: the engine's log-probs are nan nats"):
+        watch(1, batch, {"engine_kl_k3": math.nan})
+    for step, gap in enumerate((1e-3, 1e-3, 1e-3, 4e-3), start=2):
+        watch(step, batch, {"engine_kl_k3": gap})
+    assert kept(tmp_path / "rollouts") == ["step=000001.jsonl"]
 
 
 def test_a_kept_file_is_read_by_diagnose(parts, tmp_path):
@@ -101,9 +114,18 @@ def test_watching_changes_no_number_of_a_run(tmp_path, monkeypatch):
 
 
 def test_the_trainer_shows_every_step(tmp_path):
-    seen = []
+    """And no rank waits for another to have seen it: what all wait for is what `from_rank_0` is asked."""
+    seen, waiting = [], []
+
+    def from_rank_0(function):
+        waiting.append(function)
+        try:
+            return function()
+        finally:
+            waiting.pop()
+
     with RunFolder.open(tmp_path / "run", RUN.to_dict(), RUN.hash) as folder:
-        parts = replace(build(RUN, folder.path, tmp_path), watch=lambda step, batch, row: seen.append(
-            (step, len(batch), row["engine_kl_k3"] < 1e-9)))
+        parts = replace(build(RUN, folder.path, tmp_path), from_rank_0=from_rank_0, watch=lambda step, batch, row:
+                        seen.append((step, len(batch), row["engine_kl_k3"] < 1e-9, len(waiting))))
         train(RUN, parts, folder)
-    assert seen == [(1, 16, True), (2, 16, True)]
+    assert seen == [(1, 16, True, 0), (2, 16, True, 0)]

@@ -50,7 +50,8 @@ def train(root: Path, config: RunConfig = CONFIG) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.parent.name != runs.LEASE}
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*")
+            if p.is_file() and p.parent.name != runs.LEASE}
 
 
 def nothing(_: Path) -> None:

@@ -36,7 +36,8 @@ def expected(path):
     for table, keys in TABLES.items():
         for row in read_table(path, table).to_dict("records"):
             names = "".join(f"/{key}_{row[key]}" for key in keys[1:])
-            found |= {(f"{table}/{c}{names}", row["step"]): float(v) for c, v in row.items() if c not in keys and v == v}
+            found |= {(f"{table}/{c}{names}", row["step"]): float(v) for c, v in row.items()
+                      if c not in keys and v == v}
     return found
 
 

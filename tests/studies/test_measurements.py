@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import answers
+import answers_of_measures
 import early_warning
 import gradient_quality_trainer
 import numpy as np
 import pandas as pd
+import per_seed
 import pytest
 import ratio_variance_trainer
 import torch
@@ -68,11 +69,11 @@ def test_tokens_are_compared_under_both_routes():
 def test_what_replay_removes_is_a_ratio_of_sums():
     rows = pd.DataFrame({"seed": [0, 0, 1, 1], "dd": [1.0, 3.0, 2.0, 2.0], "rr": [0.5, 0.5, 0.5, 0.5],
                          "kl_natural": [1.0] * 4, "kl_replayed": [0.25] * 4})  # fmt: skip
-    found = answers.removed(rows, resamples=200)
+    found = answers_of_measures.removed(rows, resamples=200)
     assert found["variance_pooled"] == 0.75 and found["variance_removed"] == pytest.approx(0.75)
     assert found["variance_low"] == found["variance_high"] == 0.75  # both seeds have the same share
     assert found["variance_by_prompt"] == "[0.67, 0.80]" and found["kl_pooled"] == 0.75
-    assert answers.slopes(pd.DataFrame([[0, 1, 2], [3, 1, -1]]), (0, 1, 2)).tolist() == pytest.approx([1, -2])
+    assert per_seed.slopes(pd.DataFrame([[0, 1, 2], [3, 1, -1]]), (0, 1, 2)).tolist() == pytest.approx([1, -2])
 
 
 def test_a_logistic_regression_finds_the_odds_that_made_its_data():

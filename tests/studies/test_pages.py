@@ -57,7 +57,7 @@ def test_the_index_fits_a_screen_and_names_every_page_and_study():
     assert len(first) <= 10 and all(len(row.split("|")[2].split()) <= 12 for row in first)
     named = set(re.findall(r"\]\((\w+)\.(?:md|py)\)", text))
     assert {page.stem for page in pages.pages()} - {"README"} <= named
-    assert {folder.name for folder in pages.answers.RESULTS.iterdir()} <= named
+    assert {folder.name for folder in pages.RESULTS.iterdir()} <= named
     for path in re.findall(r"\]\((results/[^)]+)\)", text):
         assert (pages.HERE / path).exists(), path
 
@@ -68,7 +68,7 @@ def test_runs_are_shared_where_rewards_are_equal_and_nowhere_else():
         "grpo with grpo in optimizer.lr=0.0004 of learning_rates",
         "gspo with gspo in optimizer.lr=0.0004 of learning_rates"}
     assert pages.shared("confirmation") == {} == pages.shared("engine_vllm")
-    assert load_study(pages.answers.RESULTS / "why_replay").runs["created"].isna().all()
+    assert load_study(pages.RESULTS / "why_replay").runs["created"].isna().all()
 
 
 def test_a_page_is_refilled_between_its_markers_alone(monkeypatch):

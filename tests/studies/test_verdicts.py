@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
+import volatility_controls_verdicts as controls
 import volatility_dial_verdicts as dial
 from volatility_dial import SIGMAS, dose
 
@@ -54,3 +57,14 @@ def test_a_rate_that_damages_the_model_makes_the_study_void():
 def test_a_rule_without_its_runs_is_no_verdict():
     with pytest.raises(RunError, match="needs runs of grpo, grpo-replay, gspo"):
         dial.verdict(dial_frames(0.1, cured=(), arms=["grpo", "grpo-replay"]))
+
+
+@pytest.mark.parametrize("first, said", [
+    ([0.0, 9.9e-5], "within 9.9e-05, and must be within 0.0001: holds"), ([0.0, 1.1e-4], "within 0.00011.*FAILS.*void"),
+    ([0.0, np.nan], "within nan.*FAILS"), ([], "within nan.*FAILS")])
+def test_wrong_replay_is_void_where_the_first_ratios_are_not_one(first, said):
+    """The bound that volatility_controls declares; before the first step there is no ratio."""
+    key = {"arm": "grpo-wrong-replay", "factors": "wrong-replay", "seed": 0}
+    rows = [{**key, "step": t, "first_update_log_ratio_max": x} for t, x in enumerate([np.nan, *first])]
+    frames = Frames(pd.DataFrame([{**key, "state": "finished"}]), {"steps": pd.DataFrame(rows)})
+    assert re.search(said, controls.machinery(frames)) and "ratios are 1 within 1e-4" in controls.study.decision_rule

@@ -49,8 +49,14 @@ def test_an_unknown_task_is_one_sentence_with_the_choices(spec, said):
 
 
 def test_a_wrong_option_is_named():
-    with pytest.raises(ConfigError, match="digit"):
-        load_task(Use("running_sums", digit=3))
+    for use, said in ((Use("running_sums", digit=3), "no option of the task 'running_sums' is called 'digit'. Did you "
+                       "mean digits or min_digits? There are: digits, min_digits, modulus, partial."),
+                      (Use("jsonl:pairs.jsonl", mach="math"), "'mach'. Did you mean match? There are: match."),
+                      (Use("jsonl:pairs.jsonl", file="other"), "'file'. There are: match."),
+                      (Use("reasoning_gym:spell_backward", max_word_length=4), "Did you mean max_word_len")):
+        with pytest.raises(ConfigError) as error:
+            load_task(use)
+        assert said in str(error.value) and "__init__" not in str(error.value)
 
 
 def test_a_task_of_ones_own_is_found_in_the_working_directory(tmp_path, monkeypatch):

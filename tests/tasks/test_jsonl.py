@@ -42,7 +42,7 @@ def test_a_run_writes_out_how_it_is_scored_and_rows_without_it_are_refused_when_
 
 
 def test_repeated_questions_count_once(tmp_path):
-    task = task_of(tmp_path, [{"question": f"q{i % 3}", "answer": i} for i in range(7)])
+    task = task_of(tmp_path, [{"question": f"q{i % 3}", "answer": i % 3} for i in range(7)])
     assert len(task) == 3
 
 
@@ -74,6 +74,8 @@ def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
         (['{"question": "q", '], "line 1: a JSON object is needed.*Expecting property name"),
         (["[1]"], "line 1: a JSON object is needed"),
         ([], "holds no question"),
+        ([{"question": "q", "answer": 1}, {"question": "r", "answer": 2}, {"question": "q", "answer": "2"}],
+         r"line 3: the question 'q' has the answer '2', but '1' at .*pairs.jsonl, line 1"),
     ],
 )
 def test_a_broken_file_names_the_line(tmp_path, lines, said):

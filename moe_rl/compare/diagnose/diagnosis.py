@@ -16,7 +16,7 @@ from moe_rl.compare.diagnose.reported import Reported
 from moe_rl.compare.diagnose.responses import Rollouts
 from moe_rl.compare.diagnose.signatures import Finding, findings
 from moe_rl.compare.diagnose.suspects import suspects_of
-from moe_rl.compare.diagnose.verdict import LITTLE, Explanation, Gap
+from moe_rl.compare.diagnose.verdict import FLOORS, LITTLE, NOTHING, Explanation, Gap
 from moe_rl.routing.sites import layout_of
 
 if TYPE_CHECKING:
@@ -227,7 +227,8 @@ class _Case:
                                     f"it reports moves them ({worst.name}: KL {worst.mean:.2g}), in no way that is "
                                     "known: its routes are not those it used."), True
         if gap.agrees:
-            return (), f"No gap: {size}, noise floor {gap.noise:.2g}.", False
+            return (), (f"No gap: {size}, and log-probs agree up to {gap.noise:.2g}: {FLOORS:g} times the noise floor "
+                        f"of {gap.floor.mean:.2g}, at least {NOTHING:g}."), False
         if quiet:
             return ("rounding",), (f"The gap is what rounding makes ({size}; the checkpoint in float32 and in bfloat16 "
                                    f"differ by {gap.rounding.mean:.2g}). Nothing to mend."), False

@@ -1,0 +1,36 @@
+"""What the answers of the studies are made of: tables, and numbers of every seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy.stats import t
+
+from moe_rl.results.stats import Interval, interval
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def differences(values: pd.DataFrame, a: str, b: str, confidence: float = 0.95) -> Interval:
+    """a − b over the seeds (rows) both columns have."""
+    return interval((values[a] - values[b]).dropna(), confidence)
+
+
+def student(values: pd.Series, confidence: float = 0.95) -> Interval:
+    """Mean ± t(n−1) · sd / √n, also where `interval` would resample."""
+    half = t.ppf((1 + confidence) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+    return Interval(values.mean(), values.mean() - half, values.mean() + half, len(values), "Student t")
+
+
+def own_table(study: str, name: str) -> pd.DataFrame:
+    """A table that the study's own trainer wrote, in float64."""
+    table = pd.read_parquet(RESULTS / study / f"{name}.parquet")
+    return table.astype({c: "float64" for c in table.select_dtypes("float32")})
+
+
+def slopes(values: pd.DataFrame, x: Sequence[float]) -> np.ndarray:
+    """Least-squares slope of every row over x."""
+    return np.polyfit(np.asarray(x, dtype=float), values.to_numpy(dtype=float).T, 1)[0]
