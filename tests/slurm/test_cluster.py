@@ -25,6 +25,8 @@ HERE = Path(__file__).parent
 STUDY, FAKE = str(HERE / "slurm_study.py"), str(HERE.parent / "fake_study.py")
 pytestmark = pytest.mark.skipif("MOE_RL_SLURM" not in os.environ, reason="a real SLURM is started by `make test-slurm`")
 CPUS = 4
+MOST = 30
+"""Kills and the like of one study."""
 LONGEST = 1500
 """Seconds that a study may take."""
 
@@ -107,6 +109,7 @@ def test_a_study_killed_requeued_and_preempted_at_random_ends_as_on_one_machine(
         running = sorted(task for task, state in queue().items() if state == "RUNNING")
         least = min(done, key=lambda kind: done[kind])
         what = least if done[least] < 2 else draw.choice(["kill", "requeue", *[""] * 4])
+        what = what if sum(done.values()) < MOST else ""  # on a busy machine no run would come through
         if what == "controller":
             os.kill(int((cluster / "slurmctld.pid").read_text()), signal.SIGKILL)
             time.sleep(draw.uniform(0, 4))
