@@ -63,8 +63,9 @@ def asked(*words: str) -> str:
 
 
 def queue() -> dict[str, str]:
-    """The state of every task that has not ended, by its id."""
-    return dict(line.split() for line in asked("squeue", "--noheader", "--array", "--format=%F_%K %T").splitlines())
+    """The state of every task of a study that has not ended, by its id."""
+    words = ("--noheader", "--array", "--partition=main", "--format=%F_%K %T")
+    return dict(line.split() for line in asked("squeue", *words).splitlines())
 
 
 def workers(out: Path) -> list[psutil.Process]:
