@@ -3,10 +3,10 @@
     <folder>/1, 2, …    a file per holding, made by link(2), which one process alone can win; it says who that was
 
 The holder of the last file touches it. After STALE seconds without a touch anybody may make the next one, and a holder
-that only slept finds that it is `held` no longer. No file is renamed or deleted, so no judgement can come too late: one
+that only slept finds that it is `held` no longer. These files are never renamed or deleted, so no judgement can come too late: one
 about n can only try for n + 1. Ages are differences of two times that the same file system made.
 
-On one machine nobody waits: a holder also locks its file (flock), and who sees the same file system of the same running
+On one machine nobody waits: a holder also locks its file (flock) under another name, and who sees the same file system of the same running
 machine asks that lock, which the kernel gives up with its process, however that ended. On a network mount this takes a
 STALE that is longer than attributes are cached there (60 s on NFS, by default).
 """
@@ -51,19 +51,20 @@ class Lease:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.number = folder, 0
-        private = folder / f".{platform.node()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
-        self._file = private.open("w")
+        self._private = folder / f".{platform.node()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+        self._file = self._private.open("w")
         try:
             _flock(self._file.fileno(), fcntl.LOCK_EX)
-            json.dump(_identity(private) | {"job": os.environ.get("SLURM_JOB_ID"), "since": time.time()}, self._file)
+            job = os.environ.get("SLURM_JOB_ID")
+            json.dump(_identity(self._private) | {"name": self._private.name, "job": job, "since": time.time()},
+                      self._file)
             self._file.flush()
             while not self.number:
-                self._win(private, self._await_end(wait) + 1)
+                self._win(self._await_end(wait))
         except BaseException:
             self._file.close()
+            self._private.unlink()
             raise
-        finally:
-            private.unlink()
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, daemon=True)
         self._heart.start()
@@ -84,22 +85,27 @@ class Lease:
         if not self._ended.is_set():
             self._ended.set()
             self._heart.join()
-            os.utime(self._file.fileno(), (0, 0))  # as old as can be
+            with contextlib.suppress(OSError):  # who took over may have removed it
+                os.utime(self._file.fileno(), (0, 0))  # as old as can be
             self._file.close()
+            self._private.unlink(missing_ok=True)
 
-    def _win(self, private: Path, number: int) -> None:
-        """Make the file of a number, unless another process just did."""
+    def _win(self, last: int) -> None:
+        """Make the file after the last one, unless another process just did."""
         os.utime(self._file.fileno())  # it may have waited, and must not look stale
+        mine, before = self.folder / str(last + 1), _record(self.folder / str(last)).get("name")
         try:
-            os.link(private, self.folder / str(number))
+            os.link(self._private, mine)
         except FileExistsError:
-            pass
+            if _record(mine).get("name") != self._private.name:  # else a network lost the answer
+                return
         except OSError as error:
             raise RunError(f"{self.folder.parent} cannot be locked: its file system has no hard links "
                            f"({error.strerror}), so nothing would stop two processes from writing there at once; "
                            "choose an --out on another file system") from error
-        if os.fstat(self._file.fileno()).st_nlink == 2:  # not what link said, whose answer a network may lose
-            self.number = number
+        self.number = last + 1
+        if before:
+            (self.folder / before).unlink(missing_ok=True)
 
     def _await_end(self, wait: bool) -> int:
         """The number of the last holder, once it is gone. Raises Held for one that lives, unless `wait`."""
@@ -164,8 +170,11 @@ def _locked(file: Path) -> bool | None:
     record, here = _record(file), _identity(file)
     if any(record.get(key) != here[key] for key in ("machine", "device")):
         return None
-    with file.open() as opened:
-        free = _flock(opened.fileno(), fcntl.LOCK_SH)
+    try:
+        with (file.parent / record["name"]).open() as opened:  # of two names, some file systems lock one
+            free = _flock(opened.fileno(), fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return False
     return None if free is None else not free
 
 

@@ -103,7 +103,7 @@ def rehearse(run: RunConfig) -> list[str]:
 
     Raises ConfigError, with file and line, for code that breaks or gives what cannot be used.
     """
-    if not run.own_code() or ranks.launched():
+    if not run.own_code() or ranks.planned() > 1:
         return []
     with _explained(run, f"arm {run.arm.name!r} on a toy batch"), tempfile.TemporaryDirectory() as name:
         small, folder = _toy(run), Path(name)

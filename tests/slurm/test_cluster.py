@@ -25,6 +25,8 @@ HERE = Path(__file__).parent
 STUDY, FAKE = str(HERE / "slurm_study.py"), str(HERE.parent / "fake_study.py")
 pytestmark = pytest.mark.skipif("MOE_RL_SLURM" not in os.environ, reason="a real SLURM is started by `make test-slurm`")
 CPUS = 4
+MOST = 30
+"""Kills and the like of one study."""
 LONGEST = 1500
 """Seconds that a study may take."""
 
@@ -61,8 +63,9 @@ def asked(*words: str) -> str:
 
 
 def queue() -> dict[str, str]:
-    """The state of every task that has not ended, by its id."""
-    return dict(line.split() for line in asked("squeue", "--noheader", "--array", "--format=%F_%K %T").splitlines())
+    """The state of every task of a study that has not ended, by its id."""
+    words = ("--noheader", "--array", "--partition=main", "--format=%F_%K %T")
+    return dict(line.split() for line in asked("squeue", *words).splitlines())
 
 
 def workers(out: Path) -> list[psutil.Process]:
@@ -107,6 +110,7 @@ def test_a_study_killed_requeued_and_preempted_at_random_ends_as_on_one_machine(
         running = sorted(task for task, state in queue().items() if state == "RUNNING")
         least = min(done, key=lambda kind: done[kind])
         what = least if done[least] < 2 else draw.choice(["kill", "requeue", *[""] * 4])
+        what = what if sum(done.values()) < MOST else ""  # on a busy machine no run would come through
         if what == "controller":
             os.kill(int((cluster / "slurmctld.pid").read_text()), signal.SIGKILL)
             time.sleep(draw.uniform(0, 4))
@@ -179,10 +183,9 @@ def test_a_run_of_two_ranks_is_one_task_and_goes_on_after_a_preemption(cluster, 
     path = tmp_path / "megatron/replay/base/seed=0"
     until(lambda: runs.state(path)["step"] > 0, say=lambda: said(tmp_path))
     asked("sbatch", "--partition=urgent", f"--cpus-per-task={CPUS - 1}", "--output=/dev/null", "--wrap=sleep 1")
-    until(lambda: "told USR1" in said(tmp_path) or runs.state(path)["state"] == "finished")
-    assert "told USR1" in said(tmp_path), "it was too quick to be preempted"
-    assert 0 < runs.last_step(path) < 6, "committed when it was told, whatever save_every says"
     until(lambda: runs.state(path)["state"] == "finished", say=lambda: said(tmp_path))
+    told = re.search(r"was told to stop; step (\d) is committed", said(tmp_path))
+    assert told and 0 < int(told[1]) < 6, "when it was told, whatever save_every says"
     assert [row["step"] for row in runs.commits.read_parquet(path / "steps.parquet").to_pylist()] == [*range(7)]
 
 
