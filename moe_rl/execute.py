@@ -26,6 +26,7 @@ from moe_rl.models.presets import PRESETS, hf_config, placement, skeleton
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.policies.critic import HFCritic
+from moe_rl.policies.fsdp_limits import check_settings, layers_of
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.policies.megatron.layout import check_layout, check_routers
 from moe_rl.rollouts.choose import check_engine, engine_of
@@ -43,7 +44,7 @@ from moe_rl.types import Prompt, Rollout, Sampling
 if TYPE_CHECKING:
     from moe_rl.policies.base import Policy
 
-POLICIES = ("hf", "megatron")
+POLICIES = ("hf", "fsdp", "megatron")
 
 
 def execute(
@@ -87,7 +88,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
     """The parts that `run` names, its model past the cold start; collective where there are ranks. Raises ConfigError
     before any compute is spent."""
     check(run)
-    if run.policy == "megatron":
+    if run.policy != "hf":
         ranks.join(run.model.device)
     task, objective = load_task(run.task), objective_of(run.arm)
     loaded = load(run.model, run.cold_start.seed) if ranks.rank() == 0 else None
@@ -186,15 +187,19 @@ def _policy(run: RunConfig, loaded: LoadedModel | None, frozen: bool = False) ->
             recompute=run.activation_checkpointing and not frozen,
             device=run.model.device,
         )
+    settings: dict[str, Any] = {
+        "temperature": run.temperature,
+        "micro_batch": run.micro_batch,
+        "micro_batch_tokens": run.micro_batch_tokens,
+        "activation_checkpointing": run.activation_checkpointing and not frozen,
+    }
+    if run.policy == "fsdp":
+        from moe_rl.policies.fsdp import FSDPPolicy  # here, since torch's distributed parts are slow to import
+
+        whole = loaded.model if loaded else None
+        return FSDPPolicy(run.model, whole, run.optimizer, compute_dtype=run.parallel.compute_dtype, **settings)
     start = _of_rank_0(loaded)
-    return HFPolicy(
-        _copied(run, start) if frozen else start.model,
-        run.optimizer,
-        temperature=run.temperature,
-        micro_batch=run.micro_batch,
-        micro_batch_tokens=run.micro_batch_tokens,
-        activation_checkpointing=run.activation_checkpointing and not frozen,
-    )
+    return HFPolicy(_copied(run, start) if frozen else start.model, run.optimizer, **settings)
 
 
 def _critic(run: RunConfig, start: LoadedModel) -> HFCritic:
@@ -218,10 +223,11 @@ def _copied(run: RunConfig, start: LoadedModel) -> Any:
 
 def _check_critic(run: RunConfig) -> None:
     """Raise ConfigError where an arm asks for values that nobody can give."""
-    if run.policy == "megatron":
-        raise ConfigError(f"arm {run.arm.name!r} needs a critic, which policy='megatron' cannot have: its schedule "
-                          "runs one model per process, which ends in a vocabulary. Use policy='hf', or returns (gae "
-                          "without a critic).")
+    if run.policy != "hf":
+        why = ("its schedule runs one model per process, which ends in a vocabulary" if run.policy == "megatron" else
+               "a critic is a whole model of one process, and is not cut over ranks")
+        raise ConfigError(f"arm {run.arm.name!r} needs a critic, which policy={run.policy!r} cannot have: {why}. Use "
+                          "policy='hf', or returns (gae without a critic).")
     if not run.critic.lr:
         raise ConfigError(f"arm {run.arm.name!r} takes its advantage from a critic's values, and critic.lr=0 means "
                           "that there is none: set critic.lr, or use returns (gae without a critic) or group.")
@@ -234,11 +240,6 @@ def _check_policy(run: RunConfig) -> None:
     if run.policy == "megatron":
         if importlib.util.find_spec("megatron.core") is None:
             raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")
-        if run.engine.name == "hf" and run.engine != EngineConfig(routes=run.engine.routes):
-            raise ConfigError(
-                "policy='megatron' samples with the Hugging Face engine as it is, with vLLM or with a server; another "
-                f"dtype, other experts, int8 and router noise are for policy='hf', not {run.engine}."
-            )
         if run.dial.sigma:
             raise ConfigError(f"dial.sigma={run.dial.sigma:g}: the routers of policy='megatron' cannot be moved.")
         if run.micro_batch_tokens:
@@ -247,11 +248,17 @@ def _check_policy(run: RunConfig) -> None:
         if run.optimizer.name != "adamw" or run.optimizer.warmup:
             raise ConfigError(f"policy='megatron' trains with AdamW and without warm-up, not {run.optimizer}.")
         check_layout(run.parallel, hf_config(run.model), ranks.world())
-    elif ranks.launched():
+    elif ranks.launched() and run.policy == "hf":
         raise ConfigError(
             f"torchrun started {ranks.world()} processes, but policy='hf' runs in one: leave torchrun out, or add "
-            "--policy megatron."
+            "--policy fsdp or --policy megatron."
         )
+    if run.policy != "hf" and run.engine.name == "hf" and run.engine != EngineConfig(routes=run.engine.routes):
+        raise ConfigError(
+            f"policy={run.policy!r} samples with the Hugging Face engine as it is, with vLLM or with a server; another "
+            f"dtype, other experts, int8 and router noise are for policy='hf', not {run.engine}."
+        )
+    check_settings(run)
 
 
 def _check_model(run: RunConfig) -> None:
@@ -268,3 +275,5 @@ def _check_model(run: RunConfig) -> None:
         keep_routers_in(model, getattr(torch, run.model.router_dtype))
     if run.optimizer.loss_free_bias:
         correction_biases(model)
+    if run.policy == "fsdp":
+        layers_of(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,16 @@ from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch
 
 Rows = slice | Tensor
+
+
+def filled(batch: Batch, order: Tensor) -> Batch:
+    """The rows `order` of the batch; those beyond its end are copies of the last one without a response, so that they
+    weigh nothing, for ranks that must do as much as others."""
+    real = (order < len(batch))[:, None]
+    rows = batch.rows(order.clamp(max=len(batch) - 1))
+    kept = {"loss_mask": rows.loss_mask, "weights": rows.weights}
+    return replace(rows, response_mask=rows.response_mask & real,
+                   **{name: x * real for name, x in kept.items() if x is not None})
 
 
 def cut(batch: Batch, rows: int, tokens: int | None = None) -> list[Rows]:
