@@ -83,7 +83,8 @@ def layout_of(model: nn.Module) -> Layout:
 
 
 def make_layout(model: nn.Module, sites: tuple[RoutingModule, ...]) -> Layout:
-    config = getattr(model, "config", None)
+    of_modules = (getattr(module, "config", None) for module in model.modules())  # DDP's wrapper has none
+    config = next((config for config in of_modules if config is not None), None)
     config = getattr(config, "get_text_config", lambda: config)()
     sizes = [
         getattr(config, key, None) for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
