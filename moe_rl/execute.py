@@ -32,7 +32,9 @@ from moe_rl.policies.megatron.layout import check_layout, check_routers
 from moe_rl.rollouts.choose import check_engine, engine_of
 from moe_rl.rollouts.gap_files import GapFiles
 from moe_rl.rollouts.hf import HFEngine
+from moe_rl.rollouts.push import checkpoint_weights, describe
 from moe_rl.rollouts.request import check_request, context_length
+from moe_rl.rollouts.shards import write_shards
 from moe_rl.routing.balance import correction_biases, keep_routers_in
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES, RouteSource
@@ -100,21 +102,28 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
     # Both made now, before the policy has moved: from the weights of the cold start.
     critic = _critic(run, _of_rank_0(loaded)) if valued else None
     reference = _policy(run, loaded, frozen=True) if compares else None
+    engine = engine_of(run, loaded, policy.score, folder / "engine", shared=run.policy == "hf")
+    given_up = run.policy != "hf" and run.engine.name != "hf"  # the model it began with is neither trained nor sampled
+    if given_up and loaded is not None:
+        torch.nn.Module.to(loaded.model, "meta")
 
     def export(step: int) -> None:
         """Collective: the Hugging Face model may have older weights than the policy, which is spread over ranks."""
-        weights = policy.weights()
+        weights, target = policy.weights(), folder / "checkpoints" / f"step={step:06d}"
         if loaded is None:
             for _ in weights:  # a rank still has to give its part of them
                 pass
-            return
-        HFEngine(loaded.model, loaded.tokenizer).load(weights)
-        save_checkpoint(loaded.model, loaded.tokenizer, folder / "checkpoints" / f"step={step:06d}")
+        elif given_up:
+            describe(loaded.model, loaded.tokenizer, target)
+            write_shards(target, checkpoint_weights(loaded.model, weights))
+        else:
+            HFEngine(loaded.model, loaded.tokenizer).load(weights)
+            save_checkpoint(loaded.model, loaded.tokenizer, target)
 
     return Parts(
         task=task,
         policy=policy,
-        engine=engine_of(run, loaded, policy.score, folder / "engine", shared=run.policy == "hf"),
+        engine=engine,
         objective=objective,
         advantage=advantage,
         source=_source(run.arm.routes, policy),

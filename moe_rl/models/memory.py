@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from moe_rl import ranks
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.presets import hf_config, skeleton
@@ -64,12 +65,18 @@ def estimate_memory(
         sampling    = R (2 L T kv_heads head_dim b + 3 V · 4)
         routes      = R T L k bytes (two per id above 255 experts), for engine and policy
 
+    Under policy='fsdp' on GPUs the first four are divided by the number of ranks, and the weights of the model that
+    samples on rank 0 are added.
+
     A is a fit to what autograd keeps for the presets (within a factor of 1.5); eager attention adds heads · T² per row,
     which is not counted.
     """
     config = hf_config(run.model)
     b = torch.empty((), dtype=getattr(torch, run.model.dtype)).element_size()
     model: Any = skeleton(run.model)
+    # On GPUs every rank of FSDP has a part, and rank 0 the model that samples as well; on a CPU they share the memory.
+    ranks_apart = run.policy == "fsdp" and torch.device(run.model.device).type == "cuda" and ranks.world() > 1
+    parts = ranks.world() if ranks_apart else 1
     weights = sum(p.numel() for p in model.parameters()) * b
     body = sum(p.numel() for p in model.base_model.parameters()) * b
     layers, hidden, vocab = config.num_hidden_layers, config.hidden_size, config.vocab_size
@@ -89,10 +96,10 @@ def estimate_memory(
         layer -= 3 * hidden + heads * head_dim + k * width  # which kernels_cpu makes again in the backward
     kept = layers * hidden + layer if run.activation_checkpointing else layers * layer
     return MemoryEstimate(
-        weights=weights,
-        gradients=weights,
-        optimizer=2 * weights,
-        reference=weights if reference else 0,
+        weights=weights // parts + (weights if parts > 1 else 0),
+        gradients=weights // parts,
+        optimizer=2 * weights // parts,
+        reference=weights // parts if reference else 0,
         critic=4 * (body + 4 * (hidden + 1)) if critic else 0,
         activations=tokens * kept * b + min(3 * tokens * vocab * b, 16 * LOGITS),
         sampling=rollouts * (2 * layers * time * kv_heads * head_dim * b + 3 * vocab * 4),

@@ -42,8 +42,9 @@ class FSDPPolicy(HFPolicy):
     """`HFPolicy` on ranks that have met (`ranks.join`). `start` is the Hugging Face model whose weights it begins with,
     which only rank 0 needs; it is copied, tensor by tensor, into a model of `config` of which every rank holds a part.
 
-    `compute_dtype` is that of forwards and backwards; weights, sums of gradients and moments keep the dtype of `config`.
-    Routers with a dtype of their own (`config.router_dtype`) compute in it. Further settings are those of `HFPolicy`.
+    `compute_dtype` is that of forwards and backwards; weights, sums of gradients and moments keep the dtype of
+    `config`. Routers with a dtype of their own (`config.router_dtype`) compute in it. Further settings are those of
+    `HFPolicy`.
     """
 
     def __init__(

@@ -24,9 +24,9 @@ def check_settings(run: RunConfig) -> None:
     if computes is not None and not getattr(getattr(torch, computes, None), "is_floating_point", False):
         raise ConfigError(f"parallel.compute_dtype={computes!r} is none; use bfloat16 or float32.")
     if run.dial.sigma and run.dial.form == "choice" and run.dial.direction == "last_step":
-        raise ConfigError("dial.form='choice' along dial.direction='last_step' moves a router inside its forward, where "
-                          "policy='fsdp' has whole weights, but parts of the moments: use the direction 'random', "
-                          "another form, or policy='hf'.")
+        raise ConfigError("dial.form='choice' along dial.direction='last_step' moves a router inside its forward, "
+                          "where policy='fsdp' has whole weights, but parts of the moments: use the direction "
+                          "'random', another form, or policy='hf'.")
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:

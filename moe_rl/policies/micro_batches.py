@@ -20,9 +20,12 @@ def filled(batch: Batch, order: Tensor) -> Batch:
     weigh nothing, for ranks that must do as much as others."""
     real = (order < len(batch))[:, None]
     rows = batch.rows(order.clamp(max=len(batch) - 1))
-    kept = {"loss_mask": rows.loss_mask, "weights": rows.weights}
-    return replace(rows, response_mask=rows.response_mask & real,
-                   **{name: x * real for name, x in kept.items() if x is not None})
+    return replace(
+        rows,
+        response_mask=rows.response_mask & real,
+        loss_mask=None if rows.loss_mask is None else rows.loss_mask & real,
+        weights=None if rows.weights is None else rows.weights * real,
+    )
 
 
 def cut(batch: Batch, rows: int, tokens: int | None = None) -> list[Rows]:

@@ -61,9 +61,10 @@ class ServerEngine:
     """A server as a `CheckpointReceiver`: one request per completion, `concurrency` at a time.
 
     `folder` holds the model's config and tokenizer, and the server must be able to read it under the same path: weights
-    are written there, in files of at most `shard` bytes. A request is tried 1 + `retries` times, waiting 0.5, 1, 2, … s in between, each `timeout`
-    seconds without a byte at most. What was received before a failure is kept: the same `generate` again asks for the
-    rest only. Noise is the server's own, seeded per completion from (key, prompt, sample).
+    are written there, in files of at most `shard` bytes. A request is tried 1 + `retries` times, waiting 0.5, 1, 2, … s
+    in between, each `timeout` seconds without a byte at most. What was received before a failure is kept: the same
+    `generate` again asks for the rest only. Noise is the server's own, seeded per completion from (key, prompt,
+    sample).
     """
 
     def __init__(

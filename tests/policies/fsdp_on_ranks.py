@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import socket
 import traceback
 import warnings
@@ -21,11 +22,13 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_rl import execute as execute_module
 from moe_rl import ranks
-from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig
+from moe_rl.config import Arm, ColdStart, EngineConfig, Measure, ModelConfig, Optimizer, RunConfig
 from moe_rl.execute import execute
 from moe_rl.lookup import Use
-from moe_rl.models.load import load
+from moe_rl.models.load import LoadedModel, load, save_checkpoint
+from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.objectives import objective_of
 from moe_rl.policies import hf as hf_module
 from moe_rl.policies.fsdp import FSDPPolicy, take_over
@@ -36,6 +39,8 @@ from moe_rl.runs.folder import RunFolder
 from tests.conftest import build, perturb
 from tests.policies.megatron_layouts import far, holes, weights_of
 from tests.policies.test_hf import make_batch, part_of
+from tests.rollouts.fake_engine import SIZES
+from tests.rollouts.test_http import Server
 
 TWO = {"num_hidden_layers": 2}
 QWEN = ModelConfig(overrides=TWO)
@@ -52,8 +57,8 @@ CASES = {
 }  # fmt: skip
 """Configuration, optimizer and further settings of a policy."""
 ARMS = (
-    Arm(name="parts", corrections=("truncated",), terms=(Use("kl", coef=0.1), Use("entropy", coef=0.01))),
-    Arm(name="replay", routes="old_policy"),
+    Arm(name="parts", routes="old_policy", corrections=("truncated",),
+        terms=(Use("kl", coef=0.1), Use("entropy", coef=0.01))),
     Arm(name="gspo", loss=Use("gspo", clip_low=3e-2, clip_high=4e-2), routes="rollout", anchor="engine"),
 )
 RUN = RunConfig(
@@ -195,10 +200,11 @@ def in_pieces() -> dict:
     kept = hf_module.LOGITS
     hf_module.LOGITS = vocabulary.LOGITS = 2000
     found = ours.score(batch)
-    apart = far(found.logprobs, one.logprobs) + far(found.entropy, one.entropy) + far(ours.gradient(part, GRPO), gradient)
+    apart = [far(x, y) for x, y in ((found.logprobs, one.logprobs), (found.entropy, one.entropy),
+                                    (ours.gradient(part, GRPO), gradient))]
     hf_module.LOGITS = vocabulary.LOGITS = kept
     alone = ours.score(batch.rows(slice(2, 3)))
-    return {"pieces": apart, "one row": far(alone.logprobs, one.logprobs[2:3, : alone.logprobs.shape[1]])}
+    return {"pieces": max(apart), "one row": far(alone.logprobs, one.logprobs[2:3, : alone.logprobs.shape[1]])}
 
 
 def mixed() -> dict:
@@ -271,13 +277,38 @@ def runs(folder: Path) -> dict:
     for arm in ARMS:
         carry_out(RUN.replace(arm=arm, policy="fsdp"), folder / arm.name, folder)
     last = RUN.replace(arm=ARMS[-1], policy="fsdp")
-    for stop_after in (1, None):
-        carry_out(last, folder / "cut", folder, stop_after)
-    carry_out(last, folder / "begun", folder, 1)
+    carry_out(last, folder / "cut", folder, 1)
+    ranks.from_rank_0(lambda: bool(shutil.copytree(folder / "cut", folder / "begun")))
+    carry_out(last, folder / "cut", folder)
     manifests = (folder / ARMS[-1].name / "manifest.json", folder / "cut/manifest.json")
     digests = ranks.from_rank_0(lambda: [json.loads(file.read_text())["checkpoint"] for file in manifests])
     return {"tables": ranks.from_rank_0(lambda: diff(folder / ARMS[-1].name, folder / "cut") is None),
             "weights": digests[0] == digests[1]}
+
+
+def served(folder: Path) -> dict:
+    """Two steps on the rollouts of a server, replayed, whose weights come in files, and an export of them."""
+    loaded = LoadedModel(build("qwen3_moe", **SIZES), byte_tokenizer())
+    if ranks.rank() == 0:
+        save_checkpoint(loaded.model, loaded.tokenizer, folder / "start")
+    server = Server(folder / "served", loaded) if ranks.rank() == 0 else None
+    url = ranks.from_rank_0(lambda: server and server.url)
+    run = RUN.replace(policy="fsdp", steps=1, model=ModelConfig(name=str(folder / "start")), hf_checkpoints=(1,),
+                      arm=Arm(name="r3", routes="rollout"), engine=EngineConfig(name=url, dialect="vllm"))
+    kept = []
+    execute_module.load = lambda *given: kept.append(load(*given)) or kept[-1]
+    carry_out(run, folder / "with-server", folder)
+    execute_module.load = load
+    facts: dict = {"pushes": None}
+    if server:
+        exported = load(ModelConfig(name=str(folder / "with-server/checkpoints/step=000001")), 0).model.state_dict()
+        held = server.fake.engine.model.state_dict()
+        facts = {"pushes": server.fake.pushes,
+                 "exported": all(torch.equal(w, held[name]) for name, w in exported.items()),
+                 "moved": max(far(w, loaded.model.state_dict()[name]) for name, w in exported.items()),
+                 "given up": [str(p.device) for p in kept[0].model.parameters()][:1]}
+        server.stop()
+    return facts
 
 
 # ---------------------------------------------------------------------- in anyone's loop
@@ -319,11 +350,15 @@ def verbs(folder: Path) -> dict:
 
 
 def two(folder: Path) -> dict:
-    return verbs(folder) | {"checkpoint": written(folder), "resumed": runs(folder)}
+    return verbs(folder) | {"checkpoint": written(folder), "resumed": runs(folder), "served": served(folder)}
 
 
 def four(folder: Path) -> dict:
     """With what two have written."""
-    found = {"tied": case("tied"), "budget": case("budget"), "hooks": hooks(), "checkpoint": read(folder)}
+    return {"budget": case("budget"), "checkpoint": read(folder)}
+
+
+def one(folder: Path) -> dict:
+    """Likewise."""
     carry_out(RUN.replace(arm=ARMS[-1], policy="fsdp"), folder / "begun", folder)
-    return found
+    return {"checkpoint": read(folder)}

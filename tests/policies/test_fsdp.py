@@ -1,5 +1,5 @@
-"""The policy that FSDP2 cuts over two and four CPU ranks (gloo) against the Hugging Face policy of one process; and what
-is refused. Two groups of forked ranks serve all tests here: see `fsdp_on_ranks.py`."""
+"""The policy that FSDP2 cuts over two and four CPU ranks (gloo) against the Hugging Face policy of one process; and
+what is refused. Three groups of forked ranks serve all tests here: see `fsdp_on_ranks.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_rl.execute import check, execute
 from moe_rl.lookup import Use
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import read_table
-from tests.policies.fsdp_on_ranks import ARMS, CASES, RUN, four, on_ranks, read, two
+from tests.policies.fsdp_on_ranks import ARMS, CASES, RUN, four, on_ranks, one, two
 
 pytestmark = pytest.mark.ranks
 COLUMNS = ("reward", "exact", "eval_reward_greedy", "eval_reward_sampled", "response_tokens")
@@ -32,7 +32,12 @@ def on_four(folder, on_two):
     return on_ranks(4, folder, four)
 
 
-@pytest.fixture(params=[(2, name) for name in CASES] + [(4, "tied"), (4, "budget")], ids=lambda p: f"{p[1]} on {p[0]}")
+@pytest.fixture(scope="module")
+def on_one(folder, on_two):
+    return on_ranks(1, folder, one)
+
+
+@pytest.fixture(params=[(2, name) for name in CASES] + [(4, "budget")], ids=lambda p: f"{p[1]} on {p[0]}")
 def found(request, on_two):
     world, name = request.param
     return world, (on_two if world == 2 else request.getfixturevalue("on_four"))[name]
@@ -55,8 +60,8 @@ def test_gradients_loss_terms_and_a_clipped_step_are_those_of_one_process(found)
     assert facts["gradient"] < 1e-5, "in units of the largest entry"
     assert max(facts["updated"], facts["stepped"]) < 1e-5 < 1e-2 < facts["moved"]
     assert {"term_kl", "term_entropy", "term_load_balance", "term_router_kl"} <= facts["metrics"].keys()
-    for one, ours in facts["metrics"].values():
-        assert ours == pytest.approx(one, abs=1e-6) and one != 0
+    for alone, ours in facts["metrics"].values():
+        assert ours == pytest.approx(alone, abs=1e-6) and alone != 0
 
 
 def test_a_dial_moves_the_routers_that_ranks_hold_parts_of_and_puts_them_back(on_two):
@@ -75,19 +80,17 @@ def test_mixed_precision_computes_coarsely_what_it_keeps_finely(on_two):
     assert 1e-4 < facts["log-probs"] < 0.1 and 1e-4 < facts["gradient"] < 0.05
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_routes_are_recorded_and_replayed_under_ddp_and_fsdp2_in_a_loop_of_ones_own(world, on_two, request):
-    facts = (on_two if world == 2 else request.getfixturevalue("on_four"))["hooks"]
-    for right, gradient in (facts["FSDP2"], facts["DDP"]):
+def test_routes_are_recorded_and_replayed_under_ddp_and_fsdp2_in_a_loop_of_ones_own(on_two):
+    for right, gradient in (on_two["hooks"]["FSDP2"], on_two["hooks"]["DDP"]):
         assert right and gradient < 1e-5
 
 
 # ---------------------------------------------------------------------- checkpoints and runs
-def test_a_checkpoint_is_read_bit_for_bit_on_as_many_ranks_and_within_rounding_on_others(on_two, on_four, folder):
+def test_a_checkpoint_is_read_bit_for_bit_on_as_many_ranks_and_within_rounding_on_others(on_two, on_four, on_one):
     facts = on_two["checkpoint"]
     assert facts["same bytes"] and facts["goes on"] and facts["updates"] == 2
     assert facts["files"] == [".metadata", "__0_0.distcp", "__1_0.distcp"]
-    for other in (on_four["checkpoint"], on_ranks(1, folder, read)):
+    for other in (on_four["checkpoint"], on_one["checkpoint"]):
         assert other["apart"] < 1e-5 and other["updates"] == 2
 
 
@@ -121,8 +124,15 @@ def test_an_interrupted_run_goes_on_and_ends_identical(on_two):
     assert on_two["resumed"] == {"tables": True, "weights": True}
 
 
-def test_a_run_goes_on_on_another_number_of_ranks(on_four, folder, alone):
+def test_a_run_goes_on_on_another_number_of_ranks(on_one, folder, alone):
     require_alike(folder / "begun", alone / ARMS[-1].name)
+
+
+def test_a_server_is_pushed_to_and_a_step_exported_without_a_whole_model_on_rank_0(on_two, folder):
+    facts = on_two["served"]
+    assert facts["pushes"] == 2 and facts["exported"] and facts["moved"] > 1e-4 and facts["given up"] == ["meta"]
+    steps = read_table(folder / "with-server", "steps")
+    assert steps["push_gap_max"].dropna().between(0, 1e-5).sum() == 1
 
 
 # ---------------------------------------------------------------------- refusals
