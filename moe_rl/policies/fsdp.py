@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from moe_rl import ranks
@@ -131,22 +132,25 @@ def sharded(config: ModelConfig, start: PreTrainedModel | None, compute_dtype: s
     """A model of which every rank holds a part of each parameter: every decoder layer is gathered by itself when it
     runs, and what is left of the model as one. Its weights are those of `start`, on rank 0. Collective."""
     model: Any = skeleton(config)
-    usual: dict[str, Any] = {"reshard_after_forward": True}
+    device = ranks.device(config.device)
+    # Given up after every forward, the root's too, which else would keep plain whole tensors among the parameters.
+    every: dict[str, Any] = {"mesh": init_device_mesh(device.type, (ranks.world(),)), "reshard_after_forward": True}
+    usual = dict(every)
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=getattr(torch, compute_dtype), reduce_dtype=torch.float32)
         usual["mp_policy"] = policy
     if config.router_dtype is not None:
         keep_routers_in(model, getattr(torch, config.router_dtype))
         for site in find_sites(model):  # a group has one dtype
-            fully_shard(site.module, reshard_after_forward=True)
+            fully_shard(site.module, **every)
     for layer in layers_of(model):
         fully_shard(layer, **usual)
-    fully_shard(model, **usual)  # the root too is cut again after its forward: else it would keep plain whole tensors
+    fully_shard(model, **usual)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # the weights of a loss span the mini-batch, so ranks add up
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    model.to_empty(device=ranks.device(config.device))
+    model.to_empty(device=device)
     model.tie_weights()
     take_over(model, start)
     use_cpu_kernels(model)

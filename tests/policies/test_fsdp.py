@@ -111,7 +111,7 @@ def test_three_steps_of_an_arm_earn_what_they_earn_in_one_process(arm, on_two, f
 
 
 def require_alike(ours, theirs):
-    (steps, one), (updates, others) = ((read_table(p, n) for p in (ours, theirs)) for n in ("steps", "updates"))
+    (steps, one), (updates, others) = ([read_table(p, n) for p in (ours, theirs)] for n in ("steps", "updates"))
     assert len(one) == 4 and one["reward"].nunique() > 1
     for column in COLUMNS:
         assert steps[column].equals(one[column]), column
