@@ -4,11 +4,13 @@ what is refused. Three groups of forked ranks serve all tests here: see `fsdp_on
 from __future__ import annotations
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 
 from moe_rl.config import Arm, EngineConfig, ModelConfig, Parallel, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.execute import check, execute
 from moe_rl.lookup import Use
+from moe_rl.routing.sites import find_sites
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import read_table
 from tests.policies.fsdp_on_ranks import ARMS, CASES, RUN, four, on_ranks, one, two
@@ -133,6 +135,20 @@ def test_a_server_is_pushed_to_and_a_step_exported_without_a_whole_model_on_rank
     assert facts["pushes"] == 2 and facts["exported"] and facts["moved"] > 1e-4 and facts["given up"] == ["meta"]
     steps = read_table(folder / "with-server", "steps")
     assert steps["push_gap_max"].dropna().between(0, 1e-5).sum() == 1
+
+
+@pytest.mark.parametrize("family", ["phimoe", "dbrx", "qwen3_moe"])
+def test_routers_that_are_cut_by_themselves_are_recognised_under_their_new_class(family):
+    """As `fully_shard` renames them; phimoe's are known by their class alone."""
+    from tests.routing import families
+
+    model = families.build(next(one for one in families.FAMILIES if one.model_type == family))
+    before = find_sites(model)
+    for site in before:
+        kind = type(site.module)
+        site.module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    after = find_sites(model)
+    assert after == before and [site.by_maxima for site in after] == [family == "phimoe"] * len(after)
 
 
 # ---------------------------------------------------------------------- refusals
