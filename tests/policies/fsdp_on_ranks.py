@@ -44,7 +44,8 @@ from tests.rollouts.test_http import Server
 
 TWO = {"num_hidden_layers": 2}
 QWEN = ModelConfig(overrides=TWO)
-SETTINGS = Optimizer(lr=1e-3, grad_clip=0.5, router_lr_scale=0.5, weight_decay=0.01)
+SETTINGS = Optimizer(lr=1e-3, grad_clip=0.5, router_lr_scale=0.5, weight_decay=0.01, eps=1e-3)
+"""With an ε at which rounding does not decide the sign of a step."""
 ROWS = {"temperature": 0.8, "micro_batch": 3, "score_batch": 4}  # 7 rows: neither ranks nor forwards divide them
 PARTS = objective_of(Arm(name="parts", corrections=(Use("truncated", cap=2.0),), terms=(
     Use("kl", coef=0.1), Use("entropy", coef=0.01), Use("load_balance", coef=0.01), Use("router_kl", coef=0.1))))
