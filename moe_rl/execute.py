@@ -26,14 +26,17 @@ from moe_rl.models.presets import PRESETS, hf_config, placement, skeleton
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.policies.critic import HFCritic
+from moe_rl.policies.fsdp_limits import check_settings, layers_of
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.policies.megatron.layout import check_layout, check_routers
 from moe_rl.recorder import Recorder, Row, Rows
 from moe_rl.rollouts.choose import check_engine, engine_of
 from moe_rl.rollouts.gap_files import GapFiles
 from moe_rl.rollouts.hf import HFEngine
+from moe_rl.rollouts.push import checkpoint_weights, describe
 from moe_rl.rollouts.readable import readable
 from moe_rl.rollouts.request import check_request, completion_text, context_length, sampling_of
+from moe_rl.rollouts.shards import write_shards
 from moe_rl.routing.balance import correction_biases, keep_routers_in
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES, RouteSource
@@ -46,7 +49,7 @@ from moe_rl.types import Prompt, Rollout
 if TYPE_CHECKING:
     from moe_rl.policies.base import Policy
 
-POLICIES = ("hf", "megatron")
+POLICIES = ("hf", "fsdp", "megatron")
 
 
 def execute(
@@ -97,7 +100,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
     """The parts that `run` names, its model past the cold start; collective where there are ranks. Raises ConfigError
     before any compute is spent."""
     check(run)
-    if run.policy == "megatron":
+    if run.policy != "hf":
         ranks.join(run.model.device)
     task, objective = load_task(run.task), objective_of(run.arm)
     loaded = load(run.model, run.cold_start.seed) if ranks.rank() == 0 else None
@@ -109,21 +112,28 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
     # Both made now, before the policy has moved: from the weights of the cold start.
     critic = _critic(run, _of_rank_0(loaded)) if valued else None
     reference = _policy(run, loaded, frozen=True) if compares else None
+    engine = engine_of(run, loaded, policy.score, folder / "engine", shared=run.policy == "hf")
+    given_up = run.policy != "hf" and run.engine.name != "hf"  # the model it began with is neither trained nor sampled
+    if given_up and loaded is not None:
+        torch.nn.Module.to(loaded.model, "meta")
 
     def export(step: int) -> None:
         """Collective: the Hugging Face model may have older weights than the policy, which is spread over ranks."""
-        weights = policy.weights()
+        weights, target = policy.weights(), folder / "checkpoints" / f"step={step:06d}"
         if loaded is None:
             for _ in weights:  # a rank still has to give its part of them
                 pass
-            return
-        HFEngine(loaded.model, loaded.tokenizer).load(weights)
-        save_checkpoint(loaded.model, loaded.tokenizer, folder / "checkpoints" / f"step={step:06d}")
+        elif given_up:
+            describe(loaded.model, loaded.tokenizer, target)
+            write_shards(target, checkpoint_weights(loaded.model, weights))
+        else:
+            HFEngine(loaded.model, loaded.tokenizer).load(weights)
+            save_checkpoint(loaded.model, loaded.tokenizer, target)
 
     return Parts(
         task=task,
         policy=policy,
-        engine=engine_of(run, loaded, policy.score, folder / "engine", shared=run.policy == "hf"),
+        engine=engine,
         objective=objective,
         advantage=advantage,
         source=_source(run.arm.routes, policy),
@@ -214,16 +224,20 @@ def _policy(run: RunConfig, loaded: LoadedModel | None, frozen: bool = False) ->
             recompute=run.activation_checkpointing and not frozen,
             device=run.model.device,
         )
+    settings: dict[str, Any] = {
+        "temperature": run.temperature,
+        "micro_batch": run.micro_batch,
+        "micro_batch_tokens": run.micro_batch_tokens,
+        "activation_checkpointing": run.activation_checkpointing and not frozen,
+    }
+    if run.policy == "fsdp":
+        from moe_rl.policies.fsdp import FSDPPolicy  # here, since torch's distributed parts are slow to import
+
+        whole = loaded.model if loaded else None
+        return FSDPPolicy(run.model, whole, run.optimizer, compute_dtype=run.parallel.compute_dtype, **settings)
     start = _of_rank_0(loaded)
-    return HFPolicy(
-        _copied(run, start) if frozen else start.model,
-        run.optimizer,
-        temperature=run.temperature,
-        micro_batch=run.micro_batch,
-        micro_batch_tokens=run.micro_batch_tokens,
-        activation_checkpointing=run.activation_checkpointing and not frozen,
-        gradient_cosine=run.measure.gradient_cosine and not frozen,
-    )
+    settings["gradient_cosine"] = run.measure.gradient_cosine and not frozen
+    return HFPolicy(_copied(run, start) if frozen else start.model, run.optimizer, **settings)
 
 
 def _critic(run: RunConfig, start: LoadedModel) -> HFCritic:
@@ -247,10 +261,11 @@ def _copied(run: RunConfig, start: LoadedModel) -> Any:
 
 def _check_critic(run: RunConfig) -> None:
     """Raise ConfigError where an arm asks for values that nobody can give."""
-    if run.policy == "megatron":
-        raise ConfigError(f"arm {run.arm.name!r} needs a critic, which policy='megatron' cannot have: its schedule "
-                          "runs one model per process, which ends in a vocabulary. Use policy='hf', or returns (gae "
-                          "without a critic).")
+    if run.policy != "hf":
+        why = ("its schedule runs one model per process, which ends in a vocabulary" if run.policy == "megatron" else
+               "a critic is a whole model of one process, and is not cut over ranks")
+        raise ConfigError(f"arm {run.arm.name!r} needs a critic, which policy={run.policy!r} cannot have: {why}. Use "
+                          "policy='hf', or returns (gae without a critic).")
     if not run.critic.lr:
         raise ConfigError(f"arm {run.arm.name!r} takes its advantage from a critic's values, and critic.lr=0 means "
                           "that there is none: set critic.lr, or use returns (gae without a critic) or group.")
@@ -272,11 +287,6 @@ def _check_policy(run: RunConfig) -> None:
     if run.policy == "megatron":
         if importlib.util.find_spec("megatron.core") is None:
             raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")
-        if run.engine.name == "hf" and run.engine != EngineConfig(routes=run.engine.routes):
-            raise ConfigError(
-                "policy='megatron' samples with the Hugging Face engine as it is, with vLLM or with a server; another "
-                f"dtype, other experts, int8 and router noise are for policy='hf', not {run.engine}."
-            )
         if run.dial.sigma:
             raise ConfigError(f"dial.sigma={run.dial.sigma:g}: the routers of policy='megatron' cannot be moved.")
         if run.micro_batch_tokens:
@@ -285,11 +295,17 @@ def _check_policy(run: RunConfig) -> None:
         if run.optimizer.name != "adamw" or run.optimizer.warmup:
             raise ConfigError(f"policy='megatron' trains with AdamW and without warm-up, not {run.optimizer}.")
         check_layout(run.parallel, hf_config(run.model), ranks.planned())
-    elif ranks.planned() > 1:
+    elif ranks.planned() > 1 and run.policy == "hf":
         raise ConfigError(
             f"a run of {ranks.planned()} processes, but policy='hf' runs in one: leave torchrun or launcher.ranks out, "
-            "or add --policy megatron."
+            "or add --policy fsdp or --policy megatron."
         )
+    if run.policy != "hf" and run.engine.name == "hf" and run.engine != EngineConfig(routes=run.engine.routes):
+        raise ConfigError(
+            f"policy={run.policy!r} samples with the Hugging Face engine as it is, with vLLM or with a server; another "
+            f"dtype, other experts, int8 and router noise are for policy='hf', not {run.engine}."
+        )
+    check_settings(run)
 
 
 def _check_model(run: RunConfig) -> None:
@@ -306,3 +322,5 @@ def _check_model(run: RunConfig) -> None:
         keep_routers_in(model, getattr(torch, run.model.router_dtype))
     if run.optimizer.loss_free_bias:
         correction_biases(model)
+    if run.policy == "fsdp":
+        layers_of(model)

@@ -116,12 +116,32 @@ def from_rank_0(function: Callable[[], T]) -> T:
     return answer[0]
 
 
-def summed(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Numbers by name, added up over all ranks, for every rank; collective."""
+def gathered(mine: T) -> list[T]:
+    """What every rank has, in the order of ranks, for every rank; collective."""
     import torch.distributed as dist
 
     parts: list[Any] = [None] * world()
-    dist.all_gather_object(parts, dict(numbers), group=_messages)
+    dist.all_gather_object(parts, mine, group=_messages)
+    return parts
+
+
+def whole(tensor: Any) -> Any:
+    """A tensor that is cut over ranks (a DTensor), put together on every rank; collective. Any other as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def cut_as(pattern: Any, full: Any) -> Any:
+    """A tensor that every rank has, cut as `pattern` is; as it is where that is whole."""
+    if not hasattr(pattern, "full_tensor"):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(full, pattern.device_mesh, pattern.placements, src_data_rank=None)
+
+
+def summed(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Numbers by name, added up over all ranks, for every rank; collective."""
+    parts = gathered(dict(numbers))
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
 

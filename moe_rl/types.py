@@ -178,7 +178,7 @@ class Batch:
         """The given rows, without the columns that are padding in all of them."""
         mask = self.attention_mask[index]
         time = int(mask.sum(1).max()) if mask.shape[0] else 0
-        return Batch(**{f.name: _rows(getattr(self, f.name), index, time) for f in fields(self)})
+        return Batch(**{f.name: rows_of(getattr(self, f.name), index, time) for f in fields(self)})
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
@@ -186,7 +186,7 @@ class Batch:
         return Batch(**here | {name: value.to(device) for name, value in here.items() if value is not None})
 
 
-def _rows(value: Tensor | KeptTokens | RoutingTrace | RouterScores | None, index: Tensor | slice, time: int) -> Any:
+def rows_of(value: Tensor | KeptTokens | RoutingTrace | RouterScores | None, index: Tensor | slice, time: int) -> Any:
     """Some rows of a field and, where it has a time axis, its first columns."""
     if isinstance(value, Tensor):
         return value[index][:, :time] if value.dim() > 1 else value[index]
@@ -211,7 +211,7 @@ class Scored:
     def rows(self, index: Int[Tensor, " rows"] | slice, time: int) -> Scored:
         """The given rows and the first `time` columns, to go with `Batch.rows`; without router scores."""
         kept = (self.logprobs, self.entropy, self.routes, self.preferred)
-        return Scored(*(_rows(value, index, time) for value in kept))
+        return Scored(*(rows_of(value, index, time) for value in kept))
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     argument("--arm", action="append", default=[], metavar="ARM", help="these arms instead, see `moe-rl methods`"),
     argument("--set", action="append", default=[], metavar="K=V", dest="settings",
              help="another setting, e.g. optimizer.lr=1e-4: docs/settings.md"),
-    argument("--policy", choices=("hf", "megatron"), metavar="NAME", help="training engine: hf or megatron"),
+    argument("--policy", choices=("hf", "fsdp", "megatron"), metavar="NAME",
+             help="training engine: hf, or on several processes fsdp or megatron"),
     argument("--tp", type=int, metavar="N", help="megatron: tensor parallel size"),
     argument("--pp", type=int, metavar="N", help="megatron: pipeline parallel size"),
     argument("--ep", type=int, metavar="N", help="megatron: expert parallel size"),
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
   moe-rl run routing_replay --arms gspo   a part of it; the rest can follow
   moe-rl run my_study.py --out trial --arm gspo --arm "sapo(tau_neg=1.05)"
   moe-rl run my_study.py --steps 200      longer: finished runs are extended
+  torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy fsdp
   torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy megatron --ep 2
 Defaults are the study's; --arm and --set may be repeated.""",
 )

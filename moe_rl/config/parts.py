@@ -124,7 +124,8 @@ class Dial:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How `policy="megatron"` is spread over dp × tp × pp processes, one per GPU."""
+    """How `policy="megatron"` is spread over dp × tp × pp processes, one per GPU. `policy="fsdp"` has no layout: every
+    process takes rows, and holds a part of every layer."""
 
     dp: int = 1
     """Data parallel: each rank takes part of a mini-batch's rows."""
@@ -138,6 +139,9 @@ class Parallel:
     """Ranks that share one expert. None: `tp` when ep = 1, else 1."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of Megatron-core's TransformerConfig, e.g. `{"moe_token_dispatcher_type": "allgather"}`."""
+    compute_dtype: str | None = None
+    """fsdp: in which forwards and backwards compute, e.g. `bfloat16`; weights, sums of gradients and moments keep
+    `model.dtype`, and routers compute in `model.router_dtype`. None: all of it in `model.dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True)

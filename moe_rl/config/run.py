@@ -88,7 +88,8 @@ class RunConfig:
     engine: EngineConfig = EngineConfig()
     dial: Dial = Dial()
     policy: str = "hf"
-    """`hf`, or `megatron` (Megatron-core), laid out as `parallel` says."""
+    """`hf`; or on several processes `fsdp`, the same cut by FSDP2, or `megatron` (Megatron-core), laid out as
+    `parallel` says."""
     parallel: Parallel = Parallel()
     steps: int = 100
     """A step is `prompts_per_step` × `group_size` rollouts, and `mini_batches` × `epochs` updates on them."""

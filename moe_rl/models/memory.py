@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from moe_rl import ranks
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.presets import hf_config, skeleton
@@ -67,6 +68,9 @@ def estimate_memory(
         sampling    = R (2 L T kv_heads head_dim b + 3 V · 4)
         routes      = R T L k bytes (two per id above 255 experts), for engine, policy, and every batch that waits
 
+    Under policy='fsdp' on GPUs the first four are divided by the number of ranks, and the weights of the model that
+    samples on rank 0 are added.
+
     A is a fit to what autograd keeps for the presets (within a factor of 1.5); eager attention adds heads · T² per row,
     which is not counted.
     """
@@ -74,6 +78,9 @@ def estimate_memory(
     config.allow_global_per_layer_attribute_access = True  # of families whose layers differ: those of most layers
     b = torch.empty((), dtype=getattr(torch, run.model.dtype)).element_size()
     model: Any = skeleton(run.model)
+    # On GPUs every rank of FSDP has a part, and rank 0 the model that samples as well; on a CPU they share the memory.
+    ranks_apart = run.policy == "fsdp" and torch.device(run.model.device).type == "cuda" and ranks.world() > 1
+    parts = ranks.world() if ranks_apart else 1
     weights = sum(p.numel() for p in model.parameters()) * b
     body = sum(p.numel() for p in model.base_model.parameters()) * b
     layers, hidden, vocab = config.num_hidden_layers, config.hidden_size, config.vocab_size
@@ -95,10 +102,10 @@ def estimate_memory(
     scaled = any(getattr(config, key, None) not in (None, 0, 1) for key in _ON_LOGITS)
     logits = tokens * vocab * (3 * 4 + (b if getattr(config, _ON_LOGITS[0], None) else 0))
     return MemoryEstimate(
-        weights=weights,
-        gradients=weights * (1 + run.measure.gradient_cosine),
-        optimizer=2 * weights,
-        reference=weights if reference else 0,
+        weights=weights // parts + (weights if parts > 1 else 0),
+        gradients=weights * (1 + run.measure.gradient_cosine) // parts,
+        optimizer=2 * weights // parts,
+        reference=weights // parts if reference else 0,
         critic=4 * (body + 4 * (hidden + 1)) if critic else 0,
         activations=tokens * kept * b + (logits if scaled else min(logits, 16 * LOGITS)),
         sampling=rollouts * (2 * layers * time * kv_heads * head_dim * b + 3 * vocab * 4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from inspect import signature
 from types import MethodType
 from typing import Any
@@ -50,11 +51,9 @@ def _forward(self: Any, hidden_states: Float[Tensor, "*batch n"]) -> Float[Tenso
 def _is_rms_norm(module: Any) -> bool:
     n = module.weight.numel()
     x = torch.linspace(-2, 3, 2 * n, dtype=module.weight.dtype).view(2, n)
-    weight, module.weight.data = module.weight.data, torch.linspace(0.5, 2, n, dtype=x.dtype)  # all ones tell nothing
-    try:
-        return torch.allclose(module(x), rms_norm(x, module.weight, module.variance_epsilon), rtol=1e-5, atol=1e-6)
-    finally:
-        module.weight.data = weight
+    other = copy.copy(module)  # the weight may be cut over ranks; and all ones tell nothing
+    other._parameters = {"weight": nn.Parameter(torch.linspace(0.5, 2, n, dtype=x.dtype))}
+    return torch.allclose(other(x), rms_norm(x, other.weight, module.variance_epsilon), rtol=1e-5, atol=1e-6)
 
 
 def _scale(x: Float[Tensor, "*batch n"], epsilon: float) -> Float[Tensor, "*batch 1"]:

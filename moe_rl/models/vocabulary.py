@@ -44,36 +44,37 @@ def log_probs_in_pieces(
     """log π(wanted) and entropy at the last inputs, over the `kept` tokens where these are given, 0 outside `where`;
     equal to those of all logits at once up to float rounding. Logits exist for so many tokens at a time that there are
     at most `LOGITS`, are made for `where` alone, and again in the backward, so that memory does not grow with rows ×
-    time × vocabulary. For models whose `head_is_apart`."""
-    head, hidden = _head(model), []
-
-    def first_position(module: nn.Module, args: tuple) -> tuple:
-        hidden.append(args[0])
-        return (args[0][:, :1], *args[1:])
-
-    handle = head.register_forward_pre_hook(first_position)
-    try:
-        model(input_ids=inputs, use_cache=False, logits_to_keep=wanted.shape[1])
-    finally:
-        handle.remove()
+    time × vocabulary. For models whose `head_is_apart`. All of it happens in place of the head's forward, within the
+    model's, where the weights of a model that is cut over ranks are whole."""
+    head = _head(model)
+    forward, own = head.forward, head.__dict__.get("forward")
 
     def piece(
         states: Float[Tensor, "tokens width"], chosen: Integer[Tensor, " tokens"], kept: KeptTokens | None
     ) -> tuple[Tensor, Tensor]:
-        logits = head(states).float() / temperature
+        logits = forward(states).float() / temperature
         log_p = (logits if kept is None else kept.only(logits)).log_softmax(-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = entropy_of(log_p, kept is not None)
         return log_p.gather(-1, chosen[:, None])[:, 0], entropy
 
-    states, chosen = hidden[0][where], wanted[where]
-    size = max(1, LOGITS // head.weight.shape[0])
-    parts = states.split(size)
-    keeps = [None] * len(parts) if kept is None else kept.pieces(where, size)
-    pieces = [checkpoint(piece, s, c, k, use_reentrant=False, preserve_rng_state=False)
-              for s, c, k in zip(parts, chosen.split(size), keeps, strict=True)]  # fmt: skip
-    return tuple(torch.zeros_like(where, dtype=torch.float).masked_scatter(where, torch.cat(x))
-                 for x in zip(*pieces, strict=True))  # type: ignore[return-value]  # of two
+    def in_pieces(hidden: Float[Tensor, "batch kept width"]) -> Float[Tensor, "batch kept 2"]:
+        chosen, size = wanted[where], max(1, LOGITS // head.weight.shape[0])
+        parts = hidden[where].split(size)
+        keeps = [None] * len(parts) if kept is None else kept.pieces(where, size)
+        pieces = [checkpoint(piece, s, c, k, use_reentrant=False, preserve_rng_state=False)
+                  for s, c, k in zip(parts, chosen.split(size), keeps, strict=True)]  # fmt: skip
+        return torch.stack([torch.zeros_like(where, dtype=torch.float).masked_scatter(where, torch.cat(x))
+                            for x in zip(*pieces, strict=True)], -1)  # fmt: skip
+
+    head.forward = in_pieces
+    try:
+        found = model(input_ids=inputs, use_cache=False, logits_to_keep=wanted.shape[1]).logits
+    finally:
+        del head.forward
+        if own is not None:
+            head.forward = own
+    return found[..., 0], found[..., 1]
 
 
 def _head(model: nn.Module) -> Any:

@@ -1,4 +1,5 @@
-"""A Hugging Face model as a policy: score and update on one device, live or under replayed routes."""
+"""A Hugging Face model as a policy: score and update on one device, live or under replayed routes; `fsdp.py` spreads
+the same over ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from moe_rl import ranks
 from moe_rl.config.parts import Optimizer
 from moe_rl.models.truncation import entropy_of
 from moe_rl.models.vocabulary import LOGITS, head_is_apart, log_probs_in_pieces
@@ -74,7 +76,7 @@ class HFPolicy:
         if routes is not None:
             routes.require_known()
         parts = []
-        cuts = cut(batch, self.score_batch, self.micro_batch_tokens)
+        cuts = self._cut(batch, self.score_batch)
         for rows in cuts:
             part = batch.rows(rows)
             forced, in_pieces = None if routes is None else routes.rows(rows), self._in_pieces(part)
@@ -82,7 +84,7 @@ class HFPolicy:
                 outputs = self._forward(part, in_pieces)
             seen = routed.recording.scores(len(part)) if scores else None
             parts.append(waiting(batch, *outputs, *routed.traces, seen))
-        return Scored(*join(parts, batch, cuts))
+        return Scored(*self._joined(parts, batch, cuts))
 
     def update(self, batch: Batch, objective: Objective, dose: Dose | None = None) -> Updated:
         """One optimizer step on a mini-batch. Micro-batches only add: the weights of the loss span all of it."""
@@ -100,7 +102,8 @@ class HFPolicy:
     def gradient(self, batch: Batch, objective: Objective) -> Float[Tensor, " parameters"]:
         """What `update` would clip and hand to its optimizer, of all trainable parameters in one vector. No step."""
         self._backward(batch, objective)
-        gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self._trainable()])
+        found = [ranks.whole(torch.zeros_like(p) if p.grad is None else p.grad) for p in self._trainable()]
+        gradient = torch.cat([gradient.flatten() for gradient in found])
         self.optimizer.zero_grad(set_to_none=True)
         return gradient
 
@@ -111,7 +114,8 @@ class HFPolicy:
         engine on the same module, and any other engine must have the same adapters, or refuses. For one that has none,
         give it `merge_and_unload()` of a copy.
         """
-        yield from self.model.state_dict().items()
+        for name, tensor in self.model.state_dict().items():
+            yield name, ranks.whole(tensor)
 
     def save(self, folder: Path) -> None:
         """Write weights (safetensors) and optimizer moments; bit-exact."""
@@ -141,6 +145,13 @@ class HFPolicy:
     # ------------------------------------------------------------------ how
     def _trainable(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
+    def _cut(self, batch: Batch, most: int) -> list[Rows]:
+        """The rows of every forward of this process."""
+        return cut(batch, most, self.micro_batch_tokens)
+
+    def _joined(self, parts: list[tuple], batch: Batch, cuts: list[Rows]) -> list:
+        """What all forwards over a batch gave, each kind as one."""
+        return join(parts, batch, cuts)
 
     def _moved(self, dose: Dose | None) -> AbstractContextManager[None]:
         return disturbed(self.model, dose, partial(last_step, self.optimizer))
@@ -156,7 +167,7 @@ class HFPolicy:
         parts, loss = [], 0.0
         looks = "router" in objective.needs
         inputs_of = self._router_inputs(batch, objective, dose) if looks else lambda rows, part, routed: {}
-        cuts = cut(batch, self.micro_batch, self.micro_batch_tokens)
+        cuts = self._cut(batch, self.micro_batch)
         for rows in cuts:
             part = batch.rows(rows).to(self.device)
             in_pieces = self._in_pieces(part)
@@ -167,12 +178,12 @@ class HFPolicy:
             loss += out.loss.item()
             metrics.update(out.metrics)
             parts.append(waiting(batch, logprobs.detach(), entropy.detach(), *routed.traces, out.clipped_by))
-        return join(parts, batch, cuts), loss, dict(metrics)
+        return self._joined(parts, batch, cuts), loss, dict(metrics)
 
     def _router_inputs(self, batch: Batch, objective: Objective, dose: Dose | None) -> Callable[..., dict[str, Any]]:
         """What parts that look at routers are given about some rows of a mini-batch, once their forward has run."""
         weights, load = token_weights(batch), None
-        if "load" in objective.needs and len(cut(batch, self.micro_batch, self.micro_batch_tokens)) > 1:
+        if "load" in objective.needs and len(batch.tokens[self._cut(batch, self.micro_batch)[0]]) < len(batch):
             whole = self.score(batch, batch.routes, dose=dose)
             load = load_of(batch, whole.routes, whole.preferred)
             load = {kind: tuple(share.to(self.device) for share in sites) for kind, sites in load.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,19 @@ from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch
 
 Rows = slice | Tensor
+
+
+def filled(batch: Batch, order: Tensor) -> Batch:
+    """The rows `order` of the batch; those beyond its end are copies of the last one without a response, so that they
+    weigh nothing, for ranks that must do as much as others."""
+    real = (order < len(batch))[:, None]
+    rows = batch.rows(order.clamp(max=len(batch) - 1))
+    return replace(
+        rows,
+        response_mask=rows.response_mask & real,
+        loss_mask=None if rows.loss_mask is None else rows.loss_mask & real,
+        weights=None if rows.weights is None else rows.weights * real,
+    )
 
 
 def cut(batch: Batch, rows: int, tokens: int | None = None) -> list[Rows]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_rl import ranks
 from moe_rl.config.parts import OPTIMIZERS, Optimizer
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.routing.file_mode import usual_mode
@@ -40,7 +41,7 @@ def stepped(
     """One step along the clipped gradients, which are gone then; their norm before, and whether they were clipped.
     Updates are counted from 1. Raises Diverged where a gradient is not finite."""
     limit = settings.grad_clip or float("inf")
-    total = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    total = ranks.whole(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
     norm = total.item()
     if not math.isfinite(norm):
         raise Diverged(f"the{whose} gradient norm is {norm}: a step would destroy the weights. Lower the{whose} "
@@ -73,7 +74,8 @@ def cosine_with(last: list[Tensor], parameters: Iterable[nn.Parameter]) -> float
 def last_step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor | None:
     """Where the optimizer last moved a parameter, up to a factor and without weight decay; None before its first step.
     Read off the moments, so that a resumed run knows it."""
-    state, settings = optimizer.state.get(parameter, {}), optimizer.param_groups[0]
+    settings = optimizer.param_groups[0]
+    state = {name: ranks.whole(x) for name, x in optimizer.state.get(parameter, {}).items()}
     if "exp_avg_sq" in state:  # AdamW
         variance = state["exp_avg_sq"] / (1 - settings["betas"][1] ** state["step"])
         return -state["exp_avg"] / (variance.sqrt() + settings["eps"])

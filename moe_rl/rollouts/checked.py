@@ -39,9 +39,12 @@ class CheckpointReceiver(Sampler, Protocol):
     pushes: int
     """The number that the last push must have in its receipts."""
 
+    def hold(self, weights: Iterable[tuple[str, Tensor]]) -> Mapping[str, Tensor]:
+        """Put weights, named and cut as in a checkpoint, where the engine can take them from: memory, or files."""
+
     def push(self, weights: Mapping[str, Tensor]) -> Sequence[Receipt]:
-        """Take over weights, named and cut as in a checkpoint. What each of its workers then holds; empty where they
-        do not say, so that the comparison of completions alone must do."""
+        """Take over what it holds. What each of its workers then has; empty where they do not say, so that the
+        comparison of completions alone must do."""
 
 
 class CheckedEngine:
@@ -100,7 +103,7 @@ class CheckedEngine:
             for _ in weights:  # a rank without an engine still has to give its part of them
                 pass
         elif isinstance(engine, CheckpointReceiver):
-            sent = checkpoint_weights(engine.model, weights)
+            sent = engine.hold(checkpoint_weights(engine.model, weights))
             for receipt in engine.push(sent):
                 require_receipt(receipt, sent, engine.pushes)
         else:

@@ -74,7 +74,8 @@ def engine_of(
         if settings == EngineConfig(routes=settings.routes):
             return HFEngine(loaded.model, loaded.tokenizer, record_routes=settings.routes != "off")
         return MismatchedEngine(loaded.model, loaded.tokenizer, settings)
-    tolerance = Tolerance.of(settings.dtype or run.model.dtype, run.model.dtype)
+    computes = run.parallel.compute_dtype or run.model.dtype
+    tolerance = Tolerance.of(settings.dtype or run.model.dtype, run.model.dtype, computes)
     if loaded is None:
         return CheckedEngine(None, score, [], tolerance, run.temperature)
     probes = probe_prompts(loaded.tokenizer, loaded.model.config.vocab_size)

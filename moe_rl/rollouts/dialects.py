@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 from moe_rl.errors import RunError
 from moe_rl.rollouts.answers import Answer
 from moe_rl.rollouts.push import Receipt
+from moe_rl.rollouts.shards import Shards
 from moe_rl.types import Sampling
 
 if TYPE_CHECKING:
     from moe_rl.rollouts.http import ServerEngine
-
-WEIGHTS_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class Dialect:
     request: Callable[[tuple[int, ...], Sampling, int, list[int], bool], dict[str, Any]]
     """(prompt, sampling, seed, end tokens, routes wanted) → the body."""
     answer: Callable[[ServerEngine, Any], Answer]
-    push: Callable[[ServerEngine], list[Receipt]]
-    """Make the server take over the file of weights; what each of its workers says of them, if anything."""
+    push: Callable[[ServerEngine, Shards], list[Receipt]]
+    """Make the server take over the files of weights; what each of its workers says of them, if anything."""
     taken: Callable[[ServerEngine], int | None]
     """Pushes that the server has taken over since it started; None where it cannot say."""
 
@@ -78,9 +77,8 @@ def _finished(reason: str | None) -> bool:
     return reason == "stop"
 
 
-def _vllm_push(server: ServerEngine) -> list[Receipt]:
-    file = str((server.folder / WEIGHTS_FILE).resolve())
-    reply = server.post("/collective_rpc", {"method": "moe_rl_push", "args": [file]})
+def _vllm_push(server: ServerEngine, weights: Shards) -> list[Receipt]:
+    reply = server.post("/collective_rpc", {"method": "moe_rl_push", "args": [weights.files]})
     server.post("/reset_prefix_cache", {})
     server.pushes = max(server.pushes, *(found["pushes"] for found in reply["results"]))  # sent again if no answer came
     return [
@@ -127,7 +125,7 @@ def _sglang_answer(server: ServerEngine, reply: Any) -> Answer:
     return Answer([p[1] for p in pairs], [p[0] for p in pairs], _finished(meta["finish_reason"]["type"]), routes)
 
 
-def _sglang_push(server: ServerEngine) -> list[Receipt]:
+def _sglang_push(server: ServerEngine, weights: Shards) -> list[Receipt]:
     body = {"model_path": str(server.folder.resolve()), "weight_version": str(server.pushes), "flush_cache": True}
     reply = server.post("/update_weights_from_disk", body)
     if not reply.get("success"):

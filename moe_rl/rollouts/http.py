@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
@@ -31,11 +31,11 @@ from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, MoeRlError, RunError
 from moe_rl.models.presets import skeleton
 from moe_rl.rollouts.answers import Answer, Reader
-from moe_rl.rollouts.dialects import DIALECTS, WEIGHTS_FILE
+from moe_rl.rollouts.dialects import DIALECTS
 from moe_rl.rollouts.push import Receipt
 from moe_rl.rollouts.request import check_request, context_length
+from moe_rl.rollouts.shards import SHARD, Shards, write_shards
 from moe_rl.rollouts.turns import by_ids
-from moe_rl.routing.file_mode import usual_mode
 from moe_rl.seeds import derive
 from moe_rl.types import Prompt, Reply, Rollout, Sampling
 
@@ -63,10 +63,11 @@ class BatchIncomplete(RunError):
 class ServerEngine:
     """A server as a `CheckpointReceiver`: one request per completion, `concurrency` at a time.
 
-    `folder` holds the model's config and tokenizer, and the server must be able to read it under the same path: `push`
-    writes the weights there. A request is tried 1 + `retries` times, waiting 0.5, 1, 2, … s in between, each `timeout`
-    seconds without a byte at most. What was received before a failure is kept: the same `generate` again asks for the
-    rest only. Noise is the server's own, seeded per completion from (key, prompt, sample).
+    `folder` holds the model's config and tokenizer, and the server must be able to read it under the same path: weights
+    are written there, in files of at most `shard` bytes. A request is tried 1 + `retries` times, waiting 0.5, 1, 2, … s
+    in between, each `timeout` seconds without a byte at most. What was received before a failure is kept: the same
+    `generate` again asks for the rest only. Noise is the server's own, seeded per completion from (key, prompt,
+    sample).
     """
 
     def __init__(
@@ -80,11 +81,13 @@ class ServerEngine:
         timeout: float = 600.0,
         retries: int = 4,
         concurrency: int = 64,
+        shard: int = SHARD,
     ):
         if dialect not in DIALECTS:
             raise ConfigError(f"engine.dialect is {dialect!r}; choose {', '.join(DIALECTS)}.")
         self.url, self.dialect = url.rstrip("/"), DIALECTS[dialect]
         self.timeout, self.retries, self.concurrency = timeout, retries, concurrency
+        self.shard = shard
         self.folder, self.model = folder, skeleton(ModelConfig(name=str(folder)))
         self.context, self.reader = context_length(self.model.config), Reader(tokenizer, self.model, routes)
         self.reports_routes = routes != "off"
@@ -113,17 +116,18 @@ class ServerEngine:
     def name(self) -> str:
         return self.url
 
-    def push(self, weights: Mapping[str, Tensor]) -> list[Receipt]:
-        """Write the weights to `folder` and let the server take them over. See `CheckpointReceiver.push`; SGLang hands
-        out no receipts, but names the push in every answer."""
-        from safetensors.torch import save_file
+    def hold(self, weights: Iterable[tuple[str, Tensor]]) -> Shards:
+        """Weights in files of `folder`, written as they come."""
+        return write_shards(self.folder, weights, self.shard)
 
-        save_file(dict(weights), str(self.folder / WEIGHTS_FILE), metadata={"format": "pt"})
-        usual_mode(self.folder / WEIGHTS_FILE)  # the server may be somebody else
+    def push(self, weights: Mapping[str, Tensor]) -> list[Receipt]:
+        """Let the server take over the files that `hold` wrote. See `CheckpointReceiver.push`; SGLang hands out no
+        receipts, but names the push in every answer."""
+        assert isinstance(weights, Shards), "what `hold` gave"
         self.received.clear()
         taken = self.dialect.taken(self)  # by earlier runs too: a server may outlive its clients
         self.pushes = (self.pushes if taken is None else taken) + 1
-        return self.dialect.push(self)
+        return self.dialect.push(self, weights)
 
     def close(self) -> None:
         """Nothing to give back: the server belongs to whoever started it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,22 +43,44 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder:
     tokenizer.save_pretrained(folder)
 
 
-def checkpoint_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """A policy's weights as a checkpoint on disk names and cuts them, which is what every engine can load.
+def checkpoint_weights(
+    model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """A policy's weights as a checkpoint on disk names and cuts them, which is what every engine can load. Tensors of
+    the policy, or views of them.
 
-    In memory, transformers fuses the experts of a layer and renames modules; a copy of the weights is undone likewise.
-    Raises RunError when the weights are not those of `model`.
+    In memory, transformers fuses the experts of a layer and renames modules; that is undone one weight after the other,
+    so that none but the last is held, or for a family that also splits weights in memory, of all at once. Raises
+    RunError when the weights are not those of `model`, once all have come.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    given = {name: tensor.detach().clone() for name, tensor in weights}
-    expected = set(model.state_dict())
-    if odd := sorted(expected ^ set(given)):
+    expected: dict[str, Tensor] = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    alone, given, kept = one_by_one(model, expected), set(), {}
+    for name, tensor in weights:
+        given.add(name)
+        if alone and name in expected:
+            yield from revert_weight_conversion(model, {name: tensor}).items()
+        elif name in expected:
+            kept[name] = tensor
+    if odd := sorted(expected.keys() ^ given):
         raise RunError(
             f"the policy gave {len(given)} weights, the engine's model has {len(expected)}; {odd[0]!r} is in one of "
             "them only: not the same model."
         )
-    return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, given).items()}
+    yield from revert_weight_conversion(model, kept).items()
+
+
+def one_by_one(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> bool:
+    """Whether weights give the same when each of them is undone by itself. Tried on the meta device."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    whole = {name: tensor.shape for name, tensor in revert_weight_conversion(model, dict(weights)).items()}
+    try:
+        parts = [revert_weight_conversion(model, {name: tensor}) for name, tensor in weights.items()]
+    except (RuntimeError, ValueError, KeyError, IndexError):  # of weights that lack their other half
+        return False
+    return {name: tensor.shape for part in parts for name, tensor in part.items()} == whole
 
 
 # ---------------------------------------------------------------------- checksums

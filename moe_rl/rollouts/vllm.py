@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from moe_rl.config import ModelConfig
@@ -23,6 +24,7 @@ from moe_rl.models.presets import skeleton
 from moe_rl.rollouts.answers import Answer, Reader
 from moe_rl.rollouts.push import Receipt, receipt
 from moe_rl.rollouts.request import check_request, context_length
+from moe_rl.rollouts.shards import Shards
 from moe_rl.rollouts.turns import by_ids
 from moe_rl.seeds import derive
 from moe_rl.types import Prompt, Reply, Rollout, Sampling
@@ -93,10 +95,14 @@ class VLLMEngine:
         unknown = sampling.greedy and (sampling.temperature != 1 or sampling.truncates)
         return [dataclasses.replace(r, logprobs=r.logprobs * float("nan")) for r in rollouts] if unknown else rollouts
 
+    def hold(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Weights in memory, where vLLM has its own too."""
+        return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in weights}
+
     def push(self, weights: Mapping[str, Tensor]) -> list[Receipt]:
         """Take over weights in place and forget cached keys and values. See `CheckpointReceiver.push`."""
         try:
-            receipts = self.llm.collective_rpc(push, args=(list(weights.items()),))
+            receipts = self.llm.collective_rpc(push, args=(weights,))
         except Exception as error:  # whatever vLLM's loader of this family raises
             raise RunError(f"vLLM did not take over weights of {self.model.config.model_type}: {error!r}.") from error
         self.llm.reset_prefix_cache()
@@ -207,26 +213,24 @@ class WorkerExtension:
     Its methods become methods of the worker, reached through `/collective_rpc` with VLLM_SERVER_DEV_MODE=1.
     """
 
-    def moe_rl_push(self, file: str) -> dict[str, Any]:
-        """Take over the weights of a safetensors file."""
-        from safetensors.torch import load_file
-
-        return dataclasses.asdict(push(self, list(load_file(file).items())))
+    def moe_rl_push(self, files: list[str]) -> dict[str, Any]:
+        """Take over the weights of safetensors files."""
+        return dataclasses.asdict(push(self, Shards(files)))
 
     def moe_rl_pushes(self) -> int:
         """Pushes taken over since the server started."""
         return getattr(self, "moe_rl_pushes_taken", 0)
 
 
-def push(worker: Any, weights: list[tuple[str, Tensor]]) -> Receipt:
+def push(worker: Any, weights: Mapping[str, Tensor]) -> Receipt:
     """Runs inside vLLM's worker: load the weights in place and say what it holds now."""
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(worker.vllm_config):
-        worker.model_runner.reload_weights(weights_iterator=iter(weights))
+        worker.model_runner.reload_weights(weights_iterator=iter(weights.items()))
         repack_experts(worker.model_runner.model)
     worker.moe_rl_pushes_taken = getattr(worker, "moe_rl_pushes_taken", 0) + 1
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights}
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     return receipt(worker.model_runner.model.named_parameters(), shapes, worker.moe_rl_pushes_taken)
 
 

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from moe_rl import ranks
 from moe_rl.errors import RoutingError
 from moe_rl.routing.intercept import hooked
 from moe_rl.routing.sites import RoutingModule, find_sites, layer_matrices, router_matrices
@@ -82,7 +83,7 @@ def shifted(
     kept = [matrix.detach().clone() for matrix in matrices]
     try:
         for matrix, u in zip(matrices, along, strict=True):
-            matrix.data.add_(dose.size * matrix.detach().std() * u)
+            matrix.data.add_(ranks.cut_as(matrix, dose.size * ranks.whole(matrix.detach()).std() * u))
         yield
     finally:
         for matrix, weight in zip(matrices, kept, strict=True):

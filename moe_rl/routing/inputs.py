@@ -96,8 +96,9 @@ class RouterInputs:
 
 
 def token_weights(batch: Batch) -> PerToken:
-    """`RouterInputs.weights` of a whole mini-batch, float64: the first token of a row was not routed into being."""
-    real = batch.attention_mask.clone()
+    """`RouterInputs.weights` of a whole mini-batch, float64: the first token of a row was not routed into being. A row
+    without a response is none: it fills up what ranks must do alike."""
+    real = batch.attention_mask & batch.response_mask.any(1, keepdim=True)
     real[:, :1] = False
     return real.double() / real.sum().clamp(min=1)
 

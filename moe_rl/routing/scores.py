@@ -11,7 +11,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing.sites import RoutingModule
+from moe_rl.routing.sites import RoutingModule, family_class
 
 PROBABILITIES = {"Gemma4TextRouter"}
 """Routers whose first output is the softmax, not its logits."""
@@ -70,7 +70,7 @@ def read_logits(spec: RoutingModule, output: Any) -> Float[Tensor, "tokens exper
     Nothing is computed here: under activation checkpointing it would not be computed again. Raises RoutingError for
     routers that do not return (logits, gates of the chosen, ...), and where the forward has no graph.
     """
-    name = type(spec.module).__name__
+    name = family_class(spec.module).__name__
     logits = output[0] if isinstance(output, tuple) and len(output) > 2 else None
     if logits is None or logits.shape[-1:] != (spec.site.num_experts,) or name in PROBABILITIES:
         raise RoutingError(f"{name} does not hand out its logits, so its router can have no term in a loss.")
@@ -94,7 +94,7 @@ def read_scores(spec: RoutingModule, used: Tensor, choice: Tensor, output: Any) 
         raise RoutingError(f"{type(spec.module).__name__} does not hand out its logits and combine weights; record "
                            "without scores.")
     logits = logits.detach().float()
-    log_probs = logits.log() if type(spec.module).__name__ in PROBABILITIES else logits.log_softmax(-1)
+    log_probs = logits.log() if family_class(spec.module).__name__ in PROBABILITIES else logits.log_softmax(-1)
     if k < experts:
         top = choice.topk(k + 1, dim=-1).values
         margins = top[:, -2] - top[:, -1]

@@ -49,7 +49,7 @@ class RoutingModule:
 
     @property
     def by_maxima(self) -> bool:
-        return type(self.module).__name__ in SELECTS_BY_MAXIMA
+        return family_class(self.module).__name__ in SELECTS_BY_MAXIMA
 
 
 def find_sites(model: nn.Module) -> tuple[RoutingModule, ...]:
@@ -59,8 +59,8 @@ def find_sites(model: nn.Module) -> tuple[RoutingModule, ...]:
     Raises RoutingError for a dense model and, by name and with the reason, for a family that cannot be supported.
     """
     modules = list(_running_modules(model))
-    routing = _routing_classes({type(module) for _, module in modules})
-    candidates = {name: module for name, module in modules if type(module) in routing}
+    routing = _routing_classes({family_class(module) for _, module in modules})
+    candidates = {name: module for name, module in modules if family_class(module) in routing}
     decoder = set(_text_decoder(model).modules())
     found = [
         _describe(name, module)
@@ -77,13 +77,20 @@ def find_sites(model: nn.Module) -> tuple[RoutingModule, ...]:
     return tuple(sorted(found, key=lambda s: (s.site.decoder_layer, "attention" not in s.site.name)))
 
 
+def family_class(module: nn.Module) -> type:
+    """A module's class as its family has it: FSDP2 puts one of its own in front of those that it cuts by themselves."""
+    kind = type(module)
+    return kind.__bases__[1] if kind.__bases__[0].__name__ == "FSDPModule" else kind
+
+
 def layout_of(model: nn.Module) -> Layout:
     """The model's routing layout. Two checkpoints of one architecture have the same."""
     return make_layout(model, find_sites(model))
 
 
 def make_layout(model: nn.Module, sites: tuple[RoutingModule, ...]) -> Layout:
-    config = getattr(model, "config", None)
+    of_modules = (getattr(module, "config", None) for module in model.modules())  # DDP's wrapper has none
+    config = next((config for config in of_modules if config is not None), None)
     config = getattr(config, "get_text_config", lambda: config)()
     sizes = [
         getattr(config, key, None) for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")

@@ -34,8 +34,8 @@ def check_rows(name: str, rows: list[Row]) -> None:
                        "TABLES in moe_rl/runs/columns.py")
     if bad := unknown(name, {key for row in rows for key in row}):
         raise RunError(f"table {name!r} got columns that moe_rl/runs/columns.py does not explain: "
-                       f"{', '.join(sorted(bad))}; add an entry with unit and formula for each, or name what is your own "
-                       "own_…")
+                       f"{', '.join(sorted(bad))}; add an entry with unit and formula for each, or name what is your "
+                       "own own_…")
 
 
 def to_table(rows: list[Row]) -> pa.Table:

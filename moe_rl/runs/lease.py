@@ -3,12 +3,12 @@
     <folder>/1, 2, …    a file per holding, made by link(2), which one process alone can win; it says who that was
 
 The holder of the last file touches it. After STALE seconds without a touch anybody may make the next one, and a holder
-that only slept finds that it is `held` no longer. These files are never renamed or deleted, so no judgement can come too late: one
-about n can only try for n + 1. Ages are differences of two times that the same file system made.
+that only slept finds that it is `held` no longer. These files are never renamed or deleted, so no judgement can come
+too late: one about n can only try for n + 1. Ages are differences of two times that the same file system made.
 
-On one machine nobody waits: a holder also locks its file (flock) under another name, and who sees the same file system of the same running
-machine asks that lock, which the kernel gives up with its process, however that ended. On a network mount this takes a
-STALE that is longer than attributes are cached there (60 s on NFS, by default).
+On one machine nobody waits: a holder also locks its file (flock) under another name, and who sees the same file system
+of the same running machine asks that lock, which the kernel gives up with its process, however that ended. On a network
+mount this takes a STALE that is longer than attributes are cached there (60 s on NFS, by default).
 """
 
 from __future__ import annotations

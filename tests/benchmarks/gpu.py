@@ -173,7 +173,7 @@ def vllm_rate(model: torch.nn.Module, prompts: list[Prompt], asked: Sampling, co
         engine = VLLMEngine(Path(folder), tokenizer, dtype="bfloat16", memory=0.4,
                             max_tokens=len(prompts[0].tokens) + asked.max_new_tokens)
         try:
-            engine.push(checkpoint_weights(engine.model, model.state_dict().items()))
+            engine.push(engine.hold(checkpoint_weights(engine.model, model.state_dict().items())))
             lengths: list[int] = []
 
             def draw() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from moe_rl.config import Arm, ModelConfig, RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.models import memory, vocabulary
+from moe_rl.models import memory, presets, vocabulary
 from moe_rl.models.load import load
 from moe_rl.models.memory import check_memory, estimate_memory
 from moe_rl.models.presets import PRESETS
@@ -135,6 +136,19 @@ def test_weights_gradients_and_moments_are_exact():
     untied = estimate_memory(run(**own), 13, critic=True)
     assert untied.critic == 4 * (untied.weights - 4 * 258 * 64 + 4 * 65), "no vocabulary to choose from"
     assert (estimate.reference, estimate_memory(run(), 13, reference=True).reference) == (0, 4 * parameters)
+
+
+def test_ranks_of_fsdp_divide_what_they_hold_and_rank_0_samples_from_a_whole_model(monkeypatch):
+    whole = estimate_memory(run(), 8, reference=True)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    on_a_cpu = run(policy="fsdp")
+    assert estimate_memory(on_a_cpu, 8, reference=True) == whole, "the ranks of a machine share its memory"
+    monkeypatch.setattr(memory, "skeleton", lambda model: presets.skeleton(replace(model, device="cpu")))
+    part = estimate_memory(on_a_cpu.replace(**{"model.device": "cuda", "activation_checkpointing": True}), 8, True)
+    assert part.weights == whole.weights * 5 // 4
+    assert (part.gradients, part.optimizer, part.reference) == (whole.weights // 4, whole.weights // 2,
+                                                                whole.weights // 4)
 
 
 def test_checkpointing_saves_activations():

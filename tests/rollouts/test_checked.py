@@ -31,6 +31,9 @@ class Receiver:
     def generate(self, *arguments, **settings):
         return self.fake.engine.generate(*arguments, **settings)
 
+    def hold(self, weights):
+        return {name: weight.clone() for name, weight in weights}
+
     def push(self, weights):
         self.pushes += 1
         if self.pushes not in self.lost:

@@ -68,7 +68,7 @@ class Server:
             return handler.reply({"error": "on purpose"}, fault) if fault else handler.reply(self.complete(body))
         if handler.path == "/collective_rpc":
             if body["method"] == "moe_rl_push":
-                weights = load_file(body["args"][0])
+                weights = {name: weight for file in body["args"][0] for name, weight in load_file(file).items()}
                 self.fake.reload(weights)
                 shapes = {name: tuple(t.shape) for name, t in weights.items()}
                 held = receipt(self.fake.engine.model.state_dict().items(), shapes, self.fake.pushes)

@@ -1,5 +1,5 @@
-"""A real vLLM server on loopback: both dialects, pushes over a shared folder, hangs, refusals, a policy on two ranks of
-Megatron-core that trains with it, and its death."""
+"""A real vLLM server on loopback: both dialects, pushes over a shared folder, hangs, refusals, policies on two ranks
+(Megatron-core, FSDP2) that train with it, and its death."""
 
 from __future__ import annotations
 
@@ -144,13 +144,13 @@ def test_a_prompt_that_the_server_refuses_leaves_the_others_alone(server, policy
     assert all(map(same, raised.value.rollouts[:8], whole)) and raised.value.rollouts[8:] == [None, None]
 
 
-class MegatronJob:
+class Job:
     """`megatron_study.py` on two ranks in the main environment, with this server; begun, or gone on with."""
 
-    def __init__(self, server, out):
+    def __init__(self, server, out, policy):
         self.run, self.log = out / "megatron_vllm/r3/base/seed=0", out.with_suffix(".log")
         launcher = [MAIN, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command = ["-m", "moe_rl", "run", "tests/vllm/megatron_study.py", "--policy", "megatron", "--ep", "2"]
+        command = ["-m", "moe_rl", "run", "tests/vllm/megatron_study.py", "--policy", *policy]
         settings = ["--set", f"engine.name={server.address}", "--out", out]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with self.log.open("a") as log:
@@ -177,14 +177,15 @@ class MegatronJob:
 
 
 @pytest.mark.skipif(not MAIN.exists(), reason=f"Megatron-core is in the main environment, {MAIN}: `make setup`")
-def test_two_ranks_of_megatron_train_on_its_routes_and_end_identical_after_a_kill(server, policy, tmp_path):
+@pytest.mark.parametrize("trained_by", [("megatron", "--ep", "2"), ("fsdp",)], ids=lambda words: words[0])
+def test_two_ranks_train_on_its_routes_and_end_identical_after_a_kill(trained_by, server, policy, tmp_path):
     """R3. The server has seen pushes of others before, and goes on with those of the run that was killed."""
     engine = engine_of(server, policy).engine
     before = engine.dialect.taken(engine)
-    whole = MegatronJob(server, tmp_path / "whole").finish()
+    whole = Job(server, tmp_path / "whole", trained_by).finish()
     assert engine.dialect.taken(engine) == before + 4 > 4, "one to begin with, and one after every step"
-    MegatronJob(server, tmp_path / "cut").kill_after(2)
-    cut = MegatronJob(server, tmp_path / "cut").finish()
+    Job(server, tmp_path / "cut", trained_by).kill_after(2)
+    cut = Job(server, tmp_path / "cut", trained_by).finish()
 
     steps, updates = (frames.read_table(whole, name) for name in ("steps", "updates"))
     trained = steps[steps["step"] > 0]

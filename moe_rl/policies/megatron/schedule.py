@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from moe_rl import ranks
 from moe_rl.objectives import LossOutput
 from moe_rl.policies.megatron.replay import gathered, own_targets, require_routes, scores_of, shared_trace
 from moe_rl.policies.megatron.weights import gather
+from moe_rl.policies.micro_batches import filled
 from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch
@@ -54,12 +55,8 @@ class Cut:
         count = -(-share // largest)
         size = -(-share // count)
         order = torch.arange(ranks * count * size)
-        filling = order >= len(batch)
+        rows = filled(replace(batch, routes=None, rollout_routes=None, ratio_routes=None), order)
         order = order.clamp(max=len(batch) - 1)
-        rows = replace(batch, routes=None, rollout_routes=None, ratio_routes=None).rows(order)
-        real = ~filling[:, None]
-        weights = None if rows.weights is None else rows.weights * real
-        rows = replace(rows, response_mask=rows.response_mask & real, weights=weights)
         inputs = rows.tokens[:, :-1]
         inputs = nn.functional.pad(inputs, (0, -inputs.shape[1] % ps.get_tensor_model_parallel_world_size()))
         starts = ((rank * count + i) * size for i in range(count))
