@@ -155,7 +155,7 @@ def test_traces_that_do_not_go_on_from_each_other_are_not_spliced(model, tokeniz
 
 def test_a_server_goes_on_from_ids_and_keeps_what_it_answered(server, loaded, tmp_path) -> None:  # noqa: F811
     """Every request is exactly the tokens before it; after a failure in a later turn only the missing are asked for."""
-    engine = engine_of(server, loaded, tmp_path, retries=0)
+    engine = engine_of(server, loaded, tmp_path, retries=0, timeout=120.0)
     sampling = Sampling(max_new_tokens=30, stop=tuple(chr(c) for c in range(33, 127)))
 
     def drawn():
