@@ -40,7 +40,7 @@ from moe_rl.rollouts.request import check_request, context_length
 from moe_rl.runs import folder as runs
 from moe_rl.runs.versions import code_version, package_versions
 from moe_rl.seeds import HELD_OUT
-from moe_rl.tasks.base import Task, held_out, load_task
+from moe_rl.tasks.base import AnyTask, held_out, load_task
 from moe_rl.tasks.jsonl import JsonlTask
 from moe_rl.trainer import sampling_of
 from moe_rl.types import Prompt
@@ -60,7 +60,7 @@ class Benchmark:
     """A task and the problems that are asked, in their order."""
 
     name: str
-    task: Task
+    task: AnyTask
     prompts: Sequence[Prompt]
 
     @property
@@ -160,7 +160,7 @@ def engine(name: str, run: RunConfig, folder: Path, trust: bool) -> Iterator[Eng
         sampler.close()
 
 
-def ask(sampler: Sampler, task: Task, prompts: list[Prompt], plan: Plan, file: Path,
+def ask(sampler: Sampler, task: AnyTask, prompts: list[Prompt], plan: Plan, file: Path,
         done: Callable[[int], None]) -> None:
     """Write the lines that `file` lacks, those of `at_once` problems in one piece. The noise of a problem depends on
     its place alone: checkpoints share it, and so does whoever goes on."""

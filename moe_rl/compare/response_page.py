@@ -11,6 +11,7 @@ scores=True)`, or `moe-rl volatility --traces` —, `"response"`, the mask of re
 from __future__ import annotations
 
 import base64
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -23,10 +23,10 @@ from moe_rl.errors import ConfigError, RunError
 from moe_rl.metrics.volatility import Load, load_statistics
 from moe_rl.models.cold_start import CHUNK, GRAD_CLIP, answer_logprobs
 from moe_rl.models.load import LoadedModel, load, save_checkpoint
-from moe_rl.models.tokens import completion_tokens, encode_prompts
+from moe_rl.models.tokens import completion_tokens, demonstrated, encode_prompts
 from moe_rl.routing import record_routing
 from moe_rl.seeds import derive
-from moe_rl.tasks.base import Task, draw, held_out, load_task
+from moe_rl.tasks.base import AnyTask, draw, held_out, load_task
 from moe_rl.types import Prompt
 
 PRETRAINING = 104  # a stream beside those of the cold start
@@ -49,7 +49,7 @@ def pretrain(
     if found := _record(folder, described):
         return found["rows"], found["goals"]
     task, loaded = load_task(settings.task), load(settings.model, settings.seed)
-    apart = encode_prompts(held_out(task, settings.held_out), loaded.tokenizer)
+    apart = _examples(task, held_out(task, settings.held_out), loaded)
     optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=settings.lr, weight_decay=0.0, fused=True)
     done, falling, rows = _resume(folder, described, loaded, optimizer)
     batches = _batches(task, loaded, settings, done, {p.text for p in apart})
@@ -132,20 +132,25 @@ def _balance(logits: Tensor, ids: Tensor, real: Tensor) -> Tensor:
 
 
 def _batches(
-    task: Task, loaded: LoadedModel, settings: Pretraining, done: int, excluding: set[str]
+    task: AnyTask, loaded: LoadedModel, settings: Pretraining, done: int, excluding: set[str]
 ) -> Iterator[list[Prompt]]:
     """Those after the first `done`, each sorted by length, so that several forwards of one pad less."""
     chunk, begin = divmod(done, CHUNK)
     while True:
         prompts = draw(task, CHUNK * settings.batch_size, derive(PRETRAINING, settings.seed, chunk), excluding)
-        if any(p.answer is None for p in prompts):
-            raise ConfigError(f"task {settings.task} has prompts without a reference answer, so there is nothing to "
-                              "learn from; leave it out of the mixture")
-        encoded = encode_prompts(prompts, loaded.tokenizer)
+        encoded = _examples(task, prompts, loaded)
         for i in range(begin, CHUNK):
             batch = encoded[i * settings.batch_size : (i + 1) * settings.batch_size]
             yield sorted(batch, key=lambda p: len(p.tokens))
         chunk, begin = chunk + 1, 0
+
+
+def _examples(task: AnyTask, prompts: list[Prompt], loaded: LoadedModel) -> list[Prompt]:
+    examples = demonstrated(task, encode_prompts(prompts, loaded.tokenizer), loaded.tokenizer)
+    if any(p.answer is None for p in examples):
+        raise ConfigError(f"{type(task).__name__} has prompts without a reference answer, so there is nothing to learn "
+                          "from; leave it out")
+    return examples
 
 
 def _answers(loaded: LoadedModel, prompts: list[Prompt]) -> list[list[int]]:

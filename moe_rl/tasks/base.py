@@ -187,7 +187,7 @@ def held_out(task: AnyTask, count: int) -> list[Prompt]:
     return draw(task, count, derive(HELD_OUT, 0, 0))
 
 
-def votes_of(task: Task, prompt: Prompt, completions: Sequence[str]) -> list[int | None]:
+def votes_of(task: AnyTask, prompt: Prompt, completions: Sequence[str]) -> list[int | None]:
     """Which completions of a prompt give the same answer: of each the place of the first that does, from 0, or None
     where it gives none. A task says so with a method `votes(prompt, completions)`; else equal texts are equal answers,
     but for white space around them."""

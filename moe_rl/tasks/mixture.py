@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Part
 from moe_rl.seeds import derive
-from moe_rl.tasks.base import Task, load_task
+from moe_rl.tasks.base import Environment, Task, load_task, votes_of
 from moe_rl.types import Prompt
 
 
@@ -19,7 +19,12 @@ class Mixture:
     def __init__(self, tasks: Sequence[Part]) -> None:
         if isinstance(tasks, str) or len(tasks) < 2:
             raise ConfigError(f"mixture: tasks={tasks!r}; name two tasks or more, in a list")
-        self.tasks: list[Task] = [load_task(task) for task in tasks]
+        self.tasks: list[Task] = []
+        for name in tasks:
+            task = load_task(name)
+            if isinstance(task, Environment):
+                raise ConfigError(f"mixture: {name} answers back, and only completions can be mixed; leave it out")
+            self.tasks.append(task)
 
     def prompts(self, count: int, seed: int) -> list[Prompt]:
         """`count` prompts; which task each is of comes from `seed`, too."""
@@ -34,3 +39,7 @@ class Mixture:
     def reward(self, prompt: Prompt, completion: str) -> float:
         """What the prompt's own task gives."""
         return self.tasks[prompt.entry["task"]].reward(prompt.entry["prompt"], completion)
+
+    def votes(self, prompt: Prompt, completions: Sequence[str]) -> list[int | None]:
+        """Which completions give the same answer, as the prompt's own task sees it: `votes_of`."""
+        return votes_of(self.tasks[prompt.entry["task"]], prompt.entry["prompt"], completions)

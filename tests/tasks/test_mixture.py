@@ -30,6 +30,11 @@ def test_each_prompt_is_rewarded_by_its_own_task():
     assert wrong[1] == 0 and 0 < wrong[0] < 1  # spell_backward gives partial credit, running sums none
 
 
+def test_a_conversation_cannot_be_mixed():
+    with pytest.raises(ConfigError, match="guessing answers back"):
+        Mixture(["guessing", "running_sums"])
+
+
 @pytest.mark.parametrize("tasks", ["running_sums", ["running_sums"]])
 def test_one_task_is_no_mixture(tasks):
     with pytest.raises(ConfigError, match="two tasks or more"):
