@@ -4,7 +4,6 @@ backend, and the same on one process and on several: there every rank builds, an
 
 from __future__ import annotations
 
-import importlib.util
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_rl import ranks
-from moe_rl.config import EngineConfig, RunConfig
+from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Part, lookup, needs_of, unknown
+from moe_rl.lookup import Part, lookup, needs_of
 from moe_rl.models.checkpoints import check_weights
 from moe_rl.models.cold_start import Progress, cold_start
 from moe_rl.models.load import LoadedModel, load, save_checkpoint
 from moe_rl.models.memory import check_memory, estimate_memory
-from moe_rl.models.presets import PRESETS, hf_config, placement, skeleton
+from moe_rl.models.presets import PRESETS, placement, skeleton
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.policies.critic import HFCritic
-from moe_rl.policies.fsdp_limits import check_settings, layers_of
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.policies.megatron.layout import check_layout, check_routers
+from moe_rl.policies.limits import check_critic, check_policy, layers_of
+from moe_rl.policies.megatron.layout import check_routers
 from moe_rl.recorder import Recorder, Row, Rows
 from moe_rl.rollouts.choose import check_engine, engine_of
 from moe_rl.rollouts.gap_files import GapFiles
@@ -48,8 +47,6 @@ from moe_rl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from moe_rl.policies.base import Policy
-
-POLICIES = ("hf", "fsdp", "megatron")
 
 
 def execute(
@@ -71,13 +68,13 @@ def check(run: RunConfig) -> list[str]:
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _check_policy(run)
+        check_policy(run)
         check_engine(run)
         _check_model(run)
         _check_task(run)
         objective = objective_of(run.arm)
         if "values" in advantage_of(run.arm).needs:
-            _check_critic(run)
+            check_critic(run)
         if run.policy == "megatron":
             check_routers(run, objective.needs)
         if run.dial.sigma and run.dial.acts_on != "ratio" and "reference" in objective.needs:
@@ -257,55 +254,6 @@ def _copied(run: RunConfig, start: LoadedModel) -> Any:
     model = load(run.model, run.cold_start.seed).model
     model.load_state_dict(start.model.state_dict())
     return model
-
-
-def _check_critic(run: RunConfig) -> None:
-    """Raise ConfigError where an arm asks for values that nobody can give."""
-    if run.policy != "hf":
-        why = ("its schedule runs one model per process, which ends in a vocabulary" if run.policy == "megatron" else
-               "a critic is a whole model of one process, and is not cut over ranks")
-        raise ConfigError(f"arm {run.arm.name!r} needs a critic, which policy={run.policy!r} cannot have: {why}. Use "
-                          "policy='hf', or returns (gae without a critic).")
-    if not run.critic.lr:
-        raise ConfigError(f"arm {run.arm.name!r} takes its advantage from a critic's values, and critic.lr=0 means "
-                          "that there is none: set critic.lr, or use returns (gae without a critic) or group.")
-
-
-def _check_policy(run: RunConfig) -> None:
-    """Raise ConfigError where policy, layout, model and the processes that run do not fit each other."""
-    if run.policy not in POLICIES:
-        unknown("policy", run.policy, POLICIES)
-    if run.policy != "hf" and run.truncates and run.sampling_mask:
-        raise ConfigError(
-            f"top_p={run.top_p:g}, top_k={run.top_k}, min_p={run.min_p:g}: policy={run.policy!r} has no log-probs over "
-            "the tokens that were kept. Use policy='hf' or, knowing that engine and trainer are then different "
-            "distributions, sampling_mask=False."
-        )
-    if run.measure.gradient_cosine and run.policy != "hf":
-        raise ConfigError(f"measure.gradient_cosine=True: policy={run.policy!r} spreads its gradients over ranks, and "
-                          "compares none; it is for policy='hf'.")
-    if run.policy == "megatron":
-        if importlib.util.find_spec("megatron.core") is None:
-            raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")
-        if run.dial.sigma:
-            raise ConfigError(f"dial.sigma={run.dial.sigma:g}: the routers of policy='megatron' cannot be moved.")
-        if run.micro_batch_tokens:
-            raise ConfigError(f"micro_batch_tokens={run.micro_batch_tokens}: the schedule of policy='megatron' cuts by "
-                              "rows alone; use micro_batch.")
-        if run.optimizer.name != "adamw" or run.optimizer.warmup:
-            raise ConfigError(f"policy='megatron' trains with AdamW and without warm-up, not {run.optimizer}.")
-        check_layout(run.parallel, hf_config(run.model), ranks.planned())
-    elif ranks.planned() > 1 and run.policy == "hf":
-        raise ConfigError(
-            f"a run of {ranks.planned()} processes, but policy='hf' runs in one: leave torchrun or launcher.ranks out, "
-            "or add --policy fsdp or --policy megatron."
-        )
-    if run.policy != "hf" and run.engine.name == "hf" and run.engine != EngineConfig(routes=run.engine.routes):
-        raise ConfigError(
-            f"policy={run.policy!r} samples with the Hugging Face engine as it is, with vLLM or with a server; another "
-            f"dtype, other experts, int8 and router noise are for policy='hf', not {run.engine}."
-        )
-    check_settings(run)
 
 
 def _check_model(run: RunConfig) -> None:
