@@ -26,8 +26,8 @@ from moe_rl.models.kernels_cpu import use_cpu_kernels
 from moe_rl.models.presets import skeleton
 from moe_rl.models.vocabulary import head_is_apart
 from moe_rl.objectives import Objective
-from moe_rl.policies.limits import layers_of
 from moe_rl.policies.hf import HFPolicy
+from moe_rl.policies.limits import layers_of
 from moe_rl.policies.micro_batches import Rows, cut, filled, join
 from moe_rl.routing.balance import keep_routers_in
 from moe_rl.routing.dial import Dose

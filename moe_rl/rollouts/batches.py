@@ -21,6 +21,7 @@ from moe_rl.models.truncation import KeptTokens
 from moe_rl.rollouts.base import RolloutEngine
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.request import before_stop, sampling_of
+from moe_rl.rollouts.turns import spliced
 from moe_rl.routing.layout import Layout, Site
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import LAG, NOISE, PROMPTS, derive
@@ -150,7 +151,8 @@ def _drawn(run: RunConfig, parts: Samples, prompts: list[Prompt], group_size: in
     sampling = replace(sampling_of(run), max_new_tokens=most)
     rollouts = drawn(parts.engine.generate, parts.task, prompts, group_size, key=(run.seed, NOISE, *position),
                      sampling=sampling)
-    return [replace(r, sampled_at=torch.full((len(r.tokens),), step - 1)) for r in rollouts]
+    return [replace(r, sampled_at=torch.full((len(r.tokens),), step - 1),
+                    routes=r.routes and replace(r.routes, weight_version=f"step {step - 1}")) for r in rollouts]
 
 
 def _at_most(run: RunConfig, left: int, due: bool) -> int:
@@ -190,11 +192,7 @@ def joined(first: Rollout, then: Rollout, text_of: Text, stop: tuple[str, ...] =
     tokens, seam = first.tokens + then.tokens, len(first.tokens)
     ends = range(seam + 1, len(tokens) + 1) if stop else ()
     end = next((e for e in ends if any(s in text_of(tokens[:e]) for s in stop)), None)
-    routes, tokens = None, tokens[:end]
-    if first.routes is not None and then.routes is not None:
-        time = len(first.prompt.tokens) + len(tokens) - 1
-        own = then.routes.experts[:, first.routes.shape[1] : time]
-        routes = replace(then.routes.rows(slice(None), time), experts=torch.cat([first.routes.experts, own], 1))
+    tokens = tokens[:end]
     parts = (first.sampled_at, then.sampled_at)
     return replace(
         first,
@@ -202,7 +200,7 @@ def joined(first: Rollout, then: Rollout, text_of: Text, stop: tuple[str, ...] =
         logprobs=torch.cat([first.logprobs, then.logprobs])[:end],
         text=before_stop(text_of(tokens), stop),
         finished=then.finished or end is not None,
-        routes=routes,
+        routes=spliced(first, then, tokens),
         kept=first.kept.joined(then.kept, end) if first.kept and then.kept else None,
         sampled_at=torch.cat([part for part in parts if part is not None])[:end],
     )
@@ -218,10 +216,6 @@ def _rewarded(run: RunConfig, parts: Samples, number: int, step: int, rollouts: 
     rewards, row = _rewards(parts, rollouts), Row()
     if run.refills:
         rollouts, rewards, row = _exchanged(run, parts, number, step, rollouts, rewards)
-    versions = {int(v) for r in rollouts if r.sampled_at is not None for v in r.sampled_at.unique()}
-    words = f"step {min(versions)}" if len(versions) == 1 else f"steps {min(versions)} to {max(versions)}"
-    routes = [None if r.routes is None else replace(r.routes, weight_version=words) for r in rollouts]
-    rollouts = [replace(r, routes=trace) for r, trace in zip(rollouts, routes, strict=True)]
     return _batch(run, parts, rollouts, rewards), row
 
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from moe_rl.errors import RoutingError, RunError
+from moe_rl.errors import RunError
 from moe_rl.models.tokens import reply_tokens
 from moe_rl.rollouts.request import before_stop
 from moe_rl.routing.trace import RoutingTrace
@@ -137,27 +137,22 @@ def by_ids(
 
 def continued(before: Rollout, said: tuple[int, ...], new: Rollout) -> Rollout:
     """A conversation with another turn, drawn after all ids before it and those that the environment `said`."""
-    start = len(before.tokens) + len(said)
+    start, tokens = len(before.tokens) + len(said), before.tokens + said + new.tokens
     return replace(
         before,
-        tokens=before.tokens + said + new.tokens,
+        tokens=tokens,
         logprobs=torch.cat([before.logprobs, torch.zeros(len(said)), new.logprobs]),
         text=before.text + before.turns[-1].reply + new.text,
         finished=new.finished,
-        routes=None if before.routes is None or new.routes is None else spliced(before.routes, new.routes),
+        routes=spliced(before, new, tokens),
         turns=(*before.turns, Turn(start, start + len(new.tokens), new.text)),
     )
 
 
-def spliced(before: RoutingTrace, after: RoutingTrace) -> RoutingTrace:
-    """One-row traces of a conversation and of the same one turn later as one: of every token the routes under which it
-    was first read, so that a later prefill of it changes nothing. The last token before was never read until then.
-
-    Raises RoutingError where they do not begin with the same tokens.
-    """
-    time = before.shape[1]
-    same = before.tokens is None or after.tokens is None or torch.equal(before.tokens, after.tokens[:, :time])
-    if not same or after.shape[1] <= time:
-        raise RoutingError(f"the routes of a turn, {after.shape[1]} tokens, do not go on from those of the {time} "
-                           "tokens before it: the engine read other ids than the conversation has.")
-    return replace(after, experts=torch.cat([before.experts, after.experts[:, time:]], 1))
+def spliced(before: Rollout, new: Rollout, tokens: tuple[int, ...]) -> RoutingTrace | None:
+    """The routes of one response of two parts, of which the first's stay where a later prefill read its tokens again;
+    None where a part has none. Raises RoutingError for an engine that read others than these `tokens` of it."""
+    if before.routes is None or new.routes is None:
+        return None
+    read = torch.tensor([(before.prompt.tokens + tokens)[:-1]])
+    return RoutingTrace.splice([part.rows(slice(None), read.shape[1]) for part in (before.routes, new.routes)], read)

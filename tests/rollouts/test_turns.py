@@ -15,7 +15,6 @@ from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.http import BatchIncomplete
 from moe_rl.rollouts.turns import by_ids, spliced
-from moe_rl.routing import RoutingTrace
 from moe_rl.types import Sampling
 from tests.rollouts.fake_engine import PROMPTS as BYTES
 from tests.rollouts.test_hf import EOS, PROMPTS, full_forward, make_model, model, prompts, tokenizer  # noqa: F401
@@ -140,17 +139,13 @@ def test_an_engine_that_draws_more_than_there_is_room_for_is_refused(model, toke
                reply=lambda row, text: "a" * 5)  # fmt: skip
 
 
-def test_traces_that_do_not_go_on_from_each_other_are_not_spliced(model, tokenizer) -> None:  # noqa: F811
-    long = HFEngine(model, tokenizer).generate(prompts(), 1, key=(1,), sampling=Sampling(max_new_tokens=9))[1].routes
-    short = long.rows(slice(None), 5)
-    assert spliced(short, long) == long
-    other = RoutingTrace.from_ids(short.ids(), short.layout, tokens=short.tokens + 1)
-    for before in (other, long):
-        with pytest.raises(RoutingError, match="do not go on"):
-            spliced(before, long)
-    unlike = RoutingTrace.from_ids((short.ids() + 1) % 8, short.layout, tokens=short.tokens)
-    kept = spliced(unlike, long)
-    assert torch.equal(kept.experts[:, :5], unlike.experts) and torch.equal(kept.experts[:, 5:], long.experts[:, 5:])
+def test_a_turn_that_was_read_from_other_tokens_is_refused(model, tokenizer) -> None:  # noqa: F811
+    engine = HFEngine(model, tokenizer)
+    first, new = (engine.generate(prompts()[:1], 1, key=(1,), sampling=Sampling(max_new_tokens=n))[0] for n in (5, 9))
+    assert first.tokens == new.tokens[:5], "of the same noise"
+    assert spliced(first, new, new.tokens) == new.routes
+    with pytest.raises(RoutingError, match="tokens"):
+        spliced(first, new, (new.tokens[0] + 1, *new.tokens[1:]))
 
 
 def test_a_server_goes_on_from_ids_and_keeps_what_it_answered(server, loaded, tmp_path) -> None:  # noqa: F811
