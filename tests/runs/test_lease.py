@@ -64,11 +64,7 @@ def test_a_second_holder_is_refused_by_name_and_may_follow(tmp_path, quick):
 
 
 def test_on_one_machine_a_killed_holder_is_followed_at_once(tmp_path):
-    process = FORK.Process(target=hold, args=(tmp_path, "", FORK.Pipe()[1]), daemon=True)
-    lease_identity = lease._identity
-    process.start()
-    while not is_held(tmp_path):
-        time.sleep(0.01)
+    lease_identity, process = lease._identity, holding(tmp_path, "")
     lease._identity = lambda file: lease_identity(file) | {"machine": ""}
     try:
         os.kill(process.pid, signal.SIGKILL)
