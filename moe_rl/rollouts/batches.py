@@ -21,6 +21,7 @@ from moe_rl.models.truncation import KeptTokens
 from moe_rl.rollouts.base import RolloutEngine
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.request import before_stop, sampling_of
+from moe_rl.rollouts.turns import spliced
 from moe_rl.routing.layout import Layout, Site
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import LAG, NOISE, PROMPTS, derive
@@ -165,7 +166,9 @@ def _begun(run: RunConfig, parts: Samples, number: int, step: int) -> list[Rollo
 
 
 def _complete(run: RunConfig, rollout: Rollout) -> bool:
-    return rollout.finished or len(rollout.tokens) == run.max_new_tokens
+    """Whether nothing is left to be drawn: without parts even of a conversation that was cut off before its last token,
+    where a reply left no room."""
+    return run.partial_tokens is None or rollout.finished or len(rollout.tokens) == run.max_new_tokens
 
 
 def _continued(run: RunConfig, parts: Samples, number: int, step: int, rollouts: list[Rollout]) -> list[Rollout]:
@@ -193,8 +196,7 @@ def joined(first: Rollout, then: Rollout, text_of: Text, stop: tuple[str, ...] =
     routes, tokens = None, tokens[:end]
     if first.routes is not None and then.routes is not None:
         time = len(first.prompt.tokens) + len(tokens) - 1
-        own = then.routes.experts[:, first.routes.shape[1] : time]
-        routes = replace(then.routes.rows(slice(None), time), experts=torch.cat([first.routes.experts, own], 1))
+        routes = spliced(first.routes, then.routes).rows(slice(None), time)
     parts = (first.sampled_at, then.sampled_at)
     return replace(
         first,

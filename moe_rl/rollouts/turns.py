@@ -150,14 +150,18 @@ def continued(before: Rollout, said: tuple[int, ...], new: Rollout) -> Rollout:
 
 
 def spliced(before: RoutingTrace, after: RoutingTrace) -> RoutingTrace:
-    """One-row traces of a conversation and of the same one turn later as one: of every token the routes under which it
-    was first read, so that a later prefill of it changes nothing. The last token before was never read until then.
+    """One-row traces of a conversation and of the same one turn later as one: of every token the routes, and the
+    combine weights, under which it was first read, so that a later prefill of it changes nothing. The last token before
+    was never read until then.
 
-    Raises RoutingError where they do not begin with the same tokens.
+    Raises RoutingError where they do not begin with the same tokens, or one alone has combine weights.
     """
     time = before.shape[1]
     same = before.tokens is None or after.tokens is None or torch.equal(before.tokens, after.tokens[:, :time])
     if not same or after.shape[1] <= time:
         raise RoutingError(f"the routes of a turn, {after.shape[1]} tokens, do not go on from those of the {time} "
                            "tokens before it: the engine read other ids than the conversation has.")
-    return replace(after, experts=torch.cat([before.experts, after.experts[:, time:]], 1))
+    if (before.gates is None) != (after.gates is None):
+        raise RoutingError("the engine reports combine weights with some routes of a response and not with others, "
+                           "which cannot be replayed as one.")
+    return after.each(lambda name, x: torch.cat([getattr(before, name), x[:, time:]], 1), ("experts", "gates"))
