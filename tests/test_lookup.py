@@ -77,8 +77,8 @@ def test_files_that_a_mixture_names_are_found_from_everywhere(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     tasks = ("jsonl:a.jsonl", Use("jsonl:b.jsonl", match="math"), "running_sums")
     task = located(RunConfig(arm=Arm(name="a"), task=Use("mixture", tasks=tasks))).task
-    assert task == Use("mixture", tasks=(Use(f"jsonl:{tmp_path}/a.jsonl"), Use(f"jsonl:{tmp_path}/b.jsonl", match="math"),
-                                         Use("running_sums")))
+    there = (Use(f"jsonl:{tmp_path}/a.jsonl"), Use(f"jsonl:{tmp_path}/b.jsonl", match="math"), Use("running_sums"))
+    assert task == Use("mixture", tasks=there)
 
 
 @pytest.mark.parametrize("part, words", [

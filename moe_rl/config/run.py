@@ -160,7 +160,7 @@ class RunConfig:
         return read(cls, modern(content))
 
     def own_code(self) -> set[str]:
-        """Every `pkg.module:name` that the parts of the run name, in their options too: those of a mixture are tasks."""
+        """Every `pkg.module:name` that the parts of the run name, in their options too, and a mixture its tasks."""
         texts = [text for key, text in leaves(self.arm) if key != "name" and isinstance(text, str)]
         names = {name for text in texts for name in NAMED.findall(text)}
         tasks = (text for _, text in leaves(self.task) if isinstance(text, str))
