@@ -33,10 +33,15 @@ def evaluate(engine: Sampler, task: AnyTask, prompts: list[Prompt], sampling: Sa
                 found.append(({
                     "problem": first + i, "sample": GREEDY if is_greedy else 1 + n,
                     "reward": reward,
-                    "response_tokens": float(len(rollout.tokens)), "truncated": float(not rollout.finished),
+                    "response_tokens": own_tokens(rollout), "truncated": float(not rollout.finished),
                     "vote": None if vote is None else 1 + vote,
                 }, rollout))
     return found
+
+
+def own_tokens(rollout: Rollout) -> float:
+    """How many tokens a completion has; of a conversation those of the policy's turns."""
+    return float(sum(turn.end - turn.start for turn in rollout.turns) if rollout.turns else len(rollout.tokens))
 
 
 def answer_of(rollout: Rollout) -> str:

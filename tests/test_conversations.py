@@ -9,8 +9,11 @@ import torch
 
 from moe_rl.config import Arm, Measure
 from moe_rl.errors import RunError
+from moe_rl.evaluate import evaluate
 from moe_rl.execute import build
 from moe_rl.lookup import Use
+from moe_rl.rollouts.batches import fresh
+from moe_rl.rollouts.request import sampling_of
 from moe_rl.runs import frames
 from moe_rl.trainer import roll_out, routed
 from moe_rl.types import prompt_rows, response_rows
@@ -110,6 +113,26 @@ def test_a_run_that_breaks_in_the_middle_of_a_conversation_ends_identical(whole,
     carry_out(TALK, tmp_path / "cut")
     assert frames.diff(whole[0], tmp_path / "cut") is None
     assert weights(tmp_path / "cut")[1] == weights(whole[0])[1]
+
+
+def test_conversations_that_wait_are_not_drawn_on(tmp_path):
+    """Those that were cut off since a reply left no room, too: at equal weights a lag changes nothing."""
+    run = TALK.replace(lag=2, prompts_per_step=2)
+    parts, early = build(run, tmp_path, tmp_path), 0
+    for step in (1, 2, 3):
+        waited, drawn = parts.batches.next(run, parts, step), fresh(run, parts, step)
+        for name in ("tokens", "attention_mask", "response_mask", "rewards", "finished", "turn", "turn_rewards"):
+            assert torch.equal(getattr(waited, name), getattr(drawn, name)), name
+        written = (waited.attention_mask.sum(1) - waited.response_mask.int().argmax(1))[~waited.finished]
+        early += int((written < run.max_new_tokens).sum())
+    assert early and not parts.batches.begun
+
+
+def test_an_evaluation_counts_the_tokens_of_the_policy_alone(tmp_path):
+    parts = build(TALK, tmp_path, tmp_path)
+    found = evaluate(parts.engine, parts.task, parts.held_out, sampling_of(TALK), key=(0, 0, 0))
+    said = [(row["response_tokens"], sum(t.end - t.start for t in r.turns), len(r.tokens)) for row, r in found]
+    assert all(counted == own for counted, own, _ in said) and any(own < whole for _, own, whole in said)
 
 
 def test_gspo_refuses_advantages_per_turn(tmp_path):

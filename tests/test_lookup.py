@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 
 from moe_rl.config import Arm, RunConfig
+from moe_rl.config.values import located
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use, lookup, needs, needs_of
 from moe_rl.objectives.losses import grpo
@@ -62,6 +63,22 @@ def test_a_function_or_a_partial_of_ones_own_stands_for_its_name():
     again = RunConfig.from_dict(RunConfig(arm=arm, task=Mine).to_dict())
     assert again.arm == arm and again.task == Use(f"{__name__}:Mine")
     assert again.own_code() == {f"{__name__}:{name}" for name in ("plain", "demanding", "Mine")}
+
+
+def test_code_that_a_mixture_names_is_named_by_its_run():
+    """Else a table of somebody else's would have it run without being trusted."""
+    tasks = ("mine:First", Use("other.mine:Second", of="jsonl:a.jsonl"), "jsonl:b.jsonl", "reasoning_gym:spell", "sums")
+    run = RunConfig(arm=Arm(name="a"), task=Use("mixture", tasks=tasks))
+    for one in (run, RunConfig.from_dict(run.to_dict())):
+        assert one.own_code() == {"mine:First", "other.mine:Second"}
+
+
+def test_files_that_a_mixture_names_are_found_from_everywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tasks = ("jsonl:a.jsonl", Use("jsonl:b.jsonl", match="math"), "running_sums")
+    task = located(RunConfig(arm=Arm(name="a"), task=Use("mixture", tasks=tasks))).task
+    there = (Use(f"jsonl:{tmp_path}/a.jsonl"), Use(f"jsonl:{tmp_path}/b.jsonl", match="math"), Use("running_sums"))
+    assert task == Use("mixture", tasks=there)
 
 
 @pytest.mark.parametrize("part, words", [

@@ -160,11 +160,11 @@ class RunConfig:
         return read(cls, modern(content))
 
     def own_code(self) -> set[str]:
-        """Every `pkg.module:name` that the parts of the run name, in their options too."""
+        """Every `pkg.module:name` that the parts of the run name, in their options too, and a mixture its tasks."""
         texts = [text for key, text in leaves(self.arm) if key != "name" and isinstance(text, str)]
         names = {name for text in texts for name in NAMED.findall(text)}
-        task = Use.of(self.task).name
-        return names | ({task} if ":" in task and task.partition(":")[0] not in WITH_ARGUMENT else set())
+        tasks = (text for _, text in leaves(self.task) if isinstance(text, str))
+        return names | {text for text in tasks if Use(text).own and text.partition(":")[0] not in WITH_ARGUMENT}
 
     @property
     def truncates(self) -> bool:

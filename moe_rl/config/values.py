@@ -115,14 +115,19 @@ def check_values(config: RunConfig) -> None:
 def located(config: RunConfig) -> RunConfig:
     """The configuration with absolute paths for the folder of a checkpoint and the file of a task, so that its row says
     where they are wherever it is read. Presets and names on the hub stay as they are."""
-    name, task = config.model.name, Use.of(config.task)
-    kind, _, file = task.name.partition(":")
+    name = config.model.name
     if (folder := Path(name).expanduser()).is_dir() and name not in names("moe_rl.models.presets", "PRESETS"):
         config = config.replace(**{"model.name": str(folder.absolute())})
+    return config.replace(task=_located_task(Use.of(config.task)))
+
+
+def _located_task(task: Use) -> Use:
+    kind, _, file = task.name.partition(":")
     if kind == "jsonl" and file:
-        path = Path(file).expanduser().absolute()
-        config = config.replace(task=Use(f"jsonl:{path}", **task.options))
-    return config
+        return Use(f"jsonl:{Path(file).expanduser().absolute()}", **task.options)
+    if kind == "mixture" and isinstance(mixed := task.options.get("tasks"), list | tuple):
+        return Use(task.name, **{**task.options, "tasks": tuple(_located_task(Use.of(one)) for one in mixed)})
+    return task
 
 
 def _settings(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

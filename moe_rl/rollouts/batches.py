@@ -167,7 +167,9 @@ def _begun(run: RunConfig, parts: Samples, number: int, step: int) -> list[Rollo
 
 
 def _complete(run: RunConfig, rollout: Rollout) -> bool:
-    return rollout.finished or len(rollout.tokens) == run.max_new_tokens
+    """Whether nothing is left to be drawn: without parts even of a conversation that was cut off before its last token,
+    where a reply left no room."""
+    return run.partial_tokens is None or rollout.finished or len(rollout.tokens) == run.max_new_tokens
 
 
 def _continued(run: RunConfig, parts: Samples, number: int, step: int, rollouts: list[Rollout]) -> list[Rollout]:

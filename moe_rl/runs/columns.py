@@ -24,6 +24,8 @@ TABLES = {
 and one for each of its columns below."""
 TEXTS = ("rollouts",)
 """Those that people read, run by run; the others are pooled."""
+COMPLETIONS = ("evaluations", "rollouts")
+"""Those of which a row is one completion; their means are columns of `steps`."""
 
 GSPO = "GSPO (2507.18071)"
 R3 = "R3 (2510.11370)"

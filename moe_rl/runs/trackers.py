@@ -4,7 +4,7 @@ A tracker is brought up to date from tables on the disk, and never told by the p
 back was never sent, and nothing that a tracker does can hold up a step. `study/tracking.py` does so while runs go on.
 
 A point is a number of a row under `<table>/<column of the data dictionary>`, followed by what else names the row, as in
-`layers/slot_change/site_3`; its place on the x axis is the row's step.
+`layers/slot_change/site_3`; its place on the x axis is the row's step. Single completions are no curves, and left out.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from filelock import FileLock, Timeout
 
 from moe_rl.errors import ConfigError, MoeRlError, RunError
 from moe_rl.lookup import Use, lookup
-from moe_rl.runs.columns import TABLES
+from moe_rl.runs.columns import COMPLETIONS, TABLES
 from moe_rl.runs.commits import Row, last_step, read_rows
 from moe_rl.runs.folder import read_manifest, run_folders
 from moe_rl.runs.frames import LABELS, collected, labels_of
 
 Tables = Mapping[str, list[Row]]
+GIVEN = {name: keys for name, keys in TABLES.items() if name not in COMPLETIONS}
+"""The tables whose numbers are points."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ def tracked_tables(root: Path) -> Iterator[Tracked]:
 
 
 def committed(path: Path) -> tuple[int, Tables]:
-    """The step of a run's last commit and the rows of all tables, of one moment: the run may go on meanwhile, and what
+    """The step of a run's last commit and the rows of its tables, of one moment: the run may go on meanwhile, and what
     is published, or left by an earlier commit, is removed as it does."""
     def moment() -> tuple[int | None, int]:
         return (read_manifest(path) or {}).get("finished"), last_step(path)
@@ -240,7 +242,7 @@ def committed(path: Path) -> tuple[int, Tables]:
     while True:
         before = finished, step = moment()
         with contextlib.suppress(FileNotFoundError):
-            tables = {name: read_rows(path, name, finished).to_pylist() for name in TABLES}
+            tables = {name: read_rows(path, name, finished).to_pylist() for name in GIVEN}
             if moment() == before:
                 return step, tables
 
@@ -249,9 +251,8 @@ def points_of(tables: Tables, created: float) -> Iterator[Points]:
     """The numbers of the rows, step by step; what is no number, or was not measured, is left out."""
     values: dict[int, dict[str, float]] = {}
     seconds: dict[int, float] = {}
-    for table, rows in tables.items():
-        for row in rows:
-            keys = TABLES[table]
+    for table, keys in GIVEN.items():
+        for row in tables.get(table, []):
             names = "".join(f"/{key}_{row[key]}" for key in keys[1:])
             values.setdefault(row["step"], {}).update(
                 {f"{table}/{column}{names}": float(value) for column, value in row.items()

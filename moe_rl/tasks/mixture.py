@@ -27,12 +27,17 @@ class Mixture:
             self.tasks.append(task)
 
     def prompts(self, count: int, seed: int) -> list[Prompt]:
-        """`count` prompts; which task each is of comes from `seed`, too."""
+        """`count` prompts; which task each is of comes from `seed`, too. Raises ConfigError for a task that gives fewer
+        than it is asked for."""
         rng = random.Random(derive(seed % 2**32, seed >> 32, 0))
         kinds = [rng.randrange(len(self.tasks)) for _ in range(count)]
-        drawn = [iter(task.prompts(n, seed) if (n := kinds.count(kind)) else [])
-                 for kind, task in enumerate(self.tasks)]
-        of_each = [next(drawn[kind]) for kind in kinds]
+        drawn = [task.prompts(n, seed) if (n := kinds.count(kind)) else [] for kind, task in enumerate(self.tasks)]
+        for kind, (task, found) in enumerate(zip(self.tasks, drawn, strict=True)):
+            if len(found) < (n := kinds.count(kind)):
+                raise ConfigError(f"mixture: {type(task).__name__}.prompts({n}, {seed}) returned {len(found)} prompts; "
+                                  "a task in a mixture gives as many as it is asked for, the same again if need be")
+        left = [iter(found) for found in drawn]
+        of_each = [next(left[kind]) for kind in kinds]
         return [dataclasses.replace(prompt, entry={"task": kind, "prompt": prompt})
                 for kind, prompt in zip(kinds, of_each, strict=True)]
 

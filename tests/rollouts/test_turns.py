@@ -148,6 +148,16 @@ def test_a_turn_that_was_read_from_other_tokens_is_refused(model, tokenizer) -> 
         spliced(first, new, (new.tokens[0] + 1, *new.tokens[1:]))
 
 
+def test_combine_weights_stay_with_the_ids_they_were_reported_with(model, tokenizer) -> None:  # noqa: F811
+    long = HFEngine(model, tokenizer).generate(prompts(), 1, key=(1,), sampling=Sampling(max_new_tokens=9))[1].routes
+    before = replace(long.rows(slice(None), 5), gates=torch.full(long.rows(slice(None), 5).shape, 0.25))
+    after = replace(long, gates=torch.full(long.shape, 0.75))
+    assert spliced(before, after).gates[0, :, 0, 0].tolist() == [0.25] * 5 + [0.75] * (long.shape[1] - 5)
+    for pair in ((replace(before, gates=None), after), (before, long)):
+        with pytest.raises(RoutingError, match="combine weights with some routes"):
+            spliced(*pair)
+
+
 def test_a_server_goes_on_from_ids_and_keeps_what_it_answered(server, loaded, tmp_path) -> None:  # noqa: F811
     """Every request is exactly the tokens before it; after a failure in a later turn only the missing are asked for."""
     engine = engine_of(server, loaded, tmp_path, retries=0, timeout=120.0)

@@ -35,6 +35,16 @@ def test_a_conversation_cannot_be_mixed():
         Mixture(["guessing", "running_sums"])
 
 
+class Three(RunningSums):
+    def prompts(self, count, seed):
+        return super().prompts(min(count, 3), seed)
+
+
+def test_a_task_that_runs_out_of_prompts_says_so():
+    with pytest.raises(ConfigError, match=r"mixture: Three.prompts\(\d+, 7\) returned 3 prompts"):
+        Mixture(["running_sums", f"{__name__}:Three"]).prompts(40, 7)
+
+
 @pytest.mark.parametrize("tasks", ["running_sums", ["running_sums"]])
 def test_one_task_is_no_mixture(tasks):
     with pytest.raises(ConfigError, match="two tasks or more"):
