@@ -149,13 +149,15 @@ def test_a_turn_that_was_read_from_other_tokens_is_refused(model, tokenizer) -> 
 
 
 def test_combine_weights_stay_with_the_ids_they_were_reported_with(model, tokenizer) -> None:  # noqa: F811
-    long = HFEngine(model, tokenizer).generate(prompts(), 1, key=(1,), sampling=Sampling(max_new_tokens=9))[1].routes
-    before = replace(long.rows(slice(None), 5), gates=torch.full(long.rows(slice(None), 5).shape, 0.25))
-    after = replace(long, gates=torch.full(long.shape, 0.75))
-    assert spliced(before, after).gates[0, :, 0, 0].tolist() == [0.25] * 5 + [0.75] * (long.shape[1] - 5)
-    for pair in ((replace(before, gates=None), after), (before, long)):
-        with pytest.raises(RoutingError, match="combine weights with some routes"):
-            spliced(*pair)
+    whole = HFEngine(model, tokenizer).generate(prompts(), 1, key=(1,), sampling=Sampling(max_new_tokens=9))[1]
+    long, short = whole.routes, whole.routes.rows(slice(None), 5)
+    before, after = (replace(whole, routes=replace(r, gates=torch.full(r.shape, gate)))
+                     for r, gate in ((short, 0.25), (long, 0.75)))
+    found = spliced(before, after, whole.tokens).gates[0, :, 0, 0].tolist()
+    assert found == [0.25] * 5 + [0.75] * (long.shape[1] - 5)
+    for pair in ((replace(before, routes=short), after), (before, whole)):
+        with pytest.raises(RoutingError, match="replayed by different rules"):
+            spliced(*pair, whole.tokens)
 
 
 def test_a_server_goes_on_from_ids_and_keeps_what_it_answered(server, loaded, tmp_path) -> None:  # noqa: F811
