@@ -171,6 +171,8 @@ def power() -> str:
         frames, declared = study(folder.name)
         for cell, (a, b) in itertools.product(SHOWN.get(folder.name, frames.cells), declared["contrasts"]):
             values = per_run(frames.cell(cell), metric(declared["endpoint"])).unstack(0)
+            if not {a, b} <= {*values}:
+                continue
             d = (values[a] - values[b]).dropna()
             n, sd, number = len(d), d.std(ddof=1), len(declared["contrasts"]) * len(frames.cells)
             where = f", {cell}" if len(frames.cells) > 1 else ""
@@ -181,6 +183,7 @@ def power() -> str:
 
 SHOWN = {"volatility_dial": ["dial.form=weights,dial.sigma=0.4", "dial.form=weights,dial.sigma=2",
                              "dial.form=choice,dial.sigma=2"],
+         "volatility_controls": ["acts_on=ratio", "acts_on=gradient", "last-step"],
          "learning_rates": ["optimizer.lr=0.0002", "optimizer.lr=0.000566"],
          "controls": ["moe", "no-choice", "warm-up"], "staleness": ["N=1", "N=8"]}
 """Of studies with many cells, those that the index shows."""

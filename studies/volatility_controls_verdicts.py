@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 from volatility_controls import BESIDE_SIGMA, CONTRASTS, SIGMA, TWIN_SIGMA, study
 from volatility_dial import dose
 from volatility_dial_verdicts import ENDPOINTS, decide
 from volatility_dial_verdicts import FOLDER as DIAL
 
+from moe_rl.results import plots
 from moe_rl.results.stats import interval, paired
 from moe_rl.results.summary import metric, per_run
 from moe_rl.runs.frames import Frames, load_study
@@ -20,7 +22,8 @@ HARM = (("acts_on=ratio", "none"), ("acts_on=gradient", "none"), ("twin", "twin-
 """GRPO in a cell minus GRPO in another."""
 FIRST_RATIO = 1e-4
 """How far from 1 a ratio of wrong replay's first mini-batch may be."""
-SHOWN = ("entropy", "token_ess", "token_kl_k3", "token_kl_k1")
+ARMS = tuple(arm.name for arm in study.arms)
+SHOWN = ("entropy", "token_ess", "token_kl_k3")
 
 
 def main() -> None:
@@ -33,6 +36,7 @@ def main() -> None:
                      for cell, a, b in CONTRASTS})
     print("Harm:")
     compare(tables, {f"grpo, {there} − {here}": ((there, "grpo"), (here, "grpo")) for there, here in HARM})
+    plots.save(draw(tables), FOLDER / "figures", study.name)
     for name, table in tables.items():
         means = "; ".join(f"{cell} " + ", ".join(f"{arm} {values.mean():.3g}" for arm, values in by.items())
                           for cell, by in table.items())
@@ -67,6 +71,23 @@ def matching(kl: dict[str, dict[str, pd.Series]]) -> None:
         mean = kl[cell]["grpo"].mean()
         verdict = "matched" if abs(mean / target - 1) <= 0.25 else "NOT matched"
         print(f"KL k3 of GRPO, {cell} at σ = {sigma:g}: {interval(kl[cell]['grpo'])} against {target:.3g}: {verdict}")
+
+
+@plots.styled
+def draw(tables: dict[str, dict]) -> Figure:
+    """Every difference of the rule within seeds, by endpoint: what the doses cost GRPO, and what the cures add."""
+    pairs = {f"harm: {there}": ((there, "grpo"), (here, "grpo")) for there, here in HARM}
+    pairs |= {f"{a}: {cell}": ((cell, a), ("dosed" if cell == "wrong-replay" else cell, b)) for cell, a, b in CONTRASTS}
+    colours = dict.fromkeys(pairs, plots.GREY)
+    colours |= {name: plots.colour_of(a, ARMS) for name in pairs for a in ARMS[1:] if name.startswith(f"{a}:")}
+    figure, axes = plots.new_figure(len(ENDPOINTS), "What harms, and what do the cures act on?", width=14)
+    for ax, endpoint in zip(axes, ENDPOINTS, strict=True):
+        values = {name: tables[endpoint][c][a] - tables[endpoint][d][b] for name, ((c, a), (d, b)) in pairs.items()}
+        note = plots.rows_of(ax, values, colours)
+        ax.axvline(0, color="black", linewidth=1)
+        ax.set(title=metric(endpoint).name, xlabel="minus GRPO, within seeds; harm: minus GRPO without a dose")
+        ax.grid(axis="y", visible=False)
+    return plots.finish(figure, axes, note, legend=False)
 
 
 def compare(tables: dict[str, dict], pairs: dict[str, tuple[tuple[str, str], tuple[str, str]]]) -> None:
