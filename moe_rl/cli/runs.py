@@ -18,7 +18,7 @@ from moe_rl.errors import ConfigError, RunError
 
 @verb(
     "list",
-    "Every run below a folder: state (a scheduler's beside it), age, time left.",
+    "Every run below a folder: state (a scheduler's, too), age, time left.",
     argument("folder", type=Path, nargs="?", default=Path("runs")),
     examples="""
   moe-rl list                                             every run below runs/
@@ -132,7 +132,7 @@ def _range(text: str | None) -> tuple[int, int] | None:
 
 @verb(
     "diff",
-    "The first row in which two runs part, and the settings in which they differ.",
+    "The first row in which two runs part, and their settings.",
     argument("a", type=Path),
     argument("b", type=Path),
     examples="""
