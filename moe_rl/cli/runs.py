@@ -35,7 +35,8 @@ def list_runs(options: argparse.Namespace) -> int:
     found += _submitted(options.folder, found)
     found = found or _collected_runs(options.folder)
     if not found:
-        raise ConfigError(f"there is no run below {options.folder}; give the folder that holds them")
+        raise ConfigError(f"there is no run below {options.folder}, where STUDY/ARM/FACTORS/seed=N would be; give the "
+                          "folder that holds the studies, or one of them")
     rows: list[tuple[str, ...]] = [("run", "state", "step", "reward", "changed", "left", "")]
     for path, now in found:
         age = f"{duration(time.time() - now['updated'])} ago" if "updated" in now else ""
