@@ -321,7 +321,7 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
     (["run", FAKE, "--seeds", "a"], "--seeds a"),
     (["run", FAKE, "--jobs", "-1"], "--jobs -1"),
     (["plot", "nowhere"], "not the folder of a study"),
-    (["list", "nowhere"], "no run below nowhere"),
+    (["list", "nowhere"], "no run below nowhere, where STUDY/ARM/FACTORS/seed=N would be"),
     (["show", "nowhere"], "not a run"),
     (["diff", "nowhere", "nowhere"], "not a run"),
     (["export", "nowhere"], "no finished run below nowhere"),

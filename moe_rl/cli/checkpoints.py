@@ -194,8 +194,8 @@ def view(options: argparse.Namespace) -> int:
     examples="""
   moe-rl diagnose rollouts.jsonl step-500/
   moe-rl diagnose rollouts.jsonl step-500/ --also step-499/ --device cuda --dtype bfloat16
-a line of the file: {"tokens": [ids], "prompt_length": 5, "logprobs": [...], "routes": ..., "temperature": 1.0}; see
-docs/diagnose.md. The exit code is 1 where something is to be mended.""",
+a line of the file: {"tokens": [ids], "prompt_length": 5, "logprobs": […], "temperature": 1.0,
+  "routes": …}, see docs/diagnose.md. The exit code is 1 where something is to be mended.""",
 )
 def diagnose(options: argparse.Namespace) -> int:
     """Print the verdict and its evidence; write the page."""

@@ -18,7 +18,7 @@ from moe_rl.errors import ConfigError, RunError
 
 @verb(
     "list",
-    "Every run below a folder: state (a scheduler's beside it), age, time left.",
+    "Every run below a folder: state (a scheduler's, too), age, time left.",
     argument("folder", type=Path, nargs="?", default=Path("runs")),
     examples="""
   moe-rl list                                             every run below runs/
@@ -35,7 +35,8 @@ def list_runs(options: argparse.Namespace) -> int:
     found += _submitted(options.folder, found)
     found = found or _collected_runs(options.folder)
     if not found:
-        raise ConfigError(f"there is no run below {options.folder}; give the folder that holds them")
+        raise ConfigError(f"there is no run below {options.folder}, where STUDY/ARM/FACTORS/seed=N would be; give the "
+                          "folder that holds the studies, or one of them")
     rows: list[tuple[str, ...]] = [("run", "state", "step", "reward", "changed", "left", "")]
     for path, now in found:
         age = f"{duration(time.time() - now['updated'])} ago" if "updated" in now else ""
@@ -132,7 +133,7 @@ def _range(text: str | None) -> tuple[int, int] | None:
 
 @verb(
     "diff",
-    "The first row in which two runs part, and the settings in which they differ.",
+    "The first row in which two runs part, and their settings.",
     argument("a", type=Path),
     argument("b", type=Path),
     examples="""

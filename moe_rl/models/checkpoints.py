@@ -21,8 +21,8 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def may_exist(name: str) -> bool:
     """Whether `name` is a folder, or has the form of a name on the hub, `owner/repository`."""
-    owner, slash, repository = name.partition("/")
-    on_hub = slash and "/" not in repository and owner not in ("", ".", "..", "~") and not Path(owner).is_dir()
+    owner, _, repository = name.partition("/")
+    on_hub = repository and "/" not in repository and owner not in ("", ".", "..", "~") and not Path(owner).is_dir()
     return bool(on_hub) or Path(name).expanduser().is_dir()
 
 

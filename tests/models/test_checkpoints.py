@@ -70,3 +70,12 @@ def test_tied_weights_are_saved_once_and_not_missed(tmp_path):
 def test_a_folder_that_is_no_checkpoint_says_what_it_lacks(tmp_path):
     with pytest.raises(ConfigError, match=r"the folder has no config\.json \(looked at"):
         checkpoints.load_tokenizer(str(tmp_path))
+
+
+def test_a_folder_that_is_not_there_is_not_asked_of_the_hub():
+    """With the slash that a shell completes, too, which is no name on the hub."""
+    for name in ("none/", "/none", "none", "one/two/three"):
+        assert not checkpoints.may_exist(name)
+        with pytest.raises(ConfigError, match="there is no checkpoint folder"):
+            checkpoints.load_config(name)
+    assert checkpoints.may_exist("Qwen/Qwen3-30B-A3B")
