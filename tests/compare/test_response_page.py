@@ -15,7 +15,7 @@ import torch
 from moe_rl import cli
 from moe_rl.compare.response_page import write_response_page
 from moe_rl.errors import ConfigError, RoutingError
-from moe_rl.models.tokens import byte_tokenizer
+from moe_rl.models.tokens import byte_tokenizer, spell
 from moe_rl.routing import Layout, RoutingTrace, Site
 
 EVIL = ["</script>", "<script>window.hacked=1</script>", "<!--", "<img src=x onerror=window.hacked=1>", "&lt;"]

@@ -11,6 +11,7 @@ from moe_rl.config import ColdStart, Measure, ModelConfig, Optimizer, RunConfig
 from moe_rl.execute import build
 from moe_rl.methods import arm, entry, methods, presets
 from moe_rl.objectives import advantage_of, objective_of
+from moe_rl.runs.columns import TABLES
 from moe_rl.trainer import train
 
 TINY = RunConfig(
@@ -40,7 +41,7 @@ class Nowhere:
     """Keeps the rows, and nothing on disk."""
 
     def __init__(self):
-        self.rows = {"steps": [], "updates": [], "layers": []}
+        self.rows = {table: [] for table in TABLES}
 
     def latest(self):
         return 0, None

@@ -189,9 +189,9 @@ def test_reinforce_pp_and_its_baseline_are_steps(policies):
     (("gae", "group"), "normalized takes one value per row"),
     ((Use("gae", gamma=-0.1),), "gamma=-0.1.: a discount"),
     ((Use("gae", lam=1.1),), "lam=1.1.: a discount"),
-    (("group", Use("kl_penalty", coef=0.1)), "before the end: kl_penalty makes rewards per token"),
-    ((Use("kl_penalty", coef=0.1), "whitened"), "before whitened: kl_penalty makes rewards per token"),
-    ((Use("kl_penalty", coef=0.1), "group"), "before group: kl_penalty makes rewards per token"),
+    (("group", Use("kl_penalty", coef=0.1)), "before the end: kl_penalty and turn_rewards make rewards per token"),
+    ((Use("kl_penalty", coef=0.1), "whitened"), "before whitened: kl_penalty and turn_rewards make rewards per token"),
+    ((Use("kl_penalty", coef=0.1), "group"), "before group: kl_penalty and turn_rewards make rewards per token"),
     ((Use("kl_penalty", coef=0.1, estimator="k3+"), "returns"), "no estimator of a KL"),
     ((Use("clipped", at=0.0),), "at=0.*positive"),
     ((Use("overlong", limit=3, buffer=4),), "buffer=4.*0 < buffer <= limit"),
@@ -214,7 +214,7 @@ def test_a_penalty_per_row_may_come_before_everything():
 @pytest.mark.parametrize("step", ADVANTAGES)
 def test_every_step_keeps_padding_out_and_float32_in(step, policies):
     options = {"overlong": {"limit": 4, "buffer": 2}, "clipped": {"at": 1.0}, "kl_penalty": {"coef": 0.1}}.get(step, {})
-    steps = (Use(step, **options), *(["returns"] if step == "kl_penalty" else []))
+    steps = (Use(step, **options), *(["returns"] if step in ("kl_penalty", "turn_rewards") else []))
     given = policies | {"values": policies["old_logprobs"]}
     batch = rewarded(REWARDS, PROMPT, MASK, **{k: v.astype(np.float32) for k, v in given.items()})
     found = advantage_of(Arm(name="a", advantage=steps))(batch)

@@ -89,9 +89,11 @@ def test_told_to_stop_it_commits_the_next_step_and_goes_on_from_there_to_the_sam
 
 def test_of_two_workers_at_once_one_refuses(plan):
     file, planned = plan
-    pair = [work(file), work(file)]
-    ends = sorted(said(process) for process in pair)
-    assert [code for code, _ in ends] == [0, 1] and f"another process is running {planned.path}" in ends[1][1]
+    first = work(file, nap=3)
+    under_way(planned.path)
+    code, message = said(work(file))
+    assert code == 1 and f"another process is running {planned.path}" in message
+    assert said(first)[0] == 0
 
 
 def test_a_worker_killed_elsewhere_is_taken_over_when_its_lease_is_stale(plan, tmp_path):
