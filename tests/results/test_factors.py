@@ -21,7 +21,8 @@ LR = (1e-4, 2e-4, 4e-4, 8e-4)
 HEIGHTS = {"grpo": (0.8, 0.8, 0.0, 0.0), "gspo": (0.8, 0.8, 0.8, 0.0)}
 """Half is lost half way from the last 0.8 to the first 0: √2 above 2e-4 and above 4e-4."""
 DECLARED = {"name": "sweep", "arms": [{"name": "grpo"}, {"name": "gspo"}], "endpoint": MAIN.name, "contrasts": [],
-            "figures": ["learning", "against:optimizer.lr"], "further_endpoints": [], "metrics": []}
+            "figures": ["learning", "against:optimizer.lr"], "further_endpoints": [], "metrics": [], "cells": {},
+            "factors": {"optimizer.lr": list(LR)}}
 
 
 def sweep(heights: dict[str, tuple[float, ...]] = HEIGHTS, seeds: int = 3, factor: str = "optimizer.lr",

@@ -213,6 +213,7 @@ def test_where_no_group_ever_had_a_signal_that_is_said(frames):
 def test_what_replay_would_do_in_an_arm_that_does_not_is_called_counterfactual(frames):
     configs = {arm.name: json.dumps(fake_study.study.base.replace(arm=arm).to_dict()) for arm in fake_study.study.arms}
     told = dataclasses.replace(frames, runs=frames.runs.assign(config=frames.runs["arm"].map(configs)))
+    frames = dataclasses.replace(frames, runs=frames.runs.drop(columns="config"))
     assert replaying(told) == {"grpo": False, "grpo-replay": True, "gspo": False} and replaying(frames) == {}
     assert "counterfactual for grpo, gspo, which do not replay" in summary_table(told, ARMS, "fake").note
     assert "counterfactual" not in summary_table(frames, ARMS, "fake").note

@@ -57,7 +57,7 @@ def test_a_first_step_far_off_is_kept_and_rounding_never(parts, tmp_path):
 
 
 def test_a_gap_that_is_no_number_is_kept_and_not_remembered(parts, tmp_path):
-    batch, watch = roll_out(RUN, parts, 1), GapFiles(tmp_path / "rollouts", 1.0)
+    batch, watch = roll_out(RUN, parts, 1), GapFiles(tmp_path / "rollouts", Sampling())
     watch(1, replace(batch, response_mask=torch.zeros_like(batch.response_mask)), {"engine_kl_k3": math.nan})
     assert kept(tmp_path / "rollouts") == [], "nobody said anything"
     with pytest.warns(UserWarning, match="step 1: the engine's log-probs are nan nats"):
@@ -125,7 +125,7 @@ def test_the_trainer_shows_every_step(tmp_path):
             waiting.pop()
 
     with RunFolder.open(tmp_path / "run", RUN.to_dict(), RUN.hash) as folder:
-        parts = replace(build(RUN, folder.path, tmp_path), from_rank_0=from_rank_0, watch=lambda step, batch, row:
-                        seen.append((step, len(batch), row["engine_kl_k3"] < 1e-9, len(waiting))))
+        parts = replace(build(RUN, folder.path, tmp_path), from_rank_0=from_rank_0, watch=lambda step, row:
+                        seen.append((step.step, len(step.batch), row["engine_kl_k3"] < 1e-9, len(waiting))) or {})
         train(RUN, parts, folder)
     assert seen == [(1, 16, True, 0), (2, 16, True, 0)]

@@ -89,7 +89,7 @@ def test_told_to_stop_it_commits_the_next_step_and_goes_on_from_there_to_the_sam
 
 def test_of_two_workers_at_once_one_refuses(plan):
     file, planned = plan
-    first = work(file, nap=3)
+    first = work(file, nap=0.4)
     under_way(planned.path)
     code, message = said(work(file))
     assert code == 1 and f"another process is running {planned.path}" in message
