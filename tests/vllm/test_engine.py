@@ -112,7 +112,7 @@ def test_a_push_that_never_reaches_the_model_is_a_hard_error(serving, monkeypatc
 
     def counts_only(worker, weights):
         worker.moe_rl_pushes_taken += 1
-        shapes = {name: tuple(t.shape) for name, t in weights}
+        shapes = {name: tuple(t.shape) for name, t in weights.items()}
         return adapter.receipt(worker.model_runner.model.named_parameters(), shapes, worker.moe_rl_pushes_taken)
 
     perturb(serving.loaded.model, 0.001)
