@@ -6,15 +6,13 @@ from dataclasses import replace
 
 import torch
 
+from moe_rl.metrics.samples import GREEDY
 from moe_rl.recorder import Row, Rows, exact
 from moe_rl.rollouts.base import Sampler
 from moe_rl.seeds import NOISE
 from moe_rl.tasks.base import AnyTask, votes_of
-from moe_rl.tasks.environments import converse
+from moe_rl.tasks.environments import drawn, earned
 from moe_rl.types import Prompt, Rollout, Sampling
-
-GREEDY = 0
-"""The number of the greedy completion of a problem among its samples; those that are drawn count from 1."""
 
 
 def evaluate(engine: Sampler, task: AnyTask, prompts: list[Prompt], sampling: Sampling, *, key: tuple[int, ...],
@@ -25,23 +23,18 @@ def evaluate(engine: Sampler, task: AnyTask, prompts: list[Prompt], sampling: Sa
     for is_greedy in [True] * greedy + [False]:
         count = 1 if is_greedy else samples
         how = replace(sampling, greedy=is_greedy, keep_mask=False)
-        drawn, rewards = converse(engine.generate, task, prompts, count, key=key, sampling=how)
+        rollouts = drawn(engine.generate, task, prompts, count, key=key, sampling=how)
         for i, prompt in enumerate(prompts):
             here = slice(i * count, (i + 1) * count)
-            votes = [None] if is_greedy else votes_of(task, prompt, [answer_of(r) for r in drawn[here]])
-            for n, (rollout, reward, vote) in enumerate(zip(drawn[here], rewards[here], votes, strict=True)):
+            votes = [None] if is_greedy else votes_of(task, prompt, [answer_of(r) for r in rollouts[here]])
+            for n, (rollout, vote) in enumerate(zip(rollouts[here], votes, strict=True)):
                 found.append(({
                     "problem": first + i, "sample": GREEDY if is_greedy else 1 + n,
-                    "reward": reward,
-                    "response_tokens": own_tokens(rollout), "truncated": float(not rollout.finished),
+                    "reward": earned(task, rollout),
+                    "response_tokens": float(rollout.own_tokens), "truncated": float(not rollout.finished),
                     "vote": None if vote is None else 1 + vote,
                 }, rollout))
     return found
-
-
-def own_tokens(rollout: Rollout) -> float:
-    """How many tokens a completion has; of a conversation those of the policy's turns."""
-    return float(sum(turn.end - turn.start for turn in rollout.turns) if rollout.turns else len(rollout.tokens))
 
 
 def answer_of(rollout: Rollout) -> str:

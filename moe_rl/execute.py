@@ -147,12 +147,12 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
     )
 
 
-def _watch(run: RunConfig, loaded: LoadedModel | None, gaps: GapFiles) -> Callable[[Recorder, Row], Rows]:
+def _watch(run: RunConfig, loaded: LoadedModel, gaps: GapFiles) -> Callable[[Recorder, Row], Rows]:
     """Keeps the rollouts of steps that stand out, and of every step some that people can read."""
     def watch(step: Recorder, row: Row) -> Rows:
         gaps(step.step, step.batch, row)
         return {"rollouts": readable(step.step, step.batch, step.log_ratio, step.clipped_by, step.flips,
-                                     _of_rank_0(loaded).tokenizer, run.measure.rollouts)}
+                                     loaded.tokenizer, run.measure.rollouts)}
 
     return watch
 

@@ -111,6 +111,11 @@ class Rollout:
     sampled_at: Int[Tensor, " response"] | None = None
     """The step after which the weights were those that drew each token; 0 is the cold start. None: nobody said."""
 
+    @property
+    def own_tokens(self) -> int:
+        """How many tokens the policy drew: of a conversation those of its turns, without what was replied."""
+        return sum(turn.end - turn.start for turn in self.turns) if self.turns else len(self.tokens)
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -10,7 +10,7 @@ import torch
 from moe_rl.models.truncation import KeptTokens
 from moe_rl.routing.scores import RouterScores
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.types import Batch, prompt_rows, response_rows
+from moe_rl.types import Batch, Prompt, Rollout, Turn, prompt_rows, response_rows
 from tests.conftest import build
 from tests.policies.test_hf import make_batch, policy_of
 
@@ -134,3 +134,9 @@ def test_what_an_environment_writes_is_neither_prompt_nor_response():
 def test_a_row_without_a_response_is_all_prompt():
     batch = batch_of("ppp..", "pprr.")
     assert written(prompt_rows(batch)) == ["xx---", "x----"] and written(response_rows(batch)) == ["-----", "-xx--"]
+
+
+def test_of_a_conversation_own_tokens_are_those_that_the_policy_drew():
+    rollout = Rollout(Prompt("1+1="), (5, 6, 7, 8, 9), torch.zeros(5), "", True)
+    assert rollout.own_tokens == 5
+    assert replace(rollout, turns=(Turn(0, 2, "3", "no"), Turn(4, 5, "2", ""))).own_tokens == 3

@@ -8,6 +8,9 @@ from math import comb
 
 from moe_rl.errors import ConfigError
 
+GREEDY = 0
+"""The number of the greedy completion of a problem among its samples; those that are drawn count from 1."""
+
 
 def pass_at(k: int, n: int, right: int) -> float:
     """Probability that one of k completions is right, estimated without bias from `right` right ones of n:

@@ -28,7 +28,7 @@ from moe_rl.models.load import LoadedModel, no_progress_bars, save_checkpoint
 from moe_rl.models.tokens import completion_tokens, demonstrated, encode_prompts
 from moe_rl.seeds import derive
 from moe_rl.tasks.base import AnyTask, Split, draw, held_out, split_of
-from moe_rl.tasks.environments import converse
+from moe_rl.tasks.environments import drawn, earned
 from moe_rl.types import Prompt, Rollout, Sampling
 
 Sample = Callable[..., list[Rollout]]
@@ -231,8 +231,8 @@ def _success_rate(
     sampling = Sampling(temperature=run.temperature, max_new_tokens=run.max_new_tokens, stop=run.stop)
     key = (NOISE, run.cold_start.seed, step)
     generate = partial(sample, loaded.model, loaded.tokenizer)
-    _, rewards = converse(generate, task, prompts, STOP_SAMPLES, key=key, sampling=sampling)
-    return sum(reward >= 1.0 for reward in rewards) / len(rewards)
+    rollouts = drawn(generate, task, prompts, STOP_SAMPLES, key=key, sampling=sampling)
+    return sum(earned(task, rollout) >= 1.0 for rollout in rollouts) / len(rollouts)
 
 
 def _identity(loaded: LoadedModel, task: AnyTask, run: RunConfig, prompts: list[Prompt]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from moe_rl.metrics.volatility import Load, load_statistics
 from moe_rl.models.cold_start import CHUNK, GRAD_CLIP, answer_logprobs
 from moe_rl.models.load import LoadedModel, load, save_checkpoint
 from moe_rl.models.tokens import completion_tokens, demonstrated, encode_prompts
-from moe_rl.routing import record_routing
+from moe_rl.routing import Recording, record_routing
 from moe_rl.seeds import derive
 from moe_rl.tasks.base import AnyTask, draw, held_out, load_task
 from moe_rl.types import Prompt
@@ -93,9 +93,7 @@ def measured(loaded: LoadedModel, prompts: list[Prompt], rows: int) -> Row:
     for i in range(0, len(prompts), rows):
         part = prompts[i : i + rows]
         answers = _answers(loaded, part)
-        with record_routing(loaded.model) as recording:
-            logprobs = answer_logprobs(loaded, part, answers, 1.0)
-        real = _real(part, answers, logprobs.shape[1] + 1)
+        logprobs, real, recording = _forward(loaded, part, answers)
         ids = recording.take().unflatten(0, (len(part), -1))
         known = load_statistics(ids.long(), [layer.num_experts for layer in recording.layout.sites], real)
         load = known if load is None else load + known
@@ -111,17 +109,25 @@ def measured(loaded: LoadedModel, prompts: list[Prompt], rows: int) -> Row:
 
 def _gradient(loaded: LoadedModel, batch: list[Prompt], settings: Pretraining) -> None:
     """Add the gradient of one batch: mean over its answer tokens, the balance of each forward by its share of rows."""
-    total = sum(map(len, _answers(loaded, batch)))
+    answers = _answers(loaded, batch)
+    total = sum(map(len, answers))
     for i in range(0, len(batch), settings.micro_batch):
         part = batch[i : i + settings.micro_batch]
-        answers = _answers(loaded, part)
-        with record_routing(loaded.model, logits=True) as recording:
-            logprobs = answer_logprobs(loaded, part, answers, 1.0)
-        real = _real(part, answers, logprobs.shape[1] + 1)
+        logprobs, real, recording = _forward(loaded, part, answers[i : i + settings.micro_batch], logits=True)
         logits = recording.logits(len(part))
         ids = recording.take().unflatten(0, (len(part), -1))
         balance = torch.stack([_balance(x, ids[:, :, site], real) for site, x in enumerate(logits)]).sum()
         (-logprobs.sum() / total + settings.load_balance * balance * len(part) / len(batch)).backward()
+
+
+def _forward(
+    loaded: LoadedModel, prompts: list[Prompt], answers: list[list[int]], logits: bool = False
+) -> tuple[Tensor, Tensor, Recording]:
+    """Log-probs of the answers, which tokens are no padding, [batch, time], and the routes of both."""
+    with record_routing(loaded.model, logits=logits) as recording:
+        logprobs = answer_logprobs(loaded, prompts, answers, 1.0)
+    lengths = torch.tensor([len(p.tokens) + len(a) for p, a in zip(prompts, answers, strict=True)])
+    return logprobs, torch.arange(logprobs.shape[1] + 1) < lengths[:, None], recording
 
 
 def _balance(logits: Tensor, ids: Tensor, real: Tensor) -> Tensor:
@@ -155,11 +161,6 @@ def _examples(task: AnyTask, prompts: list[Prompt], loaded: LoadedModel) -> list
 
 def _answers(loaded: LoadedModel, prompts: list[Prompt]) -> list[list[int]]:
     return [completion_tokens(p.answer or "", loaded.tokenizer) for p in prompts]
-
-
-def _real(prompts: list[Prompt], answers: list[list[int]], time: int) -> Tensor:
-    lengths = torch.tensor([len(p.tokens) + len(a) for p, a in zip(prompts, answers, strict=True)])
-    return torch.arange(time) < lengths[:, None]
 
 
 def _said(row: Row) -> str:

@@ -7,7 +7,6 @@ import os
 import socket
 import tempfile
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,13 +26,13 @@ def one_per_machine(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, b
     if ranks.world() == 1:
         return torch.empty(tuple(shape), dtype=dtype), True
     here = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
-    first = _everywhere(here).index(here) == ranks.rank()
+    first = ranks.gathered(here).index(here) == ranks.rank()
     count, name = math.prod(shape), None
     if first and count:
         handle, name = tempfile.mkstemp(prefix="moe_rl-")
         os.posix_fallocate(handle, 0, count * dtype.itemsize)  # a full disk is an error here, later a dead process
         os.close(handle)
-    name = next((name for machine, name in _everywhere((here, name)) if machine == here and name), None)
+    name = next((name for machine, name in ranks.gathered((here, name)) if machine == here and name), None)
     try:
         found = torch.from_file(name, shared=True, size=count, dtype=dtype) if name else torch.empty(0, dtype=dtype)
     except RuntimeError as error:
@@ -43,10 +42,3 @@ def one_per_machine(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, b
     if first and name:
         os.unlink(name)
     return found.view(tuple(shape)), first
-
-
-def _everywhere(mine: Any) -> list[Any]:
-    """What every rank says, in the order of ranks."""
-    said: list[Any] = [None] * ranks.world()
-    dist.all_gather_object(said, mine)
-    return said

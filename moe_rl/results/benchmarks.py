@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from rich.console import Console
 
-from moe_rl.metrics.samples import majority, pass_at
+from moe_rl.metrics.samples import GREEDY, majority, pass_at
 from moe_rl.results import stats
 from moe_rl.results.printed import print_table
 from moe_rl.results.tables import Shown
@@ -24,8 +24,6 @@ from moe_rl.runs.terminal import say
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-GREEDY = 0
-"""The greedy completion's number in the column `sample`."""
 RIGHT = 1 - 1e-6
 """The least reward of a right completion."""
 QUANTILES = {"response_tokens_q50": 0.5, "response_tokens_q90": 0.9}

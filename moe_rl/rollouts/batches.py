@@ -26,7 +26,7 @@ from moe_rl.routing.layout import Layout, Site
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import LAG, NOISE, PROMPTS, derive
 from moe_rl.tasks.base import EQUAL, AnyTask, draw
-from moe_rl.tasks.environments import converse, drawn, earned
+from moe_rl.tasks.environments import drawn, earned
 from moe_rl.types import Batch, Prompt, Rollout, Turn
 
 FILE = "batches.pt"
@@ -134,9 +134,8 @@ def fresh(run: RunConfig, parts: Samples, number: int) -> Batch:
     """A batch of the current weights, with prompts and noise of a number, rewarded: no queue, nothing exchanged."""
     prompts = _prompts(run, parts, run.prompts_per_step, number)
     key = (run.seed, NOISE, number)
-    rollouts, rewards = converse(parts.engine.generate, parts.task, prompts, run.group_size, key=key,
-                                 sampling=sampling_of(run))
-    return _batch(run, parts, rollouts, rewards)
+    rollouts = drawn(parts.engine.generate, parts.task, prompts, run.group_size, key=key, sampling=sampling_of(run))
+    return _batch(run, parts, rollouts, _rewards(parts, rollouts))
 
 
 # ---------------------------------------------------------------------- drawing
@@ -248,7 +247,7 @@ def _exchanged(
     row = {
         "drawn_groups": len(found),
         "drawn_groups_without_signal": sum(map(silent, found)),
-        "drawn_tokens": sum(len(rollout.tokens) for rollout, _ in everything),
+        "drawn_tokens": sum(rollout.own_tokens for rollout, _ in everything),
         "drawn_reward": sum(reward for _, reward in everything) / len(everything),
     }
     kept = [pair for group in sorted(found, key=silent)[:wanted] for pair in group]

@@ -12,21 +12,6 @@ from moe_rl.tasks.base import AnyTask, Conversation, Environment, Transcript, ch
 from moe_rl.types import Prompt, Rollout, Sampling
 
 
-def converse(
-    generate: Callable[..., list[Rollout]],
-    task: AnyTask,
-    prompts: list[Prompt],
-    group_size: int,
-    *,
-    key: tuple[int, ...],
-    sampling: Sampling,
-) -> tuple[list[Rollout], list[float]]:
-    """Completions of the prompts, or conversations, drawn by an engine's `generate`, and the reward of each; see
-    `drawn` and `earned`."""
-    rollouts = drawn(generate, task, prompts, group_size, key=key, sampling=sampling)
-    return rollouts, [earned(task, rollout) for rollout in rollouts]
-
-
 def earned(task: AnyTask, rollout: Rollout) -> float:
     """The reward of a completion, or of a conversation that was drawn by `drawn`."""
     if isinstance(task, Environment):

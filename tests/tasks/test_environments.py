@@ -10,9 +10,9 @@ import torch
 
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.models.tokens import byte_tokenizer, demonstrated, encode_prompts, reply_tokens
+from moe_rl.tasks import environments
 from moe_rl.tasks.base import Environment, load_task
 from moe_rl.tasks.corrected_sums import CorrectedSums
-from moe_rl.tasks.environments import converse
 from moe_rl.tasks.guessing import Guessing
 from moe_rl.types import Prompt, Rollout, Sampling, Turn
 
@@ -37,8 +37,8 @@ def says(*texts, finished=True):
 
 
 def earned(task, prompt, *texts, **how):
-    (rollout,), (reward,) = converse(says(*texts, **how), task, [prompt], 1, key=(0,), sampling=Sampling())
-    assert reward == sum(turn.reward for turn in rollout.turns)
+    (rollout,) = environments.drawn(says(*texts, **how), task, [prompt], 1, key=(0,), sampling=Sampling())
+    assert environments.earned(task, rollout) == sum(turn.reward for turn in rollout.turns)
     return [(turn.text, turn.reply, turn.reward) for turn in rollout.turns]
 
 
