@@ -153,10 +153,12 @@ def needs_of(part: Callable[..., Any] | None) -> frozenset[str]:
 
 
 def unknown(kind: str, name: str, choices: Iterable[str], other: str = "") -> NoReturn:
-    """Raise a ConfigError that names what was asked for, the closest matches and all choices. `other`: what the name,
-    or one like it, is elsewhere; said where the name is just that, or nothing here comes close."""
+    """Raise a ConfigError that names what was asked for, the closest matches and all choices, unless something comes
+    close and they would fill the screen. `other`: what the name, or one like it, is elsewhere; said where the name is
+    just that, or nothing here comes close."""
     choices = sorted(choices)
     close = difflib.get_close_matches(name, choices, n=3)
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
     hint = f" {other}." if other and (not close or other.startswith(f"{name} ")) else hint
-    raise ConfigError(f"no {kind} is called {name!r}.{hint} There are: {', '.join(choices) or 'none'}.")
+    all_of_them = "" if close and len(choices) > 40 else f" There are: {', '.join(choices) or 'none'}."
+    raise ConfigError(f"no {kind} is called {name!r}.{hint}{all_of_them}")
