@@ -16,6 +16,8 @@ from moe_rl.study.declaration import Planned
 
 QUIET = 15.0
 """Seconds between lines about running runs when nobody watches a terminal."""
+SHARE = 0.05
+"""Of the time, how much may go to reading folders, however many there are and however slow their file system."""
 
 
 class Display:
@@ -24,6 +26,8 @@ class Display:
     def __init__(self, planned: Sequence[Planned], console: Console) -> None:
         self.console, self.planned = console, planned
         self.told: dict[Path, tuple[str, float]] = {}
+        self.ended: set[Path] = set()
+        self.due = 0.0
         self.bars = Progress(
             TextColumn("{task.description}", markup=False), BarColumn(20), MofNCompleteColumn(),
             TextColumn("{task.fields[text]}", markup=False), console=console, refresh_per_second=4,
@@ -36,14 +40,21 @@ class Display:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.due = 0.0
+        self.update()
         if self.console.is_terminal:
-            self.update()
             self.bars.stop()
 
     def update(self) -> None:
-        """Read every run's progress and show it."""
+        """Read how far every run is that has not ended, unless that was done just now, and show it."""
+        if (began := time.monotonic()) < self.due:
+            return
         for row, p in zip(self.rows, self.planned, strict=True):
+            if p.path in self.ended:
+                continue
             now = runs.state(p.path, p.config.steps)
+            if now["state"] in runs.ENDED:
+                self.ended.add(p.path)
             text = now["state"] if now["step"] or now["state"] != "running" else preparing(now)
             if now.get("reward") is not None:
                 text += f" · reward {now['reward']:.2f}"
@@ -52,6 +63,8 @@ class Display:
             self.bars.update(row, completed=min(now["step"], p.config.steps), text=text)
             if not self.console.is_terminal:
                 self._line(p, now, text)
+        ended = time.monotonic()
+        self.due = ended + (ended - began) / SHARE
 
     def _line(self, p: Planned, now: dict[str, Any], text: str) -> None:
         said, when = self.told.get(p.path, (None, 0.0))
