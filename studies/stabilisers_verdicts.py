@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import scipy.stats
+from matplotlib.figure import Figure
 from stabilisers import EIGHT, NAMED, study
 from volatility_dial_verdicts import after_start, decide
 
+from moe_rl.results import plots
 from moe_rl.results.stats import interval, paired
 from moe_rl.results.summary import metric, per_run
 from moe_rl.runs.frames import Frames, load_study
@@ -17,6 +20,7 @@ from moe_rl.runs.frames import Frames, load_study
 FOLDER = Path(__file__).parent / "results" / study.name
 ENDPOINTS = (study.endpoint, *study.further_endpoints)
 CONDITIONS = {"quiet": ("quiet", "quiet-further"), "dial": ("dial", "dial-further"), "mismatch": ("mismatch",)}
+OTHERS = tuple(arm.name for arm in NAMED if arm.name != "grpo")
 COST = {"seconds": ("seconds_score", "seconds_update"), "memory": ("memory_peak_mb",)}
 RESAMPLES = 9999
 
@@ -24,14 +28,18 @@ RESAMPLES = 9999
 def main() -> None:
     frames = load_study(FOLDER)
     print(machinery(frames))
-    for condition, cells in CONDITIONS.items():
-        tables = {name: pd.concat([per_run(frames.cell(c), metric(name)).unstack(0) for c in cells], axis=1)
-                  for name in ENDPOINTS}
+    found = {}
+    for condition, planned in CONDITIONS.items():
+        cells = [cell for cell in planned if cell in frames.cells]
+        for cell in sorted({*planned} - {*cells}):
+            print(f"{cell}: not run")
+        if not cells:
+            continue
         print(f"{condition}:")
+        found[condition] = tables = {name: by_arm(frames, cells, name) for name in ENDPOINTS}
         if condition != "mismatch":
-            others = [arm.name for arm in NAMED if arm.name != "grpo"]
-            decide([f"{arm} − grpo" for arm in others],
-                   {name: [paired(table[arm].to_dict(), table["grpo"].to_dict()) for arm in others]
+            decide([f"{arm} − grpo" for arm in OTHERS],
+                   {name: [paired(table[arm].to_dict(), table["grpo"].to_dict()) for arm in OTHERS]
                     for name, table in tables.items()})
         for name, table in tables.items():
             print(f"  {name}, over the seeds that an arm has; rank over {len(EIGHT)} seeds:")
@@ -40,6 +48,34 @@ def main() -> None:
                 print(f"    {arm}: {interval(table[arm].dropna())}, − grpo {gap}, better than a run of grpo "
                       f"{improvement(table[arm].dropna(), table['grpo'])}, rank {rank}")
         costs(frames, cells)
+    plots.save(draw(found), FOLDER / "figures", study.name)
+
+
+def by_arm(frames: Frames, cells: Sequence[str], name: str) -> pd.DataFrame:
+    """Seed × arm, of all cells of a condition."""
+    return pd.concat([per_run(frames.cell(cell), metric(name)).unstack(0) for cell in cells], axis=1)
+
+
+@plots.styled
+def draw(found: Mapping[str, Mapping[str, pd.DataFrame]]) -> Figure:
+    """Every arm minus GRPO of the same seeds, by condition and endpoint; the named arms first, in the order of the
+    first endpoint, under the dial if they were there."""
+    panels = [(condition, name) for condition in found for name in ENDPOINTS]
+    tallest = max(table.shape[1] for tables in found.values() for table in tables.values())
+    figure, axes = plots.new_figure(len(panels), "Which cure, and what for?", width=13)
+    figure.set_figheight(len(found) * (1.6 + 0.24 * tallest))
+    notes = []
+    for ax, (condition, name) in zip(axes, panels, strict=True):
+        gaps = {arm: (values - found[condition][name]["grpo"]).dropna()
+                for arm, values in found[condition][name].items() if arm != "grpo"}
+        first = found["dial" if condition == "quiet" and "dial" in found else condition][study.endpoint].mean()
+        by_effect = sorted(gaps, key=lambda arm: (arm not in OTHERS, -first[arm]))
+        colours = {arm: plots.colour_of(arm, ("grpo", *OTHERS)) if arm in OTHERS else plots.GREY for arm in gaps}
+        notes.append(plots.rows_of(ax, {arm: gaps[arm] for arm in by_effect}, colours))
+        ax.axvline(0, color="black", linewidth=1)
+        ax.set(title=f"{condition}: {metric(name).name}", xlabel="minus GRPO, within seeds")
+        ax.grid(axis="y", visible=False)
+    return plots.finish(figure, axes, "; ".join(dict.fromkeys(notes)), legend=False)
 
 
 def machinery(frames: Frames) -> str:
@@ -69,7 +105,7 @@ def ranks(table: pd.DataFrame) -> dict[str, str]:
     return {str(table.columns[i]): f"{mean[i]:.1f} [{low[i]:.1f}, {high[i]:.1f}]" for i in mean.argsort(kind="stable")}
 
 
-def costs(frames: Frames, cells: tuple[str, ...]) -> None:
+def costs(frames: Frames, cells: Sequence[str]) -> None:
     """Medians over steps, as ratios to GRPO's of the same seed, geometric mean over seeds."""
     steps = pd.concat([frames.cell(cell)["steps"] for cell in cells])
     for name, columns in COST.items():

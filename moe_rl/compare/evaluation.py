@@ -38,6 +38,7 @@ from moe_rl.results.benchmarks import summarise
 from moe_rl.rollouts.choose import check_engine, engine_of
 from moe_rl.rollouts.request import check_request, context_length
 from moe_rl.runs import folder as runs
+from moe_rl.runs.lease import Lease
 from moe_rl.runs.versions import code_version, package_versions
 from moe_rl.seeds import HELD_OUT
 from moe_rl.tasks.base import AnyTask, held_out, load_task
@@ -109,7 +110,8 @@ def measure_evaluations(checkpoints: Sequence[str], benchmarks: Sequence[Benchma
     returns the summary. Further checkpoints and benchmarks may be added to a folder later.
 
     Raises ConfigError or RunError, before anything is sampled, for a checkpoint that cannot be read, an engine that
-    does not fit, two benchmarks of one name, and a folder that holds other settings, problems or checkpoints.
+    does not fit, two benchmarks of one name, and a folder that holds other settings, problems or checkpoints, or that
+    another process is writing.
     """
     names = [located(name) for name in checkpoints]
     _check(names, [b.name for b in benchmarks], plan)
@@ -119,7 +121,7 @@ def measure_evaluations(checkpoints: Sequence[str], benchmarks: Sequence[Benchma
     left = {(name, b.name): len(b.prompts) - resumed(files[name, b.name], plan.at_once, len(b.prompts))[0]
             for name in names for b in benchmarks}
     _claim(out, names, benchmarks, plan, complete=not any(left.values()))
-    with _progress(console or Console(stderr=True)) as bars:
+    with Lease(out / runs.LEASE), _progress(console or Console(stderr=True)) as bars:
         for name in names:
             todo = [b for b in benchmarks if left[name, b.name]]
             if not todo:

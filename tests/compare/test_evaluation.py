@@ -18,6 +18,8 @@ from moe_rl.evaluate import evaluate, evaluation
 from moe_rl.models.load import save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer, encode_prompts
 from moe_rl.rollouts.hf import HFEngine
+from moe_rl.runs.folder import LEASE
+from moe_rl.runs.lease import Lease
 from moe_rl.seeds import HELD_OUT
 from moe_rl.tasks.base import held_out, load_task, votes_of
 from moe_rl.types import Prompt, Sampling
@@ -74,7 +76,8 @@ def done(there, tmp_path_factory):
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(out)): f.read_bytes() for f in sorted(out.rglob("*")) if f.is_file()}
+    return {str(f.relative_to(out)): f.read_bytes() for f in sorted(out.rglob("*"))
+            if f.is_file() and f.parent.name != LEASE}
 
 
 def test_three_checkpoints_of_a_run_are_a_curve(done, there):
@@ -140,6 +143,13 @@ def test_a_kill_loses_at_most_the_problem_in_flight_and_the_rest_ends_identical(
     assert sorted(lines) == [3, 4, 5] and not (out / "summary.parquet").exists()
     assert cli.main(command(there, out, "--greedy")) == 0
     assert contents(out) == contents(done)
+
+
+def test_two_at_once_do_not_write_into_one_folder(done, there, capsys):
+    with Lease(done / LEASE):
+        assert cli.main(command(there, done, "--greedy")) == 2
+    assert "another process is running" in capsys.readouterr().err
+    assert cli.main(command(there, done, "--greedy")) == 0
 
 
 def test_checkpoints_and_files_may_be_added_and_settings_may_not_change(there, tmp_path, capsys):
