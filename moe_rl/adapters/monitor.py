@@ -29,7 +29,8 @@ from moe_rl.routing.balance import auxiliary_loss, named_correction_biases
 Row = dict[str, float]
 MARGINS = 4096
 """Tokens of a block, per rank, whose margins are kept: quantiles cannot be pooled. A probe's are kept all."""
-PerToken, Mask = Float[Tensor, "batch time"], Bool[Tensor, "batch time"]
+PerToken = Float[Tensor, "batch time"]
+Mask = Bool[Tensor, "batch time"]
 SPREAD = ("token_n", "token_log_ratio_var", "token_ess", "token_kl_k3", "token_beyond_2")
 CHANGES = (volatility.RouteChange, volatility.ResponseChange, volatility.RouterShift)
 

@@ -25,19 +25,18 @@ QUANTITIES = {"token_ess": ("token ESS", lambda x: math.sqrt(-math.log(x)) if x 
               "token_kl_k3": ("KL (nats)", math.sqrt)}
 """Columns: what they are called, and the scale on which a dose is read off."""
 ALIKE = 1.25
-"""Up to this factor in tokens an ESS is compared: of four times the tokens it was half as much, at σ = 1."""
+"""Up to this factor in tokens an ESS is compared: of four times the tokens it was little more than half, at σ = 1."""
 CAUTION = ("That was a 0.7 M-parameter model (2 of 16 experts in 6 layers), one task and 8 updates a step: what ratios "
            "that spread as far do elsewhere is not known, nor that routes spread them.")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One quantity beside the yardstick."""
+    """One quantity beside the neighbouring doses, (σ, what it was there): two, or one where it is outside of all."""
 
     quantity: str
     value: float
     beside: tuple[tuple[float, float], ...]
-    """The neighbouring doses (σ, what it was there): two, or one where the value is outside of all."""
     sigma: float | None
     """Interpolated; None outside."""
 
@@ -48,11 +47,10 @@ class Reading:
         return f"{self.sigma:.2f}" if self.sigma is not None else f"beyond {end:g}" if end else "quieter"
 
     def __str__(self) -> str:
-        said = f"{QUANTITIES[self.quantity][0]} {self.value:.2g} is"
         low, *high = (f"σ = {sigma:g} ({there:.2g})" for sigma, there in self.beside)
-        if high:
-            return f"{said} between {low} and {high[0]}, near {self.dose}"
-        return f"{said} {'beyond' if self.beside[0][0] else 'quieter than'} {low}"
+        where = "beyond" if self.beside[0][0] else "quieter than"
+        return f"{QUANTITIES[self.quantity][0]} {self.value:.2g} is " + (
+            f"between {low} and {high[0]}, near {self.dose}" if high else f"{where} {low}")
 
 
 @dataclass(frozen=True)
@@ -87,16 +85,13 @@ def place(token_ess: float = math.nan, kl: float = math.nan, *, arm: str = NATUR
     out where `tokens` is another number. NaN: not given. Raises ConfigError for what cannot be an ESS or a KL, for an
     unknown arm or span, and where nothing can be placed.
     """
-    whole = yardstick()
-    there = [row for row in whole["rows"] if row["arm"] == arm]
-    if not there or span not in whole["tokens"]:
-        arms = sorted({row["arm"] for row in whole["rows"]})
-        raise ConfigError(f"arm={arm!r}, span={span!r}: choose of {arms} and {list(whole['tokens'])}")
+    size, there = yardstick()["tokens"].get(span), [row for row in yardstick()["rows"] if row["arm"] == arm]
+    if not there or not size:
+        raise ConfigError(f"arm={arm!r}, span={span!r}: choose {NATURAL}, {REPLAYED} or {SEQUENCE}; last or step")
     if token_ess < 0 or token_ess > 1 + 1e-9 or kl < -1e-9:  # beyond rounding
         raise ConfigError(f"token_ess={token_ess}, kl={kl}: an ESS is a share, and a KL (k3) is 0 at least")
-    given = {"token_ess": min(float(token_ess), 1.0), "token_kl_k3": max(float(kl), 0.0)}  # a NaN stays one
-    if tokens is not None and not 1 / ALIKE <= tokens / whole["tokens"][span] <= ALIKE:
-        given["token_ess"] = math.nan
+    alike = tokens is None or size / ALIKE <= tokens <= size * ALIKE
+    given = {"token_ess": min(float(token_ess), 1.0) if alike else math.nan, "token_kl_k3": max(float(kl), 0.0)}
     found = tuple(_reading(name, value, [(row["sigma"], row[span][name][0]) for row in there])
                   for name, value in given.items() if not math.isnan(value))
     if not found:

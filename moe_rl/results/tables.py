@@ -161,8 +161,8 @@ def _significant(i: Interval) -> str:
 
 def place_table(frames: Frames, arms: Sequence[str]) -> list[Shown]:
     """Where the token ratios of each arm stand beside the doses of volatility_dial; nothing where none was measured."""
-    rows, sigmas, replay = [], set(), replaying(frames)
-    for cell in frames.cells if replay else ():
+    rows, sigmas = [], set()
+    for cell in frames.cells if "config" in frames.runs else ():
         part = frames.cell(cell)
         of_arms = [per_run(part, metric(column)).groupby(level=0).agg(lambda x: x.mean(skipna=False))
                    for column in ("token_ess", "token_kl_k3", "response_tokens")]
@@ -171,7 +171,7 @@ def place_table(frames: Frames, arms: Sequence[str]) -> list[Shown]:
             if math.isnan(kl):  # nobody measured it, or a run diverged, whose ratios are out of all bounds
                 continue
             text = part.runs.loc[part.runs["arm"] == arm, "config"].iloc[0]
-            found = _placed(RunConfig.from_dict(json.loads(text)), replay[arm], ess, kl, length)
+            found = _placed(RunConfig.from_dict(json.loads(text)), ess, kl, length)
             dose = {one.quantity: one.dose for one in found.readings}
             rows.append((arm + f", {cell}" * (len(frames.cells) > 1), f"{ess:.2g}", dose.get("token_ess", "–"),
                          f"{kl:.2g}", dose["token_kl_k3"], found.arm))
@@ -185,11 +185,13 @@ def place_table(frames: Frames, arms: Sequence[str]) -> list[Shown]:
     return [Shown("How far token ratios spread", header, rows, note)] if rows else []
 
 
-def _placed(config: RunConfig, replays: bool, ess: float, kl: float, length: float) -> Place:
-    """Beside the study's arm that replays, or clips by sequence, if this one does."""
-    natural = SEQUENCE if Use.of(config.arm.loss).name in ("gspo", "gspo_token") else NATURAL
+def _placed(config: RunConfig, ess: float, kl: float, length: float) -> Place:
+    """Beside the study's arm whose ratios replay, or that clips by sequence, if this one's do."""
+    arm = SEQUENCE if Use.of(config.arm.loss).name in ("gspo", "gspo_token") else NATURAL
+    if Use.of(config.arm.ratio_routes or config.arm.routes).name != "live":
+        arm = REPLAYED
     tokens = length * config.prompts_per_step * config.group_size * config.epochs
-    return place(ess, kl, arm=REPLAYED if replays else natural, span="step", tokens=tokens)
+    return place(ess, kl, arm=arm, span="step", tokens=tokens)
 
 
 def untrained(frames: Frames) -> str:

@@ -128,8 +128,9 @@ def test_an_ess_of_other_numbers_of_tokens_has_no_place():
 
 
 def test_what_cannot_be_is_said():
-    for wrong, match in (({"kl": -0.1}, "0 at least"), ({"token_ess": 1.2}, "is a share"), ({}, "nothing that can be"),
-                         ({"kl": 1, "arm": "ppo"}, "choose of .'grpo'"), ({"kl": 1, "span": "run"}, "'last', 'step'"),
+    for wrong, match in (({"kl": -0.1}, "0 at least"), ({"token_ess": 1.2}, "is a share"), ({}, "can be placed"),
+                         ({"kl": 1, "arm": "ppo"}, "choose grpo, grpo-replay"),
+                         ({"kl": 1, "span": "run"}, "last or step"),
                          ({"token_ess": 0.9, "tokens": 9}, "of 9 tokens")):  # fmt: skip
         with pytest.raises(ConfigError, match=match):
             place(**wrong)
@@ -158,7 +159,8 @@ def test_the_page_shows_the_yardstick():
     for i, sigma in enumerate(SIGMA):
         slots = 100 * yardstick()["rows"][3 * i]["slots"][0]
         cells = [" / ".join(form.format(curve(quantity, arm, span)[i]) for arm in ("grpo", "grpo-replay", "gspo"))
-                 for span in ("last", "step") for quantity, form in (("token_ess", "{:.2f}"), ("token_kl_k3", "{:.2g}"))]
+                 for span in ("last", "step")
+                 for quantity, form in (("token_ess", "{:.2f}"), ("token_kl_k3", "{:.2g}"))]  # fmt: skip
         assert f"| {sigma:g} | {slots:.0f} % | {' | '.join(cells)} |" in page
     last, step = yardstick()["tokens"].values()
     assert f"n = {last} tokens" in page and f"about {step:,} tokens" in page

@@ -233,6 +233,9 @@ def test_an_arm_of_the_dial_stands_at_its_own_dose_and_no_other_number_of_tokens
     (twice,) = place_table(dataclasses.replace(dial, runs=dial.runs.assign(config=configs)), ARMS)
     assert [row[2] for row in twice.rows] == ["–"] * 3 and [row[3:] for row in twice.rows] == [
         row[3:] for row in shown.rows]
+    live = [text.replace('"ratio_routes": null', '"ratio_routes": "live"') for text in dial.runs["config"]]
+    (gradient,) = place_table(dataclasses.replace(dial, runs=dial.runs.assign(config=live)), ARMS)
+    assert [row[-1] for row in gradient.rows] == ["grpo", "grpo", "gspo"], "whose ratios do not replay"
     first = (dial.runs["arm"] == "grpo") & (dial.runs["seed"] == 200)
     died = dial.runs.assign(state=dial.runs["state"].mask(first, "diverged"))
     assert [row[0] for row in place_table(dataclasses.replace(dial, runs=died), ARMS)[0].rows] == ARMS[1:]

@@ -17,7 +17,8 @@ from moe_rl.routing.trace import Layout, RoutingTrace
 
 PerSlot = Float[Tensor, "batch time site k"]
 PerToken = Float[Tensor, "batch time"]
-Ids, Mask = Int64[Tensor, "batch time"], Bool[Tensor, "batch time"]
+Ids = Int64[Tensor, "batch time"]
+Mask = Bool[Tensor, "batch time"]
 LOGITS = 2**24
 """Logits that are normalised at once."""
 
