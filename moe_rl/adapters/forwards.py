@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from moe_rl.errors import RoutingError
+from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.routing.hooks import Recording, Replay, RouterScores
 from moe_rl.routing.intercept import hooked, tokens_noted
 from moe_rl.routing.scores import read_scores
@@ -124,3 +125,24 @@ class Forwards:
     def _forget(self) -> None:
         self._recording.clear()
         self._shape = self._attention = self._decides = None
+
+
+def probe_of(
+    readers: Iterable[nn.Module], probe: Mapping[str, Any] | None
+) -> tuple[dict[str, Any] | None, Tensor | None]:
+    """What the model is called with, without a cache and with no more logits than it must make, and the mask."""
+    if probe is None:
+        return None, None
+    if not isinstance(probe, Mapping):
+        raise ConfigError(f"the probe is a {type(probe).__name__}: it is a batch by name, {{'input_ids': …}}.")
+    ids, decides = probe.get("input_ids", probe.get("inputs_embeds")), probe.get("decides")
+    if not isinstance(ids, Tensor) or ids.dim() < 2 or not ids.numel():
+        raise ConfigError(f"the probe has {sorted(probe)}: it is a batch as the model is called with it, by name, with "
+                          "input_ids [batch, time] or inputs_embeds among them.")
+    if decides is not None and (decides.shape != ids.shape[:2] or not decides.any()):
+        raise ConfigError(f"the probe's decides has shape {tuple(decides.shape)} and is true at {int(decides.sum())} "
+                          f"inputs, of {tuple(ids.shape[:2])}: it is true where the next token is of a response.")
+    understood = {name for module in readers for name in inspect.signature(module.forward).parameters}
+    quiet = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in understood}
+    given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in probe.items() if name != "decides"}
+    return quiet | given, None if decides is None else decides.bool()

@@ -6,7 +6,7 @@ Nothing is trained, sampled or drawn at random here: a trainer's weights are the
 
 from __future__ import annotations
 
-import inspect
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -20,14 +20,18 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from moe_rl.adapters.forwards import Forwards, Seen
+from moe_rl.adapters.forwards import Forwards, Seen, probe_of
 from moe_rl.errors import AuxLossSilentlyOn, ConfigError, RoutingError
 from moe_rl.metrics import ratios, routers, volatility
+from moe_rl.metrics.place import NATURAL, REPLAYED, Place, place, yardstick
 from moe_rl.routing.balance import auxiliary_loss, named_correction_biases
 
 Row = dict[str, float]
 MARGINS = 4096
 """Tokens of a block, per rank, whose margins are kept: quantiles cannot be pooled. A probe's are kept all."""
+PerToken = Float[Tensor, "batch time"]
+Mask = Bool[Tensor, "batch time"]
+SPREAD = ("token_n", "token_log_ratio_var", "token_ess", "token_kl_k3", "token_beyond_2")
 CHANGES = (volatility.RouteChange, volatility.ResponseChange, volatility.RouterShift)
 
 
@@ -49,7 +53,8 @@ class Monitor:
       one), so that a row says what one step did, or all since the last row; `since="start"`: all since the first step;
     - without one, `load_…`, `router_confidence` and `margin_…` of the block's own forwards that did not replay;
     - `pull` and `coverage` of the block's forwards inside `replay_routing`;
-    - `engine_…` of the log-probs that `engine` was given.
+    - `engine_…` of the log-probs that `engine` was given, `token_…` of those that `ratios` was; `place` is then where
+      these stand beside the doses of volatility_dial.
 
     The probe may name, as `decides`, the inputs whose *next* token is of a response; `decides` says so of the block's
     forwards. Without it all tokens that the attention mask lets in count.
@@ -77,9 +82,11 @@ class Monitor:
         self.model, self.every, self.since, self.group = model, every, since, group
         self.router_aux_loss_coef = router_aux_loss_coef
         self.forwards = Forwards(model)
-        self.probe, self.probe_decides = _probe_of(self.forwards.readers, probe)
+        self.probe, self.probe_decides = probe_of(self.forwards.readers, probe)
         self.layers: list[Row] = []
         """What the last row says per site, as in the table `layers`."""
+        self.place: Place | None = None
+        """Where the ratios of the last row stand; of those that were given to `ratios`."""
         self.blocks, self.measures = 0, False
         self._found: dict[str, Any] = {}
         """What was seen since the block began: sums, or values one after the other."""
@@ -118,19 +125,16 @@ class Monitor:
             raise RoutingError("decides was called outside of the block; it is about the next forward inside it.")
         self.forwards.decides(mask)
 
-    def engine(
-        self,
-        logprobs: Float[Tensor, "batch time"],
-        engine_logprobs: Float[Tensor, "batch time"],
-        mask: Bool[Tensor, "batch time"],
-    ) -> None:
+    def engine(self, logprobs: PerToken, engine_logprobs: PerToken, mask: Mask) -> None:
         """Give the trainer's log-probs of response tokens (where `mask` is true) and those of the engine that sampled
         them, in nats, at equal weights."""
-        if not logprobs.shape == engine_logprobs.shape == mask.shape:
-            raise ConfigError("log-probs {}, the engine's {} and the mask {} are not of one shape [batch, time]".format(
-                *(list(x.shape) for x in (logprobs, engine_logprobs, mask))))
-        if self.measures:
-            self._add("engine", (logprobs.detach() - engine_logprobs.to(logprobs.device))[mask.bool()])
+        self._log_ratio("engine", "the engine's", logprobs, engine_logprobs, mask)
+
+    def ratios(self, logprobs: PerToken, old_logprobs: PerToken, mask: Mask, *, replayed: bool = False) -> None:
+        """Give the log-probs of the last mini-batch's response tokens as the trainer's ratios have them, and π_old's,
+        in nats; all of its micro-batches. `replayed`: under another replay than `replay_routing`, which is seen."""
+        self._log_ratio("ratios", "the old ones", logprobs, old_logprobs, mask)
+        self._replayed = self._replayed or replayed
 
     def row(self) -> Row:
         """The numbers of the last block, and of the probe; {} where that block was not measured, or asked before.
@@ -228,6 +232,14 @@ class Monitor:
                 AuxLossSilentlyOn, stacklevel=3)  # fmt: skip
 
     # ------------------------------------------------------------------ from what was seen to a row
+    def _log_ratio(self, name: str, whose: str, logprobs: Tensor, others: Tensor, mask: Tensor) -> None:
+        if not logprobs.shape == others.shape == mask.shape:
+            shapes = [list(x.shape) for x in (logprobs, others, mask)]
+            raise ConfigError(f"log-probs {shapes[0]}, {whose} {shapes[1]} and the mask {shapes[2]} are not of one "
+                              "shape [batch, time]")
+        if self.measures:
+            self._add(name, (logprobs.detach() - others.to(logprobs.device))[mask.bool()])
+
     def _add(self, name: str, value: Any) -> None:
         self._found[name] = _pooled((self._found[name], value)) if name in self._found else value
 
@@ -258,6 +270,13 @@ class Monitor:
         if "engine" in found:
             gap = found["engine"][None]
             row |= ratios.engine_gap(gap, torch.ones_like(gap, dtype=torch.bool))
+        self.place = None
+        if len(given := found.get("ratios", ())):
+            spread = ratios.ratio_statistics(given[None], torch.ones_like(given[None], dtype=torch.bool))
+            row |= {name: spread[name] for name in SPREAD}
+            groups = ratios.grouped_ess(given, yardstick()["tokens"]["last"])
+            self.place = place(float(groups.mean()) if len(groups) else math.nan, spread["token_kl_k3"],
+                               arm=REPLAYED if self._replayed else NATURAL)
         return row
 
     def _of_sites(self, rows: Iterable[Row]) -> None:
@@ -266,27 +285,6 @@ class Monitor:
 
 
 monitor = Monitor
-
-
-def _probe_of(
-    readers: Iterable[nn.Module], probe: Mapping[str, Any] | None
-) -> tuple[dict[str, Any] | None, Tensor | None]:
-    """What the model is called with, without a cache and with no more logits than it must make, and the mask."""
-    if probe is None:
-        return None, None
-    if not isinstance(probe, Mapping):
-        raise ConfigError(f"the probe is a {type(probe).__name__}: it is a batch by name, {{'input_ids': …}}.")
-    ids, decides = probe.get("input_ids", probe.get("inputs_embeds")), probe.get("decides")
-    if not isinstance(ids, Tensor) or ids.dim() < 2 or not ids.numel():
-        raise ConfigError(f"the probe has {sorted(probe)}: it is a batch as the model is called with it, by name, with "
-                          "input_ids [batch, time] or inputs_embeds among them.")
-    if decides is not None and (decides.shape != ids.shape[:2] or not decides.any()):
-        raise ConfigError(f"the probe's decides has shape {tuple(decides.shape)} and is true at {int(decides.sum())} "
-                          f"inputs, of {tuple(ids.shape[:2])}: it is true where the next token is of a response.")
-    understood = {name for module in readers for name in inspect.signature(module.forward).parameters}
-    quiet = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in understood}
-    given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in probe.items() if name != "decides"}
-    return quiet | given, None if decides is None else decides.bool()
 
 
 def _pooled(parts: Iterable[Any]) -> Any:

@@ -58,6 +58,8 @@ def pretrain(options: argparse.Namespace) -> int:
     argument("--max-tokens", type=int, default=2048, metavar="N", help="longer texts are cut, counted (default: 2048)"),
     argument("--batch-tokens", type=int, default=4096, metavar="N", help="tokens in one forward (default: 4096)"),
     argument("--traces", action="store_true", help="keep the routes of both, for `moe-rl view`"),
+    argument("--ratios", action="store_true",
+             help="score the responses, too: token ESS and KL, natural and replayed, and where that is on the dial"),
     argument("--trust-remote-code", action="store_true", help="run code that a checkpoint brings along"),
     examples="""
   moe-rl volatility sft/ rl-step-500/ --data responses.jsonl
@@ -75,7 +77,8 @@ def volatility(options: argparse.Namespace) -> int:
     from moe_rl.compare.checkpoints.printed import print_report, print_series
     from moe_rl.compare.checkpoints.series import checkpoints_of, measure_series
 
-    settings = {"dtype": options.dtype, "max_tokens": options.max_tokens, "batch_tokens": options.batch_tokens}
+    settings = {"dtype": options.dtype, "max_tokens": options.max_tokens, "batch_tokens": options.batch_tokens,
+                "ratios": options.ratios}
     where = {"device": options.device, "keep_traces": options.traces, "trust_remote_code": options.trust_remote_code}
     names = [name for given in options.checkpoints for name in checkpoints_of(given)]
     if len(names) < 2:

@@ -43,6 +43,16 @@ def ratio_statistics(log_ratio: Float[Tensor, "batch time"], mask: Bool[Tensor, 
     }
 
 
+def grouped_ess(log_ratio: Float[Tensor, " token"], size: int) -> Float[Tensor, " group"]:
+    """ESS of every whole group of `size` consecutive tokens, in float64; what is left over is in none.
+
+    An ESS of heavy-tailed ratios falls with the tokens it is over, so that two compare only over equally many.
+    """
+    groups = log_ratio[: len(log_ratio) // size * size].double().view(-1, size)
+    r = (groups - groups.amax(1, keepdim=True)).exp()
+    return r.sum(1) ** 2 / (size * (r**2).sum(1))
+
+
 def engine_gap(log_ratio: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]) -> dict[str, float]:
     """How far a policy's log-probs are from those of the engine that sampled, at equal weights; log r is the policy's
     minus the engine's, so that `engine_kl_k3` estimates KL(engine ‖ policy) per token."""

@@ -23,12 +23,13 @@ from moe_rl.compare.checkpoints.measure import Comparison, measure_volatility
 from moe_rl.compare.checkpoints.observed import Observer
 from moe_rl.compare.checkpoints.printed import _tenth, conclusion, print_report
 from moe_rl.compare.checkpoints.series import checkpoints_of, measure_series
-from moe_rl.compare.checkpoints.tables import METRICS, top_share
+from moe_rl.compare.checkpoints.tables import METRICS, RATIOS, top_share
 from moe_rl.compare.checkpoints.texts import Texts
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RunError
+from moe_rl.metrics.place import CAUTION, yardstick
 from moe_rl.models.load import load, no_progress_bars, save_checkpoint
-from moe_rl.routing import RoutingTrace, record_routing
+from moe_rl.routing import RoutingTrace, record_routing, replay_routing
 from tests.conftest import perturb
 
 LINES = 40
@@ -416,7 +417,8 @@ def test_code_of_a_checkpoint_runs_only_on_request(there, tmp_path, capsys):
 
 def test_the_documentation_names_every_table_and_metric(frames):
     page = (Path(__file__).parents[2] / "docs" / "volatility.md").read_text()
-    for name in (*frames, *METRICS, *(c for f in ("positions", "experts", "pairs", "responses") for c in frames[f])):
+    columns = (c for f in ("positions", "experts", "pairs", "responses") for c in frames[f])
+    for name in (*frames, *METRICS, *RATIOS, *columns):
         assert f"`{name}`" in page or name in ("site", "layer", "expert", "position", "line"), name
 
 
@@ -511,3 +513,102 @@ def test_a_finished_comparison_is_found_under_any_spelling_of_its_paths(there, t
     measure_volatility(Comparison("before", "after", "data.jsonl", batch_tokens=200), tmp_path / "out")
     (tmp_path / "out" / "comparison.json").write_text(json.dumps(manifest | {"before": "before", "after": "./after"}))
     measure_volatility(Comparison("before", "after", "data.jsonl", batch_tokens=200), tmp_path / "out")
+
+
+# ---------------------------------------------------------------------- what it says of the responses
+@pytest.fixture(scope="module")
+def scored(there, tmp_path_factory):
+    """A comparison that scores the responses, and its folder."""
+    out = tmp_path_factory.mktemp("ratios") / "out"
+    return compare(there, out, ratios=True), out
+
+
+def log_ratios(there, order):
+    """log r of every response token, lines in `order`: naturally, and with the routes of before; each by itself, all
+    logits at once."""
+    before, after = (load(ModelConfig(name=str(there / name)), 0) for name in ("before", "after"))
+    texts = Texts(there / "data.jsonl", before.tokenizer, max_tokens=2048, batch_tokens=1)
+    found = {}
+    for batch in texts.batches():
+        def said(model, batch=batch):
+            with torch.no_grad():
+                logits = model(batch.tokens).logits.double()
+            return [logits[0, t - 1].log_softmax(-1)[batch.tokens[0, t]].item()
+                    for t in range(1, batch.tokens.shape[1]) if batch.response_mask[0, t]]
+
+        with record_routing(before.model) as recording:
+            old = np.array(said(before.model))
+        natural = np.array(said(after.model))
+        with replay_routing(after.model, recording.trace(batch.tokens)):
+            replayed = np.array(said(after.model))
+        found[batch.lines[0]] = natural - old, replayed - old
+    return (np.concatenate(x) for x in zip(*(found[line] for line in order), strict=True))
+
+
+def test_ess_and_kl_are_those_of_single_lines_naturally_and_replayed(there, scored):
+    frames, out = scored
+    order = [int(line) for line in frames["responses"].sort_values(["batch", "row"])["line"]]
+    summary = frames["summary"].set_index("metric")
+    size, said = yardstick()["tokens"]["last"], {}
+    for suffix, d in zip(("", "_replayed"), log_ratios(there, order), strict=True):
+        r = np.exp(d)
+        groups = r[: len(r) // size * size].reshape(-1, size)
+        ess = np.mean(groups.sum(1) ** 2 / (size * (groups**2).sum(1)))
+        said[suffix] = ess, np.mean(r - 1 - d)
+        assert len(groups) >= 2
+        assert summary.loc[f"token_ess{suffix}", "response"] == pytest.approx(ess, rel=1e-4)
+        assert summary.loc[f"token_kl_k3{suffix}", "response"] == pytest.approx(said[suffix][1], rel=1e-4)
+    assert said[""][1] > 1.05 * said["_replayed"][1] > 0 and said[""][0] < said["_replayed"][0] < 1
+    floor = summary["noise_floor"]
+    assert floor["token_kl_k3"] < 1e-9 and np.isnan(floor["token_ess_replayed"])
+    places = json.loads((out / "comparison.json").read_text())["finished"]["place"]
+    assert places["natural"]["readings"][1]["value"] == summary.loc["token_kl_k3", "response"]
+    assert (places["natural"]["arm"], places["replayed"]["arm"]) == ("grpo", "grpo-replay")
+
+
+def test_scoring_the_responses_changes_no_other_number(scored, frames):
+    for name, frame in frames.items():
+        own = scored[0][name]
+        own = own[~own["metric"].str.contains("token_")].reset_index(drop=True) if name == "summary" else own
+        pd.testing.assert_frame_equal(own, frame)
+
+
+def test_ratios_are_of_their_tokens_whatever_the_batches_and_kills(there, tmp_path, scored, monkeypatch):
+    monkeypatch.setattr(measure, "SAVE_SECONDS", 0.0)
+    forward, calls = Observer._forward, []
+
+    def dies(self, *arguments):
+        calls.append(1)
+        if len(calls) > 9:
+            raise KeyboardInterrupt
+        return forward(self, *arguments)
+
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(Observer, "_forward", dies)
+        compare(there, tmp_path / "out", ratios=True, batch_tokens=300)
+    again = compare(there, tmp_path / "out", ratios=True, batch_tokens=300)
+    whole, mine = (x["summary"].set_index("metric")["response"].filter(like="token_") for x in (scored[0], again))
+    pd.testing.assert_series_equal(whole, mine, rtol=1e-5)
+
+
+def test_the_place_is_printed_where_responses_were_scored_and_nowhere_else(there, scored, frames, capsys):
+    arguments = ("volatility", str(there / "before"), str(there / "after"), "--data", str(there / "data.jsonl"),
+                 "--batch-tokens", "200", "--ratios", "--out", str(scored[1]))
+    assert cli.main(list(arguments)) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Place, if BEFORE drew these responses: Natural: token ESS" in out and "Replayed: token ESS" in out
+    assert "grpo-replay − grpo in reward, second half" in out and out.count(CAUTION) == 1
+    assert not measure.tables.places(frames["summary"])
+    with pytest.raises(RunError, match="ratios: True there, False now"):
+        compare(there, scored[1])
+
+
+def test_a_comparison_of_older_code_has_no_ratios(there, tmp_path, scored):
+    """Its manifest does not say so."""
+    shutil.copytree(scored[1], tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert manifest.pop("ratios")
+    (tmp_path / "out" / "comparison.json").write_text(json.dumps(manifest))
+    with pytest.raises(RunError, match="ratios: False there, True now"):
+        compare(there, tmp_path / "out", ratios=True)
+    compare(there, tmp_path / "out")  # which only reads it

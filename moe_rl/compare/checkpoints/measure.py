@@ -62,6 +62,8 @@ class Comparison:
     """Longer lines are cut, and counted."""
     batch_tokens: int = 4096
     """Most tokens in one forward, padding included."""
+    ratios: bool = False
+    """Score the responses, too: by AFTER naturally and with BEFORE's routes, against BEFORE. A forward more."""
 
 
 def measure_volatility(
@@ -101,14 +103,16 @@ def measure_volatility(
     passes = _Passes(comparison, out, texts, layout, max(tokenizer.get_vocab().values()) + 1, keep_traces,
                      shared or out)
     with _progress(console, texts) as advance:
-        noise, tally = passes.run(lambda name: _observer(name, comparison.dtype, device, trust_remote_code), advance)
+        noise, tally = passes.run(lambda name: _observer(name, comparison, device, trust_remote_code), advance)
     frames = tables.tables(tally, noise, tokenizer)
     tables.write(frames, out)
     if keep_traces:
         tokenizer.save_pretrained(out / "traces" / "tokenizer")
     counts = {"lines": texts.lines, "cut_lines": texts.cut, "lost_lines": texts.lost, "tokens": sum(texts.sizes),
               "batches": len(texts.sizes), "noise_batches": noise.done}
-    runs.write_json(out / MANIFEST, (runs.read_json(out / MANIFEST, ()) or wanted) | {"finished": counts})
+    found = {name: asdict(place) for name, place in tables.places(frames["summary"]).items()}
+    runs.write_json(out / MANIFEST, (runs.read_json(out / MANIFEST, ()) or wanted)
+                    | {"finished": counts | ({"place": found} if found else {})})
     for folder in (out / "sums", *(() if keep_traces else (out / "traces",))):
         shutil.rmtree(folder)
     return frames
@@ -228,7 +232,7 @@ def _wanted(comparison: Comparison, digest: str) -> dict[str, Any]:
     return asdict(comparison) | {"data_digest": digest} | versions | files
 
 
-def _finished(out: Path, wanted: Mapping[str, Any]) -> dict[str, int] | None:
+def _finished(out: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
     """What was counted, if the folder holds this comparison to its end. Raises RunError if it holds anything else."""
     manifest = runs.read_json(out / MANIFEST, ())
     if manifest is None:
@@ -237,6 +241,7 @@ def _finished(out: Path, wanted: Mapping[str, Any]) -> dict[str, int] | None:
         return None
     finished = manifest.pop("finished", None)
     there = {key: value for key, value in manifest.items() if not (finished and key in ("code", "packages"))}
+    there.setdefault("ratios", False)  # of older code
     there |= {key: located(there[key]) for key in PATHS if isinstance(there.get(key), str)}
     different = {k: v for k, v in runs.differing(there, wanted).items() if k.split(".")[0] in there}
     if different:
@@ -267,10 +272,10 @@ def fingerprint(name: str) -> str:
     return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
 
-def _observer(name: str, dtype: str, device: str, trust: bool) -> Observer:
+def _observer(name: str, comparison: Comparison, device: str, trust: bool) -> Observer:
     with no_progress_bars():
-        loaded = load(ModelConfig(name=name, device=device, dtype=dtype), seed=0, trust_remote_code=trust)
-    return Observer(loaded.model)
+        loaded = load(ModelConfig(name=name, device=device, dtype=comparison.dtype), seed=0, trust_remote_code=trust)
+    return Observer(loaded.model, comparison.ratios)
 
 
 def _file(folder: Path, i: int) -> Path:

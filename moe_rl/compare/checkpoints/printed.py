@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_rl.compare.checkpoints.figures import FIGURES, series_figure
-from moe_rl.compare.checkpoints.tables import SEEN, SHOWN, Frames, top_share
+from moe_rl.compare.checkpoints.tables import SEEN, SHOWN, Frames, places, top_share
+from moe_rl.metrics.place import described
 from moe_rl.results import plots
 from moe_rl.runs.terminal import say
 
@@ -39,6 +40,8 @@ def print_report(console: Console, frames: Frames, out: Path) -> None:
     for line in concentration(frames):
         say(console, f"· {line}", wrap=True)
     say(console, ("In short", "bold"), f": {conclusion(frames['summary'])}", wrap=True)
+    if found := places(frames["summary"]):
+        say(console, ("Place", "bold"), f", if BEFORE drew these responses: {described(found)}", wrap=True)
     for name, draw in FIGURES.items():
         paths = plots.save(draw(frames), out, name)
         say(console, f"figure {' '.join(map(str, paths))}")
@@ -48,7 +51,7 @@ def print_report(console: Console, frames: Frames, out: Path) -> None:
 def print_series(console: Console, table: pd.DataFrame, out: Path) -> None:
     """A row per checkpoint, and the curve, which is drawn into `out`."""
     shown = _table("How far routing moved along the series")
-    titles = {"slot_change": "slots", "any_layer_change": "any layer", "router_shift": "shift"}
+    titles = {"slot_change": "slots", "any_layer_change": "any layer", "router_shift": "shift", "token_kl_k3": "KL"}
     metrics = [metric for metric in titles if (table["metric"] == metric).any()]
     shown.add_column("\nchange since", overflow="fold")
     for title in (*(f"{titles[m]}\n{s}" for m in metrics for s in ("previous", "first")), "slots\nnoise"):
@@ -58,8 +61,8 @@ def print_series(console: Console, table: pd.DataFrame, out: Path) -> None:
         cells = [_cell(m, values.at[(index, s, m), "response"]) for m in metrics for s in ("previous", "first")]
         shown.add_row(Path(name).name, *cells, _cell("slot_change", values.at[(index, "first", "slot_change"),
                                                                               "noise_floor"]))
-    shown.caption = ("slots: expert slots changed; any layer: tokens whose set changed in any; shift: nats. Means over "
-                     "the rows that decide a response. Every pair is a comparison of its own: "
+    shown.caption = ("slots: expert slots changed; any layer: tokens whose set changed in any; shift, KL: nats. Means "
+                     "over the rows that decide a response. Every pair is a comparison of its own: "
                      f"{out}/<first>-<second>/*.parquet")
     console.print(shown)
     paths = plots.save(series_figure(table), out, "series")

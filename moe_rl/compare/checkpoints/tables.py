@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_rl.compare.checkpoints.tally import EDGES, RESPONSE, Tally
 from moe_rl.metrics import chance
+from moe_rl.metrics.place import NATURAL, REPLAYED, Place, place
 from moe_rl.metrics.volatility import Load, ResponseChange, RouteChange, RouterShift
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ METRICS = {
 }
 """Every volatility metric. Per token: S its experts, p the router's probability of those used before. Per response: U
 all its experts, f the share of its slots per expert. Per layer: q the share of pairs that serve one token, per pair."""
+RATIOS = {"token_ess": "(Σ r)² / (n Σ r²)", "token_kl_k3": "r − 1 − log r, nats",
+          "token_ess_replayed": "the same, BEFORE's", "token_kl_k3_replayed": "routes replayed"}
+"""What is said of r = π(after) / π(before) of the response tokens; an ESS is over as many as the yardstick's."""
 SEEN = 20
 """Times a token must have been read to appear in a ranking: rarer ones are noise."""
 SHOWN = 12
@@ -69,6 +73,13 @@ def chance_levels(layers: pd.DataFrame, responses: pd.DataFrame) -> dict[str, fl
         return chance.token_levels(*sizes)
     return chance.token_levels(*sizes) | chance.response_levels(*sizes, responses["tokens"]) | {
         "coactivation_change": chance.coactivation_change(*sizes, int(responses["tokens"].sum()))}
+
+
+def places(summary: pd.DataFrame) -> dict[str, Place]:
+    """Where the ratios stand beside volatility_dial, naturally and replayed; nothing of a comparison without them."""
+    by = summary.set_index("metric")["response"]
+    return {name: place(by[f"token_ess{suffix}"], by[f"token_kl_k3{suffix}"], arm=arm) for name, suffix, arm in (
+        ("natural", "", NATURAL), ("replayed", "_replayed", REPLAYED)) if f"token_kl_k3{suffix}" in by}
 
 
 def write(frames: dict[str, pd.DataFrame], folder: Path) -> None:
@@ -105,8 +116,8 @@ def _summary(tally: Tally, noise: Tally, random: Mapping[str, float]) -> pd.Data
     show."""
     response, prompt, floor = _means(tally, "response"), _means(tally, "prompt"), _means(noise, "response")
     rows = [{"metric": name, "response": response[name], "prompt": prompt.get(name, math.nan),
-             "noise_floor": floor[name], "chance": random.get(name, math.nan), "formula": formula}
-            for name, formula in METRICS.items() if name in response]
+             "noise_floor": floor.get(name, math.nan), "chance": random.get(name, math.nan), "formula": formula}
+            for name, formula in (METRICS | RATIOS).items() if name in response]
     counts = {"tokens": "volatility_tokens", "unknown_rows": "volatility_unknown"}
     return pd.DataFrame(rows + [
         {"metric": name, "response": response[key], "prompt": prompt[key], "noise_floor": floor[key],
@@ -121,6 +132,10 @@ def _means(tally: Tally, part: str) -> dict[str, float]:
     if part == "response":
         means |= ResponseChange(**tally.sums["responses"]).row()
         means["coactivation_change"] = float(np.mean(_coactivation_change(tally)))
+        for suffix in ("", "_replayed"):
+            if sums := tally.sums.get(f"ratios{suffix}"):
+                means[f"token_ess{suffix}"] = float(sums["ess"] / sums["groups"])
+                means[f"token_kl_k3{suffix}"] = float(sums["kl"] / sums["n"])
     return means
 
 

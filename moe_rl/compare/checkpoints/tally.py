@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_rl.compare.checkpoints.observed import Observed
 from moe_rl.compare.checkpoints.texts import TextBatch
-from moe_rl.metrics import volatility
+from moe_rl.metrics import place, ratios, volatility
 from moe_rl.routing.file_mode import usual_mode
 from moe_rl.routing.trace import Layout
 
@@ -66,6 +66,9 @@ class Tally:
         if before.margins is not None and after.margins is not None:
             changed = ~before.routes.same_sets(after.routes)[known]
             self._add_margins(before.margins[known], after.margins[known], changed)
+        for name, now in (("ratios", after.logprobs), ("ratios_replayed", after.replayed_logprobs)):
+            if before.logprobs is not None and now is not None:
+                self._add_ratios(name, (now - before.logprobs)[batch.response_mask].double())
         self.done += 1
 
     def table_of_responses(self) -> Float[NDArray, "responses columns"]:
@@ -124,6 +127,17 @@ class Tally:
                    ("after", torch.bucketize(after.double(), EDGES, right=True), everywhere))
         for name, index, hit in counted:
             self.sums["margins"][name].scatter_add_(1, index.T.contiguous(), hit.T.contiguous().long())
+
+    def _add_ratios(self, group: str, log_ratio: Float[Tensor, " token"]) -> None:
+        """KL of all tokens; ESS of groups as large as the yardstick's, the last of which waits for the next batch."""
+        empty = {name: torch.zeros((), dtype=torch.float64) for name in ("n", "kl", "groups", "ess")}
+        mine = self.sums.setdefault(group, empty | {"rest": log_ratio[:0]})
+        size, waiting = place.yardstick()["tokens"]["last"], torch.cat([mine["rest"], log_ratio])
+        ess = ratios.grouped_ess(waiting, size)
+        for name, value in (("n", len(log_ratio)), ("kl", (log_ratio.expm1() - log_ratio).sum()),
+                            ("groups", len(ess)), ("ess", ess.sum())):
+            mine[name] = mine[name] + value
+        mine["rest"] = waiting[len(ess) * size :].clone()
 
     def _add(self, group: str, sums: volatility.Pooled) -> None:
         mine = self.sums.setdefault(group, {})
