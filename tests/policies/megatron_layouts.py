@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -15,6 +17,7 @@ from moe_rl.routing.trace import RoutingTrace
 from tests.conftest import build, perturb
 from tests.policies.megatron_study import parts
 from tests.policies.test_hf import make_batch, part_of
+from tests.routing import families
 
 LAYOUTS = {
     "dp2": Parallel(dp=2),
@@ -28,6 +31,27 @@ LAYOUTS = {
     "pp2+ep2": Parallel(dp=2, pp=2, ep=2),
 }
 """All that is tested; how many ranks one takes follows from it."""
+DENSE_FIRST = {"num_hidden_layers": 4, "num_key_value_heads": 2}
+FAMILIES = {
+    "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "qwen2_moe": {"num_hidden_layers": 2, "num_key_value_heads": 2},
+    "deepseek_v3": {"num_hidden_layers": 4, "qk_rope_head_dim": 4, "v_head_dim": 12},
+    "moonlight": {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "rms_norm_eps": 1e-2},
+    "glm4_moe": {**DENSE_FIRST, "use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1},
+    "glm4_moe_lite": {},
+    "dots1": {"num_key_value_heads": 2, "topk_group": 3},
+}
+"""Tiny configurations of the other families, as far as they differ from `tests/routing/families.py`: k is 3, of 8 experts
+in 4 groups, and DeepSeek's relatives begin with a dense layer."""
+ON_RANKS = {
+    "deepseek_v3 on tp2+ep2": "tp2+ep2",
+    "deepseek_v3 on pp2": "pp2",
+    "glm4_moe on tp2": "tp2",
+    "glm4_moe on pp2": "pp2",
+    "qwen2_moe on ep2": "ep2",
+    "qwen2_moe on tp2": "tp2",
+}
+"""Which of them run on two ranks, in which layout; those on pp2 have one site on the first stage and two on the other."""
 LR = 1e-3
 SETTINGS = Optimizer(lr=LR, grad_clip=0.5)
 OBJECTIVE = objective_of(parts)
@@ -59,10 +83,28 @@ def example():
 
 
 def layout(parallel: Parallel, recompute: bool, tied: bool) -> dict:
-    """Everything about one layout, with two layers on each stage; both policies get the same calls."""
+    """Everything about one layout, with two layers on each stage."""
     shape = {"num_hidden_layers": 2 * parallel.pp, "tie_word_embeddings": tied}
-    hf = HFPolicy(build("qwen3_moe", **shape), SETTINGS, **ROWS)
-    ours = megatron(build("qwen3_moe", seed=9 * ranks.rank(), **shape), parallel, recompute=recompute)
+    return compared(partial(build, "qwen3_moe", **shape), parallel, recompute)
+
+
+def of_family(name: str, seed: int = 0, **shape):
+    """A tiny model of FAMILIES in which no norm is 1 and no bias 0, so that none can stand for another."""
+    model_type = "deepseek_v3" if name == "moonlight" else name
+    known = next(family for family in families.FAMILIES if family.model_type == model_type)
+    model = families.build(replace(known, settings=FAMILIES[name] | shape), seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+def compared(make: Callable, parallel: Parallel, recompute: bool) -> dict:
+    """Everything about one model in one layout; both policies get the same calls."""
+    hf = HFPolicy(make(), SETTINGS, **ROWS)
+    ours = megatron(make(seed=9 * ranks.rank()), parallel, recompute=recompute)
     batch, facts = example(), {"exported": same_weights(ours, hf)}
     a, b = (p.score(batch, scores=True) for p in (hf, ours))
     facts["natural"] = far(a.logprobs, b.logprobs)
@@ -128,6 +170,19 @@ def family(parallel: Parallel, name: str, **shape) -> dict:
         "replayed": far(c.logprobs, d.logprobs),
         "stepped": far(hf.score(batch).logprobs, ours.score(batch).logprobs),
     }
+
+
+def require(found: dict) -> None:
+    """Of `compared`: every number of the Hugging Face policy, to rounding."""
+    update = found["update"]
+    for fact in ("exported", "imported", "recorded", "replayed ids", "preferred"):
+        assert found[fact], fact
+    for kind in ("natural", "entropy", "gates", "margins", "log_probs", "replayed", "gradients", "stepped"):
+        assert found[kind] < 1e-5, (kind, found[kind])
+    assert max(update[kind] for kind in ("logprobs", "entropy", "loss", "norm")) < 1e-5 and update["routes"]
+    assert found["stepped weights"] < 0.02, "in learning rates, where rounding does not decide the sign"
+    assert min(found["replay matters"], found["preferred elsewhere"]) > 1e-3 and found["router gradient"] > 1e-6
+    assert found.get("after an exception", True)
 
 
 # ---------------------------------------------------------------------- comparing

@@ -1,0 +1,71 @@
+"""Families on Megatron-core in one process against the Hugging Face policy; on two ranks: `test_megatron.py`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from moe_rl import ranks
+from moe_rl.config import Optimizer, Parallel
+from moe_rl.policies.hf import HFPolicy
+from tests.policies.megatron_layouts import FAMILIES, OBJECTIVE, ROWS, compared, example, far, of_family, require
+from tests.policies.test_hf import part_of
+
+pytest.importorskip("megatron.core", reason="pip install 'moe_rl[megatron]'")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process():
+    """Megatron's process groups, of one process, for this file alone."""
+    ranks.join("cpu")
+    yield
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    ranks.leave()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_scores_replays_and_learns_as_the_hugging_face_policy(family):
+    require(compared(partial(of_family, family), Parallel(), recompute=family in ("deepseek_v3", "qwen2_moe")))
+
+
+def both(settings: Optimizer) -> list:
+    """The two policies of one model, with the same settings."""
+    from moe_rl.policies.megatron.policy import MegatronPolicy
+
+    return [HFPolicy(of_family("deepseek_v3"), settings, **ROWS),
+            MegatronPolicy(of_family("deepseek_v3"), settings, Parallel(), **ROWS)]
+
+
+def trained(policy, batch, routes) -> None:
+    policy.update(part_of(batch, policy.score(batch), routes), OBJECTIVE)
+
+
+@pytest.mark.parametrize("settings", [
+    Optimizer(name="sgd", lr=0.1, betas=(0.9, 0.0), weight_decay=0.1, router_lr_scale=0.5),
+    Optimizer(name="sgd", lr=0.1, betas=(0.0, 0.0), grad_clip=0.5, warmup=2),
+    Optimizer(lr=1e-3, warmup=5, weight_decay=0.1, loss_free_bias=0.01),
+], ids=["sgd", "sgd without momentum", "adamw"])  # fmt: skip
+def test_three_steps_of_either_optimizer_warmed_up_and_resumed_are_those_of_the_hugging_face_policy(settings, tmp_path):
+    hf, ours = both(settings)
+    batch = example()
+    routes = hf.score(batch).routes
+    start = {name: weight.clone() for name, weight in hf.weights()}
+    for step in range(3):
+        for policy in (hf, ours):
+            trained(policy, batch, routes)
+        if step == 1:  # another process takes over
+            ours.save(tmp_path)
+            _, ours = both(settings)
+            ours.load(tmp_path)
+            assert ours.updates == 2
+    mine = dict(ours.weights())
+    assert far(hf.score(batch).logprobs, ours.score(batch).logprobs) < 1e-5
+    for name, weight in hf.weights():
+        scale = settings.lr_at(3) if settings.name == "adamw" else (weight - start[name]).abs().max().item()
+        assert far(mine[name], weight) <= 0.02 * scale, name
+    bias = [name for name in start if name.endswith("correction_bias")]
+    assert all(torch.equal(mine[name], start[name]) != bool(settings.loss_free_bias) for name in bias)
