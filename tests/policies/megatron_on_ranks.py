@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,14 +40,17 @@ from tests.conftest import build
 from tests.policies.megatron_layouts import (
     LAYOUTS,
     OBJECTIVE,
+    ON_RANKS,
     ROWS,
     SETTINGS,
+    compared,
     example,
     failing,
     family,
     far,
     layout,
     megatron,
+    of_family,
     of_ranks,
     weights_of,
 )
@@ -71,6 +75,11 @@ def main(folder: Path) -> None:
         gathering = replace(LAYOUTS["ep2"], settings={"moe_token_dispatcher_type": "allgather"})
         facts["mixtral"] = family(gathering, "mixtral")
         facts["unnormalised"] = family(LAYOUTS["ep2"], "qwen3_moe", norm_topk_prob=False, num_experts_per_tok=3)
+        for name, where in ON_RANKS.items():
+            make = partial(of_family, name.split()[0])
+            facts[name] = compared(make, LAYOUTS[where], recompute="pp2" in where)
+        for name, other in (("deepseek_v3", "pp2"), ("qwen2_moe", "tp2")):
+            facts[f"{name} checkpoint"] = checkpoint(folder, "tp2+ep2", other, partial(of_family, name))
         facts["resumed"] = resumed(folder)
         facts["server"] = server(folder)
         facts["memory"] = memory()
@@ -98,15 +107,14 @@ def carry_out(run: RunConfig, path: Path, cache: Path, listen: Callable[[dict], 
         execute(run, ranks.SharedFolder(opened), cache=cache, listen=listen)
 
 
-def checkpoint(folder: Path, name: str, other: str) -> dict:
+def checkpoint(folder: Path, name: str, other: str, make=partial(build, "qwen3_moe", num_hidden_layers=2)) -> dict:
     """Written in one layout after a step; read in the same and in another one, and trained on."""
-    shape = {"num_hidden_layers": 2}
-    hf = HFPolicy(build("qwen3_moe", **shape), SETTINGS, **ROWS)
+    hf = HFPolicy(make(), SETTINGS, **ROWS)
     batch, facts = example(), {}
-    writer = megatron(build("qwen3_moe", **shape), LAYOUTS[name])
+    writer = megatron(make(), LAYOUTS[name])
     for policy in (hf, writer):
         policy.update(part_of(batch, policy.score(batch)), OBJECTIVE)
-    target = folder / f"checkpoint-{name}"
+    target = folder / f"checkpoint-{name}-{hf.model.config.model_type}"
     ranks.from_rank_0(target.mkdir)
     writer.save(target)
     written = weights_of(writer)
@@ -114,7 +122,7 @@ def checkpoint(folder: Path, name: str, other: str) -> dict:
     hf.update(part_of(batch, hf.score(batch)), OBJECTIVE)
     second = weights_of(writer)
     for kind, where in (("same", name), ("other", other)):
-        reader = megatron(build("qwen3_moe", seed=5, **shape), LAYOUTS[where])
+        reader = megatron(make(seed=5), LAYOUTS[where])
         reader.load(target)
         facts[f"{kind} weights"] = all(torch.equal(w, written[n]) for n, w in reader.weights())
         reader.update(part_of(batch, reader.score(batch)), OBJECTIVE)

@@ -29,7 +29,7 @@ from moe_rl.policies.megatron.layout import check_layout
 from moe_rl.rollouts import choose
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import read_table
-from tests.policies.megatron_layouts import LAYOUTS, of_ranks, ranks_of
+from tests.policies.megatron_layouts import LAYOUTS, ON_RANKS, of_ranks, ranks_of, require
 from tests.policies.megatron_study import replay, short, study
 
 pytest.importorskip("megatron.core", reason="pip install 'moe_rl[megatron]'")
@@ -154,12 +154,17 @@ def test_mixtral_gates_that_are_not_renormalised_and_the_other_dispatcher_agree_
     assert max(found[kind] for kind in ("natural", "gates", "replayed", "stepped")) < 1e-5
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_other_families_cut_over_ranks_are_those_of_the_hugging_face_policy(name, facts):
+    require(facts(2)[name])
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "deepseek_v3", "qwen2_moe"])
 def test_a_checkpoint_is_read_with_its_moments_in_the_same_layout_and_in_another(layout, facts):
-    found = facts(ranks_of(layout))[f"{layout} checkpoint"]
+    found = facts(ranks_of(layout) if layout in LAYOUTS else 2)[f"{layout} checkpoint"]
     assert found["same weights"] and found["other weights"], "weights must be equal bit for bit"
     assert found["same next step, bits"], "under the same layout training goes on bit for bit"
-    assert max(found["same next step"], found["other next step"]) < 1e-5
+    assert max(found["same next step"], found["other next step"]) < (1e-5 if layout in LAYOUTS else 1e-4)
     assert found["moved"] > 1e-4
 
 

@@ -10,7 +10,17 @@ import torch
 from moe_rl import ranks
 from moe_rl.config import Optimizer, Parallel
 from moe_rl.policies.hf import HFPolicy
-from tests.policies.megatron_layouts import FAMILIES, OBJECTIVE, ROWS, compared, example, far, of_family, require
+from tests.policies.megatron_layouts import (
+    FAMILIES,
+    OBJECTIVE,
+    ROWS,
+    compared,
+    example,
+    far,
+    megatron,
+    of_family,
+    require,
+)
 from tests.policies.test_hf import part_of
 
 pytest.importorskip("megatron.core", reason="pip install 'moe_rl[megatron]'")
@@ -34,10 +44,8 @@ def test_a_family_scores_replays_and_learns_as_the_hugging_face_policy(family):
 
 def both(settings: Optimizer) -> list:
     """The two policies of one model, with the same settings."""
-    from moe_rl.policies.megatron.policy import MegatronPolicy
-
-    return [HFPolicy(of_family("deepseek_v3"), settings, **ROWS),
-            MegatronPolicy(of_family("deepseek_v3"), settings, Parallel(), **ROWS)]
+    family = "deepseek_v3" if settings.loss_free_bias else "qwen2_moe"
+    return [HFPolicy(of_family(family), settings, **ROWS), megatron(of_family(family), Parallel(), settings)]
 
 
 def trained(policy, batch, routes) -> None:
