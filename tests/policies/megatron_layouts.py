@@ -31,18 +31,20 @@ LAYOUTS = {
     "pp2+ep2": Parallel(dp=2, pp=2, ep=2),
 }
 """All that is tested; how many ranks one takes follows from it."""
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0,
+        "mscale_all_dim": 0.5, "beta_fast": 4, "beta_slow": 1}
 DENSE_FIRST = {"num_hidden_layers": 4, "num_key_value_heads": 2}
 FAMILIES = {
     "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
     "qwen2_moe": {"num_hidden_layers": 2, "num_key_value_heads": 2},
-    "deepseek_v3": {"num_hidden_layers": 4, "qk_rope_head_dim": 4, "v_head_dim": 12},
+    "deepseek_v3": {"num_hidden_layers": 4, "qk_rope_head_dim": 4, "v_head_dim": 12, "rope_parameters": YARN},
     "moonlight": {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "rms_norm_eps": 1e-2},
     "glm4_moe": {**DENSE_FIRST, "use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1},
     "glm4_moe_lite": {},
     "dots1": {"num_key_value_heads": 2, "topk_group": 3},
 }
-"""Tiny configurations of the other families, as far as they differ from `tests/routing/families.py`: k is 3, of 8 experts
-in 4 groups, and DeepSeek's relatives begin with a dense layer."""
+"""Tiny configurations of the other families, as far as they differ from `tests/routing/families.py`: k is 3, of 8
+experts in 4 groups, and DeepSeek's relatives begin with a dense layer."""
 ON_RANKS = {
     "deepseek_v3 on tp2+ep2": "tp2+ep2",
     "deepseek_v3 on pp2": "pp2",
@@ -51,7 +53,7 @@ ON_RANKS = {
     "qwen2_moe on ep2": "ep2",
     "qwen2_moe on tp2": "tp2",
 }
-"""Which of them run on two ranks, in which layout; those on pp2 have one site on the first stage and two on the other."""
+"""Which of them run on two ranks, in which layout; those on pp2 have one site on the first stage, two on the other."""
 LR = 1e-3
 SETTINGS = Optimizer(lr=LR, grad_clip=0.5)
 OBJECTIVE = objective_of(parts)

@@ -107,7 +107,10 @@ def carry_out(run: RunConfig, path: Path, cache: Path, listen: Callable[[dict], 
         execute(run, ranks.SharedFolder(opened), cache=cache, listen=listen)
 
 
-def checkpoint(folder: Path, name: str, other: str, make=partial(build, "qwen3_moe", num_hidden_layers=2)) -> dict:
+QWEN = partial(build, "qwen3_moe", num_hidden_layers=2)
+
+
+def checkpoint(folder: Path, name: str, other: str, make: Callable = QWEN) -> dict:
     """Written in one layout after a step; read in the same and in another one, and trained on."""
     hf = HFPolicy(make(), SETTINGS, **ROWS)
     batch, facts = example(), {}

@@ -103,12 +103,15 @@ def _check_family(config: PreTrainedConfig) -> None:
     if name not in SOFTMAX + SIGMOID:
         why = REFUSED_FAMILIES.get(name, "its weights have no mapping yet")
         raise ConfigError(f"policy='megatron' cannot train {name}: {why}. It can train {', '.join(SOFTMAX + SIGMOID)}.")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    scaling = {k: v for k, v in (getattr(config, "rope_parameters", None) or {}).items() if v is not None}
+    rope = scaling.get("rope_type", "default")
     kinds = getattr(config, "layer_types", None)
     sliding = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
-    k = config.num_experts_per_tok
+    k, part = config.num_experts_per_tok, scaling.get("partial_rotary_factor", 1.0)
     for fits, what in (
-        (rope == "default", f"rope_type={rope!r}"),
+        (rope == "default" or rope == "yarn" and latent(config), f"rope_type={rope!r}"),
+        (rope == "default" or _is_plain_yarn(scaling), f"rope_parameters={scaling}"),
+        (name == "glm4_moe" or part == 1, f"partial_rotary_factor={part}"),
         (not ("sliding_attention" in kinds if kinds else sliding), f"sliding_window={sliding}"),
         (config.hidden_act == "silu", f"hidden_act={config.hidden_act!r}"),
         (not getattr(config, "attention_bias", False) or name == "glm4_moe", "attention_bias=True"),
@@ -118,6 +121,13 @@ def _check_family(config: PreTrainedConfig) -> None:
     ):
         if not fits:
             raise ConfigError(f"policy='megatron' does not build {what} of {name}; use policy='hf'.")
+
+
+def _is_plain_yarn(rope: dict) -> bool:
+    """Whether Megatron-core reads these settings of YaRN as transformers does: one mscale alone it takes otherwise, and
+    it knows no attention_factor and no truncate, and another default length."""
+    known = {"attention_factor", "truncate"}.isdisjoint(rope) and "original_max_position_embeddings" in rope
+    return known and bool(rope.get("mscale")) == bool(rope.get("mscale_all_dim"))
 
 
 def sparse_layers(config: PreTrainedConfig) -> list[bool]:

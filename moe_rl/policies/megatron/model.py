@@ -40,6 +40,9 @@ with warnings.catch_warnings():
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Settings of scaled rotary embeddings that have one name on both sides, and one default."""
+
 
 def transformer_config(
     config: PreTrainedConfig, parallel: Parallel, dtype: torch.dtype, recompute: bool
@@ -103,6 +106,7 @@ def transformer_config(
             settings |= {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
     kind: type[TransformerConfig] = TransformerConfig
     if latent(config):
+        rope = config.rope_parameters
         kind = MLATransformerConfig
         settings |= {
             "num_query_groups": config.num_attention_heads,
@@ -112,8 +116,11 @@ def transformer_config(
             "qk_pos_emb_head_dim": config.qk_rope_head_dim,
             "v_head_dim": config.v_head_dim,
             "rope_type": "rope",
-            "rotary_base": config.rope_parameters["rope_theta"],
+            "rotary_base": rope["rope_theta"],
         }
+        if rope["rope_type"] == "yarn":
+            given = {"rotary_scaling_factor": rope["factor"]} | {name: rope[name] for name in YARN if rope.get(name)}
+            settings |= {"rope_type": "yarn", **given}
     if recompute:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     try:
