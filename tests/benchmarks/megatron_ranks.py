@@ -110,7 +110,7 @@ def one(rank: int, name: str, family: str) -> None:
         cells = [(max(found), formula) for found, (_, formula) in zip(zip(*largest, strict=True), columns, strict=True)]
         words = [f"{m / 1e6:.2f}" + ("" if f is None else f" / {f / 1e6:.2f}") for m, f in cells]
         widths = (17, 6, 13, 15, 15, 13)
-        print(f"{name:10} " + " ".join(f"{word:>{width}}" for word, width in zip(words, widths, strict=True)), flush=True)
+        print(f"{name:10}", *(f"{word:>{width}}" for word, width in zip(words, widths, strict=True)), flush=True)
     ranks.leave()
 
 

@@ -13,6 +13,7 @@ from moe_rl import ranks
 from moe_rl.config import Optimizer, Parallel
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
+from moe_rl.policies.megatron.layout import SIGMOID, SOFTMAX
 from moe_rl.routing.trace import RoutingTrace
 from tests.conftest import build, perturb
 from tests.policies.megatron_study import parts
@@ -36,6 +37,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 DENSE_FIRST = {"num_hidden_layers": 4, "num_key_value_heads": 2}
 FAMILIES = {
     "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "mixtral": {"num_hidden_layers": 2, "sliding_window": None},
     "qwen2_moe": {"num_hidden_layers": 2, "num_key_value_heads": 2},
     "deepseek_v3": {"num_hidden_layers": 4, "qk_rope_head_dim": 4, "v_head_dim": 12, "rope_parameters": YARN},
     "moonlight": {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "rms_norm_eps": 1e-2},
@@ -52,6 +54,7 @@ ON_RANKS = {
     "glm4_moe on pp2": "pp2",
     "qwen2_moe on ep2": "ep2",
     "qwen2_moe on tp2": "tp2",
+    "mixtral on ep2": "ep2",
 }
 """Which of them run on two ranks, in which layout; those on pp2 have one site on the first stage, two on the other."""
 LR = 1e-3
@@ -191,6 +194,17 @@ def require(found: dict) -> None:
     assert found["stepped weights"] < 0.02, "in learning rates, where rounding does not decide the sign"
     assert min(found["replay matters"], found["preferred elsewhere"]) > 1e-3 and found["router gradient"] > 1e-6
     assert found.get("after an exception", True)
+
+
+def table() -> str:
+    """What of all this is tested, as docs/megatron.md has it."""
+    columns = ["one process", *LAYOUTS]
+    ran = {(name.replace("moonlight", "deepseek_v3"), "one process") for name in FAMILIES}
+    ran |= {("qwen3_moe", name) for name in LAYOUTS} | {(name.split()[0], where) for name, where in ON_RANKS.items()}
+    lines = [f"| family | {' | '.join(columns)} |", "|" + " --- |" * (len(columns) + 1)]
+    for family in SOFTMAX + SIGMOID:
+        lines.append(f"| `{family}` | {' | '.join('✓' if (family, c) in ran else '' for c in columns)} |")
+    return "\n".join(lines) + "\n"
 
 
 # ---------------------------------------------------------------------- comparing

@@ -279,8 +279,8 @@ TINY = ModelConfig()
         (Parallel(settings={"moe_expert_capacity_factor": 1.0}), 1, "dropped"),
         (Parallel(settings={"virtual_pipeline_model_parallel_size": 2}), 1, "interleaved"),
         (Parallel(settings={"moe_router_load_balancing_type": "sinkhorn"}), 1, "sinkhorn"),
-        (Parallel(settings={"moe_aux_loss_coeff": 1e-2}), 1, "change with micro_batch and layout"),
-        (Parallel(settings={"moe_z_loss_coeff": 1e-3}), 1, "change with micro_batch and layout"),
+        (Parallel(settings={"moe_aux_loss_coeff": 1e-2}), 1, "change with micro_batch, layout and padding"),
+        (Parallel(settings={"moe_z_loss_coeff": 1e-3}), 1, "change with micro_batch, layout and padding"),
         (Parallel(settings={"moe_router_bias_update_rate": 1e-3}), 1, "use optimizer.loss_free_bias"),
     ],
 )

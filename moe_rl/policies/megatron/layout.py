@@ -22,16 +22,16 @@ REFUSED_FAMILIES = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text", "kimi_linear"), LINEAR),
     "gpt_oss": "sinks in its attention, its windows and the biases of its experts have no mapping yet",
 }
-BALANCING = ("what Megatron-core adds to the gradient by itself spans one micro-batch of one rank, with prompts and "
-             "padding, so it would change with micro_batch and layout, where ours spans the mini-batch's real tokens")
+OURS = "where ours spans the real tokens of the mini-batch, and would change with micro_batch, layout and padding"
 REFUSED_SETTINGS = {
     "moe_router_fusion": "the fused router never asks RouterReplay, so replay would be ignored",
     "moe_expert_capacity_factor": "tokens beyond an expert's capacity are dropped, so other experts than the recorded "
     "ones would be used",
     "virtual_pipeline_model_parallel_size": "replay under the interleaved pipeline schedule is not tested here",
     "moe_enable_routing_replay": "routes are always recorded",
-    "moe_router_load_balancing_type": f"{BALANCING}, and sinkhorn routing never asks RouterReplay",
-    **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff"), BALANCING),
+    **dict.fromkeys(("moe_router_load_balancing_type", "moe_aux_loss_coeff"), "its load-balancing loss spans one micro-"
+                    f"batch of one rank, padding too, {OURS}; and sinkhorn routing never asks RouterReplay"),
+    "moe_z_loss_coeff": f"it adds up over all tokens, padding and rows that fill up too, {OURS}",
     "moe_router_bias_update_rate": "it counts replayed experts, padding too; use optimizer.loss_free_bias",
     "moe_input_jitter_eps": "routes would differ from those of the engine and of every other forward",
     "context_parallel_size": "a sequence is never split here",
