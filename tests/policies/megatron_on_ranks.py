@@ -46,7 +46,6 @@ from tests.policies.megatron_layouts import (
     compared,
     example,
     failing,
-    family,
     far,
     layout,
     megatron,
@@ -72,14 +71,13 @@ def main(folder: Path) -> None:
     for name, other in zip(here, [*here][1:] + [*here][:1], strict=True):
         facts[f"{name} checkpoint"] = checkpoint(folder, name, other)
     if ranks.world() == 2:
-        gathering = replace(LAYOUTS["ep2"], settings={"moe_token_dispatcher_type": "allgather"})
-        facts["mixtral"] = family(gathering, "mixtral")
-        facts["unnormalised"] = family(LAYOUTS["ep2"], "qwen3_moe", norm_topk_prob=False, num_experts_per_tok=3)
         for name, where in ON_RANKS.items():
-            make = partial(of_family, name.split()[0])
-            facts[name] = compared(make, LAYOUTS[where], recompute="pp2" in where)
-        for name, other in (("deepseek_v3", "pp2"), ("qwen2_moe", "tp2")):
-            facts[f"{name} checkpoint"] = checkpoint(folder, "tp2+ep2", other, partial(of_family, name))
+            family = name.split()[0]
+            settings = {"moe_token_dispatcher_type": "allgather"} if family == "mixtral" else {}
+            parallel = replace(LAYOUTS[where], settings=settings)
+            facts[name] = compared(partial(of_family, family), parallel, recompute=where == "pp2")
+        make = partial(build, "qwen3_moe", norm_topk_prob=False, num_experts_per_tok=3)
+        facts["unnormalised"] = compared(make, LAYOUTS["ep2"], recompute=False)
         facts["resumed"] = resumed(folder)
         facts["server"] = server(folder)
         facts["memory"] = memory()
@@ -107,17 +105,18 @@ def carry_out(run: RunConfig, path: Path, cache: Path, listen: Callable[[dict], 
         execute(run, ranks.SharedFolder(opened), cache=cache, listen=listen)
 
 
-QWEN = partial(build, "qwen3_moe", num_hidden_layers=2)
-
-
-def checkpoint(folder: Path, name: str, other: str, make: Callable = QWEN) -> dict:
-    """Written in one layout after a step; read in the same and in another one, and trained on."""
+def checkpoint(folder: Path, name: str, other: str) -> dict:
+    """Written in one layout after a step; read in the same and in another one, and trained on. One of them holds a
+    model whose layers differ, and goes from stages without tensor parallelism to the opposite."""
+    make = partial(build, "qwen3_moe", num_hidden_layers=2)
+    if name == "pp2":
+        make = partial(of_family, "deepseek_v3")
     hf = HFPolicy(make(), SETTINGS, **ROWS)
     batch, facts = example(), {}
     writer = megatron(make(), LAYOUTS[name])
     for policy in (hf, writer):
         policy.update(part_of(batch, policy.score(batch)), OBJECTIVE)
-    target = folder / f"checkpoint-{name}-{hf.model.config.model_type}"
+    target = folder / f"checkpoint-{name}"
     ranks.from_rank_0(target.mkdir)
     writer.save(target)
     written = weights_of(writer)

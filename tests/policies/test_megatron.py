@@ -148,24 +148,17 @@ def test_an_update_that_fails_leaves_no_route_behind(layout, found):
     assert found["after an exception"]
 
 
-@pytest.mark.parametrize("name", ["mixtral", "unnormalised"])
-def test_mixtral_gates_that_are_not_renormalised_and_the_other_dispatcher_agree_too(name, facts):
-    found = facts(2)[name]
-    assert found["recorded"]
-    assert max(found[kind] for kind in ("natural", "gates", "replayed", "stepped")) < 1e-5
-
-
-@pytest.mark.parametrize("name", ON_RANKS)
-def test_other_families_cut_over_ranks_are_those_of_the_hugging_face_policy(name, facts):
+@pytest.mark.parametrize("name", [*ON_RANKS, "unnormalised"])
+def test_other_families_gates_and_the_other_dispatcher_agree_on_ranks_too(name, facts):
     require(facts(2)[name])
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "deepseek_v3", "qwen2_moe"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_is_read_with_its_moments_in_the_same_layout_and_in_another(layout, facts):
-    found = facts(ranks_of(layout) if layout in LAYOUTS else 2)[f"{layout} checkpoint"]
+    found = facts(ranks_of(layout))[f"{layout} checkpoint"]
     assert found["same weights"] and found["other weights"], "weights must be equal bit for bit"
     assert found["same next step, bits"], "under the same layout training goes on bit for bit"
-    assert max(found["same next step"], found["other next step"]) < (1e-5 if layout in LAYOUTS else 1e-4)
+    assert max(found["same next step"], found["other next step"]) < (1e-4 if layout == "pp2" else 1e-5)
     assert found["moved"] > 1e-4
 
 

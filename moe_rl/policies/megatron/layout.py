@@ -75,7 +75,7 @@ def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> No
     per_stage = config.num_hidden_layers // p.pp
     for stage in range(p.pp):
         if not any(sparse[stage * per_stage :][:per_stage]):
-            raise ConfigError(f"pp={p.pp}: the layers of stage {stage} are all dense ({sum(map(bool, sparse))} of "
+            raise ConfigError(f"pp={p.pp}: the layers of stage {stage} are all dense ({sum(sparse)} of "
                               f"{len(sparse)} have experts), and a stage without a router records nothing. Use fewer.")
     for key, value in p.settings.items():
         if key in REFUSED_SETTINGS:

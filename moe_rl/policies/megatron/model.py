@@ -57,7 +57,8 @@ def transformer_config(
         "qk_layernorm": head_norm(config),
         "add_qkv_bias": getattr(config, "qkv_bias", False) or getattr(config, "attention_bias", False),
         "ffn_hidden_size": config.intermediate_size,
-        "moe_layer_freq": [int(sparse) for sparse in sparse_layers(config)],
+        # A list names the layers of a checkpoint one by one, where they could be alike.
+        "moe_layer_freq": 1 if all(sparse := sparse_layers(config)) else [int(here) for here in sparse],
         "num_moe_experts": num_experts(config),
         "moe_ffn_hidden_size": expert_width(config),
         "moe_shared_expert_intermediate_size": shared_width(config),
@@ -118,7 +119,7 @@ def transformer_config(
             "rope_type": "rope",
             "rotary_base": rope["rope_theta"],
         }
-        if rope["rope_type"] == "yarn":
+        if rope.get("rope_type") == "yarn":
             given = {"rotary_scaling_factor": rope["factor"]} | {name: rope[name] for name in YARN if rope.get(name)}
             settings |= {"rope_type": "yarn", **given}
     if recompute:

@@ -68,9 +68,11 @@ class MegatronPolicy:
         transformer = transformer_config(config, parallel, dtype, recompute)
         self.gpt = build_gpt(config, transformer).to(self.device)
         self.routers = Routers(self.gpt, num_experts(config), _sites_of_stages(config, parallel.pp, self.layout))
+        self.module = Float16Module(transformer, self.gpt) if transformer.bf16 else self.gpt
+        for router in self.routers.modules:
+            router._maintain_float32_expert_bias()  # which Float16Module would have rounded
         self.map = WeightMap(self.gpt, model.state_dict(), parallel.pp, config.num_hidden_layers)
         self.map.put(model.state_dict() if ranks.rank() == 0 else None)
-        self.module = Float16Module(transformer, self.gpt) if transformer.bf16 else self.gpt
         self.updates = 0
         if optimizer is not None:
             if optimizer.loss_free_bias:

@@ -140,8 +140,8 @@ class Routers:
 
     def taken(self, rows: int, *, preferred: bool, scores: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """After that forward: ids used, on request ids preferred and scores (logits, gates at the ids used, margin),
-        [site, time, rows, …], this rank's part.
-        From here on, until the next micro-batch, a router that is asked again is being recomputed."""
+        [site, time, rows, …], this rank's part. From here on, until the next micro-batch, a router that is asked again
+        is being recomputed."""
         for site in self.sites:
             site.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
