@@ -76,7 +76,7 @@ def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> No
     for stage in range(p.pp):
         if not any(sparse[stage * per_stage :][:per_stage]):
             raise ConfigError(f"pp={p.pp}: the layers of stage {stage} are all dense ({sum(sparse)} of "
-                              f"{len(sparse)} have experts), and a stage without a router records nothing. Use fewer.")
+                              f"{len(sparse)} have experts), and a stage without a router records nothing. Use fewer stages.")
     for key, value in p.settings.items():
         if key in REFUSED_SETTINGS:
             raise ConfigError(f"parallel.settings {key}={value!r} is refused: {REFUSED_SETTINGS[key]}.")
