@@ -75,8 +75,8 @@ def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> No
     per_stage = config.num_hidden_layers // p.pp
     for stage in range(p.pp):
         if not any(sparse[stage * per_stage :][:per_stage]):
-            raise ConfigError(f"pp={p.pp}: the layers of stage {stage} are all dense ({sum(sparse)} of "
-                              f"{len(sparse)} have experts), and a stage without a router records nothing. Use fewer stages.")
+            raise ConfigError(f"pp={p.pp}: the layers of stage {stage} are all dense ({sum(sparse)} of {len(sparse)} "
+                              "have experts), and a stage without a router records nothing. Use fewer stages.")
     for key, value in p.settings.items():
         if key in REFUSED_SETTINGS:
             raise ConfigError(f"parallel.settings {key}={value!r} is refused: {REFUSED_SETTINGS[key]}.")
