@@ -57,8 +57,6 @@ def test_an_anchor_that_is_none_is_refused_where_the_arm_is_declared():
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"optimizer": Optimizer(name="sgd")}, "trains with AdamW and without warm-up, not .*sgd"),
-    ({"optimizer": Optimizer(warmup=5)}, "trains with AdamW and without warm-up, not .*warmup=5"),
     ({"engine": EngineConfig(int8=True)}, "samples with the Hugging Face engine"),
     (arm(terms=(Use("z_loss", coef=1e-3),)), "looks at routers, which policy='megatron' cannot do"),
     (arm(routes=Use("soft", ratio=0.5)), "routes=soft, which policy='megatron' cannot do: RouterReplay"),

@@ -39,8 +39,6 @@ def check_policy(run: RunConfig) -> None:
         if run.micro_batch_tokens:
             raise ConfigError(f"micro_batch_tokens={run.micro_batch_tokens}: the schedule of policy='megatron' cuts by "
                               "rows alone; use micro_batch.")
-        if run.optimizer.name != "adamw" or run.optimizer.warmup:
-            raise ConfigError(f"policy='megatron' trains with AdamW and without warm-up, not {run.optimizer}.")
         check_layout(run.parallel, hf_config(run.model), ranks.planned())
     elif ranks.planned() > 1 and run.policy == "hf":
         raise ConfigError(

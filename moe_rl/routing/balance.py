@@ -59,12 +59,13 @@ def correction_biases(model: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def balance(biases: list[Tensor], live: RoutingTrace, step: float) -> None:
+def balance(biases: list[Tensor], live: RoutingTrace, step: float, first: int = 0) -> None:
     """b_e += step · sign(mean count − count_e), counts of the `live` choices of real tokens: loss-free balancing, arXiv
     2408.15664, algorithm 1. Replayed choices would count what no bias can change. A count at the mean moves nothing.
+    The biases are those of the sites from `first` on.
     """
     ids = live.ids()
-    for site, bias in enumerate(biases):
+    for site, bias in enumerate(biases, first):
         chosen = ids[:, :, site]
         count = torch.bincount(chosen[chosen >= 0], minlength=len(bias)).to(bias.device, bias.dtype)
         bias += step * (count.mean() - count).sign()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -11,10 +13,12 @@ from moe_rl import ranks
 from moe_rl.config import Optimizer, Parallel
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
+from moe_rl.policies.megatron.layout import SIGMOID, SOFTMAX
 from moe_rl.routing.trace import RoutingTrace
 from tests.conftest import build, perturb
 from tests.policies.megatron_study import parts
 from tests.policies.test_hf import make_batch, part_of
+from tests.routing import families
 
 LAYOUTS = {
     "dp2": Parallel(dp=2),
@@ -28,6 +32,29 @@ LAYOUTS = {
     "pp2+ep2": Parallel(dp=2, pp=2, ep=2),
 }
 """All that is tested; how many ranks one takes follows from it."""
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0,
+        "mscale_all_dim": 0.5, "beta_fast": 4, "beta_slow": 1}
+DENSE_FIRST = {"num_hidden_layers": 4, "num_key_value_heads": 2}
+FAMILIES = {
+    "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "mixtral": {"num_hidden_layers": 2, "sliding_window": None},
+    "qwen2_moe": {"num_hidden_layers": 2, "num_key_value_heads": 2},
+    "deepseek_v3": {"num_hidden_layers": 4, "qk_rope_head_dim": 4, "v_head_dim": 12, "rope_parameters": YARN},
+    "moonlight": {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "rms_norm_eps": 1e-2},
+    "glm4_moe": {**DENSE_FIRST, "use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1},
+    "glm4_moe_lite": {},
+    "dots1": {"num_key_value_heads": 2, "topk_group": 3},
+}
+"""Tiny configurations of the other families, as far as they differ from `tests/routing/families.py`: k is 3, of 8
+experts in 4 groups, and DeepSeek's relatives begin with a dense layer."""
+ON_RANKS = {
+    "mixtral on ep2": "ep2",
+    "deepseek_v3 on tp2+ep2": "tp2+ep2",
+    "deepseek_v3 on pp2": "pp2",
+    "glm4_moe on tp2": "tp2",
+    "qwen2_moe on tp2": "tp2",
+}
+"""Which of them run on two ranks, in which layout. On pp2 one site is on the first stage, and two on the other."""
 LR = 1e-3
 SETTINGS = Optimizer(lr=LR, grad_clip=0.5)
 OBJECTIVE = objective_of(parts)
@@ -44,10 +71,10 @@ def of_ranks(world: int) -> dict[str, Parallel]:
     return {name: parallel for name, parallel in LAYOUTS.items() if ranks_of(name) == world}
 
 
-def megatron(model, parallel: Parallel, **settings):
+def megatron(model, parallel: Parallel, optimizer: Optimizer = SETTINGS, **settings):
     from moe_rl.policies.megatron.policy import MegatronPolicy
 
-    return MegatronPolicy(model, SETTINGS, parallel, **ROWS | settings)
+    return MegatronPolicy(model, optimizer, parallel, **ROWS | settings)
 
 
 def example():
@@ -59,10 +86,31 @@ def example():
 
 
 def layout(parallel: Parallel, recompute: bool, tied: bool) -> dict:
-    """Everything about one layout, with two layers on each stage; both policies get the same calls."""
+    """Everything about one layout, with two layers on each stage."""
     shape = {"num_hidden_layers": 2 * parallel.pp, "tie_word_embeddings": tied}
-    hf = HFPolicy(build("qwen3_moe", **shape), SETTINGS, **ROWS)
-    ours = megatron(build("qwen3_moe", seed=9 * ranks.rank(), **shape), parallel, recompute=recompute)
+    return compared(partial(build, "qwen3_moe", **shape), parallel, recompute)
+
+
+def of_family(name: str, seed: int = 0, **shape):
+    """A tiny model of FAMILIES in which no norm is 1 and no bias 0, so that none can stand for another."""
+    model_type = "deepseek_v3" if name == "moonlight" else name
+    known = next(family for family in families.FAMILIES if family.model_type == model_type)
+    model = families.build(replace(known, settings=FAMILIES[name] | shape), seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+def compared(make: Callable, parallel: Parallel, recompute: bool) -> dict:
+    """Everything about one model in one layout; both policies get the same calls."""
+    model = make()
+    biases = [name for name in model.state_dict() if name.endswith("correction_bias")]
+    optimizer = replace(SETTINGS, loss_free_bias=0.01) if biases else SETTINGS
+    hf = HFPolicy(model, optimizer, **ROWS)
+    ours = megatron(make(seed=9 * ranks.rank()), parallel, optimizer, recompute=recompute)
     batch, facts = example(), {"exported": same_weights(ours, hf)}
     a, b = (p.score(batch, scores=True) for p in (hf, ours))
     facts["natural"] = far(a.logprobs, b.logprobs)
@@ -105,29 +153,36 @@ def layout(parallel: Parallel, recompute: bool, tied: bool) -> dict:
     facts["gradients"], facts["router gradient"] = compare_gradients(ours, gradients)
     facts["stepped"] = far(hf.score(batch).logprobs, ours.score(batch).logprobs)
     facts["stepped weights"] = steps_apart(ours, hf, gradients)
+    mine, theirs = weights_of(ours), weights_of(hf)
+    facts["biases"] = all(torch.equal(mine[name], theirs[name]) for name in biases)
     if parallel.pp == 1:  # a stage that fails leaves the other one waiting: that ends the job, see below
         facts["after an exception"] = after_an_exception(ours, batch, d, routes)
     return facts
 
 
-def family(parallel: Parallel, name: str, **shape) -> dict:
-    """Another family, or another kind of router."""
-    hf = HFPolicy(build(name, **shape), SETTINGS, **ROWS)
-    ours = megatron(build(name, **shape), parallel)
-    batch = example()
-    a, b = (p.score(batch, scores=True) for p in (hf, ours))
-    perturb(hf.model, scale=0.3)
-    ours.map.put(hf.model.state_dict())
-    c, d = (p.score(batch, a.routes) for p in (hf, ours))
-    for p, s in ((hf, c), (ours, d)):
-        p.update(part_of(batch, s, a.routes), OBJECTIVE)
-    return {
-        "natural": far(a.logprobs, b.logprobs),
-        "recorded": a.routes == b.routes,
-        "gates": far(*(s.scores.gates[:, :-1][batch.response_mask[:, 1:]] for s in (a, b))),
-        "replayed": far(c.logprobs, d.logprobs),
-        "stepped": far(hf.score(batch).logprobs, ours.score(batch).logprobs),
-    }
+def require(found: dict) -> None:
+    """Of `compared`: every number of the Hugging Face policy, to rounding."""
+    update = found["update"]
+    for fact in ("exported", "imported", "recorded", "replayed ids", "preferred", "biases"):
+        assert found[fact], fact
+    for kind in ("natural", "entropy", "gates", "margins", "log_probs", "replayed", "gradients"):
+        assert found[kind] < 1e-5, (kind, found[kind])
+    assert found["stepped"] < 1e-4, "AdamW moves a weight whose gradient is rounding by as much as any other"
+    assert max(update[kind] for kind in ("logprobs", "entropy", "loss", "norm")) < 1e-5 and update["routes"]
+    assert found["stepped weights"] < 0.02, "in learning rates, where rounding does not decide the sign"
+    assert min(found["replay matters"], found["preferred elsewhere"]) > 1e-3 and found["router gradient"] > 1e-6
+    assert found.get("after an exception", True)
+
+
+def table() -> str:
+    """What of all this is tested, as docs/megatron.md has it."""
+    columns = ["one process", *LAYOUTS]
+    ran = {(name.replace("moonlight", "deepseek_v3"), "one process") for name in FAMILIES}
+    ran |= {("qwen3_moe", name) for name in LAYOUTS} | {(name.split()[0], where) for name, where in ON_RANKS.items()}
+    lines = [f"| family | {' | '.join(columns)} |", "|" + " --- |" * (len(columns) + 1)]
+    for family in SOFTMAX + SIGMOID:
+        lines.append(f"| `{family}` | {' | '.join('✓' if (family, c) in ran else '' for c in columns)} |")
+    return "\n".join(lines) + "\n"
 
 
 # ---------------------------------------------------------------------- comparing

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,14 +40,16 @@ from tests.conftest import build
 from tests.policies.megatron_layouts import (
     LAYOUTS,
     OBJECTIVE,
+    ON_RANKS,
     ROWS,
     SETTINGS,
+    compared,
     example,
     failing,
-    family,
     far,
     layout,
     megatron,
+    of_family,
     of_ranks,
     weights_of,
 )
@@ -68,9 +71,13 @@ def main(folder: Path) -> None:
     for name, other in zip(here, [*here][1:] + [*here][:1], strict=True):
         facts[f"{name} checkpoint"] = checkpoint(folder, name, other)
     if ranks.world() == 2:
-        gathering = replace(LAYOUTS["ep2"], settings={"moe_token_dispatcher_type": "allgather"})
-        facts["mixtral"] = family(gathering, "mixtral")
-        facts["unnormalised"] = family(LAYOUTS["ep2"], "qwen3_moe", norm_topk_prob=False, num_experts_per_tok=3)
+        for name, where in ON_RANKS.items():
+            family = name.split()[0]
+            settings = {"moe_token_dispatcher_type": "allgather"} if family == "mixtral" else {}
+            parallel = replace(LAYOUTS[where], settings=settings)
+            facts[name] = compared(partial(of_family, family), parallel, recompute=where == "pp2")
+        make = partial(build, "qwen3_moe", norm_topk_prob=False, num_experts_per_tok=3)
+        facts["unnormalised"] = compared(make, LAYOUTS["ep2"], recompute=False)
         facts["resumed"] = resumed(folder)
         facts["server"] = server(folder)
         facts["memory"] = memory()
@@ -99,11 +106,14 @@ def carry_out(run: RunConfig, path: Path, cache: Path, listen: Callable[[dict], 
 
 
 def checkpoint(folder: Path, name: str, other: str) -> dict:
-    """Written in one layout after a step; read in the same and in another one, and trained on."""
-    shape = {"num_hidden_layers": 2}
-    hf = HFPolicy(build("qwen3_moe", **shape), SETTINGS, **ROWS)
+    """Written in one layout after a step; read in the same and in another one, and trained on. One of them holds a
+    model whose layers differ, and goes from stages without tensor parallelism to the opposite."""
+    make = partial(build, "qwen3_moe", num_hidden_layers=2)
+    if name == "pp2":
+        make = partial(of_family, "deepseek_v3")
+    hf = HFPolicy(make(), SETTINGS, **ROWS)
     batch, facts = example(), {}
-    writer = megatron(build("qwen3_moe", **shape), LAYOUTS[name])
+    writer = megatron(make(), LAYOUTS[name])
     for policy in (hf, writer):
         policy.update(part_of(batch, policy.score(batch)), OBJECTIVE)
     target = folder / f"checkpoint-{name}"
@@ -114,7 +124,7 @@ def checkpoint(folder: Path, name: str, other: str) -> dict:
     hf.update(part_of(batch, hf.score(batch)), OBJECTIVE)
     second = weights_of(writer)
     for kind, where in (("same", name), ("other", other)):
-        reader = megatron(build("qwen3_moe", seed=5, **shape), LAYOUTS[where])
+        reader = megatron(make(seed=5), LAYOUTS[where])
         reader.load(target)
         facts[f"{kind} weights"] = all(torch.equal(w, written[n]) for n, w in reader.weights())
         reader.update(part_of(batch, reader.score(batch)), OBJECTIVE)

@@ -29,8 +29,9 @@ from moe_rl.policies.megatron.layout import check_layout
 from moe_rl.rollouts import choose
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import read_table
-from tests.policies.megatron_layouts import LAYOUTS, of_ranks, ranks_of
+from tests.policies.megatron_layouts import LAYOUTS, ON_RANKS, of_ranks, ranks_of, require
 from tests.policies.megatron_study import replay, short, study
+from tests.routing import families
 
 pytest.importorskip("megatron.core", reason="pip install 'moe_rl[megatron]'")
 pytestmark = pytest.mark.ranks
@@ -147,11 +148,9 @@ def test_an_update_that_fails_leaves_no_route_behind(layout, found):
     assert found["after an exception"]
 
 
-@pytest.mark.parametrize("name", ["mixtral", "unnormalised"])
-def test_mixtral_gates_that_are_not_renormalised_and_the_other_dispatcher_agree_too(name, facts):
-    found = facts(2)[name]
-    assert found["recorded"]
-    assert max(found[kind] for kind in ("natural", "gates", "replayed", "stepped")) < 1e-5
+@pytest.mark.parametrize("name", [*ON_RANKS, "unnormalised"])
+def test_other_families_gates_and_the_other_dispatcher_agree_on_ranks_too(name, facts):
+    require(facts(2)[name])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -159,7 +158,7 @@ def test_a_checkpoint_is_read_with_its_moments_in_the_same_layout_and_in_another
     found = facts(ranks_of(layout))[f"{layout} checkpoint"]
     assert found["same weights"] and found["other weights"], "weights must be equal bit for bit"
     assert found["same next step, bits"], "under the same layout training goes on bit for bit"
-    assert max(found["same next step"], found["other next step"]) < 1e-5
+    assert max(found["same next step"], found["other next step"]) < (1e-4 if layout == "pp2" else 1e-5)
     assert found["moved"] > 1e-4
 
 
@@ -273,6 +272,9 @@ TINY = ModelConfig()
         (Parallel(settings={"moe_expert_capacity_factor": 1.0}), 1, "dropped"),
         (Parallel(settings={"virtual_pipeline_model_parallel_size": 2}), 1, "interleaved"),
         (Parallel(settings={"moe_router_load_balancing_type": "sinkhorn"}), 1, "sinkhorn"),
+        (Parallel(settings={"moe_aux_loss_coeff": 1e-2}), 1, "change with micro_batch, layout and padding"),
+        (Parallel(settings={"moe_z_loss_coeff": 1e-3}), 1, "change with micro_batch, layout and padding"),
+        (Parallel(settings={"moe_router_bias_update_rate": 1e-3}), 1, "use optimizer.loss_free_bias"),
     ],
 )
 def test_layouts_that_megatron_gets_wrong_are_refused_with_the_reason(parallel, world, reason):
@@ -284,6 +286,30 @@ def test_layouts_that_megatron_gets_wrong_are_refused_with_the_reason(parallel, 
 def test_families_without_a_mapping_are_refused_by_name(preset, reason):
     with pytest.raises(ConfigError, match=reason):
         check_layout(Parallel(), hf_config(ModelConfig(name=preset)), 1)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(("model_type", "shape", "parallel", "reason"), [
+    ("qwen3_next", {}, {}, "flash-linear-attention's Triton kernels"),
+    ("minimax_m2", {}, {}, "over all heads at once"),
+    ("deepseek_v3", {"norm_topk_prob": False}, {}, "sigmoid gates with norm_topk_prob=False"),
+    ("dots1", {"num_experts_per_tok": 1}, {}, "num_experts_per_tok=1"),
+    ("dots1", {"attention_bias": True}, {}, "attention_bias=True"),
+    ("deepseek_v3", {"rope_interleave": False}, {}, "rope_interleave=False"),
+    ("qwen3_moe", {"rope_parameters": YARN}, {}, "rope_type='yarn'"),
+    ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7}}, {}, "rope_parameters=.*'mscale': 0.7"),
+    ("deepseek_v3", {"num_hidden_layers": 4}, {"pp": 4}, "layers of stage 0 are all dense"),
+    ("glm4_moe", {"intermediate_size": 33}, {"tp": 2}, "33 width of dense layers over tp=2"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 33}, {"tp": 2}, "33 shared experts' width over tp=2"),
+])  # fmt: skip
+def test_what_a_family_has_and_megatron_has_not_is_refused_by_name(model_type, shape, parallel, reason):
+    from transformers import CONFIG_MAPPING
+
+    config = families.tiny_config(CONFIG_MAPPING[model_type], shape)
+    with pytest.raises(ConfigError, match=reason):
+        check_layout(Parallel(**parallel), config, parallel.get("tp", 1) * parallel.get("pp", 1))
 
 
 def test_pushes_to_a_server_reach_parity_before_and_after_a_step(facts):

@@ -11,17 +11,29 @@ from moe_rl.lookup import Use
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-HEAD_NORM = {"qwen3_moe": True, "mixtral": False}
-"""Families that are built here, and whether each head of the queries and keys is normalised."""
-REFUSED_FAMILIES = {"olmoe": "it normalises queries and keys over all heads at once, Megatron-core each head"}
+SOFTMAX = ("qwen3_moe", "qwen2_moe", "mixtral")
+SIGMOID = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1")
+"""Families that are built here, by what their routers make of logits. Those of sigmoids choose with a bias, inside the
+best groups, and have shared experts and dense layers first. Moonlight is a `deepseek_v3`."""
+ALL_HEADS = "it normalises queries and keys over all heads at once, Megatron-core each head"
+LINEAR = "its linear attention needs flash-linear-attention's Triton kernels and TransformerEngine in Megatron-core"
+REFUSED_FAMILIES = {
+    **dict.fromkeys(("olmoe", "flex_olmo", "minimax_m2"), ALL_HEADS),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text", "kimi_linear"), LINEAR),
+    "gpt_oss": "sinks in its attention, its windows and the biases of its experts have no mapping yet",
+}
+OURS = "where ours spans the real tokens of the mini-batch, and would change with micro_batch, layout and padding"
 REFUSED_SETTINGS = {
     "moe_router_fusion": "the fused router never asks RouterReplay, so replay would be ignored",
     "moe_expert_capacity_factor": "tokens beyond an expert's capacity are dropped, so other experts than the recorded "
     "ones would be used",
     "virtual_pipeline_model_parallel_size": "replay under the interleaved pipeline schedule is not tested here",
     "moe_enable_routing_replay": "routes are always recorded",
-    "moe_router_load_balancing_type": "no load-balancing loss belongs to the objectives here, and sinkhorn routing "
-    "never asks RouterReplay",
+    **dict.fromkeys(("moe_router_load_balancing_type", "moe_aux_loss_coeff"), "its load-balancing loss spans one micro-"
+                    f"batch of one rank, padding too, {OURS}; and sinkhorn routing never asks RouterReplay"),
+    "moe_z_loss_coeff": f"it adds up over all tokens, padding and rows that fill up too, {OURS}",
+    "moe_router_bias_update_rate": "it counts replayed experts, padding too; use optimizer.loss_free_bias",
+    "moe_input_jitter_eps": "routes would differ from those of the engine and of every other forward",
     "context_parallel_size": "a sequence is never split here",
     "calculate_per_token_loss": "losses are weighted sums, and are neither averaged nor scaled",
 }
@@ -46,16 +58,25 @@ def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> No
     if (p.dp * p.tp) % (p.ep * etp):
         raise ConfigError(f"ep={p.ep} × etp={etp} does not divide dp × tp = {p.dp * p.tp}.")
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    sparse = sparse_layers(config)
+    shared = shared_width(config)
     for count, parts, what in (
         (config.num_attention_heads, p.tp, "attention heads over tp"),
         (heads, p.tp, "key-value heads over tp"),
         (config.vocab_size, p.tp, "vocabulary entries over tp"),
         (num_experts(config), p.ep, "experts over ep"),
         (expert_width(config), etp, "expert width over etp"),
+        (shared or 0, p.tp, "shared experts' width over tp"),
+        (0 if all(sparse) else config.intermediate_size, p.tp, "width of dense layers over tp"),
         (config.num_hidden_layers, p.pp, "layers over pp"),
     ):
         if count % parts:
             raise ConfigError(f"{count} {what}={parts} do not come out even; choose a divisor of {count}.")
+    per_stage = config.num_hidden_layers // p.pp
+    for stage in range(p.pp):
+        if not any(sparse[stage * per_stage :][:per_stage]):
+            raise ConfigError(f"pp={p.pp}: the layers of stage {stage} are all dense ({sum(sparse)} of {len(sparse)} "
+                              "have experts), and a stage without a router records nothing. Use fewer stages.")
     for key, value in p.settings.items():
         if key in REFUSED_SETTINGS:
             raise ConfigError(f"parallel.settings {key}={value!r} is refused: {REFUSED_SETTINGS[key]}.")
@@ -79,21 +100,43 @@ def check_routers(run: RunConfig, needs: frozenset[str]) -> None:
 
 def _check_family(config: PreTrainedConfig) -> None:
     name = config.model_type
-    if name not in HEAD_NORM:
+    if name not in SOFTMAX + SIGMOID:
         why = REFUSED_FAMILIES.get(name, "its weights have no mapping yet")
-        raise ConfigError(f"policy='megatron' cannot train {name}: {why}. It can train {', '.join(HEAD_NORM)}.")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        raise ConfigError(f"policy='megatron' cannot train {name}: {why}. It can train {', '.join(SOFTMAX + SIGMOID)}.")
+    scaling = {k: v for k, v in (getattr(config, "rope_parameters", None) or {}).items() if v is not None}
+    rope = scaling.get("rope_type", "default")
+    kinds = getattr(config, "layer_types", None)
     sliding = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
-    sparse = getattr(config, "decoder_sparse_step", 1) == 1 and not getattr(config, "mlp_only_layers", None)
+    k, part = config.num_experts_per_tok, scaling.get("partial_rotary_factor", 1.0)
     for fits, what in (
-        (rope == "default", f"rope_type={rope!r}"),
-        (not sliding, f"sliding_window={sliding}"),
-        (sparse, "decoder layers without experts"),
+        (rope == "default" or rope == "yarn" and latent(config), f"rope_type={rope!r}"),
+        (rope == "default" or _is_plain_yarn(scaling), f"rope_parameters={scaling}"),
+        (name == "glm4_moe" or part == 1, f"partial_rotary_factor={part}"),
+        (not ("sliding_attention" in kinds if kinds else sliding), f"sliding_window={sliding}"),
         (config.hidden_act == "silu", f"hidden_act={config.hidden_act!r}"),
-        (not getattr(config, "attention_bias", False), "attention_bias=True"),
+        (not getattr(config, "attention_bias", False) or name == "glm4_moe", "attention_bias=True"),
+        (getattr(config, "rope_interleave", True), "rope_interleave=False"),
+        (name in SOFTMAX or normalised(config) and k > 1,  # Megatron divides by the sum wherever k > 1, and there alone
+         f"sigmoid gates with norm_topk_prob={normalised(config)} and num_experts_per_tok={k}"),
     ):
         if not fits:
             raise ConfigError(f"policy='megatron' does not build {what} of {name}; use policy='hf'.")
+
+
+def _is_plain_yarn(rope: dict) -> bool:
+    """Whether Megatron-core reads these settings of YaRN as transformers does: one mscale alone it takes otherwise, and
+    it knows no attention_factor and no truncate, and another default length."""
+    known = {"attention_factor", "truncate"}.isdisjoint(rope) and "original_max_position_embeddings" in rope
+    return known and bool(rope.get("mscale")) == bool(rope.get("mscale_all_dim"))
+
+
+def sparse_layers(config: PreTrainedConfig) -> list[bool]:
+    """Which decoder layers have experts; the others are dense."""
+    if kinds := getattr(config, "mlp_layer_types", None):
+        return [kind == "sparse" for kind in kinds]
+    first, step = getattr(config, "first_k_dense_replace", 0), getattr(config, "decoder_sparse_step", 1)
+    dense = getattr(config, "mlp_only_layers", None) or ()
+    return [n >= first and (n + 1) % step == 0 and n not in dense for n in range(config.num_hidden_layers)]
 
 
 def expert_tensor(parallel: Parallel) -> int:
@@ -102,11 +145,17 @@ def expert_tensor(parallel: Parallel) -> int:
 
 
 def num_experts(config: PreTrainedConfig) -> int:
-    return config.num_local_experts
+    return getattr(config, "num_local_experts", None) or config.num_experts
 
 
 def expert_width(config: PreTrainedConfig) -> int:
     return getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+
+
+def shared_width(config: PreTrainedConfig) -> int | None:
+    """Width of all shared experts together; None without any."""
+    own = getattr(config, "shared_expert_intermediate_size", None)
+    return own or (getattr(config, "n_shared_experts", None) or 0) * expert_width(config) or None
 
 
 def normalised(config: PreTrainedConfig) -> bool:
@@ -114,5 +163,18 @@ def normalised(config: PreTrainedConfig) -> bool:
     return getattr(config, "norm_topk_prob", True)
 
 
+def head_norm(config: PreTrainedConfig) -> bool:
+    """Whether each head of the queries and keys is normalised, or, in latent attention, what they are made of."""
+    return config.model_type in ("qwen3_moe", "dots1") or getattr(config, "use_qk_norm", False) or latent(config)
+
+
+def latent(config: PreTrainedConfig) -> bool:
+    """Whether keys and values come from one narrow vector per token (MLA)."""
+    return getattr(config, "kv_lora_rank", None) is not None
+
+
 def head_dim(config: PreTrainedConfig) -> int:
+    """Width of a head: of its values, where those of queries and keys differ."""
+    if latent(config):
+        return config.v_head_dim
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

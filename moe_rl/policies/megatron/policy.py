@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from moe_rl import ranks
 from moe_rl.config import Optimizer, Parallel
@@ -23,14 +23,15 @@ from moe_rl.errors import ConfigError, Diverged
 from moe_rl.objectives import LossOutput, Objective
 from moe_rl.policies.megatron import optimizer as optimizers
 from moe_rl.policies.megatron.cpu import use_cpu
-from moe_rl.policies.megatron.layout import check_layout, expert_tensor, normalised, num_experts
+from moe_rl.policies.megatron.layout import check_layout, expert_tensor, num_experts, sparse_layers
 from moe_rl.policies.megatron.model import build_gpt, transformer_config
 from moe_rl.policies.megatron.replay import Routers
 from moe_rl.policies.megatron.schedule import Cut, SchedulePass
 from moe_rl.policies.megatron.weights import WeightMap
+from moe_rl.routing.balance import balance, correction_biases
 from moe_rl.routing.dial import Dose
 from moe_rl.routing.sites import layout_of
-from moe_rl.routing.trace import RoutingTrace
+from moe_rl.routing.trace import Layout, RoutingTrace
 from moe_rl.types import Batch, Scored, Updated
 
 
@@ -62,22 +63,23 @@ class MegatronPolicy:
         self.settings, self.layout = optimizer, layout_of(model)
         self.temperature, self.recompute = temperature, recompute
         self.micro_batch, self.score_batch = micro_batch, score_batch
-        self.by_probability = not normalised(config)
         use_cpu()
         _form_groups(parallel)
         transformer = transformer_config(config, parallel, dtype, recompute)
         self.gpt = build_gpt(config, transformer).to(self.device)
-        self.routers = Routers(self.gpt, num_experts(config))
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        self.map = WeightMap(self.gpt, shapes, parallel.pp, config.num_hidden_layers)
-        self.map.put(model.state_dict() if ranks.rank() == 0 else None)
+        self.routers = Routers(self.gpt, num_experts(config), _sites_of_stages(config, parallel.pp, self.layout))
         self.module = Float16Module(transformer, self.gpt) if transformer.bf16 else self.gpt
+        for router in self.routers.modules:
+            router._maintain_float32_expert_bias()  # which Float16Module would have rounded
+        self.map = WeightMap(self.gpt, model.state_dict(), parallel.pp, config.num_hidden_layers)
+        self.map.put(model.state_dict() if ranks.rank() == 0 else None)
+        self.updates = 0
         if optimizer is not None:
-            if optimizer.name != "adamw" or optimizer.warmup:
-                raise ConfigError(f"policy='megatron' trains with AdamW and without warm-up, not {optimizer}.")
+            if optimizer.loss_free_bias:
+                correction_biases(model)  # which refuses a family without
             sums = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
             self.module = DistributedDataParallel(transformer, sums, self.module)
-            self.optimizer = optimizers.adamw(self.module, optimizer, dtype)
+            self.optimizer = optimizers.build(self.module, optimizer, dtype)
 
     # ------------------------------------------------------------------ the verbs
     @torch.no_grad()
@@ -90,7 +92,7 @@ class MegatronPolicy:
         return Scored(result.logprobs, result.entropy, result.routes, result.preferred, result.scores)
 
     def update(self, batch: Batch, objective: Objective, dose: Dose | None = None) -> Updated:
-        """One AdamW step on a mini-batch. Micro-batches and ranks only add: the weights of the loss span all of it."""
+        """One step on a mini-batch. Micro-batches and ranks only add: the weights of the loss span all of it."""
         _refuse(dose)
         optimizer, settings = self._trained()
         cut = Cut.of(batch, self.micro_batch)
@@ -111,7 +113,14 @@ class MegatronPolicy:
         if norm > limit:
             self.module.scale_gradients(limit / (norm + 1e-6))
             optimizer.prepare_grads()
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr_at(self.updates + 1) * group["lr_mult"]
         optimizer.step_with_ready_grads()
+        self.updates += 1
+        if settings.loss_free_bias:
+            biases = [router.expert_bias for router in self.routers.modules]
+            first = self.routers.layers.start
+            balance(biases, result.preferred or result.routes, settings.loss_free_bias, first)
         found = (result.logprobs, result.entropy, result.routes, result.preferred, result.clipped_by.to(torch.int8))
         return Updated(*found, loss=result.loss, grad_norm=norm, grad_clipped=norm > limit, metrics=result.metrics)
 
@@ -122,11 +131,11 @@ class MegatronPolicy:
     def save(self, folder: Path) -> None:
         """Write weights and moments with dist_checkpointing, each rank its part, for any layout to read. The folder
         must be on a file system that all ranks see."""
-        optimizers.save(folder, self.gpt, self._trained()[0])
+        optimizers.save(folder, self.gpt, self._trained()[0], self.updates)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote under this layout (bit-exact) or another one."""
-        optimizers.load(folder, self.gpt, self._trained()[0])
+        self.updates = optimizers.load(folder, self.gpt, self._trained()[0])
 
     # ------------------------------------------------------------------ how
     def _trained(self) -> tuple:
@@ -138,6 +147,17 @@ class MegatronPolicy:
 def _refuse(dose: Dose | None) -> None:
     if dose is not None:
         raise ConfigError("the routers of policy='megatron' cannot be moved: use policy='hf' with a dial.")
+
+
+def _sites_of_stages(config: PreTrainedConfig, pp: int, layout: Layout) -> list[int]:
+    """How many sites each pipeline stage has."""
+    sparse = sparse_layers(config)
+    sites = [site.decoder_layer for site in layout.sites]
+    if sites != (meant := [number for number, here in enumerate(sparse) if here]):
+        raise ConfigError(f"{config.model_type} routes in layers {sites}, but its configuration says {meant}: use "
+                          "policy='hf'.")
+    per_stage = len(sparse) // pp
+    return [sum(sparse[stage * per_stage :][:per_stage]) for stage in range(pp)]
 
 
 def _form_groups(parallel: Parallel) -> None:

@@ -6,13 +6,15 @@ routers are walked instead, and cleared at the borders of every schedule, after 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Integer
 from megatron.core import parallel_state as ps
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor, nn
@@ -29,8 +31,9 @@ CHUNK = 1 << 20
 
 
 class SiteReplay(RouterReplay):
-    """Megatron-core's RouterReplay of one router, with two additions to its target look-up: a row of -1 routes freely,
-    and what the router would have picked itself is kept. Natural routing is a target that is -1 everywhere."""
+    """Megatron-core's RouterReplay of one router, with three additions to its target look-up: a row of -1 routes
+    freely, what the router would have picked itself is kept, and groups are the model's own. Natural routing is a
+    target that is -1 everywhere."""
 
     target_topk_idx: Tensor
 
@@ -38,36 +41,74 @@ class SiteReplay(RouterReplay):
         super().__init__()
         RouterReplay.global_router_replay_instances.remove(self)
         self.preferred: Tensor | None = None
+        self.choice: Tensor | None = None
         self.scores: Tensor | None = None
+        self.watched, self.in_order = False, True
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):  # noqa: ANN001, ANN201
         """(scores at the used ids, ids), as Megatron asks for them."""
         if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
-            self.preferred = default_compute_topk(scores, topk, num_groups, group_topk)[1]
+            choice = in_best_groups(scores.detach(), num_groups, group_topk) if group_topk else scores.detach()
+            self.preferred = choice.topk(topk, dim=1, sorted=self.in_order).indices
+            self.choice = choice if self.watched else None
             used = torch.where(self.target_topk_idx < 0, self.preferred, self.target_topk_idx)
             # A recomputation uses what this forward used, also where it routed freely.
             self.target_topk_idx = self.replay_backward_list[-1] = used
-            self.scores = scores.detach()
         return super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
 
     def clear_indices(self) -> None:
         super().clear_indices()
-        self.preferred = self.scores = None
+        self.preferred = self.choice = self.scores = None
+
+
+def in_best_groups(
+    scores: Float[Tensor, "tokens expert"], groups: int, kept: int
+) -> Float[Tensor, "tokens expert"]:
+    """The scores inside the `kept` groups whose two best experts have the largest sum, -inf elsewhere: DeepSeek-V3
+    (arXiv 2412.19437, section 2.1.2) as transformers has it. Megatron-core adds up topk // kept experts of a group."""
+    grouped = scores.unflatten(1, (groups, -1))
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(kept, dim=1).indices
+    inside = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter(1, best, True)
+    return grouped.masked_fill(~inside[..., None], float("-inf")).flatten(1)
+
+
+class ReplayRouter(TopKRouter):
+    """Megatron-core's router with a replay of its own, which on request keeps what it chose by."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None):
+        super().__init__(config, pg_collection)
+        RouterReplay.global_router_replay_instances.remove(self.router_replay)
+        self.router_replay: SiteReplay = SiteReplay()
+        self.router_replay.in_order = self.score_function == "softmax"  # transformers sorts no others
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        gates, chosen = super().routing(logits, padding_mask)
+        site = self.router_replay
+        if site.watched and site.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
+            logits = logits.detach().flatten(0, -2).float()
+            assert site.choice is not None, "it was asked"
+            choice = logits.softmax(-1) if self.score_function == "softmax" else site.choice
+            margins = torch.full_like(choice[:, :1], float("inf"))
+            if self.topk < self.num_experts:
+                top = choice.topk(self.topk + 1, dim=1).values
+                margins = top[:, -2:-1] - top[:, -1:]
+            site.scores = torch.cat([logits, gates.detach().float().gather(1, site.target_topk_idx), margins], 1)
+        return gates, chosen
+
+    def _apply_expert_bias(self, *args: object, **kwargs: object) -> None:
+        """Megatron's own counts for its own step of the bias, of replayed choices and padding: nobody reads them."""
 
 
 class Routers:
     """The routers of this rank's layers, in forward order."""
 
-    def __init__(self, model: nn.Module, num_experts: int):
-        self.num_experts, self.device = num_experts, next(model.parameters()).device
-        self.sites: list[SiteReplay] = []
-        for module in model.modules():
-            if isinstance(module, TopKRouter):
-                RouterReplay.global_router_replay_instances.remove(module.router_replay)
-                module.router_replay = SiteReplay()
-                self.sites.append(module.router_replay)
+    def __init__(self, model: nn.Module, num_experts: int, sizes: Sequence[int]):
+        """`sizes`: sites of each pipeline stage; dense layers have none."""
+        self.num_experts, self.device, self.sizes = num_experts, next(model.parameters()).device, sizes
+        self.modules = [module for module in model.modules() if isinstance(module, ReplayRouter)]
+        self.sites: list[SiteReplay] = [module.router_replay for module in self.modules]
         stage = ps.get_pipeline_model_parallel_rank()
-        self.layers = slice(stage * len(self.sites), (stage + 1) * len(self.sites))
+        self.layers = slice(sum(sizes[:stage]), sum(sizes[: stage + 1]))
         """Which sites of a trace are this stage's."""
 
     @contextmanager
@@ -85,8 +126,9 @@ class Routers:
         finally:
             self._clear()
 
-    def aim(self, ids: Integer[Tensor, "rows time site k"], unknown: int) -> None:
-        """Routes of the micro-batch whose forward comes next, at this stage's sites; `unknown` routes freely."""
+    def aim(self, ids: Integer[Tensor, "rows time site k"], unknown: int, *, scores: bool) -> None:
+        """Routes of the micro-batch whose forward comes next, at this stage's sites; `unknown` routes freely. With
+        `scores` it keeps what routers chose by."""
         for site, targets in zip(self.sites, ids.permute(2, 1, 0, 3), strict=True):
             if ps.get_tensor_model_parallel_world_size() > 1:  # sequence parallel: a rank sees its part of the tokens
                 ranks = ps.get_tensor_model_parallel_world_size()
@@ -94,10 +136,12 @@ class Routers:
             targets = targets.flatten(0, 1).to(self.device, torch.int64)
             site.set_target_indices(targets.masked_fill(targets == unknown, -1))
             site.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            site.watched = scores
 
     def taken(self, rows: int, *, preferred: bool, scores: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """After that forward: ids used, on request ids preferred and scores, [site, time, rows, …], this rank's part.
-        From here on, until the next micro-batch, a router that is asked again is being recomputed."""
+        """After that forward: ids used, on request ids preferred and scores (logits, gates at the ids used, margin),
+        [site, time, rows, …], this rank's part. From here on, until the next micro-batch, a router that is asked again
+        is being recomputed."""
         for site in self.sites:
             site.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
@@ -117,11 +161,11 @@ class Routers:
             site.clear_router_replay_action()
 
 
-def gathered(parts: list[Tensor]) -> Tensor:
-    """What `Routers.taken` gave for every micro-batch, as [batch, time, site, …] on every rank."""
+def gathered(parts: list[Tensor], sizes: Sequence[int]) -> Tensor:
+    """What `Routers.taken` gave for every micro-batch, as [batch, time, site, …] on every rank. `sizes` as there."""
     mine = torch.stack(parts)  # [micro-batch, site, time, rows, …]
     mine = gather(mine, 2, ps.get_tensor_model_parallel_group())
-    mine = gather(mine, 1, ps.get_pipeline_model_parallel_group())
+    mine = gather(mine, 1, ps.get_pipeline_model_parallel_group(), sizes)
     mine = gather(mine, 0, ps.get_data_parallel_group())
     return mine.movedim((0, 3), (0, 1)).flatten(0, 1).transpose(1, 2)
 
@@ -157,7 +201,9 @@ def own_targets(
     return ids
 
 
-def shared_trace(parts: list[Tensor], batch: Batch, layout: Layout) -> RoutingTrace:
+def shared_trace(
+    parts: list[Tensor], batch: Batch, layout: Layout, sizes: Sequence[int] | None = None
+) -> RoutingTrace:
     """What `Routers.taken` gave for every micro-batch of every rank as a trace over the batch, unknown where no token
     follows; collective. The ids are in the memory of a machine once, and a few rows of them at a time on the way."""
     ids, fills = one_per_machine((*batch.tokens.shape, len(layout.sites), layout.top_k), layout.dtype)
@@ -168,7 +214,7 @@ def shared_trace(parts: list[Tensor], batch: Batch, layout: Layout) -> RoutingTr
         for start in range(0, size, step):
             piece = part[None, :, :, start : start + step]  # [rank, site, time, rows, k]
             piece = gather(piece, 2, ps.get_tensor_model_parallel_group())
-            piece = gather(piece, 1, ps.get_pipeline_model_parallel_group())
+            piece = gather(piece, 1, ps.get_pipeline_model_parallel_group(), sizes)
             piece = gather(piece, 0, ps.get_data_parallel_group())
             for rank, block in enumerate(piece if fills else ()):
                 first = (rank * len(parts) + number) * size + start
@@ -186,18 +232,13 @@ def _followed(batch: Batch) -> Bool[Tensor, "batch time"]:
     return batch.attention_mask[:, 1:]
 
 
-def scores_of(
-    scores: Float[Tensor, "batch time site expert"], used: RoutingTrace, *, probabilities: bool
-) -> RouterScores:
-    """Gates, margins and log-probabilities as the Hugging Face model has them, from what Megatron's routers chose by:
-    probabilities, whose gates are not renormalised, or logits, whose gates are."""
-    log_probs = scores.clamp_min(1e-45).log() if probabilities else scores.log_softmax(-1)
-    log_probs = nn.functional.pad(log_probs, (0, 0, 0, 0, 0, used.shape[1] - scores.shape[1])).cpu()
+def scores_of(seen: Float[Tensor, "batch time site what"], used: RoutingTrace) -> RouterScores:
+    """Gates, margins and log-probabilities as the Hugging Face model has them, from what Megatron's routers kept:
+    logits of all experts, gates of the used ones, margin."""
+    seen = nn.functional.pad(seen, (0, 0, 0, 0, 0, used.shape[1] - seen.shape[1])).cpu()
+    k = used.layout.top_k
+    logits, gates, margins = seen.split([seen.shape[-1] - k - 1, k, 1], -1)
+    log_probs = logits.log_softmax(-1)
     at_used = log_probs.gather(-1, used.ids().clamp(min=0).cpu())
-    gates = at_used.exp() if probabilities else at_used.softmax(-1)
-    k, experts = used.layout.top_k, log_probs.shape[-1]
-    margins = torch.full(log_probs.shape[:-1], float("inf"))
-    if k < experts:
-        top = log_probs.exp().topk(k + 1, dim=-1).values
-        margins = top[..., -2] - top[..., -1]
-    return RouterScores(used.ids().to(torch.int16).cpu(), gates, at_used, margins, tuple(log_probs.unbind(2)))
+    ids = used.ids().to(torch.int16).cpu()
+    return RouterScores(ids, gates, at_used, margins[..., 0], tuple(log_probs.unbind(2)))

@@ -127,7 +127,8 @@ class SchedulePass:
         used, preferred, chosen_by = (None if kind[0] is None else list(kind) for kind in zip(*self.taken, strict=True))
         assert used is not None, "every router says what it used"
         self.taken.clear()
-        trace = shared_trace(used, self.batch, policy.layout)
+        sizes = policy.routers.sizes
+        trace = shared_trace(used, self.batch, policy.layout, sizes)
         counted = ps.is_pipeline_last_stage() and ps.get_tensor_model_parallel_rank() == 0
         logprobs, entropy, clipped_by = whole(self.per_token, self.batch)
         return PassResult(
@@ -135,9 +136,8 @@ class SchedulePass:
             loss=from_last_stage(self.total).item(),
             metrics=ranks.summed(self.metrics if counted else {}),
             routes=trace,
-            preferred=None if preferred is None else shared_trace(preferred, self.batch, policy.layout),
-            scores=None if chosen_by is None else scores_of(
-                gathered(chosen_by)[: len(self.batch)], trace, probabilities=policy.by_probability),
+            preferred=None if preferred is None else shared_trace(preferred, self.batch, policy.layout, sizes),
+            scores=None if chosen_by is None else scores_of(gathered(chosen_by, sizes)[: len(self.batch)], trace),
         )
 
     def _forward(self, micro_batches: Iterator[tuple[int, slice]], model: nn.Module) -> tuple[Tensor, Callable]:
@@ -145,7 +145,7 @@ class SchedulePass:
         number, rows = next(micro_batches)
         routers = self.policy.routers
         first = rows.start - self.cut.mine[0].start
-        routers.aim(self.ids[first : first + self.cut.size], self.policy.layout.unknown)
+        routers.aim(self.ids[first : first + self.cut.size], self.policy.layout.unknown, scores=self.scores)
         output = model(self.cut.inputs[rows].to(self.policy.device), self.positions, self.hidden)
         self.taken.append(routers.taken(self.cut.size, preferred=self.replayed, scores=self.scores))
         return output, partial(self._finish, number, rows)
