@@ -27,6 +27,11 @@ def joined(x: Table, y: Table | None = None, *, swap: Float[Tensor, "column row"
 
 
 @check
+def listed(x: Table, each: list[Float[Tensor, " column"]], *more: Table) -> list[Table]:
+    return [x, *more]
+
+
+@check
 def turned(x: Table) -> Table:
     return x.T
 
@@ -76,6 +81,7 @@ def test_what_agrees_passes():
     assert joined(A, A, swap=A.T) is A and turned(torch.zeros(2, 2)).shape == (2, 2)
     assert scaled(2, [3], object()) == 6, "an int is a float, and a name that mypy alone knows is anything"
     assert len([*rows(A, torch.zeros(2, dtype=torch.int64))]) == 2 and within(A) is A
+    assert listed(A, [A[0]], A) == [A, A]
     assert Pair.twice(A).name == "" and Pair.width(A) == 3
     assert joined(A) is A and joined(B) is B, "a call's axes are its own"
 
@@ -88,6 +94,9 @@ def test_what_agrees_passes():
         lambda: joined(A, B),
         lambda: joined(A, swap=A),
         lambda: turned(A),
+        lambda: listed(A, [B[:2, 0]]),
+        lambda: listed(A, [A[0]], B),
+        lambda: listed(A, A[0]),
         lambda: scaled("2", [3], None),
         lambda: scaled(2, 3, None),
         lambda: rows(A, torch.zeros(3, dtype=torch.int64)),
@@ -102,8 +111,21 @@ def test_what_agrees_passes():
     ],
 )
 def test_what_does_not_is_refused(wrong):
-    with pytest.raises(Exception, match="type|violates|missing a required|missing 1 required"):
-        wrong()
+    for _ in "12":
+        with pytest.raises(Exception, match="type|violates|missing a required|missing 1 required"):
+            wrong()
+
+
+def test_a_result_of_another_shape_is_refused_after_right_ones():
+    sizes = iter((3, 3, 4))
+
+    @check
+    def grown(x: Table) -> Table:
+        return torch.zeros(2, next(sizes))
+
+    assert grown(A).shape == grown(A).shape == A.shape
+    with pytest.raises(Exception, match="return"):
+        grown(A)
 
 
 def test_it_is_on_in_the_package():

@@ -10,15 +10,21 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, get_args, get_type_hints
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from types import SimpleNamespace, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import jaxtyping
+import numpy as np
 from beartype import BeartypeConf, beartype
+from beartype.door import die_if_unbearable
+from torch import Tensor
 
-with_types = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is welcome where a float is asked for
+SETTINGS = BeartypeConf(is_pep484_tower=True)  # an int is welcome where a float is asked for
+with_types = beartype(conf=SETTINGS)
 jaxtyped = jaxtyping.jaxtyped
+VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
 def install(package: str) -> None:
@@ -44,6 +50,8 @@ def check(made: Any) -> Any:
         return made if "<locals>" in made.__qualname__ else typed(made, hints)
     if inspect.isgeneratorfunction(made):
         return jaxtyped(made, typechecker=with_types)
+    if all(map(is_class, hints.values())) and not made.__code__.co_flags & VARIADIC:
+        return once_per_shape(made, hints)
     checked = typed(made, hints)
 
     @functools.wraps(made)
@@ -60,6 +68,36 @@ def typed(function: Callable, hints: dict[str, Any]) -> Callable:
     checked = with_types(function)
     checked.__annotations__ = function.__annotations__ = written
     return checked
+
+
+def once_per_shape(function: Callable, hints: dict[str, Any]) -> Callable:
+    """Checked when arguments, or a result, of such classes, dtypes and shapes are seen for the first time: where
+    annotations are classes, nothing else decides."""
+    accepted: defaultdict[Hashable, set[Hashable]] = defaultdict(set)
+
+    def require(values: dict[str, Any]) -> None:
+        with jaxtyped("context"):
+            for name in filter(hints.__contains__, values):
+                die_if_unbearable(values[name], hints[name], conf=SETTINGS,
+                                  exception_prefix=f"{function.__module__}.{function.__qualname__}: {name} ")
+
+    @functools.wraps(function)
+    def remembering(*arguments: Any, **named: Any) -> Any:
+        given = (*map(kind, arguments), *((name, kind(value)) for name, value in named.items()))
+        if given not in accepted:
+            require(inspect.signature(function).bind(*arguments, **named).arguments)
+        result = function(*arguments, **named)
+        if (came := kind(result)) not in accepted[given]:
+            require(inspect.signature(function).bind(*arguments, **named).arguments | {"return": result})
+            accepted[given].add(came)
+        return result
+
+    return remembering
+
+
+def kind(value: Any) -> Hashable:
+    """All that an annotation can ask of a value, if it is a class."""
+    return (type(value), value.dtype, value.shape) if isinstance(value, Tensor | np.ndarray) else type(value)
 
 
 def hint(annotation: Any, module: str) -> Any:
@@ -80,3 +118,10 @@ def has_shape(hint: Any) -> bool:
     if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
         return True
     return any(map(has_shape, get_args(hint)))
+
+
+def is_class(hint: Any) -> bool:
+    """Whether the class of a value says if it is one, and its dtype and shape if it is a tensor."""
+    if get_origin(hint) in (Union, UnionType):
+        return all(map(is_class, get_args(hint)))
+    return isinstance(hint, type) and not get_args(hint) and not getattr(hint, "_is_protocol", False)
