@@ -27,7 +27,7 @@ from moe_rl.runs.frames import read_table
 from tests.policies.megatron_layouts import LAYOUTS, of_ranks, ranks_of
 from tests.policies.megatron_study import replay, short, study
 
-pytest.importorskip("megatron.core", reason="pip install 'moe_rl[megatron]'")
+pytest.importorskip("megatron", reason="pip install 'moe_rl[megatron]'")
 pytestmark = pytest.mark.ranks
 HERE = Path(__file__).parent
 REWARDS = ("reward", "exact", "eval_reward_greedy", "eval_reward_sampled", "response_tokens")
