@@ -50,6 +50,7 @@ def test_families_without_a_mapping_are_refused_by_name(preset, reason):
 
 @pytest.mark.parametrize("name", ["vllm", "http://127.0.0.1:8000"])
 def test_vllm_and_servers_are_engines_of_megatrons_policy_too(name, monkeypatch):
+    pytest.importorskip("megatron", reason="pip install 'moe_rl[megatron]'")
     monkeypatch.setattr(choose, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=bool)))  # vLLM is there
     run = RunConfig(arm=replay, policy="megatron", model=TINY)
     check(run.replace(engine=EngineConfig(name=name, dtype="bfloat16")))
