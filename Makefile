@@ -8,8 +8,8 @@ VLLM := .venv-vllm
 TRL := .venv-trl
 TRACKERS := .venv-trackers
 
-.PHONY: setup study results test test-browser test-vllm test-trl test-trackers test-slurm test-gpu bench-gpu test-wheel \
-  lint clean
+.PHONY: setup study results test test-ranks test-browser test-vllm test-trl test-trackers test-slurm test-gpu bench-gpu \
+  test-wheel lint clean
 
 setup: $(STAMP)
 
@@ -27,7 +27,11 @@ results: $(STAMP)
 	$(BIN)/python studies/pages.py
 
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto -m "not ranks"
+
+# Processes that train together, and a study that is killed twelve times: what takes minutes and seldom breaks.
+test-ranks: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m ranks tests/policies tests/methods tests/test_cli.py
 
 # Playwright drives a Chromium: one that is there, else Debian's, else Playwright's own.
 $(BROWSER): $(STAMP)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from jaxtyping import install_import_hook
 
-import tests.typecheck  # noqa: F401  the hook names it
+from tests import typecheck
 
-install_import_hook("moe_rl", "tests.typecheck.check")
+typecheck.install("moe_rl")
 torch.set_num_threads(1)
 
 SMALL = {

@@ -97,6 +97,7 @@ def kill_again_and_again(kills: int, arguments: list[str], out: Path, longest: f
 SMALL = [*RUN, "--seeds", "0", "--steps", "40", "--set", "save_every=1"]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("kills, arguments, longest", [(12, SMALL, 0.4)])
 def test_a_study_killed_twelve_times_ends_identical_to_an_uninterrupted_one(tmp_path, kills, arguments, longest):
     whole = fake_runs(tmp_path / "whole", fake_study.study.base.replace(steps=40), seeds=(0,))

@@ -9,7 +9,7 @@ from tests.methods.megatron_study import study
 from tests.methods.test_training import carried_out
 from tests.policies.test_megatron import launched_once, torchrun
 
-pytest.importorskip("megatron.core", reason="pip install 'moe_rl[megatron]'")
+pytest.importorskip("megatron", reason="pip install 'moe_rl[megatron]'")
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
 

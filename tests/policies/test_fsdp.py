@@ -1,16 +1,11 @@
-"""The policy that FSDP2 cuts over two and four CPU ranks (gloo) against the Hugging Face policy of one process; and
-what is refused. Three groups of forked ranks serve all tests here: see `fsdp_on_ranks.py`."""
+"""The policy that FSDP2 cuts over two and four CPU ranks (gloo) against the Hugging Face policy of one process.
+Three groups of forked ranks serve all tests here: see `fsdp_on_ranks.py`."""
 
 from __future__ import annotations
 
 import pytest
-from torch.distributed.fsdp import FSDPModule
 
-from moe_rl.config import Arm, EngineConfig, ModelConfig, Parallel, RunConfig
-from moe_rl.errors import ConfigError
-from moe_rl.execute import check, execute
-from moe_rl.lookup import Use
-from moe_rl.routing.sites import find_sites
+from moe_rl.execute import execute
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import read_table
 from tests.policies.fsdp_on_ranks import ARMS, CASES, RUN, four, on_ranks, one, two
@@ -135,46 +130,3 @@ def test_a_server_is_pushed_to_and_a_step_exported_without_a_whole_model_on_rank
     assert facts["pushes"] == 2 and facts["exported"] and facts["moved"] > 1e-4 and facts["given up"] == ["meta"]
     steps = read_table(folder / "with-server", "steps")
     assert steps["push_gap_max"].dropna().between(0, 1e-5).sum() == 1
-
-
-@pytest.mark.parametrize("family", ["phimoe", "dbrx", "qwen3_moe"])
-def test_routers_that_are_cut_by_themselves_are_recognised_under_their_new_class(family):
-    """As `fully_shard` renames them; phimoe's are known by their class alone."""
-    from tests.routing import families
-
-    model = families.build(next(one for one in families.FAMILIES if one.model_type == family))
-    before = find_sites(model)
-    for site in before:
-        kind = type(site.module)
-        site.module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-    after = find_sites(model)
-    assert after == before and [site.by_maxima for site in after] == [family == "phimoe"] * len(after)
-
-
-# ---------------------------------------------------------------------- refusals
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"parallel": Parallel(tp=2)}, "no layout"),
-        ({"parallel": Parallel(compute_dtype="int8")}, "compute_dtype='int8' is none"),
-        ({"policy": "hf", "parallel": Parallel(compute_dtype="bfloat16")}, "is for policy='fsdp'"),
-        ({"engine": EngineConfig(dtype="bfloat16")}, "another dtype, other experts"),
-        ({"dial.sigma": 1.0, "dial.form": "choice", "dial.direction": "last_step"}, "parts of the moments"),
-        ({"arm": Arm(name="ppo", advantage=Use("gae", lam=0.95)), "critic.lr": 1e-3}, "not cut over ranks"),
-        ({"model": ModelConfig(name="qwen3_moe-tiny", dtype="float33")}, "is none"),
-    ],
-)
-def test_what_fsdp_cannot_do_is_refused_by_name(settings, reason):
-    with pytest.raises(ConfigError, match=reason):
-        check(RUN.replace(**{"policy": "fsdp", **settings}))
-
-
-@pytest.mark.parametrize("settings", [
-    {"model.name": "deepseek_v3-tiny", "model.overrides": {}, "optimizer.loss_free_bias": 1e-3},
-    {"engine": EngineConfig(name="http://127.0.0.1:8000", dtype="bfloat16"), "arm": Arm(name="r3", routes="rollout")},
-    {"arm": ARMS[1], "optimizer.name": "sgd", "optimizer.warmup": 3, "micro_batch_tokens": 64, "dial.sigma": 1.0},
-    {"model.router_dtype": "float32", "parallel": Parallel(compute_dtype="bfloat16")},
-    {"arm": Arm(name="recall", routes="recall")},
-])  # fmt: skip
-def test_what_it_can_do_is_not(settings):
-    check(RunConfig(**{**vars(RUN), "policy": "fsdp"}).replace(**settings))

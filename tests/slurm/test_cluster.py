@@ -176,7 +176,7 @@ def test_list_shows_the_schedulers_state_and_cancel_ends_it(cluster, tmp_path, c
 
 
 def test_a_run_of_two_ranks_is_one_task_and_goes_on_after_a_preemption(cluster, tmp_path, capsys):
-    pytest.importorskip("megatron.core", reason="pip install 'moe_rl[megatron]'")
+    pytest.importorskip("megatron", reason="pip install 'moe_rl[megatron]'")
     words = (str(HERE.parent / "policies" / "megatron_study.py"), "--policy", "megatron", "--ep", "2", "--set",
              "launcher.ranks=2", "--set", "launcher.cpus=2", "--steps", "6", "--set", "hf_checkpoints=()")
     submit(tmp_path, *words)

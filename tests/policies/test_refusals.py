@@ -1,0 +1,135 @@
+"""What policies of several processes can do, and refuse to: said in one process, before a rank is started."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed.fsdp import FSDPModule
+
+from moe_rl.config import Arm, EngineConfig, ModelConfig, Parallel, RunConfig
+from moe_rl.errors import ConfigError
+from moe_rl.execute import check
+from moe_rl.lookup import Use
+from moe_rl.models.presets import hf_config
+from moe_rl.policies.megatron.layout import check_layout
+from moe_rl.rollouts import choose
+from moe_rl.routing.sites import find_sites
+from tests.policies.fsdp_on_ranks import ARMS, RUN
+from tests.policies.megatron_study import replay
+from tests.routing import families
+
+# ---------------------------------------------------------------------- Megatron-core
+TINY = ModelConfig()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "reason"),
+    [
+        (Parallel(tp=2, etp=1), 2, "silently wrong"),
+        (Parallel(dp=2, ep=2), 4, "needs 2 processes, but 4 run"),
+        (Parallel(dp=2, ep=4), 2, "does not divide"),
+        (Parallel(dp=3, ep=3), 3, "16 experts over ep=3"),
+        (Parallel(tp=4), 4, "2 key-value heads over tp=4"),
+        (Parallel(pp=4), 4, "6 layers over pp=4"),
+        (Parallel(settings={"moe_router_fusion": True}), 1, "replay would be ignored"),
+        (Parallel(settings={"moe_expert_capacity_factor": 1.0}), 1, "dropped"),
+        (Parallel(settings={"virtual_pipeline_model_parallel_size": 2}), 1, "interleaved"),
+        (Parallel(settings={"moe_router_load_balancing_type": "sinkhorn"}), 1, "sinkhorn"),
+        (Parallel(settings={"moe_aux_loss_coeff": 1e-2}), 1, "change with micro_batch, layout and padding"),
+        (Parallel(settings={"moe_z_loss_coeff": 1e-3}), 1, "change with micro_batch, layout and padding"),
+        (Parallel(settings={"moe_router_bias_update_rate": 1e-3}), 1, "use optimizer.loss_free_bias"),
+    ],
+)
+def test_layouts_that_megatron_gets_wrong_are_refused_with_the_reason(parallel, world, reason):
+    with pytest.raises(ConfigError, match=reason):
+        check_layout(parallel, hf_config(TINY), world)
+
+
+@pytest.mark.parametrize("preset, reason", [("olmoe-tiny", "over all heads"), ("gpt_oss-tiny", "no mapping")])
+def test_families_without_a_mapping_are_refused_by_name(preset, reason):
+    with pytest.raises(ConfigError, match=reason):
+        check_layout(Parallel(), hf_config(ModelConfig(name=preset)), 1)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(("model_type", "shape", "parallel", "reason"), [
+    ("qwen3_next", {}, {}, "flash-linear-attention's Triton kernels"),
+    ("minimax_m2", {}, {}, "over all heads at once"),
+    ("deepseek_v3", {"norm_topk_prob": False}, {}, "sigmoid gates with norm_topk_prob=False"),
+    ("dots1", {"num_experts_per_tok": 1}, {}, "num_experts_per_tok=1"),
+    ("dots1", {"attention_bias": True}, {}, "attention_bias=True"),
+    ("deepseek_v3", {"rope_interleave": False}, {}, "rope_interleave=False"),
+    ("qwen3_moe", {"rope_parameters": YARN}, {}, "rope_type='yarn'"),
+    ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7}}, {}, "rope_parameters=.*'mscale': 0.7"),
+    ("deepseek_v3", {"num_hidden_layers": 4}, {"pp": 4}, "layers of stage 0 are all dense"),
+    ("glm4_moe", {"intermediate_size": 33}, {"tp": 2}, "33 width of dense layers over tp=2"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 33}, {"tp": 2}, "33 shared experts' width over tp=2"),
+])  # fmt: skip
+def test_what_a_family_has_and_megatron_has_not_is_refused_by_name(model_type, shape, parallel, reason):
+    from transformers import CONFIG_MAPPING
+
+    config = families.tiny_config(CONFIG_MAPPING[model_type], shape)
+    with pytest.raises(ConfigError, match=reason):
+        check_layout(Parallel(**parallel), config, parallel.get("tp", 1) * parallel.get("pp", 1))
+
+
+@pytest.mark.parametrize("name", ["vllm", "http://127.0.0.1:8000"])
+def test_vllm_and_servers_are_engines_of_megatrons_policy_too(name, monkeypatch):
+    pytest.importorskip("megatron", reason="pip install 'moe_rl[megatron]'")
+    monkeypatch.setattr(choose, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=bool)))  # vLLM is there
+    run = RunConfig(arm=replay, policy="megatron", model=TINY)
+    check(run.replace(engine=EngineConfig(name=name, dtype="bfloat16")))
+    check(run.replace(engine=EngineConfig(routes="unknown")))
+    with pytest.raises(ConfigError, match="another dtype, other experts"):
+        check(run.replace(engine=EngineConfig(dtype="bfloat16")))
+
+
+def test_torchrun_is_refused_for_a_policy_of_one_process(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="--policy megatron"):
+        check(RunConfig(arm=replay))
+
+
+# ---------------------------------------------------------------------- FSDP2
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"parallel": Parallel(tp=2)}, "no layout"),
+        ({"parallel": Parallel(compute_dtype="int8")}, "compute_dtype='int8' is none"),
+        ({"policy": "hf", "parallel": Parallel(compute_dtype="bfloat16")}, "is for policy='fsdp'"),
+        ({"engine": EngineConfig(dtype="bfloat16")}, "another dtype, other experts"),
+        ({"dial.sigma": 1.0, "dial.form": "choice", "dial.direction": "last_step"}, "parts of the moments"),
+        ({"arm": Arm(name="ppo", advantage=Use("gae", lam=0.95)), "critic.lr": 1e-3}, "not cut over ranks"),
+        ({"model": ModelConfig(name="qwen3_moe-tiny", dtype="float33")}, "is none"),
+    ],
+)
+def test_what_fsdp_cannot_do_is_refused_by_name(settings, reason):
+    with pytest.raises(ConfigError, match=reason):
+        check(RUN.replace(**{"policy": "fsdp", **settings}))
+
+
+@pytest.mark.parametrize("settings", [
+    {"model.name": "deepseek_v3-tiny", "model.overrides": {}, "optimizer.loss_free_bias": 1e-3},
+    {"engine": EngineConfig(name="http://127.0.0.1:8000", dtype="bfloat16"), "arm": Arm(name="r3", routes="rollout")},
+    {"arm": ARMS[1], "optimizer.name": "sgd", "optimizer.warmup": 3, "micro_batch_tokens": 64, "dial.sigma": 1.0},
+    {"model.router_dtype": "float32", "parallel": Parallel(compute_dtype="bfloat16")},
+    {"arm": Arm(name="recall", routes="recall")},
+])  # fmt: skip
+def test_what_fsdp_can_do_is_not(settings):
+    check(RunConfig(**{**vars(RUN), "policy": "fsdp"}).replace(**settings))
+
+
+@pytest.mark.parametrize("family", ["phimoe", "dbrx", "qwen3_moe"])
+def test_routers_that_are_cut_by_themselves_are_recognised_under_their_new_class(family):
+    """As `fully_shard` renames them; phimoe's are known by their class alone."""
+    model = families.build(next(one for one in families.FAMILIES if one.model_type == family))
+    before = find_sites(model)
+    for site in before:
+        kind = type(site.module)
+        site.module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    after = find_sites(model)
+    assert after == before and [site.by_maxima for site in after] == [family == "phimoe"] * len(after)
