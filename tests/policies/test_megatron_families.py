@@ -26,7 +26,7 @@ from tests.policies.megatron_layouts import (
 )
 from tests.policies.test_hf import part_of
 
-pytest.importorskip("megatron.core", reason="pip install 'moe_rl[megatron]'")
+pytest.importorskip("megatron", reason="pip install 'moe_rl[megatron]'")
 
 
 @pytest.fixture(scope="module", autouse=True)
