@@ -18,7 +18,6 @@ from pathlib import Path
 
 import answers
 import pandas as pd
-import per_seed
 from per_seed import RESULTS
 
 from moe_rl.results.stats import detectable, interval
@@ -112,7 +111,7 @@ def measured(frames: Frames, endpoint: Metric) -> Iterator[tuple[str, dict[str, 
 
 
 def contrasts(frames: Frames, declared: dict) -> None:
-    """The declared contrasts: difference, Student t where the interval is a bootstrap of few seeds, p, and power."""
+    """The declared contrasts: difference, p, and power."""
     arms = [arm["name"] for arm in declared["arms"]]
     if not declared["contrasts"]:
         return
@@ -123,11 +122,10 @@ def contrasts(frames: Frames, declared: dict) -> None:
         values = per_run(frames.cell(one.cell), metric(declared["endpoint"])).unstack(0)
         d = (values[one.a] - values[one.b]).dropna()
         n, sd, exact = len(d), d.std(ddof=1), one.result
-        student = f", Student t {per_seed.student(d)}" if "BCa" in exact.difference.method and n < 12 else ""
         cell = f", {one.cell}" if len(frames.cells) > 1 else ""
         rank = "" if math.isnan(one.p_log_rank) else f", log-rank p {one.p_log_rank:.2g}"
         seen = f"{detectable(sd, n):.2g}, {detectable(sd, n, 0.05 / len(found)):.2g}"
-        print(f"  {one.a} − {one.b}{cell}: {exact.difference}{student}, above 0 on {(d > 0).sum()} of {n} seeds, "
+        print(f"  {one.a} − {one.b}{cell}: {exact.difference}, above 0 on {(d > 0).sum()} of {n} seeds, "
               f"p {exact.p:.3g}, Holm p {one.p_holm:.2g}{rank}; sd {sd:.2g}, could have seen {seen}")
 
 

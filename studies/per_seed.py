@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy.stats import t
 
 from moe_rl.results.stats import Interval, interval
 
@@ -17,12 +16,6 @@ RESULTS = Path(__file__).parent / "results"
 def differences(values: pd.DataFrame, a: str, b: str, confidence: float = 0.95) -> Interval:
     """a − b over the seeds (rows) both columns have."""
     return interval((values[a] - values[b]).dropna(), confidence)
-
-
-def student(values: pd.Series, confidence: float = 0.95) -> Interval:
-    """Mean ± t(n−1) · sd / √n, also where `interval` would resample."""
-    half = t.ppf((1 + confidence) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
-    return Interval(values.mean(), values.mean() - half, values.mean() + half, len(values), "Student t")
 
 
 def own_table(study: str, name: str) -> pd.DataFrame:

@@ -11,11 +11,9 @@ import pages
 import per_seed
 import pytest
 
-from moe_rl.results import plots, stats
+from moe_rl.results import plots
 from moe_rl.runs.frames import load_study
 
-EARLIER = {"engine_match", "engine_mismatch", "why_gspo", "why_replay"}
-"""Pages printed when intervals of 8 seeds were bootstraps still; with the next `make results` they leave this list."""
 BLOCKS = [(page, found[2]) for page in pages.pages() for found in pages.BLOCK.finditer(page.read_text())]
 
 
@@ -24,7 +22,6 @@ def answered(name) -> tuple[str, list[tuple[str, str]]]:
     """What is printed, and which figures are saved: study and name."""
     saved = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stats, "FEW", 8 if name in EARLIER else stats.FEW)
         patch.setattr(plots, "save", lambda figure, folder, name: saved.append((folder.parent.name, name)))
         return pages.printed(name), saved
 
