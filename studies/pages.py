@@ -182,6 +182,7 @@ def power() -> str:
 SHOWN = {"volatility_dial": ["dial.form=weights,dial.sigma=0.4", "dial.form=weights,dial.sigma=2",
                              "dial.form=choice,dial.sigma=2"],
          "volatility_controls": ["acts_on=ratio", "acts_on=gradient", "last-step"],
+         "stabilisers": ["quiet", "dial"],
          "learning_rates": ["optimizer.lr=0.0002", "optimizer.lr=0.000566"],
          "controls": ["moe", "no-choice", "warm-up"], "staleness": ["N=1", "N=8"]}
 """Of studies with many cells, those that the index shows."""

@@ -22,13 +22,15 @@ ENDPOINTS = (study.endpoint, *study.further_endpoints)
 CONDITIONS = {"quiet": ("quiet", "quiet-further"), "dial": ("dial", "dial-further"), "mismatch": ("mismatch",)}
 OTHERS = tuple(arm.name for arm in NAMED if arm.name != "grpo")
 COST = {"seconds": ("seconds_score", "seconds_update"), "memory": ("memory_peak_mb",)}
+TITLES = {"quiet": "Which method helps where training is quiet?", "dial": "Which helps under volatility, σ = 2?",
+          "mismatch": "Which helps against another engine?"}
+SHOWN = ("entropy", "token_ess", "token_kl_k3", "clip_tokens")
 RESAMPLES = 9999
 
 
 def main() -> None:
     frames = load_study(FOLDER)
     print(machinery(frames))
-    found = {}
     for condition, planned in CONDITIONS.items():
         cells = [cell for cell in planned if cell in frames.cells]
         for cell in sorted({*planned} - {*cells}):
@@ -36,7 +38,7 @@ def main() -> None:
         if not cells:
             continue
         print(f"{condition}:")
-        found[condition] = tables = {name: by_arm(frames, cells, name) for name in ENDPOINTS}
+        tables = {name: by_arm(frames, cells, name) for name in ENDPOINTS}
         if condition != "mismatch":
             decide([f"{arm} − grpo" for arm in OTHERS],
                    {name: [paired(table[arm].to_dict(), table["grpo"].to_dict()) for arm in OTHERS]
@@ -47,8 +49,12 @@ def main() -> None:
                 gap = interval((table[arm] - table["grpo"]).dropna())
                 print(f"    {arm}: {interval(table[arm].dropna())}, − grpo {gap}, better than a run of grpo "
                       f"{improvement(table[arm].dropna(), table['grpo'])}, rank {rank}")
+        for name in SHOWN:
+            means = by_arm(frames, cells, name).mean()
+            print(f"  {name}: " + ", ".join(f"{arm} {mean:.3g}" for arm, mean in means.items()))
         costs(frames, cells)
-    plots.save(draw(found), FOLDER / "figures", study.name)
+        if len(tables[study.endpoint].columns) > 2:
+            plots.save(draw(tables, TITLES[condition]), FOLDER / "figures", f"{study.name}_{condition}")
 
 
 def by_arm(frames: Frames, cells: Sequence[str], name: str) -> pd.DataFrame:
@@ -57,25 +63,19 @@ def by_arm(frames: Frames, cells: Sequence[str], name: str) -> pd.DataFrame:
 
 
 @plots.styled
-def draw(found: Mapping[str, Mapping[str, pd.DataFrame]]) -> Figure:
-    """Every arm minus GRPO of the same seeds, by condition and endpoint; the named arms first, in the order of the
-    first endpoint, under the dial if they were there."""
-    panels = [(condition, name) for condition in found for name in ENDPOINTS]
-    tallest = max(table.shape[1] for tables in found.values() for table in tables.values())
-    figure, axes = plots.new_figure(len(panels), "Which cure, and what for?", width=13)
-    figure.set_figheight(len(found) * (1.6 + 0.24 * tallest))
-    notes = []
-    for ax, (condition, name) in zip(axes, panels, strict=True):
-        gaps = {arm: (values - found[condition][name]["grpo"]).dropna()
-                for arm, values in found[condition][name].items() if arm != "grpo"}
-        first = found["dial" if condition == "quiet" and "dial" in found else condition][study.endpoint].mean()
-        by_effect = sorted(gaps, key=lambda arm: (arm not in OTHERS, -first[arm]))
-        colours = {arm: plots.colour_of(arm, ("grpo", *OTHERS)) if arm in OTHERS else plots.GREY for arm in gaps}
-        notes.append(plots.rows_of(ax, {arm: gaps[arm] for arm in by_effect}, colours))
+def draw(tables: Mapping[str, pd.DataFrame], title: str) -> Figure:
+    """Every arm minus GRPO of the same seeds, by endpoint; the named arms first, in the order of the first endpoint."""
+    means = tables[study.endpoint].mean().drop("grpo")
+    arms = sorted(means.index, key=lambda arm: (arm not in OTHERS, -means[arm]))
+    colours = {arm: plots.colour_of(arm, ("grpo", *OTHERS)) if arm in OTHERS else plots.GREY for arm in arms}
+    figure, axes = plots.new_figure(len(tables), title, width=14)
+    figure.set_figheight(2 + 0.3 * len(arms))
+    for ax, (name, table) in zip(axes, tables.items(), strict=True):
+        note = plots.rows_of(ax, {arm: (table[arm] - table["grpo"]).dropna() for arm in arms}, colours)
         ax.axvline(0, color="black", linewidth=1)
-        ax.set(title=f"{condition}: {metric(name).name}", xlabel="minus GRPO, within seeds")
+        ax.set(title=metric(name).name, xlabel="minus GRPO, within seeds")
         ax.grid(axis="y", visible=False)
-    return plots.finish(figure, axes, "; ".join(dict.fromkeys(notes)), legend=False)
+    return plots.finish(figure, axes, note, legend=False)
 
 
 def machinery(frames: Frames) -> str:
