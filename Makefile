@@ -24,7 +24,7 @@ study: $(STAMP)
 # Every table and figure of studies/, and every number of its pages, again from the tables in the repository.
 results: $(STAMP)
 	for study in studies/results/*/; do $(BIN)/moe-rl plot $$study || exit 1; done
-	$(BIN)/python studies/pages.py
+	OMP_NUM_THREADS=1 $(BIN)/python studies/pages.py
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n auto -m "not ranks"
@@ -53,7 +53,7 @@ $(VLLM)/installed: pyproject.toml
 
 # The main environment has Megatron-core, whose ranks train with the server.
 test-vllm: $(VLLM)/installed $(STAMP)
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
+	$(VLLM)/bin/python -m pytest tests/vllm
 
 # TRL's next release may ask for another transformers than the one all other tests pass with.
 $(TRL)/installed: pyproject.toml constraints.txt
@@ -62,7 +62,7 @@ $(TRL)/installed: pyproject.toml constraints.txt
 	touch $@
 
 test-trl: $(TRL)/installed
-	OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest tests/trl
+	$(TRL)/bin/python -m pytest tests/trl
 
 # A SLURM of one node, in a folder of its own: started for the tests, and stopped.
 test-slurm: $(STAMP)
@@ -73,7 +73,7 @@ test-slurm: $(STAMP)
 	[ -z "$$missing" ] || { apt-get update && DEBIAN_FRONTEND=noninteractive \
 	  apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge; } \
 	|| { echo "make test-slurm needs$$missing: Debian's slurmctld, slurmd, slurm-client and munge" >&2; exit 1; }
-	PATH=$$PATH:/usr/sbin MOE_RL_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm
+	PATH=$$PATH:/usr/sbin MOE_RL_SLURM=1 $(BIN)/python -m pytest tests/slurm
 
 # Beside the packages of the main environment, so that only the trackers are installed: 130 MB.
 $(TRACKERS)/installed: $(STAMP)
@@ -84,7 +84,7 @@ $(TRACKERS)/installed: $(STAMP)
 	touch $@
 
 test-trackers: $(TRACKERS)/installed
-	OMP_NUM_THREADS=1 $(TRACKERS)/bin/python -m pytest tests/trackers
+	$(TRACKERS)/bin/python -m pytest tests/trackers
 
 # On a machine with a CUDA device, each under 20 minutes on one card; MOE_RL_TEST_DEVICE=cpu is a dry run of the tests.
 # In an environment of your own, which has the torch of your card, flash-attn or vLLM: make test-gpu GPU_PYTHON=python
