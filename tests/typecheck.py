@@ -21,7 +21,8 @@ from beartype import BeartypeConf, beartype
 from beartype.door import die_if_unbearable
 from torch import Tensor
 
-SETTINGS = BeartypeConf(is_pep484_tower=True)  # an int is welcome where a float is asked for
+SETTINGS = BeartypeConf(is_pep484_tower=True, violation_type=TypeError)
+"""An int is welcome where a float is asked for; what the library does about a TypeError, it does about these."""
 with_types = beartype(conf=SETTINGS)
 jaxtyped = jaxtyping.jaxtyped
 VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
