@@ -80,6 +80,16 @@ def test_an_honest_engine_in_bfloat16_is_rounding():
     assert not found.fault and found.causes in (("rounding",), ("dtype",)) and found.rungs[0].mean > 1e-6
 
 
+def test_a_fault_that_is_larger_than_rounding_is_named_beside_it():
+    """An engine in bfloat16 under a trainer in float32: what its rounding leaves of the gap is no reason to keep quiet
+    where the gap is several times that."""
+    engine = Bench("olmoe", dtype=torch.bfloat16)
+    found = answer(engine, engine.top_k())
+    natural, _, rounding = found.rungs[:3]
+    assert 4 < natural.mean / rounding.mean < 8 and natural.distance.mean() < 3 * rounding.distance.mean()
+    assert found.causes == ("top_k",) and not found.equally
+
+
 def test_a_tie_that_the_engine_breaks_otherwise_is_no_fault_of_its_routes():
     """Of two experts of equal score an engine in bfloat16 may take either; a replay of it moves log-probs that agree by
     more than their noise, and by less than rounding."""
