@@ -2,7 +2,7 @@
 
     python tests/benchmarks/broken_engines.py                  # all of it, a table each
     python tests/benchmarks/broken_engines.py faults           # 26 faults × 5 families: named, not named, wrongly
-    python tests/benchmarks/broken_engines.py bfloat16         # faults of routers, engine in bfloat16, trainer in both
+    python tests/benchmarks/broken_engines.py bfloat16         # faults of routers and routes, engine in bfloat16
     python tests/benchmarks/broken_engines.py pairs            # two at once: both named, one, neither, wrongly
     python tests/benchmarks/broken_engines.py honest --files 200
 
@@ -37,6 +37,7 @@ from tests.compare.broken_engines import (
 )
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "mixtral", "olmoe")
+ROUTES = FAULTS[: FAULTS.index("sorted_ids") + 1]
 ROUTERS = ("router_int8", "router_fp8", "lost_bias", "gates", "top_k")
 PAIRS = (("lost_bias", "layer_shift"), ("router_int8", "row_shift"), ("gates", "zero_rows"),
          ("weight_version", "stale_prefix"), ("zero_rows", "overwritten_layer"), ("lost_bias", "temperature"),
@@ -254,8 +255,8 @@ def main() -> None:
     if what in ("all", "faults"):
         faults(tuple(options.faults.split(",")), families, options.start)
     if what in ("all", "bfloat16"):
-        for trainer in (torch.bfloat16, torch.float32):
-            faults(ROUTERS, families, options.start, torch.bfloat16, trainer)
+        faults((*ROUTERS, *ROUTES), families, options.start, torch.bfloat16, torch.bfloat16)
+        faults(ROUTERS, families, options.start, torch.bfloat16, torch.float32)
     if what in ("all", "pairs"):
         pairs(families, options.start)
     if what in ("all", "honest"):

@@ -23,6 +23,7 @@ from moe_rl.compare.diagnose import diagnose
 from moe_rl.compare.diagnose.ladder import agreement
 from moe_rl.compare.diagnose.reported import Reported
 from moe_rl.compare.diagnose.responses import Rollouts
+from moe_rl.compare.diagnose.scopes import in_dtype
 from moe_rl.compare.diagnose.scoring import STATED, score
 from moe_rl.compare.diagnose.signatures import findings
 from moe_rl.routing import layout_of
@@ -33,7 +34,7 @@ from tests.conftest import build
 def peak(mode: str, *arguments: str) -> float:
     """Peak memory of this script in a process of its own, in MB."""
     words = [sys.executable, __file__, mode, *arguments]
-    return float(subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()[-1])
+    return float(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1])
 
 
 def memory() -> None:
@@ -53,9 +54,11 @@ def memory() -> None:
         size = wide.stat().st_size / 1e9
         print(f"1000 × 4000 tokens × 48 × 8, {size:.1f} GB, made in {time.time() - began:.0f} s", flush=True)
         began = time.time()
-        used = peak("wide", str(wide))
-        print(f"read and held against as many natural ones, peak MB: {used}, {time.time() - began:.0f} s", flush=True)
-        for looked_at in (2, 6):
+        for more in ((), ("--forwards",)):
+            used = peak("wide", str(wide), *more)
+            print(f"read and held against as many natural ones, {' '.join(more)} peak MB: {used}, "
+                  f"{time.time() - began:.0f} s", flush=True)
+        for looked_at in (1, 3):
             began = time.time()
             used = peak("deep", str(few), str(looked_at))
             print(f"{looked_at} of them diagnosed, peak MB: {used}, {time.time() - began:.0f} s", flush=True)
@@ -64,7 +67,7 @@ def memory() -> None:
 def deep_model() -> torch.nn.Module:
     """48 layers of 64 experts, top-8, as narrow as they come."""
     return build("qwen3_moe", num_hidden_layers=48, num_experts=64, num_experts_per_tok=8, hidden_size=16, head_dim=8,
-                 num_attention_heads=1, num_key_value_heads=1, moe_intermediate_size=4, intermediate_size=8,
+                 num_attention_heads=1, num_key_value_heads=1, moe_intermediate_size=8, intermediate_size=8,
                  vocab_size=16, max_position_embeddings=4096)
 
 
@@ -86,6 +89,7 @@ def main() -> None:
     parser.add_argument("what", nargs="?", default="all", choices=("all", "short", "wide", "deep"))
     parser.add_argument("file", nargs="?")
     parser.add_argument("responses", nargs="?", type=int, default=128)
+    parser.add_argument("--forwards", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "all":
@@ -95,10 +99,14 @@ def main() -> None:
         diagnose(options.file, Bench("qwen3_moe").model)
     elif options.what == "deep":
         diagnose(options.file, deep_model(), responses=options.responses)
-    else:  # what the routes of 128 take, without forwards; those are in `deep`
-        layout = layout_of(deep_model())
+    else:  # what the routes of 128 take, with forwards of two of them alone: those of 128 take half an hour
+        model = deep_model()
+        layout = layout_of(model)
         read = Rollouts(options.file, layout, vocabulary=16).responses
         natural = [r.ids.copy() for r in read]
+        for dtype in (torch.float32, torch.bfloat16) if options.forwards else ():
+            with in_dtype(dtype)(model) as twin:
+                score(twin, read[:2], keep_routes=True)
         findings(Reported(read, natural, [], layout, agreement(natural, natural)))
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
 

@@ -177,7 +177,7 @@ class Bench:
         return found
 
     def sorted_ids(self):
-        entries = with_gates(self.model, self.honest())
+        entries = with_gates(self.engine(), self.honest())
         return [e | {"routes": np.sort(e["routes"], -1)} for e in entries]
 
     # -------------------------------------------------------------- its routers
