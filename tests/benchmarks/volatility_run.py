@@ -1,6 +1,7 @@
-"""CPU-seconds and peak memory of `moe-rl volatility` on 2,000 responses and two tiny checkpoints, one thread.
+"""CPU-seconds, their share in forwards, and peak memory of `moe-rl volatility` of two tiny checkpoints, one thread.
 
-    python tests/benchmarks/volatility_run.py
+    python tests/benchmarks/volatility_run.py                    # 2,000 responses
+    python tests/benchmarks/volatility_run.py 250 500 1000       # each in a process of its own
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import json
 import os
 import random
 import resource
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -19,6 +22,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 import torch  # noqa: E402
 
 from moe_rl import cli  # noqa: E402
+from moe_rl.compare.checkpoints.observed import Observer  # noqa: E402
 from moe_rl.config import ModelConfig  # noqa: E402
 from moe_rl.models.load import load, save_checkpoint  # noqa: E402
 
@@ -41,12 +45,33 @@ def main(responses: int = 2000) -> None:
             for _ in range(responses):
                 prompt, response = (" ".join(draw.choices(WORDS, k=draw.randint(a, b))) for a, b in ((3, 8), (5, 35)))
                 file.write(json.dumps({"prompt": prompt, "response": " " + response}) + "\n")
+        inside = {"decoder": 0.0, "forward": 0.0}
+
+        def timed(name: str, call: Callable) -> Callable:
+            def run(*arguments, **settings):
+                began = time.process_time()
+                try:
+                    return call(*arguments, **settings)
+                finally:
+                    inside[name] += time.process_time() - began
+
+            return run
+
+        decoder = type(loaded.model.base_model)
+        decoder.forward = timed("decoder", decoder.forward)
+        Observer._forward = timed("forward", Observer._forward)  # with what it records and copies
         start = time.process_time()
         code = cli.main(["volatility", str(root / "before"), str(root / "after"), "--data", str(root / "data.jsonl"),
                          "--out", str(root / "out")])
         seconds, peak = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        print(f"{responses} responses: {seconds:.0f} CPU-seconds, peak memory {peak:.2f} GB, exit code {code}")
+        print(f"{responses} responses: {seconds:.1f} CPU-seconds, {100 * inside['decoder'] / seconds:.0f} % of them in "
+              f"the decoder, {100 * inside['forward'] / seconds:.0f} % with what is recorded of it; peak memory "
+              f"{peak:.3f} GB, exit code {code}")
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    if len(sys.argv) > 2:
+        for count in sys.argv[1:]:
+            subprocess.run([sys.executable, __file__, count], check=True)
+    else:
+        main(*map(int, sys.argv[1:]))

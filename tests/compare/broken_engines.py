@@ -48,16 +48,17 @@ def prompts(tokenizer, count, seed=0):
     return found
 
 
-def sampled(engine, tokenizer, asked, seed=0, tokens=14, temperature=1.0):
+def sampled(engine, tokenizer, asked, seed=0, tokens=14, temperature=1.0, top_p=1.0):
     """What an engine on this model reports, a dictionary per response: ids of all layers, dense ones zero."""
-    drawn = HFEngine(engine, tokenizer).generate(asked, 1, key=(seed,), sampling=Sampling(temperature, tokens))
+    sampling = Sampling(temperature, tokens, top_p=top_p)
+    drawn = HFEngine(engine, tokenizer).generate(asked, 1, key=(seed,), sampling=sampling)
     layers = engine.config.num_hidden_layers
     found = []
     for r in drawn:
         ids = np.zeros((r.routes.shape[1], layers, r.routes.shape[3]), dtype=np.int64)
         ids[:, [site.decoder_layer for site in r.routes.layout.sites]] = r.routes.ids()[0].numpy()
         found.append({"tokens": [*r.prompt.tokens, *r.tokens], "prompt_length": len(r.prompt.tokens),
-                      "logprobs": r.logprobs.tolist(), "temperature": temperature, "routes": ids})
+                      "logprobs": r.logprobs.tolist(), "temperature": temperature, "top_p": top_p, "routes": ids})
     return found
 
 
@@ -176,7 +177,7 @@ class Bench:
         return found
 
     def sorted_ids(self):
-        entries = with_gates(self.model, self.honest())
+        entries = with_gates(self.engine(), self.honest())
         return [e | {"routes": np.sort(e["routes"], -1)} for e in entries]
 
     # -------------------------------------------------------------- its routers

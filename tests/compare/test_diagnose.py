@@ -80,6 +80,36 @@ def test_an_honest_engine_in_bfloat16_is_rounding():
     assert not found.fault and found.causes in (("rounding",), ("dtype",)) and found.rungs[0].mean > 1e-6
 
 
+def test_a_fault_that_is_larger_than_rounding_is_named_beside_it():
+    """An engine in bfloat16 under a trainer in float32: what its rounding leaves of the gap is no reason to keep quiet
+    where the gap is several times that."""
+    engine = Bench("olmoe", dtype=torch.bfloat16)
+    found = answer(engine, engine.top_k())
+    natural, _, rounding = found.rungs[:3]
+    assert 4 < natural.mean / rounding.mean < 8 and natural.distance.mean() < 3 * rounding.distance.mean()
+    assert found.causes == ("top_k",) and not found.equally
+
+
+def test_a_tie_that_the_engine_breaks_otherwise_is_no_fault_of_its_routes():
+    """Of two experts of equal score an engine in bfloat16 may take either; a replay of it moves log-probs that agree by
+    more than their noise, and by less than rounding."""
+    engine = Bench("mixtral", count=8, dtype=torch.bfloat16)
+    trainer, tied = engine.engine(), False
+    entries = [e | {"logprobs": picked(logits_of(trainer, e), e)} for e in engine.honest()]
+    entries = [{k: v for k, v in e.items() if k != "gates"} for e in with_gates(trainer, entries)]
+    for e in entries:
+        with torch.no_grad(), record_routing(trainer, scores=True) as recording:
+            trainer(torch.tensor([e["tokens"][:-1]]))
+        scores = recording.scores(1)
+        t, site = np.argwhere(scores.margins[0].numpy() == scores.margins[0].min().item())[0]
+        if not tied and (tied := scores.margins[0, t, site] == 0):
+            e["routes"][t, site] = scores.all_log_probs[site][0, t].argsort(descending=True)[[0, 2]].numpy()
+    found = diagnose(entries, trainer, tokenizer=engine.tokenizer)
+    kl = {r.name: r.mean for r in found.rungs}
+    assert 10 * 4 * kl["noise floor"] < kl["ids of the prompt forced"] < kl["rounding"]
+    assert found.causes == () and not found.fault, found.verdict
+
+
 def test_two_faults_are_both_named(bench):
     """Of log-probs and of routes; and two of log-probs, neither of which is enough."""
     engine = bench("deepseek_v3")

@@ -93,9 +93,10 @@ class Reported:
 
     def by_site(self) -> Float[NDArray, " site"]:
         """Agreement of every site with itself; NaN over few rows."""
-        sides = [(self.side(p), p.natural_keys) for p in self.pairs]
-        known = sum((a >= 0).sum(0) for a, _ in sides)
-        same = sum(((a == b) & (a >= 0)).sum(0) for a, b in sides)
+        known = same = np.zeros(len(self.layers), dtype=np.int64)
+        for p in self.pairs:
+            mine = self.side(p)
+            known, same = known + (mine >= 0).sum(0), same + ((mine == p.natural_keys) & (mine >= 0)).sum(0)
         return np.where(known >= FEW, same / np.maximum(known, 1), np.nan)
 
     def source(self, site: int) -> int | None:

@@ -131,11 +131,11 @@ class Gap:
         return [e for e in found if e.rung.mean <= limit]
 
     def enough(self, e: Explanation) -> bool:
-        """Whether an explanation takes the gap away: all but little of it, in KL and in distance; or a gap beyond what
-        rounding makes, down to that or to the noise floor. A gap that rounding may have made has to go nearly whole."""
+        """Whether an explanation takes the gap away: all but little of it, in KL and in distance; or a gap whose KL is
+        beyond what rounding makes, down to that or to the noise floor. Any other has to go nearly whole."""
         base, rung, rounding = self.ladder.base, e.rung, self.rounding
         distance = float(rung.distance.mean() / base.distance.mean())
-        if self.rounded(base):
+        if base.mean <= max(ROUNDINGS * rounding.mean, NOTHING):
             return e.left[2] <= LITTLE / 5 and distance <= CLOSE / 2
         if e.left[2] <= LITTLE and distance <= CLOSE:
             return True
