@@ -41,8 +41,11 @@ def read(kind: Any, value: Any) -> Any:
     """`value` as JSON gave it, as an instance of the dataclass `kind`; JSON's lists were tuples."""
     if Use in typing.get_args(kind) and isinstance(value, Mapping):
         return Use.of(value)
+    if isinstance(value, list):
+        listed = next((k for k in (kind, *typing.get_args(kind)) if typing.get_origin(k) is tuple), tuple[Any, ...])
+        return tuple(read(typing.get_args(listed)[0], one) for one in value)
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-        return tuple(read(typing.get_args(kind)[0], one) for one in value) if isinstance(value, list) else value
+        return value
     hints = typing.get_type_hints(kind)
     if later := sorted(set(value) - set(hints)):
         raise ConfigError(f"{kind.__name__} has no setting {', '.join(later)}: this configuration is of another "
