@@ -77,7 +77,8 @@ def facts(name: str) -> None:
         print(f"\n{cell}:" if len(frames.cells) > 1 else "")
         for what, values in measured(here, endpoint):
             print(f"  {what}: " + "; ".join(f"{arm} {value}" for arm, value in values.items()))
-    contrasts(frames, declared)
+    if name not in OWN_FAMILY:
+        contrasts(frames, declared)
 
 
 def measured(frames: Frames, endpoint: Metric) -> Iterator[tuple[str, dict[str, str]]]:
@@ -182,10 +183,12 @@ def power() -> str:
 SHOWN = {"volatility_dial": ["dial.form=weights,dial.sigma=0.4", "dial.form=weights,dial.sigma=2",
                              "dial.form=choice,dial.sigma=2"],
          "volatility_controls": ["acts_on=ratio", "acts_on=gradient", "last-step"],
-         "stabilisers": ["quiet", "dial"],
+         "stabilisers": [],
          "learning_rates": ["optimizer.lr=0.0002", "optimizer.lr=0.000566"],
          "controls": ["moe", "no-choice", "warm-up"], "staleness": ["N=1", "N=8"]}
 """Of studies with many cells, those that the index shows."""
+OWN_FAMILY = ("stabilisers",)
+"""Studies whose answers print the contrasts of their rule, which are others than those that tables and figures show."""
 LISTS: dict[str, Callable[[], str]] = {"power": power}
 
 

@@ -49,6 +49,13 @@ def main() -> None:
                 gap = interval((table[arm] - table["grpo"]).dropna())
                 print(f"    {arm}: {interval(table[arm].dropna())}, − grpo {gap}, better than a run of grpo "
                       f"{improvement(table[arm].dropna(), table['grpo'])}, rank {rank}")
+            if condition == "dial":
+                quiet = by_arm(frames, ["quiet"], name)
+                print("  dial − quiet: " + ", ".join(f"{arm} {interval((table[arm] - quiet[arm]).dropna())}"
+                                                     for arm in quiet))
+        if condition != "mismatch":
+            print("  greedy exact match, second half − cold start: " + ", ".join(
+                f"{arm} {after_start(frames, arm, cells[0])}" for arm in ("grpo", *OTHERS)))
         for name in SHOWN:
             means = by_arm(frames, cells, name).mean()
             print(f"  {name}: " + ", ".join(f"{arm} {mean:.3g}" for arm, mean in means.items()))

@@ -125,7 +125,7 @@ def decide(names: Sequence[str], tests: Mapping[str, Sequence[Paired]]) -> None:
     """Print some contrasts, with Holm over them, and what they come to."""
     for endpoint, found in tests.items():
         for name, test, p in zip(names, found, holm([t.p for t in found]), strict=True):
-            print(f"  {endpoint}: {name} {test.difference}, p {test.p:.2g}, Holm {p:.2g} (n = {test.n})")
+            print(f"  {endpoint}: {name} {test.difference}, p {test.p:.2g}, Holm {p:.3g} (n = {test.n})")
     for name, (said, signs) in effects(names, tests).items():
         print(f"  {name}: {said} (signs decided {signs})")
 

@@ -118,10 +118,10 @@ def measure_evaluations(checkpoints: Sequence[str], benchmarks: Sequence[Benchma
     folders = {name: out / "samples" / f"{_safe(Path(name).name)}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
                for name in names}
     files = {(name, b.name): folders[name] / f"{b.name}.jsonl" for name in names for b in benchmarks}
-    left = {(name, b.name): len(b.prompts) - resumed(files[name, b.name], plan.at_once, len(b.prompts))[0]
-            for name in names for b in benchmarks}
-    _claim(out, names, benchmarks, plan, complete=not any(left.values()))
     with Lease(out / runs.LEASE), _progress(console or Console(stderr=True)) as bars:
+        left = {(name, b.name): len(b.prompts) - resumed(files[name, b.name], plan.at_once, len(b.prompts))[0]
+                for name in names for b in benchmarks}
+        _claim(out, names, benchmarks, plan, complete=not any(left.values()))
         for name in names:
             todo = [b for b in benchmarks if left[name, b.name]]
             if not todo:
@@ -135,12 +135,12 @@ def measure_evaluations(checkpoints: Sequence[str], benchmarks: Sequence[Benchma
                     bar = bars.add_task(f"{Path(name).name} {b.name}", total=len(prompts),
                                         completed=len(prompts) - left[name, b.name])
                     ask(sampler, b.task, prompts, plan, files[name, b.name], partial(bars.advance, bar))
-    rows = pd.DataFrame([{"checkpoint": name, "step": step_of(name), "benchmark": b.name, **row}
-                         for b in benchmarks for name in names for row in _rows(files[name, b.name])])
-    rows["vote"] = rows["vote"].astype("float64")
-    summary = summarise(rows)
-    for table, frame in (("evaluations", rows), ("summary", summary)):
-        frame.to_parquet(out / f"{table}.parquet", index=False)
+        rows = pd.DataFrame([{"checkpoint": name, "step": step_of(name), "benchmark": b.name, **row}
+                             for b in benchmarks for name in names for row in _rows(files[name, b.name])])
+        rows["vote"] = rows["vote"].astype("float64")
+        summary = summarise(rows)
+        for table, frame in (("evaluations", rows), ("summary", summary)):
+            frame.to_parquet(out / f"{table}.parquet", index=False)
     return summary
 
 
@@ -224,7 +224,7 @@ def _claim(out: Path, names: Sequence[str], benchmarks: Sequence[Benchmark], pla
         "benchmarks": {b.name: {"digest": b.digest, "problems": len(b.prompts)} for b in benchmarks},
         "checkpoints": {name: fingerprint(name) for name in names}}
     there = runs.read_json(out / MANIFEST, tuple(wanted))
-    if there is None and out.exists() and any(out.iterdir()):
+    if there is None and any(file.name != runs.LEASE for file in out.iterdir()):
         raise RunError(f"--out {out} has other files in it; give a folder that is new or empty.")
     if not any(out.glob("samples/*/*.jsonl")):
         there = None  # nothing was sampled under what it says

@@ -77,13 +77,13 @@ def yardstick() -> dict[str, Any]:
 
 
 def place(token_ess: float = math.nan, kl: float = math.nan, *, arm: str = NATURAL, span: str = "last",
-          tokens: float | None = None) -> Place:
+          tokens: float | None = None) -> Place | None:
     """Place a token ESS (a share) and a KL to π_old (k3, nats per token) beside those of an `arm` of the study.
 
     `span`: both are of the "last" mini-batch of a step, or of all mini-batches of a "step". An ESS falls with the
     tokens it is over: it must be of about `yardstick()["tokens"][span]`, as `ratios.grouped_ess` makes it, and is left
-    out where `tokens` is another number. NaN: not given. Raises ConfigError for what cannot be an ESS or a KL, for an
-    unknown arm or span, and where nothing can be placed.
+    out where `tokens` is another number. NaN: not given. None where nothing can be placed, as of ratios that are not
+    finite. Raises ConfigError for what cannot be an ESS or a KL, and for an unknown arm or span.
     """
     size, there = yardstick()["tokens"].get(span), [row for row in yardstick()["rows"] if row["arm"] == arm]
     if not there or not size:
@@ -94,9 +94,7 @@ def place(token_ess: float = math.nan, kl: float = math.nan, *, arm: str = NATUR
     given = {"token_ess": min(float(token_ess), 1.0) if alike else math.nan, "token_kl_k3": max(float(kl), 0.0)}
     found = tuple(_reading(name, value, [(row["sigma"], row[span][name][0]) for row in there])
                   for name, value in given.items() if not math.isnan(value))
-    if not found:
-        raise ConfigError(f"token_ess={token_ess} of {tokens} tokens, kl={kl}: nothing that can be placed was given")
-    return Place(arm, span, found)
+    return Place(arm, span, found) if found else None
 
 
 def _reading(quantity: str, value: float, there: list[tuple[float, float]]) -> Reading:

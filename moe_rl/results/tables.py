@@ -172,10 +172,10 @@ def place_table(frames: Frames, arms: Sequence[str]) -> list[Shown]:
                 continue
             text = part.runs.loc[part.runs["arm"] == arm, "config"].iloc[0]
             found = _placed(RunConfig.from_dict(json.loads(text)), ess, kl, length)
-            dose = {one.quantity: one.dose for one in found.readings}
+            dose = {one.quantity: one.dose for one in found.readings} if found else {}
             rows.append((arm + f", {cell}" * (len(frames.cells) > 1), f"{ess:.2g}", dose.get("token_ess", "–"),
-                         f"{kl:.2g}", dose["token_kl_k3"], found.arm))
-            sigmas |= found.sigmas
+                         f"{kl:.2g}", dose.get("token_kl_k3", "–"), found.arm if found else "–"))
+            sigmas |= found.sigmas if found else set()
     tokens = yardstick()["tokens"]["step"]
     note = ("Of all mini-batches of a step; means over the second half of training and over seeds, if none diverged. "
             "Dose: where the arm it stands beside had as much, between two doses of volatility_dial. An ESS falls with "
@@ -185,10 +185,14 @@ def place_table(frames: Frames, arms: Sequence[str]) -> list[Shown]:
     return [Shown("How far token ratios spread", header, rows, note)] if rows else []
 
 
-def _placed(config: RunConfig, ess: float, kl: float, length: float) -> Place:
-    """Beside the study's arm whose ratios replay, or that clips by sequence, if this one's do."""
+def _placed(config: RunConfig, ess: float, kl: float, length: float) -> Place | None:
+    """Beside the study's arm whose ratios replay, or that clips by sequence, if this one's do; None for ratios of other
+    routes, or to another policy than π_old."""
+    routes = Use.of(config.arm.ratio_routes or config.arm.routes).name
+    if routes not in ("live", "old_policy") or config.arm.anchor != "policy":
+        return None
     arm = SEQUENCE if Use.of(config.arm.loss).name in ("gspo", "gspo_token") else NATURAL
-    if Use.of(config.arm.ratio_routes or config.arm.routes).name != "live":
+    if routes != "live":
         arm = REPLAYED
     tokens = length * config.prompts_per_step * config.group_size * config.epochs
     return place(ess, kl, arm=arm, span="step", tokens=tokens)

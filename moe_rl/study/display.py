@@ -18,6 +18,8 @@ QUIET = 15.0
 """Seconds between lines about running runs when nobody watches a terminal."""
 SHARE = 0.05
 """Of the time, how much may go to reading folders, however many there are and however slow their file system."""
+LONGEST = 60.0
+"""Seconds between readings at most: a file system may be slow once."""
 
 
 class Display:
@@ -64,7 +66,7 @@ class Display:
             if not self.console.is_terminal:
                 self._line(p, now, text)
         ended = time.monotonic()
-        self.due = ended + (ended - began) / SHARE
+        self.due = ended + min((ended - began) / SHARE, LONGEST)
 
     def _line(self, p: Planned, now: dict[str, Any], text: str) -> None:
         said, when = self.told.get(p.path, (None, 0.0))

@@ -145,7 +145,10 @@ def test_a_kill_loses_at_most_the_problem_in_flight_and_the_rest_ends_identical(
     assert contents(out) == contents(done)
 
 
-def test_two_at_once_do_not_write_into_one_folder(done, there, capsys):
+def test_two_at_once_do_not_write_into_one_folder(done, there, tmp_path, capsys):
+    with Lease(tmp_path / LEASE):  # of one that has not asked anything yet
+        assert cli.main(command(there, tmp_path)) == 2
+    assert [file.name for file in tmp_path.iterdir()] == [LEASE]
     with Lease(done / LEASE):
         assert cli.main(command(there, done, "--greedy")) == 2
     assert "another process is running" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from moe_rl.errors import ConfigError
 from moe_rl.execute import check
 from moe_rl.lookup import Use
 from moe_rl.models.presets import hf_config
-from moe_rl.policies.megatron.layout import check_layout
+from moe_rl.policies.megatron.layout import check_layout, normalised
 from moe_rl.rollouts import choose
 from moe_rl.routing.sites import find_sites
 from tests.policies.fsdp_on_ranks import ARMS, RUN
@@ -39,11 +39,24 @@ TINY = ModelConfig()
         (Parallel(settings={"moe_aux_loss_coeff": 1e-2}), 1, "change with micro_batch, layout and padding"),
         (Parallel(settings={"moe_z_loss_coeff": 1e-3}), 1, "change with micro_batch, layout and padding"),
         (Parallel(settings={"moe_router_bias_update_rate": 1e-3}), 1, "use optimizer.loss_free_bias"),
+        (Parallel(settings={"hidden_dropout": 0.5}), 1, "not known to leave the model"),
+        (Parallel(settings={"moe_router_force_load_balancing": True}), 1, "not known to leave the model"),
     ],
 )
 def test_layouts_that_megatron_gets_wrong_are_refused_with_the_reason(parallel, world, reason):
     with pytest.raises(ConfigError, match=reason):
         check_layout(parallel, hf_config(TINY), world)
+
+
+def test_what_computes_the_same_numbers_otherwise_may_be_set():
+    settings = {"moe_token_dispatcher_type": "allgather", "recompute_granularity": "full", "apply_rope_fusion": True}
+    check_layout(Parallel(settings=settings), hf_config(TINY), 1)
+
+
+def test_mixtral_renormalises_whatever_its_configuration_says():
+    from transformers import MixtralConfig
+
+    assert normalised(families.tiny_config(MixtralConfig, {"norm_topk_prob": False}))
 
 
 @pytest.mark.parametrize("preset, reason", [("olmoe-tiny", "over all heads"), ("gpt_oss-tiny", "no mapping")])
@@ -62,6 +75,9 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
     ("dots1", {"num_experts_per_tok": 1}, {}, "num_experts_per_tok=1"),
     ("dots1", {"attention_bias": True}, {}, "attention_bias=True"),
     ("deepseek_v3", {"rope_interleave": False}, {}, "rope_interleave=False"),
+    ("qwen3_moe", {"layer_types": ["full_attention"] * 3, "use_sliding_window": True, "sliding_window": 3}, {},
+     "sliding_window=3"),
+    ("mixtral", {"layer_types": ["full_attention"] * 3, "sliding_window": 3}, {}, "sliding_window=3"),
     ("qwen3_moe", {"rope_parameters": YARN}, {}, "rope_type='yarn'"),
     ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7}}, {}, "rope_parameters=.*'mscale': 0.7"),
     ("deepseek_v3", {"num_hidden_layers": 4}, {"pp": 4}, "layers of stage 0 are all dense"),

@@ -78,8 +78,9 @@ def chance_levels(layers: pd.DataFrame, responses: pd.DataFrame) -> dict[str, fl
 def places(summary: pd.DataFrame) -> dict[str, Place]:
     """Where the ratios stand beside volatility_dial, naturally and replayed; nothing of a comparison without them."""
     by = summary.set_index("metric")["response"]
-    return {name: place(by[f"token_ess{suffix}"], by[f"token_kl_k3{suffix}"], arm=arm) for name, suffix, arm in (
+    found = {name: place(by[f"token_ess{suffix}"], by[f"token_kl_k3{suffix}"], arm=arm) for name, suffix, arm in (
         ("natural", "", NATURAL), ("replayed", "_replayed", REPLAYED)) if f"token_kl_k3{suffix}" in by}
+    return {name: here for name, here in found.items() if here}
 
 
 def write(frames: dict[str, pd.DataFrame], folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from typing import TYPE_CHECKING
 
 from moe_rl.config import Parallel, RunConfig
@@ -37,6 +38,10 @@ REFUSED_SETTINGS = {
     "context_parallel_size": "a sequence is never split here",
     "calculate_per_token_loss": "losses are weighted sums, and are neither averaged nor scaled",
 }
+HARMLESS_SETTINGS = ("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_deepep_num_sms", "*_fusion", "recompute_*",
+                     "*overlap*", "tp_comm_*", "batch_p2p_*", "cpu_offloading*", "attention_backend",
+                     "deterministic_mode", "deallocate_pipeline_outputs", "distribute_saved_activations")
+"""What of Megatron-core's configuration may be set: how the same numbers are computed."""
 
 
 def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> None:
@@ -80,6 +85,9 @@ def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> No
     for key, value in p.settings.items():
         if key in REFUSED_SETTINGS:
             raise ConfigError(f"parallel.settings {key}={value!r} is refused: {REFUSED_SETTINGS[key]}.")
+        if not any(fnmatch.fnmatchcase(key, harmless) for harmless in HARMLESS_SETTINGS):
+            raise ConfigError(f"parallel.settings {key}={value!r} is refused: it is not known to leave the model "
+                              f"and its numbers as they are, as these are: {', '.join(HARMLESS_SETTINGS)}.")
 
 
 def check_routers(run: RunConfig, needs: frozenset[str]) -> None:
@@ -105,7 +113,8 @@ def _check_family(config: PreTrainedConfig) -> None:
         raise ConfigError(f"policy='megatron' cannot train {name}: {why}. It can train {', '.join(SOFTMAX + SIGMOID)}.")
     scaling = {k: v for k, v in (getattr(config, "rope_parameters", None) or {}).items() if v is not None}
     rope = scaling.get("rope_type", "default")
-    kinds = getattr(config, "layer_types", None)
+    # transformers' other families slide by `sliding_window`, whatever their layers are called.
+    kinds = getattr(config, "layer_types", None) if name in ("qwen2_moe", "dots1") else None
     sliding = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
     k, part = config.num_experts_per_tok, scaling.get("partial_rotary_factor", 1.0)
     for fits, what in (
@@ -160,7 +169,7 @@ def shared_width(config: PreTrainedConfig) -> int | None:
 
 def normalised(config: PreTrainedConfig) -> bool:
     """Whether the gates of the chosen experts sum to 1; Mixtral has no setting for it and always does."""
-    return getattr(config, "norm_topk_prob", True)
+    return config.model_type == "mixtral" or getattr(config, "norm_topk_prob", True)
 
 
 def head_norm(config: PreTrainedConfig) -> bool:
