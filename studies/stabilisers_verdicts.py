@@ -31,37 +31,41 @@ RESAMPLES = 9999
 def main() -> None:
     frames = load_study(FOLDER)
     print(machinery(frames))
-    for condition, planned in CONDITIONS.items():
-        cells = [cell for cell in planned if cell in frames.cells]
-        for cell in sorted({*planned} - {*cells}):
-            print(f"{cell}: not run")
-        if not cells:
-            continue
+    for cell in (cell for planned in CONDITIONS.values() for cell in planned if cell not in frames.cells):
+        print(f"{cell}: not run")
+    there = {condition: [cell for cell in planned if cell in frames.cells]
+             for condition, planned in CONDITIONS.items()}
+    tables = {condition: {name: by_arm(frames, cells, name) for name in ENDPOINTS}
+              for condition, cells in there.items() if cells}
+    for condition, of_endpoints in tables.items():
         print(f"{condition}:")
-        tables = {name: by_arm(frames, cells, name) for name in ENDPOINTS}
         if condition != "mismatch":
             decide([f"{arm} − grpo" for arm in OTHERS],
                    {name: [paired(table[arm].to_dict(), table["grpo"].to_dict()) for arm in OTHERS]
-                    for name, table in tables.items()})
-        for name, table in tables.items():
-            print(f"  {name}, over the seeds that an arm has; rank over {len(EIGHT)} seeds:")
-            for arm, rank in ranks(table.loc[list(EIGHT)]).items():
-                gap = interval((table[arm] - table["grpo"]).dropna())
-                print(f"    {arm}: {interval(table[arm].dropna())}, − grpo {gap}, better than a run of grpo "
-                      f"{improvement(table[arm].dropna(), table['grpo'])}, rank {rank}")
+                    for name, table in of_endpoints.items()})
+        for name, table in of_endpoints.items():
+            ranking(name, table)
             if condition == "dial":
-                quiet = by_arm(frames, ["quiet"], name)
-                print("  dial − quiet: " + ", ".join(f"{arm} {interval((table[arm] - quiet[arm]).dropna())}"
-                                                     for arm in quiet))
+                gap = table - tables["quiet"][name]
+                print("  dial − quiet: " + ", ".join(f"{arm} {interval(gap[arm].dropna())}" for arm in gap))
         if condition != "mismatch":
             print("  greedy exact match, second half − cold start: " + ", ".join(
-                f"{arm} {after_start(frames, arm, cells[0])}" for arm in ("grpo", *OTHERS)))
+                f"{arm} {after_start(frames, arm, there[condition][0])}" for arm in ("grpo", *OTHERS)))
         for name in SHOWN:
-            means = by_arm(frames, cells, name).mean()
+            means = by_arm(frames, there[condition], name).mean()
             print(f"  {name}: " + ", ".join(f"{arm} {mean:.3g}" for arm, mean in means.items()))
-        costs(frames, cells)
-        if len(tables[study.endpoint].columns) > 2:
-            plots.save(draw(tables, TITLES[condition]), FOLDER / "figures", f"{study.name}_{condition}")
+        costs(frames, there[condition])
+        if len(of_endpoints[study.endpoint].columns) > 2:
+            plots.save(draw(of_endpoints, TITLES[condition]), FOLDER / "figures", f"{study.name}_{condition}")
+
+
+def ranking(name: str, table: pd.DataFrame) -> None:
+    """Every arm at one endpoint, in the order of its mean rank."""
+    print(f"  {name}, over the seeds that an arm has; rank over {len(EIGHT)} seeds:")
+    for arm, rank in ranks(table.loc[list(EIGHT)]).items():
+        gap = interval((table[arm] - table["grpo"]).dropna())
+        print(f"    {arm}: {interval(table[arm].dropna())}, − grpo {gap}, better than a run of grpo "
+              f"{improvement(table[arm].dropna(), table['grpo'])}, rank {rank}")
 
 
 def by_arm(frames: Frames, cells: Sequence[str], name: str) -> pd.DataFrame:

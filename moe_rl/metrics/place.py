@@ -112,10 +112,10 @@ def described(places: Mapping[str, Place]) -> str:
 
 
 def added(sigmas: Iterable[float]) -> str:
-    """What replay and GSPO gained over GRPO at some of the study's doses, in a sentence."""
+    """What replay and GSPO gained over GRPO at some of the study's doses, in a sentence; nothing at no dose."""
     at, by = sorted(set(sigmas)), dict[str, list[str]]()
     for row in (row for row in yardstick()["effects"] if row["sigma"] in at):
         mean, low, high = (f"{x:+.2f}" for x in row["effect"])
         by.setdefault(f"{row['contrast']} in {row['endpoint']}", []).append(f"{mean} [{low}, {high}]")
     said = "; ".join(f"{name}, {' … '.join(found)}" for name, found in by.items())
-    return f"In volatility_dial, at σ = {' … '.join(f'{sigma:g}' for sigma in at)}: {said}."
+    return f"In volatility_dial, at σ = {' … '.join(f'{sigma:g}' for sigma in at)}: {said}." if at else ""

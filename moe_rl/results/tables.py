@@ -179,8 +179,8 @@ def place_table(frames: Frames, arms: Sequence[str]) -> list[Shown]:
     tokens = yardstick()["tokens"]["step"]
     note = ("Of all mini-batches of a step; means over the second half of training and over seeds, if none diverged. "
             "Dose: where the arm it stands beside had as much, between two doses of volatility_dial. An ESS falls with "
-            f"its tokens: one of other than {tokens / ALIKE:.0f} to {tokens * ALIKE:.0f} a step has none. "
-            f"{added(sigmas)} {CAUTION}")
+            f"its tokens: one of other than {tokens / ALIKE:.0f} to {tokens * ALIKE:.0f} a step has none.")
+    note = " ".join(filter(None, (note, added(sigmas), CAUTION)))
     header = ("arm", "token\nESS", "dose\nσ", "KL to π_old,\nnats", "dose\nσ", "beside")
     return [Shown("How far token ratios spread", header, rows, note)] if rows else []
 

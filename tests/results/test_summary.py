@@ -239,6 +239,10 @@ def test_an_arm_of_the_dial_stands_at_its_own_dose_and_no_other_number_of_tokens
     first = (dial.runs["arm"] == "grpo") & (dial.runs["seed"] == 200)
     died = dial.runs.assign(state=dial.runs["state"].mask(first, "diverged"))
     assert [row[0] for row in place_table(dataclasses.replace(dial, runs=died), ARMS)[0].rows] == ARMS[1:]
+    none = [json.dumps(json.loads(text) | {"arm": json.loads(text)["arm"] | {"anchor": "engine"}})
+            for text in dial.runs["config"]]
+    (nowhere,) = place_table(dataclasses.replace(dial, runs=dial.runs.assign(config=none)), ARMS)
+    assert {row[-1] for row in nowhere.rows} == {"–"} and f"has none. {CAUTION}" in nowhere.note
     assert place_table(frames, ARMS) == [], "nobody measured a KL"
 
 
