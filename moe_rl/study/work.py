@@ -54,7 +54,7 @@ def work(source: str, number: int, stop: Path | None = None) -> int:
         message = str(error) if expected else traceback.format_exc()
         code = TO_MEND if expected and not isinstance(error, Held) else BUG
     if code:
-        print(message, file=sys.stderr)
+        print(f"moe-rl: {message}" if expected else message, file=sys.stderr)
     if not ranks.rank():
         json.dump({"message": message[-20_000:], "expected": expected}, report)
         print(file=report, flush=True)

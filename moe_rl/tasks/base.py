@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence, Sized
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import length_hint
 from typing import Protocol, runtime_checkable
 
 from moe_rl.errors import ConfigError
@@ -35,8 +36,8 @@ EQUAL = 1e-6
 class Task(Protocol):
     """Prompts and verifiable rewards. Any class with these two methods is a task; it need not inherit from this one.
 
-    A finite task says with `__len__` how many different prompts it has, so that what is held out can be weighed
-    against what is left to train on.
+    A finite task says with `__len__` how many different prompts it has (one that may be, with `__length_hint__`), so
+    that what is held out can be weighed against what is left to train on.
     """
 
     def prompts(self, count: int, seed: int) -> list[Prompt]:
@@ -171,9 +172,8 @@ def split_of(task: AnyTask, evaluation: int) -> Split:
 
     At most half of what is not held out says when the cold start ends.
     """
-    if not isinstance(task, Sized):
+    if (different := length_hint(task, -1)) < 0:
         return Split(None, evaluation, STOPPING)
-    different = len(task)
     if 2 * evaluation > different:
         raise ConfigError(
             f"{type(task).__name__} has {different} different prompts, of which eval_prompts={evaluation} would hold "

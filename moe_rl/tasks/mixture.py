@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
+from operator import length_hint
 
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Part
@@ -40,6 +41,12 @@ class Mixture:
         of_each = [next(left[kind]) for kind in kinds]
         return [dataclasses.replace(prompt, entry={"task": kind, "prompt": prompt})
                 for kind, prompt in zip(kinds, of_each, strict=True)]
+
+    def __length_hint__(self) -> int:
+        """How many different prompts there are as long as none of its tasks has run out of them: what is held out comes
+        in equal shares, too, and must leave each task something to train on."""
+        finite = [size for task in self.tasks if (size := length_hint(task, -1)) >= 0]
+        return len(self.tasks) * min(finite) if finite else NotImplemented
 
     def reward(self, prompt: Prompt, completion: str) -> float:
         """What the prompt's own task gives."""

@@ -75,6 +75,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
     ("dots1", {"num_experts_per_tok": 1}, {}, "num_experts_per_tok=1"),
     ("dots1", {"attention_bias": True}, {}, "attention_bias=True"),
     ("deepseek_v3", {"rope_interleave": False}, {}, "rope_interleave=False"),
+    ("deepseek_v3", {"n_shared_experts": 0}, {}, "no shared expert"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 0}, {}, "no shared expert"),
     ("qwen3_moe", {"layer_types": ["full_attention"] * 3, "use_sliding_window": True, "sliding_window": 3}, {},
      "sliding_window=3"),
     ("mixtral", {"layer_types": ["full_attention"] * 3, "sliding_window": 3}, {}, "sliding_window=3"),

@@ -4,7 +4,7 @@ import pytest
 
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
-from moe_rl.tasks.base import load_task
+from moe_rl.tasks.base import load_task, split_of
 from moe_rl.tasks.mixture import Mixture
 from moe_rl.tasks.running_sums import RunningSums
 
@@ -43,6 +43,20 @@ class Three(RunningSums):
 def test_a_task_that_runs_out_of_prompts_says_so():
     with pytest.raises(ConfigError, match=r"mixture: Three.prompts\(\d+, 7\) returned 3 prompts"):
         Mixture(["running_sums", f"{__name__}:Three"]).prompts(40, 7)
+
+
+class Fifty(RunningSums):
+    def __len__(self):
+        return 50
+
+
+def test_no_task_of_a_mixture_is_held_out_whole():
+    """64 in equal shares would be more than half of the 50."""
+    mixture = Mixture(["running_sums", f"{__name__}:Fifty"])
+    assert split_of(mixture, 50).different == 100
+    with pytest.raises(ConfigError, match="100 different prompts.*eval_prompts=64.*more than half"):
+        split_of(mixture, 64)
+    assert split_of(Mixture(["running_sums", "running_sums"]), 64).different is None
 
 
 @pytest.mark.parametrize("tasks", ["running_sums", ["running_sums"]])

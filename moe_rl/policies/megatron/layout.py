@@ -125,6 +125,7 @@ def _check_family(config: PreTrainedConfig) -> None:
         (config.hidden_act == "silu", f"hidden_act={config.hidden_act!r}"),
         (not getattr(config, "attention_bias", False) or name == "glm4_moe", "attention_bias=True"),
         (getattr(config, "rope_interleave", True), "rope_interleave=False"),
+        (shared_width(config) or not hasattr(config, "n_shared_experts") and name != "qwen2_moe", "no shared expert"),
         (name in SOFTMAX or normalised(config) and k > 1,  # Megatron divides by the sum wherever k > 1, and there alone
          f"sigmoid gates with norm_topk_prob={normalised(config)} and num_experts_per_tok={k}"),
     ):
