@@ -164,8 +164,9 @@ def whiskers(ax: Axes, at: ArrayLike, b: Band, colour: str, *, upright: bool = T
     """The intervals of a band, where there are seeds enough for one: lines up and down at x = `at`, or along y = it."""
     if b.n >= FEWEST:
         x, y = (at, b.mean) if upright else (b.mean, at)
-        reach = {"yerr" if upright else "xerr": [b.mean - b.low, b.high - b.mean]}
-        ax.errorbar(x, y, **reach, fmt="none", ecolor=colour, capsize=3, linewidth=linewidth)
+        reach = [b.mean - b.low, b.high - b.mean]
+        ax.errorbar(x, y, reach if upright else None, None if upright else reach, fmt="none", ecolor=colour, capsize=3,
+                    linewidth=linewidth)
 
 
 def marks(ax: Axes, rows: pd.DataFrame, arm: str, arms: Sequence[str], offset: float) -> Band:
