@@ -105,7 +105,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-docs/columns.md: moe_rl/runs/columns.py $(STAMP)
+docs/columns.md: moe_rl/runs/columns.py moe_rl/runs/columns.toml $(STAMP)
 	$(BIN)/python -c "from moe_rl.runs.columns import markdown; print(markdown(), end='')" > $@
 
 docs/settings.md: $(wildcard moe_rl/config/*.py) $(STAMP)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from moe_rl.rollouts.gap_files import GapFiles
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.push import checkpoint_weights, describe
 from moe_rl.rollouts.readable import readable
-from moe_rl.rollouts.request import check_request, completion_text, context_length, sampling_of
+from moe_rl.rollouts.request import check_request, completion_text, context_length, end_tokens, sampling_of
 from moe_rl.rollouts.shards import write_shards
 from moe_rl.routing.balance import correction_biases, keep_routers_in
 from moe_rl.routing.sites import layout_of
@@ -136,7 +136,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         source=_source(run.arm.routes, policy),
         ratio_source=None if run.arm.ratio_routes is None else _source(run.arm.ratio_routes, policy),
         encode=lambda prompts: encode_prompts(prompts, _of_rank_0(loaded).tokenizer),
-        decode=lambda tokens: completion_text(tokens, _of_rank_0(loaded).model, _of_rank_0(loaded).tokenizer),
+        decode=lambda tokens: _text(_of_rank_0(loaded), tokens),
         pad_token=pad_token,
         held_out=evaluation,
         reference=reference,
@@ -145,6 +145,10 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
         from_rank_0=ranks.from_rank_0,
         watch=_watch(run, loaded, GapFiles(folder / "rollouts", sampling_of(run))) if loaded else lambda *seen: {},
     )
+
+
+def _text(loaded: LoadedModel, tokens: Sequence[int]) -> str:
+    return completion_text(tokens, end_tokens(loaded.model, loaded.tokenizer), loaded.tokenizer)
 
 
 def _watch(run: RunConfig, loaded: LoadedModel, gaps: GapFiles) -> Callable[[Recorder, Row], Rows]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from per_seed import RESULTS, differences, own_table
@@ -140,7 +141,7 @@ def draw_ratio_variance(table: pd.DataFrame, scaling: pd.DataFrame, names: dict[
         axes[2].plot(mean.index, mean, marker="o", label=names[name], **style)
         if name in CLAIMED:
             slope, aside = CLAIMED[name]
-            plots.slope_guide(axes[2], slope, mean.index, aside * mean.iloc[-1], above=aside > 1)
+            slope_guide(axes[2], slope, mean.index, aside * mean.iloc[-1], above=aside > 1)
         for _, run in scaling.groupby(["seed", "factors"]):
             axes[2].plot(run["alpha"], run[name].where(run[name] > 0), alpha=0.3, linewidth=0.8, **style)
     axes[2].set(title="Between θ and θ + α·u", xlabel="α (1: one step of eight updates)", xscale="log", yscale="log")
@@ -148,6 +149,16 @@ def draw_ratio_variance(table: pd.DataFrame, scaling: pd.DataFrame, names: dict[
     note = (f"mean over n = {scaling['seed'].nunique()} seeds; whiskers: 95% Student t interval; "
             f"at least {int(table['tokens'].min()):,} tokens a point; thin lines: each run")
     return plots.finish(figure, axes, note, legend=False)
+
+
+def slope_guide(ax: Axes, slope: float, x: pd.Index, y: float, *, above: bool) -> None:
+    """On log–log axes, a line of that slope over `x`, through `y` at its end, its name above or below it."""
+    at = x.to_numpy(dtype=float)
+    line = y * (at / at[-1]) ** slope
+    ax.plot(at, line, color="black", linewidth=1.2, linestyle=(0, (4, 3)), zorder=5, gid=f"slope {slope:g}")
+    middle = len(at) // 2
+    ax.annotate(f"slope {slope:g}", (at[middle], line[middle]), fontsize=9, xytext=(-4, 6) if above else (4, -12),
+                textcoords="offset points", ha="right" if above else "left", zorder=5)
 
 
 # ---------------------------------------------------------------------- gradient quality

@@ -1,6 +1,6 @@
 """The package's numbers in somebody else's trainer: `with monitor:` around a training step, `monitor.row()` after it.
 
-The columns are those of the data dictionary (`runs/columns.py`), by the same functions as in this package's own runs.
+The columns are those of the data dictionary (`runs/columns.toml`), by the same functions as in this package's own runs.
 Nothing is trained, sampled or drawn at random here: a trainer's weights are the same bits with a monitor and without.
 """
 

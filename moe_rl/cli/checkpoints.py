@@ -7,7 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from moe_rl.cli.verbs import argument, verb
+from moe_rl.cli.verbs import DEVICE, DTYPE, TRUST_CODE, argument, verb
 from moe_rl.errors import ConfigError
 
 
@@ -53,14 +53,14 @@ def pretrain(options: argparse.Namespace) -> int:
                   "as a run's"),
     argument("--data", required=True, help="JSONL: prompt and response, chat messages, or text"),
     argument("--out", type=Path, default=Path("volatility"), help="folder to write (default: volatility)"),
-    argument("--device", default="cpu", help="cpu, cuda or cuda:<index> (default: cpu)"),
-    argument("--dtype", default="float32", help="of the weights (default: float32)"),
+    DEVICE,
+    DTYPE,
     argument("--max-tokens", type=int, default=2048, metavar="N", help="longer texts are cut, counted (default: 2048)"),
     argument("--batch-tokens", type=int, default=4096, metavar="N", help="tokens in one forward (default: 4096)"),
     argument("--traces", action="store_true", help="keep the routes of both, for `moe-rl view`"),
     argument("--ratios", action="store_true",
              help="score the responses, too: token ESS and KL, natural and replayed, and where that is on the dial"),
-    argument("--trust-remote-code", action="store_true", help="run code that a checkpoint brings along"),
+    TRUST_CODE,
     examples="""
   moe-rl volatility sft/ rl-step-500/ --data responses.jsonl
   moe-rl volatility sft/ rl-500/ rl-1000/ --data responses.jsonl   a curve
@@ -112,12 +112,12 @@ def volatility(options: argparse.Namespace) -> int:
     argument("--seed", type=int, default=0, metavar="N", help="of the sampling noise (default: 0)"),
     argument("--at-once", type=int, default=1, metavar="N",
              help="problems asked at once: faster, but as many are lost by a kill (default: 1)"),
-    argument("--device", default="cpu", help="cpu, cuda or cuda:<index> (default: cpu)"),
-    argument("--dtype", default="float32", help="of the weights (default: float32)"),
+    DEVICE,
+    DTYPE,
     argument("--set", action="append", default=[], metavar="K=V", dest="settings",
              help="another setting, e.g. engine.name=vllm: docs/settings.md"),
     argument("--out", type=Path, default=Path("evaluation"), help="folder to write (default: evaluation)"),
-    argument("--trust-remote-code", action="store_true", help="run code that a checkpoint brings along"),
+    TRUST_CODE,
     examples="""
   moe-rl evaluate sft/ rl-500/ --data aime.jsonl --data math.jsonl -k 16
   moe-rl evaluate runs/x/gspo/base/seed=0 --data aime.jsonl   a run's hf_checkpoints: a curve
@@ -187,13 +187,13 @@ def view(options: argparse.Namespace) -> int:
     argument("checkpoint", help="what the trainer believes sampled them: a folder, or a name on the hub"),
     argument("--also", action="append", default=[], metavar="CHECKPOINT",
              help="another version that the engine may have had, whole or in part; may be repeated"),
-    argument("--device", default="cpu", help="cpu, cuda or cuda:<index> (default: cpu)"),
+    DEVICE,
     argument("--dtype", default="float32", help="the trainer's (default: float32)"),
     argument("--router-dtype", help="the trainer's, of its routers (default: as --dtype)"),
     argument("--responses", type=int, default=128, help="most responses looked at, drawn at random (default: 128)"),
     argument("--batch-tokens", type=int, default=4096, help="tokens in one forward (default: 4096)"),
     argument("--out", type=Path, default=Path("diagnosis.html"), help="page to write (default: diagnosis.html)"),
-    argument("--trust-remote-code", action="store_true", help="run code that a checkpoint brings along"),
+    TRUST_CODE,
     examples="""
   moe-rl diagnose rollouts.jsonl step-500/
   moe-rl diagnose rollouts.jsonl step-500/ --also step-499/ --device cuda --dtype bfloat16

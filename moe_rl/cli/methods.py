@@ -19,7 +19,8 @@ from moe_rl.cli.verbs import argument, verb
 )
 def methods(options: argparse.Namespace) -> int:
     """Print them; nothing here needs torch."""
-    from moe_rl.methods.page import described, overview, table
+    from moe_rl.methods.page import described, overview
+    from moe_rl.runs.terminal import table
 
     print(*(described(options.name) if options.name else table(overview())), sep="\n")
     return 0

@@ -27,7 +27,7 @@ from moe_rl.errors import ConfigError, RunError
 def list_runs(options: argparse.Namespace) -> int:
     """A line per run. A folder of runs needs neither pandas nor torch."""
     from moe_rl.runs.folder import run_folders, state
-    from moe_rl.runs.terminal import duration
+    from moe_rl.runs.terminal import duration, table
 
     found = [(path, state(path)) for path in run_folders(options.folder)]
     for path, now in found:
@@ -44,11 +44,10 @@ def list_runs(options: argparse.Namespace) -> int:
         reward = f"{now['reward']:.3f}" if now.get("reward") is not None else ""
         reached = f", finished to {now['finished']}" if "finished" in now else ""
         reached += f" ({now['scheduler']})" if now.get("scheduler") else ""
+        silent = min(now.get("without_signal") or [0]) == 1
         rows.append((str(path), now["state"] + reached, f"{now['step']}/{now['steps']}", reward, age, left,
-                     _signal(now.get("without_signal", ()))))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+                     "no group ever had a signal: rewards trained nothing" if silent else ""))
+    print(*table(rows), sep="\n")
     return 0
 
 
@@ -192,11 +191,6 @@ def _without_signal(path: Path) -> list[float]:
             if "groups_without_signal" in rows.column_names:
                 found += rows["groups_without_signal"].drop_null().to_pylist()
     return found
-
-
-def _signal(without: Sequence[float]) -> str:
-    """What to say of a run of these shares of groups whose rewards were all equal, a share per step."""
-    return "no group ever had a signal: rewards trained nothing" if len(without) and min(without) == 1 else ""
 
 
 def _collected_runs(folder: Path) -> list[tuple[Path, dict[str, Any]]]:

@@ -55,3 +55,6 @@ def verb(name: str, help: str, *arguments: Argument, examples: str) -> Callable[
 MIX_CODE = argument("--mix-code", action="store_true", help="pool runs written by different versions of the code")
 UNFINISHED = argument("--unfinished", action="store_true", help="include the last commits of unfinished runs")
 JOBS = argument("--jobs", type=int, help="runs at a time, one thread each (default: all cores)")
+DEVICE = argument("--device", default="cpu", help="cpu, cuda or cuda:<index> (default: cpu)")
+DTYPE = argument("--dtype", default="float32", help="of the weights (default: float32)")
+TRUST_CODE = argument("--trust-remote-code", action="store_true", help="run code that a checkpoint brings along")

@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_rl.config import run
 from moe_rl.config.pretraining import Pretraining
-from moe_rl.config.values import DIAL, RANGES
+from moe_rl.config.values import CHOICES, RANGES
 from moe_rl.lookup import Use
 
 INTRO = """# Settings of a run
@@ -43,8 +43,12 @@ def _table(title: str, kind: type, prefix: str) -> Iterator[str]:
                 "| setting | type | default | range | what it is |", "|---|---|---|---|---|")
     for field in dataclasses.fields(kind):
         key = prefix + field.name
-        cells = (f"`{key}`", f"`{field.type}`", _default(field), _range(key), _line(said.get(field.name, "")))
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield row(f"`{key}`", f"`{field.type}`", _default(field), _range(key), _line(said.get(field.name, "")))
+
+
+def row(*cells: str) -> str:
+    """A row of a table in Markdown."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _docstrings(kind: type) -> dict[str, str]:
@@ -67,9 +71,8 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def _range(key: str) -> str:
-    group, _, name = key.rpartition(".")
-    if group == "dial" and name in DIAL:
-        return " or ".join(f"`{choice}`" for choice in DIAL[name])
+    if key in CHOICES:
+        return " or ".join(f"`{choice}`" for choice in CHOICES[key])
     if key not in RANGES:
         return ""
     least, most, _ = RANGES[key]

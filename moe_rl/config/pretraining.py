@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_rl.config.parts import ModelConfig
-from moe_rl.config.tree import changed
+from moe_rl.config.tree import replaced
 from moe_rl.lookup import Part, Use
 
 Row = dict[str, float]
@@ -46,10 +46,7 @@ class Pretraining:
 
     def replace(self, **changes: Any) -> Pretraining:
         """A copy with changes; dotted keys reach inside."""
-        new = self
-        for key, value in changes.items():
-            new = changed(new, key, value)
-        return new
+        return replaced(self, changes)
 
     def goals(self, rows: list[Row]) -> dict[str, bool]:
         """Which are met after these measurements: `flat`, `balanced`."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from moe_rl.config.older import modern
 from moe_rl.config.parts import ColdStart, Critic, Dial, EngineConfig, Measure, ModelConfig, Optimizer, Parallel
-from moe_rl.config.tree import changed, leaves, plain, read
+from moe_rl.config.tree import leaves, plain, read, replaced
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Part, Use
 
@@ -180,7 +180,4 @@ class RunConfig:
 
     def replace(self, **changes: Any) -> RunConfig:
         """A copy with changes. Dotted keys reach inside: `run.replace(**{"optimizer.lr": 1e-4})`."""
-        new = self
-        for key, value in changes.items():
-            new = changed(new, key, value)
-        return new
+        return replaced(self, changes)

@@ -53,10 +53,15 @@ def read(kind: Any, value: Any) -> Any:
     return kind(**{name: read(hints[name], below) for name, below in value.items()})
 
 
-def changed(root: Any, key: str, value: Any) -> Any:
-    """`root` with one dotted setting changed; what lies below a mapping is one key of it. Raises ConfigError with the
+def replaced(root: Any, changes: Mapping[str, Any]) -> Any:
+    """`root` with some dotted settings changed; what lies below a mapping is one key of it. Raises ConfigError with the
     settings that may be meant where there is no such one."""
+    for key, value in changes.items():
+        root = _replaced(root, key, value)
+    return root
 
+
+def _replaced(root: Any, key: str, value: Any) -> Any:
     def inside(node: Any, key_here: str) -> Any:
         if isinstance(node, Mapping):
             return {**node, key_here: value}

@@ -22,9 +22,6 @@ _EVERY = "an interval is at least 1 step; one longer than the run means only at 
 _SIGN = "it must not be negative, or updates would not go along the gradient"
 _LR = "a learning rate must not be negative"
 _RANK = "a size is at least 1 process"
-DIAL = {"form": ("weights", "choice", "beside"), "acts_on": ("both", "ratio", "gradient"),
-        "direction": ("random", "last_step")}
-LAG_MODES = ("fixed", "random")
 _SEED = "random streams are derived from seeds, which are below 2^32 and not negative"
 RANGES: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(("steps", "prompts_per_step", "group_size", "mini_batches", "epochs", "micro_batch",
@@ -52,8 +49,14 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     "engine.gpu_memory": (0, 1, "a share of the GPU's memory"),
 }
 """Smallest and largest value of a setting, and what it is or why; None, where a setting may be it, is not compared."""
-
-
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "optimizer.name": OPTIMIZERS,
+    "lag_mode": ("fixed", "random"),
+    "dial.form": ("weights", "choice", "beside"),
+    "dial.acts_on": ("both", "ratio", "gradient"),
+    "dial.direction": ("random", "last_step"),
+}
+"""The words that a setting may be."""
 UNBOUNDED = ("arm.", "critic.clip")
 """Settings that may be infinite, by how their keys begin."""
 
@@ -77,19 +80,14 @@ def check_values(config: RunConfig) -> None:
         least, most, why = RANGES.get(key, (-math.inf, math.inf, ""))
         if value is not None and key in RANGES and not least <= value <= most:
             raise ConfigError(f"{key}={value:g}: {why}")
+        if key in CHOICES and value not in CHOICES[key]:
+            raise ConfigError(f"{key}={value!r}: choose {' or '.join(CHOICES[key])}")
     if config.temperature <= 0:
         raise ConfigError(f"temperature={config.temperature:g}: logits are divided by it, so it must be positive")
     if not 0 < config.top_p <= 1:
         raise ConfigError(f"top_p={config.top_p:g}: a share of the probability, above 0 or nothing is drawn; 1: all")
     if not all(0 <= beta < 1 for beta in config.optimizer.betas):
         raise ConfigError(f"optimizer.betas={config.optimizer.betas}: shares of a mean that are kept, in [0, 1)")
-    if config.optimizer.name not in OPTIMIZERS:
-        raise ConfigError(f"optimizer.name={config.optimizer.name!r}: choose {' or '.join(OPTIMIZERS)}")
-    for name, choices in DIAL.items():
-        if (value := getattr(config.dial, name)) not in choices:
-            raise ConfigError(f"dial.{name}={value!r}: choose {' or '.join(choices)}")
-    if config.lag_mode not in LAG_MODES:
-        raise ConfigError(f"lag_mode={config.lag_mode!r}: choose {' or '.join(LAG_MODES)}")
     if config.partial_tokens is not None and not (config.lag and config.partial_tokens < config.max_new_tokens):
         raise ConfigError(f"partial_tokens={config.partial_tokens} has no effect with lag={config.lag} and "
                           f"max_new_tokens={config.max_new_tokens}: a response that waits for no step, or needs no "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from moe_rl.config import Arm
+from moe_rl.config.page import row
 from moe_rl.lookup import Use
 from moe_rl.lookup.parts import REQUIRED, Described, parts
 from moe_rl.methods.roll import OPTIONS
@@ -65,7 +66,7 @@ def described(name: str) -> list[str]:
         lines += [f"  belongs to it: --set {key}={value}" for key, value in found.run.items()]
         if found.of and found.name != f"paper:{found.of}":
             lines += ["", f"  unlike paper:{found.of}:", *(f"    {line}" for line in _unlike(found))]
-        lines += [f"  {row}" for row in _others(found)]
+        lines += [f"  {line}" for line in _others(found)]
     return lines
 
 
@@ -87,8 +88,8 @@ def _method_tables() -> Iterator[str]:
             yield from ("", f"## {family}", "", *_head("method", "setting", "equation", "source", "remarks"))
         equations = [f"`{use.name}`: {parts()[use.name].equation}" for use in _uses(arm(m.name), all_parts=False)]
         settings = "; ".join(f"`{key}={value}`" for key, value in m.run.items())
-        yield _row(f"`{m.name}`", f"`{m.arm}`", "<br>".join(equations), m.source, " ".join(filter(None, (m.note,
-                                                                                                    settings))))
+        remarks = " ".join(filter(None, (m.note, settings)))
+        yield row(f"`{m.name}`", f"`{m.arm}`", "<br>".join(equations), m.source, remarks)
 
 
 def _elsewhere() -> Iterator[str]:
@@ -98,7 +99,7 @@ def _elsewhere() -> Iterator[str]:
                 "", *_head("method", "framework", "called", "default there", "what is different there", "known by"))
     for m in methods().values():
         for framework, *cells, status in m.elsewhere:
-            yield _row(f"`{m.name}`", _title(framework), *cells, KNOWN_BY[status])
+            yield row(f"`{m.name}`", _title(framework), *cells, KNOWN_BY[status])
 
 
 def _presets() -> Iterator[str]:
@@ -107,22 +108,22 @@ def _presets() -> Iterator[str]:
                 "is no part.", "", *_head("preset", "setting", "unlike the paper", "remarks"))
     for p in presets().values():
         if not p.name.startswith("paper:"):
-            yield _row(f"`{p.name}`", f"`{p.arm}`", "<br>".join(_unlike(p)), p.note)
+            yield row(f"`{p.name}`", f"`{p.arm}`", "<br>".join(_unlike(p)), p.note)
         elif p.arm != methods()[p.of].arm:
-            yield _row(f"`{p.name}`", f"`{p.arm}`", "", f"{p.source}. {p.note}".strip(" ."))
+            yield row(f"`{p.name}`", f"`{p.arm}`", "", f"{p.source}. {p.note}".strip(" ."))
 
 
 def _part_tables() -> Iterator[str]:
     yield from ("", "## Parts", "", "Options and their defaults; those with … must be given.")
     for kind, title in KINDS.items():
         yield from ("", f"### {title}", "", *_head("part", "what it is"))
-        yield from (_row(f"`{_signature(part)}`", part.equation) for part in parts().values() if part.kind == kind)
+        yield from (row(f"`{_signature(part)}`", part.equation) for part in parts().values() if part.kind == kind)
 
 
 def _roll() -> Iterator[str]:
     yield from ("", "## ROLL's options", "", "`moe_rl.methods.from_roll({…})` gives the arm that they describe, and "
                 "settings for the run.", "", *_head("option", "default", "what becomes of it"))
-    yield from (_row(f"`{name}`", f"{default}", what) for name, (default, what) in OPTIONS.items())
+    yield from (row(f"`{name}`", f"{default}", what) for name, (default, what) in OPTIONS.items())
 
 
 def _refusals() -> Iterator[str]:
@@ -135,9 +136,9 @@ def _unlike(preset: Method) -> list[str]:
 
 
 def _others(method: Method) -> list[str]:
-    rows = [f"{_title(framework)}: {', '.join(filter(None, (called, default)))}{f' ({differs})' if differs else ''}"
-            for framework, called, default, differs, _ in method.elsewhere]
-    return ["", "elsewhere:", *(f"  {row}" for row in rows)] if rows else []
+    lines = [f"{_title(framework)}: {', '.join(filter(None, (called, default)))}{f' ({differs})' if differs else ''}"
+             for framework, called, default, differs, _ in method.elsewhere]
+    return ["", "elsewhere:", *(f"  {line}" for line in lines)] if lines else []
 
 
 def _title(framework: str) -> str:
@@ -152,14 +153,3 @@ def _signature(part: Described) -> str:
 
 def _head(*titles: str) -> tuple[str, str]:
     return "| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Rows as lines, their columns aligned."""
-    rows = list(rows)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

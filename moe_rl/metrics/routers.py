@@ -23,11 +23,8 @@ class Confidence(Pooled):
     confidence: PerSite
     """Σ over tokens of Σ_{e ∈ S} p(e), p the router's softmax over all experts, whatever its combine weights."""
 
-    def row(self) -> dict[str, float]:
-        return {"router_confidence": float(self.confidence.sum() / self.n.sum())}
-
-    def site_rows(self) -> list[dict[str, float]]:
-        return [{"router_confidence": mean} for mean in (self.confidence / self.n).tolist()]
+    def _means(self) -> dict[str, tuple[Tensor, Tensor]]:
+        return {"router_confidence": (self.confidence, self.n)}
 
 
 def router_confidence(log_probs: PerSlot, ids: Ids, mask: Mask) -> Confidence:
@@ -47,8 +44,8 @@ class Coverage(Pooled):
     n: Float[Tensor, ""]
     forced: Float[Tensor, ""]
 
-    def row(self) -> dict[str, float]:
-        return {"coverage": float(self.forced / self.n)}
+    def _means(self) -> dict[str, tuple[Tensor, Tensor]]:
+        return {"coverage": (self.forced, self.n)}
 
 
 def coverage(known: Bool[Tensor, "batch time site"], mask: Mask) -> Coverage:

@@ -35,10 +35,15 @@ class Pooled:
 
     def row(self) -> dict[str, float]:
         """Means over everything, as columns of a table."""
-        raise NotImplementedError
+        return {name: float(x.sum() / n.sum()) for name, (x, n) in self._means().items()}
 
     def site_rows(self) -> list[dict[str, float]]:
-        """Means of every site."""
+        """Means of every site, of the columns that are counted by site."""
+        columns = {name: (x / n).tolist() for name, (x, n) in self._means().items() if x.dim()}
+        return [dict(zip(columns, site, strict=True)) for site in zip(*columns.values(), strict=True)]
+
+    def _means(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The sum of every column and the count that divides it: both of every site, or both of all."""
         raise NotImplementedError
 
 
@@ -68,23 +73,20 @@ class RouteChange(Pooled):
     """Σ number of sites with S ≠ S'; R3."""
 
     def row(self) -> dict[str, float]:
-        """Means over tokens, or over tokens and sites, as columns of a table."""
-        return {
-            **{name: float(x.sum() / n.sum()) for name, (x, n) in self._means().items()},
-            "any_layer_change": float(self.any_layer_change / self.tokens),
-            "layers_changed": float(self.layers_changed / self.tokens),
-            "volatility_tokens": float(self.tokens),
-            "volatility_unknown": float(self.unknown.sum()),
-        }
+        """Means over tokens, or over tokens and sites, and how many tokens these are."""
+        counts = {"volatility_tokens": float(self.tokens), "volatility_unknown": float(self.unknown.sum())}
+        return super().row() | counts
 
     def site_rows(self) -> list[dict[str, float]]:
-        """Means over tokens, one row per site."""
-        means = {name: x / n for name, (x, n) in self._means().items()}
-        return _site_rows(means | {"volatility_tokens": self.n, "volatility_unknown": self.unknown})
+        """Means over tokens, and how many, one row per site."""
+        counts = zip(self.n.tolist(), self.unknown.tolist(), strict=True)
+        return [row | {"volatility_tokens": n, "volatility_unknown": unknown}
+                for row, (n, unknown) in zip(super().site_rows(), counts, strict=True)]
 
     def _means(self) -> dict[str, tuple[Tensor, Tensor]]:
-        counted = {name: (getattr(self, name), self.n) for name in ("slot_change", "set_change", "jaccard_distance")}
-        return counted | {"gate_mass_moved": (self.gate_mass_moved, self.gated)}
+        by = {"slot_change": self.n, "set_change": self.n, "jaccard_distance": self.n, "gate_mass_moved": self.gated,
+              "any_layer_change": self.tokens, "layers_changed": self.tokens}
+        return {name: (getattr(self, name), n) for name, n in by.items()}
 
 
 def route_change(
@@ -134,15 +136,9 @@ class ResponseChange(Pooled):
     response_usage_change: PerSite
     """Σ ½ Σ_e |f_e - f'_e|, f_e the share of the response's slots that expert e fills: total variation."""
 
-    def row(self) -> dict[str, float]:
-        n = self.responses.sum()
-        return {name: float(x.sum() / n) for name, x in self._sums().items()}
-
-    def site_rows(self) -> list[dict[str, float]]:
-        return _site_rows({name: x / self.responses for name, x in self._sums().items()})
-
-    def _sums(self) -> dict[str, PerSite]:
-        return {name: getattr(self, name) for name in ("response_set_change", "response_usage_change")}
+    def _means(self) -> dict[str, tuple[Tensor, Tensor]]:
+        return {name: (getattr(self, name), self.responses)
+                for name in ("response_set_change", "response_usage_change")}
 
 
 def response_change(before: Ids, after: Ids, mask: Mask, num_experts: int) -> ResponseChange:
@@ -175,15 +171,12 @@ class RouterShift(Pooled):
     ratio_low: Float[Tensor, ""]
     """Tokens with γ < 0.7, the threshold below which RSPO's code drops a token."""
 
-    def row(self) -> dict[str, float]:
+    def _means(self) -> dict[str, tuple[Tensor, Tensor]]:
         return {
-            "router_shift": float(self.shift.sum() / self.n.sum()),
-            "router_shift_ratio": float(self.ratio / self.tokens),
-            "router_shift_ratio_low": float(self.ratio_low / self.tokens),
+            "router_shift": (self.shift, self.n),
+            "router_shift_ratio": (self.ratio, self.tokens),
+            "router_shift_ratio_low": (self.ratio_low, self.tokens),
         }
-
-    def site_rows(self) -> list[dict[str, float]]:
-        return _site_rows({"router_shift": self.shift / self.n})
 
 
 def router_shift(
@@ -286,8 +279,3 @@ def _usage(ids: Ids, known: Bool[Tensor, "batch time site"], num_experts: int) -
     counted = (known[..., None] & (ids >= 0)).transpose(1, 2).flatten(2).double()
     index = ids.clamp(min=0).long().transpose(1, 2).flatten(2)
     return counted.new_zeros(batch, sites, num_experts).scatter_add_(2, index, counted)
-
-
-def _site_rows(columns: dict[str, PerSite]) -> list[dict[str, float]]:
-    values = {name: column.tolist() for name, column in columns.items()}
-    return [dict(zip(values, site, strict=True)) for site in zip(*values.values(), strict=True)]

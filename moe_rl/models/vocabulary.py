@@ -18,7 +18,7 @@ LOGITS = 2**26
 def head_is_apart(model: nn.Module) -> bool:
     """Whether the model's logits are what its output embeddings make of the last hidden state, and nothing more: some
     families scale or squash them afterwards. Tried on two tokens, since a padding token may be 0 throughout."""
-    head = _head(model)
+    head = head_of(model)
     if head is None:
         return False
     tokens = torch.tensor([[0, 1]], device=next(model.parameters()).device)
@@ -46,7 +46,7 @@ def log_probs_in_pieces(
     at most `LOGITS`, are made for `where` alone, and again in the backward, so that memory does not grow with rows ×
     time × vocabulary. For models whose `head_is_apart`. All of it happens in place of the head's forward, within the
     model's, where the weights of a model that is cut over ranks are whole."""
-    head = _head(model)
+    head = head_of(model)
     forward, own = head.forward, head.__dict__.get("forward")
 
     def piece(
@@ -77,5 +77,6 @@ def log_probs_in_pieces(
     return found[..., 0], found[..., 1]
 
 
-def _head(model: nn.Module) -> Any:
+def head_of(model: nn.Module) -> Any:
+    """The module of its output embeddings; None for a model without."""
     return getattr(model, "get_output_embeddings", lambda: None)()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moe_rl import ranks
 from moe_rl.config.parts import Optimizer
 from moe_rl.models.truncation import entropy_of
-from moe_rl.models.vocabulary import LOGITS, head_is_apart, log_probs_in_pieces
+from moe_rl.models.vocabulary import LOGITS, head_is_apart, head_of, log_probs_in_pieces
 from moe_rl.objectives import Objective
 from moe_rl.policies.micro_batches import Rows, cut, join, waiting
 from moe_rl.policies.optimizer import cosine_with, last_step, optimizer_of, read_state, stepped, write_state
@@ -145,6 +145,7 @@ class HFPolicy:
     # ------------------------------------------------------------------ how
     def _trainable(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
+
     def _cut(self, batch: Batch, most: int) -> list[Rows]:
         """The rows of every forward of this process."""
         return cut(batch, most, self.micro_batch_tokens)
@@ -211,7 +212,7 @@ class HFPolicy:
 
     def _in_pieces(self, part: Batch) -> bool:
         """Whether the logits of its responses are too many to be held at once, and can be made piece by piece."""
-        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        head = head_of(self.model)
         count = part.response_mask[:, first_response(part) :].numel()
         return head is not None and count * head.weight.shape[0] > LOGITS and self._head_is_apart
 

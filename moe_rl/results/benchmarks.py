@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,8 @@ def of_problems(rows: pd.DataFrame) -> Mapping[str, Problems]:
         n, votes = len(right), [None if math.isnan(vote) else int(vote) for vote in group["vote"]]
         values = {f"avg@{n}": sum(right) / n}
         if n > 1:
-            values |= {f"pass@{k}": pass_at(k, n, int(sum(right))) for k in _powers(n)}
+            powers = sorted({2**i for i in range(1, n.bit_length())} | {n})
+            values |= {f"pass@{k}": pass_at(k, n, int(sum(right))) for k in powers}
             values[f"maj@{n}"] = majority(votes, right)
         values |= {name: float(group[name].mean()) for name in ("reward", "response_tokens", "truncated")}
         for name, value in values.items():
@@ -52,11 +54,6 @@ def of_problems(rows: pd.DataFrame) -> Mapping[str, Problems]:
     if len(greedy):
         found["greedy"] = {int(p): float(r >= RIGHT) for p, r in zip(greedy["problem"], greedy["reward"], strict=True)}
     return found
-
-
-def _powers(n: int) -> list[int]:
-    """2, 4, 8 … and n."""
-    return sorted({2**i for i in range(1, n.bit_length())} | {n})
 
 
 def summarise(rows: pd.DataFrame, by: str = "checkpoint") -> pd.DataFrame:
@@ -96,11 +93,8 @@ def summarise(rows: pd.DataFrame, by: str = "checkpoint") -> pd.DataFrame:
 def _interval(metric: str, values: Problems) -> dict[str, Any]:
     """Where all problems are solved, or none, resampling them would say that nothing is uncertain: exact instead."""
     numbers, scale = np.array(list(values.values())), "log" if metric == "response_tokens" else "logit"
-    if scale == "logit" and set(numbers) in ({0.0}, {1.0}):
-        found = stats.rate(int(numbers.sum()), len(numbers))
-        return {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n, "method": found.method}
-    b = stats.band(numbers[:, None], scale=scale)
-    return {"mean": b.mean[0], "low": b.low[0], "high": b.high[0], "n": b.n, "method": b.method}
+    extreme = scale == "logit" and set(numbers) in ({0.0}, {1.0})
+    return asdict(stats.rate(int(numbers.sum()), len(numbers)) if extreme else stats.interval(numbers, scale=scale))
 
 
 def print_evaluation(console: Console, summary: pd.DataFrame) -> None:

@@ -160,6 +160,15 @@ def one_by_one(n: int, arms: Sequence[str]) -> bool:
     return n <= SEEDS and n * len(arms) <= LINES
 
 
+def whiskers(ax: Axes, at: ArrayLike, b: Band, colour: str, *, upright: bool = True, linewidth: float = 1.4) -> None:
+    """The intervals of a band, where there are seeds enough for one: lines up and down at x = `at`, or along y = it."""
+    if b.n >= FEWEST:
+        x, y = (at, b.mean) if upright else (b.mean, at)
+        reach = [b.mean - b.low, b.high - b.mean]
+        ax.errorbar(x, y, reach if upright else None, None if upright else reach, fmt="none", ecolor=colour, capsize=3,
+                    linewidth=linewidth)
+
+
 def marks(ax: Axes, rows: pd.DataFrame, arm: str, arms: Sequence[str], offset: float) -> Band:
     """One arm at every column of `rows` [seed, column]: each seed a small dot, their mean a large one with its
     interval."""
@@ -168,8 +177,7 @@ def marks(ax: Axes, rows: pd.DataFrame, arm: str, arms: Sequence[str], offset: f
     b, x, colour = band(values, scale=scale), np.arange(rows.shape[1]) + offset, colour_of(arm, arms)
     for seed, row in rows.iterrows():
         ax.plot(x, row, ".", color=colour, alpha=0.35, markersize=5, gid=f"{arm} seed={seed} {rows.columns[0]}")
-    if b.n >= FEWEST:
-        ax.errorbar(x, b.mean, [b.mean - b.low, b.high - b.mean], fmt="none", ecolor=colour, capsize=3, linewidth=1.4)
+    whiskers(ax, x, b, colour)
     ax.plot(x, b.mean, "o", color=colour, markersize=6, gid=f"{arm} mean {rows.columns[0]}")
     return b
 
@@ -188,9 +196,7 @@ def rows_of(ax: Axes, values: Mapping[str, pd.Series], colours: Mapping[str, str
             continue
         b = band(seeds.to_numpy(dtype=float)[:, None], scale=scale)
         ax.plot(seeds, np.full(len(seeds), i), ".", color=colours[name], alpha=0.4, markersize=6, gid=f"{name} seeds")
-        if b.n >= FEWEST:
-            ax.errorbar(b.mean, i, xerr=[b.mean - b.low, b.high - b.mean], fmt="none", ecolor=colours[name], capsize=3,
-                        linewidth=1.4)
+        whiskers(ax, i, b, colours[name], upright=False)
         ax.plot(b.mean, i, "o", color=colours[name], markersize=5.5, gid=f"{name} mean")
         found.append(b)
     ax.set(yticks=range(len(values)), yticklabels=[_in_lines(name, 24) for name in values],
@@ -210,8 +216,7 @@ def over(ax: Axes, table: pd.DataFrame, x: str, colour: str, label: str, *, shif
     at = at * (high / low) ** shift if ax.get_xscale() == "log" else at + (high - low) * shift
     for seed, row in values.iterrows():
         ax.plot(at, row, ".", color=colour, alpha=0.4, markersize=5, gid=f"{label} seed={seed}")
-    if b.n >= FEWEST:
-        ax.errorbar(at, b.mean, [b.mean - b.low, b.high - b.mean], fmt="none", ecolor=colour, capsize=3, linewidth=1.4)
+    whiskers(ax, at, b, colour)
     ax.plot(at, b.mean, marker="o", color=colour, markersize=5, linewidth=1.2, linestyle=linestyle, label=label,
             markerfacecolor=colour if linestyle == "-" else "white", gid=f"{label} mean")
     return b
@@ -229,16 +234,6 @@ def before_training(steps: pd.DataFrame, column: str) -> pd.Series:
     measured = COLD_START.get(column, column)
     rows = steps[steps["step"] == 0].reindex(columns=["factors", measured])
     return rows.set_index("factors")[measured].dropna()
-
-
-def slope_guide(ax: Axes, slope: float, x: ArrayLike, y: float, *, above: bool) -> None:
-    """On log–log axes, a line of that slope over `x`, through `y` at its end, its name above or below it."""
-    at = np.asarray(x, dtype=float)
-    line = y * (at / at[-1]) ** slope
-    ax.plot(at, line, color="black", linewidth=1.2, linestyle=(0, (4, 3)), zorder=5, gid=f"slope {slope:g}")
-    middle = len(at) // 2
-    ax.annotate(f"slope {slope:g}", (at[middle], line[middle]), fontsize=9, xytext=(-4, 6) if above else (4, -12),
-                textcoords="offset points", ha="right" if above else "left", zorder=5)
 
 
 def whole(ax: Axes) -> None:

@@ -64,9 +64,9 @@ class Paired:
     method: str
 
 
-def interval(values: ArrayLike, confidence: float = 0.95, seed: int = 0) -> Interval:
+def interval(values: ArrayLike, confidence: float = 0.95, seed: int = 0, scale: str = "linear") -> Interval:
     """Mean over seeds and its confidence interval; the arguments of `band`, for one quantity."""
-    b = band(np.asarray(values, dtype=float)[:, None], confidence, seed)
+    b = band(np.asarray(values, dtype=float)[:, None], confidence, seed, scale)
     return Interval(float(b.mean[0]), float(b.low[0]), float(b.high[0]), b.n, b.method)
 
 

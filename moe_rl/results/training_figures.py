@@ -16,7 +16,7 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 
 from moe_rl.errors import RunError
 from moe_rl.results import plots, pooling
-from moe_rl.results.plots import FEWEST, GREY, colour_of, curves, finish, new_figure, note_of, styled
+from moe_rl.results.plots import GREY, colour_of, curves, finish, new_figure, note_of, styled
 from moe_rl.results.pooling import attribution, mean_by, windows
 from moe_rl.results.stats import band
 from moe_rl.results.summary import MAIN, Metric, gaps, pairs_of, replaying
@@ -175,9 +175,7 @@ def variance_shares(frames: Frames, arms: Sequence[str]) -> Figure:
         x = np.arange(len(SHARES)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
         found.append(b)
         ax.bar(x, b.mean, 0.72 / len(arms), color=colour_of(arm, arms), alpha=0.8, label=arm)
-        if b.n >= FEWEST:
-            ax.errorbar(x, b.mean, [b.mean - b.low, b.high - b.mean], fmt="none", ecolor="black", capsize=3,
-                        linewidth=1.2)
+        plots.whiskers(ax, x, b, "black", linewidth=1.2)
         for seed, row in rows.set_index("seed")[list(SHARES)].iterrows():
             ax.plot(x, row, "o", color="white", markeredgecolor="black", markersize=4, gid=f"{arm} seed={seed}")
     if not found:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_rl.errors import ConfigError, RoutingError, RunError
-from moe_rl.rollouts.request import before_stop, end_tokens
+from moe_rl.rollouts.request import before_stop, completion_text, end_tokens
 from moe_rl.routing.formats import RoutesRefused, decode_routes
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import RoutingTrace
@@ -86,9 +86,7 @@ class Reader:
             )
         if odd := [x for x in logprobs if not (isinstance(x, Real) and math.isfinite(x) and x <= 1e-4)]:
             raise RunError(f"the engine reported {odd[0]!r} as the log-probability of a token it had sampled.")
-        ended = tokens[-1] in self.ends
-        text = str(self.tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False,
-                                         clean_up_tokenization_spaces=False))
+        text = completion_text(tokens, self.ends, self.tokenizer)
         self._check_end(tokens, text, answer.finished, sampling)
         return Rollout(
             prompt=prompt,

@@ -11,46 +11,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.models.truncation import KeptTokens
-from moe_rl.rollouts.base import RolloutEngine
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.request import before_stop, sampling_of
 from moe_rl.rollouts.turns import spliced
 from moe_rl.routing.layout import Layout, Site
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import LAG, NOISE, PROMPTS, derive
-from moe_rl.tasks.base import EQUAL, AnyTask, draw
+from moe_rl.tasks.base import EQUAL, draw
 from moe_rl.tasks.environments import drawn, earned
 from moe_rl.types import Batch, Prompt, Rollout, Turn
+
+if TYPE_CHECKING:
+    from moe_rl.trainer import Parts
 
 FILE = "batches.pt"
 """Of a checkpoint, where batches wait."""
 Row = dict[str, float]
 Text = Callable[[Sequence[int]], str]
-
-
-@runtime_checkable
-class Samples(Protocol):
-    """Those of the trainer's parts that sampling takes."""
-
-    @property
-    def task(self) -> AnyTask: ...
-    @property
-    def engine(self) -> RolloutEngine: ...
-    @property
-    def encode(self) -> Callable[[list[Prompt]], list[Prompt]]: ...
-    @property
-    def decode(self) -> Text | None: ...
-    @property
-    def pad_token(self) -> int: ...
-    @property
-    def held_out(self) -> list[Prompt]: ...
 
 
 @runtime_checkable
@@ -60,13 +44,13 @@ class BatchSource(Protocol):
     row: Row
     """What the row of `steps` shall say of how the last batch was drawn."""
 
-    def next(self, run: RunConfig, parts: Samples, step: int) -> Batch:
+    def next(self, run: RunConfig, parts: Parts, step: int) -> Batch:
         """The batch that this step trains on, rewarded; called at every step in turn, before its first update."""
 
     def save(self, folder: Path) -> None:
         """Write everything that resuming needs."""
 
-    def load(self, run: RunConfig, parts: Samples, folder: Path) -> None:
+    def load(self, run: RunConfig, parts: Parts, folder: Path) -> None:
         """Read what `save` wrote."""
 
 
@@ -85,7 +69,7 @@ class Queue:
         self.ready: dict[int, tuple[Batch, Row]] = {}
         self.row: Row = {}
 
-    def next(self, run: RunConfig, parts: Samples, step: int) -> Batch:
+    def next(self, run: RunConfig, parts: Parts, step: int) -> Batch:
         """See `BatchSource.next`. Raises RunError where a batch was to be begun in a step that was left out."""
         for number in range(step, step + run.lag + 1):
             begins = max(1, number - lag_of(run, number))
@@ -112,7 +96,7 @@ class Queue:
             begun = {n: [replace(r, prompt=Prompt("")) for r in rollouts] for n, rollouts in self.begun.items()}
             torch.save({"begun": begun, "ready": self.ready}, folder / FILE)
 
-    def load(self, run: RunConfig, parts: Samples, folder: Path) -> None:
+    def load(self, run: RunConfig, parts: Parts, folder: Path) -> None:
         """Read what `save` wrote."""
         self.begun, self.ready = {}, {}
         if not (folder / FILE).exists():
@@ -130,7 +114,7 @@ def lag_of(run: RunConfig, number: int) -> int:
     return run.lag if run.lag_mode == "fixed" else derive(run.seed, LAG, number) % (run.lag + 1)
 
 
-def fresh(run: RunConfig, parts: Samples, number: int) -> Batch:
+def fresh(run: RunConfig, parts: Parts, number: int) -> Batch:
     """A batch of the current weights, with prompts and noise of a number, rewarded: no queue, nothing exchanged."""
     prompts = _prompts(run, parts, run.prompts_per_step, number)
     key = (run.seed, NOISE, number)
@@ -139,12 +123,12 @@ def fresh(run: RunConfig, parts: Samples, number: int) -> Batch:
 
 
 # ---------------------------------------------------------------------- drawing
-def _prompts(run: RunConfig, parts: Samples, count: int, *position: int) -> list[Prompt]:
+def _prompts(run: RunConfig, parts: Parts, count: int, *position: int) -> list[Prompt]:
     excluding = {prompt.text for prompt in parts.held_out}
     return parts.encode(draw(parts.task, count, derive(run.seed, PROMPTS, *position), excluding))
 
 
-def _drawn(run: RunConfig, parts: Samples, prompts: list[Prompt], group_size: int, position: tuple[int, ...],
+def _drawn(run: RunConfig, parts: Parts, prompts: list[Prompt], group_size: int, position: tuple[int, ...],
            most: int, step: int) -> list[Rollout]:
     """Up to `most` tokens of every completion, which say which weights drew them."""
     sampling = replace(sampling_of(run), max_new_tokens=most)
@@ -159,7 +143,7 @@ def _at_most(run: RunConfig, left: int, due: bool) -> int:
     return left if due or run.partial_tokens is None else min(run.partial_tokens, left)
 
 
-def _begun(run: RunConfig, parts: Samples, number: int, step: int) -> list[Rollout]:
+def _begun(run: RunConfig, parts: Parts, number: int, step: int) -> list[Rollout]:
     prompts = _prompts(run, parts, run.prompts_per_step, number)
     most = _at_most(run, run.max_new_tokens, number == step)
     return _drawn(run, parts, prompts, run.group_size, (number,), most, step)
@@ -171,7 +155,7 @@ def _complete(run: RunConfig, rollout: Rollout) -> bool:
     return run.partial_tokens is None or rollout.finished or len(rollout.tokens) == run.max_new_tokens
 
 
-def _continued(run: RunConfig, parts: Samples, number: int, step: int, rollouts: list[Rollout]) -> list[Rollout]:
+def _continued(run: RunConfig, parts: Parts, number: int, step: int, rollouts: list[Rollout]) -> list[Rollout]:
     """The same rollouts; those that are not complete, which have the same length, have drawn on."""
     waiting = [i for i, rollout in enumerate(rollouts) if not _complete(run, rollout)]
     so_far = max(len(rollouts[i].tokens) for i in waiting)
@@ -208,11 +192,11 @@ def joined(first: Rollout, then: Rollout, text_of: Text, stop: tuple[str, ...] =
 
 
 # ---------------------------------------------------------------------- what was drawn, as a batch
-def _rewards(parts: Samples, rollouts: list[Rollout]) -> list[float]:
+def _rewards(parts: Parts, rollouts: list[Rollout]) -> list[float]:
     return [earned(parts.task, rollout) for rollout in rollouts]
 
 
-def _rewarded(run: RunConfig, parts: Samples, number: int, step: int, rollouts: list[Rollout]) -> tuple[Batch, Row]:
+def _rewarded(run: RunConfig, parts: Parts, number: int, step: int, rollouts: list[Rollout]) -> tuple[Batch, Row]:
     """A batch whose responses are complete, after its refills, and what these cost."""
     rewards, row = _rewards(parts, rollouts), Row()
     if run.refills:
@@ -221,7 +205,7 @@ def _rewarded(run: RunConfig, parts: Samples, number: int, step: int, rollouts: 
 
 
 def _exchanged(
-    run: RunConfig, parts: Samples, number: int, step: int, rollouts: list[Rollout], rewards: list[float]
+    run: RunConfig, parts: Parts, number: int, step: int, rollouts: list[Rollout], rewards: list[float]
 ) -> tuple[list[Rollout], list[float], Row]:
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards are all equal, up to `EQUAL`, give
     way to those of new prompts, as many as are missing, `refills` times at most; what is missing then stays as it was
@@ -254,6 +238,6 @@ def _exchanged(
     return [rollout for rollout, _ in kept], [reward for _, reward in kept], row
 
 
-def _batch(run: RunConfig, parts: Samples, rollouts: list[Rollout], rewards: list[float]) -> Batch:
+def _batch(run: RunConfig, parts: Parts, rollouts: list[Rollout], rewards: list[float]) -> Batch:
     groups = [i // run.group_size for i in range(len(rollouts))]
     return collate(rollouts, groups, rewards, parts.pad_token)

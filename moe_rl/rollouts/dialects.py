@@ -37,29 +37,32 @@ class Dialect:
     """Pushes that the server has taken over since it started; None where it cannot say."""
 
 
-def _vllm_sampling(sampling: Sampling, seed: int, ends: list[int]) -> dict[str, Any]:
-    """Everything is said, since a server fills gaps from the model's generation config."""
+def _settings(sampling: Sampling, ends: list[int]) -> dict[str, Any]:
+    """What vLLM and SGLang call alike. Everything is said, since a server fills gaps from the model's generation
+    config."""
     return {
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
-        "max_tokens": sampling.max_new_tokens,
-        "seed": seed,
         "stop": list(sampling.stop),
         "stop_token_ids": ends,
-        "skip_special_tokens": False,
+        "skip_special_tokens": False,  # a stop string is looked for in the text that the scorer will see
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "repetition_penalty": 1.0,
-        "logprobs": 0,
     }
 
 
+def vllm_settings(sampling: Sampling, seed: int, ends: list[int]) -> dict[str, Any]:
+    """vLLM's `SamplingParams`, as its servers take them, too."""
+    return {**_settings(sampling, ends), "max_tokens": sampling.max_new_tokens, "seed": seed, "logprobs": 0}
+
+
 def _openai_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends: list[int], _: bool) -> dict:
-    return {"prompt": list(prompt), "return_token_ids": True, **_vllm_sampling(sampling, seed, ends)}
+    return {"prompt": list(prompt), "return_token_ids": True, **vllm_settings(sampling, seed, ends)}
 
 
 def _vllm_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends: list[int], _: bool) -> dict:
-    return {"token_ids": list(prompt), "sampling_params": _vllm_sampling(sampling, seed, ends)}
+    return {"token_ids": list(prompt), "sampling_params": vllm_settings(sampling, seed, ends)}
 
 
 def _choice(server: ServerEngine, reply: Any) -> Answer:
@@ -99,16 +102,10 @@ def _sglang_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends
         "return_logprob": True,
         "return_routed_experts": routes,
         "sampling_params": {
-            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            **_settings(sampling, ends),
+            "top_k": sampling.top_k or -1,
             "max_new_tokens": sampling.max_new_tokens,
             "sampling_seed": seed % 2**31,
-            "stop": list(sampling.stop),
-            "stop_token_ids": ends,
-            "skip_special_tokens": False,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
-            "repetition_penalty": 1.0,
         },
     }
 

@@ -1,13 +1,7 @@
 """Rollouts from a vLLM or SGLang server: the same `Rollout`s as from the engines in this process.
 
-How each server is spoken to is in `rollouts/dialects.py`, and there which ones have been run.
-A vLLM server that can be pushed to is started with
-
-    VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-return-routed-experts --logprobs-mode processed_logprobs \\
-        --worker-extension-cls moe_rl.rollouts.vllm.WorkerExtension
-
-and an SGLang server with `--enable-return-routed-experts`. Development mode lets anyone who reaches the port change the
-model: bind it to loopback or a private network.
+How each server is spoken to is in `rollouts/dialects.py`, and there which ones have been run; with which options they
+are started, and what to mind, in docs/engines.md.
 """
 
 from __future__ import annotations

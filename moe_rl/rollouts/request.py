@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -65,9 +65,9 @@ def check_request(prompts: list[Prompt], group_size: int, sampling: Sampling, co
             )
 
 
-def completion_text(tokens: Sequence[int], model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Ids of a completion as text, without the token that ended it; other special tokens stay visible."""
-    kept = list(tokens[:-1] if tokens[-1] in end_tokens(model, tokenizer) else tokens)
+def completion_text(tokens: Sequence[int], ends: Collection[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Ids of a completion as text, without the one of `ends` that ended it; other special tokens stay visible."""
+    kept = list(tokens[:-1] if tokens[-1] in ends else tokens)
     return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 

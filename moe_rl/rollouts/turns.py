@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_rl.errors import RunError
 from moe_rl.models.tokens import reply_tokens
-from moe_rl.rollouts.request import before_stop
+from moe_rl.rollouts.request import before_stop, completion_text
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Prompt, Reply, Rollout, Sampling, Turn
 
@@ -79,9 +79,8 @@ class Talk:
         return (*over, self._turn(start, tokens[start:])) if cut else tuple(over)
 
     def _turn(self, start: int, own: list[int]) -> Turn:
-        text = self.tokenizer.decode(own[:-1] if own[-1] in self.ends else own, skip_special_tokens=False,
-                                     clean_up_tokenization_spaces=False)  # fmt: skip
-        return Turn(start, start + len(own), before_stop(str(text), self.sampling.stop))
+        text = completion_text(own, self.ends, self.tokenizer)
+        return Turn(start, start + len(own), before_stop(text, self.sampling.stop))
 
 
 # ---------------------------------------------------------------------- turn by turn

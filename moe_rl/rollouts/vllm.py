@@ -22,6 +22,7 @@ from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.models.presets import skeleton
 from moe_rl.rollouts.answers import Answer, Reader
+from moe_rl.rollouts.dialects import vllm_settings
 from moe_rl.rollouts.push import Receipt, receipt
 from moe_rl.rollouts.request import check_request, context_length
 from moe_rl.rollouts.shards import Shards
@@ -119,27 +120,15 @@ class VLLMEngine:
         self, sampling: Sampling, prompts: list[Prompt], noise: list[tuple[int, ...]], most: list[int]
     ) -> list[Rollout]:
         """A completion of every prompt; see `turns.Draw`."""
-        parameters = [self._parameters(dataclasses.replace(sampling, max_new_tokens=room), derive(*position))
-                      for position, room in zip(noise, most, strict=True)]  # fmt: skip
+        from vllm import SamplingParams
+
+        ends = sorted(self.reader.ends)
+        asked_for = [dataclasses.replace(sampling, max_new_tokens=room) for room in most]
+        parameters = [SamplingParams(**vllm_settings(one, derive(*position), ends))
+                      for one, position in zip(asked_for, noise, strict=True)]  # fmt: skip
         asked = [{"prompt_token_ids": list(prompt.tokens)} for prompt in prompts]
         outputs = self.llm.generate(asked, parameters, use_tqdm=False)
         return self.reader.read(prompts, [_answer(output) for output in outputs], sampling)
-
-    def _parameters(self, sampling: Sampling, seed: int) -> Any:
-        from vllm import SamplingParams
-
-        return SamplingParams(
-            temperature=0.0 if sampling.greedy else sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            max_tokens=sampling.max_new_tokens,
-            seed=seed,
-            stop=list(sampling.stop) or None,
-            stop_token_ids=sorted(self.reader.ends),
-            skip_special_tokens=False,  # a stop string is looked for in the text that the scorer will see
-            logprobs=0,
-        )
 
 
 def _answer(output: Any) -> Answer:

@@ -33,7 +33,7 @@ def check_rows(name: str, rows: list[Row]) -> None:
         raise RunError(f"there is no table {name!r}, only {', '.join(TABLES)}; add it, and the keys of its rows, to "
                        "TABLES in moe_rl/runs/columns.py")
     if bad := unknown(name, {key for row in rows for key in row}):
-        raise RunError(f"table {name!r} got columns that moe_rl/runs/columns.py does not explain: "
+        raise RunError(f"table {name!r} got columns that moe_rl/runs/columns.toml does not explain: "
                        f"{', '.join(sorted(bad))}; add an entry with unit and formula for each, or name what is your "
                        "own own_…")
 

@@ -152,7 +152,9 @@ def _from_runs(root: Path, unfinished: bool) -> Frames:
     if not runs:
         why = f"; unfinished: {'; '.join(left_out)}" if left_out else ""
         raise RunError(f"no finished run below {root}{why}")
-    return Frames(pd.DataFrame(runs), {name: _concatenate(tables[name]) for name in pooled()}, tuple(left_out))
+    filled = {name: [part for part in parts if len(part)] or parts[:1] for name, parts in tables.items()}
+    whole = {name: pd.concat(parts, ignore_index=True) for name, parts in filled.items()}
+    return Frames(pd.DataFrame(runs), whole, tuple(left_out))
 
 
 def _described(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -201,23 +203,19 @@ def _first(name: str, a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Difference]:
     columns = [c for c in dict.fromkeys([*a.columns, *b.columns]) if c not in keys and not timing(c)]
     both = a.reindex(columns=[*keys, *columns]).merge(
         b.reindex(columns=[*keys, *columns]), on=keys, how="outer", suffixes=(" a", " b"), indicator=True
-    ).sort_values(keys, kind="stable")
-    parted = both["_merge"] != "both"
-    for c in columns:
-        x, y = both[f"{c} a"], both[f"{c} b"]
-        parted |= ~((x == y) | (x.isna() & y.isna()))
-    if not parted.any():
+    ).sort_values(keys, kind="stable", ignore_index=True)
+    pairs = {c: (both[f"{c} a"], both[f"{c} b"]) for c in columns}
+    differs = pd.DataFrame({c: ~((x == y) | (x.isna() & y.isna())) for c, (x, y) in pairs.items()}, index=both.index)
+    parted = both[(both["_merge"] != "both") | differs.any(axis=1)]
+    if parted.empty:
         return
-    row = both[parted].iloc[0]
+    row = parted.iloc[0]
     where = {k: _plain(row[k]) for k in keys}
     if row["_merge"] != "both":
         yield Difference(name, where, None, *((row["_merge"] == side) for side in ("left_only", "right_only")))
-        return
-    for c in columns:
-        x, y = row[f"{c} a"], row[f"{c} b"]
-        if not (x == y or (pd.isna(x) and pd.isna(y))):
-            yield Difference(name, where, c, _plain(x), _plain(y))
-            return
+    else:
+        first = differs.columns[differs.loc[row.name]][0]
+        yield Difference(name, where, first, *(_plain(row[f"{first} {side}"]) for side in "ab"))
 
 
 def _plain(value: Any) -> Any:
@@ -230,8 +228,3 @@ def _manifest(path: Path) -> dict[str, Any]:
     if manifest is None:
         raise RunError(f"{path} is not a run: it has no manifest.json")
     return manifest
-
-
-def _concatenate(frames: list[pd.DataFrame]) -> pd.DataFrame:
-    frames = [f for f in frames if len(f)] or frames[:1]
-    return pd.concat(frames, ignore_index=True)
