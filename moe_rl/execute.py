@@ -15,7 +15,7 @@ import torch
 
 from moe_rl import ranks
 from moe_rl.config import RunConfig
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, Stopped
 from moe_rl.lookup import Part, lookup, needs_of
 from moe_rl.models.checkpoints import check_weights
 from moe_rl.models.cold_start import Progress, cold_start
@@ -40,7 +40,7 @@ from moe_rl.routing.balance import correction_biases, keep_routers_in
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES, RouteSource
 from moe_rl.runs.folder import RunFolder, read_json, write_json
-from moe_rl.runs.lease import Held, Lease
+from moe_rl.runs.lease import Lease
 from moe_rl.tasks.base import AnyTask, Environment, held_out, load_task, split_of
 from moe_rl.trainer import Listener, Parts, train, warn_void
 from moe_rl.types import Prompt, Rollout
@@ -53,7 +53,8 @@ def execute(
     run: RunConfig, folder: RunFolder | ranks.SharedFolder, *, cache: Path, listen: Listener = lambda rows: None
 ) -> None:
     """Carry out a run in its folder, or go on with it; cold starts are shared through `cache`."""
-    parts = build(run, folder.path, cache)
+    told = folder.told if isinstance(folder, ranks.SharedFolder) else folder.stopping
+    parts = build(run, folder.path, cache, told)
     try:
         folder.finish(train(run, parts, folder, listen))
     finally:
@@ -93,9 +94,9 @@ def _check_task(run: RunConfig) -> None:
                           "whole; leave partial_tokens out. A lag of whole conversations works.")
 
 
-def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
+def build(run: RunConfig, folder: Path, cache: Path, told: Callable[[], bool] = lambda: False) -> Parts:
     """The parts that `run` names, its model past the cold start; collective where there are ranks. Raises ConfigError
-    before any compute is spent."""
+    before any compute is spent, Stopped where it was `told` to stop while another run makes its cold start."""
     check(run)
     if run.policy != "hf":
         ranks.join(run.model.device)
@@ -104,7 +105,7 @@ def build(run: RunConfig, folder: Path, cache: Path) -> Parts:
     advantage = advantage_of(run.arm)
     compares, valued = "reference" in objective.needs | advantage.needs, "values" in advantage.needs
     evaluation, pad_token = ranks.from_rank_0(
-        lambda: _prepare(run, task, _of_rank_0(loaded), cache, _told(folder), compares, valued))
+        lambda: _prepare(run, task, _of_rank_0(loaded), cache, _progress(folder, told), compares, valued))
     policy = _policy(run, loaded)
     # Both made now, before the policy has moved: from the weights of the cold start.
     critic = _critic(run, _of_rank_0(loaded)) if valued else None
@@ -173,7 +174,7 @@ def _of_rank_0(loaded: LoadedModel | None) -> LoadedModel:
 
 
 def _prepare(
-    run: RunConfig, task: AnyTask, loaded: LoadedModel, cache: Path, told: Progress, compares: bool, valued: bool
+    run: RunConfig, task: AnyTask, loaded: LoadedModel, cache: Path, progress: Progress, compares: bool, valued: bool
 ) -> tuple[list[Prompt], int]:
     """The cold start; evaluation prompts and the padding token. `compares`: there will be a reference policy; `valued`:
     a critic."""
@@ -181,25 +182,23 @@ def _prepare(
     check_request(evaluation, 1, sampling_of(run), context_length(loaded.model.config))
     longest = max(len(p.tokens) for p in evaluation)
     check_memory(estimate_memory(run, longest, compares, valued), run.model.device)
-    cold_start(loaded, task, run, cache, sample, progress=told, alone=alone)
+    cold_start(loaded, task, run, cache, sample, progress=progress, alone=alone)
     return evaluation, loaded.tokenizer.pad_token_id
 
 
 def alone(folder: Path, progress: Progress) -> Lease:
     """A folder's lease, once whoever holds it is done."""
-    try:
-        return Lease(folder)
-    except Held:
-        progress({"waiting": True})
-        return Lease(folder, wait=True)
+    return Lease(folder, wait=lambda: progress({"waiting": True}))
 
 
-def _told(folder: Path) -> Progress:
+def _progress(folder: Path, told: Callable[[], bool]) -> Progress:
     """Writes how far the cold start is into the progress of the run in `folder`, where there is one."""
     file = folder / "progress.json"
 
     def tell(now: Mapping[str, Any]) -> None:
-        if found := read_json(file, ("step",)):
+        if "waiting" in now and told():
+            raise Stopped(f"{folder} was told to stop while it waited for the cold start that another run makes")
+        if (found := read_json(file, ("step",))) and found.get("cold_start") != now:
             write_json(file, {**found, "updated": time.time(), "cold_start": now}, durable=False)
 
     return tell

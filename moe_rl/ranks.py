@@ -153,7 +153,8 @@ class SharedFolder:
     def __init__(self, folder: RunFolder | None):
         self.folder = folder
         self.path: Path = from_rank_0(lambda: self._real().path)
-        self._told: Callable[[], bool] = folder.stopping if folder else lambda: False
+        self.told: Callable[[], bool] = folder.stopping if folder else lambda: False
+        """Whether rank 0 was told to stop."""
         self._stopping = False
         if folder is not None:
             folder.stopping = lambda: self._stopping  # what all ranks know, and not what rank 0 heard since
@@ -193,7 +194,7 @@ class SharedFolder:
                 from_rank_0(lambda: None)
 
     def stopping(self) -> bool:
-        self._stopping = from_rank_0(self._told)
+        self._stopping = from_rank_0(self.told)
         return self._stopping
 
     def finish(self, diverged: str | None = None) -> None:

@@ -21,6 +21,7 @@ import platform
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,10 @@ class Held(RunError):
 class Lease:
     """A folder's lease, held from `Lease(folder)` to `release()` or the end of the process. `with` releases it."""
 
-    def __init__(self, folder: Path, wait: bool = False) -> None:
+    def __init__(self, folder: Path, wait: Callable[[], None] | None = None) -> None:
         """Take the lease, at once where nobody holds it. Of a holder on another machine this waits for the next
-        heartbeat, or takes over when none comes; of a living one it waits for the end with `wait`.
+        heartbeat, or takes over when none comes; of a living one it waits for the end with `wait`, which is called
+        meanwhile and may raise.
 
         Raises Held when another process holds it, RunError where the file system has no hard links.
         """
@@ -107,8 +109,8 @@ class Lease:
         if before:
             (self.folder / before).unlink(missing_ok=True)
 
-    def _await_end(self, wait: bool) -> int:
-        """The number of the last holder, once it is gone. Raises Held for one that lives, unless `wait`."""
+    def _await_end(self, wait: Callable[[], None] | None) -> int:
+        """The number of the last holder, once it is gone. Raises Held for one that lives, without `wait`."""
         start, seen = time.monotonic(), None
         while last := _last(self.folder):
             file = self.folder / str(last)
@@ -117,9 +119,11 @@ class Lease:
                 return last
             # A lock may be that of a worker about to notice that it is alone; without one, a heartbeat decides.
             lives = time.monotonic() - start > NOTICE if alive else seen is not None and beat != seen
-            if lives and not wait:
+            if lives and wait is None:
                 raise Held(f"another process is running {self.folder.parent} ({holder(self.folder)}); wait for it or "
                            "choose another --out")
+            if wait is not None:
+                wait()
             seen = seen or beat
             time.sleep(min(0.1, STALE / BEATS / 4) if alive else min(1.0, STALE / BEATS / 4))
         return 0

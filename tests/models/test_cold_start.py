@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import time
 from functools import partial
 from pathlib import Path
 
@@ -12,13 +15,16 @@ from safetensors.torch import load_file, save_file
 
 from moe_rl import execute
 from moe_rl.config import Arm, ColdStart, ModelConfig, RunConfig
-from moe_rl.errors import ConfigError, RunError
+from moe_rl.errors import ConfigError, RunError, Stopped
 from moe_rl.lookup import Use
 from moe_rl.models import cold_start as cold_starts
 from moe_rl.models.cold_start import ColdStartResult, _from_cache, _write, answer_logprobs
 from moe_rl.models.load import load
 from moe_rl.models.tokens import completion_tokens, encode_prompts
+from moe_rl.runs.folder import state
 from moe_rl.runs.lease import Lease
+from moe_rl.study.declaration import Planned
+from moe_rl.study.workers import carry_out
 from moe_rl.tasks.base import held_out, load_task
 from moe_rl.tasks.running_sums import RunningSums
 from moe_rl.types import Prompt, Rollout
@@ -234,22 +240,31 @@ def test_no_damage_to_a_cache_goes_unnoticed_or_into_the_model(tmp_path, file, d
     assert same_weights(loaded.model, load(run.model, run.cold_start.seed).model)
 
 
-def _race(folder: str, queue) -> None:
+def _race(folder: Path, queue, sample=greedy) -> None:
     torch.set_num_threads(1)
-    _, result = start(Path(folder), RUN.replace(**{"cold_start.target": 0.01}))
+    _, result = start(folder, RUN.replace(**{"cold_start.target": 0.01}), sample)
     queue.put((result.cached, str(result.path)))
 
 
-def test_of_two_processes_one_trains_and_both_end_well(tmp_path):
+def _killed_at_its_end(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_one_trains_and_those_that_wait_read_it_unless_it_is_killed_then_one_of_them_trains(tmp_path):
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    racers = [context.Process(target=_race, args=(str(tmp_path), queue)) for _ in range(2)]
-    for racer in racers:
-        racer.start()
-    results = [queue.get(timeout=60) for _ in racers]
-    for racer in racers:
-        racer.join()
-    assert sorted(cached for cached, _ in results) == [False, True]
+    first, *others = (context.Process(target=_race, args=(tmp_path, queue, sample))
+                      for sample in (_killed_at_its_end, greedy, greedy, greedy))
+    first.start()
+    while first.is_alive() and not list(tmp_path.glob("cold_starts/*.lease/1")):
+        time.sleep(0.01)
+    for other in others:
+        other.start()
+    results = [queue.get(timeout=600) for _ in others]
+    for process in (first, *others):
+        process.join()
+    assert first.exitcode == -signal.SIGKILL
+    assert sorted(cached for cached, _ in results) == [False, True, True]
     assert len({path for _, path in results}) == 1
 
 
@@ -297,6 +312,24 @@ def test_progress_says_step_rate_and_time_left_and_who_waits(tmp_path):
 
     cold_start(load(RUN.model, 0), task(), run, tmp_path, greedy, lambda line: None, release)
     assert heard == [{"waiting": True}]
+
+
+def test_a_run_that_waits_for_anothers_cold_start_can_be_told_to_stop(tmp_path, monkeypatch):
+    run = RUN.replace(task=Use("running_sums", digits=3), max_new_tokens=4, **{"cold_start.target": 0.005})
+    planned = Planned(tmp_path / "run", run)
+
+    def begin():
+        carry_out(planned, "moe_rl.execute:execute", tmp_path, stopping=lambda: True)
+
+    monkeypatch.setattr(cold_starts, "_train", lambda *rest: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        begin()
+    (lease,) = (tmp_path / "cold_starts").glob("*.lease")
+    with Lease(lease), pytest.raises(Stopped, match="while it waited for the cold start that another run makes"):
+        begin()
+    assert state(planned.path)["state"] == "interrupted"
+    with pytest.raises(ZeroDivisionError):
+        begin()  # as the first one, told or not
 
 
 def test_with_the_real_engine_and_a_named_task(tmp_path):

@@ -5,16 +5,17 @@ Ranks are forks of the process that tests, with the environment that torchrun gi
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
-import shutil
+import signal
 import socket
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from moe_rl.policies.fsdp import FSDPPolicy, take_over
 from moe_rl.policies.hf import HFPolicy, checkpoint_activations
 from moe_rl.routing import record_routing, replay_routing
 from moe_rl.routing.dial import Dose
-from moe_rl.runs.folder import RunFolder
+from moe_rl.runs.folder import RunFolder, read_json
 from tests.conftest import build, perturb
 from tests.policies.megatron_layouts import far, holes, weights_of
 from tests.policies.test_hf import make_batch, part_of
@@ -79,14 +80,25 @@ RUN = RunConfig(
     eval_prompts=2,
     save_every=1,
 )
+LAST = RUN.replace(arm=ARMS[-1], policy="fsdp")
+"""What is killed, and goes on."""
 
 
 def on_ranks(world: int, folder: Path, states: Callable[[Path], dict]) -> dict:
-    """What `states(folder)` gives on rank 0 of so many; the first rank that fails ends the others."""
+    """What `states(folder)` gives on rank 0 of so many."""
+    codes = exit_codes(world, folder, states)
+    assert not any(codes), "\n".join(file.read_text() for file in sorted(folder.glob("error-*")))
+    return json.loads((folder / f"{states.__name__}-{world}.json").read_text())
+
+
+def exit_codes(world: int, folder: Path, states: Callable[[Path], dict]) -> list[int]:
+    """Of so many ranks that do this; the first one that fails ends the others, as torchrun has it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folder.mkdir(exist_ok=True)
+    for file in folder.glob("error-*"):  # of those that were killed on purpose
+        file.unlink()
     fork, out = multiprocessing.get_context("fork"), folder / f"{states.__name__}-{world}.json"
     processes = [fork.Process(target=_rank, args=(rank, world, port, folder, states, out)) for rank in range(world)]
     for process in processes:
@@ -98,9 +110,7 @@ def on_ranks(world: int, folder: Path, states: Callable[[Path], dict]) -> dict:
         if any(process.exitcode for process in processes if process not in left):
             for process in left:
                 process.kill()
-    errors = [file.read_text() for file in sorted(folder.glob("error-*"))]
-    assert not any(process.exitcode for process in processes), "\n".join(errors)
-    return json.loads(out.read_text())
+    return [process.exitcode for process in processes]
 
 
 def _rank(rank: int, world: int, port: int, folder: Path, states: Callable[[Path], dict], out: Path) -> None:
@@ -259,32 +269,47 @@ def read(folder: Path) -> dict:
     return {"apart": max(far(w, weights[name]) for name, w in reader.weights()), "updates": reader.updates}
 
 
-def carry_out(run: RunConfig, path: Path, cache: Path, stop_after: int | None = None) -> None:
+def carry_out(run: RunConfig, path: Path, cache: Path) -> None:
     """Begin a run, or go on with it, all ranks together."""
-
-    def listen(rows: dict) -> None:
-        if rows["steps"][0]["step"] == stop_after:
-            raise KeyboardInterrupt
-
     real = RunFolder.open(path, run.to_dict(), run.hash) if ranks.rank() == 0 else nullcontext()
-    with suppress(KeyboardInterrupt), real as opened:
-        execute(run, ranks.SharedFolder(opened), cache=cache, listen=listen)
+    with real as opened:
+        execute(run, ranks.SharedFolder(opened), cache=cache)
+
+
+def killed(world: int, folder: Path, name: str, verb: str, call: int, victims: Collection[int]) -> list[int]:
+    """Exit codes of ranks that begin the last arm, and of which some are killed as they are about to call a verb of
+    their policy for the `call`-th time."""
+
+    def begin(folder: Path) -> dict:
+        real, calls = getattr(FSDPPolicy, verb), itertools.count(1)
+
+        def deadly(*given, **named):
+            if next(calls) == call and ranks.rank() in victims:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*given, **named)
+
+        setattr(FSDPPolicy, verb, deadly)
+        carry_out(LAST, folder / name, folder)
+        return {}
+
+    return exit_codes(world, folder, begin)
 
 
 def runs(folder: Path) -> dict:
-    """Every arm; and one of them interrupted after its first step, and gone on with."""
+    """Every arm; and those that were killed, gone on with: two ranks' and one's."""
     from moe_rl.runs.frames import diff
 
     for arm in ARMS:
         carry_out(RUN.replace(arm=arm, policy="fsdp"), folder / arm.name, folder)
-    last = RUN.replace(arm=ARMS[-1], policy="fsdp")
-    carry_out(last, folder / "cut", folder, 1)
-    ranks.from_rank_0(lambda: bool(shutil.copytree(folder / "cut", folder / "begun")))
-    carry_out(last, folder / "cut", folder)
-    manifests = (folder / ARMS[-1].name / "manifest.json", folder / "cut/manifest.json")
-    digests = ranks.from_rank_0(lambda: [json.loads(file.read_text())["checkpoint"] for file in manifests])
-    return {"tables": ranks.from_rank_0(lambda: diff(folder / ARMS[-1].name, folder / "cut") is None),
-            "weights": digests[0] == digests[1]}
+    facts = {}
+    for name in ("one-killed", "all-killed"):
+        carry_out(LAST, folder / name, folder)
+        manifests = (folder / LAST.arm.name / "manifest.json", folder / name / "manifest.json")
+        digests = ranks.from_rank_0(lambda files=manifests: [read_json(f, ())["checkpoint"] for f in files])
+        same = ranks.from_rank_0(lambda path=folder / name: diff(folder / LAST.arm.name, path) is None)
+        facts[name] = {"tables": same, "weights": digests[0] == digests[1]}
+    carry_out(LAST, folder / "1-to-2", folder)
+    return facts
 
 
 def served(folder: Path) -> dict:
@@ -356,10 +381,11 @@ def two(folder: Path) -> dict:
 
 def four(folder: Path) -> dict:
     """With what two have written."""
+    carry_out(LAST, folder / "2-to-4", folder)
     return {"budget": case("budget"), "checkpoint": read(folder)}
 
 
 def one(folder: Path) -> dict:
     """Likewise."""
-    carry_out(RUN.replace(arm=ARMS[-1], policy="fsdp"), folder / "begun", folder)
+    carry_out(LAST, folder / "2-to-1", folder)
     return {"checkpoint": read(folder)}

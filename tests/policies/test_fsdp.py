@@ -3,12 +3,16 @@ Three groups of forked ranks serve all tests here: see `fsdp_on_ranks.py`."""
 
 from __future__ import annotations
 
+import shutil
+from signal import SIGKILL
+
 import pytest
 
 from moe_rl.execute import execute
+from moe_rl.runs.commits import latest_commit
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import read_table
-from tests.policies.fsdp_on_ranks import ARMS, CASES, RUN, four, on_ranks, one, two
+from tests.policies.fsdp_on_ranks import ARMS, CASES, RUN, four, killed, on_ranks, one, two
 
 pytestmark = pytest.mark.ranks
 COLUMNS = ("reward", "exact", "eval_reward_greedy", "eval_reward_sampled", "response_tokens")
@@ -20,7 +24,19 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def on_two(folder):
+def dead(folder):
+    """Exit codes of ranks that were killed in step 2, between its updates or as they write its checkpoint, and what was
+    committed then."""
+    codes = {"one-killed": killed(2, folder, "one-killed", "update", 4, {1}),
+             "all-killed": killed(2, folder, "all-killed", "save", 2, {0, 1}),
+             "1-to-2": killed(1, folder, "1-to-2", "update", 4, {0})}
+    for name in ("2-to-1", "2-to-4"):
+        shutil.copytree(folder / "one-killed", folder / name)
+    return [(ended, latest_commit(folder / name).name) for name, ended in codes.items()]
+
+
+@pytest.fixture(scope="module")
+def on_two(folder, dead):
     return on_ranks(2, folder, two)
 
 
@@ -117,12 +133,15 @@ def require_alike(ours, theirs):
     assert len(updates) == 6 and ((updates[columns] - others[columns]).abs() < 1e-4).all().all()
 
 
-def test_an_interrupted_run_goes_on_and_ends_identical(on_two):
-    assert on_two["resumed"] == {"tables": True, "weights": True}
+def test_ranks_that_were_killed_go_on_and_end_identical(dead, on_two):
+    for codes, committed in dead:
+        assert -SIGKILL in codes and all(codes) and committed == "step=000001"
+    assert on_two["resumed"] == dict.fromkeys(("one-killed", "all-killed"), {"tables": True, "weights": True})
 
 
-def test_a_run_goes_on_on_another_number_of_ranks(on_one, folder, alone):
-    require_alike(folder / "begun", alone / ARMS[-1].name)
+@pytest.mark.parametrize("name", ["2-to-1", "2-to-4", "1-to-2"])
+def test_a_run_that_was_killed_goes_on_on_another_number_of_ranks(name, on_one, on_four, folder, alone):
+    require_alike(folder / name, alone / ARMS[-1].name)
 
 
 def test_a_server_is_pushed_to_and_a_step_exported_without_a_whole_model_on_rank_0(on_two, folder):

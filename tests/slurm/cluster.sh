@@ -58,7 +58,10 @@ CONF
 
 down() {
   scancel --user="$(id -un)" 2> /dev/null
-  sleep 1
+  for _ in $(seq 300); do  # a step that outlived its controller would report to it for ever, and slurmd wait for it
+    squeue --noheader 2> /dev/null | grep -q . || break
+    sleep 0.2
+  done
   for file in slurmd.pid slurmctld.pid munge/pid; do
     [ ! -f "$dir/$file" ] || kill "$(cat "$dir/$file")" 2> /dev/null
   done

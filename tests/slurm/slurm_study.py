@@ -1,6 +1,7 @@
-"""24 runs of three steps, of real models, on a task that random weights get partly right: no cold start."""
+"""24 short runs of real models, which share one cold start of some seconds."""
 
-from moe_rl.config import Arm, ColdStart, Measure, RunConfig
+from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, RunConfig
+from moe_rl.lookup import Use
 from moe_rl.study import Study
 
 GRPO = Arm(name="grpo")
@@ -13,15 +14,16 @@ study = Study(
     figures=(),
     base=RunConfig(
         arm=GRPO,
-        task="tests.even_task:EvenCharacters",
-        cold_start=ColdStart(target=0.0),
+        task=Use("running_sums", digits=4, modulus=3, partial=True),
+        model=ModelConfig(overrides={"hidden_size": 32, "num_hidden_layers": 2}),
+        cold_start=ColdStart(target=0.02, max_steps=300, batch_size=16, lr=1e-2),
         measure=Measure(probe=4),
-        steps=3,
-        save_every=3,
+        steps=6,
+        save_every=2,
         prompts_per_step=2,
         group_size=4,
         mini_batches=2,
-        max_new_tokens=6,
+        max_new_tokens=5,
         eval_every=100,
         eval_prompts=4,
     ),
