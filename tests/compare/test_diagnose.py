@@ -19,8 +19,16 @@ from moe_rl.compare.diagnose import diagnose
 from moe_rl.compare.diagnose.ladder import Rung, keys, remaining
 from moe_rl.compare.diagnose.report import write_page
 from moe_rl.compare.diagnose.responses import Rollouts
-from moe_rl.compare.diagnose.scopes import experts_by, in_dtype, routers_changed, weights_of, weights_rounded
+from moe_rl.compare.diagnose.scopes import (
+    experts_by,
+    in_dtype,
+    routers_changed,
+    runnable,
+    weights_of,
+    weights_rounded,
+)
 from moe_rl.compare.diagnose.suspects import suspects_of
+from moe_rl.errors import ConfigError
 from moe_rl.models.load import save_checkpoint
 from moe_rl.routing import RoutingTrace, layout_of, record_routing
 from tests.compare.broken_engines import ALSO, Bench, expected, logits_of, picked, with_gates
@@ -181,6 +189,19 @@ def test_a_scope_does_what_it_says(bench):
         with experts_by("eager")(model):
             assert torch.allclose(model(tokens).logits, natural, atol=1e-5)
         assert torch.equal(model(tokens).logits, natural)
+
+
+def test_experts_too_narrow_for_grouped_products_run_one_by_one():
+    """Rows of 20 numbers are 80 bytes in float32 and 40 in bfloat16; of 6, never a multiple of 16."""
+    engine, narrow = (Bench("qwen3_moe", count=2, moe_intermediate_size=width) for width in (20, 6))
+    found = answer(engine, engine.honest())
+    assert found.causes == () and found.rungs[2].name == "rounding" and found.rungs[2].mean > 1e-7
+    tokens = torch.tensor([[5, 6, 7]])
+    with runnable(narrow.model) as model, torch.no_grad():
+        assert torch.isfinite(model(tokens).logits).all()
+        with pytest.raises(ConfigError, match="multiple of 16 bytes"), experts_by("grouped_mm")(model):
+            pass
+    assert narrow.model.config._experts_implementation == engine.model.config._experts_implementation == "grouped_mm"
 
 
 def test_k3_by_hand(bench):

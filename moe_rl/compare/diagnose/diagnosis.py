@@ -15,6 +15,7 @@ from moe_rl.compare.diagnose.ladder import Ladder, Rung, alone, as_reported, par
 from moe_rl.compare.diagnose.places import Place, begins, places
 from moe_rl.compare.diagnose.reported import Reported
 from moe_rl.compare.diagnose.responses import Rollouts
+from moe_rl.compare.diagnose.scopes import runnable
 from moe_rl.compare.diagnose.signatures import Finding, findings
 from moe_rl.compare.diagnose.suspects import suspects_of
 from moe_rl.compare.diagnose.verdict import FLOORS, LITTLE, NOTHING, Explanation, Gap
@@ -90,8 +91,9 @@ def diagnose(
     read = rollouts if isinstance(rollouts, Rollouts) else Rollouts(
         rollouts, layout, vocabulary=config.vocab_size, tokenizer=tokenizer, num_layers=config.num_hidden_layers,
         limit=responses, seed=seed)
-    ladder = Ladder(model, read.responses, batch_tokens)
-    return _Case(ladder, Gap(ladder, *ladder.noise())).closed(read.count, tokenizer, dict(also or {}))
+    with runnable(model):
+        ladder = Ladder(model, read.responses, batch_tokens)
+        return _Case(ladder, Gap(ladder, *ladder.noise())).closed(read.count, tokenizer, dict(also or {}))
 
 
 @dataclass

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_rl.errors import ConfigError
+from moe_rl.models.experts_cpu import NAME
 from moe_rl.routing.balance import keep_routers_in
 from moe_rl.routing.sites import RoutingModule, find_sites, router_matrices
 
@@ -112,14 +113,15 @@ def _values(tensors: Sequence[Tensor], values: Iterable[Tensor]) -> Iterator[Non
 
 
 def in_dtype(dtype: torch.dtype) -> Scope:
-    """A copy of the model whose parameters are in `dtype`; buffers stay."""
+    """A copy of the model whose parameters are in `dtype`, `runnable` there; buffers stay."""
 
     @contextmanager
     def scope(model: nn.Module) -> Iterator[nn.Module]:
         twin = copy.deepcopy(model)
         for parameter in twin.parameters():
             parameter.data = parameter.data.to(dtype)
-        yield twin
+        with runnable(twin):
+            yield twin
 
     return scope
 
@@ -130,6 +132,8 @@ def experts_by(name: str) -> Scope:
     @contextmanager
     def scope(model: Any) -> Iterator[nn.Module]:
         own = model.config._experts_implementation
+        if name == "grouped_mm" and not _groups(model):
+            raise ConfigError("no experts by grouped_mm: it multiplies rows of a multiple of 16 bytes only.")
         try:
             model.set_experts_implementation(name)
         except (AttributeError, ValueError, RuntimeError) as error:
@@ -140,6 +144,18 @@ def experts_by(name: str) -> Scope:
             model.set_experts_implementation(own)
 
     return scope
+
+
+def runnable(model: Any) -> AbstractContextManager[Any]:
+    """The model, with its experts one by one where they are too narrow for grouped products in its dtype."""
+    by = getattr(model.config, "_experts_implementation", None)
+    return nullcontext() if by not in ("grouped_mm", NAME) or _groups(model) else experts_by("eager")(model)
+
+
+def _groups(model: nn.Module) -> bool:
+    """Whether torch can multiply all experts at once: it wants rows of a multiple of 16 bytes."""
+    experts = (p for p in model.parameters() if p.dim() == 3)
+    return all(size * p.element_size() % 16 == 0 for p in experts for size in p.shape[1:])
 
 
 # ---------------------------------------------------------------------- small parts
