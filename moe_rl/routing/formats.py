@@ -56,7 +56,8 @@ def decode_routes(
 
         vLLM      an array, tensor or nested list; the base64 of a .npy file; (prompt_rows, completion_rows)
         SGLang    the base64 of a flat buffer, whose `dtype` defaults to int32; or the whole `meta_info`
-        prime-rl  {"data": base64, "shape": …, "dtype": …, "start": …}; with combine weights, int32 and 2k wide
+        prime-rl  {"data": base64, "shape": …, "dtype": …, "start": …}; with combine weights, either int32 and 2k wide,
+                  or "format_version": 1 and "weights": {"data": base64, "dtype": "float32"} beside them
         NeMo-RL   "nrlre1:<dtype>:SxLxK:<base64>", ids alone
 
     `start` is the token that the first row belongs to, and those before it are unknown: rows must number N - 1 - start,
@@ -66,7 +67,7 @@ def decode_routes(
 
     `invalid="unknown"` turns rows that cannot be routes into unknown ones, with a `RoutesRefused` warning that counts
     them; `trace.coverage` is the share of known rows. Order within a row is kept, as the engine reports it (vLLM's is
-    unsorted). Combine weights that are packed with the ids, or come apart as `gates` (an array, nested lists, {"data":
+    unsorted). Combine weights that are in the payload, or come apart as `gates` (an array, nested lists, {"data":
     base64, "dtype": "float32"}, of the shape of the ids), become the trace's, which replay then forces too. Raises
     RoutingError for whatever does not fit, and says what was expected.
     """
@@ -100,6 +101,8 @@ def reported_routes(
     if len({site.decoder_layer for site in layout.sites}) < len(layout.sites):
         raise RoutingError("the model has several routing sites in one decoder layer; engines report one per layer.")
     array, start = _read(payload, start, dtype)
+    if gates is None and isinstance(payload, Mapping):
+        gates = payload.get("weights")
     if len(tokens) < 2 or not 0 <= start < len(tokens):
         raise RoutingError(f"{len(tokens)} tokens from start {start} have no routes: rows are inputs, one token less.")
     packed = is_packed(array, layout.top_k)
@@ -107,6 +110,8 @@ def reported_routes(
     array, start = _shaped(array, layout, len(tokens), start, num_layers, k)
     array = array[: len(tokens) - 1 - start]
     array = np.concatenate([np.full((start, *array.shape[1:]), -1), array])
+    if packed and gates is not None:
+        raise RoutingError("combine weights come twice, packed with the ids and beside them; which are meant?")
     if packed:
         return unpacked_weights(array)
     return array, None if gates is None else reported_weights(gates, array.shape, start)
@@ -138,6 +143,8 @@ def _read_mapping(payload: Mapping[str, Any], start: int, dtype: str | None) -> 
     if data is None:
         raise RoutingError(f"a payload with the keys {sorted(map(str, payload))} has no routes; expected one of "
                            f"{', '.join(DATA_KEYS)}.")
+    if (version := payload.get("format_version")) not in (None, 1):
+        raise RoutingError(f"the payload is of format_version {version!r}; version 1 can be read.")
     echoed = _first(payload, START_KEYS)
     if echoed is not None and not isinstance(echoed, int):
         raise RoutingError(f"the payload starts at {echoed!r}; expected the number of a token.")
