@@ -107,7 +107,8 @@ class FSDPPolicy(HFPolicy):
         return list(cuts)
 
     def _joined(self, parts: list[tuple], batch: Batch, cuts: list[Rows]) -> list:
-        traces = {n: shared_rows(kind, cuts, batch) for n, kind in enumerate(zip(*parts, strict=True))
+        rows = [index for index in cuts if isinstance(index, Tensor)]  # all of them, here
+        traces = {n: shared_rows(kind, rows, batch) for n, kind in enumerate(zip(*parts, strict=True))
                   if isinstance(kind[0], RoutingTrace)}
         rest = [tuple(None if n in traces else x for n, x in enumerate(part)) for part in parts]
         everywhere = ranks.gathered((rest, cuts))
