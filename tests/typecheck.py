@@ -1,8 +1,8 @@
 """The run-time type checker of the tests: every annotated shape in `moe_rl` is checked at every call.
 
 What `jaxtyping.jaxtyped` puts on a function binds its arguments, and checks them twice at every call, which was 60 % of
-the seconds of a tiny training. What `check` puts there refuses the same calls, and more: of the tensors inside a list, a
-tuple of any length or a dictionary beartype looks at one, drawn at random, and `refuse` at all.
+the seconds of a tiny training. What `check` puts there refuses the same calls, and more: of the tensors inside a list,
+a tuple of any length or a dictionary beartype looks at one, drawn at random, and `refuse` at all.
 """
 
 from __future__ import annotations

@@ -68,8 +68,7 @@ def weights_of(other: nn.Module, picks: Callable[[str], bool]) -> Scope:
 
     @contextmanager
     def scope(model: nn.Module) -> Iterator[nn.Module]:
-        theirs = dict(other.named_parameters(remove_duplicate=False)) | dict(other.named_buffers())
-        mine = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        theirs, mine = _tensors(other), _tensors(model)
         if missing := sorted(n for n, x in mine.items() if n in theirs and theirs[n].shape != x.shape
                              or n not in theirs and picks(n) and not n.endswith("inv_freq")):
             raise ConfigError(f"the other checkpoint is no version of this one: {missing[0]} differs in shape or is "
@@ -84,17 +83,21 @@ def weights_of(other: nn.Module, picks: Callable[[str], bool]) -> Scope:
 @contextmanager
 def _untied(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
     """The model's weights by name, where one that is picked and shared with one that is not is a copy of its own."""
-    every = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    every = _tensors(model)
     shared = {n for n in names if any(x is every[n] and m not in names for m, x in every.items())}
     for name in shared:
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(every[name].detach().clone(), requires_grad=False))
     try:
-        yield dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        yield _tensors(model)
     finally:
         for name in shared:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, every[name])
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
 
 
 @contextmanager
