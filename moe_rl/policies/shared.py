@@ -61,7 +61,7 @@ def shared_rows(parts: Sequence[RoutingTrace], rows: Sequence[Tensor], batch: Ba
     for trace, index in zip(parts, rows, strict=True):
         for start in range(0, longest, step):
             here = slice(start, start + step)
-            for where, part in ranks.gathered((index[here], trace.experts[here].clone())):
+            for where, part in ranks.gathered((index[here], trace.experts[here].clone().cpu())):
                 if fills:
                     ids[where, : part.shape[1]] = part
     dist.barrier()

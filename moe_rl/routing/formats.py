@@ -101,8 +101,6 @@ def reported_routes(
     if len({site.decoder_layer for site in layout.sites}) < len(layout.sites):
         raise RoutingError("the model has several routing sites in one decoder layer; engines report one per layer.")
     array, start = _read(payload, start, dtype)
-    if gates is None and isinstance(payload, Mapping):
-        gates = payload.get("weights")
     if len(tokens) < 2 or not 0 <= start < len(tokens):
         raise RoutingError(f"{len(tokens)} tokens from start {start} have no routes: rows are inputs, one token less.")
     packed = is_packed(array, layout.top_k)
@@ -110,10 +108,12 @@ def reported_routes(
     array, start = _shaped(array, layout, len(tokens), start, num_layers, k)
     array = array[: len(tokens) - 1 - start]
     array = np.concatenate([np.full((start, *array.shape[1:]), -1), array])
-    if packed and gates is not None:
-        raise RoutingError("combine weights come twice, packed with the ids and beside them; which are meant?")
+    beside = payload.get("weights") if isinstance(payload, Mapping) else None
+    if packed + (gates is not None) + (beside is not None) > 1:
+        raise RoutingError("combine weights come twice: packed with the ids, beside them or apart; which are meant?")
     if packed:
         return unpacked_weights(array)
+    gates = beside if gates is None else gates
     return array, None if gates is None else reported_weights(gates, array.shape, start)
 
 
@@ -143,7 +143,8 @@ def _read_mapping(payload: Mapping[str, Any], start: int, dtype: str | None) -> 
     if data is None:
         raise RoutingError(f"a payload with the keys {sorted(map(str, payload))} has no routes; expected one of "
                            f"{', '.join(DATA_KEYS)}.")
-    if (version := payload.get("format_version")) not in (None, 1):
+    version = payload.get("format_version")
+    if version is not None and (type(version) is not int or version != 1):
         raise RoutingError(f"the payload is of format_version {version!r}; version 1 can be read.")
     echoed = _first(payload, START_KEYS)
     if echoed is not None and not isinstance(echoed, int):
