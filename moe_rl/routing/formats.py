@@ -27,9 +27,8 @@ from moe_rl.routing.trace import Layout, RoutingTrace
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")
 """What a raw buffer may hold, little-endian."""
-DATA_KEYS = ("data", "routed_experts")
+DATA_KEYS, DTYPE_KEYS = ("data", "routed_experts"), ("dtype", "routed_experts_dtype")
 START_KEYS = ("start", "routed_experts_start_len")
-DTYPE_KEYS = ("dtype", "routed_experts_dtype")
 NPY = b"\x93NUMPY"
 NO_ROUTE = (-1, 255, 65535)
 """-1, also as unsigned dtypes carry it."""
@@ -67,9 +66,8 @@ def decode_routes(
 
     `invalid="unknown"` turns rows that cannot be routes into unknown ones, with a `RoutesRefused` warning that counts
     them; `trace.coverage` is the share of known rows. Order within a row is kept, as the engine reports it (vLLM's is
-    unsorted). Combine weights that are in the payload, or come apart as `gates` (an array, nested lists, {"data":
-    base64, "dtype": "float32"}, of the shape of the ids), become the trace's, which replay then forces too. Raises
-    RoutingError for whatever does not fit, and says what was expected.
+    unsorted). Combine weights in the payload, or apart as `gates` (an array, nested lists, {"data": base64, "dtype":
+    "float32"}, of the shape of the ids), become the trace's, which replay forces too. RoutingError: what does not fit.
     """
     require_policy(invalid)
     ids, weights = reported_routes(payload, layout=layout, tokens=tokens, start=start, dtype=dtype,
@@ -111,10 +109,9 @@ def reported_routes(
     beside = payload.get("weights") if isinstance(payload, Mapping) else None
     if packed + (gates is not None) + (beside is not None) > 1:
         raise RoutingError("combine weights come twice: packed with the ids, beside them or apart; which are meant?")
-    if packed:
-        return unpacked_weights(array)
-    gates = beside if gates is None else gates
-    return array, None if gates is None else reported_weights(gates, array.shape, start)
+    if packed or (gates is None and beside is None):
+        return unpacked_weights(array) if packed else (array, None)
+    return array, reported_weights(beside if gates is None else gates, array.shape, start)
 
 
 def _read(payload: Any, start: int, dtype: str | None) -> tuple[NDArray, int]:
@@ -143,8 +140,7 @@ def _read_mapping(payload: Mapping[str, Any], start: int, dtype: str | None) -> 
     if data is None:
         raise RoutingError(f"a payload with the keys {sorted(map(str, payload))} has no routes; expected one of "
                            f"{', '.join(DATA_KEYS)}.")
-    version = payload.get("format_version")
-    if version is not None and (type(version) is not int or version != 1):
+    if str(version := payload.get("format_version")) not in ("None", "1"):
         raise RoutingError(f"the payload is of format_version {version!r}; version 1 can be read.")
     echoed = _first(payload, START_KEYS)
     if echoed is not None and not isinstance(echoed, int):
