@@ -29,6 +29,7 @@ from moe_rl.objectives import Objective
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.policies.limits import layers_of
 from moe_rl.policies.micro_batches import Rows, cut, filled, join
+from moe_rl.policies.shared import shared_rows
 from moe_rl.routing.balance import keep_routers_in
 from moe_rl.routing.dial import Dose
 from moe_rl.routing.sites import find_sites
@@ -66,9 +67,9 @@ class FSDPPolicy(HFPolicy):
         self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, dose: Dose | None = None
     ) -> Scored:
         """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. See `Policy.score`."""
-        order = _order(batch)
-        routes = None if routes is None else routes.rows(order.clamp(max=len(batch) - 1))
-        found = super().score(filled(batch, order), routes, scores, dose)
+        if routes is not None and len(order := _order(batch)) > len(batch):
+            routes = routes.rows(order.clamp(max=len(batch) - 1))
+        found = super().score(_even(batch), routes, scores, dose)
         return Scored(*(rows_of(x, slice(len(batch)), batch.tokens.shape[1]) for x in vars(found).values()))
 
     def save(self, folder: Path) -> None:
@@ -87,7 +88,7 @@ class FSDPPolicy(HFPolicy):
     def _backward(
         self, batch: Batch, objective: Objective, dose: Dose | None = None
     ) -> tuple[list, float, Mapping[str, float]]:
-        outputs, loss, metrics = super()._backward(filled(batch, _order(batch)), objective, dose)
+        outputs, loss, metrics = super()._backward(_even(batch), objective, dose)
         total = ranks.summed({"loss": loss, **metrics})
         outputs = [rows_of(x, slice(len(batch)), batch.tokens.shape[1]) for x in outputs]
         return outputs, total.pop("loss"), total
@@ -106,9 +107,14 @@ class FSDPPolicy(HFPolicy):
         return list(cuts)
 
     def _joined(self, parts: list[tuple], batch: Batch, cuts: list[Rows]) -> list:
-        everywhere = ranks.gathered((parts, cuts))
-        return join([part for parts, _ in everywhere for part in parts], batch,
-                    [rows for _, cuts in everywhere for rows in cuts])
+        rows = [index for index in cuts if isinstance(index, Tensor)]  # all of them, here
+        traces = {n: shared_rows(kind, rows, batch) for n, kind in enumerate(zip(*parts, strict=True))
+                  if isinstance(kind[0], RoutingTrace)}
+        rest = [tuple(None if n in traces else x for n, x in enumerate(part)) for part in parts]
+        everywhere = ranks.gathered((rest, cuts))
+        found = join([part for parts, _ in everywhere for part in parts], batch,
+                     [rows for _, cuts in everywhere for rows in cuts])
+        return [traces.get(n, x) for n, x in enumerate(found)]
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -118,6 +124,12 @@ class FSDPPolicy(HFPolicy):
 def _order(batch: Batch) -> Tensor:
     """Rows that ranks can share evenly: those of the batch, and beyond."""
     return torch.arange(len(batch) + -len(batch) % ranks.world())
+
+
+def _even(batch: Batch) -> Batch:
+    """The batch filled up to those, where it must be: a copy, routes and all."""
+    order = _order(batch)
+    return batch if len(order) == len(batch) else filled(batch, order)
 
 
 class _Writer(FileSystemWriter):

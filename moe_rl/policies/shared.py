@@ -14,6 +14,11 @@ from torch import Tensor
 
 from moe_rl import ranks
 from moe_rl.errors import ConfigError
+from moe_rl.routing.trace import RoutingTrace
+from moe_rl.types import Batch
+
+CHUNK = 2**20
+"""Bytes of routes that are gathered at a time, or a row of every rank."""
 
 
 def one_per_machine(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, bool]:
@@ -42,3 +47,23 @@ def one_per_machine(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, b
     if first and name:
         os.unlink(name)
     return found.view(tuple(shape)), first
+
+
+def shared_rows(parts: Sequence[RoutingTrace], rows: Sequence[Tensor], batch: Batch) -> RoutingTrace:
+    """The traces of all forwards of all ranks, each over some rows of the batch, as one; collective, and every rank has
+    as many. The ids are in the memory of a machine once, and a few rows of them at a time on the way."""
+    layout = parts[0].layout
+    ids, fills = one_per_machine((*batch.tokens.shape, len(layout.sites), layout.top_k), layout.dtype)
+    if fills:
+        ids.fill_(layout.unknown)
+    step = max(1, CHUNK // (ranks.world() * ids[0].nbytes))
+    longest = max(ranks.gathered(max(map(len, rows))))
+    for trace, index in zip(parts, rows, strict=True):
+        for start in range(0, longest, step):
+            here = slice(start, start + step)
+            for where, part in ranks.gathered((index[here], trace.experts[here].clone().cpu())):
+                if fills:
+                    ids[where, : part.shape[1]] = part
+    dist.barrier()
+    ids = ids.to(batch.tokens.device)
+    return RoutingTrace.from_ids(ids, layout, tokens=batch.tokens, attention_mask=batch.attention_mask, check=False)

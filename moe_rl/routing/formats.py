@@ -27,9 +27,8 @@ from moe_rl.routing.trace import Layout, RoutingTrace
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")
 """What a raw buffer may hold, little-endian."""
-DATA_KEYS = ("data", "routed_experts")
+DATA_KEYS, DTYPE_KEYS = ("data", "routed_experts"), ("dtype", "routed_experts_dtype")
 START_KEYS = ("start", "routed_experts_start_len")
-DTYPE_KEYS = ("dtype", "routed_experts_dtype")
 NPY = b"\x93NUMPY"
 NO_ROUTE = (-1, 255, 65535)
 """-1, also as unsigned dtypes carry it."""
@@ -56,7 +55,8 @@ def decode_routes(
 
         vLLM      an array, tensor or nested list; the base64 of a .npy file; (prompt_rows, completion_rows)
         SGLang    the base64 of a flat buffer, whose `dtype` defaults to int32; or the whole `meta_info`
-        prime-rl  {"data": base64, "shape": …, "dtype": …, "start": …}; with combine weights, int32 and 2k wide
+        prime-rl  {"data": base64, "shape": …, "dtype": …, "start": …}; with combine weights, either int32 and 2k wide,
+                  or "format_version": 1 and "weights": {"data": base64, "dtype": "float32"} beside them
         NeMo-RL   "nrlre1:<dtype>:SxLxK:<base64>", ids alone
 
     `start` is the token that the first row belongs to, and those before it are unknown: rows must number N - 1 - start,
@@ -66,9 +66,8 @@ def decode_routes(
 
     `invalid="unknown"` turns rows that cannot be routes into unknown ones, with a `RoutesRefused` warning that counts
     them; `trace.coverage` is the share of known rows. Order within a row is kept, as the engine reports it (vLLM's is
-    unsorted). Combine weights that are packed with the ids, or come apart as `gates` (an array, nested lists, {"data":
-    base64, "dtype": "float32"}, of the shape of the ids), become the trace's, which replay then forces too. Raises
-    RoutingError for whatever does not fit, and says what was expected.
+    unsorted). Combine weights in the payload, or apart as `gates` (an array, nested lists, {"data": base64, "dtype":
+    "float32"}, of the shape of the ids), become the trace's, which replay forces too. RoutingError: what does not fit.
     """
     require_policy(invalid)
     ids, weights = reported_routes(payload, layout=layout, tokens=tokens, start=start, dtype=dtype,
@@ -107,9 +106,12 @@ def reported_routes(
     array, start = _shaped(array, layout, len(tokens), start, num_layers, k)
     array = array[: len(tokens) - 1 - start]
     array = np.concatenate([np.full((start, *array.shape[1:]), -1), array])
-    if packed:
-        return unpacked_weights(array)
-    return array, None if gates is None else reported_weights(gates, array.shape, start)
+    beside = payload.get("weights") if isinstance(payload, Mapping) else None
+    if packed + (gates is not None) + (beside is not None) > 1:
+        raise RoutingError("combine weights come twice: packed with the ids, beside them or apart; which are meant?")
+    if packed or (gates is None and beside is None):
+        return unpacked_weights(array) if packed else (array, None)
+    return array, reported_weights(beside if gates is None else gates, array.shape, start)
 
 
 def _read(payload: Any, start: int, dtype: str | None) -> tuple[NDArray, int]:
@@ -138,6 +140,8 @@ def _read_mapping(payload: Mapping[str, Any], start: int, dtype: str | None) -> 
     if data is None:
         raise RoutingError(f"a payload with the keys {sorted(map(str, payload))} has no routes; expected one of "
                            f"{', '.join(DATA_KEYS)}.")
+    if str(version := payload.get("format_version")) not in ("None", "1"):
+        raise RoutingError(f"the payload is of format_version {version!r}; version 1 can be read.")
     echoed = _first(payload, START_KEYS)
     if echoed is not None and not isinstance(echoed, int):
         raise RoutingError(f"the payload starts at {echoed!r}; expected the number of a token.")

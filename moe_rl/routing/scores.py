@@ -29,7 +29,7 @@ class RouterScores:
     """log softmax over all experts of the router's logits, at the used experts."""
     margins: Float[Tensor, "batch time site"]
     """k-th minus (k+1)-th choice score: in the router's own units, bias included, infinite where k = all experts."""
-    all_log_probs: tuple[Float[Tensor, "batch time experts"], ...]
+    all_log_probs: tuple[Float[Tensor, "batch time _"], ...]
     """The whole log softmax, per site."""
 
     @staticmethod

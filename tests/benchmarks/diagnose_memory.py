@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -91,6 +92,7 @@ def main() -> None:
     parser.add_argument("responses", nargs="?", type=int, default=128)
     parser.add_argument("--forwards", action="store_true")
     options = parser.parse_args()
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # as the command does
     torch.set_num_threads(1)
     if options.what == "all":
         memory()

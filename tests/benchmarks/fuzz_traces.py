@@ -51,7 +51,7 @@ def payloads(rng: random.Random, experts: int, k: int) -> tuple[str, Any, dict]:
         ids[rng.randrange(4)] = [[-1] * k] * 5
     array, dtype = np.array(ids), "int16" if experts > 127 else rng.choice(("int8", "int16", "int32"))
     raw = base64.b64encode(array.astype(dtype).astype(np.dtype(dtype).newbyteorder("<")).tobytes()).decode()
-    form = rng.choice(("list", "array", "pair", "npy", "flat", "told", "nemo", "packed", "apart"))
+    form = rng.choice(("list", "array", "pair", "npy", "flat", "told", "nemo", "packed", "apart", "beside"))
     if form == "list":
         return form, ids, {}
     if form == "array":
@@ -73,6 +73,10 @@ def payloads(rng: random.Random, experts: int, k: int) -> tuple[str, Any, dict]:
     if form == "apart":
         data = {"data": base64.b64encode(weights.tobytes()).decode(), "dtype": "float32"}
         return form, ids, {"gates": rng.choice((data, weights, weights.tolist()))}
+    if form == "beside":
+        data = {"data": base64.b64encode(weights.tobytes()).decode(), "dtype": "float32"}
+        return form, {"data": raw, "shape": [4, 5, k], "dtype": dtype, "start": 0, "format_version": 1,
+                      "weights": data}, {}
     both = np.concatenate([array.astype(np.int32), weights.view(np.int32)], 2)
     data = base64.b64encode(both.tobytes()).decode()
     return form, {"data": data, "shape": [4, 5, 2 * k], "dtype": "int32", "start": 0}, {}
@@ -181,7 +185,7 @@ def require_plain(trace: RoutingTrace, payload: Any, more: dict, experts: int, k
     numbers, width = plainly(payload, more.get("dtype", "int32"), k), k
     if not numbers:
         return
-    if trace.gates is not None and "gates" not in more:
+    if trace.gates is not None and "gates" not in more and not (isinstance(payload, dict) and payload.get("weights")):
         width = 2 * k
     ids = trace.ids()[0].tolist()
     rows = [numbers[i : i + width] for i in range(0, len(numbers), width)]

@@ -9,6 +9,7 @@ import base64
 import io
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,11 +17,20 @@ import torch
 
 from moe_rl import cli
 from moe_rl.compare.diagnose import diagnose
-from moe_rl.compare.diagnose.ladder import Rung, keys, remaining
+from moe_rl.compare.diagnose.ladder import Ladder, Rung, keys, remaining
 from moe_rl.compare.diagnose.report import write_page
 from moe_rl.compare.diagnose.responses import Rollouts
-from moe_rl.compare.diagnose.scopes import experts_by, in_dtype, routers_changed, weights_of, weights_rounded
+from moe_rl.compare.diagnose.scopes import (
+    experts_by,
+    in_dtype,
+    routers_changed,
+    runnable,
+    weights_of,
+    weights_rounded,
+)
 from moe_rl.compare.diagnose.suspects import suspects_of
+from moe_rl.compare.diagnose.verdict import Explanation, Gap
+from moe_rl.errors import ConfigError
 from moe_rl.models.load import save_checkpoint
 from moe_rl.routing import RoutingTrace, layout_of, record_routing
 from tests.compare.broken_engines import ALSO, Bench, expected, logits_of, picked, with_gates
@@ -88,6 +98,17 @@ def test_a_fault_that_is_larger_than_rounding_is_named_beside_it():
     natural, _, rounding = found.rungs[:3]
     assert 4 < natural.mean / rounding.mean < 8 and natural.distance.mean() < 3 * rounding.distance.mean()
     assert found.causes == ("top_k",) and not found.equally
+
+
+def test_a_router_in_fp8_is_named_within_rounding():
+    """An engine in bfloat16, whose gap is no larger than rounding can make it: tokens that come nearer tell."""
+    engine = Bench("qwen3_moe", dtype=torch.bfloat16)
+    found = answer(engine, engine.router_fp8())
+    natural, _, rounding = found.rungs[:3]
+    assert natural.mean < 8 * rounding.mean and found.causes == ("router_fp8",) and found.fault
+    (best,) = [r for r in found.rungs if r.name == "routers in fp8, by tensor"]
+    others = [r.nearer.mean() for r in found.rungs if "fp8, by row" in r.name or "unscaled" in r.name]
+    assert best.nearer.mean() > 0.3 and max(others) < 0 and "nearer to the engine's" in " ".join(found.evidence)
 
 
 def test_a_tie_that_the_engine_breaks_otherwise_is_no_fault_of_its_routes():
@@ -183,6 +204,19 @@ def test_a_scope_does_what_it_says(bench):
         assert torch.equal(model(tokens).logits, natural)
 
 
+def test_experts_too_narrow_for_grouped_products_run_one_by_one():
+    """Rows of 20 numbers are 80 bytes in float32 and 40 in bfloat16; of 6, never a multiple of 16."""
+    engine, narrow = (Bench("qwen3_moe", count=2, moe_intermediate_size=width) for width in (20, 6))
+    found = answer(engine, engine.honest())
+    assert found.causes == () and found.rungs[2].name == "rounding" and found.rungs[2].mean > 1e-7
+    tokens = torch.tensor([[5, 6, 7]])
+    with runnable(narrow.model) as model, torch.no_grad():
+        assert torch.isfinite(model(tokens).logits).all()
+        with pytest.raises(ConfigError, match="multiple of 16 bytes"), experts_by("grouped_mm")(model):
+            pass
+    assert narrow.model.config._experts_implementation == engine.model.config._experts_implementation == "grouped_mm"
+
+
 def test_k3_by_hand(bench):
     engine = bench("qwen3_moe")
     honest = engine.honest()
@@ -195,9 +229,26 @@ def test_k3_by_hand(bench):
 
 def test_what_is_left_is_a_ratio_of_means_with_an_interval():
     base, half = np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.5, 1.0, 1.5, 2.0])
-    rungs = [Rung("", x, x, x, x) for x in (half, base, half[:1], base[:1])]
+    rungs = [Rung("", x, x, x, x, x) for x in (half, base, half[:1], base[:1])]
     assert remaining(*rungs[:2]) == (0.5, pytest.approx(0.5), pytest.approx(0.5)), "paired: every resample halves"
     assert remaining(*rungs[2:]) == (0.5, 0.5, 0.5)
+
+
+def test_what_hides_within_rounding_brings_many_responses_nearer_by_hand():
+    """Of 16 responses 75 to 85 % of the tokens come nearer; left is half of what rounding makes, or 30 times."""
+    half, much = (Rung("", *np.full((4, 16), x), nearer=0.5 + 0.1 * (np.arange(16) % 3)) for x in (5e-5, 3e-3))
+    gap = Gap(object.__new__(Ladder), half, Rung("", *np.full((5, 16), 1e-4)))
+
+    def named(rung, *causes):
+        return gap.nearer(Explanation(causes, "", rung, (0, 0, 0), True))
+
+    assert named(half, "router_fp8") and named(half, "router_int8")
+    assert not named(half, "lost_bias") and not named(half, "router_fp8", "temperature")
+    assert not named(much, "router_fp8")
+    few = replace(half, nearer=half.nearer - 0.45)
+    one = replace(half, nearer=np.array([5.0, *[-0.05] * 15]))
+    assert not named(few, "router_fp8") and not named(one, "router_fp8"), "sure but small; large but of one response"
+    assert not named(replace(half, nearer=np.full(16, 0.5)), "router_fp8"), "no spread, no interval"
 
 
 def test_keys_are_those_of_sets():

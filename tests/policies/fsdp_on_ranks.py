@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,11 +35,11 @@ from moe_rl.objectives import objective_of
 from moe_rl.policies import hf as hf_module
 from moe_rl.policies.fsdp import FSDPPolicy, take_over
 from moe_rl.policies.hf import HFPolicy, checkpoint_activations
-from moe_rl.routing import record_routing, replay_routing
+from moe_rl.routing import RoutingTrace, record_routing, replay_routing
 from moe_rl.routing.dial import Dose
 from moe_rl.runs.folder import RunFolder, read_json
 from tests.conftest import build, perturb
-from tests.policies.megatron_layouts import far, holes, weights_of
+from tests.policies.megatron_layouts import far, holes, resident, weights_of, wide
 from tests.policies.test_hf import make_batch, part_of
 from tests.rollouts.fake_engine import SIZES
 from tests.rollouts.test_http import Server
@@ -369,10 +370,30 @@ def hooks() -> dict:
     return facts
 
 
+def memory() -> dict:
+    """What a rank holds of a recording of 64 rows of 2,048 tokens in 24 layers, half of which it made."""
+    batch, layout = wide()
+    code = torch.arange(64)[:, None] * 3 + torch.arange(2047) % 3  # tells row and position
+    rows = [*torch.arange(64)[ranks.rank() :: ranks.world()].split(16)]
+    traces = [RoutingTrace.from_ids(code[r].to(torch.uint8)[..., None, None].expand(-1, -1, 24, 8), layout, check=False)
+              for r in rows]
+    parts = [(torch.zeros(len(r), 2048), trace, None) for r, trace in zip(rows, traces, strict=True)]
+    gathered = partial(FSDPPolicy._joined, None, parts, batch, rows)
+    gathered()  # what first use costs
+    torch.distributed.barrier()
+    before = resident()
+    _, trace, _ = gathered()
+    right = bool((trace.experts[:, :-1, 7, 3] == code).all() & ~trace.known[:, -1].any())
+    torch.distributed.barrier()
+    return {"right": all(ranks.gathered(right)),
+            "shards held": max(ranks.gathered((resident() - before) / (trace.experts.nbytes / ranks.world())))}
+
+
 def verbs(folder: Path) -> dict:
     """All that needs no run."""
     found = {name: case(name) for name in CASES}
-    return found | {"dial": doses(), "large": in_pieces(), "mixed": mixed(), "hooks": hooks()}
+    return found | {"dial": doses(), "large": in_pieces(), "mixed": mixed(), "hooks": hooks(),
+                    "memory": memory()}
 
 
 def two(folder: Path) -> dict:

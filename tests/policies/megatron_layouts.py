@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -14,7 +18,7 @@ from moe_rl.config import Optimizer, Parallel
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.policies.megatron.layout import SIGMOID, SOFTMAX
-from moe_rl.routing.trace import RoutingTrace
+from moe_rl.routing.trace import Layout, RoutingTrace, Site
 from tests.conftest import build, perturb
 from tests.policies.megatron_study import parts
 from tests.policies.test_hf import make_batch, part_of
@@ -75,6 +79,26 @@ def megatron(model, parallel: Parallel, optimizer: Optimizer = SETTINGS, **setti
     from moe_rl.policies.megatron.policy import MegatronPolicy
 
     return MegatronPolicy(model, optimizer, parallel, **ROWS | settings)
+
+
+def resident() -> int:
+    """Bytes of this process in memory, those that it shares divided by their owners; without what malloc keeps."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    found = re.search(r"^Pss: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
+    return 1024 * int(found[1])
+
+
+def wide():
+    """64 rows of 2,048 tokens, one of them shorter, and the layout of 24 layers whose recordings are large."""
+    shape = 64, 2048
+    mask = torch.ones(shape, dtype=torch.bool)
+    mask[5, 1000:] = False
+    per_token = {name: torch.zeros(shape) for name in ("rollout_logprobs", "advantages")}
+    batch = replace(make_batch(1, 1), tokens=torch.zeros(shape, dtype=torch.long), attention_mask=mask,
+                    response_mask=mask, prompt_index=torch.zeros(64, dtype=torch.long), rewards=torch.zeros(64),
+                    ref_logprobs=None, finished=mask[:, 0], **per_token)
+    return batch, Layout(tuple(Site(f"l{i}", i, 128, 8) for i in range(24)), "wide")
 
 
 def example():

@@ -10,12 +10,9 @@ why. That is for torchrun to notice; without it so many ranks are forks of one p
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import importlib
 import json
 import os
-import re
 import signal
 import socket
 import sys
@@ -34,7 +31,6 @@ from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.checked import CheckedEngine
 from moe_rl.rollouts.http import ServerEngine
 from moe_rl.rollouts.push import Tolerance, probe_prompts
-from moe_rl.routing import Layout, Site
 from moe_rl.runs.folder import RunFolder
 from tests.conftest import build
 from tests.policies.megatron_layouts import (
@@ -51,7 +47,9 @@ from tests.policies.megatron_layouts import (
     megatron,
     of_family,
     of_ranks,
+    resident,
     weights_of,
+    wide,
 )
 from tests.policies.megatron_study import short, study
 from tests.policies.test_hf import part_of
@@ -179,15 +177,8 @@ def memory() -> dict:
     from moe_rl.policies.megatron.replay import own_targets, shared_trace
 
     megatron(build("qwen3_moe"), LAYOUTS["dp2"])  # the groups of this layout
-    layout = Layout(tuple(Site(f"l{i}", i, 128, 8) for i in range(24)), "wide")
-    small_batch = example().rows(slice(0, 1))
-    shape = 64, 2048
-    mask = torch.ones(shape, dtype=torch.bool)
-    mask[5, 1000:] = False
-    per_token = {name: torch.zeros(shape) for name in ("rollout_logprobs", "advantages")}
-    batch = replace(small_batch, tokens=torch.zeros(shape, dtype=torch.long), attention_mask=mask, response_mask=mask,
-                    prompt_index=torch.zeros(64, dtype=torch.long), rewards=torch.zeros(64), ref_logprobs=None,
-                    finished=mask[:, 0], **per_token)  # fmt: skip
+    batch, layout = wide()
+    mask = batch.attention_mask
     code = torch.arange(64)[:, None] * 3 + torch.arange(2047) % 3  # tells row and position
     mine = code[32 * ranks.rank() :][:32].to(torch.uint8).T[None, :, :, None].expand(24, -1, -1, 8)
     parts = [part.contiguous() for part in mine.split(16, 2)]
@@ -204,14 +195,6 @@ def memory() -> dict:
     torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX)
     facts["aimed"] = torch.equal(targets, trace.experts[32 * ranks.rank() :][:32, :-1])
     return facts | {"shards held": held[0].item(), "shards aimed": held[1].item()}
-
-
-def resident() -> int:
-    """Bytes of this process in memory, those that it shares divided by their owners; without what malloc keeps."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    found = re.search(r"^Pss: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
-    return 1024 * int(found[1])
 
 
 def die_on_rank_1() -> None:

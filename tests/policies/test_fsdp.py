@@ -98,6 +98,10 @@ def test_routes_are_recorded_and_replayed_under_ddp_and_fsdp2_in_a_loop_of_ones_
         assert right and gradient < 1e-5
 
 
+def test_a_rank_holds_its_share_of_a_recording(on_two):
+    assert on_two["memory"]["right"] and 0.8 < on_two["memory"]["shards held"] <= 1.2
+
+
 # ---------------------------------------------------------------------- checkpoints and runs
 def test_a_checkpoint_is_read_bit_for_bit_on_as_many_ranks_and_within_rounding_on_others(on_two, on_four, on_one):
     facts = on_two["checkpoint"]

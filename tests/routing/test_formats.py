@@ -371,6 +371,29 @@ def test_weights_may_come_apart(wire):
     assert np.array_equal(part.gates[0, 1:], weights[1:]) and not part.gates[0, 0].any()
 
 
+@pytest.mark.parametrize("experts, dtype", [(8, "uint8"), (600, "uint16")])
+@pytest.mark.parametrize("start, extra", [(0, 0), (0, 1), (2, 0)])
+def test_weights_beside_the_ids_of_one_payload_come_back_bit_for_bit(experts, dtype, start, extra):
+    """prime-rl's other Total Router Recall (pull request 3509): narrow ids, and weights of the same shape."""
+    shape = layout(experts=experts, k=3)
+    ids = routes(4 + extra, shape)
+    weights = weights_of(ids)
+    payload = {"data": b64(with_dense(ids, shape)[start:].astype(dtype).tobytes()), "start": start, "dtype": dtype,
+               "shape": [4 + extra - start, 5, 3], "format_version": 1,
+               "weights": {"data": b64(with_dense(weights, shape)[start:].tobytes()), "dtype": "float32"}}
+    trace = decode_routes(payload, layout=shape, tokens=range(5))
+    assert np.array_equal(ids_of(trace)[start:], ids[start:4]) and not trace.known[0, :start].any()
+    assert np.array_equal(trace.gates[0, start:], weights[start:4]) and not trace.gates[0, :start].any()
+    for change, says in (({"format_version": 2}, "format_version 2"), ({"format_version": np.ones(2)}, "version 1 can"),
+                         ({"weights": {}}, "gates do not fit"),
+                         ({"weights": {"data": payload["weights"]["data"][:-16]}}, "gates do not fit")):
+        with pytest.raises(RoutingError, match=says):
+            decode_routes(payload | change, layout=shape, tokens=range(5))
+    for twice in (payload, packed(ids, weights, shape)):
+        with pytest.raises(RoutingError, match="come twice"):
+            decode_routes(twice, layout=shape, tokens=range(5), gates=weights)
+
+
 @pytest.mark.parametrize("weight, says", [(np.nan, "expected finite"), (-0.1, "expected finite"), (0, "1e-06 or more")])
 def test_packed_weights_that_cannot_be_are_refused(weight, says):
     shape = layout()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ def diagnose_checkpoint(
     """`diagnose` of a file, against a Hugging Face checkpoint in the trainer's dtype and those in `also`. Raises
     ConfigError, before weights are read, for a file that cannot be used and for checkpoints that are no versions of one
     model."""
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # else up to 1 GB of compiled bfloat16 products
     if batch_tokens < 1:
         raise ConfigError(f"--batch-tokens {batch_tokens}: a forward needs at least 1.")
     settings = [ModelConfig(name=name, device=device, dtype=dtype, router_dtype=router_dtype)

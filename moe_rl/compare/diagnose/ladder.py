@@ -40,6 +40,8 @@ class Rung:
     """Share of tokens with max(r, 1/r) > 2."""
     flips: Float[NDArray, " response"]
     """Share of tokens whose most likely token is another than under the natural forward."""
+    nearer: Float[NDArray, " response"]
+    """Share of tokens that are nearer to the engine's than in the natural forward, less the share of those further."""
 
     @property
     def mean(self) -> float:
@@ -90,9 +92,9 @@ class Ladder:
         self.own: Bool[NDArray, " token"] = np.isfinite(self.engine)
         self.counts = np.bincount(self.owner[self.own], minlength=len(self.responses))
         self.readings: Mapping[str, str] = readings_of(self.responses)
-        self.scored = hands_out_gates(self.model)
-        self.natural = self._score(keep_routes=True, keep_gates=self.scored and any(
-            r.gates is not None for r in self.responses))
+        self.natural = score(
+            self.model, self.responses, (STATED, *self.readings), batch_tokens=self.batch_tokens, keep_routes=True,
+            keep_gates=any(r.gates is not None for r in self.responses) and hands_out_gates(self.model))
         if not np.isfinite(self.natural.logprobs[STATED]).all():
             raise ConfigError("the checkpoint's own log-probs of these tokens are not finite, so there is nothing to "
                               "compare with: are its weights whole, and is the dtype wide enough?")
@@ -104,7 +106,8 @@ class Ladder:
         """Of the log-probs of all response tokens, compared with the engine's or with those of `against`."""
         found = distances(logprobs - (self.engine if against is None else against))
         flips = np.zeros(len(logprobs)) if best is None else best != self.natural.best
-        return Rung(name, *(self.per_response(x) for x in (*found, flips)))
+        nearer = np.sign(np.abs(self.natural.logprobs[STATED] - self.engine) - np.abs(logprobs - self.engine))
+        return Rung(name, *(self.per_response(x) for x in (*found, flips, nearer)))
 
     def per_response(self, values: NDArray) -> NDArray:
         """Means over the engine's own tokens of each response."""
@@ -126,7 +129,7 @@ class Ladder:
             return np.bincount(self.owner[inside & self.own], values[inside & self.own], len(pairs)) / pairs.clip(min=1)
 
         kl, distance, beyond_2 = map(mean, distances(moved - self.engine))
-        return Rung(f"log-probs {by:+d} token", kl, distance, beyond_2, np.zeros(len(pairs)))
+        return Rung(f"log-probs {by:+d} token", kl, distance, beyond_2, *np.zeros((2, len(pairs))))
 
     # ------------------------------------------------------------------ forwards
     def under(self, suspects: Iterable[Suspect], keep_routes: bool = False, keep_gates: bool = False) -> Scores | None:
@@ -149,7 +152,7 @@ class Ladder:
     def forced(self, name: str, routes: Routes, gates: bool = False) -> Rung | None:
         """With ids forced, and on request the reported combine weights."""
         try:
-            found = self._score(routes=routes, gates=gates)
+            found = score(self.model, self.responses, batch_tokens=self.batch_tokens, routes=routes, gates=gates)
         except RoutingError as error:
             self.skipped.append(f"{name}: {error}")
             return None
@@ -170,12 +173,6 @@ class Ladder:
         self.expected = agreement(found.routes, self.natural.routes)
         return max(floors, key=lambda r: r.mean), self.rung("rounding", found.logprobs[STATED], against=natural)
 
-    def _score(self, keep_routes: bool = False, keep_gates: bool = False, routes: Routes | None = None,
-               gates: bool = False) -> Scores:
-        readings = (STATED, *self.readings) if keep_routes else (STATED,)
-        return score(self.model, self.responses, readings, batch_tokens=self.batch_tokens, routes=routes, gates=gates,
-                     keep_routes=keep_routes, keep_gates=keep_gates)
-
     # ------------------------------------------------------------------ where routes are known
     @property
     def routed(self) -> bool:
@@ -189,12 +186,12 @@ def agreement(a: Sequence[NDArray], b: Sequence[NDArray]) -> float:
 
 
 def keys(ids: Integer[NDArray, "rows layer k"]) -> Integer[NDArray, "rows layer"]:
-    """One number per set, whatever its order; -1 where there is no route. Sets of equal numbers are equal but for a
-    chance of about 2^-56."""
-    table = np.random.default_rng(0).integers(1, 2**56, size=int(max(ids.max(initial=0), 0)) + 1)
+    """One number per set, whatever its order, as int32; -1 where there is no route. Sets of equal numbers are equal but
+    for a chance of about 2^-31."""
+    table = np.random.default_rng(0).integers(1, 2**31, size=int(max(ids.max(initial=0), 0)) + 1)
     used = ids >= 0
-    found = np.where(used, table[np.where(used, ids, 0)], 0).sum(-1)
-    return np.where(used[..., 0], found, -1)
+    found = np.where(used, table[np.where(used, ids, 0)], 0).sum(-1) % 2**31
+    return np.where(used[..., 0], found, -1).astype(np.int32)
 
 
 def usable(response: Response, layout: Layout) -> bool:

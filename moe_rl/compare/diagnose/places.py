@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.compare.diagnose.ladder import LARGEST, Ladder
+from moe_rl.compare.diagnose.ladder import Ladder, distances
 from moe_rl.compare.diagnose.scoring import STATED
 
 EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 2**62)
@@ -32,15 +32,13 @@ class Place:
 
 def places(ladder: Ladder) -> Iterator[Place]:
     """The natural gap, taken apart; parts without tokens are left out."""
-    ratio = np.clip(ladder.natural.logprobs[STATED] - ladder.engine, -LARGEST, LARGEST)
-    starts = np.concatenate([[0], np.cumsum([len(r.logprobs) for r in ladder.responses])[:-1]])
-    position = np.arange(len(ratio)) - starts[ladder.owner]
+    kl, position = _gaps(ladder)
     length = np.array([len(r.logprobs) for r in ladder.responses])[ladder.owner]
 
     def place(kind: str, name: str, where: NDArray) -> Iterator[Place]:
-        here = ratio[where & ladder.own]
+        here = kl[where & ladder.own]
         if len(here):
-            yield Place(kind, name, float((np.expm1(here) - here).mean()), len(here))
+            yield Place(kind, name, float(here.mean()), len(here))
 
     for kind, values in (("position", position), ("length", length)):
         for low, high in zip(EDGES, EDGES[1:], strict=False):
@@ -58,12 +56,17 @@ def places(ladder: Ladder) -> Iterator[Place]:
 
 def begins(ladder: Ladder, noise: float) -> str:
     """With which token of a response the gap begins, in words."""
-    ratio = np.clip(ladder.natural.logprobs[STATED] - ladder.engine, -LARGEST, LARGEST)
-    wrong = (np.expm1(ratio) - ratio > noise) & ladder.own
-    starts = np.concatenate([[0], np.cumsum([len(r.logprobs) for r in ladder.responses])[:-1]])
-    first = [int(wrong[start : start + len(r.logprobs)].argmax())
-             for start, r in zip(starts, ladder.responses, strict=True) if wrong[start : start + len(r.logprobs)].any()]
-    if not first:
+    kl, position = _gaps(ladder)
+    wrong = (kl > noise) & ladder.own
+    _, at = np.unique(ladder.owner[wrong], return_index=True)
+    if not len(at):
         return "No token alone is beyond the noise."
-    return (f"The gap begins with the first token of the response in {first.count(0)} of {len(first)} responses that "
-            f"have one; the median is token {int(np.median(first))}, counted from 0.")
+    first = position[wrong][at]
+    return (f"The gap begins with the first token of the response in {(first == 0).sum()} of {len(first)} responses "
+            f"that have one; the median is token {int(np.median(first))}, counted from 0.")
+
+
+def _gaps(ladder: Ladder) -> tuple[NDArray, NDArray]:
+    """The natural k3 of every token, and its place in its response."""
+    position = np.concatenate([np.arange(len(r.logprobs)) for r in ladder.responses])
+    return distances(ladder.natural.logprobs[STATED] - ladder.engine)[0], position

@@ -73,7 +73,7 @@ class Reported:
 
     def side(self, pair: Pair, shift: int = 0) -> Integer[NDArray, "rows site"]:
         """Keys [rows, site] of the reported layers, taken `shift` further; -1 where there is none or it is all zero."""
-        found = np.full(pair.natural_keys.shape, -1, dtype=np.int64)
+        found = np.full(pair.natural_keys.shape, -1, dtype=np.int32)
         for s, layer in enumerate(self.layers):
             if 0 <= layer + shift < pair.ids.shape[1]:
                 column = pair.reported_keys[:, layer + shift]

@@ -182,7 +182,7 @@ class Rollouts:
                               f"{self.layout.sites[s].decoder_layer}, but the model has {int(limits[s, 0])} from 0 on "
                               f"({int(wrong.sum())} of {wrong.size} rows do not fit): routes of another model, or read "
                               "with another dtype?")
-        return ids.astype(np.int16 if most > 127 else np.int8)
+        return ids.astype(np.int16 if most > 128 else np.int8)
 
 
 # ---------------------------------------------------------------------- small parts

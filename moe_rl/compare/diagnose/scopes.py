@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_rl.errors import ConfigError
+from moe_rl.models.experts_cpu import NAME
 from moe_rl.routing.balance import keep_routers_in
 from moe_rl.routing.sites import RoutingModule, find_sites, router_matrices
 
@@ -67,8 +68,7 @@ def weights_of(other: nn.Module, picks: Callable[[str], bool]) -> Scope:
 
     @contextmanager
     def scope(model: nn.Module) -> Iterator[nn.Module]:
-        theirs = dict(other.named_parameters(remove_duplicate=False)) | dict(other.named_buffers())
-        mine = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        theirs, mine = _tensors(other), _tensors(model)
         if missing := sorted(n for n, x in mine.items() if n in theirs and theirs[n].shape != x.shape
                              or n not in theirs and picks(n) and not n.endswith("inv_freq")):
             raise ConfigError(f"the other checkpoint is no version of this one: {missing[0]} differs in shape or is "
@@ -83,17 +83,21 @@ def weights_of(other: nn.Module, picks: Callable[[str], bool]) -> Scope:
 @contextmanager
 def _untied(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
     """The model's weights by name, where one that is picked and shared with one that is not is a copy of its own."""
-    every = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    every = _tensors(model)
     shared = {n for n in names if any(x is every[n] and m not in names for m, x in every.items())}
     for name in shared:
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(every[name].detach().clone(), requires_grad=False))
     try:
-        yield dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        yield _tensors(model)
     finally:
         for name in shared:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, every[name])
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
 
 
 @contextmanager
@@ -112,14 +116,15 @@ def _values(tensors: Sequence[Tensor], values: Iterable[Tensor]) -> Iterator[Non
 
 
 def in_dtype(dtype: torch.dtype) -> Scope:
-    """A copy of the model whose parameters are in `dtype`; buffers stay."""
+    """A copy of the model whose parameters are in `dtype`, `runnable` there; buffers stay."""
 
     @contextmanager
     def scope(model: nn.Module) -> Iterator[nn.Module]:
         twin = copy.deepcopy(model)
         for parameter in twin.parameters():
             parameter.data = parameter.data.to(dtype)
-        yield twin
+        with runnable(twin):
+            yield twin
 
     return scope
 
@@ -130,6 +135,8 @@ def experts_by(name: str) -> Scope:
     @contextmanager
     def scope(model: Any) -> Iterator[nn.Module]:
         own = model.config._experts_implementation
+        if name == "grouped_mm" and not _groups(model):
+            raise ConfigError("no experts by grouped_mm: it multiplies rows of a multiple of 16 bytes only.")
         try:
             model.set_experts_implementation(name)
         except (AttributeError, ValueError, RuntimeError) as error:
@@ -140,6 +147,18 @@ def experts_by(name: str) -> Scope:
             model.set_experts_implementation(own)
 
     return scope
+
+
+def runnable(model: Any) -> AbstractContextManager[Any]:
+    """The model, with its experts one by one where they are too narrow for grouped products in its dtype."""
+    by = getattr(model.config, "_experts_implementation", None)
+    return nullcontext() if by not in ("grouped_mm", NAME) or _groups(model) else experts_by("eager")(model)
+
+
+def _groups(model: nn.Module) -> bool:
+    """Whether torch can multiply all experts at once: it wants rows of a multiple of 16 bytes."""
+    experts = (p for p in model.parameters() if p.dim() == 3)
+    return all(size * p.element_size() % 16 == 0 for p in experts for size in p.shape[1:])
 
 
 # ---------------------------------------------------------------------- small parts

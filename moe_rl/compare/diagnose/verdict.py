@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import scipy
 
 from moe_rl.compare.diagnose.ladder import Ladder, Rung, remaining
 from moe_rl.compare.diagnose.scoring import STATED, Scores
@@ -21,6 +22,9 @@ LITTLE, CLOSE = 0.1, 0.4
 """What may be left of the KL, with its interval, and of the mean |log r| by what explains a gap."""
 WORTH = 0.5
 """What is left of the KL under a pair that is worth a row of the table."""
+QUANTISED, CHANCE, NEARER = ("router_int8", "router_fp8"), 1e-3, 0.2
+"""Routers that are named where rounding hides them, the chance that as many tokens come nearer by accident, and by how
+much the share that does must be larger than the share that goes away, lest another small change has to do with them."""
 APART = 1.5
 """Explanations whose KL is within this factor of the best fit equally well."""
 
@@ -108,8 +112,8 @@ class Gap:
         base = self.ladder.base
         # Where only some responses have the fault, the others are as they are.
         helped = rung.kl < base.kl
-        mixed = Rung(rung.name, *(np.where(helped, getattr(rung, name), getattr(base, name))
-                                  for name in ("kl", "distance", "beyond_2", "flips")))
+        mixed = replace(rung, **{name: np.where(helped, getattr(rung, name), getattr(base, name))
+                                 for name in ("kl", "distance", "beyond_2", "flips")})
         whole = rung.mean <= mixed.mean * APART or helped.all()
         kept = rung if whole else mixed
         left = remaining(kept, base)
@@ -123,7 +127,7 @@ class Gap:
         its parts alone leaves much more."""
         enough = [e for e in self.tried if self.enough(e)]
         single = [e for e in enough if len(e.causes) == 1]
-        found = single or [e for e in enough if self._needs_both(e)]
+        found = single or [e for e in enough if self._needs_both(e)] or [e for e in self.tried if self.nearer(e)]
         if not found:
             return []
         found.sort(key=lambda e: (max(e.rung.mean, self.noise), len(e.suspects), e.rung.mean))
@@ -141,6 +145,15 @@ class Gap:
             return True
         quiet = rung.mean <= 2 * rounding.mean and rung.distance.mean() <= 2 * rounding.distance.mean()
         return bool(e.left[2] <= 1 / 3 and (quiet or rung.mean <= self.noise))
+
+    def nearer(self, e: Explanation) -> bool:
+        """Whether a quantised router is what rounding hides: what it leaves is rounding, and it brings more tokens of a
+        response nearer to the engine's than it takes away. A router that is not the engine's moves them at random,
+        most of them away from where they only were rounded to."""
+        votes = e.rung.nearer
+        if e.causes[1:] or e.causes[0] not in QUANTISED or votes.mean() < NEARER or not self.rounded(e.rung):
+            return False
+        return bool(np.ptp(votes) and scipy.stats.ttest_1samp(votes, 0, alternative="greater").pvalue < CHANCE)
 
     def _needs_both(self, e: Explanation) -> bool:
         alone = [x.rung.mean for x in self.tried if len(x.causes) < len(e.causes) and set(x.causes) <= set(e.causes)]

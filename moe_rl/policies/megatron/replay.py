@@ -21,13 +21,10 @@ from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
 from moe_rl.policies.megatron.weights import gather
-from moe_rl.policies.shared import one_per_machine
+from moe_rl.policies.shared import CHUNK, one_per_machine
 from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.trace import Layout, RoutingTrace
 from moe_rl.types import Batch
-
-CHUNK = 1 << 20
-"""Bytes of routes that are gathered at a time, or a row of every rank."""
 
 
 class SiteReplay(RouterReplay):
