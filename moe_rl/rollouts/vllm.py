@@ -119,8 +119,9 @@ class VLLMEngine:
         self, sampling: Sampling, prompts: list[Prompt], noise: list[tuple[int, ...]], most: list[int]
     ) -> list[Rollout]:
         """A completion of every prompt; see `turns.Draw`."""
-        parameters = [self._parameters(dataclasses.replace(sampling, max_new_tokens=room), derive(*position))
-                      for position, room in zip(noise, most, strict=True)]  # fmt: skip
+        wanted = [dataclasses.replace(self.reader.asked(prompt, sampling), max_new_tokens=room)
+                  for prompt, room in zip(prompts, most, strict=True)]  # fmt: skip
+        parameters = [self._parameters(one, derive(*position)) for one, position in zip(wanted, noise, strict=True)]
         asked = [{"prompt_token_ids": list(prompt.tokens)} for prompt in prompts]
         outputs = self.llm.generate(asked, parameters, use_tqdm=False)
         return self.reader.read(prompts, [_answer(output) for output in outputs], sampling)
