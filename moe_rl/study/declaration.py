@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.config import Arm, RunConfig
+from moe_rl.config.tree import plain
 from moe_rl.config.values import check_values, located
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.lookup import unknown
@@ -221,7 +222,7 @@ def write_declaration(study: Study, out: Path, *, keep: bool = False) -> list[st
     contrasts and cells, and those of `study` come after them: some arms more are not another study."""
     keys = ("name", "question", "hypothesis", "figures", "endpoint", "further_endpoints", "contrasts", "decision_rule",
             "metrics", "verdict", "differs_from_paper", "caution", "cost", "seeds", "factors", "cells", "trainer")
-    content = {k: getattr(study, k) for k in keys} | {"arms": [{"name": a.name} for a in _made(study.arms)]}
+    content = plain({k: getattr(study, k) for k in keys}) | {"arms": [{"name": a.name} for a in _made(study.arms)]}
     (out / study.name).mkdir(parents=True, exist_ok=True)
     before = content
     with contextlib.suppress(RunError):  # a damaged one is written anew
