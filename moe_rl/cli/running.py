@@ -218,6 +218,11 @@ def _submitted(console: Console, study: Study, planned: Sequence[Planned], clust
 
 
 def _changed(study: Study, changes: Mapping[str, Any]) -> Study:
+    """The study with other settings. Raises ConfigError for one that its factors give values of their own."""
+    for key in changes:
+        if factor := next((name for name in study.factors if f"{key}.".startswith(f"{name}.")), None):
+            raise ConfigError(f"{key} would change nothing: {factor} is a factor of study {study.name!r}, which gives "
+                              f"it {', '.join(map(str, study.factors[factor]))}: change the study's file, or a copy.")
     return dataclasses.replace(study, base=study.base.replace(**changes))
 
 
