@@ -136,6 +136,14 @@ class Study:
         return dataclasses.replace(self, name=f"{self.name}-quick", seeds=self.seeds[:1], cells=cells,
                                    base=self.base.replace(**self.quick))
 
+    def with_settings(self, changes: Mapping[str, Any]) -> Study:
+        """The study with another base. Raises ConfigError for a setting that a factor gives values of its own."""
+        for key in changes:
+            if factor := next((name for name in self.factors if f"{key}.".startswith(f"{name}.")), None):
+                raise ConfigError(f"{key} would change nothing: {factor} is a factor of study {self.name!r}, which "
+                                  f"gives it {', '.join(map(str, self.factors[factor]))}: change that in its file")
+        return dataclasses.replace(self, base=self.base.replace(**changes))
+
     def with_arms(self, arms: Sequence[str]) -> Study:
         """The study with other arms, each one of its own by name or a spelling; with the contrasts that are left. With
         none given it stays as it is. Cells that are for some arms keep those that are left, or go."""
