@@ -100,8 +100,8 @@ def advantage_of(arm: Arm) -> Advantage:
     turn = torch.tensor([[1, 2], [1, 2]])
     earned, said = torch.tensor([[1.0, 0.0], [0.0, 0.25]]), torch.tensor([[0.0, -0.1], [-0.3, 0.0]])
     mask, zeros = turn > 0, torch.zeros(2, 2)
-    two = Batch(tokens=turn, attention_mask=mask, response_mask=mask, prompt_index=turn[:, 0], rollout_logprobs=zeros,
-                rewards=earned.sum(1), advantages=zeros, finished=mask[:, 0], turn=turn, turn_rewards=earned,
+    two = Batch(tokens=turn, attention_mask=mask, response_mask=mask, prompt_index=turn[:, 0] - 1, advantages=zeros,
+                rollout_logprobs=zeros, rewards=earned.sum(1), finished=mask[:, 0], turn=turn, turn_rewards=earned,
                 old_logprobs=zeros, ref_logprobs=said, values=said)
     try:
         first, second = found(two).unbind(1)

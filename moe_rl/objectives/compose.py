@@ -239,10 +239,11 @@ def _check_per_token(arm: Arm, loss: Callable[[LossInputs], LossOutput], names: 
     if "router" in needs_of(loss) or not advantage_of(arm).per_token:
         return
     zeros, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    given: dict[str, Any] = dict.fromkeys(names, zeros)
     try:
-        loss(LossInputs(**dict.fromkeys(names, zeros), mask=mask, advantages=torch.tensor([[1.0, -1.0]]), weights=zeros,
-                        finished=mask))
+        loss(LossInputs(**given, mask=mask, advantages=torch.tensor([[1.0, -1.0]]), weights=zeros, finished=mask))
     except ConfigError as error:
+        assert isinstance(arm.advantage, tuple), "an arm makes one of a part alone"
         steps = ", ".join(map(str, arm.advantage))
         raise ConfigError(f"arm {arm.name!r}: its advantage ({steps}) differs within a response; {error}") from error
 
