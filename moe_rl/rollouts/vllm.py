@@ -174,6 +174,7 @@ def _start(config: Any, folder: Path, dtype: str, routes: bool, max_tokens: int 
     if current_platform.is_cpu():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else a helper is compiled for 20 s
         settings["enforce_eager"] = True
+        settings["enable_chunked_prefill"] = False  # else a seeded request whose prompt is cut ends the engine (0.30.0)
         _check_head_dim(config)
     else:
         settings["gpu_memory_utilization"] = memory

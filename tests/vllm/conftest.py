@@ -106,6 +106,7 @@ ENVIRONMENT = {
 }
 ARGUMENTS = (
     "--dtype float32 --max-model-len 256 --enforce-eager --enable-return-routed-experts --enable-scale-out "
+    "--no-enable-chunked-prefill "
     "--logprobs-mode processed_logprobs --worker-extension-cls moe_rl.rollouts.vllm.WorkerExtension"
 )
 
