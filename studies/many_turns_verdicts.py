@@ -21,6 +21,8 @@ def held_out_at_equal_tokens(run: Frames) -> float:
     tokens = steps["response_tokens"].fillna(0).cumsum()
     measured = steps["eval_reward_greedy"].notna()
     x, y = tokens[measured].to_numpy(dtype=float), steps.loc[measured, "eval_reward_greedy"].to_numpy(dtype=float)
+    if not measured.any():  # a run that has only begun
+        return float("nan")
     if run.runs["state"].iloc[0] == "diverged":
         x, y = np.append(x, tokens.iloc[-1]), np.append(y, 0.0)
     at = np.linspace(TOKENS / 2, TOKENS, 1001)

@@ -337,6 +337,7 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
     (["run", "studies/routing_replay.py", "--set", "measure.detail_every=0"], "at least 1 step"),
     (["run", FAKE, "--seeds", "-3"], "seeds are not negative"),
     (["run", "studies/routing_replay.py", "--set", "optimizer.lr=-1"], "a learning rate must not be negative"),
+    (["run", "studies/lag.py", "--set", "lag=2"], "lag is a factor of study 'lag', which gives it 0, 1, 2, 4, 8"),
     (["run", "studies/engine_mismatch.py", "--set", "engine.experts=fast"], "choose eager, batched_mm, grouped_mm"),
     (["export", TABLES, "--to", FAKE], "File exists"),
 ])

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 from dataclasses import replace
 
 import pytest
 import torch
 
 from moe_rl.config import Arm, Measure
-from moe_rl.errors import RunError
+from moe_rl.errors import ConfigError, RunError
 from moe_rl.evaluate import evaluate
-from moe_rl.execute import build
+from moe_rl.execute import build, check
 from moe_rl.lookup import Use
+from moe_rl.rollouts import hf
 from moe_rl.rollouts.batches import fresh
 from moe_rl.rollouts.request import sampling_of
 from moe_rl.runs import frames
 from moe_rl.trainer import roll_out, routed
 from moe_rl.types import prompt_rows, response_rows
+from tests.runs.test_kill import forked
 from tests.talking_task import Talking
 from tests.test_trainer import TINY, carry_out, weights
 
@@ -95,24 +100,60 @@ def test_the_tables_count_turns_and_what_is_not_the_policys(whole):
     assert steps["noise_floor_set_change"].dropna().eq(0).all()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_run_that_breaks_in_the_middle_of_a_conversation_ends_identical(whole, tmp_path, monkeypatch, error):
-    """Killed, or by an environment that raises, which then names the prompt; after the commit of step 2."""
+def test_a_run_whose_environment_raises_names_the_prompt_and_goes_on_when_it_is_mended(whole, tmp_path, monkeypatch):
     def breaks(calls):
         if calls == CALLS[2] + 9:  # in step 3
-            raise error("on purpose")
+            raise ValueError("on purpose")
 
     monkeypatch.setattr(Talking, "calls", 0)
     monkeypatch.setattr(Talking, "broken", staticmethod(breaks))
-    with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else RunError) as raised:
+    with pytest.raises(RunError, match=r"Talking: reply failed \(ValueError\('on purpose'\)\) for the prompt '"):
         carry_out(TALK, tmp_path / "cut")
-    if error is ValueError:
-        assert "Talking: reply failed (ValueError('on purpose')) for the prompt '" in str(raised.value)
     assert frames.read_table(tmp_path / "cut", "steps")["step"].tolist() == [0, 1, 2]
     monkeypatch.setattr(Talking, "broken", staticmethod(lambda calls: None))
     carry_out(TALK, tmp_path / "cut")
     assert frames.diff(whole[0], tmp_path / "cut") is None
     assert weights(tmp_path / "cut")[1] == weights(whole[0])[1]
+
+
+WAITS = TALK.replace(lag=2, steps=3, prompts_per_step=2, mini_batches=2, eval_every=4, eval_prompts=2,
+                     measure=Measure(probe=2, detail_every=100))
+KILLED = {
+    "conversations": WAITS.replace(lag=0),
+    "conversations that wait": WAITS,
+    "conversations that wait at random": WAITS.replace(lag_mode="random", seed=8, arm=replace(TOKEN, routes="rollout")),
+    "parts of responses": WAITS.replace(partial_tokens=2, task=TINY.task, stop=(), max_new_tokens=6),
+}  # fmt: skip
+"""Seed 8 draws, at random, batch 5 in step 3, and batches 3 and 4 before."""
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_a_run_that_is_killed_while_it_samples_ends_identical(name, tmp_path):
+    """SIGKILL in step 3, after the commit of step 2: in front of a reply, so between the turns of a conversation; or at
+    a token of a response that was begun in step 2."""
+    run = KILLED[name]
+
+    def kill_at(count):
+        if count == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def child():
+        def begin(rows):
+            if rows["steps"][0]["step"] == 2:
+                drawn, whole = itertools.count(1), hf.draw_tokens
+                Talking.calls, Talking.broken = 0, staticmethod(kill_at)
+                if run.partial_tokens:
+                    hf.draw_tokens = lambda *given: (kill_at(next(drawn)), whole(*given))[1]
+
+        carry_out(run, tmp_path / "cut", begin)
+
+    assert forked(child, None), "killed"
+    assert frames.read_table(tmp_path / "cut", "steps")["step"].tolist() == [0, 1, 2]
+    assert bool(list((tmp_path / "cut").glob("commit/step=*/checkpoint/batches.pt"))) == (run.lag > 0)
+    carry_out(run, tmp_path / "whole")
+    carry_out(run, tmp_path / "cut")
+    assert frames.diff(tmp_path / "whole", tmp_path / "cut") is None
+    assert weights(tmp_path / "cut")[1] == weights(tmp_path / "whole")[1]
 
 
 def test_conversations_that_wait_are_not_drawn_on(tmp_path):
@@ -135,9 +176,10 @@ def test_an_evaluation_counts_the_tokens_of_the_policy_alone(tmp_path):
     assert all(counted == own for counted, own, _ in said) and any(own < whole for _, own, whole in said)
 
 
-def test_gspo_refuses_advantages_per_turn(tmp_path):
-    from moe_rl.errors import ConfigError
-
+def test_gspo_with_advantages_per_turn_and_parts_of_conversations_are_refused_before_anything_is_drawn():
     run = TALK.replace(arm=replace(TOKEN, loss=Use("gspo", clip_low=0.01, clip_high=0.013)))
-    with pytest.raises(ConfigError, match="gspo_token"):
-        carry_out(run, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"arm 'token': its advantage \(by_turn\) differs .* use gspo_token"):
+        check(run)
+    with pytest.raises(ConfigError, match="partial_tokens=4: the task answers back, .* A lag of whole conversations"):
+        check(TALK.replace(lag=1, partial_tokens=4))
+    assert check(TALK) == check(TALK.replace(lag=1)) == []

@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     changes: dict[str, Any] = {"task": options.task} if options.task else {}
     changes |= parse_settings(study.base.replace(**changes), options.settings) | _layout(options)
     knows = checked_by(study) is not None  # what its runs are made of
-    study, cautions = _for_its_setting(study, changes) if knows else (_changed(study, changes), [])
+    study, cautions = _for_its_setting(study, changes) if knows else (study.with_settings(changes), [])
     whole = study = study.quick_form() if options.quick else study
     chosen = [*study.own_arms(options.arms), *options.arm]
     study = study.with_arms(chosen)
@@ -217,14 +217,10 @@ def _submitted(console: Console, study: Study, planned: Sequence[Planned], clust
     return 0
 
 
-def _changed(study: Study, changes: Mapping[str, Any]) -> Study:
-    return dataclasses.replace(study, base=study.base.replace(**changes))
-
-
 def _for_its_setting(study: Study, changes: Mapping[str, Any]) -> tuple[Study, list[str]]:
     """The study with changed settings, and without the numbers that were chosen for another task or model; what was
     left out, in sentences."""
-    changed = _changed(study, changes)
+    changed = study.with_settings(changes)
     if not {"task", "model"} & {key.partition(".")[0] for key in changes}:
         return changed, []
     from moe_rl.config import Arm
@@ -239,7 +235,7 @@ def _for_its_setting(study: Study, changes: Mapping[str, Any]) -> tuple[Study, l
     said += [f"{', '.join(dict.fromkeys(chosen))}: options chosen there, too, which stay."] * bool(chosen)
     if varied:
         said.append(f"{', '.join(dict.fromkeys(varied))}: what the study varies was chosen there, too, and stays.")
-    return dataclasses.replace(_changed(changed, instead), seconds_per_step=None, cost=""), said
+    return dataclasses.replace(changed.with_settings(instead), seconds_per_step=None, cost=""), said
 
 
 def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> list[str]:

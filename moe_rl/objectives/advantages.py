@@ -32,6 +32,8 @@ class Advantage:
 
     steps: tuple[tuple[str, Callable[[Earned], Values]], ...]
     memory: dict[str, Any] = field(default_factory=dict)
+    per_token: bool = False
+    """Whether tokens of one response may have advantages of their own, which some losses cannot take."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -84,8 +86,8 @@ class Advantage:
 
 
 def advantage_of(arm: Arm) -> Advantage:
-    """What makes advantages of an arm's rewards, tried on two of them. Raises ConfigError for a name or option that is
-    not there."""
+    """What makes advantages of an arm's rewards, tried on two responses of two turns. Raises ConfigError for a name or
+    option that is not there."""
     assert isinstance(arm.advantage, tuple), "an arm makes one of a part alone"
     steps = [Use.of(part) for part in arm.advantage]
     for one, after in zip(steps, [*steps[1:], Use("")], strict=True):
@@ -95,20 +97,21 @@ def advantage_of(arm: Arm) -> Advantage:
                               "turn_rewards make rewards per token, returns or gae advantages of them, and of nothing "
                               "else per token")
     found = Advantage(tuple((str(part), lookup("advantage", part, ADVANTAGES)) for part in arm.advantage))
-    mask, zeros = torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 1)
-    rewards, prompt = torch.tensor([0.0, 1.0]), torch.zeros(2, dtype=torch.long)
-    two = Batch(tokens=torch.zeros(2, 1, dtype=torch.long), attention_mask=mask, response_mask=mask,
-                prompt_index=prompt, rollout_logprobs=zeros, rewards=rewards, advantages=zeros, finished=mask[:, 0],
-                old_logprobs=zeros, ref_logprobs=zeros, values=zeros)
+    turn = torch.tensor([[1, 2], [1, 2]])
+    earned, said = torch.tensor([[1.0, 0.0], [0.0, 0.25]]), torch.tensor([[0.0, -0.1], [-0.3, 0.0]])
+    mask, zeros = turn > 0, torch.zeros(2, 2)
+    two = Batch(tokens=turn, attention_mask=mask, response_mask=mask, prompt_index=turn[:, 0] - 1, advantages=zeros,
+                rollout_logprobs=zeros, rewards=earned.sum(1), finished=mask[:, 0], turn=turn, turn_rewards=earned,
+                old_logprobs=zeros, ref_logprobs=said, values=said)
     try:
-        found(two)
+        first, second = found(two).unbind(1)
     except MoeRlError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"arm {arm.name!r}: its advantage failed when it was tried on two rewards ({error}). Is an "
+        raise ConfigError(f"arm {arm.name!r}: its advantage failed when it was tried on two responses ({error}). Is an "
                           "option of another type?") from error
     found.memory.clear()
-    return found
+    return replace(found, per_token=not torch.equal(first, second))
 
 
 # ---------------------------------------------------------------------- one value per row

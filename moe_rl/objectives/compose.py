@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, MoeRlError
 from moe_rl.lookup import Part, Use, lookup, needs_of
+from moe_rl.objectives.advantages import advantage_of
 from moe_rl.objectives.aggregate import AGGREGATIONS
 from moe_rl.objectives.base import LossInputs, LossOutput
 from moe_rl.objectives.corrections import CORRECTIONS
@@ -123,8 +124,8 @@ def _number(factors: Tensor, mask: Bool[Tensor, "batch time"]) -> PerToken:
 def objective_of(arm: Arm) -> Objective:
     """The objective that an arm's parts make, tried on one token, so that options out of range are refused here.
 
-    Raises ConfigError for a part or an option that is not there; warns when a sequence-level loss gets a range so wide
-    that it never clips.
+    Raises ConfigError for a part or an option that is not there, and for advantages that the loss cannot take; warns
+    when a sequence-level loss gets a range so wide that it never clips.
     """
     objective = Objective(loss=lookup("loss", arm.loss, LOSSES | ROUTER_LOSSES),
                           aggregate=lookup("aggregation", arm.aggregate, AGGREGATIONS),
@@ -159,6 +160,7 @@ def objective_of(arm: Arm) -> Objective:
         raise ConfigError(f"arm {arm.name!r}: its loss gives the metrics {', '.join(taken)}, which could be the names "
                           "of measured columns; let them begin with own_")
     _check_arm(arm, objective)
+    _check_per_token(arm, objective.loss, names)
     return objective
 
 
@@ -230,6 +232,20 @@ def _check_arm(arm: Arm, objective: Objective) -> None:
     names = [_term(part) for part in arm.terms]
     if len(set(names)) < len(names):
         raise ConfigError(f"arm {arm.name!r} has a term twice: {', '.join(names)}")
+
+
+def _check_per_token(arm: Arm, loss: Callable[[LossInputs], LossOutput], names: Sequence[str]) -> None:
+    """Refuse advantages that differ within a response for a loss that cannot take them, tried on two tokens."""
+    if "router" in needs_of(loss) or not advantage_of(arm).per_token:
+        return
+    zeros, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    given: dict[str, Any] = dict.fromkeys(names, zeros)
+    try:
+        loss(LossInputs(**given, mask=mask, advantages=torch.tensor([[1.0, -1.0]]), weights=zeros, finished=mask))
+    except ConfigError as error:
+        assert isinstance(arm.advantage, tuple), "an arm makes one of a part alone"
+        steps = ", ".join(map(str, arm.advantage))
+        raise ConfigError(f"arm {arm.name!r}: its advantage ({steps}) differs within a response; {error}") from error
 
 
 def _weighing(arm: Arm, objective: Objective) -> list[tuple[Part, Callable[[LossInputs], Tensor]]]:

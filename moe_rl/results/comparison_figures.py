@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -127,7 +128,7 @@ def against_factor(frames: Frames, arms: Sequence[str], *, factor: str, metric: 
             left.set_ylim(-0.02, 1.02)
         if right is not None:
             note += _differences(right, rows, pairs, arms)
-            right.set(title="Differences within seeds", ylabel=f"difference in {metric.name}")
+            right.set(title="Differences within seeds", ylabel=textwrap.fill(f"difference in {metric.name}", 36))
     note += f"; {VOID}" * any(void)
     return plots.finish(figure, axes, note)
 

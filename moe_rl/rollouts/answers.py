@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,17 @@ class Reader:
             )
         return rollouts
 
+    def asked(self, prompt: Prompt, sampling: Sampling) -> Sampling:
+        """What an engine is asked for. After a prompt that ends within a character, as the part of a response may, it
+        gets no stop strings, and `read` ends the completion: vLLM (seen in 0.30.0) takes the text of all such a prompt
+        for drawn, and finds them there."""
+        within = sampling.stop and self._text(prompt.tokens[-4:]).endswith("\ufffd")
+        return replace(sampling, stop=()) if within else sampling
+
     # ------------------------------------------------------------------ one answer
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     def _rollout(self, prompt: Prompt, answer: Answer, sampling: Sampling) -> Rollout:
         tokens, logprobs = tuple(answer.tokens), list(answer.logprobs)
         if not tokens or len(tokens) != len(logprobs) or len(tokens) > sampling.max_new_tokens:
@@ -86,15 +96,21 @@ class Reader:
             )
         if odd := [x for x in logprobs if not (isinstance(x, Real) and math.isfinite(x) and x <= 1e-4)]:
             raise RunError(f"the engine reported {odd[0]!r} as the log-probability of a token it had sampled.")
+        drawn, finished = prompt.tokens + tokens, answer.finished
+        if self.asked(prompt, sampling) != sampling:
+            ends = (e for e in range(1, len(tokens) + 1) if any(s in self._text(tokens[:e]) for s in sampling.stop))
+            if end := next(ends, None):
+                tokens, logprobs, finished = tokens[:end], logprobs[:end], True
         text = completion_text(tokens, self.ends, self.tokenizer)
-        self._check_end(tokens, text, answer.finished, sampling)
+        self._check_end(tokens, text, finished, sampling)
+        routes = None if self.routes == "off" else self._routes(drawn, answer.routes)
         return Rollout(
             prompt=prompt,
             tokens=tokens,
             logprobs=torch.tensor(logprobs, dtype=torch.float32),
             text=before_stop(text, sampling.stop),
-            finished=answer.finished,
-            routes=None if self.routes == "off" else self._routes(prompt.tokens + tokens, answer.routes),
+            finished=finished,
+            routes=routes and routes.rows(slice(None), len(prompt.tokens) + len(tokens) - 1),
         )
 
     def _check_end(self, tokens: tuple[int, ...], text: str, finished: bool, sampling: Sampling) -> None:

@@ -24,6 +24,8 @@ from moe_rl.rollouts.vllm import INSTALL, VLLMEngine
 OF_HF = ("experts", "int8", "router_noise")
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 OF_VLLM = ("gpu_memory", "max_tokens")
+STOPS_OF_OPENAI = 4
+"""Most stop strings of a request to `/v1/completions`; vLLM refuses more."""
 
 
 def check_engine(run: RunConfig) -> None:
@@ -37,6 +39,9 @@ def check_engine(run: RunConfig) -> None:
         if name not in applies and getattr(engine, name) != getattr(default, name):
             value = getattr(engine, name)
             raise ConfigError(f"engine.{name}={value!r} has no effect with engine.name={engine.name!r}.")
+    if server and engine.dialect == "openai" and len(run.stop) > STOPS_OF_OPENAI:
+        raise ConfigError(f"stop has {len(run.stop)} texts, but /v1/completions takes at most {STOPS_OF_OPENAI}: set "
+                          "engine.dialect=vllm (or sglang), or give fewer.")
     if engine.name == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"engine.name='vllm', but vLLM is not installed here; {INSTALL}")
     if engine.routes not in ROUTES:

@@ -131,7 +131,7 @@ class ServerEngine:
         self, sampling: Sampling, prompts: list[Prompt], noise: list[tuple[int, ...]], most: list[int]
     ) -> list[Rollout]:
         """A completion of every prompt; see `turns.Draw`. What was received is kept, in case others fail."""
-        jobs = [(position, prompt, replace(sampling, max_new_tokens=room))
+        jobs = [(position, prompt, replace(self.reader.asked(prompt, sampling), max_new_tokens=room))
                 for position, prompt, room in zip(noise, prompts, most, strict=True)]  # fmt: skip
         names = [(position, prompt.tokens, asked) for position, prompt, asked in jobs]
         missing = {name: job for name, job in zip(names, jobs, strict=True) if name not in self.received}

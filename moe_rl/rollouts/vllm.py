@@ -123,9 +123,10 @@ class VLLMEngine:
         from vllm import SamplingParams
 
         ends = sorted(self.reader.ends)
-        asked_for = [dataclasses.replace(sampling, max_new_tokens=room) for room in most]
+        wanted = [dataclasses.replace(self.reader.asked(prompt, sampling), max_new_tokens=room)
+                  for prompt, room in zip(prompts, most, strict=True)]  # fmt: skip
         parameters = [SamplingParams(**vllm_settings(one, derive(*position), ends))
-                      for one, position in zip(asked_for, noise, strict=True)]  # fmt: skip
+                      for one, position in zip(wanted, noise, strict=True)]  # fmt: skip
         asked = [{"prompt_token_ids": list(prompt.tokens)} for prompt in prompts]
         outputs = self.llm.generate(asked, parameters, use_tqdm=False)
         return self.reader.read(prompts, [_answer(output) for output in outputs], sampling)
@@ -162,6 +163,7 @@ def _start(config: Any, folder: Path, dtype: str, routes: bool, max_tokens: int 
     if current_platform.is_cpu():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else a helper is compiled for 20 s
         settings["enforce_eager"] = True
+        settings["enable_chunked_prefill"] = False  # else a seeded request whose prompt is cut ends the engine (0.30.0)
         _check_head_dim(config)
     else:
         settings["gpu_memory_utilization"] = memory

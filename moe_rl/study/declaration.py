@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.config import Arm, RunConfig
+from moe_rl.config.tree import plain
 from moe_rl.config.values import check_values, located
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.lookup import unknown
@@ -135,6 +136,14 @@ class Study:
         return dataclasses.replace(self, name=f"{self.name}-quick", seeds=self.seeds[:1], cells=cells,
                                    base=self.base.replace(**self.quick))
 
+    def with_settings(self, changes: Mapping[str, Any]) -> Study:
+        """The study with another base. Raises ConfigError for a setting that a factor gives values of its own."""
+        for key in changes:
+            if factor := next((name for name in self.factors if f"{key}.".startswith(f"{name}.")), None):
+                raise ConfigError(f"{key} would change nothing: {factor} is a factor of study {self.name!r}, which "
+                                  f"gives it {', '.join(map(str, self.factors[factor]))}: change that in its file")
+        return dataclasses.replace(self, base=self.base.replace(**changes))
+
     def with_arms(self, arms: Sequence[str]) -> Study:
         """The study with other arms, each one of its own by name or a spelling; with the contrasts that are left. With
         none given it stays as it is. Cells that are for some arms keep those that are left, or go."""
@@ -221,7 +230,7 @@ def write_declaration(study: Study, out: Path, *, keep: bool = False) -> list[st
     contrasts and cells, and those of `study` come after them: some arms more are not another study."""
     keys = ("name", "question", "hypothesis", "figures", "endpoint", "further_endpoints", "contrasts", "decision_rule",
             "metrics", "verdict", "differs_from_paper", "caution", "cost", "seeds", "factors", "cells", "trainer")
-    content = {k: getattr(study, k) for k in keys} | {"arms": [{"name": a.name} for a in _made(study.arms)]}
+    content = plain({k: getattr(study, k) for k in keys}) | {"arms": [{"name": a.name} for a in _made(study.arms)]}
     (out / study.name).mkdir(parents=True, exist_ok=True)
     before = content
     with contextlib.suppress(RunError):  # a damaged one is written anew

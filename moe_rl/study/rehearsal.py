@@ -66,11 +66,12 @@ def preview(run: RunConfig) -> Preview:
     found = []
     if answered:
         fit, longest = sum(n - 1 <= run.max_new_tokens for n in needed), max(needed)
+        end = "its end and what was said before" if isinstance(task, Environment) else "its end"
         of_first, of_all = (f"; its reward is {earned[0]:g}", f"; {sum(r >= 1 for r in earned)} of {len(earned)} earn 1"
                             ) if earned else ("", "; what they earn, the environment says in a conversation")
-        lines += [("answer", f"{_short(answered[0].answer or '')}, {needed[0]} tokens with its end{of_first}"),
+        lines += [("answer", f"{_short(answered[0].answer or '')}, {needed[0]} tokens with {end}{of_first}"),
                   ("answers", f"{fit} of {len(answered)} fit into max_new_tokens={run.max_new_tokens}, the longest has "
-                              f"{longest} tokens with its end{of_all}")]
+                              f"{longest} tokens with {end}{of_all}")]
         if fit < len(answered):
             found.append(f"{len(answered) - fit} of {len(answered)} reference answers do not fit into max_new_tokens="
                          f"{run.max_new_tokens}: what is cut off cannot be right. max_new_tokens={longest} would do.")

@@ -10,7 +10,7 @@ import torch
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
-from moe_rl.objectives import advantage_of
+from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.types import Batch
 
 TURN = torch.tensor([[0, 1, 1, 0, 0, 2], [0, 1, 1, 1, 0, 0], [0, 1, 0, 2, 2, 0], [0, 1, 1, 0, 2, 0]])
@@ -94,3 +94,27 @@ def test_rewards_of_rows_go_to_every_turn():
 def test_steps_that_would_lose_what_turns_earned_are_refused(steps, says):
     with pytest.raises(ConfigError, match=says):
         of(*steps)
+
+
+KL = Use("kl_penalty", coef=0.1)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gmpo"])
+@pytest.mark.parametrize("steps", [
+    ("by_turn",), (Use("by_turn", gamma=0.0, scale="none"), "whitened"), ("turn_rewards", "returns"),
+    (Use("returns", gamma=0.9),), ("turn_rewards", "gae"), ("gae",), (KL, "returns"), (KL, "returns", "whitened"),
+], ids=lambda steps: "+".join(map(str, steps)))  # fmt: skip
+def test_a_loss_with_one_advantage_per_sequence_refuses_others_when_the_arm_is_made(loss, steps):
+    with pytest.raises(ConfigError, match=r"arm 'a': its advantage \(.* differs within a response; .* gspo_token"):
+        objective_of(Arm(name="a", loss=loss, advantage=steps))
+    for other in ("grpo", "gspo_token", "sapo"):
+        assert objective_of(Arm(name="a", loss=other, advantage=steps))
+
+
+@pytest.mark.parametrize("steps", [
+    ("group",), ("group", "whitened"), (Use("normalized", center="running"),),
+    (Use("overlong", limit=9, buffer=3), "opo"), (Use("kl_penalty", coef=0.1, per_token=False), "group"), ("returns",),
+], ids=lambda steps: "+".join(map(str, steps)))  # fmt: skip
+def test_it_takes_those_that_are_one_per_sequence(steps):
+    made = Arm(name="a", loss="gspo", advantage=steps)
+    assert objective_of(made) and not advantage_of(made).per_token and not advantage_of(made).memory

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing.formats import RoutesRefused
 from moe_rl.routing.sources import rollout as replay_rollout
-from moe_rl.types import Sampling
+from moe_rl.types import Prompt, Sampling
 from tests.policies.test_hf import part_of
 from tests.rollouts.fake_engine import PROMPTS, policy_of, routes_of, small
 
@@ -60,6 +62,20 @@ def test_a_stop_string_ends_the_text_and_counts_as_finished(loaded, drawn):
     sampling = Sampling(max_new_tokens=6, stop=(text[2:4],))
     answer = Answer(list(r.tokens), r.logprobs.tolist(), True, routes_of(r))
     assert reader(loaded).read([r.prompt], [answer], sampling)[0].text == text[:2]
+
+
+def test_after_a_prompt_that_ends_within_a_character_stop_strings_are_found_here(loaded):
+    """The engine is not asked for them, draws on, and the rollouts are those of one that stopped."""
+    cut, sampling = Prompt("", tokens=(65, 66, 0xC3)), replace(SAMPLING, stop=tuple("abcdefghijABCDEFGHIJ0123"))
+    assert reader(loaded).asked(cut, sampling) == SAMPLING
+    assert reader(loaded).asked(PROMPTS[0], sampling) is sampling
+    engine = HFEngine(loaded.model, loaded.tokenizer)
+    stopped, free = (engine.generate([cut], 16, key=(0,), sampling=s) for s in (sampling, SAMPLING))
+    assert sum(len(a.tokens) < len(b.tokens) for a, b in zip(stopped, free, strict=True)) > 3
+    for mine, theirs in zip(reader(loaded).read(prompts(free), answers(free), sampling), stopped, strict=True):
+        assert (mine.tokens, mine.text, mine.finished) == (theirs.tokens, theirs.text, theirs.finished)
+        assert torch.allclose(mine.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
+        assert mine.routes.same_sets(theirs.routes).all() and torch.equal(mine.routes.tokens, theirs.routes.tokens)
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,14 @@ def test_engine_settings_that_cannot_be_meant_are_refused(settings, message):
         check_engine(TINY.replace(engine=EngineConfig(**settings)))
 
 
+def test_more_stop_strings_than_an_endpoint_takes_are_refused_before_anything_runs():
+    run = TINY.replace(stop=tuple("abcde"), engine=EngineConfig(name="http://127.0.0.1:1"))
+    with pytest.raises(ConfigError, match=r"stop has 5 texts, but /v1/completions takes at most 4: set engine.dialect"):
+        check_engine(run)
+    for taken in (run.replace(stop=tuple("abcd")), run.replace(**{"engine.dialect": "vllm"})):
+        check_engine(taken)
+
+
 def test_r3_needs_an_engine_that_is_asked_for_routes():
     run = TINY.replace(arm=Arm(name="r3", routes="rollout"), engine=EngineConfig(routes="off"))
     with pytest.raises(ConfigError, match="asks for none"):

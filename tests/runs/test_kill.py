@@ -23,8 +23,9 @@ from tests.test_trainer import ARMS, TINY, carry_out, weights
 RUN = TINY.replace(arm=ARMS["replay"], steps=8, save_every=1, eval_every=8, prompts_per_step=2, mini_batches=2)
 
 
-def forked(work: Callable[[], object], seconds: float) -> bool:
-    """Do the work in a child, kill it with SIGKILL after so many seconds; whether it was killed before its end."""
+def forked(work: Callable[[], object], seconds: float | None) -> bool:
+    """Do the work in a child, kill it with SIGKILL after so many seconds, or with None let it do that itself; whether
+    it was killed before its end."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python warns of forking with threads; torch has one, and it is idle
         child = os.fork()
@@ -35,8 +36,9 @@ def forked(work: Callable[[], object], seconds: float) -> bool:
             os._exit(0)
         except BaseException:
             os._exit(1)
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the run failed by itself"
     return os.WIFSIGNALED(status)

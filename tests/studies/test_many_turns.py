@@ -38,6 +38,7 @@ def test_the_endpoint_is_at_equal_tokens_not_at_equal_steps():
     assert endpoint(run_of(225, [0.0, 0.4, 0.8])) == pytest.approx(0.6, abs=1e-6)
     assert endpoint(run_of(100, [0.0, 0.3, 0.7])) == pytest.approx(0.7)
     assert endpoint(run_of(100, [0.5, 0.3]), "diverged") == 0
+    assert np.isnan(endpoint(run_of(100, [0.5])[:0], "running")), "only begun"
 
 
 def study_frames(gain: dict[str, float], turns: float = 1.5, start: float = 0.4) -> Frames:

@@ -337,6 +337,15 @@ def test_arms_that_are_added_leave_the_declaration_whole(tmp_path):
     assert write_declaration(with_changes(question="Another?"), tmp_path, keep=True) == ["question"]
 
 
+def test_a_part_with_options_may_be_a_cell_or_a_factor(tmp_path):
+    sums, games = Use("corrected_sums", digits=3), Use("guessing", turns=4)
+    study = with_changes(cells={"sums": {"task": sums}}, factors={"task": (games, "guessing")})
+    write_declaration(study, tmp_path)
+    said = json.loads((tmp_path / study.name / "study.json").read_text())
+    assert Use.of(said["cells"]["sums"]["task"]) == sums
+    assert [Use.of(task) for task in said["factors"]["task"]] == [games, Use("guessing")]
+
+
 def test_a_row_says_where_a_checkpoint_and_a_file_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("mine", "qwen3_moe-tiny"):

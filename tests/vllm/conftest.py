@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,8 @@ RUN = RunConfig(
 NEEDS_VLLM = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="tests against a real vLLM are run by `make test-vllm`"
 )
+START = 600.0
+"""Seconds at most until a server answers, on a busy machine."""
 CACHE = Path(__file__).parents[2] / ".cache" / "test-vllm"
 """Where the trained checkpoint is kept between runs of the tests."""
 
@@ -102,6 +106,7 @@ ENVIRONMENT = {
 }
 ARGUMENTS = (
     "--dtype float32 --max-model-len 256 --enforce-eager --enable-return-routed-experts --enable-scale-out "
+    "--no-enable-chunked-prefill "
     "--logprobs-mode processed_logprobs --worker-extension-cls moe_rl.rollouts.vllm.WorkerExtension"
 )
 
@@ -147,3 +152,27 @@ def starting(request, tmp_path_factory):
     server = Server(process, f"http://127.0.0.1:{port}", folder, log)
     yield server
     server.kill()
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return HFPolicy(load(RUN.model, 0).model, Optimizer(), temperature=0.7)
+
+
+@pytest.fixture(scope="module")
+def server(starting):
+    """The server, ready."""
+    started = time.monotonic()
+    while not healthy(starting.address):
+        if starting.process.poll() is not None or time.monotonic() - started > START:
+            pytest.fail(f"the server did not start:\n{starting.log.read_text()[-3000:]}")
+        time.sleep(0.5)
+    print(f"waited {time.monotonic() - started:.0f} s for the server")
+    return starting
+
+
+def healthy(address):
+    try:
+        return urllib.request.urlopen(address + "/health", timeout=2).status == 200
+    except OSError:
+        return False

@@ -134,12 +134,14 @@ def test_the_same_key_gives_the_same_bits_whatever_is_sampled_beside_it(serving)
 
 
 def test_cached_prompts_keep_their_routes(serving):
-    """64 of 80 prompt tokens come out of the prefix cache the second time."""
-    prompts = [Prompt("", tokens=tuple((i * 7 + k) % 250 for i in range(80))) for k in range(4)]
+    """128 of 140 prompt tokens, a block on CPUs, come out of the prefix cache the second time."""
+    prompts = [Prompt("", tokens=tuple((i * 7 + k) % 250 for i in range(140))) for k in range(4)]
     for key in (1, 2):
         found = parity(serving.engine.generate(prompts, 4, key=(key,), sampling=LONG), serving.score)
         assert found.logprob_max < 1e-5 and found.set_change == 0
     assert all(r.routes.coverage == 1 for r in serving.engine.generate(prompts, 1, key=(3,), sampling=LONG))
+    (again,) = serving.vllm.llm.generate([{"prompt_token_ids": list(prompts[0].tokens)}], use_tqdm=False)
+    assert again.num_cached_tokens == 128
 
 
 @pytest.mark.parametrize("kind", ["all zero", "twice", "missing"])

@@ -9,17 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from moe_rl.config import Optimizer
 from moe_rl.errors import RunError
 from moe_rl.models.load import load
-from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.checked import CheckedEngine
 from moe_rl.rollouts.http import BatchIncomplete, ServerEngine
 from moe_rl.rollouts.push import Tolerance, parity, probe_prompts
@@ -27,40 +24,16 @@ from moe_rl.runs import folder as runs
 from moe_rl.runs import frames
 from moe_rl.types import Prompt, Sampling
 from tests.conftest import perturb
-from tests.vllm.conftest import NEEDS_VLLM, RUN
+from tests.vllm.conftest import NEEDS_VLLM, RUN, healthy
+from tests.vllm.test_conversations import check_lagged
 
 pytestmark = NEEDS_VLLM
 
 PROMPTS = [Prompt("", tokens=tuple(range(40 + i, 52 + i))) for i in range(16)]
 LONG = Sampling(0.7, 40)
-START = 600.0  # seconds at most, on a busy machine
 ROOT = Path(__file__).parents[2]
 MAIN = Path(sys.prefix).with_name(".venv") / "bin" / "python"
 """Of the environment beside this one, which has Megatron-core."""
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return HFPolicy(load(RUN.model, 0).model, Optimizer(), temperature=LONG.temperature)
-
-
-@pytest.fixture(scope="module")
-def server(starting):
-    """The server, ready."""
-    started = time.monotonic()
-    while not healthy(starting.address):
-        if starting.process.poll() is not None or time.monotonic() - started > START:
-            pytest.fail(f"the server did not start:\n{starting.log.read_text()[-3000:]}")
-        time.sleep(0.5)
-    print(f"waited {time.monotonic() - started:.0f} s for the server")
-    return starting
-
-
-def healthy(address):
-    try:
-        return urllib.request.urlopen(address + "/health", timeout=2).status == 200
-    except OSError:
-        return False
 
 
 def when(condition, action):
@@ -110,6 +83,10 @@ def test_pushes_over_a_shared_folder_are_checked_like_those_in_process(server, p
     assert other.load(policy.weights()) < 1e-5
     with pytest.raises(RunError, match="holds push 4, but 3 was this run's last"):
         engine.generate(PROMPTS[:1], 1, key=(3,), sampling=LONG)
+
+
+def test_a_run_trains_on_conversations_of_the_weights_that_it_names(server, policy, tmp_path):
+    check_lagged(engine_of(server, policy, dialect="vllm").engine, tmp_path)  # the other takes four stop strings
 
 
 def test_a_server_that_hangs_for_a_while_is_asked_again(server, policy):
