@@ -70,6 +70,8 @@ def write_report(options: argparse.Namespace) -> int:
     argument("--out", type=Path, required=True, help="folder to write"),
     argument("--also", action="append", default=[], metavar="PATTERN",
              help="further columns, e.g. 'margin_*'; may be repeated"),
+    argument("--without", action="append", default=[], metavar="PATTERN",
+             help="columns to leave out, e.g. 'layers:engine_*'; may be repeated"),
     MIX_CODE,
     examples="""
   moe-rl collect runs/routing_replay --out studies/results/routing_replay
@@ -80,7 +82,8 @@ def collect(options: argparse.Namespace) -> int:
     """Write the compact tables, and say how large they are."""
     from moe_rl.study.collect import collect as write_tables
 
-    written = write_tables(options.folder, options.out, also=options.also, mix_code=options.mix_code)
+    written = write_tables(options.folder, options.out, also=options.also, without=options.without,
+                           mix_code=options.mix_code)
     for file, size in written.items():
         print(f"{file}: {size / 1024:.0f} KB")
     print(f"{sum(written.values()) / 1024:.0f} KB in all")

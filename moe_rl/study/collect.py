@@ -45,19 +45,22 @@ KEPT = {
 whole."""
 
 
-def collect(folder: Path, out: Path, *, also: Sequence[str] = (), mix_code: bool = False) -> dict[Path, int]:
+def collect(folder: Path, out: Path, *, also: Sequence[str] = (), without: Sequence[str] = (),
+            mix_code: bool = False) -> dict[Path, int]:
     """Write the finished runs of the study in `folder` into `out`; returns the files and their sizes in bytes.
 
-    `also` names further columns, by pattern, wherever they appear. Unfinished runs are left out, and named in
+    `also` names further columns, by pattern, wherever they appear, `without` those to leave out; a pattern may name a
+    table, `layers:engine_*`. Unfinished runs are left out, and named in
     `study.json`. Raises ConfigError for a pattern that no column matches and for a folder `out` where the tables would
     hide runs, RunError where nothing has finished.
     """
     _check_out(folder, out)
     declared, frames = read_declaration(folder), load_study(folder, mix_code=mix_code)
-    tables = {name: _select(name, frames[name], also) for name in pooled()}
-    for pattern in also:
-        if not any(fnmatchcase(c, pattern) for table in tables.values() for c in table):
-            raise ConfigError(f"--also {pattern}: no column of this study matches; see docs/columns.md")
+    for option, patterns in (("also", also), ("without", without)):
+        for pattern in patterns:
+            if not any(_matches(name, c, (pattern,)) for name in pooled() for c in frames[name]):
+                raise ConfigError(f"--{option} {pattern}: no column of this study matches; see docs/columns.md")
+    tables = {name: _select(name, frames[name], also, without) for name in pooled()}
     out.mkdir(parents=True, exist_ok=True)
     left_out = [text.replace(f"{folder}/", "") for text in frames.left_out]
     runs.write_json(out / DECLARATION, declared | {"left_out": left_out}, durable=False)
@@ -75,10 +78,15 @@ def _check_out(folder: Path, out: Path) -> None:
                           "are still to come; give a folder of their own, e.g. --out results")
 
 
-def _select(name: str, frame: pd.DataFrame, also: Sequence[str]) -> pd.DataFrame:
+def _select(name: str, frame: pd.DataFrame, also: Sequence[str], without: Sequence[str]) -> pd.DataFrame:
     first = [*LABELS, *TABLES[name]]
-    kept = [c for c in frame if c not in first and any(fnmatchcase(c, p) for p in (*KEPT.get(name, "*"), *also))]
+    kept = [c for c in frame if c not in first and _matches(name, c, (*KEPT.get(name, "*"), *also))
+            and not _matches(name, c, without)]
     return _narrow(frame.reindex(columns=[*first, *kept]))
+
+
+def _matches(table: str, column: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(f"{table}:{column}" if ":" in p else column, p) for p in patterns)
 
 
 def _narrow(frame: pd.DataFrame) -> pd.DataFrame:

@@ -118,7 +118,16 @@ def test_further_columns_are_kept_on_request_and_a_pattern_without_match_is_refu
     assert "loss" in load_study(tmp_path / "a", mix_code=True)["updates"] and "loss" not in KEPT["updates"]
     with pytest.raises(ConfigError, match="--also los: no column"):
         collect(folder, tmp_path / "b", also=["los"], mix_code=True)
+    with pytest.raises(ConfigError, match="--without lags:slot_change: no column"):
+        collect(folder, tmp_path / "b", without=["lags:slot_change"], mix_code=True)
     assert not (tmp_path / "b").exists()
+
+
+def test_columns_are_left_out_on_request_of_all_tables_or_of_one(folder, tmp_path):
+    collect(folder, tmp_path, without=["layers:slot_change", "entropy"], mix_code=True)
+    frames = load_study(tmp_path, mix_code=True)
+    assert "slot_change" in frames["steps"] and "slot_change" not in frames["layers"]
+    assert "entropy" not in frames["steps"] and "entropy" in KEPT["steps"]
 
 
 def test_unfinished_runs_are_left_out_and_named(folder, tmp_path):
