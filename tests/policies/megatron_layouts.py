@@ -82,15 +82,17 @@ def megatron(model, parallel: Parallel, optimizer: Optimizer = SETTINGS, **setti
 
 
 def resident() -> int:
-    """Bytes of this process in memory, those that it shares divided by their owners; without what malloc keeps."""
+    """Bytes of this process in memory, those that it shares divided by their owners; without what malloc keeps, and
+    without libraries, which count for more here whenever a process elsewhere ends that has them, too."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    found = re.search(r"^Pss: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
-    return 1024 * int(found[1])
+    mapped = re.findall(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(.*)\n(?:.*\n)*?Pss: +(\d+) kB",
+                        Path("/proc/self/smaps").read_text(), re.MULTILINE)
+    return 1024 * sum(int(size) for file, size in mapped if not Path(file).is_file())
 
 
 def wide():
-    """64 rows of 2,048 tokens, one of them shorter, and the layout of 48 layers whose recordings are large."""
+    """64 rows of 2,048 tokens, one of them shorter, and the layout of 24 layers whose recordings are large."""
     shape = 64, 2048
     mask = torch.ones(shape, dtype=torch.bool)
     mask[5, 1000:] = False
@@ -98,7 +100,7 @@ def wide():
     batch = replace(make_batch(1, 1), tokens=torch.zeros(shape, dtype=torch.long), attention_mask=mask,
                     response_mask=mask, prompt_index=torch.zeros(64, dtype=torch.long), rewards=torch.zeros(64),
                     ref_logprobs=None, finished=mask[:, 0], **per_token)
-    return batch, Layout(tuple(Site(f"l{i}", i, 128, 8) for i in range(48)), "wide")
+    return batch, Layout(tuple(Site(f"l{i}", i, 128, 8) for i in range(24)), "wide")
 
 
 def example():
