@@ -28,6 +28,7 @@ from moe_rl.policies.critic import HFCritic
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.policies.limits import check_critic, check_policy, layers_of
 from moe_rl.policies.megatron.layout import check_routers
+from moe_rl.policies.shared import from_rank_0
 from moe_rl.recorder import Recorder, Row, Rows
 from moe_rl.rollouts.choose import check_engine, engine_of
 from moe_rl.rollouts.gap_files import GapFiles
@@ -143,7 +144,7 @@ def build(run: RunConfig, folder: Path, cache: Path, told: Callable[[], bool] = 
         reference=reference,
         critic=critic,
         export=export,
-        from_rank_0=ranks.from_rank_0,
+        from_rank_0=from_rank_0,
         watch=_watch(run, loaded, GapFiles(folder / "rollouts", sampling_of(run))) if loaded else lambda *seen: {},
     )
 

@@ -6,7 +6,9 @@ import math
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,8 +17,10 @@ from torch import Tensor
 from moe_rl import ranks
 from moe_rl.errors import ConfigError
 from moe_rl.routing.trace import RoutingTrace
+from moe_rl.routing.trace_parts import ROUTED
 from moe_rl.types import Batch
 
+T = TypeVar("T")
 CHUNK = 2**20
 """Bytes of routes that are gathered at a time, or a row of every rank."""
 
@@ -47,6 +51,41 @@ def one_per_machine(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, b
     if first and name:
         os.unlink(name)
     return found.view(tuple(shape)), first
+
+
+def from_rank_0(function: Callable[[], T]) -> T:
+    """As `ranks.from_rank_0`, but of a batch the engine's routes are in the memory of a machine once; a few rows of
+    them travel at a time."""
+    if ranks.world() == 1:
+        return function()
+    held: list[RoutingTrace] = []
+
+    def outlined() -> tuple[Any, RoutingTrace | None]:
+        found: Any = function()
+        if not isinstance(found, Batch) or found.rollout_routes is None:
+            return found, None
+        held.append(found.rollout_routes)
+        return replace(found, rollout_routes=None), held[0].each(lambda _, x: x.to("meta"), ROUTED)
+
+    found, outline = ranks.from_rank_0(outlined)
+    if outline is None:
+        return found
+    return replace(found, rollout_routes=outline.each(
+        lambda name, x: _from_rank_0(getattr(held[0], name) if held else None, x), ROUTED))
+
+
+def _from_rank_0(mine: Tensor | None, outline: Tensor) -> Tensor:
+    """A tensor that rank 0 alone has, and of which the others know shape and dtype."""
+    shared, fills = one_per_machine(outline.shape, outline.dtype)
+    step = max(1, CHUNK // max(1, outline[:1].nbytes))
+    for start in range(0, len(outline), step):
+        part = torch.empty(outline[start : start + step].shape, dtype=outline.dtype) if mine is None \
+            else mine[start : start + step].contiguous()
+        dist.broadcast(part.view(torch.uint8), 0)
+        if fills:
+            shared[start : start + step] = part
+    dist.barrier()
+    return shared
 
 
 def shared_rows(parts: Sequence[RoutingTrace], rows: Sequence[Tensor], batch: Batch) -> RoutingTrace:

@@ -189,8 +189,9 @@ def require_plain(trace: RoutingTrace, payload: Any, more: dict, experts: int, k
         width = 2 * k
     ids = trace.ids()[0].tolist()
     rows = [numbers[i : i + width] for i in range(0, len(numbers), width)]
-    layers = next(n for n in (5, 3) if len(rows) % n == 0 and len(rows) // n in (5, 4, 3, 2, 1))
-    first = 4 - len(rows) // layers if len(rows) // layers < 4 else 0
+    said = (payload.get("start") or 0) if isinstance(payload, dict) else 0
+    layers, first = next((n, at) for n in (5, 3) for count, at in ((4 - said, said), (4, 0), (5, 0))
+                         if n * count == len(rows))
     for t, token in enumerate(ids):
         for s, used in enumerate(token):
             if used[0] >= 0:

@@ -35,7 +35,8 @@ from moe_rl.objectives import objective_of
 from moe_rl.policies import hf as hf_module
 from moe_rl.policies.fsdp import FSDPPolicy, take_over
 from moe_rl.policies.hf import HFPolicy, checkpoint_activations
-from moe_rl.routing import RoutingTrace, record_routing, replay_routing
+from moe_rl.policies.shared import from_rank_0
+from moe_rl.routing import Layout, RoutingTrace, Site, record_routing, replay_routing
 from moe_rl.routing.dial import Dose
 from moe_rl.runs.folder import RunFolder, read_json
 from tests.conftest import build, perturb
@@ -379,21 +380,46 @@ def memory() -> dict:
               for r in rows]
     parts = [(torch.zeros(len(r), 2048), trace, None) for r, trace in zip(rows, traces, strict=True)]
     gathered = partial(FSDPPolicy._joined, None, parts, batch, rows)
-    gathered()  # what first use costs
+    for _ in range(3):
+        gathered()  # what first use costs
     torch.distributed.barrier()
     before = resident()
     _, trace, _ = gathered()
     right = bool((trace.experts[:, :-1, 7, 3] == code).all() & ~trace.known[:, -1].any())
     torch.distributed.barrier()
-    return {"right": all(ranks.gathered(right)),
-            "shards held": max(ranks.gathered((resident() - before) / (trace.experts.nbytes / ranks.world())))}
+    held = resident() - before
+    torch.distributed.barrier()  # what one gives up counts for the other
+    del trace
+    before = resident()
+    everything = code.to(torch.uint8)[..., None, None].expand(-1, -1, 24, 8)
+    batch = from_rank_0(lambda: replace(make_batch(1, 1), rollout_routes=RoutingTrace.from_ids(
+        everything.contiguous(), layout, check=False)))
+    right &= bool((batch.rollout_routes.experts[:, :2047] == everything).all())
+    torch.distributed.barrier()
+    share = batch.rollout_routes.experts.nbytes / ranks.world()
+    return {"right": all(ranks.gathered(right)), "shards held": max(ranks.gathered(held / share)),
+            "shards held of the engine's": max(ranks.gathered((resident() - before) / share))}
+
+
+def sent() -> bool:
+    """Whether every rank has what rank 0 alone had, of routes with combine weights and of two versions."""
+    batch, layout = make_batch(2, 2), Layout((Site("a", 0, 300, 2), Site("b", 1, 300, 2)), "sent")
+    count, time = batch.tokens.shape
+    ids = torch.rand(count, time, 2, 300, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :2]
+    trace = RoutingTrace.from_ids(ids, layout, tokens=batch.tokens, attention_mask=batch.attention_mask)
+    trace = RoutingTrace.cat([replace(trace.rows(slice(a, b)), weight_version=v) for a, b, v in (
+        (0, 1, "step 1"), (1, count, "step 2"))], batch.tokens, batch.attention_mask, mixed=True)
+    trace = replace(trace, gates=torch.rand(trace.shape, generator=torch.Generator().manual_seed(2)).half())
+    got = from_rank_0(lambda: replace(batch, rollout_routes=trace) if ranks.rank() == 0 else None)
+    same = got.rollout_routes == trace and torch.equal(got.rollout_routes.gates, trace.gates)
+    return all(ranks.gathered(same and got.rollout_routes.segments(1) == trace.segments(1)))
 
 
 def verbs(folder: Path) -> dict:
     """All that needs no run."""
     found = {name: case(name) for name in CASES}
     return found | {"dial": doses(), "large": in_pieces(), "mixed": mixed(), "hooks": hooks(),
-                    "memory": memory()}
+                    "memory": memory(), "sent": sent(), "nothing": from_rank_0(lambda: None) is None}
 
 
 def two(folder: Path) -> dict:

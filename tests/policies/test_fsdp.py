@@ -102,6 +102,11 @@ def test_a_rank_holds_its_share_of_a_recording(on_two):
     assert on_two["memory"]["right"] and 0.8 < on_two["memory"]["shards held"] <= 1.2
 
 
+def test_a_rank_holds_its_share_of_what_the_engine_reported(on_two):
+    assert on_two["memory"]["right"] and 0.8 < on_two["memory"]["shards held of the engine's"] <= 1.2
+    assert on_two["sent"] and on_two["nothing"], "with weights and versions; and what is no batch"
+
+
 # ---------------------------------------------------------------------- checkpoints and runs
 def test_a_checkpoint_is_read_bit_for_bit_on_as_many_ranks_and_within_rounding_on_others(on_two, on_four, on_one):
     facts = on_two["checkpoint"]
