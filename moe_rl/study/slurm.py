@@ -73,17 +73,18 @@ failed() {
 }
 # USR1: the time limit is near, or a preemption begins. A file tells the worker: it crosses containers and torchrun,
 # and waits for a Python that still imports.
-trap 'told=USR1; touch "$stop"; { sleep "$patience"; failed "no step ended within $patience s"; } & deadline=$!' USR1
+trap 'told=${told:+$told, }USR1; touch "$stop"
+  { sleep "$patience"; failed "no step ended within $patience s"; } & deadline=$!' USR1
 # TERM: SLURM ends the job, and requeues it by itself where it wants to.
-trap 'told=TERM; touch "$stop"; kill -TERM "$worker" 2> /dev/null' TERM
+trap 'told=${told:+$told, }TERM; touch "$stop"; kill -TERM "$worker" 2> /dev/null' TERM
 "${command[@]}" "$here/plan.json" "$task" --stop "$stop" & worker=$!
 while kill -0 "$worker" 2> /dev/null; do wait "$worker"; code=$?; done  # a trap ends `wait` early
 wait "$worker" 2> /dev/null; late=$?; [ $late = 127 ] || code=$late
 [ -z "$deadline" ] || kill "$deadline" 2> /dev/null
 echo "$(date) task $task of job $SLURM_ARRAY_JOB_ID, restart $restart on $(hostname): told ${told:-nothing}, exit $code"
 case "$told:$code" in
-  *:0 | TERM:*) ;;
-  USR1:* | :75) requeue ;;
+  *:0 | *TERM*:*) ;;
+  USR1*:* | :75) requeue ;;
   :2) echo "running it again would fail alike" ;;
   *) failed "exit $code" ;;
 esac

@@ -118,15 +118,18 @@ def test_a_study_killed_requeued_and_preempted_at_random_ends_as_on_one_machine(
         elif what == "requeue" and running:
             subprocess.run(["scontrol", "requeue", draw.choice(running)], capture_output=True)
         elif what == "preempt" and running:
-            asked("sbatch", "--partition=urgent", f"--cpus-per-task={CPUS // 2}", "--output=/dev/null",
+            before = said(out).count("told USR1")
+            asked("sbatch", "--wait", "--partition=urgent", f"--cpus-per-task={CPUS // 2}", "--output=/dev/null",
                   "--wrap=sleep 3")
+            if said(out).count("told USR1") == before:  # there was room beside it, or the task ended by itself
+                continue
         else:
             continue
         done[what] += 1
     assert min(done.values()) >= 2, f"{done}: the study was too quick"
     until(lambda: not queue())
     text = said(out)
-    assert re.search(r"restart [1-9]", text) and re.search("told (USR1|TERM)", text), text[-3000:]
+    assert re.search(r"restart [1-9]", text) and "told USR1" in text, text[-3000:]
     print(done, "restarts:", len(re.findall(r"restart [1-9]", text)))
     for a in run_folders(local / study.name):
         b = out / a.relative_to(local)
