@@ -54,6 +54,8 @@ def printed(name: str) -> str:
             facts(name)
         for answer in answers.ANSWERS.get(name, ()):
             answer()
+        if (RESULTS / name).exists():
+            answers.print_verdict(name)
     return f"```text\n{out.getvalue().strip()}\n```\n"
 
 
