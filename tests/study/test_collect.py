@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -20,7 +21,7 @@ from moe_rl.results.summary import summarise
 from moe_rl.runs import folder as runs
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import Frames, load_study
-from moe_rl.study.collect import KEPT, collect
+from moe_rl.study.collect import KEPT, _write, collect
 from moe_rl.study.declaration import read_declaration, write_declaration
 from moe_rl.study.rerun import rerun, verdict
 from tests import fake_study
@@ -128,6 +129,19 @@ def test_columns_are_left_out_on_request_of_all_tables_or_of_one(folder, tmp_pat
     frames = load_study(tmp_path, mix_code=True)
     assert "slot_change" in frames["steps"] and "slot_change" not in frames["layers"]
     assert "entropy" not in frames["steps"] and "entropy" in KEPT["steps"]
+
+
+def test_every_column_is_written_in_the_encoding_that_is_smaller(tmp_path):
+    generator = np.random.default_rng(0)
+    frame = pd.DataFrame({"step": np.arange(4096), "drawn": generator.normal(size=4096).astype("float32"),
+                          "counted": (generator.integers(0, 9, 4096) / 8).astype("float32")})
+    frame.loc[7, "drawn"] = np.nan
+    _write(frame, tmp_path / "steps.parquet")
+    written = pq.ParquetFile(tmp_path / "steps.parquet").metadata.row_group(0)
+    encodings = {written.column(i).path_in_schema: written.column(i).encodings for i in range(3)}
+    assert "BYTE_STREAM_SPLIT" in encodings["drawn"] and "RLE_DICTIONARY" in encodings["counted"]
+    pd.testing.assert_frame_equal(pq.read_table(tmp_path / "steps.parquet").to_pandas(), frame, check_exact=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["steps.parquet"]
 
 
 def test_unfinished_runs_are_left_out_and_named(folder, tmp_path):
