@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import lag_verdicts
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -12,7 +13,7 @@ from why_gspo_losses import SHRINK
 
 from moe_rl.results import plots
 from moe_rl.results.factors import against, half_lost_points, settings_of
-from moe_rl.results.stats import geometric, interval
+from moe_rl.results.stats import geometric, holm, interval
 from moe_rl.results.summary import MAIN, collapsed, metric, per_run
 from moe_rl.runs.frames import Frames, load_study
 from moe_rl.study.declaration import read_declaration
@@ -141,6 +142,31 @@ def part_at(frames: Frames, arm: str) -> None:
     parts = [f"seed {seed} at step {differ[seed]}" if seed in differ else f"seed {seed} never"
              for seed in rewards.index.unique("seed")]
     print(f"  rewards of {arm} and grpo part: {', '.join(parts)}")
+
+
+def lag() -> None:
+    """Levels by lag, and the differences from GRPO at the largest in both endpoints."""
+    frames = load_study(RESULTS / "lag")
+    for name in (*lag_verdicts.ENDPOINTS, "token_ess", "token_kl_k3", "slot_change", "grad_cosine"):
+        values = lag_verdicts.by_lag(frames, name)
+        print(f"{name}{'' if ',' in name else ', second half'}; lags {', '.join(map(str, values))}:")
+        for arm in lag_verdicts.ARMS:
+            print(f"  {arm}: " + "; ".join(str(interval(table[arm])) for table in values.values()))
+        if name in lag_verdicts.ENDPOINTS:
+            gaps = lag_verdicts.cures(values)
+            for (pair, test), p in zip(gaps.items(), holm([test.p for test in gaps.values()]), strict=True):
+                print(f"  {pair}, lag {max(values)}: {test.difference}, p {test.p:.2g}, Holm p {p:.2g}")
+
+
+def many_turns() -> None:
+    """How many conversations had a second turn, and how many tokens all came to."""
+    steps = load_study(RESULTS / "many_turns")["steps"]
+    later = steps[steps["step"] > steps["step"].max() / 2]
+    for arm, rows in steps.groupby("arm"):
+        turns = 100 * (rows.groupby("step")["turns"].mean() - 1)
+        tokens = later[later["arm"] == arm].groupby("seed")["response_tokens"].mean()
+        print(f"  {arm}: with a second turn, percent, first and last step {turns[1]:.0f}, {turns.iloc[-1]:.0f}; tokens "
+              f"per conversation, second half, {interval(tokens)}")
 
 
 def placebos() -> None:

@@ -10,7 +10,7 @@ from lag import LAGS, study
 from volatility_dial_verdicts import after_start, effects
 
 from moe_rl.errors import RunError
-from moe_rl.results.stats import Interval, interval, paired
+from moe_rl.results.stats import Interval, Paired, interval, paired
 from moe_rl.results.summary import metric, per_run
 from moe_rl.runs.frames import Frames
 
@@ -33,11 +33,10 @@ def verdict(frames: Frames) -> list[str]:
     signs = {int(np.sign(t.difference.mean)) if t.p <= 0.05 else 0 for t in tests}
     says = "harms" if signs == {-1} else "helps" if signs == {1} else "is not shown to harm"
     lines.append(f"a lag of {last} {says} GRPO ({study.endpoint} {tests[0].difference})")
-    names = [" − ".join(pair) for pair in study.contrasts]
-    cures = {name: [paired(values[name][last][a].to_dict(), values[name][last][b].to_dict())
-                    for a, b in study.contrasts] for name in ENDPOINTS}
-    for (name, (said, _)), test in zip(effects(names, cures).items(), cures[ENDPOINTS[0]], strict=True):
-        lines.append(f"lag {last}: {name}, {said} ({test.difference})")
+    found = {name: cures(values[name]) for name in ENDPOINTS}
+    decided = effects([*found[ENDPOINTS[0]]], {name: [*tests.values()] for name, tests in found.items()})
+    for name, (said, _) in decided.items():
+        lines.append(f"lag {last}: {name}, {said} ({found[ENDPOINTS[0]][name].difference})")
     main = values[study.endpoint]
     for arm in ARMS:
         gap, fall = interval(main[last][arm] - main[first][arm], 0.9), slope(main, arm)
@@ -69,6 +68,12 @@ def same(frames: Frames, a: str, b: str) -> bool:
     steps = frames.cell(cell(0))["steps"].query("0 < step <= 3")
     rewards = steps.pivot(index=["seed", "step"], columns="arm", values="reward")[[a, b]].dropna()
     return bool((rewards[a] == rewards[b]).all())
+
+
+def cures(by: Mapping[int, pd.DataFrame]) -> dict[str, Paired]:
+    """The declared contrasts at the largest lag, by name."""
+    table = by[max(LAGS)]
+    return {f"{a} − {b}": paired(table[a].to_dict(), table[b].to_dict()) for a, b in study.contrasts}
 
 
 def slope(by: Mapping[int, pd.DataFrame], arm: str) -> Interval:

@@ -188,7 +188,7 @@ SHOWN = {"volatility_dial": ["dial.form=weights,dial.sigma=0.4", "dial.form=weig
          "learning_rates": ["optimizer.lr=0.0002", "optimizer.lr=0.000566"],
          "controls": ["moe", "no-choice", "warm-up"], "staleness": ["N=1", "N=8"]}
 """Of studies with many cells, those that the index shows."""
-OWN_FAMILY = ("stabilisers",)
+OWN_FAMILY = ("stabilisers", "lag")
 """Studies whose answers print the contrasts of their rule, which are others than those that tables and figures show."""
 LISTS: dict[str, Callable[[], str]] = {"power": power}
 

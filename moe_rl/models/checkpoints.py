@@ -1,5 +1,5 @@
-"""Hugging Face checkpoints, of this package, folders or names on the hub: read whole or refused; their code runs only if
-asked for."""
+"""Hugging Face checkpoints, of this package, in folders or on the hub: read whole or refused. Code that one brings runs
+only if asked for."""
 
 from __future__ import annotations
 

@@ -51,9 +51,9 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), without: Seque
     """Write the finished runs of the study in `folder` into `out`; returns the files and their sizes in bytes.
 
     `also` names further columns, by pattern, wherever they appear, `without` those to leave out; a pattern may name a
-    table, `layers:engine_*`. Unfinished runs are left out, and named in
-    `study.json`. Raises ConfigError for a pattern that no column matches and for a folder `out` where the tables would
-    hide runs, RunError where nothing has finished.
+    table, `layers:engine_*`. The columns of the declared metrics are kept, too. Unfinished runs are left out, and named
+    in `study.json`. Raises ConfigError for a pattern that no column matches and for a folder `out` where the tables
+    would hide runs, RunError where nothing has finished.
     """
     _check_out(folder, out)
     declared, frames = read_declaration(folder), load_study(folder, mix_code=mix_code)
@@ -61,6 +61,7 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), without: Seque
         for pattern in patterns:
             if not any(_matches(name, c, (pattern,)) for name in pooled() for c in frames[name]):
                 raise ConfigError(f"--{option} {pattern}: no column of this study matches; see docs/columns.md")
+    also = [*also, *(f"steps:{one.partition(',')[0]}" for one in declared.get("metrics", ()))]
     tables = {name: _select(name, frames[name], also, without) for name in pooled()}
     out.mkdir(parents=True, exist_ok=True)
     left_out = [text.replace(f"{folder}/", "") for text in frames.left_out]

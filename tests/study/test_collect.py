@@ -124,6 +124,15 @@ def test_further_columns_are_kept_on_request_and_a_pattern_without_match_is_refu
     assert not (tmp_path / "b").exists()
 
 
+def test_the_columns_of_declared_metrics_are_kept(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "runs" / STUDY.name)
+    declared = json.loads((copy / "study.json").read_text())
+    (copy / "study.json").write_text(json.dumps(declared | {"metrics": ["memory_peak_mb, second half"]}))
+    collect(copy, tmp_path / "out", mix_code=True)
+    assert "memory_peak_mb" not in KEPT["steps"]
+    assert "memory_peak_mb" in load_study(tmp_path / "out", mix_code=True)["steps"]
+
+
 def test_columns_are_left_out_on_request_of_all_tables_or_of_one(folder, tmp_path):
     collect(folder, tmp_path, without=["layers:slot_change", "entropy"], mix_code=True)
     frames = load_study(tmp_path, mix_code=True)
