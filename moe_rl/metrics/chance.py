@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import scipy  # which imports scipy.stats, most of a second, when first asked for it
@@ -55,6 +56,7 @@ def _jaccard(experts: int, k: int) -> float:
     return 1 - sum(n * o / (2 * k - o) for o, n in ways.items()) / math.comb(experts, k)
 
 
+@cache  # sites of one size, and responses of one length, are many
 def _variation(draws: int, things: int, each: int) -> float:
     """E ½ Σ |f − f′| of the shares of `things`, of which every draw takes `each`, twice so many draws.
 
