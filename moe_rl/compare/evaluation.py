@@ -41,7 +41,7 @@ from moe_rl.runs import folder as runs
 from moe_rl.runs.lease import Lease
 from moe_rl.runs.versions import code_version, package_versions
 from moe_rl.seeds import HELD_OUT
-from moe_rl.tasks.base import AnyTask, held_out, load_task
+from moe_rl.tasks.base import AnyTask, held_out, load_task, once
 from moe_rl.tasks.jsonl import JsonlTask
 from moe_rl.trainer import sampling_of
 from moe_rl.types import Prompt
@@ -95,14 +95,16 @@ class Plan:
 
 
 def benchmark(use: Use, problems: int | None = None) -> Benchmark:
-    """The benchmark of a task. Of a file all lines are asked, in their order, or with `problems` those that a run with
-    as many `eval_prompts` holds out; of any other task these. Raises ConfigError for a file of fewer lines."""
+    """The benchmark of a task. Of a file every question is asked, once, in the order of the lines, or with `problems`
+    those that a run with as many `eval_prompts` holds out; of any other task these. Raises ConfigError for a file of
+    fewer questions."""
     task, (kind, _, name) = load_task(use), use.name.partition(":")
     if isinstance(task, JsonlTask):
         scored = str(Use(kind, **{"match": "exact"} | dict(use.options)))
         if problems is not None and problems > len(task):
             raise ConfigError(f"--problems {problems}: {name} has {len(task)} different questions")
-        return Benchmark(Path(name).stem, task, task.lines if problems is None else held_out(task, problems), scored)
+        asked = once(task.lines) if problems is None else held_out(task, problems)
+        return Benchmark(Path(name).stem, task, asked, scored)
     if problems is None:
         raise ConfigError(f"{use.name} has no end: say with --problems how many of its prompts are asked")
     return Benchmark(re.sub(r"[^\w.-]+", "_", name or kind), task, held_out(task, problems), str(use))
