@@ -99,8 +99,8 @@ def by_ids(
     goes on from the ids of all before it, which the engine may have cached. Rows are drawn turn by turn, all that go on
     together. Raises RunError for an engine that draws more tokens than it was asked for.
 
-    Noise of a later turn comes from key + (position of the prompt, number of the sample, turn, 0, 0): as long as no
-    first turn's, whose key may be that of a refill, two numbers longer.
+    Noise of a later turn comes from key + (position of the prompt, number of the sample, turn, 0, 0), a length that no
+    first turn has: not even that of a refill, whose key is two numbers longer.
     """
     rows = [(i, n) for i in range(len(prompts)) for n in range(group_size)]
     drawn = draw([prompts[i] for i, _ in rows], [(*key, i, n) for i, n in rows], [sampling.max_new_tokens] * len(rows))
