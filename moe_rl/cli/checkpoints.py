@@ -10,6 +10,10 @@ from pathlib import Path
 from moe_rl.cli.verbs import DEVICE, DTYPE, TRUST_CODE, argument, verb
 from moe_rl.errors import ConfigError
 
+EVALUATED = ("temperature", "top_p", "top_k", "min_p", "sampling_mask", "max_new_tokens", "stop", "model.device",
+             "model.dtype", "model.router_dtype")
+"""Settings of a run that an evaluation has, too, beside the engine's."""
+
 
 @verb(
     "pretrain",
@@ -143,9 +147,13 @@ def evaluate(options: argparse.Namespace) -> int:
     run = RunConfig(arm=Arm(name="evaluate"), seed=options.seed, temperature=options.temperature,
                     max_new_tokens=options.max_tokens, engine=EngineConfig(routes="off"),
                     model=ModelConfig(device=options.device, dtype=options.dtype))
-    run = run.replace(**parse_settings(run, options.settings))
+    given = parse_settings(run, options.settings)
+    if idle := [key for key in given if key not in EVALUATED and not key.startswith("engine.")]:
+        raise ConfigError(f"--set {idle[0]}: an evaluation has settings of sampling, model and engine alone: "
+                          f"{', '.join(EVALUATED)} and engine.…; a task has the options it comes with")
+    run = run.replace(**given)
     check_values(run)
-    names = [name for given in options.checkpoints for name in checkpoints_of(given)]
+    names = [name for folder in options.checkpoints for name in checkpoints_of(folder)]
     found = measure_evaluations(names, [benchmark(task, options.problems) for task in tasks],
                                 Plan(run, options.k, options.greedy, options.at_once), options.out,
                                 trust_remote_code=options.trust_remote_code)

@@ -91,7 +91,7 @@ def show(options: argparse.Namespace) -> int:
              help="reward, length, ratio, advantage, clipped, flips or step (default: reward)"),
     argument("--best", type=int, metavar="N", help="the N highest of all steps, or of those of --step"),
     argument("--worst", type=int, metavar="N", help="the N lowest of them"),
-    argument("--page", type=Path, metavar="FILE", help="write them as a web page instead"),
+    argument("--page", type=Path, metavar="FILE", help="write all of the run as a web page instead"),
     examples="""
   moe-rl read runs/routing_replay/gspo/base/seed=0                the last step, by reward
   moe-rl read runs/routing_replay/gspo/base/seed=0 --best 5       what earns most
@@ -106,6 +106,8 @@ def read(options: argparse.Namespace) -> int:
     from moe_rl.results.rollouts import load_rollouts, ordered, print_rollout, write_rollouts_page
 
     if options.page is not None:
+        if (options.step, options.sort, options.best, options.worst) != (None, "reward", None, None):
+            raise ConfigError("--page holds every step, and sorts itself: leave out --step, --sort, --best and --worst")
         write_rollouts_page(options.run, options.page)
         print(f"{options.page}: open it in any browser")
         return 0

@@ -41,7 +41,7 @@ from moe_rl.runs import folder as runs
 from moe_rl.runs.lease import Lease
 from moe_rl.runs.versions import code_version, package_versions
 from moe_rl.seeds import HELD_OUT
-from moe_rl.tasks.base import AnyTask, held_out, load_task
+from moe_rl.tasks.base import AnyTask, held_out, load_task, once
 from moe_rl.tasks.jsonl import JsonlTask
 from moe_rl.trainer import sampling_of
 from moe_rl.types import Prompt
@@ -63,6 +63,8 @@ class Benchmark:
     name: str
     task: AnyTask
     prompts: Sequence[Prompt]
+    scored: str
+    """The task as it is written, with the options that decide its rewards; of a file without its place."""
 
     @property
     def digest(self) -> str:
@@ -88,20 +90,24 @@ class Plan:
         run = self.run
         return json.loads(json.dumps({
             "samples": self.samples, "greedy": self.greedy, "at_once": self.at_once, "seed": run.seed,
-            "sampling": asdict(sampling_of(run)), "engine": asdict(run.engine), "dtype": run.model.dtype}))
+            "sampling": asdict(sampling_of(run)), "engine": asdict(run.engine), "dtype": run.model.dtype,
+            **({} if run.model.router_dtype is None else {"router_dtype": run.model.router_dtype})}))
 
 
 def benchmark(use: Use, problems: int | None = None) -> Benchmark:
-    """The benchmark of a task. Of a file all lines are asked, in their order, or with `problems` those that a run with
-    as many `eval_prompts` holds out; of any other task these. Raises ConfigError for a file of fewer lines."""
+    """The benchmark of a task. Of a file every question is asked, once, in the order of the lines, or with `problems`
+    those that a run with as many `eval_prompts` holds out; of any other task these. Raises ConfigError for a file of
+    fewer questions."""
     task, (kind, _, name) = load_task(use), use.name.partition(":")
     if isinstance(task, JsonlTask):
+        scored = str(Use(kind, **{"match": "exact"} | dict(use.options)))
         if problems is not None and problems > len(task):
             raise ConfigError(f"--problems {problems}: {name} has {len(task)} different questions")
-        return Benchmark(Path(name).stem, task, task.lines if problems is None else held_out(task, problems))
+        asked = once(task.lines) if problems is None else held_out(task, problems)
+        return Benchmark(Path(name).stem, task, asked, scored)
     if problems is None:
         raise ConfigError(f"{use.name} has no end: say with --problems how many of its prompts are asked")
-    return Benchmark(re.sub(r"[^\w.-]+", "_", name or kind), task, held_out(task, problems))
+    return Benchmark(re.sub(r"[^\w.-]+", "_", name or kind), task, held_out(task, problems), str(use))
 
 
 def measure_evaluations(checkpoints: Sequence[str], benchmarks: Sequence[Benchmark], plan: Plan, out: Path, *,
@@ -221,7 +227,8 @@ def _claim(out: Path, names: Sequence[str], benchmarks: Sequence[Benchmark], pla
     asked for, code and packages may have been others."""
     wanted: dict[str, Any] = {
         "settings": plan.settings(), "versions": {"code": code_version("compare"), "packages": package_versions()},
-        "benchmarks": {b.name: {"digest": b.digest, "problems": len(b.prompts)} for b in benchmarks},
+        "benchmarks": {b.name: {"digest": b.digest, "problems": len(b.prompts), "scored": b.scored}
+                       for b in benchmarks},
         "checkpoints": {name: fingerprint(name) for name in names}}
     there = runs.read_json(out / MANIFEST, tuple(wanted))
     if there is None and any(file.name != runs.LEASE for file in out.iterdir()):
@@ -231,6 +238,8 @@ def _claim(out: Path, names: Sequence[str], benchmarks: Sequence[Benchmark], pla
     before: Mapping[str, Any] = there or wanted
     for part in wanted:
         old, new = before[part], wanted[part]
+        if part == "benchmarks":  # older ones do not say how they were scored
+            old = {name: {"scored": new.get(name, {}).get("scored"), **entry} for name, entry in old.items()}
         both = old.keys() & new.keys() if part in ("benchmarks", "checkpoints") else new.keys()
         different = runs.differing({key: old.get(key) for key in both}, {key: new[key] for key in both})
         if different and not (part == "versions" and complete):

@@ -41,7 +41,7 @@ def of_problems(rows: pd.DataFrame) -> Mapping[str, Problems]:
     found: dict[str, dict[int, float]] = {}
     for problem, group in drawn.groupby("problem"):
         right = [float(reward >= RIGHT) for reward in group["reward"]]
-        n, votes = len(right), [None if math.isnan(vote) else int(vote) for vote in group["vote"]]
+        n, votes = len(right), [None if pd.isna(vote) else int(vote) for vote in group["vote"]]
         values = {f"avg@{n}": sum(right) / n}
         if n > 1:
             powers = sorted({2**i for i in range(1, n.bit_length())} | {n})

@@ -99,7 +99,8 @@ def by_ids(
     goes on from the ids of all before it, which the engine may have cached. Rows are drawn turn by turn, all that go on
     together. Raises RunError for an engine that draws more tokens than it was asked for.
 
-    Noise of a later turn comes from key + (position of the prompt, number of the sample, turn, 0).
+    Noise of a later turn comes from key + (position of the prompt, number of the sample, turn, 0, 0), a length that no
+    first turn has: not even that of a refill, whose key is two numbers longer.
     """
     rows = [(i, n) for i in range(len(prompts)) for n in range(group_size)]
     drawn = draw([prompts[i] for i, _ in rows], [(*key, i, n) for i, n in rows], [sampling.max_new_tokens] * len(rows))
@@ -126,7 +127,7 @@ def by_ids(
             break
         so_far = [replace(drawn[b].prompt, tokens=drawn[b].prompt.tokens + drawn[b].tokens + ids[b]) for b in going]
         room = [sampling.max_new_tokens - len(drawn[b].tokens) - len(ids[b]) for b in going]
-        more = draw(so_far, [(*key, *rows[b], number, 0) for b in going], room)
+        more = draw(so_far, [(*key, *rows[b], number, 0, 0) for b in going], room)
         for b, most, new in zip(going, room, more, strict=True):
             if len(new.tokens) > most:
                 raise RunError(f"the engine drew {len(new.tokens)} tokens in a turn that had room for {most}.")

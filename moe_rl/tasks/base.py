@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Sized
 from dataclasses import dataclass
 from operator import length_hint
 from typing import Protocol, runtime_checkable
@@ -183,8 +183,26 @@ def split_of(task: AnyTask, evaluation: int) -> Split:
 
 
 def held_out(task: AnyTask, count: int) -> list[Prompt]:
-    """The evaluation prompts: the same for every seed, arm and cold start, none of which may train on them."""
-    return draw(task, count, derive(HELD_OUT, 0, 0))
+    """The evaluation prompts: the same for every seed, arm and cold start, none of which may train on them. Of a task
+    that says with `__len__` how many different ones it has, each once: intervals are over problems."""
+    seed, asked = derive(HELD_OUT, 0, 0), count
+    found = draw(task, count, seed)
+    if not isinstance(task, Sized) or count > len(task):
+        return found
+    while len(different := once(found)) < count:
+        if asked > 1024 * count:
+            raise ConfigError(f"{type(task).__name__} says that it has {len(task)} different prompts, but of "
+                              f"{len(found)} only {len(different)} are, where {count} are to be held out.")
+        found = draw(task, asked := 2 * asked, seed)
+    return different[:count]
+
+
+def once(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The first prompt of every text, in their order."""
+    first: dict[str, Prompt] = {}
+    for prompt in prompts:
+        first.setdefault(prompt.text, prompt)
+    return [*first.values()]
 
 
 def votes_of(task: AnyTask, prompt: Prompt, completions: Sequence[str]) -> list[int | None]:

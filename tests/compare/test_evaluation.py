@@ -116,6 +116,11 @@ def test_the_same_command_again_samples_nothing_and_one_from_scratch_is_equal(do
     monkeypatch.setattr("moe_rl.compare.evaluation.engine", None)
     before = contents(done)
     assert cli.main(command(there, done, "--greedy")) == 0 and contents(done) == before
+    said = json.loads((again / "evaluation.json").read_text())
+    for entry in said["benchmarks"].values():
+        assert entry.pop("scored") == "jsonl(match='exact')"
+    (again / "evaluation.json").write_text(json.dumps(said))
+    assert cli.main(command(there, again, "--greedy")) == 0, "a folder from before this was said"
 
 
 def test_a_kill_loses_at_most_the_problem_in_flight_and_the_rest_ends_identical(done, there, tmp_path):
@@ -168,7 +173,9 @@ def test_checkpoints_and_files_may_be_added_and_settings_may_not_change(there, t
     file.write_text(file.read_text() + '{"problem": 5, "half')
     before = contents(out)
     for more, said in ((["--temperature", "0.5"], "sampling.temperature: 1.0 there, 0.5 now"), (["-k", "2"], "samples"),
-                       (["--seed", "1"], "seed"), (["--at-once", "4"], "at_once")):
+                       (["--seed", "1"], "seed"), (["--at-once", "4"], "at_once"),
+                       (["--match", "math"], """scored: "jsonl(match='exact')" there, "jsonl(match='math')" now"""),
+                       (["--set", "model.router_dtype=float32"], "router_dtype: None there, 'float32' now")):
         assert cli.main(["evaluate", str(checkpoints[1]), *data, *more]) == 2 and said in capsys.readouterr().err
     assert contents(out) == before
 
@@ -183,6 +190,8 @@ def test_checkpoints_and_files_may_be_added_and_settings_may_not_change(there, t
     (["--data", "aime.jsonl", "--max-tokens", "2000"], "context of the model"),
     (["--data", "aime.jsonl", "--set", "temperature=0"], "must be positive"),
     (["--data", "aime.jsonl", "--set", "top_pp=1"], "no setting"),
+    (["--task", "guessing", "--problems", "2", "--set", "task.options.turns=3"], "--set task.options.turns: an eval"),
+    (["--data", "aime.jsonl", "--set", "model.name=other"], "--set model.name: an evaluation has settings of"),
 ])  # fmt: skip
 def test_what_cannot_be_asked_is_refused_in_a_sentence(there, tmp_path, monkeypatch, capsys, more, said):
     monkeypatch.chdir(there)

@@ -488,6 +488,20 @@ def test_a_series_goes_on_and_grows_without_looking_again(there, series, tmp_pat
     assert grown.set_index(["index", "since", "metric"])["response"][3, "first", "slot_change"] == 0
 
 
+def test_what_an_engine_reads_is_no_checkpoint_of_a_run(tmp_path):
+    """`engine/` has a configuration and, for a server, the weights of the last push; elsewhere it is any name."""
+    for folder in ("engine", "checkpoints/step=000010", "checkpoints/step=000002"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text("{}")
+    steps = [str(tmp_path / "checkpoints" / f"step={n:06d}") for n in (2, 10)]
+    assert checkpoints_of(str(tmp_path)) == [str(tmp_path / "engine"), *steps]
+    (tmp_path / "manifest.json").write_text("{}")
+    assert checkpoints_of(str(tmp_path)) == steps
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        checkpoints_of(str(tmp_path))
+
+
 def test_what_is_no_series_is_refused(there, tmp_path, capsys):
     with pytest.raises(ConfigError, match="holds no checkpoint .*hf_checkpoints"):
         checkpoints_of(str(tmp_path))

@@ -43,6 +43,12 @@ def test_greedy_is_apart_and_one_completion_has_neither_pass_nor_majority():
     assert found["greedy"] == {0: 0, 1: 1} and found["avg@1"] == {0: 1, 1: 0}
 
 
+def test_a_table_in_which_nobody_votes_is_read():
+    """Where no completion has an answer, a run's own column holds None, not NaN."""
+    table = rows({"a": [[0.0, 0.0]]}).assign(vote=pd.Series([None, None], dtype=object))
+    assert of_problems(table)["maj@2"] == {0: 0.0}
+
+
 def test_intervals_are_over_problems_and_differences_paired_by_problem():
     """Three problems: avg@2 is 0, ½, 1 before and ½, ½, 1 after; differences ½, 0, 0."""
     table = rows({"before": [[0, 0], [1, 0], [1, 1]], "after": [[1, 0], [0, 1], [1, 1]]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from urllib.parse import unquote
@@ -81,7 +82,8 @@ def test_no_control_code_reaches_the_terminal(run, capsys):
 
 @pytest.mark.parametrize("options, said", [
     (["--step", "3"], "keeps rollouts of steps 1 to 2"), (["--step", "x"], "give a step"),
-    (["--sort", "size"], "choose"),
+    (["--sort", "size"], "choose"), (["--page", os.devnull, "--step", "2"], "leave out --step"),
+    (["--page", os.devnull, "--sort", "ratio"], "leave out --step, --sort"),
 ])  # fmt: skip
 def test_what_is_not_there_is_said(run, capsys, options, said):
     assert cli.main(["read", str(run), *options]) == 2 and said in capsys.readouterr().err

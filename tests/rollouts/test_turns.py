@@ -15,7 +15,8 @@ from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.http import BatchIncomplete
 from moe_rl.rollouts.turns import by_ids, spliced
-from moe_rl.types import Sampling
+from moe_rl.seeds import NOISE, derive
+from moe_rl.types import Rollout, Sampling
 from tests.rollouts.fake_engine import PROMPTS as BYTES
 from tests.rollouts.test_hf import EOS, PROMPTS, full_forward, make_model, model, prompts, tokenizer  # noqa: F401
 from tests.rollouts.test_http import engine_of, loaded, server  # noqa: F401
@@ -137,6 +138,20 @@ def test_an_engine_that_draws_more_than_there_is_room_for_is_refused(model, toke
     with pytest.raises(RunError, match="had room for"):
         by_ids(draw, tokenizer, ENDS, prompts(), 3, key=(0, 0, 0), sampling=sampling,
                reply=lambda row, text: "a" * 5)  # fmt: skip
+
+
+def test_no_turn_shares_its_noise_with_another_nor_with_a_refill(tokenizer) -> None:  # noqa: F811
+    """Of a batch and of what refills draw in place of its groups, whose keys are two numbers longer."""
+    seeds = []
+
+    def draw(asked, noise, most):
+        seeds.extend(derive(*position) for position in noise)
+        return [Rollout(prompt, (EOS,), torch.zeros(1), "", True) for prompt in asked]
+
+    for key in ((0, NOISE, 7), (0, NOISE, 7, 1, 0), (0, NOISE, 7, 2, 0)):
+        by_ids(draw, tokenizer, ENDS, prompts(), 3, key=key, sampling=Sampling(max_new_tokens=4),
+               reply=lambda row, text: "")  # fmt: skip
+    assert len(seeds) == len(set(seeds)) == 3 * len(PROMPTS) * 3 * 4
 
 
 def test_a_turn_that_was_read_from_other_tokens_is_refused(model, tokenizer) -> None:  # noqa: F811

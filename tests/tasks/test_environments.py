@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.models.tokens import byte_tokenizer, demonstrated, encode_prompts, reply_tokens
 from moe_rl.tasks import environments
-from moe_rl.tasks.base import Environment, load_task
+from moe_rl.tasks.base import Environment, draw, held_out, load_task
 from moe_rl.tasks.corrected_sums import CorrectedSums
 from moe_rl.tasks.guessing import Guessing
 from moe_rl.types import Prompt, Rollout, Sampling, Turn
@@ -158,10 +159,13 @@ def test_the_page_of_environments_runs_as_it_stands():
     rewards = [reward for *_, reward in earned(longer, longer.prompts(1, 0)[0], "a", "abc", "ab")]
     assert rewards == pytest.approx([1 / 3, 1 / 3, 0])
     assert down.prompts(5, 3) == down.prompts(5, 3) and isinstance(down, Environment)
-    prompt = next(p for p in down.prompts(20, 0) if p.text == "2>")
-    assert earned(down, prompt, "1", "0") == [("1", "1>", 0.5), ("0", "", 0.5)]
-    assert earned(down, prompt, "1", "1") == [("1", "1>", 0.5), ("1", "", 0.0)]
-    assert earned(down, prompt, "1", "", finished=False) == [("1", "1>", 0.5), ("", "", 0.0)]
+    prompt = Prompt("1023>", entry={"seed": 9023})
+    assert earned(down, prompt, "1022", "1021") == [("1022", "1022>", 0.5), ("1021", "", 0.5)]
+    assert earned(down, prompt, "1022", "1022") == [("1022", "1022>", 0.5), ("1022", "", 0.0)]
+    assert earned(down, prompt, "1022", "", finished=False) == [("1022", "1022>", 0.5), ("", "", 0.0)]
+    for task in (longer, down):  # as a run has it that leaves eval_prompts as it is
+        asked = {p.text for p in held_out(task, RunConfig(arm=Arm(name="grpo")).eval_prompts)}
+        assert len({p.text for p in draw(task, 64, 5, asked)}) > 32
 
 
 # ---------------------------------------------------------------------- as ids

@@ -6,10 +6,12 @@ import json
 
 import pytest
 
+from moe_rl.compare.evaluation import benchmark
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
-from moe_rl.tasks.base import draw, load_task
+from moe_rl.seeds import HELD_OUT, derive
+from moe_rl.tasks.base import draw, held_out, load_task
 
 
 def task_of(tmp_path, lines):
@@ -44,6 +46,16 @@ def test_a_run_writes_out_how_it_is_scored_and_rows_without_it_are_refused_when_
 def test_repeated_questions_count_once(tmp_path):
     task = task_of(tmp_path, [{"question": f"q{i % 3}", "answer": i % 3} for i in range(7)])
     assert len(task) == 3
+
+
+def test_a_question_that_a_file_repeats_is_one_problem_of_an_evaluation(tmp_path):
+    """As published files do, for more completions of each: as problems of their own they would narrow intervals."""
+    task = task_of(tmp_path, [{"question": f"q{i // 4}", "answer": i // 4, "level": i} for i in range(40)])
+    assert len({p.text for p in draw(task, 5, derive(HELD_OUT, 0, 0))}) < 5, "drawn, some come twice"
+    few, all_of_them = ([p.text for p in held_out(task, n)] for n in (5, 10))
+    assert len(set(few)) == 5 and few == all_of_them[:5] and len(set(all_of_them)) == 10
+    whole = benchmark(Use(f"jsonl:{tmp_path}/pairs.jsonl")).prompts
+    assert [(p.text, p.entry["level"]) for p in whole] == [(f"q{i}", 4 * i) for i in range(10)]
 
 
 def test_every_line_comes_once_per_pass_and_numbers_are_answers_too(tmp_path):

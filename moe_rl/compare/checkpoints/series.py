@@ -34,10 +34,13 @@ def checkpoints_of(name: str) -> list[str]:
     folder = Path(name).expanduser()
     if not folder.is_dir() or (folder / WHOLE).is_file():
         return [name]
-    below = [file.parent for where in (folder / "checkpoints", folder) for file in where.glob(f"*/{WHOLE}")]
-    if not below and ((folder / "manifest.json").exists() or not any(folder.iterdir())):
-        raise ConfigError(f"{name} holds no checkpoint (looked at {folder.absolute()}): neither it, nor a folder in it "
-                          f"or in its checkpoints/ has a {WHOLE}. A run saves some with --set hf_checkpoints=(10,20).")
+    run = (folder / "manifest.json").exists()  # in its folder engine/ an engine finds the model's description
+    places = (folder / "checkpoints",) if run else (folder / "checkpoints", folder)
+    below = [file.parent for where in places for file in where.glob(f"*/{WHOLE}")]
+    if not below and (run or not any(folder.iterdir())):
+        raise ConfigError(f"{name} holds no checkpoint (looked at {folder.absolute()}): neither it, nor a folder in "
+                          f"{'' if run else 'it or in '}its checkpoints/ has a {WHOLE}. A run saves some with --set "
+                          "hf_checkpoints=(10,20).")
     if not below:  # a damaged checkpoint, or an adapter: whoever reads it says so
         return [name]
     return [str(path) for path in sorted(below, key=lambda path: (step_of(path.name) or 0, path.name))]
