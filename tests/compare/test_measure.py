@@ -22,7 +22,7 @@ from moe_rl.compare.checkpoints import measure
 from moe_rl.compare.checkpoints.measure import Comparison, measure_volatility
 from moe_rl.compare.checkpoints.observed import Observer
 from moe_rl.compare.checkpoints.printed import _tenth, conclusion, print_report
-from moe_rl.compare.checkpoints.series import checkpoints_of, measure_series
+from moe_rl.compare.checkpoints.series import checkpoints_of, measure_series, step_of
 from moe_rl.compare.checkpoints.tables import METRICS, RATIOS, top_share
 from moe_rl.compare.checkpoints.texts import Texts
 from moe_rl.config import ModelConfig
@@ -500,6 +500,13 @@ def test_what_an_engine_reads_is_no_checkpoint_of_a_run(tmp_path):
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         checkpoints_of(str(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "step"), [
+    ("runs/a/checkpoints/step=20", 20), ("global_step_200", 200), ("checkpoint-1500", 1500), ("iter_0000100", 100),
+    ("step500-merged", 500), ("7", 7), ("model-v2", 2), ("Qwen3-30B-A3B", None), ("Qwen2.5-7B", None), ("base", None)])
+def test_a_step_is_read_from_a_name_and_a_size_is_none(name, step):
+    assert step_of(name) == step
 
 
 def test_what_is_no_series_is_refused(there, tmp_path, capsys):

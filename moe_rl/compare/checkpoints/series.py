@@ -47,9 +47,10 @@ def checkpoints_of(name: str) -> list[str]:
 
 
 def step_of(name: str) -> int | None:
-    """The last number in the name of a checkpoint; None where there is none."""
-    found = re.findall(r"\d+", Path(name).name)
-    return int(found[-1]) if found else None
+    """The number that the name of a checkpoint has after the word for a step, or ends with; None where there is none: a
+    model's size is no step."""
+    found = re.findall(r"(?:step|iter|iteration|update|epoch|checkpoint|ckpt)[-_=]?(\d+)|(\d+)$", Path(name).name)
+    return int("".join(found[-1])) if found else None
 
 
 def measure_series(
