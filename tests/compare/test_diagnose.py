@@ -309,6 +309,7 @@ ROWS = [[[0, 1]] * 4] * 3
         (json.dumps(GOOD | {"logprobs": [-1.0, 0.5]}), "0.5 is no log-probability"),
         (json.dumps(GOOD | {"logprobs": [-1.0]}), "1 log-probs for a response of 2 tokens"),
         (json.dumps(GOOD | {"logprobs": [None, None]}), "every log-prob is null"),
+        (json.dumps(GOOD | {"tokens": [5, 6], "logprobs": []}), "of a response without tokens; leave the line out"),
         (json.dumps(GOOD | {"prompt_length": 0}), "2 log-probs for a response of 4 tokens"),
         (json.dumps(GOOD | {"prompt_length": "2"}), "without \"prompt_length\""),
         (json.dumps(GOOD | {"tokens": [5, 6, 7, 48]}), "token id 48, but the model has 48 tokens"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +16,10 @@ from moe_rl.compare.diagnose.ladder import Ladder, Rung, alone, as_reported, par
 from moe_rl.compare.diagnose.places import Place, begins, places
 from moe_rl.compare.diagnose.reported import Reported
 from moe_rl.compare.diagnose.responses import Rollouts
-from moe_rl.compare.diagnose.scopes import runnable
+from moe_rl.compare.diagnose.scopes import evaluating, runnable
 from moe_rl.compare.diagnose.signatures import Finding, findings
 from moe_rl.compare.diagnose.suspects import suspects_of
-from moe_rl.compare.diagnose.verdict import FLOORS, LITTLE, NOTHING, Explanation, Gap
+from moe_rl.compare.diagnose.verdict import FLOORS, LITTLE, NOTHING, ROUNDINGS, TOKENS, Explanation, Gap
 from moe_rl.routing.sites import layout_of
 
 if TYPE_CHECKING:
@@ -85,13 +86,12 @@ def diagnose(
     model without routers.
     """
     layout = layout_of(model)
-    model.eval()
     config: Any = model.config
     config = config.get_text_config()
     read = rollouts if isinstance(rollouts, Rollouts) else Rollouts(
         rollouts, layout, vocabulary=config.vocab_size, tokenizer=tokenizer, num_layers=config.num_hidden_layers,
         limit=responses, seed=seed)
-    with runnable(model):
+    with evaluating(model), runnable(model):
         ladder = Ladder(model, read.responses, batch_tokens)
         return _Case(ladder, Gap(ladder, *ladder.noise())).closed(read.count, tokenizer, dict(also or {}))
 
@@ -172,6 +172,9 @@ class _Case:
         if not reported.pairs:
             return found
         whose = "" if scores is ladder.natural else " under what explains the gap"
+        if math.isnan(reported.agreement):
+            self.notes.append("Of the reported routes next to none is known: there is nothing to compare or to replay.")
+            return [*found, *findings(reported)]
         self.evidence.append(f"{100 * reported.agreement:.3g} % of the reported sets of experts are those that the "
                              f"checkpoint picks itself{whose}; "
                              f"between its float32 and its bfloat16 {100 * ladder.expected:.3g} %.")
@@ -259,12 +262,16 @@ class _Case:
             if len(groups) < 2 or groups[-1].name == "fresh":
                 continue
             low, high = groups[0], groups[-1]
-            if low.value <= max(self.gap.noise, LITTLE * high.value):
+            without = max(self.gap.noise, ROUNDINGS * self.gap.rounding.mean)  # a group has no gap, not a small one
+            if low.value <= min(without, max(self.gap.noise, LITTLE * high.value)):
                 self.evidence.append(f"By {kind}: {', '.join(f'{p.name} {p.value:.2g}' for p in groups)}.")
                 return (cause,), (f"{_sentence(words)} ({kind} {high.name}: KL {high.value:.2g}; {low.name}: "
                                   f"{low.value:.2g})."), True
+        if self.gap.few:
+            return (UNEXPLAINED,), (f"There is a gap ({size}), but of tokens there are {int(self.ladder.own.sum())}, "
+                                    f"too few to tell one reason from another: {TOKENS} are needed."), True
         best = min(self.gap.tried, key=lambda e: e.left[0], default=None)
-        near = f" The nearest, {best.rung.name}, leaves {100 * best.left[0]:.2g} % of it." if best else ""
+        near = f" The nearest, {best.rung.name}, leaves {100 * best.left[0]:.3g} % of it." if best else ""
         return (UNEXPLAINED,), (f"There is a gap ({size}) that nothing tried explains: other weights, perhaps (--also "
                                 f"names a checkpoint to try), or something this ladder does not know.{near}"), True
 

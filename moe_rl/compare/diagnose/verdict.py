@@ -25,6 +25,8 @@ WORTH = 0.5
 QUANTISED, CHANCE, NEARER = ("router_int8", "router_fp8"), 1e-3, 0.2
 """Routers that are named where rounding hides them, the chance that as many tokens come nearer by accident, and by how
 much the share that does must be larger than the share that goes away, lest another small change has to do with them."""
+TOKENS = 8
+"""Fewer of the engine's own name nothing: of some hundred things tried, one fits a few numbers by accident."""
 APART = 1.5
 """Explanations whose KL is within this factor of the best fit equally well."""
 
@@ -81,7 +83,7 @@ class Gap:
         for suspect in suspects:
             if (found := self.ladder.under([suspect])) is not None:
                 self._take((suspect,), found)
-        if not self.rounded(self.ladder.base) and not self.explanations():
+        if not self.few and not self.rounded(self.ladder.base) and not self.explanations():
             best = sorted((e for e in self.tried if len(e.suspects) == 1 and e.left[0] < 0.7), key=lambda e: e.left[0])
             leading = list(dict.fromkeys(e.suspects[0] for e in best))[:2]
             done = set()
@@ -122,9 +124,16 @@ class Gap:
             self.tried.append(Explanation(causes, says, kept, left, fault, suspects, int(helped.sum())))
 
     # ------------------------------------------------------------------ deciding
+    @property
+    def few(self) -> bool:
+        """Whether too few tokens were looked at to tell one reason from another."""
+        return int(self.ladder.own.sum()) < TOKENS
+
     def explanations(self) -> list[Explanation]:
-        """What explains the gap, the best first, then what fits equally well. A pair only where it is needed: either of
-        its parts alone leaves much more."""
+        """What explains the gap, the best first, then what fits equally well; nothing where tokens are few. A pair only
+        where it is needed: either of its parts alone leaves much more."""
+        if self.few:
+            return []
         enough = [e for e in self.tried if self.enough(e)]
         single = [e for e in enough if len(e.causes) == 1]
         found = single or [e for e in enough if self._needs_both(e)] or [e for e in self.tried if self.nearer(e)]
