@@ -340,6 +340,8 @@ def test_a_bad_line_is_a_sentence(there, tmp_path, capsys, line, says):
     (["good.jsonl", "qwen3_moe-tiny"], "is a preset"), (["good.jsonl", "step", "--responses", "0"], "at least one"),
     (["good.jsonl", "step", "--batch-tokens", "0"], "a forward needs at least 1"),
     (["good.jsonl", "step", "--dtype", "int7"], "dtype 'int7' is none"),
+    (["good.jsonl", "step", "--router-dtype", "int4"], "--router-dtype 'int4' is none"),
+    (["good.jsonl", "step", "--out", "."], "--out . is a folder"),
 ])  # fmt: skip
 def test_a_bad_request_is_a_sentence(there, capsys, monkeypatch, words, says):
     monkeypatch.chdir(there)

@@ -105,8 +105,8 @@ def _rows_moved(layers: Sequence[int], by: int, response: Response, layout: Layo
 
 def of_another_response(routes: Reported) -> Finding | None:
     """Rows that are the natural ones of another response, at the places where the two responses differ."""
-    wrong = [p for p in routes.pairs if routes.own(p) < RIGHT * routes.expected]
-    hits = sum(any(_is_of(routes.side(p), p, q, routes.expected) for q in routes.pairs if q is not p) for p in wrong)
+    wrong = [(p, routes.side(p)) for p in routes.pairs if routes.own(p) < RIGHT * routes.expected]
+    hits = sum(any(_is_of(mine, p, q, routes.expected) for q in routes.pairs if q is not p) for p, mine in wrong)
     if hits < 2 or hits < 0.8 * len(wrong):
         return None
     return Finding("swapped_responses", "the engine hands out the routes of other responses",
@@ -118,10 +118,9 @@ def _is_of(mine: NDArray, p: Pair, q: Pair, expected: float) -> bool:
     that they may share."""
     n = min(len(mine), len(q.natural_keys))
     apart = (p.natural_keys[:n] != q.natural_keys[:n]) & (mine[:n] >= 0)
-    if apart.sum() < FEW:
-        return False
-    theirs, own = ((mine[:n] == keys[:n])[apart].mean() for keys in (q.natural_keys, p.natural_keys))
-    return bool(theirs >= max(SURE * expected, own + CLEAR))
+    theirs, own = (int(((mine[:n] == keys[:n]) & apart).sum()) for keys in (q.natural_keys, p.natural_keys))
+    places = int(apart.sum())
+    return places >= FEW and theirs >= max(SURE * expected * places, own + CLEAR * places)
 
 
 def overwritten(routes: Reported) -> list[Finding]:
