@@ -70,6 +70,16 @@ def test_versions_that_differ_by_chance_are_not_the_cause(bench):
     assert min(versions) < 0.1 * max(versions) and found.causes == ("unexplained",)
 
 
+def test_the_version_that_has_the_gap_is_found_behind_a_dozen_others(bench, honest):
+    """Responses are looked at by length: the last two, of weights of their own, are as long as any."""
+    most = max(range(8), key=lambda i: len(honest[i]["tokens"]))
+    older = [bench.weight_version()[most]] * 2
+    entries = [e | {"weight_version": i} for i, e in enumerate([*honest, *honest, *older])]
+    found = answer(bench, without_routes(entries))
+    assert found.causes == ("weight_version",)
+    assert found.verdict.partition("(weight version ")[2][:2] in ("16", "17")
+
+
 # ---------------------------------------------------------------------- routes
 def test_a_layer_that_holds_anothers_routes_is_no_shift_of_all_layers():
     """Of two layers, where reading one layer further leaves only the copy to be looked at."""

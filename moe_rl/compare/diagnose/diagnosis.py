@@ -13,7 +13,7 @@ from torch import nn
 
 from moe_rl.compare.diagnose.example import Example, example_of
 from moe_rl.compare.diagnose.ladder import Ladder, Rung, alone, as_reported, partly, remaining, usable
-from moe_rl.compare.diagnose.places import Place, begins, places
+from moe_rl.compare.diagnose.places import MOST, Place, begins, places
 from moe_rl.compare.diagnose.reported import Reported
 from moe_rl.compare.diagnose.responses import Rollouts
 from moe_rl.compare.diagnose.scopes import evaluating, runnable
@@ -218,7 +218,7 @@ class _Case:
             also = f" Its routes are wrong too: {routes}." if any(f.cause not in best.causes for f in faults) else ""
             says = f"{_sentence(best.says)} ({size}, {best.rung.mean:.2g} when the trainer does the same).{also}"
             return causes, says, best.fault or bool(faults)
-        quiet = gap.agrees or gap.rounded(base)
+        quiet = gap.agrees or gap.small
         if faults:
             engine = "The engine's log-probs are those of the checkpoint" + ("" if gap.agrees else " up to rounding")
             start = f"{engine}, but the routes it reports are not those it used" if quiet else \
@@ -258,13 +258,14 @@ class _Case:
         for kind, cause, words in (("weight version", "weight_version", "other weights sampled some of the responses"),
                                    ("prefix", "stale_cache", "responses after a cached prefix have the gap: its "
                                     "entries are of other weights or positions")):
-            groups = sorted((p for p in places(self.ladder) if p.kind == kind), key=lambda p: p.value)
+            groups = sorted((p for p in places(self.ladder, None) if p.kind == kind), key=lambda p: p.value)
+            shown = groups if len(groups) <= MOST else [*groups[: MOST // 2], *groups[-MOST // 2 :]]
             if len(groups) < 2 or groups[-1].name == "fresh":
                 continue
             low, high = groups[0], groups[-1]
             without = max(self.gap.noise, ROUNDINGS * self.gap.rounding.mean)  # a group has no gap, not a small one
-            if low.value <= min(without, max(self.gap.noise, LITTLE * high.value)):
-                self.evidence.append(f"By {kind}: {', '.join(f'{p.name} {p.value:.2g}' for p in groups)}.")
+            if low.value <= min(without, max(self.gap.noise, LITTLE * high.value)) and high.value > without:
+                self.evidence.append(f"By {kind}: {', '.join(f'{p.name} {p.value:.2g}' for p in shown)}.")
                 return (cause,), (f"{_sentence(words)} ({kind} {high.name}: KL {high.value:.2g}; {low.name}: "
                                   f"{low.value:.2g})."), True
         if self.gap.few:

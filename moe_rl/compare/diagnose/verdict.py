@@ -18,6 +18,8 @@ FLOORS = 4.0
 """Times the noise floor that is still noise."""
 ROUNDINGS, DISTANCES = 4.0, 3.0
 """Times the KL, and the mean |log r|, of rounding that an honest engine in another dtype may show."""
+SPARED = 100.0
+"""Times the noise by which rounding moves a response, for one without a gap to say that there is no rounding."""
 LITTLE, CLOSE = 0.1, 0.4
 """What may be left of the KL, with its interval, and of the mean |log r| by what explains a gap."""
 WORTH = 0.5
@@ -72,6 +74,14 @@ class Gap:
         distance = rung.distance.mean() / max(self.rounding.distance.mean(), 1e-12)
         return bool(kl <= ROUNDINGS or (kl <= 25 * ROUNDINGS and distance <= DISTANCES))
 
+    @property
+    def small(self) -> bool:
+        """Whether the engine's gap is one of rounding: no larger, and not of a few responses, while most of those that
+        rounding would have moved are as the checkpoint has them."""
+        moved = self.rounding.kl > SPARED * self.noise
+        spared = moved.any() and (self.ladder.base.kl[moved] <= self.noise).mean() >= 0.5
+        return self.rounded(self.ladder.base) and not spared
+
     # ------------------------------------------------------------------ trying
     def attempt(self, suspects: Sequence[Suspect]) -> None:
         """Try every suspect alone, each under every reading of the log-probs too; then pairs, if none is enough."""
@@ -83,7 +93,7 @@ class Gap:
         for suspect in suspects:
             if (found := self.ladder.under([suspect])) is not None:
                 self._take((suspect,), found)
-        if not self.few and not self.rounded(self.ladder.base) and not self.explanations():
+        if not self.few and not self.small and not self.explanations():
             best = sorted((e for e in self.tried if len(e.suspects) == 1 and e.left[0] < 0.7), key=lambda e: e.left[0])
             leading = list(dict.fromkeys(e.suspects[0] for e in best))[:2]
             done = set()
