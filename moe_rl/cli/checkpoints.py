@@ -179,6 +179,7 @@ def view(options: argparse.Namespace) -> int:
     """Write the page."""
     from moe_rl.compare.response_page import write_response_page
 
+    _require_page(options.out)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always", UserWarning)
         row = write_response_page(options.traces, options.out, row=options.row, tokenizer=options.tokenizer)
@@ -215,6 +216,7 @@ def diagnose(options: argparse.Namespace) -> int:
     from moe_rl.compare.diagnose.command import diagnose_checkpoint
     from moe_rl.compare.diagnose.report import print_diagnosis, write_page
 
+    _require_page(options.out)
     found = diagnose_checkpoint(options.rollouts, options.checkpoint, also=options.also, device=options.device,
                                 dtype=options.dtype, router_dtype=options.router_dtype, responses=options.responses,
                                 batch_tokens=options.batch_tokens, trust_remote_code=options.trust_remote_code)
@@ -222,3 +224,9 @@ def diagnose(options: argparse.Namespace) -> int:
     write_page(found, options.out, rollouts=options.rollouts, checkpoint=options.checkpoint)
     print(f"{options.out}: every rung; open it in any browser")
     return int(found.fault)
+
+
+def _require_page(out: Path) -> None:
+    """Raise ConfigError, before anything is done, where a page has the name of a folder."""
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; name the page in it, such as {out / 'page.html'}.")

@@ -84,7 +84,7 @@ def write_response_page(traces: Sequence[Path], out: Path, *, row: int | None = 
 def reversed_order(paths: Sequence[Path], versions: Sequence[tuple[str | None, ...]]) -> str | None:
     """Says so where the weights of the first trace are later than those of the second: by the last number in their
     versions or, where that does not tell, by when the files were written."""
-    steps = [[int(number[-1]) for v in of if v and (number := re.findall(r"\d+", v))] for of in versions]
+    steps = [[int(number[-1][-18:]) for v in of if v and (number := re.findall(r"\d+", v))] for of in versions]
     if all(steps):
         if min(steps[0]) <= max(steps[1]):
             return None

@@ -27,11 +27,14 @@ def is_packed(array: NDArray, k: int) -> bool:
 
 
 def unpacked_weights(array: Integer[NDArray, "rows layers two_k"]) -> tuple[NDArray, NDArray]:
-    """Ids and weights of what `is_packed`."""
+    """Ids and weights of what `is_packed`; 0 where an id is -1. Raises RoutingError for what is no weight."""
     ids, bits = np.split(array, 2, axis=2)
     if (bits != bits.astype(np.int32)).any():
         raise RoutingError("the second half of the ids holds combine weights, but some are no bits of a float32.")
-    return ids, bits.astype(np.int32).view(np.float32)
+    weights = np.where(ids < 0, np.float32(0), bits.astype(np.int32).view(np.float32))  # -1 is the bits of a NaN
+    if not np.isfinite(weights).all():
+        raise RoutingError("the second half of the ids holds combine weights some NaN or infinite; expected finite.")
+    return ids, weights
 
 
 def reported_weights(payload: Any, shape: Sequence[int], start: int = 0) -> Float[NDArray, "rows layers k"]:

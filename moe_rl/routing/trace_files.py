@@ -38,9 +38,11 @@ NUMPY = {"U8": "uint8", "I16": "int16", "I32": "int32", "I64": "int64", "F16": "
 
 # ---------------------------------------------------------------------- writing
 def save(trace: RoutingTrace, path: str | Path, beside: Mapping[str, Tensor] | None) -> None:
-    """See `RoutingTrace.save`."""
+    """See `RoutingTrace.save`. Raises RoutingError for a weight version that is no text, which could not be read."""
     from safetensors.torch import save_file
 
+    if odd := [name for name in (trace.weight_version, *trace.versions) if not isinstance(name, str | None)]:
+        raise RoutingError(f"a weight version is of type {type(odd[0]).__name__}, {odd[0]!r}: name it in text.")
     mask = trace.attention_mask
     tensors = {f"beside.{name}": x[mask] for name, x in (beside or {}).items()}
     tensors |= {"attention_mask": mask, "experts": trace.experts[mask]}

@@ -128,6 +128,20 @@ def test_the_forwards_of_a_block_are_counted_together_and_by_hand(qwen, tokens):
     assert monitor.row() == {}, "asked before"
 
 
+def test_embeddings_have_the_padding_and_the_rows_of_their_tokens(qwen, tokens):
+    given = {"input_ids": tokens}, {"inputs_embeds": qwen.get_input_embeddings()(tokens).detach()}
+    rows = []
+    for batch in given:
+        watching, probing = moe_rl.monitor(qwen), moe_rl.monitor(qwen, probe=batch | {"attention_mask": MASK})
+        with torch.no_grad(), probing, watching:
+            qwen(**batch, attention_mask=MASK)
+        rows.append([watching.row()])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nothing was trained
+            rows[-1].append(probing.row())
+    assert repr(rows[0]) == repr(rows[1]) and rows[0][0]["margin_n"] == MASK.sum() * 3
+
+
 def test_generation_is_counted_once_per_token(qwen):
     with moe_rl.monitor(qwen) as monitor:
         qwen.generate(torch.tensor([[0, 0, 5, 6]]), attention_mask=torch.tensor([[0, 0, 1, 1]]), max_new_tokens=4,

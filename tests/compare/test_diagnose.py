@@ -309,6 +309,7 @@ ROWS = [[[0, 1]] * 4] * 3
         (json.dumps(GOOD | {"logprobs": [-1.0, 0.5]}), "0.5 is no log-probability"),
         (json.dumps(GOOD | {"logprobs": [-1.0]}), "1 log-probs for a response of 2 tokens"),
         (json.dumps(GOOD | {"logprobs": [None, None]}), "every log-prob is null"),
+        (json.dumps(GOOD | {"tokens": [5, 6], "logprobs": []}), "of a response without tokens; leave the line out"),
         (json.dumps(GOOD | {"prompt_length": 0}), "2 log-probs for a response of 4 tokens"),
         (json.dumps(GOOD | {"prompt_length": "2"}), "without \"prompt_length\""),
         (json.dumps(GOOD | {"tokens": [5, 6, 7, 48]}), "token id 48, but the model has 48 tokens"),
@@ -339,6 +340,8 @@ def test_a_bad_line_is_a_sentence(there, tmp_path, capsys, line, says):
     (["good.jsonl", "qwen3_moe-tiny"], "is a preset"), (["good.jsonl", "step", "--responses", "0"], "at least one"),
     (["good.jsonl", "step", "--batch-tokens", "0"], "a forward needs at least 1"),
     (["good.jsonl", "step", "--dtype", "int7"], "dtype 'int7' is none"),
+    (["good.jsonl", "step", "--router-dtype", "int4"], "--router-dtype 'int4' is none"),
+    (["good.jsonl", "step", "--out", "."], "--out . is a folder"),
 ])  # fmt: skip
 def test_a_bad_request_is_a_sentence(there, capsys, monkeypatch, words, says):
     monkeypatch.chdir(there)

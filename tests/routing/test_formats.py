@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing import Layout, RoutingTrace, Site
-from moe_rl.routing.formats import RoutesRefused, decode_routes
+from moe_rl.routing.formats import RoutesRefused, decode_routes, reported_routes
 from moe_rl.routing.megatron_trace import read_megatron_trace
 from tests.benchmarks.fuzz_traces import fuzz
 
@@ -402,6 +402,17 @@ def test_packed_weights_that_cannot_be_are_refused(weight, says):
     weights[2, 1] = weight
     with pytest.raises(RoutingError, match=says):
         decode_routes(packed(ids, weights, shape), layout=shape, tokens=range(5))
+
+
+def test_packed_weights_are_finite_before_they_are_looked_at():
+    """What a diagnosis reads: of rows that nobody reported, the bits of -1 would be a NaN."""
+    shape, ids = layout(), routes(4, layout())
+    payload = packed(ids[2:], weights_of(ids)[2:], shape) | {"start": 2}
+    read, weights = reported_routes(payload, layout=shape, tokens=range(5), any_k=True)
+    assert (read[:2] == -1).all() and not weights[:2].any() and np.isfinite(weights).all()
+    infinite = packed(ids, np.full_like(weights_of(ids), np.inf), shape)
+    with pytest.raises(RoutingError, match="NaN or infinite"):
+        reported_routes(infinite, layout=shape, tokens=range(5), any_k=True)
 
 
 def test_twice_as_many_ids_are_not_taken_for_weights():

@@ -283,6 +283,14 @@ def test_combine_weights_that_cannot_be_are_refused(tmp_path, gates, says):
         RoutingTrace.load(tmp_path / "t")
 
 
+def test_a_version_that_is_no_text_is_not_written(tmp_path):
+    trace = random_trace()
+    object.__setattr__(trace, "weight_version", 5)  # as where types are not checked
+    with pytest.raises(RoutingError, match="a weight version is of type int, 5: name it in text"):
+        trace.save(tmp_path / "t")
+    assert not (tmp_path / "t").exists(), "it could not be read"
+
+
 def test_unused_slots_of_a_file_hold_nothing(tmp_path):
     shape = Layout((Site("a", 0, 4, 1), Site("b", 1, 8, 2)), "mixed")
     good, bad = (torch.tensor([[[[3, unused], [5, 0]]]]) for unused in (-1, 2))

@@ -35,6 +35,8 @@ def diagnose_checkpoint(
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # else up to 1 GB of compiled bfloat16 products
     if batch_tokens < 1:
         raise ConfigError(f"--batch-tokens {batch_tokens}: a forward needs at least 1.")
+    if router_dtype not in (None, "float32", "bfloat16"):
+        raise ConfigError(f"--router-dtype {router_dtype!r} is none; use float32 or bfloat16.")
     settings = [ModelConfig(name=name, device=device, dtype=dtype, router_dtype=router_dtype)
                 for name in (checkpoint, *also)]
     placement(settings[0])

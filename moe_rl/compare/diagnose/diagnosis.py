@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +13,13 @@ from torch import nn
 
 from moe_rl.compare.diagnose.example import Example, example_of
 from moe_rl.compare.diagnose.ladder import Ladder, Rung, alone, as_reported, partly, remaining, usable
-from moe_rl.compare.diagnose.places import Place, begins, places
+from moe_rl.compare.diagnose.places import MOST, Place, begins, places
 from moe_rl.compare.diagnose.reported import Reported
 from moe_rl.compare.diagnose.responses import Rollouts
-from moe_rl.compare.diagnose.scopes import runnable
+from moe_rl.compare.diagnose.scopes import evaluating, runnable
 from moe_rl.compare.diagnose.signatures import Finding, findings
 from moe_rl.compare.diagnose.suspects import suspects_of
-from moe_rl.compare.diagnose.verdict import FLOORS, LITTLE, NOTHING, Explanation, Gap
+from moe_rl.compare.diagnose.verdict import FLOORS, LITTLE, NOTHING, ROUNDINGS, TOKENS, Explanation, Gap
 from moe_rl.routing.sites import layout_of
 
 if TYPE_CHECKING:
@@ -85,13 +86,12 @@ def diagnose(
     model without routers.
     """
     layout = layout_of(model)
-    model.eval()
     config: Any = model.config
     config = config.get_text_config()
     read = rollouts if isinstance(rollouts, Rollouts) else Rollouts(
         rollouts, layout, vocabulary=config.vocab_size, tokenizer=tokenizer, num_layers=config.num_hidden_layers,
         limit=responses, seed=seed)
-    with runnable(model):
+    with evaluating(model), runnable(model):
         ladder = Ladder(model, read.responses, batch_tokens)
         return _Case(ladder, Gap(ladder, *ladder.noise())).closed(read.count, tokenizer, dict(also or {}))
 
@@ -172,6 +172,9 @@ class _Case:
         if not reported.pairs:
             return found
         whose = "" if scores is ladder.natural else " under what explains the gap"
+        if math.isnan(reported.agreement):
+            self.notes.append("Of the reported routes next to none is known: there is nothing to compare or to replay.")
+            return [*found, *findings(reported)]
         self.evidence.append(f"{100 * reported.agreement:.3g} % of the reported sets of experts are those that the "
                              f"checkpoint picks itself{whose}; "
                              f"between its float32 and its bfloat16 {100 * ladder.expected:.3g} %.")
@@ -215,7 +218,7 @@ class _Case:
             also = f" Its routes are wrong too: {routes}." if any(f.cause not in best.causes for f in faults) else ""
             says = f"{_sentence(best.says)} ({size}, {best.rung.mean:.2g} when the trainer does the same).{also}"
             return causes, says, best.fault or bool(faults)
-        quiet = gap.agrees or gap.rounded(base)
+        quiet = gap.agrees or gap.small
         if faults:
             engine = "The engine's log-probs are those of the checkpoint" + ("" if gap.agrees else " up to rounding")
             start = f"{engine}, but the routes it reports are not those it used" if quiet else \
@@ -255,16 +258,21 @@ class _Case:
         for kind, cause, words in (("weight version", "weight_version", "other weights sampled some of the responses"),
                                    ("prefix", "stale_cache", "responses after a cached prefix have the gap: its "
                                     "entries are of other weights or positions")):
-            groups = sorted((p for p in places(self.ladder) if p.kind == kind), key=lambda p: p.value)
+            groups = sorted((p for p in places(self.ladder, None) if p.kind == kind), key=lambda p: p.value)
+            shown = groups if len(groups) <= MOST else [*groups[: MOST // 2], *groups[-MOST // 2 :]]
             if len(groups) < 2 or groups[-1].name == "fresh":
                 continue
             low, high = groups[0], groups[-1]
-            if low.value <= max(self.gap.noise, LITTLE * high.value):
-                self.evidence.append(f"By {kind}: {', '.join(f'{p.name} {p.value:.2g}' for p in groups)}.")
+            without = max(self.gap.noise, ROUNDINGS * self.gap.rounding.mean)  # a group has no gap, not a small one
+            if low.value <= min(without, max(self.gap.noise, LITTLE * high.value)) and high.value > without:
+                self.evidence.append(f"By {kind}: {', '.join(f'{p.name} {p.value:.2g}' for p in shown)}.")
                 return (cause,), (f"{_sentence(words)} ({kind} {high.name}: KL {high.value:.2g}; {low.name}: "
                                   f"{low.value:.2g})."), True
+        if self.gap.few:
+            return (UNEXPLAINED,), (f"There is a gap ({size}), but of tokens there are {int(self.ladder.own.sum())}, "
+                                    f"too few to tell one reason from another: {TOKENS} are needed."), True
         best = min(self.gap.tried, key=lambda e: e.left[0], default=None)
-        near = f" The nearest, {best.rung.name}, leaves {100 * best.left[0]:.2g} % of it." if best else ""
+        near = f" The nearest, {best.rung.name}, leaves {100 * best.left[0]:.3g} % of it." if best else ""
         return (UNEXPLAINED,), (f"There is a gap ({size}) that nothing tried explains: other weights, perhaps (--also "
                                 f"names a checkpoint to try), or something this ladder does not know.{near}"), True
 

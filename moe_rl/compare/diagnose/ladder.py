@@ -120,13 +120,13 @@ class Ladder:
         inside = (index >= 0) & (index < len(self.engine)) & self.own
         index = index.clip(0, len(self.engine) - 1)
         inside &= self.owner[index] == self.owner
-        inside |= np.bincount(self.owner[inside], minlength=len(self.counts))[self.owner] == 0
+        inside |= (np.bincount(self.owner[inside], minlength=len(self.counts))[self.owner] == 0) & self.own
         pairs = np.bincount(self.owner[inside], minlength=len(self.counts))
         natural = self.natural.logprobs[STATED]
         moved = np.where(self.owner[index] == self.owner, natural[index], natural)
 
         def mean(values: NDArray) -> NDArray:
-            return np.bincount(self.owner[inside & self.own], values[inside & self.own], len(pairs)) / pairs.clip(min=1)
+            return np.bincount(self.owner[inside], values[inside], len(pairs)) / pairs
 
         kl, distance, beyond_2 = map(mean, distances(moved - self.engine))
         return Rung(f"log-probs {by:+d} token", kl, distance, beyond_2, *np.zeros((2, len(pairs))))

@@ -30,8 +30,8 @@ class Place:
     """0 for layers."""
 
 
-def places(ladder: Ladder) -> Iterator[Place]:
-    """The natural gap, taken apart; parts without tokens are left out."""
+def places(ladder: Ladder, versions_shown: int | None = MOST) -> Iterator[Place]:
+    """The natural gap, taken apart; parts without tokens are left out, and further weight versions (None: none are)."""
     kl, position = _gaps(ladder)
     length = np.array([len(r.logprobs) for r in ladder.responses])[ladder.owner]
 
@@ -46,7 +46,7 @@ def places(ladder: Ladder) -> Iterator[Place]:
             yield from place(kind, name, (values >= low) & (values < high))
     versions = [r.version for r in ladder.responses]
     if len(set(versions)) > 1:
-        for version in list(dict.fromkeys(versions))[:MOST]:
+        for version in list(dict.fromkeys(versions))[:versions_shown]:
             yield from place("weight version", str(version), np.array([v == version for v in versions])[ladder.owner])
     if any(r.cached is not None for r in ladder.responses):
         cached = np.array([bool(r.cached) for r in ladder.responses])[ladder.owner]

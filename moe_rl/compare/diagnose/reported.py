@@ -56,13 +56,15 @@ class Reported:
         self.pairs = [p for p in self.pairs if layers_of(p.ids.shape[1], layout) == self.layers]
         self.agreement = self.match(0)
 
-    def match(self, layers: int = 0, rows: int = 0, prompt: bool | None = None) -> float:
+    def match(self, layers: int = 0, rows: int = 0, prompt: bool | None = None, inside: int = 0) -> float:
         """Share of (token, site) pairs whose set is the natural one, where the reported layer is taken `layers` further
-        and the row `rows` later; rows of the prompt or the response alone on request. All-zero and missing rows do not
-        count, nor does what falls off the edge. NaN over few pairs."""
+        and the row `rows` later; on request rows of the prompt or the response alone, or sites alone that have a layer
+        `inside` further. All-zero and missing rows do not count, nor does what falls off the edge. NaN over few
+        pairs."""
         same = n = 0
         for p in self.pairs:
-            a, b = self.side(p, layers), p.natural_keys
+            here = [s for s, layer in enumerate(self.layers) if 0 <= layer + inside < p.ids.shape[1]]
+            a, b = self.side(p, layers)[:, here], p.natural_keys[:, here]
             t = np.arange(max(0, -rows), len(b) - max(0, rows))
             if prompt is not None:
                 t = t[(t < p.response.prompt - 1) == prompt]

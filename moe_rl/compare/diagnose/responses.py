@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.routing.formats import NO_ROUTE, reported_routes
 from moe_rl.routing.trace import Layout
+from moe_rl.runs.terminal import visible
 from moe_rl.tasks.json_lines import objects
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Response:
     """Most tokens that sampling kept; 0: all."""
     min_p: float = 0.0
     version: str | None = None
-    """Which weights sampled it, in the words of the engine."""
+    """Which weights sampled it, in the words of the engine, what would act on a terminal written out."""
     cached: int | None = None
     """Prompt tokens that came from a prefix cache."""
     ids: Integer[NDArray, "rows layers k"] | None = None
@@ -95,7 +96,9 @@ class Rollouts:
     # ------------------------------------------------------------------ one line
     def _read(self, entry: Mapping[str, Any], where: str, line: int) -> Response:
         values = entry.get("logprobs")
-        if not isinstance(values, list) or not values:
+        if values == []:
+            raise ConfigError(f"{where}: no log-prob, of a response without tokens; leave the line out.")
+        if not isinstance(values, list):
             raise ConfigError(f"{where}: no list of \"logprobs\". Its keys are {_keys(entry)}; expected {FORMS}.")
         tokens, prompt = self._tokens(entry, where, len(values))
         if len(values) != len(tokens) - prompt:
@@ -117,7 +120,7 @@ class Rollouts:
             where, line, tokens, prompt, np.array([math.nan if x is None else x for x in values], dtype=np.float64),
             _setting(entry, "temperature", where, 1.0, 0.0, 1e6), _setting(entry, "top_p", where, 1.0, 0.0, 1.0),
             int(_setting(entry, "top_k", where, 0, -2, 2**31)), _setting(entry, "min_p", where, 0.0, -1e-9, 1.0),
-            None if version is None else str(version), cached)
+            None if version is None else visible(str(version)), cached)
 
     def _tokens(self, entry: Mapping[str, Any], where: str, count: int) -> tuple[tuple[int, ...], int]:
         """Token ids of prompt and response, and how many are the prompt's."""

@@ -155,6 +155,18 @@ def runnable(model: Any) -> AbstractContextManager[Any]:
     return nullcontext() if by not in ("grouped_mm", NAME) or _groups(model) else experts_by("eager")(model)
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[nn.Module]:
+    """The model in eval mode; what was in training mode is so again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield model
+    finally:
+        for module in training:
+            module.training = True
+
+
 def _groups(model: nn.Module) -> bool:
     """Whether torch can multiply all experts at once: it wants rows of a multiple of 16 bytes."""
     experts = (p for p in model.parameters() if p.dim() == 3)

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.compare.diagnose.reported import CLEAR, RIGHT, SURE, Reported, moved
+from moe_rl.compare.diagnose.reported import CLEAR, FEW, RIGHT, SURE, Pair, Reported, moved
 from moe_rl.compare.diagnose.responses import Response
 from moe_rl.routing.trace import Layout
 
@@ -29,10 +29,10 @@ class Finding:
 def findings(routes: Reported) -> list[Finding]:
     """What is wrong, the first cause first; empty where nothing is, or nothing that is known."""
     if not routes.pairs or np.isnan(routes.agreement):
-        return zero_rows(routes) if routes.pairs else []
+        return repeated(routes) or zero_rows(routes) if routes.pairs else []
     if (shift := layer_shift(routes)) is not None:
         return [shift]
-    found = zero_rows(routes)
+    found = repeated(routes) or zero_rows(routes)
     whole = row_shift(routes) or of_another_response(routes)
     if whole is not None:
         return [*found, whole]
@@ -44,7 +44,7 @@ def layer_shift(routes: Reported) -> Finding | None:
     reach = max(3, routes.layers[0]) if routes.layers else 0
     tried = {d: routes.match(layers=d) for d in range(-reach, reach + 1) if d and len(routes.layers) > 1}
     best = max(tried, key=lambda d: -1.0 if np.isnan(tried[d]) else tried[d], default=0)
-    base = routes.agreement
+    base = routes.match(inside=best)  # of the same sites: one that holds another's routes is no shift of them all
     if not best or not routes.clear(tried[best], base):
         return None
     dense = f"; the model's first {routes.layers[0]} layers are dense, and it counts those that route from 0" \
@@ -53,6 +53,21 @@ def layer_shift(routes: Reported) -> Finding | None:
         "layer_shift", f"the engine reports the routes of layer l as layer l{best:+d}{dense}",
         f"{_share(tried[best])} of its sets are the model's own when read so, {_share(base)} as they stand",
         repaired=lambda r, layout: moved(r, routes.layers, best))
+
+
+def repeated(routes: Reported) -> list[Finding]:
+    """Rows that name an expert twice, or miss some of their slots: no routes, and a replay leaves them free."""
+    rows = np.concatenate([p.ids[:, routes.layers] for p in routes.pairs])
+    broken = np.zeros(rows.shape[:2], dtype=bool)
+    for s, site in enumerate(routes.layout.sites):
+        ids = np.sort(rows[:, s, : site.top_k], -1)
+        some = (ids[:, -1] >= 0) & ~(ids == 0).all(-1)  # all zero is another fault
+        broken[:, s] = some & ((ids[:, 0] < 0) | (ids[:, 1:] == ids[:, :-1]).any(-1))
+    if not broken.any():
+        return []
+    return [Finding("repeated_ids", "rows of the reported routes name an expert twice, or miss some of their slots: no "
+                    "router picks so, and a replay leaves them free",
+                    f"{_share(broken.mean())} of the rows do")]
 
 
 def zero_rows(routes: Reported) -> list[Finding]:
@@ -89,21 +104,23 @@ def _rows_moved(layers: Sequence[int], by: int, response: Response, layout: Layo
 
 
 def of_another_response(routes: Reported) -> Finding | None:
-    """Rows that are the natural ones of another response, at the same places."""
-    if routes.agreement >= SURE * routes.expected or len(routes.pairs) < 2:
-        return None
-    hits = shared = 0
-    wrong = [p for p in routes.pairs if routes.own(p) < 0.5 * routes.expected]
-    for p in wrong:
-        mine = routes.side(p)
-        best = max(((mine[:n] == q.natural_keys[:n]).mean() for q in routes.pairs if q is not p
-                    for n in [min(len(mine), len(q.natural_keys))]), default=0.0)
-        hits += best >= max(SURE * routes.expected, routes.own(p) + CLEAR)
-        shared += 1
-    if shared < 2 or hits < 0.8 * shared:
+    """Rows that are the natural ones of another response, at the places where the two responses differ."""
+    wrong = [(p, routes.side(p)) for p in routes.pairs if routes.own(p) < RIGHT * routes.expected]
+    hits = sum(any(_is_of(mine, p, q, routes.expected) for q in routes.pairs if q is not p) for p, mine in wrong)
+    if hits < 2 or hits < 0.8 * len(wrong):
         return None
     return Finding("swapped_responses", "the engine hands out the routes of other responses",
                    f"{hits} of {len(routes.pairs)} responses carry the routes of another one of the file")
+
+
+def _is_of(mine: NDArray, p: Pair, q: Pair, expected: float) -> bool:
+    """Whether the keys reported for `p` are those of `q`, and not its own, where both could tell: behind the prompt
+    that they may share."""
+    n = min(len(mine), len(q.natural_keys))
+    apart = (p.natural_keys[:n] != q.natural_keys[:n]) & (mine[:n] >= 0)
+    theirs, own = (int(((mine[:n] == keys[:n]) & apart).sum()) for keys in (q.natural_keys, p.natural_keys))
+    places = int(apart.sum())
+    return places >= FEW and theirs >= max(SURE * expected * places, own + CLEAR * places)
 
 
 def overwritten(routes: Reported) -> list[Finding]:
@@ -190,13 +207,19 @@ def order_and_weights(routes: Reported) -> list[Finding]:
     if slot and routes.agreement >= RIGHT * routes.expected:
         by_slot, by_expert = np.concatenate(slot).mean(), np.concatenate(expert).mean()
         ratio = np.concatenate(sums) / np.concatenate(theirs).clip(min=1e-12)
+        low, times, high = np.quantile(ratio, (0.05, 0.5, 0.95))
         if by_expert > 0.01 and by_slot < 0.25 * by_expert:
             found.append(Finding(
                 "sorted_ids", "the engine reports ids in ascending order, but their combine weights in the order of "
                 "the scores: each weight is paired with another expert",
                 f"weights differ from the model's by {by_expert:.2g} on average expert by expert, by {by_slot:.2g} "
                 "slot by slot"))
-        elif np.abs(np.median(ratio) - 1) > 0.05:
+        elif abs(times - 1) > 0.05 and high - low < 0.02 * times:
+            found.append(Finding(
+                "gates_scaled", f"the reported combine weights are the trainer's times {times:.3g}, as where a scaling "
+                "factor is left out, or applied twice",
+                f"of 90 % of the rows their sum is {low:.3g} to {high:.3g} times the model's"))
+        elif abs(times - 1) > 0.05:
             raw, whole = np.median(np.concatenate(sums)), np.median(np.concatenate(theirs))
             found.append(Finding(
                 "gates_raw" if raw < whole else "gates_renormalised", "the reported combine weights have another "

@@ -18,6 +18,8 @@ FLOORS = 4.0
 """Times the noise floor that is still noise."""
 ROUNDINGS, DISTANCES = 4.0, 3.0
 """Times the KL, and the mean |log r|, of rounding that an honest engine in another dtype may show."""
+SPARED = 100.0
+"""Times the noise by which rounding moves a response, for one without a gap to say that there is no rounding."""
 LITTLE, CLOSE = 0.1, 0.4
 """What may be left of the KL, with its interval, and of the mean |log r| by what explains a gap."""
 WORTH = 0.5
@@ -25,6 +27,8 @@ WORTH = 0.5
 QUANTISED, CHANCE, NEARER = ("router_int8", "router_fp8"), 1e-3, 0.2
 """Routers that are named where rounding hides them, the chance that as many tokens come nearer by accident, and by how
 much the share that does must be larger than the share that goes away, lest another small change has to do with them."""
+TOKENS = 8
+"""Fewer of the engine's own name nothing: of some hundred things tried, one fits a few numbers by accident."""
 APART = 1.5
 """Explanations whose KL is within this factor of the best fit equally well."""
 
@@ -70,6 +74,14 @@ class Gap:
         distance = rung.distance.mean() / max(self.rounding.distance.mean(), 1e-12)
         return bool(kl <= ROUNDINGS or (kl <= 25 * ROUNDINGS and distance <= DISTANCES))
 
+    @property
+    def small(self) -> bool:
+        """Whether the engine's gap is one of rounding: no larger, and not of a few responses, while most of those that
+        rounding would have moved are as the checkpoint has them."""
+        moved = self.rounding.kl > SPARED * self.noise
+        spared = moved.any() and (self.ladder.base.kl[moved] <= self.noise).mean() >= 0.5
+        return self.rounded(self.ladder.base) and not spared
+
     # ------------------------------------------------------------------ trying
     def attempt(self, suspects: Sequence[Suspect]) -> None:
         """Try every suspect alone, each under every reading of the log-probs too; then pairs, if none is enough."""
@@ -81,7 +93,7 @@ class Gap:
         for suspect in suspects:
             if (found := self.ladder.under([suspect])) is not None:
                 self._take((suspect,), found)
-        if not self.rounded(self.ladder.base) and not self.explanations():
+        if not self.few and not self.small and not self.explanations():
             best = sorted((e for e in self.tried if len(e.suspects) == 1 and e.left[0] < 0.7), key=lambda e: e.left[0])
             leading = list(dict.fromkeys(e.suspects[0] for e in best))[:2]
             done = set()
@@ -122,9 +134,16 @@ class Gap:
             self.tried.append(Explanation(causes, says, kept, left, fault, suspects, int(helped.sum())))
 
     # ------------------------------------------------------------------ deciding
+    @property
+    def few(self) -> bool:
+        """Whether too few tokens were looked at to tell one reason from another."""
+        return int(self.ladder.own.sum()) < TOKENS
+
     def explanations(self) -> list[Explanation]:
-        """What explains the gap, the best first, then what fits equally well. A pair only where it is needed: either of
-        its parts alone leaves much more."""
+        """What explains the gap, the best first, then what fits equally well; nothing where tokens are few. A pair only
+        where it is needed: either of its parts alone leaves much more."""
+        if self.few:
+            return []
         enough = [e for e in self.tried if self.enough(e)]
         single = [e for e in enough if len(e.causes) == 1]
         found = single or [e for e in enough if self._needs_both(e)] or [e for e in self.tried if self.nearer(e)]
