@@ -6,6 +6,7 @@ before each of them compares gradients; then it goes back. `gradients.parquet` h
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,20 +50,37 @@ def compare(run: RunConfig, parts: Parts, step: int, frozen: Path) -> list[dict[
     old = policy.score(path)
     found_rows = []
     for number, index in enumerate(mini_batches(len(path), run.mini_batches, seed=step), start=1):
-        fresh = Gradients()
-        for _ in range(FRESH):
-            batch = roll_out(run, parts, next(keys))
-            fresh.add([gradient(policy, grpo, batch, policy.score(batch))])
+        fresh = of_fresh(run, parts, keys)
         for arm in ARMS:
-            found = Gradients(reference=fresh.mean)
-            for batch, scored in zip(stale, olds, strict=True):
-                split = mini_batches(len(batch), run.mini_batches, seed=step)
-                found.add([gradient(policy, arm, *cut(batch, scored, rows)) for rows in split])
+            found = of_stale(run, policy, arm, zip(stale, olds, strict=True), fresh, seed=step)
             found_rows.append({"step": step, "update": number, "compared": arm.name, **quality(found, fresh)})
-        part, natural = cut(path, old, index)
-        policy.update(parts.objective.weighed(replace(part, old_logprobs=natural.logprobs)), parts.objective)
+        go_on(parts, *cut(path, old, index))
     policy.load(frozen)
     return found_rows
+
+
+def of_fresh(run: RunConfig, parts: Parts, keys: Iterator[int]) -> Gradients:
+    """The gradient of the current policy on responses of its own."""
+    fresh = Gradients()
+    for _ in range(FRESH):
+        batch = roll_out(run, parts, next(keys))
+        fresh.add([gradient(parts.policy, grpo, batch, parts.policy.score(batch))])
+    return fresh
+
+
+def of_stale(run: RunConfig, policy: HFPolicy, arm: Arm, stale: Iterable[tuple[Batch, Scored]], fresh: Gradients,
+             seed: int) -> Gradients:
+    """An arm's gradients on every mini-batch of batches of the old policy, which scored them."""
+    found = Gradients(reference=fresh.mean)
+    for batch, scored in stale:
+        split = mini_batches(len(batch), run.mini_batches, seed=seed)
+        found.add([gradient(policy, arm, *cut(batch, scored, rows)) for rows in split])
+    return found
+
+
+def go_on(parts: Parts, part: Batch, natural: Scored) -> None:
+    """One update of the run's own objective."""
+    parts.policy.update(parts.objective.weighed(replace(part, old_logprobs=natural.logprobs)), parts.objective)
 
 
 def cut(batch: Batch, old: Scored, rows: Tensor) -> tuple[Batch, Scored]:

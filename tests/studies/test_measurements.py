@@ -11,6 +11,7 @@ import per_seed
 import pytest
 import ratio_variance_trainer
 import torch
+from gradient_clipping_verdicts import verdict
 
 from moe_rl.metrics.volatility import route_change
 from moe_rl.types import response_rows
@@ -88,3 +89,19 @@ def test_an_alarm_that_goes_on_is_one_alarm():
     soon = np.array([0, 0, 0, 0, 0, 1, 1], dtype=bool)
     assert early_warning.alarms(p, soon, 0.5) == (True, 2, 3)
     assert early_warning.alarms(p, soon, 0.95) == (False, 0, 0)
+
+
+def test_the_rule_of_gradient_clipping_by_hand():
+    """Variances of eight seeds whose ratios are 2, with a scatter of a percent; the ninth has no sound reference."""
+    variance = {"grpo": 2.0, "token-none": 1.0, "product-none": 3.0, "sequence-none": 3.0}
+    last = pd.DataFrame([{"seed": seed, "update": 8, "compared": arm, "attenuation": 0.6 if seed == 8 else 0.9,
+                          "variance": value * (1 + 0.01 * (seed % 2) * (arm == "grpo")) * (1 + (seed == 8) * seed)}
+                         for seed in range(9) for arm, value in variance.items()])
+    first = pd.DataFrame([{"seed": 0, "update": 1, "compared": arm, "apart": 1e-7} for arm in variance])
+    said = verdict(pd.concat([first, last]))
+    assert said[0].startswith("clipping: it amplifies the noise, reproduced (variance, grpo / token-none 2.0")
+    assert said[1].startswith("length normalisation: undetermined at n = 8")
+    swapped = last.replace({"compared": {"grpo": "token-none", "token-none": "grpo"}})
+    void, *said = verdict(pd.concat([first.assign(apart=2e-3), swapped]))
+    assert void == "void: grpo is 2.0e-03 of a norm apart from GRPO where every ratio is 1"
+    assert any(line.startswith("clipping: it damps the noise, reversed") for line in said)
