@@ -228,7 +228,8 @@ class Monitor:
             warnings.warn(
                 f"{len(moved)} correction biases moved in a step that replayed routes, {moved[0]} first. Forced "
                 "choices do not follow a bias: an update that counts them goes on for ever, and shows once replay ends "
-                "(prime-rl, pull request 2953). Switch it off, or let it count what the routers prefer.",
+                "(prime-rl, pull request 2953). Switch it off, or let it count what the routers prefer; where it does, "
+                "nothing is wrong.",
                 AuxLossSilentlyOn, stacklevel=3)  # fmt: skip
 
     # ------------------------------------------------------------------ from what was seen to a row
