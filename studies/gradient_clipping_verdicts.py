@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from per_seed import differences, own_table
 
-from moe_rl.results.stats import Interval, geometric, interval
+from moe_rl.results.stats import Interval, geometric, interval, paired
 
 CONFIDENCE = 0.975
 QUESTIONS = {
@@ -23,15 +23,20 @@ def main() -> None:
     print("First update, largest distance from GRPO's gradient, in its norm: "
           + ", ".join(f"{arm} {apart:.1e}" for arm, apart in machinery(gradients).items())
           + f"; attenuation by noise in the reference: at least {table['attenuation'].min():.2f}")
-    for arm, rows in table.groupby("compared", sort=False):
-        values = {name: rows.set_index("seed")[name] for name in ("cosine", "variance", "bias", "norm")}
-        print(f"  {arm}: cosine {interval(values['cosine'])}; relative, geometric means: variance "
-              f"{geometric(values['variance'])}, norm {geometric(values['norm'])}")
+    for arm in table["compared"].unique():
+        rows = table[table["compared"] == arm].sort_values("seed")
+        cosine = interval(rows["cosine"].dropna())
+        print(f"  {arm}: cosine {cosine} (n = {cosine.n}); variance {geometric(rows['variance'])}, by seed "
+              f"{', '.join(f'{x:.0f}' for x in rows['variance'])}")
     cosines = table.pivot(index="seed", columns="compared", values="cosine")
     for a, b, *_ in QUESTIONS.values():
-        print(f"  {a} − {b}, cosine: {differences(cosines, a, b, CONFIDENCE)}, {CONFIDENCE:.1%}")
-    for a, b in (("gspo", "sequence-none"), ("sequence-none", "token-none"), ("none-none", "token-none")):
-        print(f"  exploratory, variance, {a} / {b}: {ratio(table, a, b)}; cosine {differences(cosines, a, b)}")
+        logs = logs_of(table, a, b)
+        print(f"  {a} / {b}: variance larger on {(logs > 0).sum()} of {len(logs)} seeds, exploratory: p of sign flips "
+              f"{paired(logs.to_dict(), dict.fromkeys(logs.index, 0.0)).p:.2g}; {a} − {b}, cosine "
+              f"{differences(cosines, a, b, CONFIDENCE)}, {100 * CONFIDENCE:g} %")
+    for a, b in (("gspo", "sequence-none"), ("gspo", "grpo"), ("sequence-none", "token-none")):
+        print(f"  exploratory, {a} / {b}: variance {ratio(table, a, b, 0.95)}; {a} − {b}, cosine "
+              f"{differences(cosines, a, b)}")
     print("\n".join(f"Verdict: {line}" for line in verdict(gradients)))
 
 
@@ -58,7 +63,12 @@ def sound(gradients: pd.DataFrame) -> pd.DataFrame:
     return last[~last["seed"].isin(void)]
 
 
-def ratio(table: pd.DataFrame, a: str, b: str, confidence: float = CONFIDENCE) -> Interval:
-    """Of two arms' variances, geometric mean over seeds."""
+def logs_of(table: pd.DataFrame, a: str, b: str) -> pd.Series:
+    """By seed, the log of the ratio of two arms' variances."""
     logs = np.log(table.pivot(index="seed", columns="compared", values="variance").astype(float))
-    return geometric(np.exp((logs[a] - logs[b]).dropna()), confidence)
+    return (logs[a] - logs[b]).dropna()
+
+
+def ratio(table: pd.DataFrame, a: str, b: str, confidence: float = CONFIDENCE) -> Interval:
+    """The same as a geometric mean over seeds."""
+    return geometric(np.exp(logs_of(table, a, b)), confidence)
