@@ -76,11 +76,14 @@ class Gap:
 
     @property
     def small(self) -> bool:
-        """Whether the engine's gap is one of rounding: no larger, and not of a few responses, while most of those that
-        rounding would have moved are as the checkpoint has them."""
-        moved = self.rounding.kl > SPARED * self.noise
-        spared = moved.any() and (self.ladder.base.kl[moved] <= self.noise).mean() >= 0.5
-        return self.rounded(self.ladder.base) and not spared
+        """Whether the engine's gap is one of rounding: no larger on average, and not a larger one of a few responses,
+        while most of those that rounding would have moved are as the checkpoint has them."""
+        base, rounding = self.ladder.base, self.rounding
+        moved, gap = rounding.kl > SPARED * self.noise, base.kl > self.noise
+        few = moved.any() and gap.any() and gap[moved].mean() <= 0.5
+        larger = few and (base.kl[gap].mean() > ROUNDINGS * rounding.mean
+                          and base.distance[gap].mean() > DISTANCES * rounding.distance.mean())
+        return self.rounded(base) and not larger
 
     # ------------------------------------------------------------------ trying
     def attempt(self, suspects: Sequence[Suspect]) -> None:
