@@ -372,11 +372,11 @@ def hooks() -> dict:
 
 
 def memory() -> dict:
-    """What a rank holds of a recording of 64 rows of 2,048 tokens in 24 layers, half of which it made."""
+    """What a rank holds of a recording of 64 rows of 2,048 tokens in 48 layers, half of which it made."""
     batch, layout = wide()
     code = torch.arange(64)[:, None] * 3 + torch.arange(2047) % 3  # tells row and position
     rows = [*torch.arange(64)[ranks.rank() :: ranks.world()].split(16)]
-    traces = [RoutingTrace.from_ids(code[r].to(torch.uint8)[..., None, None].expand(-1, -1, 24, 8), layout, check=False)
+    traces = [RoutingTrace.from_ids(code[r].to(torch.uint8)[..., None, None].expand(-1, -1, 48, 8), layout, check=False)
               for r in rows]
     parts = [(torch.zeros(len(r), 2048), trace, None) for r, trace in zip(rows, traces, strict=True)]
     gathered = partial(FSDPPolicy._joined, None, parts, batch, rows)
@@ -391,7 +391,7 @@ def memory() -> dict:
     torch.distributed.barrier()  # what one gives up counts for the other
     del trace
     before = resident()
-    everything = code.to(torch.uint8)[..., None, None].expand(-1, -1, 24, 8)
+    everything = code.to(torch.uint8)[..., None, None].expand(-1, -1, 48, 8)
     batch = from_rank_0(lambda: replace(make_batch(1, 1), rollout_routes=RoutingTrace.from_ids(
         everything.contiguous(), layout, check=False)))
     right &= bool((batch.rollout_routes.experts[:, :2047] == everything).all())

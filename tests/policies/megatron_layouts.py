@@ -92,7 +92,7 @@ def resident() -> int:
 
 
 def wide():
-    """64 rows of 2,048 tokens, one of them shorter, and the layout of 24 layers whose recordings are large."""
+    """64 rows of 2,048 tokens, one of them shorter, and the layout of 48 layers whose recordings are large."""
     shape = 64, 2048
     mask = torch.ones(shape, dtype=torch.bool)
     mask[5, 1000:] = False
@@ -100,7 +100,7 @@ def wide():
     batch = replace(make_batch(1, 1), tokens=torch.zeros(shape, dtype=torch.long), attention_mask=mask,
                     response_mask=mask, prompt_index=torch.zeros(64, dtype=torch.long), rewards=torch.zeros(64),
                     ref_logprobs=None, finished=mask[:, 0], **per_token)
-    return batch, Layout(tuple(Site(f"l{i}", i, 128, 8) for i in range(24)), "wide")
+    return batch, Layout(tuple(Site(f"l{i}", i, 128, 8) for i in range(48)), "wide")
 
 
 def example():

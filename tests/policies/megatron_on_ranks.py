@@ -173,16 +173,17 @@ def resumed(folder: Path) -> dict:
 
 
 def memory() -> dict:
-    """What a rank holds of a recording of 64 rows of 2,048 tokens in 24 layers, half of which are its own."""
+    """What a rank holds of a recording of 64 rows of 2,048 tokens in 48 layers, half of which are its own."""
     from moe_rl.policies.megatron.replay import own_targets, shared_trace
 
     megatron(build("qwen3_moe"), LAYOUTS["dp2"])  # the groups of this layout
     batch, layout = wide()
     mask = batch.attention_mask
     code = torch.arange(64)[:, None] * 3 + torch.arange(2047) % 3  # tells row and position
-    mine = code[32 * ranks.rank() :][:32].to(torch.uint8).T[None, :, :, None].expand(24, -1, -1, 8)
+    mine = code[32 * ranks.rank() :][:32].to(torch.uint8).T[None, :, :, None].expand(48, -1, -1, 8)
     parts = [part.contiguous() for part in mine.split(16, 2)]
-    shared_trace(parts, batch, layout)  # what first use costs, buffers of gloo's threads among it
+    for _ in range(3):
+        shared_trace(parts, batch, layout)  # what first use costs, buffers of gloo's threads among it
     torch.distributed.barrier()
     before = resident()
     trace = shared_trace(parts, batch, layout)
