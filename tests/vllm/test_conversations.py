@@ -135,7 +135,7 @@ def check_lagged(receiver, folder):
         assert change.set_change.sum() == 0 < change.n.sum()
         moved.append(bool((now.logprobs - batch.rollout_logprobs)[own].abs().max() > 1e-3))
         said = batch.attention_mask & ~own & (own.cumsum(1) > 0)
-        assert said.sum() > 10
+        assert said.sum() > 5
         for name, value in (("log-prob", batch.rollout_logprobs), ("advantage", batch.advantages),
                             ("log-ratio", recorder.log_ratio), ("clip", recorder.clipped_by)):  # fmt: skip
             assert not value[said].any() and value.shape == said.shape, name
