@@ -40,7 +40,7 @@ from moe_rl.routing import Layout, RoutingTrace, Site, record_routing, replay_ro
 from moe_rl.routing.dial import Dose
 from moe_rl.runs.folder import RunFolder, read_json
 from tests.conftest import build, perturb
-from tests.policies.megatron_layouts import far, holes, resident, weights_of, wide
+from tests.policies.megatron_layouts import far, growth, holes, weights_of, wide
 from tests.policies.test_hf import make_batch, part_of
 from tests.rollouts.fake_engine import SIZES
 from tests.rollouts.test_http import Server
@@ -380,29 +380,15 @@ def memory() -> dict:
               for r in rows]
     parts = [(torch.zeros(len(r), 2048), trace, None) for r, trace in zip(rows, traces, strict=True)]
     gathered = partial(FSDPPolicy._joined, None, parts, batch, rows)
-    for _ in range(3):
-        gathered()  # what first use costs
-    torch.distributed.barrier()
-    before = resident()
-    _, trace, _ = gathered()
+    held, trace = growth(lambda: gathered()[1])
     right = bool((trace.experts[:, :-1, 7, 3] == code).all() & ~trace.known[:, -1].any())
-    torch.distributed.barrier()
-    held = resident() - before
-    torch.distributed.barrier()  # what one gives up counts for the other
-    del trace
     everything = code.to(torch.uint8)[..., None, None].expand(-1, -1, 48, 8)
-    sent = partial(from_rank_0, lambda: replace(make_batch(1, 1), rollout_routes=RoutingTrace.from_ids(
-        everything.contiguous(), layout, check=False)))
-    for _ in range(3):
-        sent()
-    torch.distributed.barrier()
-    before = resident()
-    batch = sent()
-    right &= bool((batch.rollout_routes.experts[:, :2047] == everything).all())
-    torch.distributed.barrier()
-    share = batch.rollout_routes.experts.nbytes / ranks.world()
+    sent, engines = growth(lambda: from_rank_0(lambda: replace(make_batch(1, 1), rollout_routes=RoutingTrace.from_ids(
+        everything.contiguous(), layout, check=False))).rollout_routes)
+    right &= bool((engines.experts[:, :2047] == everything).all())
+    share = trace.experts.nbytes / ranks.world()
     return {"right": all(ranks.gathered(right)), "shards held": max(ranks.gathered(held / share)),
-            "shards held of the engine's": max(ranks.gathered((resident() - before) / share))}
+            "shards held of the engine's": max(ranks.gathered(sent / share))}
 
 
 def equal_everywhere() -> bool:

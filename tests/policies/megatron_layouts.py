@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
+import statistics
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -89,6 +90,25 @@ def resident() -> int:
     mapped = re.findall(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(.*)\n(?:.*\n)*?Pss: +(\d+) kB",
                         Path("/proc/self/smaps").read_text(), re.MULTILINE)
     return 1024 * sum(int(size) for file, size in mapped if not Path(file).is_file())
+
+
+def growth(make, times: int = 5):
+    """By how many bytes a rank grows where `make` gives it a trace, all of which it reads, the median of some calls,
+    and the trace; collective. Single ones scatter by megabytes: buffers of gloo's threads, and pages that forked ranks
+    cease to share."""
+    make()
+    found, made = [], None
+    for _ in range(times):
+        made = None  # what one gives up counts for the other, so both wait
+        torch.distributed.barrier()
+        before = resident()
+        torch.distributed.barrier()
+        made = make()
+        made.experts.max()
+        torch.distributed.barrier()
+        found.append(resident() - before)
+        torch.distributed.barrier()
+    return statistics.median(found), made
 
 
 def wide():

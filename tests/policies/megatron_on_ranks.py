@@ -43,11 +43,11 @@ from tests.policies.megatron_layouts import (
     example,
     failing,
     far,
+    growth,
     layout,
     megatron,
     of_family,
     of_ranks,
-    resident,
     weights_of,
     wide,
 )
@@ -182,17 +182,12 @@ def memory() -> dict:
     code = torch.arange(64)[:, None] * 3 + torch.arange(2047) % 3  # tells row and position
     mine = code[32 * ranks.rank() :][:32].to(torch.uint8).T[None, :, :, None].expand(48, -1, -1, 8)
     parts = [part.contiguous() for part in mine.split(16, 2)]
-    for _ in range(3):
-        shared_trace(parts, batch, layout)  # what first use costs, buffers of gloo's threads among it
-    torch.distributed.barrier()
-    before = resident()
-    trace = shared_trace(parts, batch, layout)
+    grown, trace = growth(lambda: shared_trace(parts, batch, layout))
     known = trace.experts[:, :-1, 7, 3].long() == code
     right = known[mask[:, 1:]].all() & ~trace.known[5, 999:].any() & ~trace.known[:, -1].any()
     facts = {"right": bool(right)}
-    torch.distributed.barrier()
     targets = own_targets(batch, trace, layout, torch.arange(32) + 32 * ranks.rank(), slice(None), 2047)
-    held = torch.tensor([resident() - before - targets.nbytes, targets.nbytes]).double() / (trace.experts.nbytes / 2)
+    held = torch.tensor([grown, targets.nbytes]).double() / (trace.experts.nbytes / 2)
     torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX)
     facts["aimed"] = torch.equal(targets, trace.experts[32 * ranks.rank() :][:32, :-1])
     return facts | {"shards held": held[0].item(), "shards aimed": held[1].item()}
