@@ -201,7 +201,7 @@ def test_two_processes_log_what_both_saw(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run([*launch, str(tmp_path)], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count("agrees") == 2
 
 
