@@ -110,6 +110,15 @@ def check_values(config: RunConfig) -> None:
                           f"({config.prompts_per_step} prompts × {config.group_size}); some would be empty")
 
 
+SHIPPED = {"qwen3_moe-fine-pretrained": Path(__file__).parents[1] / "models/pretrained"}
+"""Checkpoints that come with the package: docs/pretraining.md."""
+
+
+def folder_of(checkpoint: str) -> Path:
+    """Where a checkpoint lies that is on this machine."""
+    return SHIPPED.get(checkpoint) or Path(checkpoint).expanduser()
+
+
 def located(config: RunConfig) -> RunConfig:
     """The configuration with absolute paths for the folder of a checkpoint and the file of a task, so that its row says
     where they are wherever it is read. Presets and names on the hub stay as they are."""

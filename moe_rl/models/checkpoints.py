@@ -1,4 +1,5 @@
-"""Hugging Face checkpoints, folders or names on the hub: read whole or refused; their code runs only if asked for."""
+"""Hugging Face checkpoints, the package's, folders or names on the hub: read whole or refused; their code runs only if
+asked for."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moe_rl.config.values import folder_of
 from moe_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,14 +25,14 @@ def may_exist(name: str) -> bool:
     """Whether `name` is a folder, or has the form of a name on the hub, `owner/repository`."""
     owner, _, repository = name.partition("/")
     on_hub = repository and "/" not in repository and owner not in ("", ".", "..", "~") and not Path(owner).is_dir()
-    return bool(on_hub) or Path(name).expanduser().is_dir()
+    return bool(on_hub) or folder_of(name).is_dir()
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration of a checkpoint. Raises ConfigError when it has none that transformers knows."""
     from transformers import AutoConfig
 
-    folder = Path(name).expanduser()
+    folder = folder_of(name)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         raise ConfigError(f"{name!r} holds an adapter of PEFT, not a model; merge it into its base "
                           "(merge_and_unload) and give the folder that the merged model was saved to.")
@@ -71,7 +73,7 @@ def check_weights(name: str) -> None:
     """Raise ConfigError for a folder that is not there, or whose weight files are missing or damaged. Of safetensors
     only headers are read; names on the hub are left to the download."""
     _require(name)
-    folder = Path(name).expanduser()
+    folder = folder_of(name)
     if not folder.is_dir():
         return
     files = [WHOLE] if (folder / WHOLE).exists() else []
@@ -94,8 +96,8 @@ def check_weights(name: str) -> None:
 
 def _require(name: str) -> None:
     if not may_exist(name):
-        raise ConfigError(f"there is no checkpoint folder {name!r} (looked at {Path(name).expanduser().absolute()}).")
-    folder = Path(name).expanduser()
+        raise ConfigError(f"there is no checkpoint folder {name!r} (looked at {folder_of(name).absolute()}).")
+    folder = folder_of(name)
     known = ("config.json", "adapter_config.json", "tokenizer_config.json")  # the last, where a tokenizer is alone
     if folder.is_dir() and not any((folder / file).exists() for file in known):
         raise ConfigError(f"{name!r} cannot be loaded as a Hugging Face causal-LM checkpoint: the folder has no "
@@ -106,7 +108,7 @@ def _pretrained(auto_class: Any, name: str, trust: bool, settings: Mapping[str, 
     """`auto_class.from_pretrained`, with what it cannot load reported in one sentence."""
     _require(name)
     try:
-        return auto_class.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **settings)
+        return auto_class.from_pretrained(str(folder_of(name)), trust_remote_code=trust, **settings)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"{name!r} cannot be loaded as a Hugging Face causal-LM checkpoint: {reason}") from error

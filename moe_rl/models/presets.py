@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_rl.config import ModelConfig
+from moe_rl.config.values import SHIPPED
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import unknown
 from moe_rl.models import checkpoints
@@ -60,7 +61,7 @@ def hf_config(model_config: ModelConfig, trust_remote_code: bool = False) -> Pre
                 f"{dict(model_config.overrides)!r} cannot apply; presets with overrides are {', '.join(PRESETS)}."
             )
         if not checkpoints.may_exist(model_config.name):
-            unknown("model preset or checkpoint folder", model_config.name, PRESETS)
+            unknown("model preset or checkpoint folder", model_config.name, [*PRESETS, *SHIPPED])
         return checkpoints.load_config(model_config.name, trust_remote_code)
     model_type, settings = PRESETS[model_config.name]
     config_class = CONFIG_MAPPING[model_type]

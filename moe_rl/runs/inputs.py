@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.config.tree import leaves
+from moe_rl.config.values import folder_of
 from moe_rl.runs.versions import PACKAGE, git_state, merged_git, path_in_checkout
 
 NAMED = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
@@ -45,7 +46,7 @@ def inputs_of(config: Mapping[str, Any], trainer: str = "") -> dict[str, str]:
     for text in _texts(config.get("task", {})):
         found |= _of_file(text)
     name = config.get("model", {}).get("name", "")
-    if name and (folder := Path(name).expanduser()).is_dir():
+    if name and (folder := folder_of(name)).is_dir():
         found[name] = _folder_digest(folder, tuple(sorted(_stamp(f) for f in folder.rglob("*") if f.is_file())))
     return found
 

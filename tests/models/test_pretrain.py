@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from moe_rl.cli import main
 from moe_rl.config import ModelConfig
 from moe_rl.config.pretraining import Pretraining
+from moe_rl.config.tree import read
+from moe_rl.config.values import folder_of
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
 from moe_rl.models import pretrain as module
@@ -111,3 +113,17 @@ def test_the_command_says_what_did_not_settle(tmp_path, capsys):
     assert "1 steps; not flat and not balanced" in capsys.readouterr().out
     assert main(["pretrain", str(tmp_path / "base"), "--set", "learning_rate=1"]) == 2
     assert "learning_rate" in capsys.readouterr().err
+
+
+def test_the_checkpoint_of_the_package_loads_by_its_name_and_its_load_is_what_it_says():
+    """Of fewer prompts than its record is of; routers that had not been kept would be far from even."""
+    name = "qwen3_moe-fine-pretrained"
+    record = json.loads((folder_of(name) / "pretraining.json").read_text())
+    assert all(record["goals"].values())
+    loaded = load(ModelConfig(name=name), 0)
+    assert sum(p.numel() for p in loaded.model.parameters()) < 4e6
+    task = load_task(read(Pretraining, record["settings"]).task)
+    found = measured(loaded, encode_prompts(held_out(task, 256)[:48], loaded.tokenizer), 24)
+    said = record["rows"][-1]
+    assert found["load_entropy"] == pytest.approx(said["load_entropy"], abs=0.02)
+    assert found["loss"] == pytest.approx(said["loss"], rel=0.3)

@@ -26,6 +26,7 @@ from moe_rl.compare.checkpoints.observed import Observed, Observer
 from moe_rl.compare.checkpoints.tally import Tally
 from moe_rl.compare.checkpoints.texts import TextBatch, Texts, check_file
 from moe_rl.config import ModelConfig
+from moe_rl.config.values import folder_of
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.models import checkpoints
 from moe_rl.models.load import load, no_progress_bars
@@ -264,7 +265,7 @@ def _traced(out: Path, batches: int) -> bool:
 
 def fingerprint(name: str) -> str:
     """Of the files of a checkpoint folder, by name, size and time; the name itself on the hub."""
-    folder = Path(name).expanduser()
+    folder = folder_of(name)
     if not folder.is_dir():
         return name
     files = sorted(f for f in folder.iterdir() if f.is_file())
