@@ -41,7 +41,7 @@ def test_the_rule_asks_for_seven_of_eight_or_one():
 def test_a_seed_recovers_by_its_held_out_reward_of_the_last_steps():
     """Best .6: the mean of the last five must be .3, which seed 1 has and seed 2 misses."""
     rows = pd.DataFrame([{"seed": seed, "start": "before", "variant": "GSPO", "step": step, "best": 0.6, "reward": 0.0,
-                          "held_out": high if step % 2 else 0.3 if step > 15 else np.nan}
-                         for seed, high in ((1, 0.31), (2, 0.29)) for step in range(1, 21)])
+                          "held_out": high if step % 2 else 0.3}
+                         for seed, high in ((1, 0.31), (2, 0.29)) for step in range(1, trainer.STEPS + 1)])
     assert verdicts.recovered(rows, "before", "GSPO") == (1, 2)
     assert verdicts.recovered(rows, "collapsed", "GSPO") == (0, 0)
