@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import early_warning
 import flip_effects_verdicts
 import gradient_clipping_verdicts
+import irreversible_verdicts
 import stabilisers_verdicts
 import volatility_controls_verdicts
 import volatility_dial_verdicts
@@ -56,6 +57,7 @@ ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
     "gradient_quality": (gradient_quality,),
     "gradient_clipping": (gradient_clipping_verdicts.main,),
     "flip_effects": (flip_effects_verdicts.main,),
+    "irreversible": (irreversible_verdicts.main,),
 }
 """What is made from the tables of each study."""
 READS = {"early_warning": "learning_rates"}
