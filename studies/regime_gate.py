@@ -1,7 +1,9 @@
 """Has a pretrained, fine-grained MoE a natural regime in which replay has something to remove? The gate, on pilots.
 
 The policy is `qwen3_moe-fine-pretrained`, which comes with the package: 12 layers of 64 narrow experts, top-8, routers
-whose load has settled (docs/pretraining.md).
+whose load has settled (docs/pretraining.md). It adds 48 digits modulo 10, right in 99.6 % of held-out prompts, and by
+their positions: of 49 to 56 digits none is right, after 200 steps of a cold start on 56 neither. So the task is another
+addition of as many digits.
 """
 
 from small import BASE, grpo, replay
@@ -27,8 +29,8 @@ study = Study(
     hypothesis="None: many small experts change often and move little (a pilot of such a shape had an ESS of .997).",
     arms=(grpo, replay),
     base=BASE.replace(**{
-        "model.name": "qwen3_moe-fine-pretrained", "task": Use("running_sums", digits=56), "max_new_tokens": 57,
-        "mini_batches": UPDATES, "steps": STEPS, "eval_every": STEPS // 2, "eval_prompts": 128, "save_every": STEPS,
+        "model.name": "qwen3_moe-fine-pretrained", "task": Use("running_sums", digits=48, modulus=7),
+        "max_new_tokens": 49, "mini_batches": UPDATES, "steps": STEPS, "eval_every": STEPS // 2, "eval_prompts": 128, "save_every": STEPS,
         "optimizer.warmup": 40,
     }),
     seeds=(100, 101),
@@ -36,7 +38,7 @@ study = Study(
     cells={f"{setting},{kind}": values | more for setting, values in SETTINGS.items()
            for kind, more in (("N=8", {}), ("fresh", FRESH))},
     figures=(),
-    decision_rule="Of every setting, on both pilot seeds: token ESS of the eighth update's mini-batch (about 900 "
+    decision_rule="Of every setting, on both pilot seeds: token ESS of the eighth update's mini-batch (784 "
     "tokens), mean over steps 9–16, is at most .9 for GRPO and at least .98 for GRPO with replay at N = 8; and "
     "on-policy training, as many updates of 16 responses that are each drawn anew, does not collapse and ends with at "
     "least its cold start's greedy exact match on 128 held-out prompts. A setting that has all of it on both seeds "
@@ -44,7 +46,7 @@ study = Study(
     "the answer, with the numbers. Stopping: 24 runs of 128 updates.",
     verdict="regime_gate_verdicts:verdict",
     differs_from_paper="3.8 M parameters (12 layers, 64 experts, top-8) instead of 30 B (48 layers, 128, top-8); "
-    "running sums modulo 10; 57 response tokens; 8 mini-batches of 16 responses per step instead of 4.",
+    "running sums modulo 7; 49 response tokens; 8 mini-batches of 16 responses per step instead of 4.",
     caution="two pilot seeds that take part in no other study, one checkpoint, one task.",
     cost="Cold starts come on top: the checkpoint is trained on to a success rate of 35 %.",
     seconds_per_step=2.5,

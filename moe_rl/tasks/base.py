@@ -208,9 +208,13 @@ def once(prompts: Sequence[Prompt]) -> list[Prompt]:
 def votes_of(task: AnyTask, prompt: Prompt, completions: Sequence[str]) -> list[int | None]:
     """Which completions of a prompt give the same answer: of each the place of the first that does, from 0, or None
     where it gives none. A task says so with a method `votes(prompt, completions)`; else equal texts are equal answers,
-    but for white space around them."""
+    but for white space around them. Raises ConfigError unless `votes` gives one per completion, an int or None."""
     if (own := getattr(task, "votes", None)) is not None:
-        return list(own(prompt, completions))
+        votes = list(own(prompt, completions))
+        if len(votes) != len(completions) or not all(vote is None or isinstance(vote, int) for vote in votes):
+            raise ConfigError(f"{type(task).__name__}.votes returned {votes!r} for {len(completions)} completions of "
+                              f"the prompt {prompt.text[:80]!r}; it needs one int or None for each")
+        return votes
     first: dict[str, int] = {}
     return [first.setdefault(text.strip(), i) for i, text in enumerate(completions)]
 

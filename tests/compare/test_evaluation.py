@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from moe_rl import cli
+from moe_rl.errors import ConfigError
 from moe_rl.evaluate import evaluate, evaluation
 from moe_rl.models.load import save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer, encode_prompts
@@ -253,6 +254,10 @@ def test_equal_answers_vote_together():
     assert votes_of(EvenCharacters(), Prompt("?"), ["a", " a\n", "b", "", " "]) == [0, 0, 2, 3, 3]
     own = type("Own", (EvenCharacters,), {"votes": lambda self, prompt, texts: [None] * len(texts)})()
     assert votes_of(own, Prompt("?"), ["a", "b"]) == [None, None]
+    for given in ([0], [0, 1, 2], ["a", "b"]):
+        wrong = type("Wrong", (EvenCharacters,), {"votes": lambda self, prompt, texts, given=given: given})()
+        with pytest.raises(ConfigError, match="Wrong.votes returned .* for 2 completions"):
+            votes_of(wrong, Prompt("?"), ["a", "b"])
 
 
 def test_answers_of_one_value_vote_together(tmp_path):
