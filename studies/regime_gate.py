@@ -30,8 +30,8 @@ study = Study(
     arms=(grpo, replay),
     base=BASE.replace(**{
         "model.name": "qwen3_moe-fine-pretrained", "task": Use("running_sums", digits=48, modulus=7),
-        "max_new_tokens": 49, "mini_batches": UPDATES, "steps": STEPS, "eval_every": STEPS // 2, "eval_prompts": 128, "save_every": STEPS,
-        "optimizer.warmup": 40,
+        "max_new_tokens": 49, "mini_batches": UPDATES, "steps": STEPS, "eval_every": STEPS // 2, "eval_prompts": 128,
+        "save_every": STEPS, "optimizer.warmup": 40,
     }),
     seeds=(100, 101),
     own_cold_starts=True,
