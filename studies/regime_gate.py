@@ -3,7 +3,7 @@
 The policy is `qwen3_moe-fine-pretrained`, which comes with the package: 12 layers of 64 narrow experts, top-8, routers
 whose load has settled (docs/pretraining.md). It adds 48 digits modulo 10, right in 99.6 % of held-out prompts, and by
 their positions: of 49 to 56 digits none is right, after 200 steps of a cold start on 56 neither. So the task is another
-addition of as many digits.
+addition of as many digits, and its cold start slow: at the default rate success jumps from below 35 to 81 %.
 """
 
 from small import BASE, grpo, replay
@@ -31,7 +31,7 @@ study = Study(
     base=BASE.replace(**{
         "model.name": "qwen3_moe-fine-pretrained", "task": Use("running_sums", digits=48, modulus=7),
         "max_new_tokens": 49, "mini_batches": UPDATES, "steps": STEPS, "eval_every": STEPS // 2, "eval_prompts": 128,
-        "save_every": STEPS, "optimizer.warmup": 40,
+        "save_every": STEPS, "optimizer.warmup": 40, "cold_start.lr": 2e-4,
     }),
     seeds=(100, 101),
     own_cold_starts=True,
