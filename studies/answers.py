@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+import dense_verdicts
 import early_warning
 import flip_effects_verdicts
 import gradient_clipping_verdicts
@@ -58,6 +59,7 @@ ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
     "gradient_clipping": (gradient_clipping_verdicts.main,),
     "flip_effects": (flip_effects_verdicts.main,),
     "irreversible": (irreversible_verdicts.main,),
+    "dense": (dense_verdicts.main,),
 }
 """What is made from the tables of each study."""
 READS = {"early_warning": "learning_rates"}
