@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import early_warning
 import flip_effects_verdicts
 import gradient_clipping_verdicts
+import lengths_verdicts
 import stabilisers_verdicts
 import volatility_controls_verdicts
 import volatility_dial_verdicts
@@ -55,6 +56,7 @@ ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
     "controls": (controls,),
     "gradient_quality": (gradient_quality,),
     "gradient_clipping": (gradient_clipping_verdicts.main,),
+    "lengths": (lengths_verdicts.main,),
     "flip_effects": (flip_effects_verdicts.main,),
 }
 """What is made from the tables of each study."""

@@ -1,9 +1,9 @@
 """How `lengths` measures: one policy, responses of 13, 40 and 120 tokens, gradients of stale mini-batches.
 
-A run trains for five steps on its longest responses. Then, for each cell, the cold start takes five steps of its own
-and one more of eight updates; before the eighth, ratios and gradients of the step's old policy are compared with those
-of the current one, as `gradient_quality` does. `lengths.parquet` has a row per cell and objective, `ratios.parquet`
-one per cell, `shorter.parquet` one per cell and step.
+A run trains for two steps on whole answers, for the usual tables. Then, for each cell, the cold start takes five
+steps of its own and one more of eight updates; before the eighth, ratios and gradients of the step's old policy are
+compared with those of the current one, as `gradient_quality` does. `lengths.parquet` has a row per cell and
+objective, `ratios.parquet` one per cell, `cells.parquet` one per cell and step.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from moe_rl.tasks.base import load_task
 from moe_rl.trainer import Listener, Parts, mini_batches, roll_out, train, train_step
 from moe_rl.types import Batch, Scored
 
-STALE, TOKENS, SEQUENCES = 6, 208, 16
-"""Batches of the old policy; an ESS is over groups of so many tokens, or of so many responses."""
+STEPS, STALE, TOKENS, SEQUENCES = 5, 6, 208, 16
+"""Steps of a cell before it is measured; batches of the old policy; an ESS is over groups of so many tokens, or of so
+many responses."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,19 @@ class Cell:
 
     length: int
     equal: str
-    prompts: int
-    """Per step; eight responses each, in eight mini-batches, so that these have as many responses."""
+    times: int
+    """As many responses per update as the run has."""
     fresh: int
     """Batches of the current policy, for the reference."""
 
     def run(self, run: RunConfig) -> RunConfig:
         """The run of this cell."""
         return run.replace(**{"task.options.tokens": self.length, "max_new_tokens": self.length,
-                              "prompts_per_step": self.prompts})
+                              "prompts_per_step": self.times * run.prompts_per_step})
 
 
-CELLS = (Cell(120, "both", 16, 16), Cell(40, "responses", 16, 32), Cell(13, "responses", 16, 64),
-         Cell(40, "tokens", 48, 6), Cell(13, "tokens", 144, 6))
+CELLS = (Cell(120, "both", 1, 32), Cell(40, "responses", 1, 32), Cell(13, "responses", 1, 64),
+         Cell(40, "tokens", 3, 6), Cell(13, "tokens", 9, 6))
 """1,920, 1,920 and 1,872 tokens per update where they are equal, 16 responses where these are."""
 
 
@@ -70,16 +71,15 @@ def execute(run: RunConfig, folder: RunFolder, *, cache: Path, listen: Listener 
     parts, start = build(run, folder.path, cache), folder.path / "start"
     parts.policy.save(start)
     diverged = train(run, parts, folder, listen)
-    found: dict[str, list[dict[str, Any]]] = {"lengths": [], "ratios": [], "shorter": []}
+    found: dict[str, list[dict[str, Any]]] = {"lengths": [], "ratios": [], "cells": []}
     for cell in CELLS:
         here = cell.run(run)
         own = replace(parts, task=load_task(here.task), batches=Queue())
         what = {"length": cell.length, "equal": cell.equal}
-        if here != run:
-            parts.policy.load(start)
-            for step in range(1, run.steps + 1):
-                rows = train_step(here, own, step, Recorder(here, own.policy))["steps"]
-                found["shorter"] += [{**what, **row} for row in rows]
+        parts.policy.load(start)
+        for step in range(1, STEPS + 1):
+            rows = train_step(here, own, step, Recorder(here, own.policy))["steps"]
+            found["cells"] += [{**what, **row} for row in rows]
         gradients, ratios = compare(here, own, cell, folder.path / "frozen")
         found["lengths"] += [{**what, **row} for row in gradients]
         found["ratios"].append({**what, **ratios})
@@ -92,11 +92,11 @@ def compare(run: RunConfig, parts: Parts, cell: Cell, frozen: Path) -> tuple[lis
     """What objectives make of stale mini-batches, a row each, and how the ratios spread; the policy is left as found.
 
     `apart`: how far an objective's gradient is from GRPO's before the first update, in its norm: rounding."""
-    policy, keys = parts.policy, iter(range(1_000 * (run.steps + 1), 1_000 * (run.steps + 2)))
+    policy, keys = parts.policy, iter(range(1_000 * (STEPS + 1), 1_000 * (STEPS + 2)))
     policy.save(frozen)
     stale = [(batch, policy.score(batch)) for batch in (roll_out(run, parts, next(keys)) for _ in range(STALE))]
     path = roll_out(run, parts, next(keys))
-    old, split = policy.score(path), mini_batches(len(path), run.mini_batches, seed=run.steps)
+    old, split = policy.score(path), mini_batches(len(path), run.mini_batches, seed=STEPS)
     first = {arm.name: gradient(policy, arm, *cut(*stale[0], split[0])).double() for arm in arms(cell.length)}
     for index in split[:-1]:
         go_on(parts, *cut(path, old, index))
@@ -104,7 +104,7 @@ def compare(run: RunConfig, parts: Parts, cell: Cell, frozen: Path) -> tuple[lis
     rows = [{"compared": "fresh", "apart": 0.0, **of_itself(fresh)}]
     for arm in arms(cell.length):
         apart = float((first[arm.name] - first["grpo"]).norm() / first["grpo"].norm())
-        found = of_stale(run, policy, arm, stale, fresh, seed=run.steps)
+        found = of_stale(run, policy, arm, stale, fresh, seed=STEPS)
         rows.append({"compared": arm.name, "apart": apart, **quality(found, fresh)})
     ratios = spread(parts, stale)
     policy.load(frozen)
@@ -117,7 +117,7 @@ def of_fresh(run: RunConfig, parts: Parts, keys: Iterator[int], batches: int) ->
     fresh = Gradients()
     for _ in range(batches):
         batch = roll_out(run, parts, next(keys))
-        natural, split = parts.policy.score(batch), mini_batches(len(batch), run.mini_batches, seed=run.steps)
+        natural, split = parts.policy.score(batch), mini_batches(len(batch), run.mini_batches, seed=STEPS)
         fresh.add([gradient(parts.policy, grpo, *cut(batch, natural, rows)) for rows in split])
     return fresh
 

@@ -57,6 +57,8 @@ def verdict(gradients: pd.DataFrame, ratios: pd.DataFrame) -> list[str]:
         lines.append(f"void: responses have {fewest.min():.2f} of their length")
     spread = np.log(at(ratios, "responses").pivot(index="seed", columns="length", values="token_var"))
     lines.append(_said("variance of token log-ratios, equal responses", slope(spread), "larger", "smaller"))
+    if sound(gradients).empty:
+        return [*lines, "void: the references of all seeds are mostly noise"]
     for equal in EQUAL:
         table = at(sound(gradients), equal)
         lines += [_said(f"{name}, equal {equal}", slope(logs_of(table, a, b)), above, below)
