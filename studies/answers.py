@@ -16,6 +16,7 @@ import early_warning
 import flip_effects_verdicts
 import gradient_clipping_verdicts
 import irreversible_verdicts
+import lengths_verdicts
 import stabilisers_verdicts
 import volatility_controls_verdicts
 import volatility_dial_verdicts
@@ -57,6 +58,7 @@ ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
     "controls": (controls,),
     "gradient_quality": (gradient_quality,),
     "gradient_clipping": (gradient_clipping_verdicts.main,),
+    "lengths": (lengths_verdicts.main,),
     "flip_effects": (flip_effects_verdicts.main,),
     "irreversible": (irreversible_verdicts.main,),
     "dense": (dense_verdicts.main,),
