@@ -2,7 +2,7 @@
 
 Pilots, seed 100, rewards of steps 36–40 of the dense model: .62 at 5.66e-4, .21 at 8e-4, .00 at 1.13e-3.
 After the declaration, and before its runs, a check of the machinery took two steps of seeds 0 and 1 by mistake, where
-100 was meant; their rewards of seed 0 were seen, and nothing but this sentence was changed.
+seed 100 was meant; rewards of both were seen, and nothing but this paragraph was changed.
 """
 
 from small import BASE, DIFFERS, grpo
