@@ -17,6 +17,7 @@ import flip_effects_verdicts
 import gradient_clipping_verdicts
 import irreversible_verdicts
 import lengths_verdicts
+import open_side_verdicts
 import stabilisers_verdicts
 import volatility_controls_verdicts
 import volatility_dial_verdicts
@@ -43,6 +44,7 @@ ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
     "volatility_dial": (volatility_dial_verdicts.main,),
     "volatility_controls": (volatility_controls_verdicts.main,),
     "stabilisers": (stabilisers_verdicts.main,),
+    "open_side": (open_side_verdicts.main,),
     "many_turns": (many_turns,),
     "lag": (lag,),
     "clip_fraction": (clip_fraction,),

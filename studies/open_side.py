@@ -35,6 +35,7 @@ study = Study(
     "±.02, else 'not shown to be'. Exploratory too: gradient norms. Machinery: with mini_batches=1, where no ratio "
     "leaves 1, arms are equal bit for bit (a test). Stopping: 12 seeds, 50 steps; a diverged run has reward 0 from "
     "there on.",
+    verdict="open_side_verdicts:verdict",
     differs_from_paper=DIFFERS + " Volatility is injected, as in volatility_dial.",
     caution="one dose, far above published volatility; one learning rate, one task, one size.",
     cost="Cold starts come on top: about 30 s of one core per seed.",
