@@ -8,6 +8,7 @@ as the weights that train on it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -176,7 +177,11 @@ def joined(first: Rollout, then: Rollout, text_of: Text, stop: tuple[str, ...] =
     """
     tokens, seam = first.tokens + then.tokens, len(first.tokens)
     ends = range(seam + 1, len(tokens) + 1) if stop else ()
-    end = next((e for e in ends if any(s in text_of(tokens[:e]) for s in stop)), None)
+
+    def stopped(end: int) -> bool:
+        return any(s in text_of(tokens[:end]) for s in stop)
+
+    end = ends[bisect_left(ends, True, key=stopped)] if ends and stopped(ends[-1]) else None
     tokens = tokens[:end]
     parts = (first.sampled_at, then.sampled_at)
     return replace(

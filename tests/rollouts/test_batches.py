@@ -209,6 +209,19 @@ def test_a_stop_string_across_a_seam_ends_the_response_there(then, finished, tex
     assert len(found.logprobs) == len(drawn)
 
 
+@pytest.mark.parametrize("then", ["c" * 4000, "#" + "c" * 3999])
+def test_a_long_part_is_read_a_few_times_not_once_per_token(then):
+    reads = []
+
+    def text_of(ids):
+        reads.append(len(ids))
+        return bytes(ids).decode()
+
+    prompt = Prompt("p", tokens=(1, 2))
+    found = joined(rollout("ab#", prompt), rollout(then, prompt, False, 1), text_of, ("##",))
+    assert len(found.tokens) == (4 if then[0] == "#" else 4003) and len(reads) < 20
+
+
 def test_a_character_whose_bytes_lie_on_both_sides_of_a_seam_is_read_whole():
     first, then = (Rollout(Prompt("p"), tuple(part), torch.zeros(len(part)), part.decode(errors="replace"), False,
                            sampled_at=torch.zeros(len(part), dtype=torch.long)) for part in (b"a\xc3", b"\xa9b"))
