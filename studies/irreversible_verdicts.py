@@ -101,11 +101,13 @@ def first_apart(rows: pd.DataFrame) -> float:
 
 
 def per_start(rows: pd.DataFrame) -> dict[str, pd.Series]:
-    """By seed: the onset, the best average before it, and where each start lies."""
-    by_seed = {start: rows[rows["start"] == start].groupby("seed").first() for start in STARTS}
+    """By seed: the onset, the best average before it, where each start lies, and what its weights earn."""
+    begun = rows[(rows["variant"] == "unchanged") & (rows["step"] == 1)]
+    by_seed = {start: begun[begun["start"] == start].set_index("seed") for start in STARTS}
     one = by_seed[STARTS[0]]
     return {"onset": one["onset"], "best EMA10 before it": one["best"],
-            **{f"start {start}": table["checkpoint"] for start, table in by_seed.items()}}
+            **{f"start {start}": table["checkpoint"] for start, table in by_seed.items()},
+            **{f"first reward from {start}": table["reward"] for start, table in by_seed.items()}}
 
 
 def bounds(k: int, n: int) -> str:
