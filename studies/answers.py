@@ -18,6 +18,7 @@ import gradient_clipping_verdicts
 import irreversible_verdicts
 import lengths_verdicts
 import open_side_verdicts
+import regime_gate_verdicts
 import stabilisers_verdicts
 import volatility_controls_verdicts
 import volatility_dial_verdicts
@@ -63,6 +64,7 @@ ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
     "lengths": (lengths_verdicts.main,),
     "flip_effects": (flip_effects_verdicts.main,),
     "irreversible": (irreversible_verdicts.main,),
+    "regime_gate": (regime_gate_verdicts.main,),
     "dense": (dense_verdicts.main,),
 }
 """What is made from the tables of each study."""

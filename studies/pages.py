@@ -97,7 +97,7 @@ def measured(frames: Frames, endpoint: Metric) -> Iterator[tuple[str, dict[str, 
         if name in steps:
             yield (f"{name}, second half",
                    {arm: str(interval(values)) for arm, values in per_run(frames, Metric(name, name)).groupby(level=0)})
-    if LENGTH - per_run(frames, Metric("length", "response_tokens")).min() < 0.5:
+    if (per_run(frames, Metric("length", "response_tokens")) - LENGTH).abs().max() < 0.5:
         ratio = per_run(frames, metric("sequence_log_ratio_var")) / per_run(frames, metric("token_log_ratio_var"))
         times = (LENGTH * ratio).dropna().groupby(level=0)
         yield (f"{LENGTH}·Var(log s)/Var(log w), second half, median over seeds (range)",

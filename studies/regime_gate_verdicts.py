@@ -24,8 +24,6 @@ def main() -> None:
         print(f"{setting}, seeds {' / '.join(map(str, study.seeds))}:")
         for name, row in table.iterrows():
             print(f"  {name}: " + " / ".join(f"{value:.3g}" for value in row))
-    for line in verdict(frames):
-        print(line)
 
 
 def verdict(frames: Frames) -> list[str]:
@@ -52,16 +50,16 @@ def measured(frames: Frames, setting: str) -> pd.DataFrame:
             raise RunError(f"the rule needs runs of {cell}")
     stale, fresh = frames.cell(f"{setting},N=8"), frames.cell(f"{setting},fresh")
     rows: dict[str, pd.Series] = {}
-    updates = stale["updates"]
-    last = updates[(updates["update"] == UPDATES) & (updates["step"] > STEPS // 2)].groupby(["arm", "seed"])
-    for column, name in (("token_ess", "ESS"), ("token_log_ratio_var", "variance of log-ratios"),
-                         ("sequence_ess", "ESS of sequences")):
-        means = last[column].mean()
-        rows |= {f"live {name}": means["grpo"], f"replayed {name}": means["grpo-replay"]}
-    steps = stale["steps"][stale["steps"]["step"] > STEPS // 2].groupby(["arm", "seed"])
-    for arm, said in (("grpo", "live"), ("grpo-replay", "replayed")):
-        rows[f"{said}, slots changed in a step"] = steps["slot_change"].mean()[arm]
-        rows[f"{said}, reward"] = steps["reward"].mean()[arm]
+    updates, steps = stale["updates"], stale["steps"]
+    last = updates[updates["update"] == UPDATES]
+    for table, column, name in ((last, "token_ess", "ESS"), (last, "token_log_ratio_var", "variance of log-ratios"),
+                                (steps, "slot_change", "slots changed in a step"), (steps, "reward", "reward"),
+                                (steps, "entropy", "entropy"),
+                                (steps, "groups_without_signal", "groups without signal")):
+        late = table["step"] > STEPS // 2
+        for arm, said in (("grpo", "live"), ("grpo-replay", "replayed")):
+            means = [table[half & (table["arm"] == arm)].groupby("seed")[column].mean() for half in (late, ~late)]
+            rows |= {f"{said} {name}": means[0], f"{said} {name}, first half": means[1]}
     ends = {"N=8": stale["steps"], "fresh": fresh["steps"]}
     grpo = {kind: table[table["arm"] == "grpo"].set_index(["seed", "step"])[GREEDY].dropna() for kind, table in
             ends.items()}
@@ -71,7 +69,3 @@ def measured(frames: Frames, setting: str) -> pd.DataFrame:
     fates = outcomes(fresh)
     rows["fresh, collapses"] = (fates["fate"] != "stable").groupby(fates["seed"]).sum()
     return pd.DataFrame(rows).T
-
-
-if __name__ == "__main__":
-    main()
