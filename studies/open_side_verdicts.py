@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
 from open_side import study
 from volatility_dial_verdicts import ENDPOINTS, WITHIN, decide, effects
 
@@ -26,18 +27,37 @@ def main() -> None:
         a, b = EXPLORED
         print(f"{name}: " + ", ".join(f"{arm.name} {interval(table[arm.name])}" for arm in study.arms)
               + f"; {a} − {b} {interval(table[a] - table[b])}")
+    updates = frames["updates"]
+    late = updates[updates["step"] > study.base.steps // 2].groupby(["arm", "seed"])
+    norms = late["grad_norm"]
+    for what, per in (("median gradient norm of an update", norms.median()),
+                      ("updates whose norm is above 1, and is clipped to it", norms.agg(lambda x: (x > 1).mean()))):
+        print(f"{what}: " + ", ".join(f"{arm.name} {interval(per[arm.name])}" for arm in study.arms))
+    for name in ("token_ess", "token_log_ratio_var"):
+        table = per_run(frames, metric(name)).unstack(0)
+        print(f"{name}, grpo-bounded − grpo: {interval(table['grpo-bounded'] - table['grpo'])}")
+    print(f"first updates, largest difference of gradient norms between arms: {first_apart(updates):g}")
     gained = tables[ENDPOINTS[1]] - start
     print("greedy exact match, second half − cold start: "
           + ", ".join(f"{arm.name} {interval(gained[arm.name])}" for arm in study.arms))
     print(verdict(frames)[-1])
 
 
+def first_apart(updates: pd.DataFrame) -> float:
+    """By how much gradient norms of arms differ in the first update, where no ratio has left 1 and no dose is."""
+    first = updates[(updates["step"] == 1) & (updates["update"] == 1)]
+    first = first.pivot(index="seed", columns="arm", values="grad_norm")
+    return float((first.max(axis=1) - first.min(axis=1)).max())
+
+
 def verdict(frames: Frames) -> list[str]:
-    """The two contrasts decided together, and whether the bound is shown to be as good as replay."""
+    """Void or not, the two contrasts decided together, and whether the bound is shown to be as good as replay."""
     tables = {name: per_run(frames, metric(name)).unstack(0) for name in ENDPOINTS}
     tests = {name: [paired(table[a].to_dict(), table[b].to_dict()) for a, b in DECIDED]
              for name, table in tables.items()}
-    lines = [f"{name}: {said}" for name, (said, _) in effects(NAMES, tests).items()]
+    apart = first_apart(frames["updates"])
+    lines = [] if apart == 0 else [f"void: gradient norms of first updates are {apart:g} apart"]
+    lines += [f"{name}: {said}" for name, (said, _) in effects(NAMES, tests).items()]
     a, b = EXPLORED
     gap = interval(tables[ENDPOINTS[0]][a] - tables[ENDPOINTS[0]][b], 0.9)
     equal = gap.low >= -WITHIN and gap.high <= WITHIN
