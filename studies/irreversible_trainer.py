@@ -2,8 +2,9 @@
 
 Weights and moments of every fifth step are kept while the run trains. If its reward collapses, each of VARIANTS takes
 STEPS steps from the collapsed state and from a checkpoint before the onset, on prompts and noise that are new to the
-run and common to all variants. `recoveries.parquet` has a row per start, variant and step, and per start a row `again`,
-which repeats the run's own next step from the checkpoint; a run that did not collapse has none.
+run and, but for longer generation, common to all variants. `recoveries.parquet` has a row per start, variant and
+step, and per start a row `again`, which repeats the run's own next step from the checkpoint; a run that did not
+collapse has none.
 """
 
 from __future__ import annotations

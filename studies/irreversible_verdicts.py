@@ -33,7 +33,8 @@ def main() -> None:
         print(f"  {name}: {', '.join(f'{x:.3g}' for x in values)}; mean {values.mean():.3g}")
     apart = rows.groupby(["seed", "start"])["apart"].max()
     print(f"Largest difference from the run's own next rewards when a state was taken up: {apart.max():.1g}, checked "
-          f"for {apart.notna().sum()} of {len(apart)} states; of first rewards between variants {first_apart(rows):.1g}")
+          f"for {apart.notna().sum()} of {len(apart)} states")
+    print(f"Largest difference of first rewards between variants: {first_apart(rows):.1g}")
     begun = rows[(rows["start"] == "before") & (rows["variant"] == "unchanged") & (rows["step"] == 1)]
     print(f"States before the onset whose first rewards are above the threshold: "
           f"{(begun['reward'] >= FRACTION * begun['best']).sum()} of {len(begun)}")

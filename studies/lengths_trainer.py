@@ -1,9 +1,9 @@
 """How `lengths` measures: one policy, responses of 13, 40 and 120 tokens, gradients of stale mini-batches.
 
 A run trains for two steps on whole answers, for the usual tables. Then, for each cell, the cold start takes five
-steps of its own and one more of eight updates; before the eighth, ratios and gradients of the step's old policy are
-compared with those of the current one, as `gradient_quality` does. `lengths.parquet` has a row per cell and
-objective, `ratios.parquet` one per cell, `cells.parquet` one per cell and step.
+steps of its own and one more of eight updates; before the eighth, ratios and gradients on the old policy's responses
+are measured, and gradients on fresh ones of the current policy. `lengths.parquet` has a row per cell and objective,
+`ratios.parquet` one per cell, `cells.parquet` one per cell and step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from gradient_quality_trainer import Gradients, cut, go_on, gradient, of_stale, quality
+from gradient_quality_trainer import Gradients, cut, go_on, gradient, of_stale
 from small import GSPO_CLIP, grpo
 from why_gspo import cell as crossed
 
@@ -45,7 +45,7 @@ class Cell:
     times: int
     """As many responses per update as the run has."""
     fresh: int
-    """Batches of the current policy, for the reference."""
+    """Batches of the current policy, on which every ratio is 1."""
 
     def run(self, run: RunConfig) -> RunConfig:
         """The run of this cell."""
@@ -53,7 +53,7 @@ class Cell:
                               "prompts_per_step": self.times * run.prompts_per_step})
 
 
-CELLS = (Cell(120, "both", 1, 32), Cell(40, "responses", 1, 32), Cell(13, "responses", 1, 64),
+CELLS = (Cell(120, "both", 1, 6), Cell(40, "responses", 1, 6), Cell(13, "responses", 1, 6),
          Cell(40, "tokens", 3, 6), Cell(13, "tokens", 9, 6))
 """1,920, 1,920 and 1,872 tokens per update where they are equal, 16 responses where these are."""
 
@@ -101,19 +101,19 @@ def compare(run: RunConfig, parts: Parts, cell: Cell, frozen: Path) -> tuple[lis
     for index in split[:-1]:
         go_on(parts, *cut(path, old, index))
     fresh = of_fresh(run, parts, keys, cell.fresh)
-    rows = [{"compared": "fresh", "apart": 0.0, **of_itself(fresh)}]
+    rows = [{"compared": "fresh", "apart": 0.0, **moments(fresh)}]
     for arm in arms(cell.length):
         apart = float((first[arm.name] - first["grpo"]).norm() / first["grpo"].norm())
         found = of_stale(run, policy, arm, stale, fresh, seed=STEPS)
-        rows.append({"compared": arm.name, "apart": apart, **quality(found, fresh)})
+        rows.append({"compared": arm.name, "apart": apart, **moments(found)})
     ratios = spread(parts, stale)
     policy.load(frozen)
     return rows, ratios
 
 
 def of_fresh(run: RunConfig, parts: Parts, keys: Iterator[int], batches: int) -> Gradients:
-    """Gradients of the current policy on responses of its own, in mini-batches as large as the stale ones. Their mean
-    is the reference; beside it they are what an objective has whose ratios are 1."""
+    """Gradients of the current policy on responses of its own, in mini-batches as large as the stale ones: what an
+    objective has whose ratios are 1."""
     fresh = Gradients()
     for _ in range(batches):
         batch = roll_out(run, parts, next(keys))
@@ -122,11 +122,11 @@ def of_fresh(run: RunConfig, parts: Parts, keys: Iterator[int], batches: int) ->
     return fresh
 
 
-def of_itself(fresh: Gradients) -> dict[str, float]:
-    """`quality` of the current policy's own mini-batches; a cosine with a mean that they are part of would flatter."""
-    true = fresh.square if fresh.square > 0 else math.nan
-    return {"variance": sum(fresh.norms) / len(fresh.norms) / true - 1, "norm": 1.0, "reference": math.sqrt(true),
-            "attenuation": math.sqrt(true) / float(fresh.mean.norm()), "mini_batches": len(fresh.norms)}
+def moments(found: Gradients) -> dict[str, float]:
+    """Of mini-batch gradients g: `variance` E‖g − E g‖² and `square` ‖E g‖², unbiased, over `mini_batches` of them, of
+    which `idle` have no gradient at all."""
+    return {"variance": sum(found.norms) / len(found.norms) - found.square, "square": found.square,
+            "mini_batches": float(len(found.norms)), "idle": float(sum(norm == 0 for norm in found.norms))}
 
 
 def spread(parts: Parts, stale: Iterable[tuple[Batch, Scored]]) -> dict[str, float]:

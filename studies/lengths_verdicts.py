@@ -14,7 +14,6 @@ LENGTHS = (13, 40, 120)
 EQUAL = ("responses", "tokens")
 OBJECTIVES = ("grpo", "gspo", "token-none", "sequence-none", "fresh")
 QUESTIONS = {
-    "GRPO's gradient": ("grpo", None, "noisier", "quieter"),
     "what GRPO's ratios add": ("grpo", "fresh", "more", "less"),
     "GSPO's advantage": ("grpo", "gspo", "larger", "smaller"),
 }
@@ -24,27 +23,18 @@ QUESTIONS = {
 def main() -> None:
     """What the rule says, and every number beside it."""
     gradients, ratios = own_table("lengths", "lengths"), own_table("lengths", "ratios")
-    print(f"First update, largest distance from GRPO's gradient, in its norm: {gradients['apart'].max():.1e}; "
-          f"attenuation by noise in the reference: at least {gradients['attenuation'].min():.2f}; "
-          f"seeds without a void row: {sound(gradients)['seed'].nunique()} of {gradients['seed'].nunique()}")
+    print(f"First update, largest distance from GRPO's gradient, in its norm: {gradients['apart'].max():.1e}")
     for equal in EQUAL:
         print(f"Equal {equal} per update, by length:")
         spreads(at(ratios, equal))
-        table = at(sound(gradients), equal)
+        table = at(gradients, equal)
         for name in OBJECTIVES:
-            rows = table[table["compared"] == name].assign(own=lambda x: x["variance"] / x["norm"] ** 2)
-            line(f"{name}: variance", rows, "variance", geometric)
-            if name != "fresh":
-                line(f"{name}: cosine", rows, "cosine", interval)
-                line(f"{name}: exploratory, variance / its own squared norm", rows, "own", geometric)
+            line(f"{name}: variance", table[table["compared"] == name], "variance", geometric)
         for a, b in (("grpo", "gspo"), ("grpo", "fresh"), ("gspo", "fresh"), ("token-none", "sequence-none"),
                      ("token-none", "fresh"), ("sequence-none", "fresh")):
             logs = logs_of(table, a, b)
             print(f"  {a} / {b}, variance: " + ", ".join(f"{n} {geometric(np.exp(logs[n]))}" for n in LENGTHS)
                   + f"; slope of its log {slope(logs)}")
-        cosines = table.pivot(index="seed", columns=["compared", "length"], values="cosine")
-        print("  gspo − grpo, cosine: " + ", ".join(
-            f"{n} {interval((cosines['gspo'][n] - cosines['grpo'][n]).dropna())}" for n in LENGTHS))
     plots.save(draw(gradients, ratios), RESULTS / "lengths" / "figures", "lengths")
     print("\n".join(f"Verdict: {sentence}" for sentence in verdict(gradients, ratios)))
 
@@ -57,19 +47,10 @@ def verdict(gradients: pd.DataFrame, ratios: pd.DataFrame) -> list[str]:
         lines.append(f"void: responses have {fewest.min():.2f} of their length")
     spread = np.log(at(ratios, "responses").pivot(index="seed", columns="length", values="token_var"))
     lines.append(_said("variance of token log-ratios, equal responses", slope(spread), "larger", "smaller"))
-    if sound(gradients).empty:
-        return [*lines, "void: the references of all seeds are mostly noise"]
     for equal in EQUAL:
-        table = at(sound(gradients), equal)
-        lines += [_said(f"{name}, equal {equal}", slope(logs_of(table, a, b)), above, below)
+        lines += [_said(f"{name}, equal {equal}", slope(logs_of(at(gradients, equal), a, b)), above, below)
                   for name, (a, b, above, below) in QUESTIONS.items()]
     return lines
-
-
-def sound(gradients: pd.DataFrame) -> pd.DataFrame:
-    """The rows of seeds of which no reference is mostly noise."""
-    void = gradients.loc[~(gradients["attenuation"] >= 0.7), "seed"]
-    return gradients[~gradients["seed"].isin(void)]
 
 
 def at(table: pd.DataFrame, equal: str) -> pd.DataFrame:
@@ -77,10 +58,10 @@ def at(table: pd.DataFrame, equal: str) -> pd.DataFrame:
     return table[table["equal"].isin([equal, "both"])]
 
 
-def logs_of(table: pd.DataFrame, a: str, b: str | None = None) -> pd.DataFrame:
-    """By seed and length, the log of the variance of one objective, over that of another."""
+def logs_of(table: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
+    """By seed and length, the log of the variance of one objective over that of another."""
     logs = np.log(table.pivot(index="seed", columns=["compared", "length"], values="variance").astype(float))
-    return (logs[a] - logs[b] if b else logs[a]).dropna()
+    return (logs[a] - logs[b]).dropna()
 
 
 def slope(logs: pd.DataFrame) -> Interval:
@@ -128,7 +109,7 @@ def draw(gradients: pd.DataFrame, ratios: pd.DataFrame) -> Figure:
         ax.set_xticklabels(LENGTHS)
         ax.minorticks_off()
     for i, (equal, style) in enumerate(zip(EQUAL, ("-", "--"), strict=True)):
-        table, aside = at(sound(gradients), equal), 0.03 * i
+        table, aside = at(gradients, equal), 0.03 * i
         for name, title in (("token_var", "tokens"), ("sequence_var", "sequences")):
             found.append(plots.over(axes[0], at(ratios, equal).assign(value=lambda x, n=name: x[n]), "length",
                                     plots.COLOURS[name == "sequence_var"], f"{title}, equal {equal}", shift=aside,
@@ -141,7 +122,7 @@ def draw(gradients: pd.DataFrame, ratios: pd.DataFrame) -> Figure:
         found.append(plots.over(axes[2], times.reset_index(), "length", plots.COLOURS[5],
                                 f"GRPO / GSPO, equal {equal}", shift=aside, linestyle=style))
     axes[0].set(title="Variance of log-ratios (nats²)")
-    axes[1].set(title="Variance of gradients, relative")
+    axes[1].set(title="Variance of mini-batch gradients")
     axes[2].set(title="GSPO's advantage in variance")
     axes[2].axhline(1, color="black", linewidth=1)
     for ax in axes:

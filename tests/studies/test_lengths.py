@@ -1,0 +1,41 @@
+"""What `lengths` makes of gradients, and what its rule says of tables that are known."""
+
+from __future__ import annotations
+
+import lengths_verdicts as verdicts
+import pandas as pd
+import pytest
+import torch
+from gradient_quality_trainer import Gradients
+from lengths_trainer import CELLS, moments
+
+
+def test_the_variance_of_mini_batch_gradients_by_hand():
+    """Two batches with means (2, 0) and (0, 2): ‖E g‖² is their product, 0; E‖g‖² = (9 + 1 + 0 + 16) / 4."""
+    found = Gradients()
+    for batch in ([[3.0, 0.0], [1.0, 0.0]], [[0.0, 0.0], [0.0, 4.0]]):
+        found.add([torch.tensor(g) for g in batch])
+    assert moments(found) == {"variance": 6.5, "square": 0.0, "mini_batches": 4, "idle": 1}
+
+
+def test_equal_tokens_are_equal_within_three_percent():
+    tokens = {cell.length: cell.length * cell.times for cell in CELLS if cell.equal in ("tokens", "both")}
+    assert tokens == pytest.approx(dict.fromkeys(tokens, 120), rel=0.03)
+
+
+@pytest.mark.parametrize(("power", "said"), [(1.0, "reproduced"), (-1.0, "reversed"), (0.0, "undetermined")])
+def test_the_rule_reads_a_slope_over_the_log_of_length(power, said):
+    """GRPO's variance grows as a power of length, all others stay; seeds differ by 1 % either way."""
+    cells = [(cell.length, cell.equal) for cell in CELLS]
+    gradients = pd.DataFrame([
+        {"seed": seed, "length": n, "equal": equal, "compared": name, "apart": 0.0,
+         "variance": n ** (power * (name == "grpo")) * (1 + 0.01 * (seed % 2 if n == 13 else (seed // 2) % 2))}
+        for seed in range(6) for n, equal in cells for name in verdicts.OBJECTIVES])
+    ratios = pd.DataFrame([{"seed": seed, "length": n, "equal": equal, "response_tokens": 0.99 * n,
+                            "token_var": 0.1 + 0.001 * (seed % 2 == (n > 13))}
+                           for seed in range(6) for n, equal in cells])
+    lines = verdicts.verdict(gradients, ratios)
+    assert len(lines) == 5 and "undetermined" in lines[0]
+    assert all(said in line for line in lines[1:])
+    short = verdicts.verdict(gradients.assign(apart=0.1), ratios.assign(response_tokens=1.0))
+    assert [line.split(":")[0] for line in short[:2]] == ["void", "void"]
