@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import dense_verdicts
+import dial_elsewhere_verdicts
 import early_warning
 import flip_effects_verdicts
 import gradient_clipping_verdicts
@@ -44,6 +45,7 @@ from moe_rl.study.declaration import read_declaration
 ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
     "volatility_dial": (volatility_dial_verdicts.main,),
     "volatility_controls": (volatility_controls_verdicts.main,),
+    "dial_elsewhere": (dial_elsewhere_verdicts.main,),
     "stabilisers": (stabilisers_verdicts.main,),
     "open_side": (open_side_verdicts.main,),
     "many_turns": (many_turns,),

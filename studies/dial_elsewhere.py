@@ -35,6 +35,7 @@ study = Study(
     "endpoints: GRPO at σ = 2 − GRPO at σ = 0, and at σ = 2 replay − GRPO and GSPO − GRPO. A place where GRPO at σ = 0 "
     "does not end above its cold start in greedy exact match says nothing. Stopping: 4 seeds, 50 steps; a diverged run "
     "has reward 0 from there on.",
+    verdict="dial_elsewhere_verdicts:verdict",
     differs_from_paper=dial.differs_from_paper,
     caution="four seeds; no setting was tuned to its place.",
     cost="Cold starts come on top, for three kinds of model and task.",

@@ -1,0 +1,83 @@
+"""What dial_elsewhere found, place by place: exploratory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dial_elsewhere import PLACES, SIGMA, study
+from matplotlib.figure import Figure
+
+from moe_rl.errors import RunError
+from moe_rl.results import plots
+from moe_rl.results.stats import Interval, interval
+from moe_rl.results.summary import metric, per_run
+from moe_rl.runs.frames import Frames, load_study
+
+FOLDER = Path(__file__).parent / "results" / study.name
+ENDPOINTS = (study.endpoint, *study.further_endpoints)
+
+
+def main() -> None:
+    frames = load_study(FOLDER)
+    for place in PLACES:
+        print(f"{place}: GRPO at σ = 0 gains {gained(frames, place)} of greedy exact match over its cold start")
+        for name in (*ENDPOINTS, "token_ess", "slot_change", "entropy"):
+            found = ", ".join(f"{what} {gap}" for what, gap in differences(frames, place, name).items())
+            moved = per_run(frames.cell(f"{place},sigma={SIGMA:g}"), metric(name)).unstack(0)
+            print(f"  {name}: {found}; GRPO at σ = {SIGMA:g} {interval(moved['grpo'])}")
+    plots.save(draw(frames), FOLDER / "figures", study.name)
+
+
+def verdict(frames: Frames) -> list[str]:
+    """Of every place whether it says anything, and the three differences in both endpoints."""
+    lines = []
+    for place in PLACES:
+        if (gain := gained(frames, place)).mean <= 0:
+            lines.append(f"{place}: says nothing, GRPO at σ = 0 gains {gain} over its cold start")
+            continue
+        found = {name: differences(frames, place, name) for name in ENDPOINTS}
+        lines += [f"{place}: {what}, reward {gap}, greedy match {found[ENDPOINTS[1]][what]}"
+                  for what, gap in found[ENDPOINTS[0]].items()]
+    return lines
+
+
+def gained(frames: Frames, place: str) -> Interval:
+    """Greedy exact match that GRPO gains without a dose, from its cold start to the evaluations that count."""
+    still = frames.cell(cell(frames, place, 0))
+    start = still["steps"].query("step == 0").set_index("seed")["eval_exact_greedy"]
+    return interval((per_run(still, metric(ENDPOINTS[1])).unstack(0)["grpo"] - start).dropna())
+
+
+def differences(frames: Frames, place: str, name: str) -> dict[str, Interval]:
+    """What the dose does to GRPO, and what the cures add to it there, within seeds."""
+    still, moved = (per_run(frames.cell(cell(frames, place, sigma)), metric(name)).unstack(0) for sigma in (0, SIGMA))
+    return {f"harm of σ = {SIGMA:g}": interval((moved["grpo"] - still["grpo"]).dropna()),
+            **{f"{a} − {b}": interval((moved[a] - moved[b]).dropna()) for a, b in study.contrasts}}
+
+
+def cell(frames: Frames, place: str, sigma: float) -> str:
+    """The name of a cell that has run."""
+    if (name := f"{place},sigma={sigma:g}") not in frames.cells:
+        raise RunError(f"the rule needs runs of {name}")
+    return name
+
+
+@plots.styled
+def draw(frames: Frames) -> Figure:
+    """The three differences at every place, an endpoint per panel, every seed a dot."""
+    figure, axes = plots.new_figure(len(ENDPOINTS), "The dial elsewhere", width=14)
+    names = [arm.name for arm in study.arms]
+    for ax, name in zip(axes, ENDPOINTS, strict=True):
+        rows, colours = {}, {}
+        for place in PLACES:
+            still, moved = (per_run(frames.cell(cell(frames, place, s)), metric(name)).unstack(0) for s in (0, SIGMA))
+            values = {"grpo": moved["grpo"] - still["grpo"], **{a: moved[a] - moved[b] for a, b in study.contrasts}}
+            for arm, gap in values.items():
+                row = f"{place}: " + (f"GRPO, σ = {SIGMA:g} − 0" if arm == "grpo" else f"{arm} − grpo")
+                rows[row], colours[row] = gap.dropna(), plots.colour_of(arm, names)
+        note = plots.rows_of(ax, rows, colours)
+        ax.axvline(0, color="black", linewidth=1)
+        ax.set(title=metric(name).name, xlabel="difference, within seeds")
+        ax.grid(axis="y", visible=False)
+    figure.set_figheight(2 + 0.3 * len(rows))
+    return plots.finish(figure, axes, note, legend=False)
