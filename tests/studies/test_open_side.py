@@ -10,7 +10,7 @@ from tests.test_trainer import TINY, carry_out
 
 
 @pytest.mark.parametrize(("mini_batches", "same"), [(1, True), (4, False)])
-@pytest.mark.filterwarnings("ignore:one update per step")
+@pytest.mark.filterwarnings("ignore:.*one update per step")
 def test_where_no_ratio_leaves_1_a_bound_on_the_ratio_changes_no_bit(tmp_path, mini_batches, same):
     """With four updates under the dial it does, or the first line would say nothing."""
     settings = {"mini_batches": mini_batches, "steps": 3, "dial.sigma": 20.0, "optimizer.lr": 2e-2}
