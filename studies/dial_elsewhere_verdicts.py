@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
 from dial_elsewhere import PLACES, SIGMA, study
 from matplotlib.figure import Figure
+from volatility_dial_verdicts import ENDPOINTS, after_start
 
 from moe_rl.errors import RunError
 from moe_rl.results import plots
@@ -14,7 +16,8 @@ from moe_rl.results.summary import metric, per_run
 from moe_rl.runs.frames import Frames, load_study
 
 FOLDER = Path(__file__).parent / "results" / study.name
-ENDPOINTS = (study.endpoint, *study.further_endpoints)
+WHAT = {"grpo": f"harm of σ = {SIGMA:g}", **{a: f"{a} − {b}" for a, b in study.contrasts}}
+"""What is compared, by the arm that it is of."""
 
 
 def main() -> None:
@@ -22,8 +25,8 @@ def main() -> None:
     for place in PLACES:
         print(f"{place}: GRPO at σ = 0 gains {gained(frames, place)} of greedy exact match over its cold start")
         for name in (*ENDPOINTS, "token_ess", "slot_change", "entropy"):
-            found = ", ".join(f"{what} {gap}" for what, gap in differences(frames, place, name).items())
-            moved = per_run(frames.cell(f"{place},sigma={SIGMA:g}"), metric(name)).unstack(0)
+            found = ", ".join(f"{WHAT[arm]} {interval(gap)}" for arm, gap in gaps(frames, place, name).items())
+            moved = per_run(frames.cell(cell(frames, place, SIGMA)), metric(name)).unstack(0)
             print(f"  {name}: {found}; GRPO at σ = {SIGMA:g} {interval(moved['grpo'])}")
     plots.save(draw(frames), FOLDER / "figures", study.name)
 
@@ -35,24 +38,22 @@ def verdict(frames: Frames) -> list[str]:
         if (gain := gained(frames, place)).mean <= 0:
             lines.append(f"{place}: says nothing, GRPO at σ = 0 gains {gain} over its cold start")
             continue
-        found = {name: differences(frames, place, name) for name in ENDPOINTS}
-        lines += [f"{place}: {what}, reward {gap}, greedy match {found[ENDPOINTS[1]][what]}"
-                  for what, gap in found[ENDPOINTS[0]].items()]
+        reward, greedy = (gaps(frames, place, name) for name in ENDPOINTS)
+        lines += [f"{place}: {what}, reward {interval(reward[arm])}, greedy match {interval(greedy[arm])}"
+                  for arm, what in WHAT.items()]
     return lines
 
 
 def gained(frames: Frames, place: str) -> Interval:
     """Greedy exact match that GRPO gains without a dose, from its cold start to the evaluations that count."""
-    still = frames.cell(cell(frames, place, 0))
-    start = still["steps"].query("step == 0").set_index("seed")["eval_exact_greedy"]
-    return interval((per_run(still, metric(ENDPOINTS[1])).unstack(0)["grpo"] - start).dropna())
+    return after_start(frames, "grpo", cell(frames, place, 0))
 
 
-def differences(frames: Frames, place: str, name: str) -> dict[str, Interval]:
-    """What the dose does to GRPO, and what the cures add to it there, within seeds."""
+def gaps(frames: Frames, place: str, name: str) -> dict[str, pd.Series]:
+    """By seed what the dose does to GRPO, under its name, and what each cure adds to it there, under the cure's."""
     still, moved = (per_run(frames.cell(cell(frames, place, sigma)), metric(name)).unstack(0) for sigma in (0, SIGMA))
-    return {f"harm of σ = {SIGMA:g}": interval((moved["grpo"] - still["grpo"]).dropna()),
-            **{f"{a} − {b}": interval((moved[a] - moved[b]).dropna()) for a, b in study.contrasts}}
+    found = {"grpo": moved["grpo"] - still["grpo"], **{a: moved[a] - moved[b] for a, b in study.contrasts}}
+    return {arm: gap.dropna() for arm, gap in found.items()}
 
 
 def cell(frames: Frames, place: str, sigma: float) -> str:
@@ -70,11 +71,9 @@ def draw(frames: Frames) -> Figure:
     for ax, name in zip(axes, ENDPOINTS, strict=True):
         rows, colours = {}, {}
         for place in PLACES:
-            still, moved = (per_run(frames.cell(cell(frames, place, s)), metric(name)).unstack(0) for s in (0, SIGMA))
-            values = {"grpo": moved["grpo"] - still["grpo"], **{a: moved[a] - moved[b] for a, b in study.contrasts}}
-            for arm, gap in values.items():
-                row = f"{place}: " + (f"GRPO, σ = {SIGMA:g} − 0" if arm == "grpo" else f"{arm} − grpo")
-                rows[row], colours[row] = gap.dropna(), plots.colour_of(arm, names)
+            for arm, gap in gaps(frames, place, name).items():
+                row = f"{place}: {WHAT[arm]}"
+                rows[row], colours[row] = gap, plots.colour_of(arm, names)
         note = plots.rows_of(ax, rows, colours)
         ax.axvline(0, color="black", linewidth=1)
         ax.set(title=metric(name).name, xlabel="difference, within seeds")

@@ -29,15 +29,15 @@ def main() -> None:
     fates = outcomes(frames)
     print(f"Runs that collapsed: {collapsed_of(frames)}; {(fates['fate'] == 'recovered').sum()} came back by "
           f"themselves within {study.base.steps} steps")
-    for name, values in per_start(rows).items():
+    found = per_start(rows)
+    for name, values in found.items():
         print(f"  {name}: {', '.join(f'{x:.3g}' for x in values)}; mean {values.mean():.3g}")
     apart = rows.groupby(["seed", "start"])["apart"].max()
     print(f"Largest difference from the run's own next rewards when a state was taken up: {apart.max():.1g}, checked "
           f"for {apart.notna().sum()} of {len(apart)} states")
     print(f"Largest difference of first rewards between variants: {first_apart(rows):.1g}")
-    begun = rows[(rows["start"] == "before") & (rows["variant"] == "unchanged") & (rows["step"] == 1)]
-    print(f"States before the onset whose first rewards are above the threshold: "
-          f"{(begun['reward'] >= FRACTION * begun['best']).sum()} of {len(begun)}")
+    above = found["first reward from before"] >= FRACTION * found["best EMA10 before it"]
+    print(f"States before the onset whose first rewards are above the threshold: {above.sum()} of {len(above)}")
     last = rows[rows["step"] > STEPS - LAST]
     for start in STARTS:
         print(f"From {start}, last {LAST} of {STEPS} steps:")

@@ -32,8 +32,8 @@ from moe_rl.trainer import Listener, Parts, mini_batches, roll_out, train, train
 from moe_rl.types import Batch, Scored
 
 STEPS, STALE, TOKENS, SEQUENCES = 5, 6, 208, 16
-"""Steps of a cell before it is measured; batches of the old policy; an ESS is over groups of so many tokens, or of so
-many responses."""
+"""Steps of a cell before it is measured; batches of the old policy, and of the current one; an ESS is over groups of so
+many tokens, or of so many responses."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,6 @@ class Cell:
     equal: str
     times: int
     """As many responses per update as the run has."""
-    fresh: int
-    """Batches of the current policy, on which every ratio is 1."""
 
     def run(self, run: RunConfig) -> RunConfig:
         """The run of this cell."""
@@ -53,8 +51,8 @@ class Cell:
                               "prompts_per_step": self.times * run.prompts_per_step})
 
 
-CELLS = (Cell(120, "both", 1, 6), Cell(40, "responses", 1, 6), Cell(13, "responses", 1, 6),
-         Cell(40, "tokens", 3, 6), Cell(13, "tokens", 9, 6))
+CELLS = (Cell(120, "both", 1), Cell(40, "responses", 1), Cell(13, "responses", 1), Cell(40, "tokens", 3),
+         Cell(13, "tokens", 9))
 """1,920, 1,920 and 1,872 tokens per update where they are equal, 16 responses where these are."""
 
 
@@ -100,7 +98,7 @@ def compare(run: RunConfig, parts: Parts, cell: Cell, frozen: Path) -> tuple[lis
     first = {arm.name: gradient(policy, arm, *cut(*stale[0], split[0])).double() for arm in arms(cell.length)}
     for index in split[:-1]:
         go_on(parts, *cut(path, old, index))
-    fresh = of_fresh(run, parts, keys, cell.fresh)
+    fresh = of_fresh(run, parts, keys)
     rows = [{"compared": "fresh", "apart": 0.0, **moments(fresh)}]
     for arm in arms(cell.length):
         apart = float((first[arm.name] - first["grpo"]).norm() / first["grpo"].norm())
@@ -111,11 +109,11 @@ def compare(run: RunConfig, parts: Parts, cell: Cell, frozen: Path) -> tuple[lis
     return rows, ratios
 
 
-def of_fresh(run: RunConfig, parts: Parts, keys: Iterator[int], batches: int) -> Gradients:
-    """Gradients of the current policy on responses of its own, in mini-batches as large as the stale ones: what an
-    objective has whose ratios are 1."""
+def of_fresh(run: RunConfig, parts: Parts, keys: Iterator[int]) -> Gradients:
+    """Gradients of the current policy on responses of its own, in mini-batches as large and as many as the stale
+    ones: what an objective has whose ratios are 1."""
     fresh = Gradients()
-    for _ in range(batches):
+    for _ in range(STALE):
         batch = roll_out(run, parts, next(keys))
         natural, split = parts.policy.score(batch), mini_batches(len(batch), run.mini_batches, seed=STEPS)
         fresh.add([gradient(parts.policy, grpo, *cut(batch, natural, rows)) for rows in split])

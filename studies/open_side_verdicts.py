@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
 from open_side import study
-from volatility_dial_verdicts import ENDPOINTS, WITHIN, decide, effects
+from per_seed import differences
+from volatility_dial_verdicts import ENDPOINTS, after_start, decide, effects, equivalent
 
-from moe_rl.results.stats import interval, paired
+from moe_rl.results.stats import Paired, interval, paired
 from moe_rl.results.summary import metric, per_run
 from moe_rl.runs.frames import Frames, load_study
 
@@ -20,13 +22,11 @@ def main() -> None:
     frames = load_study(Path(__file__).parent / "results" / study.name)
     names = (*ENDPOINTS, "entropy", "token_ess", "grad_norm")
     tables = {name: per_run(frames, metric(name)).unstack(0) for name in names}
-    decide(NAMES, {name: [paired(tables[name][a].to_dict(), tables[name][b].to_dict()) for a, b in DECIDED]
-                   for name in ENDPOINTS})
-    start = frames["steps"].query("step == 0").pivot(index="seed", columns="arm", values="eval_exact_greedy")
+    decide(NAMES, tests(tables))
+    a, b = EXPLORED
     for name, table in tables.items():
-        a, b = EXPLORED
         print(f"{name}: " + ", ".join(f"{arm.name} {interval(table[arm.name])}" for arm in study.arms)
-              + f"; {a} − {b} {interval(table[a] - table[b])}")
+              + f"; {a} − {b} {differences(table, a, b)}")
     updates = frames["updates"]
     late = updates[updates["step"] > study.base.steps // 2].groupby(["arm", "seed"])
     norms = late["grad_norm"]
@@ -35,11 +35,11 @@ def main() -> None:
         print(f"{what}: " + ", ".join(f"{arm.name} {interval(per[arm.name])}" for arm in study.arms))
     for name in ("token_ess", "token_log_ratio_var"):
         table = per_run(frames, metric(name)).unstack(0)
-        print(f"{name}, grpo-bounded − grpo: {interval(table['grpo-bounded'] - table['grpo'])}")
+        print(f"{name}, grpo-bounded − grpo: {differences(table, 'grpo-bounded', 'grpo')}")
     print(f"first updates, largest difference of gradient norms between arms: {first_apart(updates):g}")
-    gained = tables[ENDPOINTS[1]] - start
+    (only,) = frames.cells
     print("greedy exact match, second half − cold start: "
-          + ", ".join(f"{arm.name} {interval(gained[arm.name])}" for arm in study.arms))
+          + ", ".join(f"{arm.name} {after_start(frames, arm.name, only)}" for arm in study.arms))
     print(verdict(frames)[-1])
 
 
@@ -50,16 +50,18 @@ def first_apart(updates: pd.DataFrame) -> float:
     return float((first.max(axis=1) - first.min(axis=1)).max())
 
 
+def tests(tables: Mapping[str, pd.DataFrame]) -> dict[str, list[Paired]]:
+    """Of each endpoint the tests of the contrasts that are decided."""
+    return {name: [paired(tables[name][a].to_dict(), tables[name][b].to_dict()) for a, b in DECIDED]
+            for name in ENDPOINTS}
+
+
 def verdict(frames: Frames) -> list[str]:
     """Void or not, the two contrasts decided together, and whether the bound is shown to be as good as replay."""
     tables = {name: per_run(frames, metric(name)).unstack(0) for name in ENDPOINTS}
-    tests = {name: [paired(table[a].to_dict(), table[b].to_dict()) for a, b in DECIDED]
-             for name, table in tables.items()}
     apart = first_apart(frames["updates"])
     lines = [] if apart == 0 else [f"void: gradient norms of first updates are {apart:g} apart"]
-    lines += [f"{name}: {said}" for name, (said, _) in effects(NAMES, tests).items()]
+    lines += [f"{name}: {said}" for name, (said, _) in effects(NAMES, tests(tables)).items()]
     a, b = EXPLORED
-    gap = interval(tables[ENDPOINTS[0]][a] - tables[ENDPOINTS[0]][b], 0.9)
-    equal = gap.low >= -WITHIN and gap.high <= WITHIN
-    said = "equivalent" if equal else "not shown to be equivalent"
-    return [*lines, f"exploratory: {a} − {b} {gap} (90 %): {said} within ±{WITHIN:g}"]
+    said, gap = equivalent(tables[ENDPOINTS[0]], a, b)
+    return [*lines, f"exploratory: {a} − {b} {gap} (90 %): {said}"]

@@ -60,12 +60,10 @@ def measured(frames: Frames, setting: str) -> pd.DataFrame:
         for arm, said in (("grpo", "live"), ("grpo-replay", "replayed")):
             means = [table[half & (table["arm"] == arm)].groupby("seed")[column].mean() for half in (late, ~late)]
             rows |= {f"{said} {name}": means[0], f"{said} {name}, first half": means[1]}
-    ends = {"N=8": stale["steps"], "fresh": fresh["steps"]}
-    grpo = {kind: table[table["arm"] == "grpo"].set_index(["seed", "step"])[GREEDY].dropna() for kind, table in
-            ends.items()}
-    rows["greedy at the start"] = grpo["N=8"].groupby("seed").first()
-    rows["live, greedy at the end"] = grpo["N=8"].groupby("seed").last()
-    rows["fresh, greedy at the end"] = grpo["fresh"].groupby("seed").last()
+    greedy = steps[steps["arm"] == "grpo"].groupby("seed")[GREEDY]
+    rows["greedy at the start"] = greedy.first()
+    rows["live, greedy at the end"] = greedy.last()
+    rows["fresh, greedy at the end"] = fresh["steps"].groupby("seed")[GREEDY].last()
     fates = outcomes(fresh)
     rows["fresh, collapses"] = (fates["fate"] != "stable").groupby(fates["seed"]).sum()
     return pd.DataFrame(rows).T

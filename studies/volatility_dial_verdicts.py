@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from per_seed import differences
 from volatility_dial import SIGMAS, dose, study
 
 from moe_rl.errors import RunError
@@ -143,12 +144,15 @@ def effects(names: Sequence[str], tests: Mapping[str, Sequence[Paired]]) -> dict
 def equivalence(rewards: dict[tuple[str, float], pd.DataFrame],
                 form: str) -> dict[tuple[str, str], tuple[str, Interval]]:
     """Whether a contrast at the smallest dose is small, with its 90 % interval."""
-    table, found = rewards[form, min(SIGMAS)], {}
-    for a, b in study.contrasts:
-        gap = interval(table[a] - table[b], 0.9)
-        equal = gap.low >= -WITHIN and gap.high <= WITHIN
-        found[a, b] = f"{'equivalent' if equal else 'not shown to be equivalent'} within ±{WITHIN:g}", gap
-    return found
+    table = rewards[form, min(SIGMAS)]
+    return {(a, b): equivalent(table, a, b) for a, b in study.contrasts}
+
+
+def equivalent(rewards: pd.DataFrame, a: str, b: str) -> tuple[str, Interval]:
+    """Whether a − b, over seeds (rows), is small, with its 90 % interval."""
+    gap = differences(rewards, a, b, 0.9)
+    equal = gap.low >= -WITHIN and gap.high <= WITHIN
+    return f"{'equivalent' if equal else 'not shown to be equivalent'} within ±{WITHIN:g}", gap
 
 
 def at_small_doses(rewards: dict[tuple[str, float], pd.DataFrame], form: str) -> None:
