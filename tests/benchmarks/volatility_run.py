@@ -1,11 +1,13 @@
-"""CPU-seconds, their share in forwards, and peak memory of `moe-rl volatility` of two tiny checkpoints, one thread.
+"""CPU-seconds, their share in forwards, and peak memory of `moe-rl volatility` of two random checkpoints, one thread.
 
-    python tests/benchmarks/volatility_run.py                    # 2,000 responses
+    python tests/benchmarks/volatility_run.py                    # 2,000 responses, qwen3_moe-tiny
     python tests/benchmarks/volatility_run.py 250 500 1000       # each in a process of its own
+    python tests/benchmarks/volatility_run.py 250 --overrides '{"hidden_size": 512, "moe_intermediate_size": 256}'
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -29,11 +31,11 @@ from moe_rl.models.load import load, save_checkpoint  # noqa: E402
 WORDS = "the a of experts route token change layer and or is not policy gradient reward ünïcode 中文".split()  # noqa: SIM905
 
 
-def main(responses: int = 2000) -> None:
+def main(responses: int, overrides: dict[str, int]) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        loaded = load(ModelConfig(), seed=0)
+        loaded = load(ModelConfig(overrides=overrides), seed=0)
         save_checkpoint(loaded.model, loaded.tokenizer, root / "before")
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -57,21 +59,27 @@ def main(responses: int = 2000) -> None:
 
             return run
 
-        decoder = type(loaded.model.base_model)
-        decoder.forward = timed("decoder", decoder.forward)
+        body = type(loaded.model.base_model)
+        body.forward = timed("decoder", body.forward)
         Observer._forward = timed("forward", Observer._forward)  # with what it records and copies
         start = time.process_time()
         code = cli.main(["volatility", str(root / "before"), str(root / "after"), "--data", str(root / "data.jsonl"),
                          "--out", str(root / "out")])
         seconds, peak = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        print(f"{responses} responses: {seconds:.1f} CPU-seconds, {100 * inside['decoder'] / seconds:.0f} % of them in "
-              f"the decoder, {100 * inside['forward'] / seconds:.0f} % with what is recorded of it; peak memory "
-              f"{peak:.3f} GB, exit code {code}")
+        size = sum(p.numel() for p in loaded.model.parameters()) / 1e6
+        decoder, forward = (100 * inside[name] / seconds for name in ("decoder", "forward"))
+        print(f"{size:.1f} M parameters, {responses} responses: {seconds:.1f} CPU-seconds, {decoder:.0f} % of them in "
+              f"the decoder, {forward:.0f} % with what is recorded of it; peak memory {peak:.3f} GB, exit code {code}")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        for count in sys.argv[1:]:
-            subprocess.run([sys.executable, __file__, count], check=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("responses", type=int, nargs="*", default=[2000])
+    parser.add_argument("--overrides", type=json.loads, default={}, help="of the model's configuration, as JSON")
+    options = parser.parse_args()
+    if len(options.responses) > 1:
+        for count in options.responses:
+            command = [sys.executable, __file__, str(count), "--overrides", json.dumps(options.overrides)]
+            subprocess.run(command, check=True)
     else:
-        main(*map(int, sys.argv[1:]))
+        main(options.responses[0], options.overrides)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from moe_rl.runs import folder as runs
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import load_study
 from moe_rl.runs.inputs import declared_by, inputs_of, sources_of
-from moe_rl.runs.versions import git_state, merged_git
+from moe_rl.runs.versions import git_state, merged_git, package_versions, processor
 from moe_rl.study.collect import collect
 from moe_rl.study.declaration import Planned, write_declaration
 from moe_rl.study.workers import check_code
@@ -224,3 +225,16 @@ def test_a_run_that_goes_on_names_every_commit_and_stays_dirty():
     unknown = {"commit": None, "dirty": None, "why": "no git"}
     assert merged_git(unknown, b) == b and merged_git(b, unknown) == {"commit": "b", "dirty": False, "why": "no git"}
     assert merged_git(None, unknown) == unknown
+
+
+def test_a_run_says_on_which_processor_it_ran(tmp_path, config):
+    """Bits depend on it: a row that parts on another machine says why."""
+    info = tmp_path / "cpuinfo"
+    info.write_text("model name\t: Some CPU @ 2.0 GHz\nflags\t\t: fpu avx avx2\n\nmodel name\t: Other\n")
+    assert processor(info) == "Some CPU @ 2.0 GHz, avx2"
+    info.write_text("model name\t: Some CPU\nflags\t: avx2 avx512f avx512bw\n")
+    assert processor(info) == "Some CPU, avx512f"
+    info.write_text("CPU implementer\t: 0x41\n")
+    assert processor(info) == platform.machine()
+    with RunFolder.open(tmp_path / "run", config.to_dict(), config.hash) as folder:
+        assert folder.manifest["packages"]["processor"] == package_versions()["processor"] != ""
