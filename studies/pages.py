@@ -148,7 +148,8 @@ def shared(name: str) -> dict[str, list[int]]:
 @cache
 def _rewards(name: str) -> dict[tuple[str, str, int], tuple[float, ...]]:
     """The first rewards of every run that earns something."""
-    rows = study(name)[0]["steps"].dropna(subset=["reward"]).sort_values("step").groupby(["arm", "factors", "seed"])
+    key = ["arm", "factors", "seed"]
+    rows = study(name)[0]["steps"][[*key, "step", "reward"]].dropna(subset=["reward"]).sort_values("step").groupby(key)
     curves = {key: tuple(values.head(COMPARED)) for key, values in rows["reward"]}
     return {key: curve for key, curve in curves.items() if len(curve) == COMPARED and sum(curve) > 1}
 

@@ -124,7 +124,8 @@ def per_run(frames: Frames, metric: Metric) -> pd.Series:
             found[arm, seed] = float(metric.of(frames.run(arm, seed)))
     elif metric.column in frames["steps"]:
         runs = {(run.arm, run.seed): run for run in frames.runs.itertuples()}
-        rows = frames["steps"].dropna(subset=[metric.column]).sort_values("step").groupby(["arm", "seed"])
+        columns = dict.fromkeys(("arm", "seed", "step", metric.column))
+        rows = frames["steps"][[*columns]].dropna(subset=[metric.column]).sort_values("step").groupby(["arm", "seed"])
         for key, measured in rows:
             values, run = measured[metric.column].to_numpy(), runs[key]
             if metric.since_start and measured["step"].iloc[0] != 0:
