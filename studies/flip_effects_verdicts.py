@@ -89,8 +89,9 @@ def slopes(effects: pd.DataFrame) -> None:
     """Slope of log mean δ² over log x, by kind; c by site; and what random swaps do at equal displacement."""
     kinds = {"runner-up": effects[effects["kind"] != "random"], "random": effects[effects["kind"] == "random"]}
     for kind, rows in kinds.items():
-        per_cell = [f"{cell} {interval(here.groupby('seed')[list(here)].apply(log_slope))}"
-                    for cell, here in rows.groupby("factors", sort=False)]
+        found = {cell: here.groupby("seed")[list(here)].apply(log_slope)
+                 for cell, here in rows.groupby("factors", sort=False)}
+        per_cell = [f"{cell} {interval(of) if of.notna().all() else 'too few swaps'}" for cell, of in found.items()]
         print(f"Log-log slope of mean δ² over x, sites apart, {kind}: {'; '.join(per_cell)}; all "
               f"{interval([rows[rows['seed'] == s].groupby('factors').apply(log_slope).mean() for s in seeds(rows)])}")
     print("c = Σ δ² / Σ (relative displacement)², nats²: runner-up, near; random; their ratio; by site, near")
@@ -129,14 +130,16 @@ def seeds(rows: pd.DataFrame) -> list[int]:
 
 
 def log_slope(rows: pd.DataFrame) -> float:
-    """Least squares of log(Σ δ² / n) over log √(Σ x² / n), bins weighed by n, an intercept per site."""
+    """Least squares of log(Σ δ² / n) over log √(Σ x² / n), bins weighed by n, an intercept per site. NaN where no site
+    has two bins of enough swaps."""
     bins = rows.groupby(["site", "bin"])[["n", "total2", "x2"]].sum().reset_index()
     bins = bins[(bins["n"] >= FEWEST) & (bins["total2"] > 0)]
     x, y = np.log(bins["x2"] / bins["n"]) / 2, np.log(bins["total2"] / bins["n"])
     mean = {name: (v * bins["n"]).groupby(bins["site"]).sum() / bins["n"].groupby(bins["site"]).sum()
             for name, v in (("x", x), ("y", y))}
     x, y = (v - bins["site"].map(mean[name]) for name, v in (("x", x), ("y", y)))
-    return float((bins["n"] * x * y).sum() / (bins["n"] * x * x).sum())
+    spread = (bins["n"] * x * x).sum()
+    return float((bins["n"] * x * y).sum() / spread) if spread else np.nan
 
 
 # ---------------------------------------------------------------------- the law

@@ -40,11 +40,14 @@ def main() -> None:
 
 
 def verdict(gradients: pd.DataFrame, ratios: pd.DataFrame) -> list[str]:
-    """Void or not, and the questions."""
+    """The questions, or why the study is void."""
     lines = [f"void: an objective is {apart:.1e} of a norm apart from GRPO where every ratio is 1"
              for apart in [gradients["apart"].max()] if not apart <= 1e-3]
     if (fewest := ratios["response_tokens"] / ratios["length"]).min() < 0.95:
-        lines.append(f"void: responses have {fewest.min():.2f} of their length")
+        lines.append(f"void: responses have {fewest.min():.4f} of their length, less than .95, in "
+                     f"{(fewest < 0.95).sum()} of {len(fewest)} cells of all seeds")
+    if lines:
+        return lines
     spread = np.log(at(ratios, "responses").pivot(index="seed", columns="length", values="token_var"))
     lines.append(_said("variance of token log-ratios, equal responses", slope(spread), "larger", "smaller"))
     for equal in EQUAL:

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 
 from moe_rl.errors import RunError
 from moe_rl.results.pooling import require_columns
-from moe_rl.results.stats import Band, band
+from moe_rl.results.stats import Band, band, geometric_band
 from moe_rl.runs.columns import entry
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
@@ -206,12 +206,12 @@ def rows_of(ax: Axes, values: Mapping[str, pd.Series], colours: Mapping[str, str
 
 def over(ax: Axes, table: pd.DataFrame, x: str, colour: str, label: str, *, shift: float = 0.0,
          linestyle: str = "-") -> Band | None:
-    """Values of seeds (`seed`, `x`, `value`) over a factor: dots, mean and interval, aside by that share of the axis,
-    whose limits and scale are already what they will be."""
+    """Values of seeds (`seed`, `x`, `value`) over a factor: dots, mean and interval, aside by that share of the axis.
+    Limits and scales are already what they will be: up a logarithmic axis means are geometric."""
     values = table.pivot(index="seed", columns=x, values="value").dropna(axis=1)
     if values.empty:
         return None
-    (low, high), b = ax.get_xlim(), band(values.to_numpy())
+    (low, high), b = ax.get_xlim(), (geometric_band if ax.get_yscale() == "log" else band)(values.to_numpy())
     at = values.columns.to_numpy(dtype=float)
     at = at * (high / low) ** shift if ax.get_xscale() == "log" else at + (high - low) * shift
     for seed, row in values.iterrows():
@@ -249,7 +249,8 @@ def note_of(bands: Sequence[Band], interval: str, seeds: str) -> str:
         return "n = 1 seed: no interval"
     n = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     methods = dict.fromkeys(b.method for b in bands if b.n >= FEWEST)
-    said = [f"mean over n = {n} seeds", *(f"{interval}: {method} interval" for method in methods),
+    mean = "geometric mean" if all(b.method.endswith("of logs") for b in bands) else "mean"
+    said = [f"{mean} over n = {n} seeds", *(f"{interval}: {method} interval" for method in methods),
             *([f"{seeds}: each seed"] if seeds else [])]
     return "; ".join(said + ([] if methods else [f"no interval of fewer than {FEWEST}"]))
 

@@ -113,6 +113,12 @@ def band(values: Float[np.ndarray, "seed column"], confidence: float = 0.95, see
     return Band(mean, low, high, n, f"{100 * confidence:.3g}% BCa bootstrap")
 
 
+def geometric_band(values: Float[np.ndarray, "seed column"]) -> Band:
+    """What `geometric` is for one quantity, at every column of a matrix above 0."""
+    b = band(np.log(values))
+    return Band(np.exp(b.mean), np.exp(b.low), np.exp(b.high), b.n, f"{b.method} of logs")
+
+
 def rate(events: int, n: int, confidence: float = 0.95) -> Interval:
     """A share of runs with its exact interval (Clopper and Pearson 1934, two-sided)."""
     low, high = scipy.stats.binomtest(events, n).proportion_ci(confidence, method="exact")
