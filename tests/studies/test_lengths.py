@@ -32,10 +32,24 @@ def test_the_rule_reads_a_slope_over_the_log_of_length(power, said):
          "variance": n ** (power * (name == "grpo")) * (1 + 0.01 * (seed % 2 if n == 13 else (seed // 2) % 2))}
         for seed in range(6) for n, equal in cells for name in verdicts.OBJECTIVES])
     ratios = pd.DataFrame([{"seed": seed, "length": n, "equal": equal, "response_tokens": 0.99 * n,
-                            "token_var": 0.1 + 0.001 * (seed % 2 == (n > 13))}
+                            "token_var": 0.1 + 0.001 * (seed % 2 == (n > 13)),
+                            "sequence_var": n ** (power - 1) * (1 + 0.01 * (seed % 2 == (n > 40)))}
                            for seed in range(6) for n, equal in cells])
     lines = verdicts.verdict(gradients, ratios)
-    assert len(lines) == 5 and "undetermined" in lines[0]
+    assert len(lines) == 6 and "undetermined" in lines[0]
     assert all(said in line for line in lines[1:])
     short = verdicts.verdict(gradients.assign(apart=0.1), ratios.assign(response_tokens=1.0))
-    assert [line.split(":")[0] for line in short[:2]] == ["void", "void"]
+    assert [line.split(":")[0] for line in short] == ["void", "void"], "nothing is said of a void study's questions"
+
+
+def test_the_figure_shows_the_means_that_the_page_prints():
+    """Up a logarithmic axis means and intervals are of logs: 1 and 100 have the mean 10."""
+    ratios = pd.DataFrame([{"seed": seed, "length": n, "equal": equal, "token_var": 100.0**seed / n,
+                            "sequence_var": 1.0 / n} for seed in range(2)
+                           for n, equal in {(cell.length, cell.equal) for cell in CELLS}])
+    gradients = pd.DataFrame([{"seed": seed, "length": cell.length, "equal": cell.equal, "compared": name,
+                               "variance": 1.0 + seed} for seed in range(2) for cell in CELLS
+                              for name in verdicts.OBJECTIVES])
+    axis = verdicts.draw(gradients, ratios).axes[0]
+    (mean,) = (line for line in axis.lines if line.get_gid() == "tokens, equal responses mean")
+    assert mean.get_ydata() == pytest.approx([10 / n for n in verdicts.LENGTHS])
