@@ -28,7 +28,7 @@ from moe_rl.runs.columns import TABLES
 from moe_rl.runs.commits import Row, fsync, last_step, latest_commit
 from moe_rl.runs.inputs import declared_by, digest, inputs_of, merged
 from moe_rl.runs.lease import Lease, holder, is_held
-from moe_rl.runs.versions import code_version, git_state, merged_git, package_versions
+from moe_rl.runs.versions import code_version, git_state, merged_git, package_versions, processor
 
 DIVERGED = "diverged"
 """The file of a commit that says how the run diverged."""
@@ -70,8 +70,10 @@ class RunFolder:
             codes = [*manifest["code"], *({code_version()} - set(manifest["code"]))]
             trainer = trainer or manifest.get("trainer", "")
             inputs = merged(manifest.get("inputs", {}), inputs_of(config, trainer))
+            made_by = package_versions() | {"processor": processor()}
             manifest |= {"config": config, "code": codes, "git": merged_git(manifest.get("git"), git_state()),
-                         "packages": package_versions(), "trainer": trainer, "inputs": inputs,
+                         "packages": merged(manifest.get("packages", {}), made_by), "trainer": trainer,
+                         "inputs": inputs,
                          "declared": declared_by(study_file, manifest.get("declared")),
                          "device": config.get("model", {}).get("device", "cpu"),
                          "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count()}

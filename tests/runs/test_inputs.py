@@ -227,14 +227,18 @@ def test_a_run_that_goes_on_names_every_commit_and_stays_dirty():
     assert merged_git(None, unknown) == unknown
 
 
-def test_a_run_says_on_which_processor_it_ran(tmp_path, config):
-    """Bits depend on it: a row that parts on another machine says why."""
+def test_a_run_says_on_which_processors_it_ran(tmp_path, config, monkeypatch):
+    """Bits depend on them: a row that parts on another machine says why."""
     info = tmp_path / "cpuinfo"
-    info.write_text("model name\t: Some CPU @ 2.0 GHz\nflags\t\t: fpu avx avx2\n\nmodel name\t: Other\n")
-    assert processor(info) == "Some CPU @ 2.0 GHz, avx2"
+    info.write_bytes(b"cpu family\t: 25\nmodel\t: 17\nmodel name\t: Some\xae CPU\nflags\t: fpu avx2\n\nmodel\t: 18\n")
+    assert processor(info) == "Some\ufffd CPU, cpu family 25, model 17, avx2"
     info.write_text("model name\t: Some CPU\nflags\t: avx2 avx512f avx512bw\n")
     assert processor(info) == "Some CPU, avx512f"
-    info.write_text("CPU implementer\t: 0x41\n")
+    info.write_text("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n")
+    assert processor(info) == f"{platform.machine()}, CPU implementer 0x41, CPU part 0xd40"
+    info.write_text("")
     assert processor(info) == platform.machine()
-    with RunFolder.open(tmp_path / "run", config.to_dict(), config.hash) as folder:
-        assert folder.manifest["packages"]["processor"] == package_versions()["processor"] != ""
+    for name, known in (("one", "one"), ("one", "one"), ("two", "one then two"), ("two", "one then two")):
+        monkeypatch.setattr(runs, "processor", lambda name=name: name)
+        with RunFolder.open(tmp_path / "run", config.to_dict(), config.hash) as folder:
+            assert folder.manifest["packages"] == {**package_versions(), "processor": known}
