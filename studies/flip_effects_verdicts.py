@@ -16,6 +16,8 @@ FOLDER = Path(__file__).parent / "results" / study.name
 KEYS = ["factors", "seed", "alpha"]
 FEWEST = 10
 """Swaps in a bin that a slope looks at."""
+BEYOND = 100
+"""A spread of logit differences that no router has."""
 LAYERS, TOP_K, JUMP = 48, 8, 0.24
 """Of the published model; and by how much of its norm a flip moves a block's output, as measured on OLMoE-1B-7B (64
 experts, top-8) and Qwen1.5-MoE by "How Torn Is a Trained MoE?" (Z. Zhang, 2026)."""
@@ -25,6 +27,9 @@ def main() -> None:
     effects, law, moves, single = (table(name) for name in ("effects", "law", "moves", "single"))
     noise = single[["noise_self_replay", "noise_other_rows"]].max()
     print("Largest change of a log-prob without a swap: self-replay {:.2g}, in other rows {:.2g}".format(*noise))
+    stuck = law[(law["alpha"] == 1) & (law["sigma"] > BEYOND)].groupby("factors").size()
+    print("Sites at which no spread of margins flips as many slots as the step did: "
+          + (", ".join(f"{n} of {cell}" for cell, n in stuck.items()) or "none"))
     one_flip(law, moves)
     slopes(effects)
     elasticities(table("flips"))
@@ -167,15 +172,17 @@ def by_third(law: pd.DataFrame) -> pd.DataFrame:
 
 
 def additivity(single: pd.DataFrame, whole: pd.DataFrame) -> None:
-    """Whether single flips at θ + u add up to J of the same tokens, and are as large as margins make expected."""
+    """Whether single flips at θ + u add up to J of the same tokens, and are as large as margins make expected: as they
+    are, and relative to J², of which these few responses may have more or less than the whole sample."""
     print("Flips of the step one by one, at θ + u: Σ δ² / Σ J²; Σ over tokens of (Σ δ)² / Σ J²; correlation of Σ δ "
-          "and J; mean δ² of such a flip / E[δ²] from margins")
-    for cell, here in single.merge(whole[["factors", "seed", "total2"]]).groupby("factors", sort=False):
+          "and J; mean δ² of such a flip / E[δ²] from margins; the same, each relative to the J² of its own responses")
+    whole = whole[["factors", "seed", "total2", "predicted", "jj"]]
+    for cell, here in single.merge(whole).groupby("factors", sort=False):
         squares, summed = here["flips_squares"] / here["j_squares"], here["sum_squares"] / here["j_squares"]
         correlation = here["product"] / np.sqrt(here["sum_squares"] * here["j_squares"])
         print(f"  {cell}: {geometric(squares)}; {geometric(summed)}; {interval(correlation)}; "
-              f"{geometric(here['flips_squares'] / here['flips'] / here['total2'])} "
-              f"({here['flips'].sum():.0f} flips)")
+              f"{geometric(here['flips_squares'] / here['flips'] / here['total2'])}; "
+              f"{geometric(squares / (here['predicted'] / here['jj']))} ({here['flips'].sum():.0f} flips)")
 
 
 def extrapolation(law: pd.DataFrame, runs: pd.DataFrame) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+from lengths import study
 from matplotlib.figure import Figure
 from per_seed import RESULTS, own_table, slopes
 
@@ -12,6 +13,8 @@ from moe_rl.results.stats import Interval, geometric, interval
 
 LENGTHS = (13, 40, 120)
 EQUAL = ("responses", "tokens")
+CELLS = [*((n, equal) for equal in EQUAL for n in LENGTHS[:-1]), (LENGTHS[-1], "both")]
+KEYS = ["seed", "length", "equal"]
 OBJECTIVES = ("grpo", "gspo", "token-none", "sequence-none", "fresh")
 QUESTIONS = {
     "what GRPO's ratios add": ("grpo", "fresh", "more", "less"),
@@ -24,6 +27,8 @@ def main() -> None:
     """What the rule says, and every number beside it."""
     gradients, ratios = own_table("lengths", "lengths"), own_table("lengths", "ratios")
     print(f"First update, largest distance from GRPO's gradient, in its norm: {gradients['apart'].max():.1e}")
+    share = ratios["response_tokens"] / ratios["length"]
+    print(f"Responses have {share.min():.3f} to {share.max():.3f} of their length")
     for equal in EQUAL:
         print(f"Equal {equal} per update, by length:")
         spreads(at(ratios, equal))
@@ -40,21 +45,32 @@ def main() -> None:
 
 
 def verdict(gradients: pd.DataFrame, ratios: pd.DataFrame) -> list[str]:
-    """The questions, or why the study is void."""
-    lines = [f"void: an objective is {apart:.1e} of a norm apart from GRPO where every ratio is 1"
-             for apart in [gradients["apart"].max()] if not apart <= 1e-3]
-    if (fewest := ratios["response_tokens"] / ratios["length"]).min() < 0.9:
-        lines.append(f"void: responses have {fewest.min():.4f} of their length, less than .9, in "
-                     f"{(fewest < 0.9).sum()} of {len(fewest)} cells of all seeds")
-    if lines:
+    """The questions, or why the study is void. Of the declared ones T·Var(log s)/Var(log w) is void: it takes responses
+    that end early for tokens that move together."""
+    if lines := void(gradients, ratios):
         return lines
-    here = at(ratios, "responses").pivot(index="seed", columns="length", values=["token_var", "sequence_var"])
-    for name, values in {"variance of token log-ratios": here["token_var"],
-                         "T·Var(log s)/Var(log w)": here["sequence_var"] / here["token_var"] * LENGTHS}.items():
-        lines.append(_said(f"{name}, equal responses", slope(np.log(values)), "larger", "smaller"))
+    spread = np.log(at(ratios, "responses").pivot(index="seed", columns="length", values="token_var"))
+    lines = [_said("variance of token log-ratios, equal responses", slope(spread), "larger", "smaller"),
+             "T·Var(log s)/Var(log w): void, it is above 1 of independent tokens where responses end early"]
     for equal in EQUAL:
         lines += [_said(f"{name}, equal {equal}", slope(logs_of(at(gradients, equal), a, b)), above, below)
                   for name, (a, b, above, below) in QUESTIONS.items()]
+    return lines
+
+
+def void(gradients: pd.DataFrame, ratios: pd.DataFrame) -> list[str]:
+    """What makes the study void: missing rows, objectives that part before the first update, short responses."""
+    cells = [(seed, *cell) for seed in study.seeds for cell in CELLS]
+    wanted = {"ratios": set(cells), "gradients": {(*cell, name) for cell in cells for name in OBJECTIVES}}
+    found = {"ratios": set(ratios.dropna()[KEYS].itertuples(index=False, name=None)),
+             "gradients": set(gradients.dropna()[[*KEYS, "compared"]].itertuples(index=False, name=None))}
+    lines = [f"void: {name} lack {len(rows - found[name])} of {len(rows)} rows" for name, rows in wanted.items()
+             if rows != found[name]]
+    if (apart := gradients["apart"].max()) > 1e-3:
+        lines.append(f"void: an objective is {apart:.1e} of a norm apart from GRPO where every ratio is 1")
+    if (fewest := ratios["response_tokens"] / ratios["length"]).min() < 0.9:
+        lines.append(f"void: responses have {fewest.min():.4f} of their length, less than .9, in "
+                     f"{(fewest < 0.9).sum()} of {len(fewest)} cells of all seeds")
     return lines
 
 
@@ -66,7 +82,7 @@ def at(table: pd.DataFrame, equal: str) -> pd.DataFrame:
 def logs_of(table: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
     """By seed and length, the log of the variance of one objective over that of another."""
     logs = np.log(table.pivot(index="seed", columns=["compared", "length"], values="variance").astype(float))
-    return (logs[a] - logs[b]).dropna()
+    return logs[a] - logs[b]
 
 
 def slope(logs: pd.DataFrame) -> Interval:
@@ -84,7 +100,8 @@ def spreads(ratios: pd.DataFrame) -> None:
     """How ratios spread: a quantity per line, by length."""
     ratios = ratios.assign(times=ratios["length"] * ratios["sequence_var"] / ratios["token_var"])
     for name, title in {
-        "token_var": "Var(log w), tokens", "sequence_var": "Var(log s), sequences", "times": "T·Var(log s)/Var(log w)",
+        "token_var": "Var(log w), tokens", "sequence_var": "Var(log s), sequences",
+        "times": "T·Var(log s)/Var(log w), early ends included",
         "token_kurtosis": "kurtosis of log w",
     }.items():  # fmt: skip
         line(title, ratios, name, geometric)

@@ -114,7 +114,9 @@ def band(values: Float[np.ndarray, "seed column"], confidence: float = 0.95, see
 
 
 def geometric_band(values: Float[np.ndarray, "seed column"]) -> Band:
-    """What `geometric` is for one quantity, at every column of a matrix above 0."""
+    """What `geometric` is for one quantity, at every column of a matrix. Raises ConfigError unless all is above 0."""
+    if not (values > 0).all():
+        raise ConfigError(f"a geometric mean needs numbers above 0, and here is {np.min(values):g}: use a linear axis")
     b = band(np.log(values))
     return Band(np.exp(b.mean), np.exp(b.low), np.exp(b.high), b.n, f"{b.method} of logs")
 

@@ -9,6 +9,8 @@ import torch
 from gradient_quality_trainer import Gradients
 from lengths_trainer import CELLS, moments
 
+from moe_rl.errors import ConfigError
+
 
 def test_the_variance_of_mini_batch_gradients_by_hand():
     """Two batches with means (2, 0) and (0, 2): ‖E g‖² is their product, 0; E‖g‖² = (9 + 1 + 0 + 16) / 4."""
@@ -19,27 +21,40 @@ def test_the_variance_of_mini_batch_gradients_by_hand():
 
 
 def test_equal_tokens_are_equal_within_three_percent():
+    assert {(cell.length, cell.equal) for cell in CELLS} == set(verdicts.CELLS)
     tokens = {cell.length: cell.length * cell.times for cell in CELLS if cell.equal in ("tokens", "both")}
     assert tokens == pytest.approx(dict.fromkeys(tokens, 120), rel=0.03)
 
 
-@pytest.mark.parametrize(("power", "said"), [(1.0, "reproduced"), (-1.0, "reversed"), (0.0, "undetermined")])
-def test_the_rule_reads_a_slope_over_the_log_of_length(power, said):
+def tables(power: float) -> tuple[pd.DataFrame, pd.DataFrame]:
     """GRPO's variance grows as a power of length, all others stay; seeds differ by 1 % either way."""
-    cells = [(cell.length, cell.equal) for cell in CELLS]
+    cells = verdicts.CELLS
     gradients = pd.DataFrame([
         {"seed": seed, "length": n, "equal": equal, "compared": name, "apart": 0.0,
          "variance": n ** (power * (name == "grpo")) * (1 + 0.01 * (seed % 2 if n == 13 else (seed // 2) % 2))}
-        for seed in range(6) for n, equal in cells for name in verdicts.OBJECTIVES])
+        for seed in verdicts.study.seeds for n, equal in cells for name in verdicts.OBJECTIVES])
     ratios = pd.DataFrame([{"seed": seed, "length": n, "equal": equal, "response_tokens": 0.99 * n,
-                            "token_var": 0.1 + 0.001 * (seed % 2 == (n > 13)),
-                            "sequence_var": n ** (power - 1) * (1 + 0.01 * (seed % 2 == (n > 40)))}
-                           for seed in range(6) for n, equal in cells])
-    lines = verdicts.verdict(gradients, ratios)
-    assert len(lines) == 6 and "undetermined" in lines[0]
-    assert all(said in line for line in lines[1:])
-    short = verdicts.verdict(gradients.assign(apart=0.1), ratios.assign(response_tokens=1.0))
-    assert [line.split(":")[0] for line in short] == ["void", "void"], "nothing is said of a void study's questions"
+                            "token_var": 0.1 + 0.001 * (seed % 2 == (n > 13))}
+                           for seed in verdicts.study.seeds for n, equal in cells])
+    return gradients, ratios
+
+
+@pytest.mark.parametrize(("power", "said"), [(1.0, "reproduced"), (-1.0, "reversed"), (0.0, "undetermined")])
+def test_the_rule_reads_a_slope_over_the_log_of_length(power, said):
+    lines = verdicts.verdict(*tables(power))
+    assert len(lines) == 6 and "undetermined" in lines[0] and "void" in lines[1]
+    assert all(said in line for line in lines[2:])
+
+
+def test_a_study_of_which_something_is_missing_or_wrong_is_void():
+    """Nothing is said of its questions then."""
+    gradients, ratios = tables(1.0)
+    first = gradients.index == 0
+    for wrong in ((gradients.assign(apart=0.1), ratios), (gradients, ratios.assign(response_tokens=1.0)),
+                  (gradients, ratios[ratios["seed"] > verdicts.study.seeds[0]]), (gradients[~first], ratios),
+                  (gradients.assign(variance=gradients["variance"].mask(first)), ratios)):
+        (line,) = verdicts.verdict(*wrong)
+        assert line.startswith("void")
 
 
 def test_the_figure_shows_the_means_that_the_page_prints():
@@ -53,3 +68,5 @@ def test_the_figure_shows_the_means_that_the_page_prints():
     axis = verdicts.draw(gradients, ratios).axes[0]
     (mean,) = (line for line in axis.lines if line.get_gid() == "tokens, equal responses mean")
     assert mean.get_ydata() == pytest.approx([10 / n for n in verdicts.LENGTHS])
+    with pytest.raises(ConfigError, match="here is 0"):
+        verdicts.draw(gradients.assign(variance=0.0), ratios)
