@@ -118,7 +118,7 @@ def test_what_is_read_while_the_run_commits_and_finishes_is_whole(tmp_path):
             assert len(tables["updates"]) == 4 * step and len(tables["layers"]) == fake_study.SITES * step
             seen.add(step)
     process.join()
-    assert process.exitcode == 0 and len(seen) > 5
+    assert process.exitcode == 0 and len(seen - {0}) > 1, "or nothing was read on the way"
 
 
 @pytest.fixture
