@@ -18,8 +18,9 @@ import pytest
 from rich.console import Console
 
 from moe_rl import cli, ranks
+from moe_rl.cli import running
 from moe_rl.config import RunConfig
-from moe_rl.errors import RunError
+from moe_rl.errors import ConfigError, RunError
 from moe_rl.lookup import Use
 from moe_rl.results import printed
 from moe_rl.results.tables import Shown
@@ -294,6 +295,14 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("waiting 0/50") == 9 and "450 steps to go" in out and "Does the study runner work?" in out
     assert not (tmp_path / "none").exists()
+
+
+def test_a_number_of_seeds_is_not_taken_for_a_seed():
+    """A study whose seeds begin at 400 would else get 403 of them."""
+    assert running._seeds("403,", (400, 403)) == [403] and running._seeds("2", (400, 403)) == [0, 1]
+    assert running._seeds("2", (0, 1, 2)) == [0, 1] and running._seeds("5", (0, 1, 2)) == [0, 1, 2, 3, 4]
+    with pytest.raises(ConfigError, match="give 403, with a comma"):
+        running._seeds("403", (400, 403))
 
 
 def test_settings_reach_the_runs(tmp_path, command):

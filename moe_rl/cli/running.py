@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     argument("study", help="a file with `study = Study(…)`, a module, or routing_replay"),
     argument("--dry-run", action="store_true", help="print runs, cost, a prompt with its reward; start nothing"),
     argument("--quick", action="store_true", help="one seed, three steps, as <study>-quick: a trial"),
-    argument("--seeds", help="a list 0,1,2 or a number N for 0 … N-1"),
+    argument("--seeds", help="a list 0,1,2 (one seed: 7,) or a number N for 0 … N-1"),
     argument("--steps", type=int, metavar="N", help="length of every run"),
     argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"),
     JOBS,
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     chosen = [*study.own_arms(options.arms), *options.arm]
     study = study.with_arms(chosen)
     steps = QUICK_STEPS if options.quick and options.steps is None else options.steps
-    planned = study.runs(options.out, _seeds(options.seeds), steps)
+    planned = study.runs(options.out, _seeds(options.seeds, study.seeds), steps)
     printed.check(study)
     if ranks.launched():
         ranks.join(study.base.model.device)
@@ -284,13 +284,17 @@ def _layout(options: argparse.Namespace) -> dict[str, object]:
     return given
 
 
-def _seeds(text: str | None) -> list[int] | None:
+def _seeds(text: str | None, declared: Sequence[int]) -> list[int] | None:
+    """A list, or 0 … N−1; not where N is one of a study's own seeds and those begin elsewhere, as 403 of 400 to 403."""
     if text is None:
         return None
     try:
-        numbers = [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.removesuffix(",").split(",")]
     except ValueError as error:
         raise ConfigError(f"--seeds {text}: give a number N or a list such as 0,1,2") from error
     if min(numbers) < 0:
         raise ConfigError(f"--seeds {text}: seeds are not negative; give a number N or a list such as 0,1,2")
+    if "," not in text and 0 not in declared and numbers[0] in declared:
+        raise ConfigError(f"--seeds {text} would be seeds 0 to {numbers[0] - 1}, and {text} is one that the study "
+                          f"declares; for that one give {text}, with a comma")
     return numbers if "," in text else list(range(max(numbers[0], 1)))  # --seeds 0 can only mean the seed 0
