@@ -175,7 +175,7 @@ def case(name: str) -> dict:
     gradients = [p.gradient(part, PARTS) for p in (hf, ours)]
     facts["gradient"] = far(*gradients) / gradients[0].abs().max().item()
     u, v = (p.update(part, PARTS) for p in (hf, ours))
-    facts["updated"] = max(far(u.logprobs, v.logprobs), abs(u.loss - v.loss), abs(u.grad_norm / v.grad_norm - 1))
+    facts["updated"] = max(far(u.logprobs, v.logprobs), abs(u.loss / v.loss - 1), abs(u.grad_norm / v.grad_norm - 1))
     facts["metrics"] = {key: [value, v.metrics[key]] for key, value in u.metrics.items()}
     facts["updated routes"] = u.routes == v.routes and u.preferred == v.preferred and \
         torch.equal(u.clipped_by, v.clipped_by) and u.grad_clipped and v.grad_clipped

@@ -71,7 +71,7 @@ def test_gradients_loss_terms_and_a_clipped_step_are_those_of_one_process(found)
     _, facts = found
     assert facts["updated routes"] and facts["buffers"]
     assert facts["gradient"] < 1e-5, "in units of the largest entry"
-    assert max(facts["updated"], facts["stepped"]) < 3e-5 < 1e-2 < facts["moved"], "1.1e-5 on an AMD EPYC"
+    assert max(facts["updated"], facts["stepped"]) < 1e-5 < 1e-2 < facts["moved"]
     assert {"term_kl", "term_entropy", "term_load_balance", "term_router_kl"} <= facts["metrics"].keys()
     for alone, ours in facts["metrics"].values():
         assert ours == pytest.approx(alone, rel=1e-6, abs=1e-6) and alone != 0

@@ -52,7 +52,8 @@ def test_a_study_of_which_something_is_missing_or_wrong_is_void():
     first = gradients.index == 0
     for wrong in ((gradients.assign(apart=0.1), ratios), (gradients, ratios.assign(response_tokens=1.0)),
                   (gradients, ratios[ratios["seed"] > verdicts.study.seeds[0]]), (gradients[~first], ratios),
-                  (gradients.assign(variance=gradients["variance"].mask(first)), ratios)):
+                  (gradients.assign(variance=gradients["variance"].mask(first)), ratios),
+                  (gradients, ratios.assign(response_tokens=ratios["response_tokens"].mask(ratios.index == 0)))):
         (line,) = verdicts.verdict(*wrong)
         assert line.startswith("void")
 
