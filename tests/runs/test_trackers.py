@@ -99,21 +99,25 @@ def test_a_run_that_goes_on_adds_what_is_new(tmp_path):
     assert given(points(tmp_path / "lines" / "fake+grpo+base+seed=0.jsonl")) == expected(path)
 
 
-def _busy(path, steps, was_read):
+def _busy(path, steps, after_each=lambda: None):
     for more in range(1, steps + 1):  # each time published, extended, and its parts and commits removed
         config = fake_study.study.base.replace(steps=3 * more)
         with RunFolder.open(path, config.to_dict(), config.hash) as folder:
             fake_study.train(config, folder, cache=path)
-        for _ in range(2):  # the first may have begun before
-            was_read.clear()
-            was_read.wait(10)
+        after_each()
 
 
 def test_what_is_read_while_the_run_commits_and_finishes_is_whole(tmp_path):
     path = tmp_path / "fake/grpo/base/seed=0"
     fork = multiprocessing.get_context("fork")
     was_read = fork.Event()
-    process = fork.Process(target=_busy, args=(path, 8, was_read))
+
+    def wait_for_a_whole_look():
+        for _ in range(2):  # the first may have begun before
+            was_read.clear()
+            was_read.wait(10)
+
+    process = fork.Process(target=_busy, args=(path, 8, wait_for_a_whole_look))
     process.start()
     seen = set()
     while process.is_alive():
