@@ -121,9 +121,9 @@ def folder_of(checkpoint: str) -> Path:
 
 def located(config: RunConfig) -> RunConfig:
     """The configuration with absolute paths for the folder of a checkpoint and the file of a task, so that its row says
-    where they are wherever it is read. Presets and names on the hub stay as they are."""
-    name = config.model.name
-    if (folder := Path(name).expanduser()).is_dir() and name not in names("moe_rl.models.presets", "PRESETS"):
+    where they are wherever it is read. Presets, what comes with the package and names on the hub stay as they are."""
+    name, known = config.model.name, (*SHIPPED, *names("moe_rl.models.presets", "PRESETS"))
+    if (folder := Path(name).expanduser()).is_dir() and name not in known:
         config = config.replace(**{"model.name": str(folder.absolute())})
     return config.replace(task=_located_task(Use.of(config.task)))
 

@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
+from moe_rl.compare.checkpoints import measure
 from moe_rl.config import Arm, RunConfig
 from moe_rl.config.text import parse_settings
-from moe_rl.config.values import located
+from moe_rl.config.values import SHIPPED, located
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
 from moe_rl.results import printed
@@ -348,11 +349,13 @@ def test_a_part_with_options_may_be_a_cell_or_a_factor(tmp_path):
 
 def test_a_row_says_where_a_checkpoint_and_a_file_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for folder in ("mine", "qwen3_moe-tiny"):
+    ours = ["qwen3_moe-tiny", *SHIPPED]
+    for folder in ("mine", *ours):
         (tmp_path / folder).mkdir()
     found = [located(BASE.replace(**{"model.name": name})).model.name for name in
-             ("mine", str(tmp_path / "mine"), "qwen3_moe-tiny", "somebody/mine")]
-    assert found == [str(tmp_path / "mine")] * 2 + ["qwen3_moe-tiny", "somebody/mine"]
+             ("mine", str(tmp_path / "mine"), *ours, "somebody/mine")]
+    assert found == [str(tmp_path / "mine")] * 2 + [*ours, "somebody/mine"]
+    assert [measure.located(name) for name in ("mine", *SHIPPED)] == [str(tmp_path / "mine"), *SHIPPED]
     task = located(BASE.replace(task=Use("jsonl:pairs.jsonl", seed=1))).task
     assert task == Use(f"jsonl:{tmp_path}/pairs.jsonl", match="exact", seed=1) == located(BASE.replace(task=task)).task
     assert located(BASE) == BASE and located(BASE).hash == BASE.hash

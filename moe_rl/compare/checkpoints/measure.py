@@ -26,7 +26,7 @@ from moe_rl.compare.checkpoints.observed import Observed, Observer
 from moe_rl.compare.checkpoints.tally import Tally
 from moe_rl.compare.checkpoints.texts import TextBatch, Texts, check_file
 from moe_rl.config import ModelConfig
-from moe_rl.config.values import folder_of
+from moe_rl.config.values import SHIPPED, folder_of
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.models import checkpoints
 from moe_rl.models.load import load, no_progress_bars
@@ -252,9 +252,10 @@ def _finished(out: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def located(name: str) -> str:
-    """A file or folder by its absolute path, wherever it is read again; a name on the hub as it is."""
+    """A file or folder by its absolute path, wherever it is read again; a name on the hub, or of what comes with the
+    package, as it is."""
     path = Path(name).expanduser()
-    return str(path.absolute()) if path.exists() else name
+    return str(path.absolute()) if path.exists() and name not in SHIPPED else name
 
 
 def _traced(out: Path, batches: int) -> bool:
