@@ -39,9 +39,35 @@ def test_the_rule_asks_for_seven_of_eight_or_one():
 
 
 def test_a_seed_recovers_by_its_held_out_reward_of_the_last_steps():
-    """Best .6: the mean of the last five must be .3, which seed 1 has and seed 2 misses."""
+    """Best .6: the mean of the last five must be .3, which seed 1 has and seed 2 misses, whatever came before."""
     rows = pd.DataFrame([{"seed": seed, "start": "before", "variant": "GSPO", "step": step, "best": 0.6, "reward": 0.0,
-                          "held_out": high if step % 2 else 0.3}
-                         for seed, high in ((1, 0.31), (2, 0.29)) for step in range(1, trainer.STEPS + 1)])
+                          "held_out": early if step <= trainer.STEPS - 5 else high if step % 2 else 0.3}
+                         for seed, early, high in ((1, 0.3, 0.31), (2, 1.0, 0.29))
+                         for step in range(1, trainer.STEPS + 1)])
     assert verdicts.recovered(rows, "before", "GSPO") == (1, 2)
     assert verdicts.recovered(rows, "collapsed", "GSPO") == (0, 0)
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """Two states from which every restart earns the same."""
+    monkeypatch.setattr(verdicts, "collapsed_of", lambda frames: "1 of 1")
+    again = [{"seed": 1, "start": start, "variant": "again", "step": 0, "apart": 0.0} for start in trainer.STARTS]
+    restarts = [{**one, "variant": name, "step": step, "apart": np.nan, "reward": 0.4, "held_out": 0.4, "best": 0.6}
+                for one in again for name in trainer.VARIANTS for step in range(1, trainer.STEPS + 1)]
+    return pd.DataFrame(again + restarts)
+
+
+def test_restarts_that_are_not_what_they_should_be_make_it_void(rows):
+    """Longer responses and other queries alone may earn something else in the first step."""
+    first = rows["step"] == 1
+    free = rows["variant"].isin(["longer generation", "other queries"])
+    fine = rows.assign(reward=rows["reward"].mask(first & free, 0.9))
+    assert verdicts.verdict(None, fine)[0] == "1 of 1 collapsed in time"
+    for name in set(trainer.VARIANTS) - {"longer generation", "other queries"}:
+        one = first & (rows["variant"] == name) & (rows["start"] == "before")
+        wrong = fine.assign(reward=fine["reward"].mask(one, 0.5))
+        assert verdicts.verdict(None, wrong)[0] == "void: first rewards of variants that sample alike differ by 0.1"
+    for apart in (0.1, np.nan):
+        line = verdicts.verdict(None, fine.assign(apart=apart))[0]
+        assert line == f"void: rewards of a run and of its kept state differ by {apart}"
