@@ -4,7 +4,7 @@
         study.json        the declaration
         runs.parquet      a row per run: full configuration, code and package versions, commit, digests of the study
                           file and of other inputs, when it was made, seconds, digest of the weights
-        <table>.parquet   each table of the data dictionary: the columns KEPT, floats as float32
+        <table>.parquet   each table of the data dictionary that has rows: the columns KEPT, floats as float32
         <name>.parquet    a table that the study's own trainer wrote into its runs, whole
 
 `frames.load_study` reads such a folder as it reads a folder of runs.
@@ -51,8 +51,8 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), without: Seque
     """Write the finished runs of the study in `folder` into `out`; returns the files and their sizes in bytes.
 
     `also` names further columns, by pattern, wherever they appear, `without` those to leave out; a pattern may name a
-    table, `layers:engine_*`. The columns of the declared metrics are kept, too. Unfinished runs are left out, and named
-    in `study.json`. Raises ConfigError for a pattern that no column matches and for a folder `out` where the tables
+    table, `layers:engine_*`, and a table of which nothing but keys would be left is left out whole. The columns of the
+    declared metrics are kept, too. Unfinished runs are left out, and named in `study.json`. Raises ConfigError for a pattern that no column matches and for a folder `out` where the tables
     would hide runs, RunError where nothing has finished.
     """
     _check_out(folder, out)
@@ -68,6 +68,10 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), without: Seque
     runs.write_json(out / DECLARATION, declared | {"left_out": left_out}, durable=False)
     tables = {"runs": _runs(frames), **tables, **_own(frames)}
     written = {out / f"{name}.parquet": table for name, table in tables.items()}
+    for name in pooled():
+        if (file := out / f"{name}.parquet") in written and name != "steps" and _says_nothing(name, written[file]):
+            del written[file]
+            file.unlink(missing_ok=True)  # of an earlier time
     for file, table in written.items():
         _write(table, file)
     return {file: file.stat().st_size for file in (out / DECLARATION, *written)}
@@ -85,6 +89,10 @@ def _select(name: str, frame: pd.DataFrame, also: Sequence[str], without: Sequen
     kept = [c for c in frame if c not in first and _matches(name, c, (*KEPT.get(name, "*"), *also))
             and not _matches(name, c, without)]
     return _narrow(frame.reindex(columns=[*first, *kept]))
+
+
+def _says_nothing(name: str, table: pd.DataFrame) -> bool:
+    return table.empty or len(table.columns) == len(LABELS) + len(TABLES[name])
 
 
 def _matches(table: str, column: str, patterns: Sequence[str]) -> bool:

@@ -140,6 +140,18 @@ def test_columns_are_left_out_on_request_of_all_tables_or_of_one(folder, tmp_pat
     assert "entropy" not in frames["steps"] and "entropy" in KEPT["steps"]
 
 
+def test_a_table_that_says_nothing_is_not_written_and_one_of_an_earlier_time_goes(folder, tmp_path):
+    assert (tmp_path / "layers.parquet") in collect(folder, tmp_path, mix_code=True)
+    assert not (tmp_path / "lags.parquet").exists(), "no run has a lag"
+    mine = tmp_path / "mine.parquet"
+    mine.write_bytes(b"of somebody else")
+    written = collect(folder, tmp_path, without=["layers:*", "steps:*"], mix_code=True)
+    assert {p.name for p in tmp_path.iterdir()} - {p.name for p in written} == {mine.name}
+    assert not (tmp_path / "layers.parquet").exists() and (tmp_path / "updates.parquet").exists()
+    frames = load_study(tmp_path, mix_code=True)
+    assert len(frames.runs) and len(frames["steps"]) and frames["layers"].empty and frames["lags"].empty
+
+
 def test_every_column_is_written_in_the_encoding_that_is_smaller(tmp_path):
     generator = np.random.default_rng(0)
     frame = pd.DataFrame({"step": np.arange(4096), "drawn": generator.normal(size=4096).astype("float32"),
