@@ -52,8 +52,9 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), without: Seque
 
     `also` names further columns, by pattern, wherever they appear, `without` those to leave out; a pattern may name a
     table, `layers:engine_*`, and a table of which nothing but keys would be left is left out whole. The columns of the
-    declared metrics are kept, too. Unfinished runs are left out, and named in `study.json`. Raises ConfigError for a pattern that no column matches and for a folder `out` where the tables
-    would hide runs, RunError where nothing has finished.
+    declared metrics are kept, too. Unfinished runs are left out, and named in `study.json`. Raises ConfigError for a
+    pattern that no column matches and for a folder `out` where the tables would hide runs, RunError where nothing has
+    finished.
     """
     _check_out(folder, out)
     declared, frames = read_declaration(folder), load_study(folder, mix_code=mix_code)

@@ -28,6 +28,7 @@ from moe_rl.compare.diagnose.scopes import (
     weights_of,
     weights_rounded,
 )
+from moe_rl.compare.diagnose.scoring import TEMPERATURES, promising
 from moe_rl.compare.diagnose.suspects import suspects_of
 from moe_rl.compare.diagnose.verdict import Explanation, Gap
 from moe_rl.errors import ConfigError
@@ -82,6 +83,26 @@ def test_an_honest_engine_is_not_accused(bench, family, temperature):
     engine = bench(family)
     found = answer(engine, engine.honest(temperature))
     assert found.causes == () and not found.fault and found.rungs[0].mean < 1e-9
+
+
+@pytest.mark.parametrize("temperature", [0.25, 0.75, 0.85, 0.97, 1.8, 2.5])
+def test_a_temperature_beside_those_that_all_are_tried_at_is_named_as_it_is(bench, temperature):
+    """The nearest of them (0.8 for 0.75, 1.5 for 1.8) explains most of the gap, too."""
+    engine = bench("qwen3_moe")
+    found = answer(engine, [entry | {"temperature": 1.0} for entry in engine.honest(temperature)])
+    assert found.causes == ("temperature",) and f"are at temperature {temperature}, where" in found.verdict
+
+
+def test_further_temperatures_are_tried_where_a_parabola_in_their_inverse_is_low():
+    def gaps(*, lowest, rest):
+        return {t: 3 * (1 / t - 1 / lowest) ** 2 + rest for t in TEMPERATURES}
+
+    assert promising(gaps(lowest=0.87, rest=0.01), most=0.02) == [0.85, 0.86, 0.87, 0.88, 0.89]
+    assert promising(gaps(lowest=2, rest=0.0), most=0.1) == [1.98, 1.99, 2.0, 2.01, 2.02]
+    assert promising(gaps(lowest=0.25, rest=0.0), most=0.1) == [0.23, 0.24, 0.25, 0.26, 0.27]
+    assert promising(gaps(lowest=0.9, rest=0.0), most=0.1) == [0.88, 0.89, 0.91, 0.92], "0.9 is known"
+    assert promising(gaps(lowest=0.87, rest=0.03), most=0.02) == []
+    assert promising({t: 1 / t**0.5 for t in TEMPERATURES[:3]} | {1.0: -3.0}, most=9.0) == [], "no lowest point"
 
 
 def test_an_honest_engine_in_bfloat16_is_rounding():

@@ -15,14 +15,24 @@ from torch import nn
 
 from moe_rl.compare.diagnose.responses import Response, layers_of
 from moe_rl.compare.diagnose.scopes import in_dtype
-from moe_rl.compare.diagnose.scoring import STATED, Routes, Scores, hands_out_gates, readings_of, score
+from moe_rl.compare.diagnose.scoring import (
+    STATED,
+    Routes,
+    Scores,
+    at_temperature,
+    hands_out_gates,
+    promising,
+    readings_of,
+    score,
+)
 from moe_rl.compare.diagnose.suspects import Suspect
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.results.stats import Interval, interval
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import Layout
 
-RESAMPLES = 999
+RESAMPLES, ROUNDS = 999, 3
+"""Of the bootstrap; and of readings at further temperatures, the last of which is right to a hundredth."""
 LARGEST = 60.0
 """Log-ratios are cut here, e^60, so that one token cannot make a sum infinite."""
 
@@ -99,6 +109,26 @@ class Ladder:
             raise ConfigError("the checkpoint's own log-probs of these tokens are not finite, so there is nothing to "
                               "compare with: are its weights whole, and is the dtype wide enough?")
         self.base = self.rung("natural", self.natural.logprobs[STATED])
+        self._read_between()
+
+    def _read_between(self) -> None:
+        """Read log-probs at the temperature between those that all are tried at, or beyond them, that explains most of
+        the gap, where one promises to."""
+        stated = {r.temperature for r in self.responses}
+        read = {float(name[2:]): x for name, x in self.natural.logprobs.items() if name.startswith("T=")}
+        read |= {t: self.natural.logprobs[STATED] for t in stated if len(stated) == 1}
+        gaps = {t: self.rung("", x).mean for t, x in read.items()}
+        for _ in range(ROUNDS):
+            names = {f"T={t:g}": t for t in promising(gaps, self.base.mean / 2)}
+            if not names:
+                break
+            found = score(self.model, self.responses, list(names), batch_tokens=self.batch_tokens).logprobs
+            read |= {t: found[name] for name, t in names.items()}
+            gaps |= {t: self.rung("", read[t]).mean for t in names.values()}
+        best = min(gaps, key=gaps.__getitem__)
+        if best not in stated and f"T={best:g}" not in self.readings:
+            self.readings = {**self.readings, f"T={best:g}": at_temperature(best, stated)}
+            self.natural.logprobs[f"T={best:g}"] = read[best]
 
     # ------------------------------------------------------------------ from scores to a rung
     def rung(self, name: str, logprobs: Float[NDArray, " token"], best: NDArray | None = None,

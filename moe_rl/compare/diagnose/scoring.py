@@ -206,8 +206,7 @@ def read(
 def readings_of(responses: Sequence[Response]) -> Mapping[str, str]:
     """Readings that differ from what the file states, and what each would mean."""
     stated = {r.temperature for r in responses}
-    others = {f"T={t:g}": f"the engine's log-probs are at temperature {t:g}, where the file states {_listed(stated)}"
-              for t in TEMPERATURES if stated != {t}}
+    others = {f"T={t:g}": at_temperature(t, stated) for t in TEMPERATURES if stated != {t}}
     if stated != {1.0}:
         others["T=1"] = ("the engine's log-probs are those before the temperature: it samples at "
                          f"{_listed(stated)} but reports log-probs at 1")
@@ -217,6 +216,26 @@ def readings_of(responses: Sequence[Response]) -> Mapping[str, str]:
         others["kept set"] = ("the engine's log-probs are renormalised over what top-p, top-k or min-p keep; those "
                               "of the trainer are over the whole vocabulary")
     return others
+
+
+def at_temperature(value: float, stated: set[float]) -> str:
+    """What it means that log-probs are at this temperature."""
+    return f"the engine's log-probs are at temperature {value:g}, where the file states {_listed(stated)}"
+
+
+def promising(gaps: Mapping[float, float], most: float) -> list[float]:
+    """Temperatures still to be tried, from the gaps that some leave: around the lowest point of the parabola in 1/T,
+    what a gap of temperatures is to second order, through the best of them and its neighbours. None where more than
+    `most` would be left there."""
+    order = sorted(gaps)
+    best = order.index(min(gaps, key=gaps.__getitem__))
+    near = order[max(0, best - 1) :][:3] if best < len(order) - 1 else order[-3:]
+    a, b, c = np.polyfit([1 / t for t in near], [gaps[t] for t in near], 2)
+    if a <= 0 or c - b * b / (4 * a) > most:
+        return []
+    middle = float(1 / np.clip(-b / (2 * a), 0.1, 10))
+    around = {round(middle + more / 100, 2) for more in (-2, -1, 0, 1, 2)}
+    return sorted(around - gaps.keys())
 
 
 def _listed(values: set[float]) -> str:
