@@ -41,6 +41,7 @@ from moe_rl.routing.balance import correction_biases, keep_routers_in
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES, RouteSource
 from moe_rl.runs.folder import RunFolder, read_json, write_json
+from moe_rl.runs.inputs import inputs_of
 from moe_rl.runs.lease import Lease
 from moe_rl.tasks.base import AnyTask, Environment, held_out, load_task, split_of
 from moe_rl.trainer import Listener, Parts, train, warn_void
@@ -183,7 +184,8 @@ def _prepare(
     check_request(evaluation, 1, sampling_of(run), context_length(loaded.model.config))
     longest = max(len(p.tokens) for p in evaluation)
     check_memory(estimate_memory(run, longest, compares, valued), run.model.device)
-    cold_start(loaded, task, run, cache, sample, progress=progress, alone=alone)
+    inputs = inputs_of({"task": run.to_dict()["task"]})
+    cold_start(loaded, task, run, cache, sample, progress=progress, alone=alone, inputs=inputs)
     return evaluation, loaded.tokenizer.pad_token_id
 
 

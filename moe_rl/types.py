@@ -237,6 +237,14 @@ class Updated:
     """Those of `LossOutput`, added up over the mini-batch."""
 
 
+def boolean(mask: Bool[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
+    """The mask. Raises TypeError for one of 0 and 1: as an index it would name rows."""
+    if mask.dtype != torch.bool:
+        raise TypeError(f"the mask is of {str(mask.dtype).removeprefix('torch.')}; give it as bool, mask.bool(): an "
+                        "index of 0 and 1 would take rows 0 and 1, again and again")
+    return mask
+
+
 def response_rows(batch: Batch) -> Bool[Tensor, "batch time"]:
     """The rows of a trace that decide a response: inputs whose *next* token is one of the policy's own."""
     return nn.functional.pad(batch.response_mask[:, 1:], (0, 1))

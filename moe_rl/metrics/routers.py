@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_rl.metrics.volatility import Ids, Mask, PerSite, Pooled, response_change, route_change, router_shift
 from moe_rl.routing.trace import Layout
+from moe_rl.types import boolean
 
 PerSlot = Float[Tensor, "batch time site k"]
 
@@ -31,7 +32,7 @@ def router_confidence(log_probs: PerSlot, ids: Ids, mask: Mask) -> Confidence:
     """Mass of the chosen experts where `mask` is true; 1 where all are chosen. `log_probs` are the router's log softmax
     at `ids`, of which -1 are unused slots and, in the first, an unknown row. prime-rl, pull request 2545, logs the same
     of its own scores, as routing confidence."""
-    used = ids[mask] >= 0  # token, site, k
+    used = ids[boolean(mask)] >= 0  # token, site, k
     known = used[..., 0]
     chosen = torch.where(used, log_probs[mask].double().exp(), 0)
     return Confidence(n=known.double().sum(0), confidence=chosen.sum(-1).sum(0))
@@ -50,7 +51,7 @@ class Coverage(Pooled):
 
 def coverage(known: Bool[Tensor, "batch time site"], mask: Mask) -> Coverage:
     """How much a trace knows, and so forces, where `mask` is true."""
-    found = known[mask].double()
+    found = known[boolean(mask)].double()
     return Coverage(n=torch.ones_like(found).sum(), forced=found.sum())
 
 

@@ -19,6 +19,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from moe_rl.types import boolean
+
 Ids = Int[Tensor, "batch time site k"]
 Mask = Bool[Tensor, "batch time"]
 PerSite = Float[Tensor, " site"]
@@ -94,7 +96,7 @@ def route_change(
 ) -> RouteChange:
     """Compare two routings of the same tokens where `mask` is true. `gates` are the combine weights of `before`, of any
     sum; where that is 1, the share they lose is their sum, but for rounding."""
-    before, after = before[mask], after[mask]  # token, site, k
+    before, after = before[boolean(mask)], after[mask]  # token, site, k
     known = (before[..., 0] >= 0) & (after[..., 0] >= 0)
     stays = torch.zeros_like(before, dtype=torch.bool)
     for slot in range(after.shape[-1]):  # k passes, so that no (token, site, k, k) tensor is needed
@@ -143,7 +145,7 @@ class ResponseChange(Pooled):
 
 def response_change(before: Ids, after: Ids, mask: Mask, num_experts: int) -> ResponseChange:
     """Compare which experts each response uses, over its rows known in both. `num_experts`: the most at any site."""
-    known = mask[..., None] & (before[..., 0] >= 0) & (after[..., 0] >= 0)
+    known = boolean(mask)[..., None] & (before[..., 0] >= 0) & (after[..., 0] >= 0)
     old, new = (_usage(ids, known, num_experts) for ids in (before, after))  # batch, site, expert
     union = (old > 0).sum(-1)
     kept = ((old > 0) & (new > 0)).sum(-1)
@@ -188,7 +190,7 @@ def router_shift(
 
     NaN marks an unused slot; a row of NaN is unknown. RSPO uses γ, floored, as a weight; here it is only measured.
     """
-    shift = (new_logprobs_at_old_ids[mask].double() - old_logprobs_at_old_ids[mask].double()).abs()
+    shift = (new_logprobs_at_old_ids[boolean(mask)].double() - old_logprobs_at_old_ids[mask].double()).abs()
     known = ~shift.isnan().all(-1)
     whole = known.all(-1)
     gamma = (-shift).exp().nanmean(-1)[whole].prod(-1)
@@ -242,7 +244,7 @@ def load_statistics(ids: Ids, num_experts: int | Sequence[int], mask: Mask) -> L
     """Expert usage where `mask` is true. `num_experts`: of all sites, or of each."""
     sites = ids.shape[2]
     per_site = (num_experts,) * sites if isinstance(num_experts, int) else tuple(num_experts)
-    known = mask[..., None] & (ids[..., 0] >= 0)
+    known = boolean(mask)[..., None] & (ids[..., 0] >= 0)
     return Load(_usage(ids, known, max(per_site)).sum(0), per_site)
 
 
@@ -255,7 +257,7 @@ def margin_summary(
     NaN marks an unknown margin. Quantiles cannot be pooled: call it once, on everything it shall describe.
     """
     rows = []
-    for values in margins[mask].double().cpu().numpy().T:
+    for values in margins[boolean(mask)].double().cpu().numpy().T:
         values = values[~np.isnan(values)]
         row = {"margin_n": float(len(values))}
         for name, q in (("01", 0.01), ("10", 0.1), ("50", 0.5), ("90", 0.9)):

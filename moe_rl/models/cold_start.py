@@ -73,13 +73,15 @@ def cold_start(
     progress: Progress = lambda now: None,
     *,
     alone: Alone,
+    inputs: Mapping[str, str] | None = None,
 ) -> ColdStartResult:
     """Train `loaded.model` in place until the share of right completions (reward 1) reaches `run.cold_start.target`.
 
     Answer-only cross-entropy of (prompt, answer, EOS) at the run's temperature, mean over answer tokens, AdamW with a
     constant rate after a warm-up, on fresh prompts that are neither the evaluation's nor those that decide when to
     stop. The result is cached under `<cache_root>/cold_starts/<hash of all that determines it>/` with the file
-    `cold_start.json`, and read from there the next time. `sample` draws the completions that say when to stop.
+    `cold_start.json`, and read from there the next time; `inputs` are digests of the task's own code and data, which
+    are part of that. `sample` draws the completions that say when to stop.
     Raises ConfigError when the target cannot be reached at all, RunError when `max_steps` did not suffice, or when the
     prompts it trains on are memorised and others do not follow.
     """
@@ -94,7 +96,7 @@ def cold_start(
     first = next(later)
     _check_reachable(first, loaded, run)
 
-    identity = _identity(loaded, task, run, stop_prompts + first)
+    identity = _identity(loaded, task, run, stop_prompts + first) | {"inputs": dict(inputs or {})}
     folder = Path(cache_root) / "cold_starts" / _digest(identity)[:16]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with alone(folder.with_suffix(".lease"), progress):
@@ -236,8 +238,8 @@ def _success_rate(
 
 
 def _identity(loaded: LoadedModel, task: AnyTask, run: RunConfig, prompts: list[Prompt]) -> dict[str, Any]:
-    """All that determines the result: settings, weights before it, prompts as encoded, the code of this file and of the
-    task. Torch's and the machine's part in the last bits is left out, so that a cache can be copied."""
+    """All else that determines the result: settings, weights before it, prompts as encoded, the code of this file and
+    of the task. Torch's and the machine's part in the last bits is left out, so that a cache can be copied."""
     weights = hashlib.sha256()
     for name, tensor in loaded.model.state_dict().items():
         weights.update(name.encode())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from moe_rl.objectives.terms import ESTIMATORS
 from moe_rl.tasks.base import EQUAL
 from moe_rl.types import Batch
 
-ESTIMATES = ("returns", "gae")
-"""Steps from rewards to advantages per token."""
+ESTIMATES, MEMORY = ("returns", "gae"), "advantage.pt"
+"""Steps from rewards to advantages per token; the file of what steps remember."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,22 @@ class Advantage:
         return replace(batch, advantages=advantages, returns=returns)
 
     def save(self, folder: Path) -> None:
-        """Write the memory, if a step keeps something."""
+        """Write the memory, if a step keeps something. Raises ConfigError for what could not be read again."""
         if any(self.memory.values()):
-            (folder / "advantage.json").write_text(json.dumps(self.memory))
+            try:
+                torch.save(self.memory, folder / MEMORY)
+                torch.load(folder / MEMORY, weights_only=True)
+            except Exception as error:  # of pickle or torch, by what it is
+                names = " and ".join(self.steps[int(n)][0] for n, memory in self.memory.items() if memory)
+                raise ConfigError(f"what the advantage {names} keeps in x.memory cannot be kept in a checkpoint: give "
+                                  "it numbers, text, tensors, and lists, tuples or dictionaries of these "
+                                  f"({str(error).partition(chr(10))[0]})") from error
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""
         self.memory.clear()
-        if (file := folder / "advantage.json").exists():
-            self.memory.update(json.loads(file.read_text()))
+        if (folder / MEMORY).exists():
+            self.memory.update(torch.load(folder / MEMORY, weights_only=True))
 
 
 def advantage_of(arm: Arm) -> Advantage:
@@ -105,6 +112,8 @@ def advantage_of(arm: Arm) -> Advantage:
                 old_logprobs=zeros, ref_logprobs=said, values=said)
     try:
         first, second = found(two).unbind(1)
+        with TemporaryDirectory() as folder:
+            found.save(Path(folder))
     except MoeRlError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:

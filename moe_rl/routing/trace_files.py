@@ -49,7 +49,7 @@ def save(trace: RoutingTrace, path: str | Path, beside: Mapping[str, Tensor] | N
     tensors |= {name: x[mask] for name in ("tokens", "gates") if (x := getattr(trace, name)) is not None}
     if _a_byte_without_a_mark(trace.layout):
         known = trace.known[mask].cpu().numpy()
-        tensors |= {"experts": tensors["experts"].to(torch.uint8).where(trace.known[mask][..., None], 0),
+        tensors |= {"experts": tensors["experts"].clamp(min=0).to(torch.uint8),
                     "known": torch.from_numpy(np.packbits(known, axis=1))}
     if trace.version_index is not None:
         values, counts = trace.version_index[mask].unique_consecutive(return_counts=True)
@@ -178,7 +178,8 @@ class TraceFile:
         if narrow:
             bits = read("known", (torch.uint8,), (n, -(-len(layout.sites) // 8))).numpy()
             known = np.unpackbits(bits, axis=1, count=len(layout.sites)).astype(bool)[:, sites]
-            experts = experts.masked_fill(~torch.from_numpy(known)[..., None], layout.unknown)
+            used = torch.arange(layout.top_k) < torch.tensor([[site.top_k] for site in part.sites])
+            experts = experts.masked_fill(~(torch.from_numpy(known)[..., None] & used), layout.unknown)
         experts = unpacked(experts, inner, layout.unknown)
         if (part.dtype, part.top_k) != (layout.dtype, layout.top_k):
             unknown = (experts == layout.unknown)[..., : part.top_k]

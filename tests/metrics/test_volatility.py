@@ -1,11 +1,14 @@
 """Volatility of routes: sets small enough to count by hand, a loop over sets, and exact pooling."""
 
 import math
+from inspect import unwrap
 
 import numpy as np
 import pytest
 import torch
 
+from moe_rl.metrics.ratios import ratio_statistics
+from moe_rl.metrics.routers import coverage
 from moe_rl.metrics.volatility import (
     load_statistics,
     margin_summary,
@@ -13,6 +16,7 @@ from moe_rl.metrics.volatility import (
     route_change,
     router_shift,
 )
+from moe_rl.types import boolean
 
 ALL = torch.ones(1, 2, dtype=torch.bool)
 
@@ -26,6 +30,24 @@ def random_routes(seed, shape=(5, 7, 3), k=2, experts=8, unknown=0.1):
     routes = torch.rand(*shape, experts, generator=generator).argsort(-1)[..., :k]
     routes[torch.rand(shape, generator=generator) < unknown] = -1
     return routes
+
+
+@pytest.mark.parametrize("measure", [
+    lambda mask: unwrap(route_change)(random_routes(0), random_routes(1), mask),
+    lambda mask: unwrap(response_change)(random_routes(0), random_routes(1), mask, 8),
+    lambda mask: unwrap(load_statistics)(random_routes(0), 8, mask),
+    lambda mask: unwrap(coverage)(random_routes(0)[..., 0] >= 0, mask),
+    lambda mask: unwrap(margin_summary)(torch.rand(5, 7, 3), mask),
+    lambda mask: unwrap(ratio_statistics)(torch.rand(5, 7), mask),
+])  # fmt: skip
+def test_a_mask_of_0_and_1_is_refused_without_the_type_checker_of_the_tests_too(measure):
+    """As an index it names rows."""
+    mask = torch.rand(5, 7) < 0.5
+    assert measure(mask)
+    with pytest.raises(TypeError):
+        measure(mask.long())
+    with pytest.raises(TypeError, match=r"the mask is of int64; give it as bool, mask\.bool\(\)"):
+        unwrap(boolean)(mask.long())
 
 
 def test_changes_by_hand():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -234,7 +233,38 @@ def test_two_running_steps_remember_by_themselves(tmp_path):
     advantage.save(tmp_path)
     resumed = advantage_of(Arm(name="a", advantage=steps))
     resumed.load(tmp_path)
-    assert resumed.memory == advantage.memory == json.loads((tmp_path / "advantage.json").read_text())
+    assert resumed.memory == advantage.memory == torch.load(tmp_path / "advantage.pt", weights_only=True)
+
+
+def counting(x):
+    """Rewards less how often each prompt was seen, whose keys are numbers, times what is a tensor."""
+    seen = x.memory.setdefault("seen", {})
+    for one in x.prompt.tolist():
+        seen[one] = seen.get(one, 0) + 1
+    x.memory["last"] = x.values.clone()
+    return x.values - torch.tensor([float(seen[one]) for one in x.prompt.tolist()])
+
+
+def keeping(x):
+    """What a checkpoint cannot hold."""
+    x.memory["made"] = advantage_of
+    return x.values
+
+
+def test_what_a_step_remembers_comes_back_as_it_was(tmp_path):
+    advantage, resumed = (advantage_of(Arm(name="a", advantage=(f"{__name__}:counting",))) for _ in range(2))
+    advantage(rewarded([0.0, 1.0], [0, 1]))
+    advantage.save(tmp_path)
+    resumed.load(tmp_path)
+    assert resumed.memory["0"]["seen"] == {0: 1, 1: 1}
+    assert torch.equal(resumed.memory["0"]["last"], advantage.memory["0"]["last"])
+    again = rewarded([0.5, 1.0], [0, 1])
+    assert torch.equal(resumed(again), advantage(again)) and resumed.memory["0"]["seen"] == {0: 2, 1: 2}
+
+
+def test_what_a_checkpoint_cannot_hold_is_refused_when_the_arm_is_made():
+    with pytest.raises(ConfigError, match=r"keeping keeps in x\.memory cannot be kept in a checkpoint"):
+        advantage_of(Arm(name="a", advantage=(f"{__name__}:keeping",)))
 
 
 def test_what_keeps_nothing_writes_nothing(tmp_path):
@@ -250,7 +280,7 @@ RUNNING = Arm(name="running", advantage=(Use("normalized", center="running", sca
 def test_a_killed_run_with_running_statistics_ends_identical(tmp_path):
     """Killed at step 3, after a commit at step 2; and its memory is of all four steps."""
     whole_and_cut(TINY.replace(arm=RUNNING), tmp_path)
-    kept = [json.loads(next((tmp_path / name).glob("commit/*/checkpoint/advantage.json")).read_text())
+    kept = [torch.load(next((tmp_path / name).glob("commit/*/checkpoint/advantage.pt")), weights_only=True)
             for name in ("whole", "cut")]  # fmt: skip
     assert kept[0] == kept[1] and kept[0]["0"]["running"][0] == 4 * 16
 

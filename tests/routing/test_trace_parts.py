@@ -223,6 +223,17 @@ def test_a_part_is_read_without_the_rest(tmp_path, monkeypatch):
         RoutingTrace.load(tmp_path / "t", rows=slice(0, 9, 2))
 
 
+@pytest.mark.parametrize("experts", [255, 256, 257])
+def test_sites_that_use_fewer_slots_come_back_as_they_were(tmp_path, experts):
+    layout = Layout((Site("l0", 0, experts, 1), Site("l1", 1, experts, 2)), "x")
+    last = experts - 1
+    ids = torch.tensor([[[[3, -1], [5, 7]], [[last, -1], [last, 0]], [[-1, -1], [2, last]]]])
+    trace = RoutingTrace.from_ids(ids, layout, tokens=torch.tensor([[1, 2, 3]]))
+    trace.save(tmp_path / "t.safetensors")
+    assert RoutingTrace.load(tmp_path / "t.safetensors") == trace
+    assert RoutingTrace.load(tmp_path / "t.safetensors", sites=slice(1, 2)).ids().tolist() == ids[:, :, 1:].tolist()
+
+
 @pytest.mark.parametrize("experts, per_id", [(128, 1), (255, 1), (256, 1.05), (257, 2)])
 def test_ids_take_a_byte_each(tmp_path, experts, per_id):
     """48 layers, 8 experts per token, rows of unequal length, the last token of each unknown: bytes as stated, and at
