@@ -49,24 +49,29 @@ def half(tmp_path_factory):
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
 @pytest.mark.parametrize("damage", ["cut", "flip"])
-def test_a_checkpoint_that_is_not_what_the_run_finished_with_is_refused(half, tmp_path, file, damage):
+@pytest.mark.parametrize("finished, what", [(True, "what the run finished with"), (False, "what the run wrote")])
+def test_a_checkpoint_that_is_not_what_was_written_is_refused(half, tmp_path, file, damage, finished, what):
     path = tmp_path / "run"
     shutil.copytree(half, path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if finished or k != "finished"}))
     (damaged,) = path.glob(f"commit/*/checkpoint/{file}")
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 255
     damaged.write_bytes(bytes(content[:500]) if damage == "cut" else bytes(content))
-    with pytest.raises(RunError, match="checkpoint is not what the run finished with"):
+    with pytest.raises(RunError, match=f"checkpoint is not {what}"):
         carry_out(TINY.replace(steps=6), path)
 
 
-def test_a_damaged_checkpoint_of_an_unfinished_run_is_named(half, tmp_path):
+def test_a_checkpoint_that_cannot_be_read_is_named(half, tmp_path):
+    """One of a commit that does not say what it was."""
     path = tmp_path / "run"
     shutil.copytree(half, path)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != "finished"}))
     (damaged,) = path.glob("commit/*/checkpoint/model.safetensors")
     damaged.write_bytes(damaged.read_bytes()[:500])
+    (damaged.parents[1] / "checkpoint.sha256").unlink()
     with pytest.raises(RunError, match="the checkpoint .*checkpoint cannot be read"):
         carry_out(TINY.replace(steps=6), path)
 

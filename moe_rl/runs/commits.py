@@ -1,6 +1,7 @@
 """The rows and checkpoints of a run as they reach the disk: a commit adds its own rows and touches no earlier ones.
 
     commit/step=<n>/checkpoint/         of the last commit; that this folder is there makes step n committed
+    commit/step=<n>/checkpoint.sha256   the digest of its names and bytes, written with it
     tables/<table>/step=<n>.parquet     a part: the rows that came between the commit before and that of step n
     <table>.parquet                     every row up to the step at which the run finished; its parts are gone then
 

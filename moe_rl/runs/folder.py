@@ -30,8 +30,8 @@ from moe_rl.runs.inputs import declared_by, digest, inputs_of, merged
 from moe_rl.runs.lease import Lease, holder, is_held
 from moe_rl.runs.versions import code_version, git_state, merged_git, package_versions, processor
 
-DIVERGED = "diverged"
-"""The file of a commit that says how the run diverged."""
+DIVERGED, DIGEST = "diverged", "checkpoint.sha256"
+"""The files of a commit that say how the run diverged, and what its checkpoint was when it was written."""
 ENDED = ("finished", "diverged")
 """States of a run that is not run again."""
 LEASE = "lease"
@@ -96,14 +96,17 @@ class RunFolder:
     def latest(self) -> tuple[int, Path | None]:
         """The step of the last commit and the folder of its checkpoint. (0, None) before the first.
 
-        Raises RunError for the checkpoint of a finished run that is no longer what its manifest says.
+        Raises RunError for a checkpoint that is no longer what was written.
         """
         commit = latest_commit(self.path)
         if commit is None:
             return 0, None
-        if self.manifest.get("finished") == self.step and digest(commit / "checkpoint") != self.manifest["checkpoint"]:
-            raise RunError(f"{commit / 'checkpoint'} is not what the run finished with: a file was damaged or "
-                           f"replaced. Restore it from a copy, or remove {self.path} and run it again")
+        finished = self.manifest.get("finished") == self.step
+        written = self.manifest["checkpoint"] if finished else _digest_beside(commit)
+        if written is not None and digest(commit / "checkpoint") != written:
+            raise RunError(f"{commit / 'checkpoint'} is not what the run {'finished with' if finished else 'wrote'}: a "
+                           f"file was damaged or replaced. Restore it from a copy, or remove {self.path} and run it "
+                           "again")
         return self.step, commit / "checkpoint"
 
     def add(self, table: str, rows: Iterable[Row]) -> None:
@@ -138,6 +141,7 @@ class RunFolder:
             return self._stop(step)
         (aside / "checkpoint").mkdir(parents=True)
         save(aside / "checkpoint")
+        (aside / DIGEST).write_text(digest(aside / "checkpoint"))
         if diverged is not None:
             (aside / DIVERGED).write_text(diverged)
         for file in aside.rglob("*"):
@@ -184,13 +188,18 @@ class RunFolder:
         rows = commits.read_parquet(self.path / "steps.parquet")
         seconds = sum(s or 0 for s in rows["seconds_step"].to_pylist()) if "seconds_step" in rows.column_names else None
         self.manifest |= {"finished": self.step, "finished_at": time.time(), "seconds": seconds,
-                          "checkpoint": digest(commit / "checkpoint")}
+                          "checkpoint": _digest_beside(commit) or digest(commit / "checkpoint")}
         self.manifest.pop("diverged", None)
         if diverged is not None:
             self.manifest["diverged"] = diverged
         write_json(self.path / "manifest.json", self.manifest)
         commits.drop_parts(self.path)
         commits.drop_commits(self.path, but=commit)  # a kill may have left an earlier one
+
+
+def _digest_beside(commit: Path) -> str | None:
+    """Of its checkpoint as it was written; None of older commits."""
+    return file.read_text() if (file := commit / DIGEST).exists() else None
 
 
 def check(path: Path, config: Mapping[str, Any], hash: str) -> None:

@@ -525,5 +525,4 @@ def test_tables_without_rows_and_folders_from_before_a_table_can_be_read(tmp_pat
     assert load_study(path)["evaluations"].empty
     write_declaration(fake_study.study, tmp_path)
     collect(tmp_path / "fake", tmp_path / "results")
-    (tmp_path / "results" / "evaluations.parquet").unlink()
     assert load_study(tmp_path / "results")["evaluations"].empty
