@@ -46,13 +46,15 @@ def windows(steps: pd.DataFrame, column: str) -> tuple[pd.DataFrame, str]:
 
 
 def tokens_sampled(frames: Frames) -> pd.DataFrame:
-    """The steps, with the `tokens` of all responses of each: their mean length times their number."""
+    """The steps, with the `tokens` of all responses that were sampled for each: their mean length times their number,
+    or, with refills, of all groups that were drawn."""
     steps = frames["steps"]
     require_columns(steps, "response_tokens")
     responses = {(arm, seed): (config := json.loads(text))["prompts_per_step"] * config["group_size"]
                  for arm, seed, text in zip(*(frames.runs[c] for c in ("arm", "seed", "config")), strict=True)}
     number = [responses[run] for run in zip(steps["arm"], steps["seed"], strict=True)]
-    return steps.assign(tokens=steps["response_tokens"] * number)
+    kept = steps["response_tokens"] * number
+    return steps.assign(tokens=steps["drawn_tokens"].fillna(kept) if "drawn_tokens" in steps else kept)
 
 
 def over(frame: pd.DataFrame, steps: pd.DataFrame, spent: str) -> pd.DataFrame:

@@ -291,6 +291,16 @@ def test_compute_is_what_an_arms_runs_had_spent_on_average():
         training_figures.learning_over_compute(frames, ARMS)
 
 
+def test_compute_counts_all_that_was_drawn_where_groups_were_exchanged():
+    """Of one arm: of others nothing was exchanged, and they count what they kept, 10 responses of 13 tokens."""
+    frames = frames_of(seeds=2, steps=4)
+    steps = frames.tables["steps"]
+    frames.tables["steps"] = steps.assign(drawn_tokens=np.where(steps["arm"] == ARMS[0], 400.0, np.nan))
+    ax = training_figures.learning_over_compute(frames, ARMS).axes[0]
+    assert line(ax, f"{ARMS[0]} mean reward")[0] == pytest.approx([400, 800, 1200, 1600])
+    assert line(ax, f"{ARMS[1]} mean reward")[0] == pytest.approx([130, 260, 390, 520])
+
+
 def test_what_nobody_measured_is_an_error_that_names_it(frames):
     bare = dataclasses.replace(frames, tables={"updates": frames["updates"][["arm", "seed", "step", "update"]]})
     with pytest.raises(RunError, match="measured attribution sums.*detail_every=1"):
