@@ -146,14 +146,15 @@ def paired(a: Mapping[int, float], b: Mapping[int, float], confidence: float = 0
         raise ConfigError(f"seeds {odd} have no finite difference: {[a[s] for s in odd]} − {[b[s] for s in odd]}, so "
                           "there is no test of it; give them a value, or leave them out of both arms and say so")
     n, exact = len(d), len(d) <= 16
+    least = np.abs(d.mean()) - 1e-12 * np.abs(d).mean()  # rounding must not lose the pattern itself, nor its equals
     patterns, reached, rng = 2**n if exact else 65_536, 0, np.random.default_rng(seed)
     for first in range(0, patterns, 4096):  # a part at a time: of thousands of pairs all would be gigabytes
         some = min(4096, patterns - first)
         signs = (1 - 2 * ((np.arange(first, first + some)[:, None] >> np.arange(n)) & 1) if exact else
                  rng.choice([-1, 1], size=(some, n)))
         signs[: first == 0] = 1
-        reached += int((np.abs((signs * d).mean(1)) >= np.abs(d.mean()) * (1 - 1e-12)).sum())  # rounding must not lose
-    kind = "exact" if exact else "65,535 random"  # the pattern itself
+        reached += int((np.abs((signs * d).mean(1)) >= least).sum())
+    kind = "exact" if exact else "65,535 random"
     smallest = (2 if exact else 1) / patterns
     return Paired(interval(d, confidence, seed), reached / patterns, smallest, n, f"{kind} sign flips")
 

@@ -85,6 +85,11 @@ def test_sign_flip_test_agrees_with_brute_force():
     assert stats.paired(dict(enumerate(d)), dict.fromkeys(range(9), 0.0)).p == brute
 
 
+@pytest.mark.parametrize("d", [[-0.3, -0.1, 0.3, 0.1], [0.1, 0.2, -0.3], [0.7, -0.1, -0.2, -0.4]])
+def test_every_pattern_reaches_a_mean_that_is_zero_but_for_rounding(d):
+    assert stats.paired(dict(enumerate(d)), dict.fromkeys(range(len(d)), 0.0)).p == 1
+
+
 def test_pairs_are_the_shared_seeds_only():
     got = stats.paired({0: 1.0, 1: 5.0, 7: 100.0}, {1: 4.0, 0: 0.0, 8: -100.0})
     assert got.n == 2 and got.difference.mean == 1
