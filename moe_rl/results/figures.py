@@ -55,14 +55,30 @@ def planned(names: Sequence[str], cells: Sequence[str], *, every: bool = False) 
 
 def drawn(frames: Frames, declared: Mapping[str, Any], *,
           every: bool = False) -> Iterator[tuple[str, str | None, Figure | RunError]]:
-    """The figures that are `planned` of a study: name, combination of factors, and the figure, or why there is none."""
+    """The figures that are `planned` of a study: name, combination of factors, and the figure, or why there is none:
+    nobody measured its columns, or a user's own function fails."""
     arms = [arm["name"] for arm in declared["arms"]] or sorted(frames.runs["arm"].unique())
     for name, cell in planned(declared["figures"], frames.cells, every=every):
+        own, here = Use(name).own and not name.startswith(ACROSS), frames if cell is None else frames.cell(cell)
+        found: Figure | RunError
         try:
-            figure = draw(name, declared["endpoint"], declared["contrasts"])
-            yield name, cell, figure(frames if cell is None else frames.cell(cell), arms)
+            found = draw(name, declared["endpoint"], declared["contrasts"])(here, arms)
+            if own:
+                _check(found)
         except RunError as error:
-            yield name, cell, error
+            found = error
+        except Exception as error:  # their code may raise anything
+            if not own:
+                raise
+            found = RunError(f"{type(error).__name__}: {error}")
+        yield name, cell, found
+
+
+def _check(figure: object) -> None:
+    """Raise what saving it would raise."""
+    if not isinstance(figure, Figure):
+        raise RunError(f"its function gave {figure!r}, and no matplotlib Figure: it should return the one that it drew")
+    figure.draw_without_rendering()
 
 
 def file_name(name: str) -> str:

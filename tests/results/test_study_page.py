@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import html.parser
+import io
 import json
 import re
 
 import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
 
+from moe_rl.results.printed import print_study
 from moe_rl.results.study_page import write_study_page
 from moe_rl.study.declaration import write_declaration
 from tests import fake_study
@@ -87,3 +91,32 @@ def test_every_setting_of_the_configuration_is_on_the_page(page):
     _, reader = page
     config = json.loads(json.dumps(fake_study.study.base.to_dict()))
     assert all(key in reader.text for key in keys(config))
+
+
+def raises(frames, arms):
+    return frames["steps"]["own_rewards"]
+
+
+def returns_nothing(frames, arms):
+    """It forgot to."""
+
+
+def cannot_be_saved(frames, arms):
+    figure = Figure()
+    figure.text(0, 0, r"$\nothing$")
+    return figure
+
+
+def test_a_figure_of_ones_own_that_fails_is_named_and_the_rest_is_shown(tmp_path):
+    own = [f"{__name__}:{one.__name__}" for one in (raises, returns_nothing, cannot_be_saved)] + ["nowhere:drawn"]
+    folder, out = fake_runs(tmp_path), io.StringIO()
+    write_declaration(dataclasses.replace(fake_study.study, figures=(*own, "expert_change")), tmp_path)
+    print_study(Console(file=out, width=10_000), folder)
+    write_study_page(folder, tmp_path / "page.html")
+    reader = Reader()
+    reader.feed((tmp_path / "page.html").read_text())
+    for name, why in zip(own, ("KeyError: 'own_rewards'", "its function gave None, and no matplotlib Figure",
+                               "ValueError", "ConfigError: figure 'nowhere:drawn': there is no module"), strict=True):
+        assert f"no figure {name}: {why}" in out.getvalue() and f"No figure {name}: {why}" in reader.text
+    assert (folder / "figures/expert_change.png").exists() and reader.tags.count("img") == 1
+    assert "Made-up numbers." in out.getvalue() and "Made-up numbers." in reader.text
