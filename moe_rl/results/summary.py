@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
+from jaxtyping import Int
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
@@ -26,24 +26,24 @@ FATES = {"lasting": "lasting collapses", "recovered": "recovered collapses"}
 """Fates of a run that count as collapse, and the names of their rows."""
 
 
-def last(values: Float[np.ndarray, " step"]) -> float:
+def last(values: pd.Series) -> float:
     """The last value that was measured."""
-    return float(values[-1])
+    return float(values.iloc[-1])
 
 
-def mean(values: Float[np.ndarray, " step"]) -> float:
+def mean(values: pd.Series) -> float:
     """Over the whole run, all steps that were measured."""
     return float(values.mean())
 
 
-def gained(values: Float[np.ndarray, " evaluation"]) -> float:
+def gained(values: pd.Series) -> float:
     """The last value minus that before the first step."""
-    return float(values[-1] - values[0])
+    return float(values.iloc[-1] - values.iloc[0])
 
 
-def after_start(values: Float[np.ndarray, " evaluation"]) -> float:
-    """Mean of the second half of the evaluations, that before the first step not counted among them."""
-    return second_half_mean(values[1:])
+def after_start(values: pd.Series) -> float:
+    """Mean of the evaluations after steps of the second half of the run."""
+    return float(values[values.index > values.index[-1] / 2].mean())
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,11 @@ class Metric:
 
     name: str
     column: str
-    reduce: Callable[[Float[np.ndarray, " step"]], float] = second_half_mean
+    reduce: Callable[[pd.Series], float] = second_half_mean
+    """From a run's values, by the step that they were measured in."""
     after_divergence: float = math.nan
-    """What each step counts that a diverged run did not live to see: a model of NaNs earns no reward, while most
-    quantities no longer exist."""
+    """What each step, or evaluation, counts that a diverged run did not live to see: a model of NaNs earns no reward,
+    while most quantities no longer exist."""
     since_start: bool = False
     """It compares with the model before the first step: a run that did not measure that one has no number."""
     of: Callable[[Frames], float] | None = None
@@ -117,24 +118,37 @@ def metric(name: str) -> Metric:
 
 
 def per_run(frames: Frames, metric: Metric) -> pd.Series:
-    """One number per (arm, seed) of one combination of factors. NaN where a diverged run has none."""
+    """One number per (arm, seed) of one combination of factors. NaN where a diverged run has none.
+
+    Raises ConfigError where a metric of a user's own fails.
+    """
     found: dict[tuple[str, int], float] = {}
     if metric.of is not None:
         for (arm, seed), _ in frames.runs.groupby(["arm", "seed"], sort=False):
-            found[arm, seed] = float(metric.of(frames.run(arm, seed)))
+            try:
+                found[arm, seed] = float(metric.of(frames.run(arm, seed)))
+            except Exception as error:  # their code may raise anything
+                raise ConfigError(f"the metric {metric.column!r}, called with the tables of the run {arm} seed={seed}, "
+                                  f"gives no number: {type(error).__name__}: {error}") from error
     elif metric.column in frames["steps"]:
         runs = {(run.arm, run.seed): run for run in frames.runs.itertuples()}
         columns = dict.fromkeys(("arm", "seed", "step", metric.column))
         rows = frames["steps"][[*columns]].dropna(subset=[metric.column]).sort_values("step").groupby(["arm", "seed"])
         for key, measured in rows:
-            values, run = measured[metric.column].to_numpy(), runs[key]
-            if metric.since_start and measured["step"].iloc[0] != 0:
+            values, run = measured.set_index("step", drop=False)[metric.column], runs[key]
+            if metric.since_start and values.index[0] != 0:
                 continue
             if run.state == "diverged":
-                values = np.append(values, np.full(max(run.steps - run.step, 1), metric.after_divergence))
+                values = pd.concat([values, pd.Series(metric.after_divergence, _unseen(values.index, run.steps))])
             found[key] = metric.reduce(values)
     index = pd.MultiIndex.from_tuples(found) if found else pd.MultiIndex.from_arrays([[], []])
     return pd.Series(found, index=index, dtype=float)
+
+
+def _unseen(measured: pd.Index, end: int) -> Int[np.ndarray, " step"]:
+    """The steps up to the run's last that a diverged run did not live to see, as far apart as those it measured."""
+    apart = int(np.median(np.diff(measured))) if len(measured) > 1 else measured[0] or end
+    return np.append(np.arange(measured[-1] + apart, end, apart), max(end, measured[-1] + 1))
 
 
 def gaps(frames: Frames, pairs: Sequence[Sequence[str]], metric: Metric) -> dict[tuple[str, str], pd.Series]:
@@ -238,7 +252,8 @@ def family(declared: Mapping[str, Any]) -> int:
 
 def compare(frames: Frames, arms: Sequence[str], contrasts: Sequence[Sequence[str]] = (),
             metric: Metric = MAIN, family: int = 0) -> list[Comparison]:
-    """The contrasts (first minus second) over the seeds both arms have, at every combination of factors.
+    """The contrasts (first minus second) over the seeds of which both arms have a value, at every combination of
+    factors; which seeds have none is said by `without_value`.
 
     Without contrasts: all pairs, the later arm minus the earlier. Holm's adjustment is over everything returned, or
     over a `family` of more that were declared, of which some have no runs yet.
@@ -252,3 +267,17 @@ def compare(frames: Frames, arms: Sequence[str], contrasts: Sequence[Sequence[st
                   for a, b in pairs if set(by_arm.get(a, ())) & set(by_arm.get(b, ()))]
     adjusted = holm([one.result.p for one in found], family)
     return [Comparison(c.cell, c.a, c.b, c.result, p, c.p_log_rank) for c, p in zip(found, adjusted, strict=True)]
+
+
+def without_value(frames: Frames, pairs: Sequence[Sequence[str]],
+                  metric: Metric) -> dict[tuple[str, str, str], tuple[int, int]]:
+    """Which (combination of factors, a, b) `compare` leaves seeds out of, as a run of the pair diverged or its number
+    is NaN: how many, of how many that both arms have."""
+    found: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for cell in frames.cells:
+        lost = per_run(frames.cell(cell), metric).isna().astype(float).unstack(0)
+        for a, b in pairs:
+            either = (lost[a] + lost[b]).dropna() if {a, b} <= {*lost} else pd.Series(dtype=float)
+            if either.any():
+                found[cell, a, b] = int((either > 0).sum()), len(either)
+    return found

@@ -28,6 +28,7 @@ from moe_rl.results.summary import (
     replaying,
     summarise,
     unlearned,
+    without_value,
 )
 from moe_rl.runs.frames import Frames
 
@@ -105,10 +106,10 @@ def collapse_overview(frames: Frames, arms: Sequence[str]) -> Shown:
 def comparison_table(frames: Frames, arms: Sequence[str], endpoint: Metric,
                      declared: Mapping[str, Any]) -> list[Shown]:
     """The contrasts, or all pairs of arms; nothing where no two arms share a seed. Of a study of which a part has run,
-    p values are adjusted for all that it declares."""
+    p values are adjusted for all that it declares. Seeds that are left out are counted."""
     contrasts, asked = declared["contrasts"], family(declared)
-    found = compare(frames, arms, contrasts, endpoint, asked)
-    if not found:
+    found, lost = compare(frames, arms, contrasts, endpoint, asked), _lost(frames, arms, contrasts, endpoint)
+    if not found and not lost:
         return []
     n = len(found)
     of = f"{n} rows" if n >= asked else f"{asked} comparisons declared, of which {n} are here"
@@ -119,8 +120,17 @@ def comparison_table(frames: Frames, arms: Sequence[str], endpoint: Metric,
              *map(_p, (c.result.p, c.p_holm, c.result.p_smallest, c.p_log_rank))) for c in found]
     note = (f"{_methods(c.result.difference for c in found)} p: two-sided, {found[0].result.method} within seeds; "
             f"Holm over the {of}; the smallest p is what this n can reach at all. Log-rank: of times to "
-            "the first collapse, unpaired, not adjusted, exploratory; – where nothing collapsed.")
-    return [Shown(f"{endpoint.name}: {what}", header, rows, note)]
+            "the first collapse, unpaired, not adjusted, exploratory; – where nothing collapsed.") if found else ""
+    return [Shown(f"{endpoint.name}: {what}", header, rows, " ".join(filter(None, (note, lost))))]
+
+
+def _lost(frames: Frames, arms: Sequence[str], contrasts: Sequence[Sequence[str]], endpoint: Metric) -> str:
+    """The seeds that comparisons leave out, as a sentence; empty where there are none."""
+    found = without_value(frames, pairs_of(arms, contrasts), endpoint)
+    named = [f"{a} − {b}" + f", {cell}" * (len(frames.cells) > 1) + f": {lost} of {n}"
+             for (cell, a, b), (lost, n) in found.items()]
+    return (f"Seeds left out, because a run of the pair diverged or has no value, which favours the arm that fails "
+            f"more: {'; '.join(named)}.") if named else ""
 
 
 def half_lost_table(frames: Frames, arms: Sequence[str], factor: str, endpoint: Metric,

@@ -112,6 +112,23 @@ def test_what_a_diverged_run_no_longer_has_is_missing(frames):
     assert per_run(dataclasses.replace(frames, runs=runs), METRICS[1])["gspo", 0] == 0
 
 
+def test_seeds_that_a_comparison_leaves_out_are_counted_below_it():
+    """Of four pairs two have a run that diverged, of which the rewards are 0 and the entropy is nothing."""
+    curves = {(arm, seed): [0.5 + 0.1 * (arm == "a")] * 8 for arm in "ab" for seed in range(4)}
+    frames = with_curves(curves, steps=10)
+    died = (frames.runs["arm"] == "b") & (frames.runs["seed"] < 2)
+    frames = Frames(frames.runs.assign(state=frames.runs["state"].mask(died, "diverged")),
+                    {"steps": frames["steps"].assign(entropy=frames["steps"]["reward"])})
+    declared = {"arms": [{"name": "a"}, {"name": "b"}], "contrasts": [["a", "b"]], "cells": {}, "factors": {}}
+    (shown,) = comparison_table(frames, ["a", "b"], metric("entropy"), declared)
+    assert shown.rows[0][2] == "2" and "a run of the pair diverged" in shown.note and "a − b: 2 of 4." in shown.note
+    (whole,) = comparison_table(frames, ["a", "b"], MAIN, declared)
+    assert whole.rows[0][2] == "4" and "left out" not in whole.note
+    all_died = dataclasses.replace(frames, runs=frames.runs.assign(state="diverged"))
+    (none,) = comparison_table(all_died, ["a", "b"], metric("entropy"), declared)
+    assert none.rows == [] and none.note.startswith("Seeds left out") and "a − b: 4 of 4." in none.note
+
+
 def test_arms_are_compared_within_seeds_and_adjusted_for_their_number(frames):
     found = compare(frames, ARMS)
     assert [(c.a, c.b) for c in found] == [("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")]
@@ -170,10 +187,10 @@ def test_a_metric_is_known_by_its_name_its_column_or_as_any_column_of_steps():
             metric(name)
 
 
-def evaluated(points: dict[int, float], state: str = "finished") -> Frames:
-    """One run of 40 steps, evaluated at some of them."""
+def evaluated(points: dict[int, float], state: str = "finished", steps: int = 40) -> Frames:
+    """One run of some steps, evaluated at some of them."""
     rows = [{"arm": "a", "factors": "base", "seed": 0, "step": t, "eval_exact_greedy": y} for t, y in points.items()]
-    run = {"arm": "a", "factors": "base", "seed": 0, "step": max(points), "steps": 40, "state": state}
+    run = {"arm": "a", "factors": "base", "seed": 0, "step": max(points), "steps": steps, "state": state}
     return Frames(pd.DataFrame([run]), {"steps": pd.DataFrame(rows)})
 
 
@@ -186,9 +203,27 @@ def test_what_was_gained_is_counted_from_the_model_before_the_first_step():
     assert names.index(gained.name) == names.index("greedy exact match, end") + 1
 
 
+@pytest.mark.parametrize(("diverged", "mean"), [(5, 0.0), (55, 0.0), (65, 0.12), (85, 0.36), (95, 0.48), (99, 0.48)])
+def test_a_diverged_run_lacks_evaluations_and_not_steps(diverged, mean):
+    """Of the evaluations after steps 60, 70, …, 100, those that were, at .6, and 0 for each that was not."""
+    frames = evaluated(dict.fromkeys(range(0, diverged, 10), 0.6), "diverged", steps=100)
+    assert per_run(frames, metric("greedy exact match, second half"))["a", 0] == pytest.approx(mean)
+
+
+def test_the_second_half_of_the_evaluations_is_that_of_the_steps():
+    """Step 15 of 20 is the last evaluation before the end; without one before the first step none is passed over."""
+    half = metric("greedy exact match, second half")
+    for points, mean in (({0: 0.9, 5: 0.9, 15: 0.2, 20: 0.4}, 0.3), ({11: 0.2, 20: 0.4}, 0.3), ({20: 0.4}, 0.4)):
+        assert per_run(evaluated(points, steps=20), half)["a", 0] == pytest.approx(mean)
+
+
 def worst_reward(run: Frames) -> float:
     """A metric of a user's own."""
     return run["steps"]["reward"].min()
+
+
+def of_a_column_that_is_not_there(run: Frames) -> float:
+    return run["steps"]["own_rewards"].min()
 
 
 def test_a_metric_of_ones_own_is_asked_for_each_run(frames):
@@ -200,6 +235,12 @@ def test_a_metric_of_ones_own_is_asked_for_each_run(frames):
     assert "worst reward" in [row[0] for row in summary_table(frames, ARMS, "fake", [f"{__name__}:worst_reward"]).rows]
     with pytest.raises(ConfigError, match="no metric in the module .* is called 'best_reward'"):
         metric(f"{__name__}:best_reward")
+
+
+def test_a_metric_of_ones_own_that_fails_is_named_with_its_run(frames):
+    fails = metric(f"{__name__}:of_a_column_that_is_not_there")
+    with pytest.raises(ConfigError, match="of_a_column_that_is_not_there.*grpo seed=0.*KeyError: 'own_rewards'"):
+        per_run(frames, fails)
 
 
 def test_where_no_group_ever_had_a_signal_that_is_said(frames):
