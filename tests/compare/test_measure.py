@@ -23,7 +23,7 @@ from moe_rl.compare.checkpoints.measure import Comparison, measure_volatility
 from moe_rl.compare.checkpoints.observed import Observer
 from moe_rl.compare.checkpoints.printed import _tenth, conclusion, print_report
 from moe_rl.compare.checkpoints.series import checkpoints_of, measure_series, step_of
-from moe_rl.compare.checkpoints.tables import METRICS, RATIOS, top_share
+from moe_rl.compare.checkpoints.tables import METRICS, RATIOS, TABLES, top_share
 from moe_rl.compare.checkpoints.texts import Texts
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RunError
@@ -267,6 +267,26 @@ def test_a_folder_is_one_comparison(there, tmp_path, frames):
     (tmp_path / "mine" / "traces").write_text("precious")
     with pytest.raises(RunError, match="has other files in it"):
         compare(there, tmp_path / "mine")
+
+
+def test_a_finished_comparison_is_read_whole_or_not_at_all(there, tmp_path, frames):
+    out = tmp_path / "out"
+    compare(there, out)
+    again = compare(there, out)
+    assert tuple(frames) == TABLES
+    for name, frame in frames.items():
+        pd.testing.assert_frame_equal(frame, again[name])
+    for name in ("layers", "summary", "responses"):
+        file = out / f"{name}.parquet"
+        kept = file.read_bytes()
+        file.write_bytes(b"")
+        with pytest.raises(RunError, match=rf"{name}.parquet cannot be read .*restore it from a copy, or remove .*out"):
+            compare(there, out)
+        file.unlink()
+        with pytest.raises(RunError, match=rf"{name}.parquet is missing, although the comparison has finished; restore "
+                                           "it from a copy, or remove .*out and compare again"):
+            compare(there, out)
+        file.write_bytes(kept)
 
 
 def test_a_request_that_is_refused_leaves_the_folder_free_for_the_right_one(there, tmp_path):

@@ -83,7 +83,7 @@ def measure_volatility(
     `moe-rl view`; else BEFORE's are deleted at the end. `shared`: a folder that keeps BEFORE's routes and noise floor
     for further comparisons of the same BEFORE, data and settings, which then do not load it again. Raises ConfigError
     or RunError, before a model is loaded, for a missing file, a line without text, a dense model, checkpoints of
-    different architectures or tokenizers, and a folder that holds another comparison.
+    different architectures or tokenizers, and a folder that holds another comparison, or lacks a table of this one.
     """
     c = comparison
     comparison = replace(c, before=located(c.before), after=located(c.after), data=located(c.data))

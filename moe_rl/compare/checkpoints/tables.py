@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from moe_rl.compare.checkpoints.tally import EDGES, RESPONSE, Tally
+from moe_rl.errors import RunError
 from moe_rl.metrics import chance
 from moe_rl.metrics.place import NATURAL, REPLAYED, Place, place
 from moe_rl.metrics.volatility import Load, ResponseChange, RouteChange, RouterShift
+from moe_rl.runs.commits import read_parquet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +44,8 @@ all its experts, f the share of its slots per expert. Per layer: q the share of 
 RATIOS = {"token_ess": "(Σ r)² / (n Σ r²)", "token_kl_k3": "r − 1 − log r, nats",
           "token_ess_replayed": "the same, BEFORE's", "token_kl_k3_replayed": "routes replayed"}
 """What is said of r = π(after) / π(before) of the response tokens; an ESS is over as many as the yardstick's."""
+TABLES = ("summary", "layers", "positions", "tokens", "layers_changed", "experts", "pairs", "margins", "responses")
+"""What a finished comparison has, each in a file of its own."""
 SEEN = 20
 """Times a token must have been read to appear in a ranking: rarer ones are noise."""
 SHOWN = 12
@@ -51,7 +55,7 @@ MARGIN_QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9}
 
 
 def tables(tally: Tally, noise: Tally, tokenizer: PreTrainedTokenizerBase) -> dict[str, pd.DataFrame]:
-    """`summary`, `layers`, `positions`, `tokens`, `experts`, `pairs`, `margins` and `responses`, by name."""
+    """Each of TABLES by its name."""
     layers, responses = _layers(tally, noise), _responses(tally)
     return {
         "summary": _summary(tally, noise, chance_levels(layers, responses)),
@@ -90,8 +94,12 @@ def write(frames: dict[str, pd.DataFrame], folder: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, pd.DataFrame]:
-    """What `write` wrote."""
-    return {file.stem: pd.read_parquet(file) for file in sorted(folder.glob("*.parquet"))}
+    """What `write` wrote of a finished comparison. Raises RunError for a table that is missing or damaged."""
+    for name in TABLES:
+        if not (file := folder / f"{name}.parquet").exists():
+            raise RunError(f"{file} is missing, although the comparison has finished; restore it from a copy, or "
+                           f"remove {folder} and compare again")
+    return {name: read_parquet(folder / f"{name}.parquet").to_pandas() for name in TABLES}
 
 
 def top_share(values: np.ndarray, part: float, counts: np.ndarray | None = None) -> float:
