@@ -1,7 +1,7 @@
 """Checkpoints evaluated on benchmarks: `moe-rl evaluate CHECKPOINT … --data FILE.jsonl -k 16`.
 
     out/
-        evaluation.json                          settings, versions, digests of problems and checkpoints
+        evaluation.json                          settings, versions, digests of problems, scorers and checkpoints
         samples/<checkpoint>/<benchmark>.jsonl   a line per problem, with every completion: what a kill leaves, too
         evaluations.parquet, summary.parquet     a row per completion; per benchmark, checkpoint and metric
 """
@@ -13,9 +13,10 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moe_rl.compare.checkpoints.measure import fingerprint, located
 from moe_rl.compare.checkpoints.series import step_of
+from moe_rl.compare.claim import claim
+from moe_rl.compare.samples import check, resumed, rows
 from moe_rl.config import EngineConfig, RunConfig
-from moe_rl.errors import ConfigError, RunError
+from moe_rl.config.tree import leaves, plain
+from moe_rl.errors import ConfigError
 from moe_rl.evaluate import evaluate
 from moe_rl.lookup import Use
+from moe_rl.metrics.samples import GREEDY
 from moe_rl.models.checkpoints import check_weights
 from moe_rl.models.load import load, no_progress_bars
 from moe_rl.models.presets import PRESETS
@@ -38,6 +43,7 @@ from moe_rl.results.benchmarks import summarise
 from moe_rl.rollouts.choose import check_engine, engine_of
 from moe_rl.rollouts.request import check_request, context_length
 from moe_rl.runs import folder as runs
+from moe_rl.runs.inputs import DATA, LIBRARY, inputs_of
 from moe_rl.runs.lease import Lease
 from moe_rl.runs.versions import code_version, package_versions
 from moe_rl.seeds import HELD_OUT
@@ -51,7 +57,6 @@ if TYPE_CHECKING:
 
     from moe_rl.rollouts.base import Sampler
 
-MANIFEST = "evaluation.json"
 Engine = tuple["Sampler", "PreTrainedTokenizerBase", int | None]
 """What samples, with its tokenizer and the length of its context."""
 
@@ -65,12 +70,22 @@ class Benchmark:
     prompts: Sequence[Prompt]
     scored: str
     """The task as it is written, with the options that decide its rewards; of a file without its place."""
+    inputs: Mapping[str, str]
+    """Digests of code and files of one's own that the task is made from, by name; of a file of questions, `digest`."""
+    packages: Mapping[str, str]
+    """Versions of the packages that may decide its rewards, by name."""
 
     @property
     def digest(self) -> str:
         """Of the questions and answers."""
         texts = json.dumps([(prompt.text, prompt.answer) for prompt in self.prompts])
         return hashlib.sha256(texts.encode()).hexdigest()
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What a folder says of it."""
+        return {"digest": self.digest, "problems": len(self.prompts), "scored": self.scored,
+                "inputs": dict(self.inputs), "packages": dict(self.packages)}
 
 
 @dataclass(frozen=True)
@@ -84,6 +99,11 @@ class Plan:
     """Whether the greedy completion is had, too."""
     at_once: int = 1
     """Problems that an engine is asked at once, and that a kill loses."""
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of a problem's completions, in their order."""
+        return [GREEDY] * self.greedy + [*range(1, self.samples + 1)]
 
     def settings(self) -> dict[str, Any]:
         """All that decides the numbers, beside checkpoints and problems."""
@@ -99,15 +119,18 @@ def benchmark(use: Use, problems: int | None = None) -> Benchmark:
     those that a run with as many `eval_prompts` holds out; of any other task these. Raises ConfigError for a file of
     fewer questions."""
     task, (kind, _, name) = load_task(use), use.name.partition(":")
+    inputs = {} if use.name.startswith(DATA) else inputs_of({"task": plain(use)})
+    packages = _packages(use, own=bool(inputs))
     if isinstance(task, JsonlTask):
         scored = str(Use(kind, **{"match": "exact"} | dict(use.options)))
         if problems is not None and problems > len(task):
             raise ConfigError(f"--problems {problems}: {name} has {len(task)} different questions")
         asked = once(task.lines) if problems is None else held_out(task, problems)
-        return Benchmark(Path(name).stem, task, asked, scored)
+        return Benchmark(Path(name).stem, task, asked, scored, inputs, packages)
     if problems is None:
         raise ConfigError(f"{use.name} has no end: say with --problems how many of its prompts are asked")
-    return Benchmark(re.sub(r"[^\w.-]+", "_", name or kind), task, held_out(task, problems), str(use))
+    return Benchmark(re.sub(r"[^\w.-]+", "_", name or kind), task, held_out(task, problems), str(use), inputs,
+                     packages)
 
 
 def measure_evaluations(checkpoints: Sequence[str], benchmarks: Sequence[Benchmark], plan: Plan, out: Path, *,
@@ -116,8 +139,8 @@ def measure_evaluations(checkpoints: Sequence[str], benchmarks: Sequence[Benchma
     returns the summary. Further checkpoints and benchmarks may be added to a folder later.
 
     Raises ConfigError or RunError, before anything is sampled, for a checkpoint that cannot be read, an engine that
-    does not fit, two benchmarks of one name, and a folder that holds other settings, problems or checkpoints, or that
-    another process is writing.
+    does not fit, two benchmarks of one name, and a folder that holds other settings, problems, scorers or checkpoints,
+    that was damaged, or that another process is writing.
     """
     names = [located(name) for name in checkpoints]
     _check(names, [b.name for b in benchmarks], plan)
@@ -127,7 +150,10 @@ def measure_evaluations(checkpoints: Sequence[str], benchmarks: Sequence[Benchma
     with Lease(out / runs.LEASE), _progress(console or Console(stderr=True)) as bars:
         left = {(name, b.name): len(b.prompts) - resumed(files[name, b.name], plan.at_once, len(b.prompts))[0]
                 for name in names for b in benchmarks}
-        _claim(out, names, benchmarks, plan, complete=not any(left.values()))
+        claim(out, _wanted(names, benchmarks, plan), complete=not any(left.values()))
+        for name in names:
+            for b in benchmarks:
+                check(files[name, b.name], len(b.prompts) - left[name, b.name], len(b.prompts), plan.numbers)
         for name in names:
             todo = [b for b in benchmarks if left[name, b.name]]
             if not todo:
@@ -141,11 +167,12 @@ def measure_evaluations(checkpoints: Sequence[str], benchmarks: Sequence[Benchma
                     bar = bars.add_task(f"{Path(name).name} {b.name}", total=len(prompts),
                                         completed=len(prompts) - left[name, b.name])
                     ask(sampler, b.task, prompts, plan, files[name, b.name], partial(bars.advance, bar))
-        rows = pd.DataFrame([{"checkpoint": name, "step": step_of(name), "benchmark": b.name, **row}
-                             for b in benchmarks for name in names for row in _rows(files[name, b.name])])
-        rows["vote"] = rows["vote"].astype("float64")
-        summary = summarise(rows)
-        for table, frame in (("evaluations", rows), ("summary", summary)):
+        found = pd.DataFrame([{"checkpoint": name, "step": step_of(name), "benchmark": b.name, **row}
+                              for b in benchmarks for name in names
+                              for row in rows(files[name, b.name], len(b.prompts))])
+        found["vote"] = found["vote"].astype("float64")
+        summary = summarise(found)
+        for table, frame in (("evaluations", found), ("summary", summary)):
             frame.to_parquet(out / f"{table}.parquet", index=False)
     return summary
 
@@ -190,25 +217,6 @@ def ask(sampler: Sampler, task: AnyTask, prompts: list[Prompt], plan: Plan, file
         done(len(part))
 
 
-def resumed(file: Path, at_once: int, problems: int) -> tuple[int, int]:
-    """How many problems a file has to the end, and in how many bytes: the rest is what a kill left of others. Raises
-    RunError for a file that holds anything else."""
-    if not file.exists():
-        return 0, 0
-    lines = file.read_bytes().splitlines(keepends=True)
-    whole = sum(line.endswith(b"\n") for line in lines)
-    whole = whole if whole == problems else whole // at_once * at_once
-    for i, line in enumerate(lines[:whole]):
-        try:
-            found = json.loads(line)["problem"]
-        except (ValueError, KeyError, TypeError):
-            found = None
-        if found != i:
-            raise RunError(f"{file}, line {i + 1}, is not problem {i}: the file was damaged; remove it, and its "
-                           "problems are asked again")
-    return whole, sum(map(len, lines[:whole]))
-
-
 def _check(names: Sequence[str], benchmarks: Sequence[str], plan: Plan) -> None:
     for what, given in (("checkpoint", names), ("benchmark", benchmarks)):
         if twice := {name for name in given if given.count(name) > 1}:
@@ -222,40 +230,23 @@ def _check(names: Sequence[str], benchmarks: Sequence[str], plan: Plan) -> None:
     check_engine(plan.run)
 
 
-def _claim(out: Path, names: Sequence[str], benchmarks: Sequence[Benchmark], plan: Plan, complete: bool) -> None:
-    """Write what the folder holds, and will. Raises RunError if it holds anything else; of one that has all that is
-    asked for, code and packages may have been others."""
-    wanted: dict[str, Any] = {
-        "settings": plan.settings(), "versions": {"code": code_version("compare"), "packages": package_versions()},
-        "benchmarks": {b.name: {"digest": b.digest, "problems": len(b.prompts), "scored": b.scored}
-                       for b in benchmarks},
-        "checkpoints": {name: fingerprint(name) for name in names}}
-    there = runs.read_json(out / MANIFEST, tuple(wanted))
-    if there is None and any(file.name != runs.LEASE for file in out.iterdir()):
-        raise RunError(f"--out {out} has other files in it; give a folder that is new or empty.")
-    if not any(out.glob("samples/*/*.jsonl")):
-        there = None  # nothing was sampled under what it says
-    before: Mapping[str, Any] = there or wanted
-    for part in wanted:
-        old, new = before[part], wanted[part]
-        if part == "benchmarks":  # older ones do not say how they were scored
-            old = {name: {"scored": new.get(name, {}).get("scored"), **entry} for name, entry in old.items()}
-        both = old.keys() & new.keys() if part in ("benchmarks", "checkpoints") else new.keys()
-        different = runs.differing({key: old.get(key) for key in both}, {key: new[key] for key in both})
-        if different and not (part == "versions" and complete):
-            listed = "; ".join(f"{key}: {a!r} there, {b!r} now" for key, (a, b) in different.items())
-            raise RunError(f"{out} holds an evaluation with other {part} ({listed}); give another --out, or delete it.")
-    if there is None or not complete:
-        out.mkdir(parents=True, exist_ok=True)
-        runs.write_json(out / MANIFEST, wanted | {part: before[part] | wanted[part]
-                                                  for part in ("benchmarks", "checkpoints")})
+def _packages(use: Use, own: bool) -> dict[str, str]:
+    """Versions of the scoring packages that a task uses; of code of one's `own`, of all that it could import."""
+    said = [(key, str(value)) for key, value in leaves(plain(use))]
+    used = {"math-verify": any(key.endswith("match") and text == "math" for key, text in said),
+            "reasoning-gym": any(text.startswith(LIBRARY) for _, text in said)}
+    found = {}
+    for name in (name for name, named in used.items() if named or own):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    with file.open() as lines:
-        for line in lines:
-            for sample in json.loads(line)["samples"]:
-                yield {key: value for key, value in sample.items() if key != "text"}
+def _wanted(names: Sequence[str], benchmarks: Sequence[Benchmark], plan: Plan) -> dict[str, Any]:
+    """What a folder must say of itself to hold this evaluation."""
+    return {"settings": plan.settings(), "versions": {"code": code_version("compare"), "packages": package_versions()},
+            "benchmarks": {b.name: b.entry for b in benchmarks},
+            "checkpoints": {name: fingerprint(name) for name in names}}
 
 
 def _safe(name: str) -> str:

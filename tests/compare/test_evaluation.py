@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pandas as pd
@@ -14,8 +16,10 @@ import pytest
 import torch
 
 from moe_rl import cli
+from moe_rl.compare.evaluation import benchmark
 from moe_rl.errors import ConfigError
 from moe_rl.evaluate import evaluate, evaluation
+from moe_rl.lookup import Use
 from moe_rl.models.load import save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer, encode_prompts
 from moe_rl.rollouts.hf import HFEngine
@@ -218,6 +222,133 @@ def test_a_preset_a_foreign_folder_and_a_damaged_file_are_refused(there, done, t
     assert "line 1, is not problem 0" in capsys.readouterr().err
 
 
+def edited(file: Path, edit) -> None:
+    """A file of completions, or a manifest, after somebody changed what its JSON holds."""
+    text = file.read_text()
+    whole = [json.loads(part) for part in (text.splitlines() if file.suffix == ".jsonl" else [text])]
+    edit(whole)
+    file.write_text("".join(json.dumps(content) + "\n" for content in whole))
+
+
+@pytest.mark.parametrize("edit, said", [
+    (lambda lines: lines[1].pop("samples"), "line 2, has no list of samples"),
+    (lambda lines: lines[1].update(samples=[3]), "line 2, has no list of samples"),
+    (lambda lines: lines[1].update(samples=[]), "line 2, has the samples [], not 0 to 4"),
+    (lambda lines: lines[4]["samples"].pop(), "line 5, has the samples [0, 1, 2, 3], not 0 to 4"),
+    (lambda lines: lines[2]["samples"][1].update(problem=3), "line 3, has a sample 1 of the problem 3, not 2"),
+    (lambda lines: lines[0]["samples"][2].update(reward=7.0), "sample 2 whose reward is 7.0, not a number in [0, 1]"),
+    (lambda lines: lines[0]["samples"][2].update(reward=float("nan")), "whose reward is nan"),
+    (lambda lines: lines[0]["samples"][2].update(reward="1"), "whose reward is '1'"),
+    (lambda lines: lines[0]["samples"][2].update(truncated=0.5), "whose truncated is 0.5, not 0 or 1"),
+    (lambda lines: lines[0]["samples"][2].update(response_tokens=None), "whose response_tokens is None"),
+    (lambda lines: lines[0]["samples"][2].pop("vote"), "whose vote is 'missing', not a whole number or null"),
+    (lambda lines: lines.append({**lines[4], "problem": 5}), "line 6, is one too many, 5 problems being asked"),
+])  # fmt: skip
+def test_a_line_that_was_damaged_is_named_and_nothing_is_made_of_it(done, there, tmp_path, monkeypatch, capsys, edit,
+                                                                    said):
+    out = tmp_path / "out"
+    shutil.copytree(done, out)
+    monkeypatch.setattr("moe_rl.compare.evaluation.engine", None)
+    file = next(out.glob("samples/step=000010-*/aime.jsonl"))
+    edited(file, edit)
+    before = contents(out / "samples"), (out / "summary.parquet").read_bytes()
+    assert cli.main(command(there, out, "--greedy")) == 2
+    heard = capsys.readouterr().err
+    assert f"{file}, line" in heard and said in heard and "remove it, and its problems are asked again" in heard
+    assert before == (contents(out / "samples"), (out / "summary.parquet").read_bytes())
+
+
+def test_what_a_kill_left_behind_the_last_problem_is_no_damage(done, there, tmp_path):
+    shutil.copytree(done, tmp_path / "out")
+    file = next((tmp_path / "out").rglob("aime.jsonl"))
+    file.write_text(file.read_text() + '{"problem": 5, "half')
+    assert cli.main(command(there, tmp_path / "out", "--greedy")) == 0
+    assert (tmp_path / "out" / "summary.parquet").read_bytes() == (done / "summary.parquet").read_bytes()
+
+
+@pytest.mark.parametrize("edit, said", [
+    (lambda found: found[0].update(settings=3), "settings is 3"),
+    (lambda found: found[0].update(versions=None), "versions is None"),
+    (lambda found: found[0].update(benchmarks=["aime"]), "benchmarks is"),
+    (lambda found: found[0]["benchmarks"].update(aime="x"), "benchmarks.aime is 'x'"),
+    (lambda found: found[0].update(checkpoints=[]), "checkpoints is []"),
+])  # fmt: skip
+def test_a_manifest_of_other_things_is_named(done, there, tmp_path, capsys, edit, said):
+    shutil.copytree(done, tmp_path / "out")
+    edited(tmp_path / "out" / "evaluation.json", edit)
+    assert cli.main(command(there, tmp_path / "out", "--greedy")) == 2
+    heard = capsys.readouterr().err
+    assert f"evaluation.json is damaged: {said}" in heard and "restore it from a copy, or delete" in heard
+
+
+# ---------------------------------------------------------------------- scorers
+@pytest.fixture
+def own(tmp_path, monkeypatch) -> Path:
+    """A folder with a task of somebody's own, whose rewards come from a module beside it."""
+    (tmp_path / "own_scored.py").write_text(
+        "from moe_rl.types import Prompt\nfrom moe_rl.tasks.jsonl import JsonlTask\nfrom own_rule import REWARD\n"
+        "class Scored:\n"
+        "    def prompts(self, count, seed): return [Prompt(f'q{i}=', answer='a') for i in range(count)]\n"
+        "    def reward(self, prompt, completion): return REWARD\n"
+        "class Lines(JsonlTask):\n"
+        "    def reward(self, prompt, completion): return REWARD\n")
+    (tmp_path / "own_rule.py").write_text("REWARD = 0.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in ("own_scored", "own_rule"):
+        sys.modules.pop(name, None)
+
+
+def test_a_folder_has_the_rewards_of_one_scorer(there, own, capsys):
+    """Else a checkpoint is better than itself by 1 as soon as the reward was edited between the two."""
+    first, second = map(str, sorted((there / "run" / "checkpoints").iterdir())[:2])
+    out = own / "out"
+    rest = ["--task", "own_scored:Scored", "--problems", "3", "-k", "2", "--max-tokens", "3", "--out", str(out)]
+    assert cli.main(["evaluate", first, *rest]) == 0 and cli.main(["evaluate", first, *rest]) == 0
+    (own / "own_rule.py").write_text("REWARD = 1.0\n")
+    before = contents(out)
+    for names in ([first], [first, second], [second]):
+        assert cli.main(["evaluate", *names, *rest]) == 2
+        heard = capsys.readouterr().err
+        assert "with other benchmarks (Scored.inputs.own_rule: '" in heard and "' now); give another --out" in heard
+        assert "inputs.own_scored" not in heard, "which nobody edited"
+    assert contents(out) == before
+    said = json.loads((out / "evaluation.json").read_text())
+    assert set(said["benchmarks"]["Scored"]["inputs"]) == {"own_scored", "own_rule"}
+    for key in ("inputs", "packages"):
+        del said["benchmarks"]["Scored"][key]
+    (out / "evaluation.json").write_text(json.dumps(said))
+    assert cli.main(["evaluate", first, *rest]) == 0, "a folder from before this was said"
+
+
+def test_other_versions_of_a_scoring_package_add_nothing_to_a_folder(there, tmp_path, monkeypatch, capsys):
+    first, second = map(str, sorted((there / "run" / "checkpoints").iterdir())[:2])
+    rest = ["--data", str(there / "math.jsonl"), "-k", "2", "--max-tokens", "3", "--out", str(tmp_path / "out")]
+    assert cli.main(["evaluate", first, *rest]) == 0
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "99" if name == "math-verify" else real(name))
+    assert cli.main(["evaluate", first, *rest]) == 0, "which adds nothing"
+    assert cli.main(["evaluate", first, second, *rest]) == 2
+    assert f"math.packages.math-verify: '{real('math-verify')}' there, '99' now" in capsys.readouterr().err
+
+
+def test_a_scorer_is_recorded_with_what_it_uses(there, own):
+    file = there / "math.jsonl"
+
+    def of(use: Use, problems: int | None = 2) -> tuple[set[str], set[str]]:
+        found = benchmark(use, problems)
+        return set(found.inputs), set(found.packages)
+
+    assert of(Use(f"jsonl:{file}")) == (set(), set()) == of(Use("running_sums"))
+    assert of(Use(f"jsonl:{file}", match="math")) == (set(), {"math-verify"})
+    assert of(Use("reasoning_gym:gsm_symbolic")) == (set(), {"reasoning-gym"})
+    both = {"math-verify", "reasoning-gym"}
+    assert of(Use("own_scored:Scored")) == ({"own_scored", "own_rule"}, both), "it may import either"
+    assert of(Use("own_scored:Lines", file=str(file)), None) == ({"own_scored", "own_rule", str(file)}, both)
+    mixed = (f"jsonl:{file}", Use("own_scored:Scored"), "reasoning_gym:gsm_symbolic")
+    assert of(Use("mixture", tasks=mixed)) == ({"own_scored", "own_rule", str(file)}, both)
+
+
 def test_data_that_nobody_here_wrote(there, tmp_path):
     """GSM-Symbolic of reasoning-gym: its questions, its scorer, which gives 1 % to any number that is wrong."""
     out = tmp_path / "out"
@@ -264,8 +395,6 @@ def test_answers_of_one_value_vote_together(tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps({"question": "What is half of 24?", "answer": "12"}))
     task = load_task(f"jsonl:{tmp_path / 'x.jsonl'}")
     assert task.votes(task.lines[0], ["12", "12 ", "12.0"]) == [0, 0, 2], "exact: text by text"
-    from moe_rl.lookup import Use
-
     task = load_task(Use(f"jsonl:{tmp_path / 'x.jsonl'}", match="math"))
     texts = ["So the answer is 12.", r"\boxed{\frac{1}{2}}", "0.5", "#### 12.0", "\\boxed{}", "$1/2$", "12%", "x" * 500]
     assert task.votes(task.lines[0], texts) == [0, 1, 1, 0, None, 1, 6, 7]
