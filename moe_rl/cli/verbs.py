@@ -52,7 +52,7 @@ def verb(name: str, help: str, *arguments: Argument, examples: str) -> Callable[
     return lambda action: Verb(name, help, arguments, "examples:\n" + examples.removeprefix("\n"), action)
 
 
-MIX_CODE = argument("--mix-code", action="store_true", help="pool runs written by different versions of the code")
+MIX_CODE = argument("--mix-code", action="store_true", help="pool runs of different code, data or settings")
 UNFINISHED = argument("--unfinished", action="store_true", help="include the last commits of unfinished runs")
 JOBS = argument("--jobs", type=int, help="runs at a time, one thread each (default: all cores)")
 DEVICE = argument("--device", default="cpu", help="cpu, cuda or cuda:<index> (default: cpu)")

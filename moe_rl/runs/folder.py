@@ -36,6 +36,8 @@ ENDED = ("finished", "diverged")
 """States of a run that is not run again."""
 LEASE = "lease"
 """The folder of a run that says who works in it."""
+DECLARATION = "study.json"
+"""What declares a study, in its folder."""
 
 
 class RunFolder:

@@ -14,6 +14,7 @@ import pandas as pd
 from moe_rl.errors import RunError
 from moe_rl.runs.columns import TABLES, pooled, timing
 from moe_rl.runs.commits import read_parquet, read_rows
+from moe_rl.runs.comparable import require_comparable
 from moe_rl.runs.folder import ENDED, differing, read_manifest, run_folders, state
 
 LABELS = ["study", "arm", "factors", "seed", "code"]
@@ -78,30 +79,14 @@ def load_study(root: Path, *, unfinished: bool = False, mix_code: bool = False) 
     `collect` wrote.
 
     With `unfinished`, runs that still go on or were interrupted contribute the rows of their last commit. Raises
-    RunError when there is no run, or when runs were written by different versions of the code, or made from different
-    versions of data, checkpoints or code of one's own, unless `mix_code`.
+    RunError when there is no run, or when they are not `comparable`, as runs of different code, inputs or settings are
+    not, unless `mix_code`.
     """
     tables = None if any(run_folders(root)) else collected(root)  # runs go on, so they know more than tables of them
     frames = tables or _from_runs(root, unfinished)
-    codes = frames.runs["code"]
-    mixed = frames.runs.groupby("study")["code"].nunique().max() > 1 or codes.str.contains(" then ").any()
-    if mixed and not mix_code:
-        counts = ", ".join(f"{n} by {code}" for code, n in codes.value_counts().items())
-        raise RunError(f"the runs below {root} were written by different versions of the code ({counts}), so their "
-                       "numbers may not be comparable; run them again in another --out, or pool them with --mix-code")
-    if not mix_code and (names := _parted_inputs(frames.runs)):
-        raise RunError(f"the runs below {root} were made from different versions of {', '.join(names)}, so their "
-                       "numbers may not be comparable; run them again in another --out, or pool them with --mix-code")
+    if not mix_code:
+        require_comparable(root, frames.runs)
     return frames
-
-
-def _parted_inputs(runs: pd.DataFrame) -> list[str]:
-    """What the runs of one study were made from in more than one version. Older tables do not say."""
-    found: dict[tuple[str, str], set[str]] = {}
-    for run in runs.itertuples():
-        for name, value in json.loads(run.inputs or "{}").items():
-            found.setdefault((run.study, name), set()).update(value.split(" then "))
-    return sorted({name for (_, name), values in found.items() if len(values) > 1})
 
 
 def collected(root: Path) -> Frames | None:
@@ -121,6 +106,7 @@ def collected(root: Path) -> Frames | None:
             frame = read_parquet(folder / f"{name}.parquet").to_pandas()
             tables[name] = frame.astype({c: "float64" for c in frame.select_dtypes("float32")})
     runs = tables.pop("runs")
+    _require_whole(folder, runs, tables["steps"])
     frames = Frames(runs.assign(**{c: None for c in (*PLAIN, *NESTED) if c not in runs}), tables)
     for label, part in zip(LABELS[1:4], here.relative_to(folder).parts, strict=False):
         value = int(part.removeprefix("seed=")) if label == "seed" and part.startswith("seed=") else part
@@ -128,6 +114,19 @@ def collected(root: Path) -> Frames | None:
     if frames.runs.empty:
         raise RunError(f"the tables in {folder} hold no run {root}")
     return frames
+
+
+def _require_whole(folder: Path, runs: pd.DataFrame, steps: pd.DataFrame) -> None:
+    """Raise RunError where the two tables are not of one time, as after a kill while a folder was written again."""
+    ended = runs[(runs["state"] == "finished") & (runs["step"] > 0)]
+    known, finished, measured = ({*f[LABELS[:4]].drop_duplicates().itertuples(index=False, name=None)}
+                                 for f in (runs, ended, steps))
+    for alone, table in ((measured - known, "steps"), (finished - measured if measured else set(), "runs")):
+        if alone:  # a trainer of one's own may write no steps at all
+            example = "/".join(map(str, next(iter(alone))))
+            raise RunError(f"{folder / 'steps.parquet'} and runs.parquet are not of the same runs ({len(alone)} in "
+                           f"{table} alone, e.g. {example}), so what they say together would be wrong; collect the "
+                           "study again, or restore them from a copy")
 
 
 def _from_runs(root: Path, unfinished: bool) -> Frames:

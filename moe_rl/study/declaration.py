@@ -27,10 +27,10 @@ from moe_rl.errors import ConfigError, RunError
 from moe_rl.lookup import unknown
 from moe_rl.methods import arm as spelled_arm
 from moe_rl.runs import folder as runs
+from moe_rl.runs.folder import DECLARATION
 
 COMES_ALONG = ("routing_replay",)
 """Studies that are part of the package, and need no file."""
-DECLARATION = "study.json"
 QUICK_STEPS = 3
 TRAINER = "moe_rl.execute:execute"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -20,10 +20,11 @@ from moe_rl.config.values import check_values
 from moe_rl.errors import ConfigError
 from moe_rl.runs import folder as runs
 from moe_rl.runs.columns import pooled, timing
+from moe_rl.runs.folder import DECLARATION
 from moe_rl.runs.frames import LABELS, Frames, load_study, read_table
 from moe_rl.runs.inputs import changed, inputs_of, sources_of
 from moe_rl.runs.terminal import say
-from moe_rl.study.declaration import DECLARATION, Planned, Study, path_of, read_declaration
+from moe_rl.study.declaration import Planned, Study, path_of, read_declaration
 from moe_rl.study.workers import Failure, run_study
 
 
