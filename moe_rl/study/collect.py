@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,8 +26,9 @@ from moe_rl.errors import ConfigError
 from moe_rl.runs import folder as runs
 from moe_rl.runs.columns import TABLES, pooled
 from moe_rl.runs.commits import read_parquet
+from moe_rl.runs.folder import DECLARATION
 from moe_rl.runs.frames import LABELS, Frames, load_study
-from moe_rl.study.declaration import DECLARATION, read_declaration
+from moe_rl.study.declaration import read_declaration
 
 KEPT = {
     "steps": ("reward", "exact", "eval_*", "groups_without_signal", "response_tokens", "truncated", "entropy",
@@ -53,36 +55,46 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), without: Seque
     `also` names further columns, by pattern, wherever they appear, `without` those to leave out; a pattern may name a
     table, `layers:engine_*`, and a table of which nothing but keys would be left is left out whole. The columns of the
     declared metrics are kept, too. Unfinished runs are left out, and named in `study.json`. Raises ConfigError for a
-    pattern that no column matches and for a folder `out` where the tables would hide runs, RunError where nothing has
-    finished.
+    pattern that no column matches and for a folder `out` where the tables would hide runs or overwrite those of another
+    study, RunError where nothing has finished. A kill leaves the tables of an earlier time as they are.
     """
-    _check_out(folder, out)
-    declared, frames = read_declaration(folder), load_study(folder, mix_code=mix_code)
+    declared = read_declaration(folder)
+    _check_out(folder, out, declared["name"])
+    frames = load_study(folder, mix_code=mix_code)
     for option, patterns in (("also", also), ("without", without)):
         for pattern in patterns:
             if not any(_matches(name, c, (pattern,)) for name in pooled() for c in frames[name]):
                 raise ConfigError(f"--{option} {pattern}: no column of this study matches; see docs/columns.md")
     also = [*also, *(f"steps:{one.partition(',')[0]}" for one in declared.get("metrics", ()))]
     tables = {name: _select(name, frames[name], also, without) for name in pooled()}
-    out.mkdir(parents=True, exist_ok=True)
+    nothing = [name for name in tables if name != "steps" and _says_nothing(name, tables[name])]
+    tables = {name: table for name, table in tables.items() if name not in nothing} | _own(frames)
+    tables["runs"] = _runs(frames)  # last: until it is there, steps are of runs that the one before does not have
     left_out = [text.replace(f"{folder}/", "") for text in frames.left_out]
-    runs.write_json(out / DECLARATION, declared | {"left_out": left_out}, durable=False)
-    tables = {"runs": _runs(frames), **tables, **_own(frames)}
-    written = {out / f"{name}.parquet": table for name, table in tables.items()}
-    for name in pooled():
-        if (file := out / f"{name}.parquet") in written and name != "steps" and _says_nothing(name, written[file]):
-            del written[file]
-            file.unlink(missing_ok=True)  # of an earlier time
-    for file, table in written.items():
-        _write(table, file)
-    return {file: file.stat().st_size for file in (out / DECLARATION, *written)}
+    aside = out / ".tmp-tables"
+    shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
+    aside.mkdir(parents=True)
+    runs.write_json(aside / DECLARATION, declared | {"left_out": left_out}, durable=False)
+    for name, table in tables.items():
+        _write(table, aside / f"{name}.parquet")
+    for name in nothing:
+        (out / f"{name}.parquet").unlink(missing_ok=True)  # of an earlier time
+    written = [out / DECLARATION, *(out / f"{name}.parquet" for name in tables)]
+    for file in written:
+        (aside / file.name).rename(file)
+    aside.rmdir()
+    return {file: file.stat().st_size for file in written}
 
 
-def _check_out(folder: Path, out: Path) -> None:
-    """Tables stand for every run below them, also for those that are still to come."""
+def _check_out(folder: Path, out: Path, name: str) -> None:
+    """Tables stand for every run below them, also for those that are still to come; and for those of one study."""
     if folder.resolve().is_relative_to(out.resolve()) or any(runs.run_folders(out)):
         raise ConfigError(f"--out {out}: tables there would hide the runs below it, those of {folder} and all that "
                           "are still to come; give a folder of their own, e.g. --out results")
+    there = runs.read_json(out / DECLARATION, ("name",))
+    if there is not None and there["name"] != name:
+        raise ConfigError(f"--out {out}: the tables of the study {there['name']!r} are there, and those of {name!r} "
+                          f"would overwrite them; give a folder of their own, e.g. --out {out.parent / name}")
 
 
 def _select(name: str, frame: pd.DataFrame, also: Sequence[str], without: Sequence[str]) -> pd.DataFrame:
@@ -131,9 +143,7 @@ def _write(frame: pd.DataFrame, file: Path) -> None:
         return alone.tell()
 
     floats = [name for name in frame if frame[name].dtype == "float32"]
-    aside = file.with_name(f".tmp-{file.name}")
-    _compressed(table, aside, [name for name in floats if size(name, [name]) < size(name, [])])
-    aside.rename(file)
+    _compressed(table, file, [name for name in floats if size(name, [name]) < size(name, [])])
 
 
 def _compressed(table: pa.Table, to: Path | io.BytesIO, apart: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 import sys
@@ -21,6 +22,7 @@ from moe_rl.results.summary import summarise
 from moe_rl.runs import folder as runs
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import Frames, load_study
+from moe_rl.study import collect as collecting
 from moe_rl.study.collect import KEPT, _write, collect
 from moe_rl.study.declaration import read_declaration, write_declaration
 from moe_rl.study.rerun import rerun, verdict
@@ -232,6 +234,52 @@ def test_tables_are_not_written_where_they_would_hide_runs(folder, tmp_path, whe
     with pytest.raises(ConfigError, match="hide the runs"):
         collect(copy, out, mix_code=True)
     assert not list(tmp_path.glob("**/runs.parquet"))
+
+
+def test_tables_of_another_study_are_not_overwritten(folder, results, tmp_path):
+    out, other = shutil.copytree(results, tmp_path / "results"), shutil.copytree(folder, tmp_path / "other")
+    declared = json.loads((other / "study.json").read_text())
+    (other / "study.json").write_text(json.dumps(declared | {"name": "other"}))
+    with pytest.raises(ConfigError, match="tables of the study 'fake' are there, and those of 'other'"):
+        collect(other, out, mix_code=True)
+    assert {f.name: f.read_bytes() for f in out.iterdir()} == {f.name: f.read_bytes() for f in results.iterdir()}
+    collect(folder, out, mix_code=True)
+
+
+@pytest.fixture
+def part(folder, tmp_path) -> Path:
+    """Collected tables of one seed of three."""
+    few = shutil.copytree(folder, tmp_path / "few" / folder.name)
+    for seed in (1, 5):
+        for run in few.glob(f"*/*/seed={seed}"):
+            shutil.rmtree(run)
+    collect(few, tmp_path / "part", mix_code=True)
+    return tmp_path / "part"
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_kill_while_tables_are_written_leaves_the_earlier_ones(folder, results, part, monkeypatch, after):
+    before, count, write = {f.name: f.read_bytes() for f in part.iterdir()}, itertools.count(), collecting._write
+
+    def killed(frame, file):
+        if next(count) == after:
+            raise KeyboardInterrupt
+        write(frame, file)
+
+    monkeypatch.setattr(collecting, "_write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        collect(folder, part, mix_code=True)
+    assert {f.name: f.read_bytes() for f in part.iterdir() if f.is_file()} == before
+    monkeypatch.undo()
+    collect(folder, part, mix_code=True)
+    assert {f.name: f.read_bytes() for f in part.iterdir()} == {f.name: f.read_bytes() for f in results.iterdir()}
+
+
+@pytest.mark.parametrize("table", ["steps", "runs"])
+def test_tables_of_two_times_are_refused(results, part, table):
+    shutil.copy(results / f"{table}.parquet", part)
+    with pytest.raises(RunError, match=f"not of the same runs \\(18 in {table} alone, e.g. fake/.*collect the study"):
+        load_study(part, mix_code=True)
 
 
 def test_runs_are_read_even_where_tables_lie_beside_or_above_them(folder, results, tmp_path):
