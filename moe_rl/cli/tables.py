@@ -11,7 +11,8 @@ from moe_rl.cli.verbs import MIX_CODE, UNFINISHED, argument, verb
 from moe_rl.errors import ConfigError, RunError
 
 TRUST = argument("--trust", action="store_true",
-                 help="import figures, metrics and verdict of the study's own from beside its tables, too")
+                 help="look for the study's own figures, metrics and verdict beside its tables, too; what is "
+                      "installed, or in the working directory, runs without it")
 
 
 @verb(

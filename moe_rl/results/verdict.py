@@ -18,7 +18,9 @@ def verdict_of(frames: Frames, declared: Mapping[str, Any]) -> list[str]:
         rule = lookup("verdict", declared["verdict"], {})
     except ConfigError as error:
         return [f"not to be had here: {error} Or look for it beside the tables, too: --trust"]
+    except (Exception, SystemExit) as error:  # of its module
+        return [f"not to be had here: {type(error).__name__}: {error}"]
     try:
         return list(rule(frames))
-    except Exception as error:  # of runs that a rule has not foreseen: fewer arms, one seed, three steps
+    except (Exception, SystemExit) as error:  # of runs that a rule has not foreseen: fewer arms, one seed, three steps
         return [f"not to be had from these runs: {type(error).__name__}: {error}"]

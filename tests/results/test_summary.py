@@ -291,9 +291,23 @@ def by_hand(frames: Frames) -> list[str]:
     return [f"{len(frames.runs)} runs"]
 
 
+def ends_the_program(frames: Frames) -> list[str]:
+    raise SystemExit(0)
+
+
 def test_a_study_carries_its_verdict(frames):
     assert verdict_of(frames, {"verdict": f"{__name__}:by_hand"}) == ["9 runs"]
     assert verdict_of(frames, {"verdict": ""}) == []
     assert "no module 'nowhere'" in verdict_of(frames, {"verdict": "nowhere:rule"})[0]
     fails = verdict_of(dataclasses.replace(frames, tables={}), {"verdict": f"{__name__}:worst_reward"})
     assert fails == ["not to be had from these runs: KeyError: 'steps'"], "the tables are shown all the same"
+    ends = verdict_of(frames, {"verdict": f"{__name__}:ends_the_program"})
+    assert ends == ["not to be had from these runs: SystemExit: 0"]
+
+
+@pytest.mark.parametrize("line, words", [("raise SystemExit(0)", "SystemExit: 0"), ("1 / 0", "ZeroDivisionError: div")])
+def test_a_verdict_whose_module_fails_is_named_and_the_tables_are_shown(frames, tmp_path, monkeypatch, line, words):
+    (tmp_path / "failing_rules.py").write_text(f"{line}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (text,) = verdict_of(frames, {"verdict": "failing_rules:rule"})
+    assert text.startswith(f"not to be had here: {words}")
