@@ -32,9 +32,9 @@ def rerun(path: Path, out: Path, *, jobs: int | None, console: Console, steps: i
           trusted: Callable[[list[str]], bool] = lambda code: False) -> list[Failure]:
     """Run every row below `path` (a study, an arm, a cell or a run) again in `out`; returns the failures.
 
-    Then says of each whether its final weights and optimizer state are those of the row, bit for bit, and else in which
-    columns their tables part, from which step on and by how much; that can happen on another kind of machine or with
-    other versions, which are named. With `steps` only the first ones are run and compared.
+    Then says of each whether its final weights and optimizer state are those of the row, bit for bit, and in which
+    columns their tables part, if any, from which step on and by how much; that can happen on another kind of machine or
+    with other versions, which are named. With `steps` only the first ones are run and compared.
 
     Rows that name code from outside the package run only if `trusted`, called with these names, says so. It is looked
     for beside the study file that the row names, in or below the folders above the tables and the current one, or, as
@@ -126,15 +126,14 @@ def _differences(row: Any, planned: Planned, trainer: str, own: bool) -> Iterabl
 
 
 def verdict(reported: Frames, path: Path) -> str:
-    """How the run in `path` compares with the one that `reported` holds, over the steps that both have.
+    """How the run in `path` compares with the one that `reported` holds: its checkpoint, and the steps that both have.
 
     Values are compared as float32. Of a run of fewer steps what the other had not measured by then is left out, as the
     evaluation at its end.
     """
     (row,), made = reported.runs.to_dict("records"), runs.read_manifest(path)
     assert made is not None, "the run has just ended"
-    if made.get("checkpoint") == row["checkpoint"]:
-        return "the same weights and optimizer state, bit for bit"
+    alike = made.get("checkpoint") == row["checkpoint"]
     last = min(row["step"], made["finished"])
     shorter = last < row["step"]
     parted: dict[str, tuple[int, float]] = {}
@@ -156,19 +155,22 @@ def verdict(reported: Frames, path: Path) -> str:
             parted[f"{name}, its rows"] = int(steps.min()), np.inf
             a, b = (table.loc[a.index.intersection(b.index)] for table in (a, b))
         parted |= {f"{name}.{c}": found for c in columns if (found := _parts(a[c], b[c], shorter)) is not None}
-    same = f"another checkpoint, as after {last} of {row['step']} steps" if shorter else "another checkpoint"
     if not parted:
         values = f"equal values in all {count} columns"
     else:
         first, largest = min(step for step, _ in parted.values()), max(parted, key=lambda c: parted[c][1])
         values = (f"values part in {len(parted)} of {count} columns ({', '.join([*parted][:3])}, …), from step {first} "
                   f"on, by at most {parted[largest][1]:.1g} of the largest value of a column ({largest})")
-    if without:
-        values += f", and {len(without)} columns of the row are not there now ({', '.join(without[:3])}, …)"
+    lacking = f", and {len(without)} columns of the row are not there now ({', '.join(without[:3])}, …)" * bool(without)
+    if alike and not parted:
+        return f"the same weights and optimizer state, bit for bit{lacking}"
+    checkpoint = ("the same weights and optimizer state" if alike else
+                  f"another checkpoint, as after {last} of {row['step']} steps" if shorter else "another checkpoint")
     there, here = _made_from(row), _made_from({**made, "code": " then ".join(made["code"])})
     others = [f"{name} {there[name]} there, {here.get(name)} here" for name in there if there[name] != here.get(name)]
-    unsaid = "as they should be" if shorter and not parted else "the same versions, so another machine?"
-    return f"{same}, {values}; {'; '.join(others) or unsaid}"
+    unsaid = ("as they should be" if shorter and not parted else
+              "the same versions, so " + ("has somebody edited the table?" if alike else "another machine?"))
+    return f"{checkpoint}, {values}{lacking}; {'; '.join(others) or unsaid}"
 
 
 def _made_from(run: Mapping[str, Any]) -> dict[str, str]:

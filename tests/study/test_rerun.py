@@ -218,6 +218,18 @@ def test_the_first_steps_alone_are_run_and_compared(results, tmp_path, elsewhere
     assert "steps=0" in capsys.readouterr().err
 
 
+def test_values_that_part_are_named_even_where_the_weights_are_the_same(results, tmp_path, elsewhere):
+    frame = pd.read_parquet(results / "steps.parquet")
+    frame.loc[1, "reward"] += 1e-3
+    frame.to_parquet(results / "steps.parquet")
+    text = said(results, tmp_path / "again")
+    assert "bit for bit" not in text and "the same weights and optimizer state, values part in 1 of " in text
+    assert "columns (steps.reward, …), from step 2 on" in text and "edited the table?" in text
+    frame.assign(own_number=1.0).drop(columns="reward").to_parquet(results / "steps.parquet")
+    text = said(results, tmp_path / "again")
+    assert "bit for bit, and 1 columns of the row are not there now (steps.own_number, …)" in text
+
+
 def test_from_which_step_on_and_by_how_much_values_part(results, tmp_path, elsewhere):
     said(results, tmp_path / "again", steps=2)
     run, row = tmp_path / "again" / "mine" / "grpo" / "base" / "seed=0", load_study(results)
