@@ -30,6 +30,11 @@ def require_comparable(root: Path, runs: pd.DataFrame) -> None:
         raise RunError(f"the runs below {root} were made from different versions of {', '.join(names)}, {ELSE}")
     for text in _mislabelled(runs):
         raise RunError(f"the runs below {root} are not those that their folders say: {text}, {ELSE}, or remove a copy")
+    require_equal_settings(root, runs)
+
+
+def require_equal_settings(root: Path, runs: pd.DataFrame) -> None:
+    """Raise RunError for runs below `root`, rows with LABELS and `config`, that have different settings in one cell."""
     parted: dict[str, str] = {}
     for setting, text in _parted_settings(runs):
         parted.setdefault(setting, text)

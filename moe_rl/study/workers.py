@@ -106,11 +106,29 @@ def _alike(failures: Sequence[Failure], planned: Sequence[Planned]) -> bool:
 
 def unfinished(planned: Sequence[Planned], mix_code: bool) -> list[bool]:
     """Which runs are still to be carried out. Raises RunError for a folder that holds another run, or one of other
-    code or data unless `mix_code`; nothing is touched then."""
+    code or data unless `mix_code`, and for runs beside them, of the same study, that have other settings; nothing is
+    touched then."""
     for p in planned:
         runs.check(p.path, p.config.to_dict(), p.config.hash)
         check_code(p.path, mix_code)
+    if not mix_code:
+        _require_equal_settings(planned)
     return [runs.state(p.path, p.config.steps)["state"] not in runs.ENDED for p in planned]
+
+
+def _require_equal_settings(planned: Sequence[Planned]) -> None:
+    """Raise RunError where they and the runs that are there would be refused as the runs of one study."""
+    import pandas as pd
+
+    from moe_rl.runs.comparable import require_equal_settings
+    from moe_rl.runs.frames import labels_of
+
+    for root in {p.path.parents[2] for p in planned}:
+        own = {p.path: p.config.to_dict() for p in planned if p.path.is_relative_to(root)}
+        there = {path: manifest["config"] for path in runs.run_folders(root)
+                 if path not in own and (manifest := runs.read_manifest(path)) is not None}
+        require_equal_settings(root, pd.DataFrame([labels_of(path) | {"config": json.dumps(config)}
+                                                   for path, config in (there | own).items()]))
 
 
 def run_together(study: Study, planned: Sequence[Planned], waiting: Sequence[Planned], cache: Path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import load_study
 from moe_rl.study.collect import collect
 from moe_rl.study.declaration import write_declaration
+from moe_rl.study.workers import unfinished
 from tests import fake_study
 
 CONFIG = fake_study.study.base.replace(steps=2, save_every=2)
@@ -49,6 +51,18 @@ def test_runs_of_other_settings_are_refused_with_what_differs(tmp_path, second):
         collect(tmp_path / "fake", tmp_path / "results")
     collect(tmp_path / "fake", tmp_path / "results", mix_code=True)
     refused(tmp_path / "results", *words)
+
+
+def test_a_study_does_not_begin_beside_runs_of_other_settings(tmp_path):
+    """The refusal does not wait until they have been carried out."""
+    train(tmp_path)
+    study = replace(fake_study.study, base=CONFIG, seeds=(0, 1))
+    assert unfinished(study.runs(tmp_path), mix_code=False).count(False) == 1
+    planned = replace(study, base=CONFIG.replace(**OTHER)).with_arms(["gspo"]).runs(tmp_path)
+    with pytest.raises(RunError, match=r"fake have different settings \(.*temperature: 1.0 in grpo/base/seed=0, 0.3 in "
+                                       "gspo/base/seed=0"):
+        unfinished(planned, mix_code=False)
+    assert unfinished(planned, mix_code=True) == [True, True]
 
 
 def test_one_name_for_two_arms_is_refused(tmp_path):
