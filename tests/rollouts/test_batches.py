@@ -382,7 +382,8 @@ def test_kills_at_random_instants_change_nothing(tmp_path):
 def test_a_queue_whose_file_is_gone_is_not_filled_anew(tmp_path):
     run = LAGGED.replace(steps=2, eval_every=2)
     carry_out(run, tmp_path / "run")
-    next((tmp_path / "run").glob("commit/*/checkpoint/batches.pt")).unlink()
+    for file in ("checkpoint/batches.pt", "checkpoint.sha256"):  # else the checkpoint is known not to be whole
+        next((tmp_path / "run").glob(f"commit/*/{file}")).unlink()
     (tmp_path / "run" / "manifest.json").write_text(
         (tmp_path / "run" / "manifest.json").read_text().replace('"finished": 2', '"finished": 1'))
     with pytest.raises(RunError, match="in step 3 the batch of step 3, to be begun in step 1, .*batches.pt"):
