@@ -94,14 +94,15 @@ def states(out: Path) -> list[str]:
 
 
 def test_a_study_killed_requeued_and_preempted_at_random_ends_as_on_one_machine(cluster, tmp_path):
-    study = load_study_file(STUDY)
+    study, seeds = load_study_file(STUDY), 8
     local, out, draw = tmp_path / "local", tmp_path / "cluster", random.Random(0)
-    for planned in study.runs(local, range(8)):
-        carry_out(planned, study.trainer, local / ".cache")
-    submit(out, STUDY, "--seeds", "8")
+    submit(out, STUDY, "--seeds", str(seeds))
     done, end = dict.fromkeys(("kill", "requeue", "preempt", "controller"), 0), time.monotonic() + LONGEST
-    while states(out).count("finished") < 24:
-        assert time.monotonic() < end, (states(out), queue(), said(out)[-5000:])
+    while (finished := states(out).count("finished")) < len(study.arms) * seeds or min(done.values()) < 2:
+        assert time.monotonic() < end, (done, states(out), queue(), said(out)[-5000:])
+        if finished == len(study.arms) * seeds:  # on a quick machine the study ends before it was disturbed enough
+            seeds += 4
+            submit(out, STUDY, "--seeds", str(seeds))
         time.sleep(draw.uniform(2, 6))
         running = sorted(task for task, state in queue().items() if state == "RUNNING")
         least = min(done, key=lambda kind: done[kind])
@@ -126,18 +127,19 @@ def test_a_study_killed_requeued_and_preempted_at_random_ends_as_on_one_machine(
         else:
             continue
         done[what] += 1
-    assert min(done.values()) >= 2, f"{done}: the study was too quick"
     until(lambda: not queue())
     text = said(out)
     assert re.search(r"restart [1-9]", text) and "told USR1" in text, text[-3000:]
-    print(done, "restarts:", len(re.findall(r"restart [1-9]", text)))
+    print(done, "seeds:", seeds, "restarts:", len(re.findall(r"restart [1-9]", text)))
+    for planned in study.runs(local, range(seeds)):
+        carry_out(planned, study.trainer, local / ".cache")
     for a in run_folders(local / study.name):
         b = out / a.relative_to(local)
         assert diff(a, b) is None, b
         assert runs.read_manifest(a)["checkpoint"] == runs.read_manifest(b)["checkpoint"], b
     shutil.rmtree(local)
     assert sorted(path.suffix for path in out.glob(".cache/cold_starts/*")) == ["", ".lease"], "one for all, and whole"
-    submit(out, STUDY, "--seeds", "8")
+    submit(out, STUDY, "--seeds", str(seeds))
     assert not queue(), "nothing is submitted again"
 
 
