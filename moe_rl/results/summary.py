@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
@@ -26,24 +26,34 @@ FATES = {"lasting": "lasting collapses", "recovered": "recovered collapses"}
 """Fates of a run that count as collapse, and the names of their rows."""
 
 
-def last(values: pd.Series) -> float:
+Steps = Int[np.ndarray, " measured"]
+"""Those of a run in which a quantity was measured, ascending."""
+Values = Float[np.ndarray, " measured"]
+
+
+def last(steps: Steps, values: Values) -> float:
     """The last value that was measured."""
-    return float(values.iloc[-1])
+    return float(values[-1])
 
 
-def mean(values: pd.Series) -> float:
+def mean(steps: Steps, values: Values) -> float:
     """Over the whole run, all steps that were measured."""
     return float(values.mean())
 
 
-def gained(values: pd.Series) -> float:
+def second_half(steps: Steps, values: Values) -> float:
+    """Mean of the later half of what was measured."""
+    return second_half_mean(values)
+
+
+def gained(steps: Steps, values: Values) -> float:
     """The last value minus that before the first step."""
-    return float(values.iloc[-1] - values.iloc[0])
+    return float(values[-1] - values[0])
 
 
-def after_start(values: pd.Series) -> float:
+def after_start(steps: Steps, values: Values) -> float:
     """Mean of the evaluations after steps of the second half of the run."""
-    return float(values[values.index > values.index[-1] / 2].mean())
+    return float(values[steps > steps[-1] / 2].mean())
 
 
 @dataclass(frozen=True)
@@ -52,8 +62,7 @@ class Metric:
 
     name: str
     column: str
-    reduce: Callable[[pd.Series], float] = second_half_mean
-    """From a run's values, by the step that they were measured in."""
+    reduce: Callable[[Steps, Values], float] = second_half
     after_divergence: float = math.nan
     """What each step, or evaluation, counts that a diverged run did not live to see: a model of NaNs earns no reward,
     while most quantities no longer exist."""
@@ -131,21 +140,25 @@ def per_run(frames: Frames, metric: Metric) -> pd.Series:
                 raise ConfigError(f"the metric {metric.column!r}, called with the tables of the run {arm} seed={seed}, "
                                   f"gives no number: {type(error).__name__}: {error}") from error
     elif metric.column in frames["steps"]:
-        runs = {(run.arm, run.seed): run for run in frames.runs.itertuples()}
         columns = dict.fromkeys(("arm", "seed", "step", metric.column))
-        rows = frames["steps"][[*columns]].dropna(subset=[metric.column]).sort_values("step").groupby(["arm", "seed"])
-        for key, measured in rows:
-            values, run = measured.set_index("step", drop=False)[metric.column], runs[key]
-            if metric.since_start and values.index[0] != 0:
+        rows = frames["steps"][[*columns]].dropna(subset=[metric.column]).sort_values("step")
+        all_steps, all_values = (rows[name].to_numpy() for name in ("step", metric.column))
+        measured = rows.groupby(["arm", "seed"]).indices
+        for run in frames.runs.sort_values(["arm", "seed"])[["arm", "seed", "state", "steps"]].itertuples():
+            if (at := measured.get((run.arm, run.seed))) is None:
+                continue
+            steps, values = all_steps[at], all_values[at].astype(float)
+            if metric.since_start and steps[0] != 0:
                 continue
             if run.state == "diverged":
-                values = pd.concat([values, pd.Series(metric.after_divergence, _unseen(values.index, run.steps))])
-            found[key] = metric.reduce(values)
+                steps = np.append(steps, _unseen(steps, run.steps))
+                values = np.append(values, np.full(len(steps) - len(values), metric.after_divergence))
+            found[run.arm, run.seed] = metric.reduce(steps, values)
     index = pd.MultiIndex.from_tuples(found) if found else pd.MultiIndex.from_arrays([[], []])
-    return pd.Series(found, index=index, dtype=float)
+    return pd.Series(list(found.values()), index=index, dtype=float)
 
 
-def _unseen(measured: pd.Index, end: int) -> Int[np.ndarray, " step"]:
+def _unseen(measured: Steps, end: int) -> Int[np.ndarray, " unseen"]:
     """The steps up to the run's last that a diverged run did not live to see, as far apart as those it measured."""
     apart = int(np.median(np.diff(measured))) if len(measured) > 1 else measured[0] or end
     return np.append(np.arange(measured[-1] + apart, end, apart), max(end, measured[-1] + 1))
@@ -190,8 +203,7 @@ def outcomes(frames: Frames) -> pd.DataFrame:
     one; `dip` the step at which a dip began that the run's end cut short. A diverged run has collapsed for good, at the
     latest in the step it could not take.
     """
-    rewards = frames["steps"].get("reward", pd.Series(dtype=float))
-    measured = frames["steps"][rewards.notna()] if len(rewards) else pd.DataFrame(columns=[*RUN, "step", "reward"])
+    measured = frames["steps"].reindex(columns=[*RUN, "step", "reward"]).dropna(subset=["reward"])
     curves = {key: rows.sort_values("step") for key, rows in measured.groupby(RUN)}
     found = []
     for run in frames.runs.itertuples():

@@ -181,7 +181,7 @@ def test_times_to_collapse_are_compared_by_log_rank():
 
 def test_a_metric_is_known_by_its_name_its_column_or_as_any_column_of_steps():
     assert metric("reward") is metric("reward, second half") is MAIN
-    assert metric("token_ess").reduce([0.0, 1.0]) == 1.0
+    assert metric("token_ess").reduce(np.array([1, 2]), np.array([0.0, 1.0])) == 1.0
     for name in ("margin_q50", "rewards"):
         with pytest.raises(ConfigError, match=f"no metric '{name}'"):
             metric(name)
