@@ -67,7 +67,7 @@ def drawn(frames: Frames, declared: Mapping[str, Any], *,
                 _check(found)
         except RunError as error:
             found = error
-        except Exception as error:  # their code may raise anything
+        except (Exception, SystemExit) as error:  # their code may raise anything
             if not own:
                 raise
             found = RunError(f"{type(error).__name__}: {error}")

@@ -136,7 +136,7 @@ def per_run(frames: Frames, metric: Metric) -> pd.Series:
         for (arm, seed), _ in frames.runs.groupby(["arm", "seed"], sort=False):
             try:
                 found[arm, seed] = float(metric.of(frames.run(arm, seed)))
-            except Exception as error:  # their code may raise anything
+            except (Exception, SystemExit) as error:  # their code may raise anything
                 raise ConfigError(f"the metric {metric.column!r}, called with the tables of the run {arm} seed={seed}, "
                                   f"gives no number: {type(error).__name__}: {error}") from error
     elif metric.column in frames["steps"]:

@@ -7,6 +7,7 @@ import html.parser
 import io
 import json
 import re
+import sys
 
 import pytest
 from matplotlib.figure import Figure
@@ -107,8 +108,13 @@ def cannot_be_saved(frames, arms):
     return figure
 
 
+def ends_the_program(frames, arms):
+    sys.exit("no such study")
+
+
 def test_a_figure_of_ones_own_that_fails_is_named_and_the_rest_is_shown(tmp_path):
-    own = [f"{__name__}:{one.__name__}" for one in (raises, returns_nothing, cannot_be_saved)] + ["nowhere:drawn"]
+    own = [f"{__name__}:{one.__name__}" for one in (raises, returns_nothing, cannot_be_saved, ends_the_program)]
+    own.append("nowhere:drawn")
     folder, out = fake_runs(tmp_path), io.StringIO()
     write_declaration(dataclasses.replace(fake_study.study, figures=(*own, "expert_change")), tmp_path)
     print_study(Console(file=out, width=10_000), folder)
@@ -116,7 +122,8 @@ def test_a_figure_of_ones_own_that_fails_is_named_and_the_rest_is_shown(tmp_path
     reader = Reader()
     reader.feed((tmp_path / "page.html").read_text())
     for name, why in zip(own, ("KeyError: 'own_rewards'", "its function gave None, and no matplotlib Figure",
-                               "ValueError", "ConfigError: figure 'nowhere:drawn': there is no module"), strict=True):
+                               "ValueError", "SystemExit: no such study",
+                               "ConfigError: figure 'nowhere:drawn': there is no module"), strict=True):
         assert f"no figure {name}: {why}" in out.getvalue() and f"No figure {name}: {why}" in reader.text
     assert (folder / "figures/expert_change.png").exists() and reader.tags.count("img") == 1
     assert "Made-up numbers." in out.getvalue() and "Made-up numbers." in reader.text
