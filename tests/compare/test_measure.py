@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import math
 import random
 import shutil
 import weakref
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 
 from moe_rl import cli
 from moe_rl.compare.checkpoints import measure
+from moe_rl.compare.checkpoints.figures import by_layer
 from moe_rl.compare.checkpoints.measure import Comparison, measure_volatility
 from moe_rl.compare.checkpoints.observed import Observer
 from moe_rl.compare.checkpoints.printed import _tenth, conclusion, print_report
@@ -29,6 +31,7 @@ from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.metrics.place import CAUTION, yardstick
 from moe_rl.models.load import load, no_progress_bars, save_checkpoint
+from moe_rl.results.plots import save
 from moe_rl.routing import RoutingTrace, record_routing, replay_routing
 from tests.conftest import perturb
 
@@ -348,6 +351,16 @@ def test_the_command_prints_a_summary_and_draws_figures(there, tmp_path, capsys)
         assert words in printed.out.replace("\n", " ")
     for name in ("by_layer", "concentration", "experts"):
         assert (out / f"{name}.png").stat().st_size > 1000 and (out / f"{name}.svg").exists()
+
+
+@pytest.mark.parametrize("margin", [math.nan, math.inf])
+def test_a_model_whose_margins_are_unknown_or_infinite_is_drawn(frames, tmp_path, margin):
+    """Routers that hand out no scores (Llama 4, DBRX, JetMoE), or use all experts."""
+    layers = frames["layers"].copy()
+    layers[[name for name in layers if name.startswith("margin_q")]] = margin
+    none = frames["margins"].iloc[:0] if math.isnan(margin) else frames["margins"]
+    save(by_layer({**frames, "layers": layers, "margins": none}), tmp_path, "by_layer")
+    assert (tmp_path / "by_layer.png").stat().st_size
 
 
 def test_brackets_in_a_path_are_printed_as_they_stand(there, tmp_path, monkeypatch, capsys):

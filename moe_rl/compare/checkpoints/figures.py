@@ -38,8 +38,10 @@ def by_layer(frames: Frames) -> Figure:
         low, middle, high = (layers[f"margin_{q}_{when}"].replace(math.inf, math.nan) for q in ("q10", "q50", "q90"))
         ax.fill_between(layers["site"], low, high, color=colour, alpha=0.15, linewidth=0)
         ax.plot(layers["site"], middle, "o-", color=colour, markersize=4, label=f"{when}: median, 10–90 % band")
-    ax.set(title="Router margin", xlabel="routing site, in forward order", yscale="log",
-           ylabel="k-th minus next choice score")
+    margins = layers.filter(regex="^margin_q").to_numpy()
+    known = bool(((margins > 0) & (margins < math.inf)).any())  # none where routers hand out no scores, or use all
+    ax.set(title="Router margin" if known else "Router margin: none known", xlabel="routing site, in forward order",
+           yscale="log" if known else "linear", ylabel="k-th minus next choice score")
     _whole(ax)
     ax.legend()
     _margin_panel(axes[2], frames["margins"])
