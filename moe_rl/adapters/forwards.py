@@ -66,12 +66,9 @@ class Forwards:
             mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
             if isinstance(mask, Tensor) and mask.dim() == 2:
                 self._attention = mask.bool()
-            given = kwargs.get("inputs_embeds")
-            if isinstance(given, Tensor) and given.dim() == 3:  # which name no tokens, but have their shape
-                self._shape = given.shape[:2]
 
-        def tokens(ids: Tensor) -> None:
-            self._shape = ids.shape
+        def tokens(shape: torch.Size, ids: Tensor | None) -> None:
+            self._shape = shape
 
         def routed(site: int, used: Tensor, choice: Tensor, output: Any) -> None:
             if site == 0:

@@ -152,9 +152,9 @@ def replay_routing(
     replay = Replay.of(trace)
     with hooked(modules, "replays", replay) as sites, checkpoints_bound(model, modules):
 
-        def check(tokens: Tensor) -> None:
+        def check(shape: torch.Size, tokens: Tensor | None) -> None:
             if sites[0].replay is replay:  # an inner scope's forward reads other tokens
-                _require_tokens(trace, tokens)
+                _require_tokens(trace, shape, tokens)
 
         with tokens_noted(model, check):
             yield replay
@@ -168,12 +168,12 @@ def replay_routing(
 
 
 # ---------------------------------------------------------------------- small parts
-def _require_tokens(trace: RoutingTrace, tokens: Integer[Tensor, "batch time"]) -> None:
-    """The forward must read the tokens that were routed, in the same padding."""
-    shape = tuple(trace.attention_mask.shape)
-    if tokens.shape != shape:
-        raise RoutingError(f"the forward reads tokens of shape {tuple(tokens.shape)}, the trace has {shape}.")
-    if trace.tokens is not None:
+def _require_tokens(trace: RoutingTrace, shape: torch.Size, tokens: Integer[Tensor, "batch time"] | None) -> None:
+    """The forward must read the tokens that were routed, in the same padding; embeddings have a shape alone."""
+    if shape != trace.attention_mask.shape:
+        raise RoutingError(f"the forward reads tokens of shape {tuple(shape)}, the trace has "
+                           f"{tuple(trace.attention_mask.shape)}.")
+    if trace.tokens is not None and tokens is not None:
         same = (tokens == trace.tokens.to(tokens.device)) | ~trace.attention_mask.to(tokens.device)
         if not bool(same.all()):
             b, t = (~same).nonzero()[0].tolist()

@@ -251,16 +251,20 @@ def hooked(modules: tuple[RoutingModule, ...], kind: str, what: Any) -> Iterator
 
 
 @contextmanager
-def tokens_noted(model: nn.Module, note: Callable[[Tensor], None]) -> Iterator[None]:
-    """Hand to `note` the ids [batch, time] that a forward of `model` is given, whichever of its wrappers is called.
+def tokens_noted(model: nn.Module, note: Callable[[torch.Size, Tensor | None], None]) -> Iterator[None]:
+    """Hand to `note` the shape [batch, time] and the ids that a forward of `model` is given, whichever of its wrappers
+    is called.
 
-    Each wrapper on the way to the decoder notes them in turn, so the last are the decoder's. Embeddings name none.
+    Each wrapper on the way to the decoder notes them in turn, so the last are the decoder's. Embeddings have a shape,
+    but name no ids.
     """
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        tokens = kwargs.get("input_ids", args[0] if args else None)
+        tokens, embedded = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
         if isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point():
-            note(tokens)
+            note(tokens.shape, tokens)
+        elif isinstance(embedded, Tensor) and embedded.dim() == 3:
+            note(embedded.shape[:2], None)
 
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in token_readers(model)]
     try:

@@ -23,10 +23,10 @@ class Recording:
     graphed: bool = False
     _ids: list[list[Tensor]] = field(default_factory=list)
     """Per site, the [tokens, k] ids of each forward."""
-    _tokens: list[Tensor | None] = field(default_factory=list)
-    """The [batch, time] ids that each forward read; None for one that was given embeddings."""
-    _reading: Tensor | None = None
-    """The ids that the forward now running was given, until it reaches its first site."""
+    _read: list[tuple[torch.Size | None, Tensor | None]] = field(default_factory=list)
+    """The shape [batch, time] of what each forward read, and the ids; None for one that was given embeddings."""
+    _reading: tuple[torch.Size | None, Tensor | None] = (None, None)
+    """The same of the forward now running, until it reaches its first site."""
     _scores: list[list[dict[str, Tensor]]] = field(default_factory=list)
     _logits: list[Tensor | None] = field(default_factory=list)
 
@@ -42,7 +42,7 @@ class Recording:
     def clear(self) -> None:
         """Forget everything recorded so far."""
         self._ids = [[] for _ in self.layout.sites]
-        self._tokens, self._reading = [], None
+        self._read, self._reading = [], (None, None)
         self._scores = [[] for _ in self.layout.sites]
         self._logits = [None for _ in self.layout.sites]
 
@@ -63,8 +63,8 @@ class Recording:
 
         The last column may never have been an input (it was sampled last); it is unknown then. Padding is unknown.
         Raises RoutingError for tokens that the forwards did not read, as after beam search, which moves rows, and
-        assisted decoding, which takes tokens back. Not compared are padding, and forwards that were given embeddings,
-        whose tokens nobody knows; and rows that exchange their caches while they read the same tokens look alike.
+        assisted decoding, which takes tokens back. Not compared are padding, and embeddings, of which only the
+        shape is known; and rows that exchange their caches while they read the same tokens look alike.
         """
         self._require_forward()
         batch, time = input_ids.shape
@@ -126,10 +126,10 @@ class Recording:
     ) -> None:
         """Raise unless the forwards, each of which read so many columns, read these tokens, padding aside."""
         read, start = [], 0
-        for here, width in zip(self._tokens, widths, strict=True):
-            if here is not None and here.shape != (len(tokens), width):
+        for (shape, here), width in zip(self._read, widths, strict=True):
+            if shape is not None and shape != (len(tokens), width):
                 raise RoutingError(
-                    f"a recorded forward read {here.shape[0]} rows of {here.shape[1]} tokens, but {len(tokens)} rows "
+                    f"a recorded forward read {shape[0]} rows of {shape[1]} tokens, but {len(tokens)} rows "
                     f"of {width} are asked for. Ask for the rows that were read, or use take()."
                 )
             read.append(tokens[:, start : start + width] if here is None else here.to(tokens.device))
@@ -146,18 +146,20 @@ class Recording:
             )
 
     # ------------------------------------------------------------------ for the sites
-    def reads(self, tokens: Integer[Tensor, "batch time"]) -> None:
-        """A forward was given these tokens."""
-        self._reading = tokens
+    def reads(self, shape: torch.Size, tokens: Integer[Tensor, "batch time"] | None) -> None:
+        """A forward was given these tokens, or embeddings; of what its wrapper was given they are made."""
+        self._reading = (shape, self._reading[1] if tokens is None else tokens)
 
     def routed(
         self, site: int, used: Integer[Tensor, "tokens k"], scores: dict[str, Tensor] | None, logits: Tensor | None
     ) -> None:
         """A site used these experts, and chose them by these scores, made of these logits."""
         if site == 0:
-            tokens, self._reading = self._reading, None
+            (shape, tokens), self._reading = self._reading, (None, None)
+            fits = shape is not None and shape.numel() == len(used)
             # A copy: the caller may go on filling the buffer that these are a part of.
-            self._tokens.append(tokens.clone() if tokens is not None and tokens.numel() == len(used) else None)
+            ids = tokens.clone() if fits and tokens is not None and tokens.shape == shape else None
+            self._read.append((shape if fits else None, ids))
         self._ids[site].append(used.detach())
         if scores is not None:
             self._scores[site] = [scores]

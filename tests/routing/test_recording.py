@@ -70,7 +70,7 @@ def test_padding_and_a_last_column_that_was_no_input_do_not_count(qwen, tokens):
         recording.trace(tokens)
 
 
-def test_embeddings_name_no_token_so_nothing_is_compared(qwen, tokens):
+def test_embeddings_name_no_token_so_none_is_compared(qwen, tokens):
     plain, _ = record(qwen, tokens)
     with torch.no_grad(), record_routing(qwen) as recording:
         qwen(inputs_embeds=qwen.get_input_embeddings()(tokens))
@@ -81,6 +81,20 @@ def test_embeddings_name_no_token_so_nothing_is_compared(qwen, tokens):
         qwen(tokens[:, :1], past_key_values=prefill.past_key_values)
     with pytest.raises(RoutingError, match="row 0, position 9"):
         recording.trace(torch.cat([tokens, tokens[:, :1] + 1], 1))
+
+
+def test_embeddings_of_other_rows_are_refused(qwen, tokens):
+    """Rows read one after the other are not the columns of a prefill and decoding, though their sum fits."""
+    tokens = tokens[:2, :8]
+    embedded = qwen.get_input_embeddings()(tokens)
+    plain, _ = record(qwen, tokens)
+    with torch.no_grad(), record_routing(qwen) as recording:
+        for row in embedded:
+            qwen(inputs_embeds=row[None])
+    with pytest.raises(RoutingError, match="read 1 rows of 8 tokens, but 2 rows of 4"):
+        recording.trace(tokens)
+    with torch.no_grad(), pytest.raises(RoutingError, match=r"shape \(4, 4\)"), replay_routing(qwen, plain):
+        qwen(inputs_embeds=embedded.reshape(4, 4, -1))
 
 
 def test_a_buffer_of_tokens_that_is_used_again_is_not_mistaken(qwen, tokens):
