@@ -55,6 +55,15 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
     return [dataclasses.replace(p, tokens=tuple(_encode(p.text, tokenizer))) for p in prompts]
 
 
+def plain_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids of text that goes on: with the special tokens that the tokenizer puts in front, unless the text
+    brings them, and without those that it puts behind."""
+    bos = tokenizer.bos_token
+    ids = tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
+    eos = tokenizer.eos_token_id
+    return ids[:-1] if ids and ids[-1] == eos and not text.endswith(tokenizer.eos_token) else ids
+
+
 def completion_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The token ids of a whole completion, EOS included."""
     return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
@@ -122,7 +131,7 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         turn = [{"role": "user", "content": text}]
         ids: Any = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)
     else:
-        ids = tokenizer.encode(text)
+        ids = plain_tokens(text, tokenizer)
     if not ids:
         raise ConfigError(f"the prompt {text!r} has no tokens; the first token of a response needs one before it.")
     return _known(ids, "prompt", text, tokenizer)

@@ -33,6 +33,7 @@ from moe_rl.compare.diagnose.suspects import suspects_of
 from moe_rl.compare.diagnose.verdict import Explanation, Gap
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import save_checkpoint
+from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.routing import RoutingTrace, layout_of, record_routing
 from tests.compare.broken_engines import ALSO, Bench, expected, logits_of, picked, with_gates
 
@@ -393,6 +394,19 @@ def test_text_is_cut_by_the_tokenizer_and_gets_its_end_token(bench):
                     vocabulary=48, tokenizer=engine.tokenizer)
     (response,) = read.responses
     assert response.prompt == 2 and response.tokens[-1] == engine.tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("text", ["ab", "<|pad|>ab"])
+def test_a_prompt_as_text_has_the_special_tokens_that_its_trainer_gave_it(bench, text):
+    """One BOS, which a rendered chat template brings along, and no end before the response."""
+    engine, tokenizer = bench("qwen3_moe"), byte_tokenizer()
+    tokenizer.bos_token = "<|pad|>"
+    tokenizer.encode = lambda text, add_special_tokens=True: (
+        [257] * (add_special_tokens + text.startswith("<|pad|>")) + list(text.removeprefix("<|pad|>").encode())
+        + [256] * add_special_tokens)
+    read = Rollouts([{"prompt": text, "response": "c", "logprobs": [-1.0]}], layout_of(engine.model),
+                    vocabulary=258, tokenizer=tokenizer)
+    assert read.responses[0].tokens == (257, 97, 98, 99) and read.responses[0].prompt == 3
 
 
 def test_tokens_of_an_environment_do_not_count(bench):

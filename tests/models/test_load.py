@@ -203,3 +203,11 @@ def test_routers_in_float32_come_back_from_a_checkpoint_bit_for_bit(tmp_path):
     again = load(ModelConfig(name=str(tmp_path), dtype="bfloat16", router_dtype="float32"), 0).model.state_dict()
     for name, weight in first.model.state_dict().items():
         assert again[name].dtype == weight.dtype and torch.equal(again[name], weight), name
+
+
+def test_a_prompt_ends_without_what_the_tokenizer_puts_behind():
+    """Some append their end token: what follows it would answer nothing."""
+    tokenizer = byte_tokenizer()
+    tokenizer.encode = lambda text, add_special_tokens=True: [*text.encode()] + [256] * add_special_tokens
+    (prompt,) = encode_prompts([Prompt("ab")], tokenizer)
+    assert prompt.tokens == (97, 98)

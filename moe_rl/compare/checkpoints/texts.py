@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor, nn
 
 from moe_rl.errors import ConfigError
+from moe_rl.models.tokens import plain_tokens
 from moe_rl.tasks.json_lines import objects
 
 if TYPE_CHECKING:
@@ -115,21 +116,15 @@ class Texts:
             tokens, start = self._chat(prompt, response, where)
         else:
             assert isinstance(response, str), "_parts gives two strings or two lists"
-            head = self._plain(prompt) if prompt else []
-            body = self.tokenizer.encode(response, add_special_tokens=False) if head else self._plain(response)
+            head = plain_tokens(prompt, self.tokenizer) if prompt else []
+            body = (self.tokenizer.encode(response, add_special_tokens=False) if head else
+                    plain_tokens(response, self.tokenizer))
             tokens, start = head + body, len(head)
         start = max(start, 1)
         if len(tokens) < 2 or start >= len(tokens):
             raise ConfigError(f"{where}: of {len(tokens)} tokens, none of the response has one before it; the routes "
                               "that decide a token are those of the token before, so leave the line out.")
         return Text(n, tuple(tokens[: self.max_tokens]), start, len(tokens) > self.max_tokens)
-
-    def _plain(self, text: str) -> list[int]:
-        """With the tokenizer's special tokens in front, unless the text brings them."""
-        bos = self.tokenizer.bos_token
-        ids = self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
-        eos = self.tokenizer.eos_token_id
-        return ids[:-1] if ids and ids[-1] == eos and not text.endswith(self.tokenizer.eos_token) else ids
 
     def _chat(self, prompt: list[Any], response: Any, where: str) -> tuple[list[int], int]:
         """The whole conversation, and how many of its tokens it shares with the prompt alone."""

@@ -17,6 +17,7 @@ from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 
 from moe_rl.errors import ConfigError, RoutingError
+from moe_rl.models.tokens import plain_tokens
 from moe_rl.routing.formats import NO_ROUTE, reported_routes
 from moe_rl.routing.trace import Layout
 from moe_rl.runs.terminal import visible
@@ -151,7 +152,7 @@ class Rollouts:
         """Text as the tokenizer cuts it; where exactly its end token is missing, with it."""
         if self.tokenizer is None:
             raise ConfigError(f"{where}: text, but no tokenizer to cut it; write token ids.")
-        head = self.tokenizer.encode(prompt)
+        head = plain_tokens(prompt, self.tokenizer)
         body = self.tokenizer.encode(response, add_special_tokens=False)
         if len(body) + 1 == count and self.tokenizer.eos_token_id is not None:
             body = [*body, self.tokenizer.eos_token_id]
