@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -149,7 +149,7 @@ class ReplayGRPOTrainer(GRPOTrainer):
                 if self.monitor.measures:
                     plain = {"compute_entropy": False, "compute_aux_loss": False}
                     self.monitor.decides(decides)
-                    with torch.no_grad():
+                    with torch.no_grad(), self._random_state_kept():
                         _, natural = self._record(lambda: score(self.model, **plain), input_ids, attention_mask)
                 self._replay_until_backward(old)
                 self.monitor.decides(decides)
@@ -178,6 +178,11 @@ class ReplayGRPOTrainer(GRPOTrainer):
             )
         ids = torch.cat(rows).unflatten(0, tuple(input_ids.shape))
         return scored, self._trace(ids, input_ids, attention_mask)
+
+    def _random_state_kept(self) -> AbstractContextManager[None]:
+        """What is only measured draws its dropout, but leaves that of the training as it is."""
+        device = self.accelerator.device
+        return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
     def _replay_until_backward(self, old: RoutingTrace) -> None:
         """Open a replay scope that ends with the training step."""

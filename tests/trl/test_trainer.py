@@ -195,6 +195,16 @@ def test_measuring_now_and_then_measures_the_last_micro_step_of_each_stretch(tmp
     assert len(change) == 2 and min(change) > 0 and len(logged(trainer, "ratios/token_ess")) == 16
 
 
+def test_with_dropout_too_measuring_changes_no_weight(tmp_path):
+    """The forward for the natural routes draws from the same generators, and runs before the one that is trained."""
+    weights = []
+    for every in (1, ONCE):
+        trainer = ours(tmp_path, tiny(attention_dropout=0.3), routing={**REPLAY, "measure_every": every}, max_steps=3)
+        trainer.train()
+        weights.append(trainer.model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(*(w.values() for w in weights), strict=True))
+
+
 def test_two_processes_log_what_both_saw(tmp_path):
     """Each has rows of its own, of other lengths; the numbers are of all tokens, not means of means."""
     script = Path(__file__).with_name("on_two_processes.py")
