@@ -65,6 +65,17 @@ def test_special_tokens_in_front_are_not_doubled(tmp_path):
     assert batch.tokens[0].tolist() == list(b"<|end|>ab")
 
 
+def test_a_response_whose_reasoning_the_template_drops_is_refused(tmp_path):
+    """DeepSeek-R1's does so; one that sets it apart by other spaces, as Qwen3's does, keeps it."""
+    messages = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "<think>hm</think>2!"}]
+    drops = TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]")
+    with pytest.raises(ConfigError, match="line 1: the chat template leaves out a part of the response"):
+        texts(tmp_path, {"messages": messages}, template=drops)
+    spaces = TEMPLATE.replace("m.content", "m.content.replace('</think>', '</think>\n\n')")
+    (batch,) = texts(tmp_path, {"messages": messages}, template=spaces).batches()
+    assert read(batch)[1] == "<think>hm</think>\n\n2!"
+
+
 def test_batches_hold_every_line_once_in_the_budget_and_are_the_same_again(tmp_path):
     lines = [{"text": "x" * (2 + (7 * i) % 31)} for i in range(60)]
     found = texts(tmp_path, *lines, batch_tokens=100)

@@ -136,8 +136,13 @@ class Texts:
             head = self.tokenizer.apply_chat_template(
                 prompt, add_generation_prompt=True, tokenize=True, return_dict=False
             )
+            whole: Any = self.tokenizer.apply_chat_template([*prompt, *response], tokenize=False)
         except Exception as error:  # templates are programs of their own, with errors of their own
             raise ConfigError(f"{where}: the chat template refuses these messages ({error}).") from error
+        said = response[-1].get("content")
+        if isinstance(said, str) and "".join(said.split()) not in "".join(whole.split()):
+            raise ConfigError(f"{where}: the chat template leaves out a part of the response, such as its reasoning, "
+                              "whose routes would be in no number; give prompt and response as strings.")
         shared = next((i for i, (a, b) in enumerate(zip(head, tokens, strict=False)) if a != b), len(head))
         return list(tokens), shared
 
