@@ -6,6 +6,7 @@ only the ids that its final top-k returns are others.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -256,17 +257,21 @@ def tokens_noted(model: nn.Module, note: Callable[[torch.Size, Tensor | None], N
     is called.
 
     Each wrapper on the way to the decoder notes them in turn, so the last are the decoder's. Embeddings have a shape,
-    but name no ids.
+    but name no ids; nor does what a wrapper of one's own takes first under another name.
     """
+    readers = token_readers(model)
+    first = {module: next(iter(inspect.signature(module.forward).parameters.values()), None) for module in readers}
+    named = {m for m, it in first.items() if it and it.kind is not it.VAR_POSITIONAL and it.name != "input_ids"}
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        tokens, embedded = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
+        tokens = kwargs.get("input_ids", args[0] if args and module not in named else None)
+        embedded = kwargs.get("inputs_embeds")
         if isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point():
             note(tokens.shape, tokens)
         elif isinstance(embedded, Tensor) and embedded.dim() == 3:
             note(embedded.shape[:2], None)
 
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in token_readers(model)]
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in readers]
     try:
         yield
     finally:

@@ -97,6 +97,28 @@ def test_embeddings_of_other_rows_are_refused(qwen, tokens):
         qwen(inputs_embeds=embedded.reshape(4, 4, -1))
 
 
+class MaskFirst(nn.Module):
+    """A wrapper of one's own whose first argument looks like tokens, and is none."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, mask, ids):
+        return self.policy(input_ids=ids, attention_mask=mask)
+
+
+def test_what_a_wrapper_takes_first_is_not_mistaken_for_tokens(qwen, tokens):
+    wrapped, mask = MaskFirst(qwen), torch.ones_like(tokens)
+    with torch.no_grad(), record_routing(wrapped) as recording:
+        logits = wrapped(mask, tokens).logits
+    routes = recording.trace(tokens)
+    with torch.no_grad(), replay_routing(wrapped, routes):
+        assert torch.equal(wrapped(mask, tokens).logits, logits)
+    with pytest.raises(RoutingError, match="routes of other tokens"), replay_routing(wrapped, routes):
+        wrapped(mask, tokens + 1)
+
+
 def test_a_buffer_of_tokens_that_is_used_again_is_not_mistaken(qwen, tokens):
     buffer = tokens.clone()
     with torch.no_grad(), record_routing(qwen) as recording:
