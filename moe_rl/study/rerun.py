@@ -59,7 +59,7 @@ def rerun(path: Path, out: Path, *, jobs: int | None, console: Console, steps: i
         say(console, ("warning", "yellow"), f" {note}", wrap=True)
     study = Study(name=planned[0].path.parts[-4], question="", hypothesis="", arms=(planned[0].config.arm,),
                   base=planned[0].config, trainer=trainer)
-    failures = run_study(study, planned, cache=out / ".cache", jobs=jobs, console=console)
+    failures = run_study(study, planned, cache=out / ".cache", jobs=jobs, pooled=False, console=console)
     failed = {failure.path for failure in failures}
     for p in planned:
         if p.path not in failed:

@@ -47,17 +47,17 @@ class Failure:
 
 
 def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: int | None = None,
-              mix_code: bool = False, console: Console | None = None) -> list[Failure]:
+              mix_code: bool = False, pooled: bool = True, console: Console | None = None) -> list[Failure]:
     """Run what is not finished, at most `jobs` (default: all cores) at a time; returns the failures.
 
-    Everything that can be seen to be wrong raises before a process starts: folders of another configuration, runs of
-    other code unless `mix_code`. A failing run does not stop the others, unless they would most likely fail alike:
-    after an expected error before a first step, or the same error in runs that differ in more than their seeds while no
-    other run came further. Then no further run is started. A diverged run is no failure. Under
-    torchrun all ranks carry out one run after the other, and the first error ends the job.
+    Everything that can be seen to be wrong raises before a process starts, as `unfinished` says. A failing run does not
+    stop the others, unless they would most likely fail alike: after an expected error before a first step, or the same
+    error in runs that differ in more than their seeds while no other run came further. Then no further run is started.
+    A diverged run is no failure. Under torchrun all ranks carry out one run after the other, and the first error ends
+    the job.
     """
     console, jobs = console or Console(), at_a_time(jobs)
-    left = ranks.from_rank_0(lambda: unfinished(planned, mix_code))
+    left = ranks.from_rank_0(lambda: unfinished(planned, mix_code, pooled))
     waiting = [p for p, is_left in zip(planned, left, strict=True) if is_left]
     how = f"{ranks.world()} ranks each" if ranks.launched() else f"{min(jobs, len(waiting))} at a time"
     say(console, f"{study.name}: {len(planned)} runs, {len(planned) - len(waiting)} finished, {how}")
@@ -104,14 +104,14 @@ def _alike(failures: Sequence[Failure], planned: Sequence[Planned]) -> bool:
     )
 
 
-def unfinished(planned: Sequence[Planned], mix_code: bool) -> list[bool]:
+def unfinished(planned: Sequence[Planned], mix_code: bool, pooled: bool = True) -> list[bool]:
     """Which runs are still to be carried out. Raises RunError for a folder that holds another run, or one of other
-    code or data unless `mix_code`, and for runs beside them, of the same study, that have other settings; nothing is
-    touched then."""
+    code or data unless `mix_code`, and, where they are to be `pooled`, for runs beside them, of the same study, that
+    have other settings; nothing is touched then."""
     for p in planned:
         runs.check(p.path, p.config.to_dict(), p.config.hash)
         check_code(p.path, mix_code)
-    if not mix_code:
+    if pooled and not mix_code:
         _require_equal_settings(planned)
     return [runs.state(p.path, p.config.steps)["state"] not in runs.ENDED for p in planned]
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from moe_rl import cli
 from moe_rl.config import Arm
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, RunError
 from moe_rl.runs import folder as runs
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import load_study, read_table
@@ -204,6 +204,20 @@ def test_an_older_table_is_read_and_says_what_it_does_not_know(results, tmp_path
     assert row[["inputs", "declared", "created", "finished_at"]].isna().all()
     text = said(results, tmp_path / "again")
     assert "which version of their code they ran is unknown" in text and "bit for bit" in text
+
+
+def test_rows_of_different_settings_are_run_again_each_as_it_says(results, tmp_path, elsewhere):
+    """Which were pooled knowingly; a rerun compares run by run, and pools nothing."""
+    tables = {name: pd.read_parquet(results / f"{name}.parquet") for name in ("runs", "steps", "updates", "layers")}
+    change(results, {"seed": 1, "optimizer.lr": 0.03}, seed=1, created=0.0)
+    for name, there in tables.items():
+        second = pd.read_parquet(results / "runs.parquet") if name == "runs" else there.assign(seed=1)
+        pd.concat([there, second], ignore_index=True).to_parquet(results / f"{name}.parquet")
+    with pytest.raises(RunError, match="different settings"):
+        load_study(results)
+    said(results, tmp_path / "again")
+    again = load_study(tmp_path / "again", mix_code=True).runs
+    assert [json.loads(text)["optimizer"]["lr"] for text in again["config"]] == [2e-4, 0.03]
 
 
 # ---------------------------------------------------------------------- the first steps alone
