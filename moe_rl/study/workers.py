@@ -52,9 +52,8 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
 
     Everything that can be seen to be wrong raises before a process starts, as `unfinished` says. A failing run does not
     stop the others, unless they would most likely fail alike: after an expected error before a first step, or the same
-    error in runs that differ in more than their seeds while no other run came further. Then no further run is started.
-    A diverged run is no failure. Under torchrun all ranks carry out one run after the other, and the first error ends
-    the job.
+    error in runs that differ in more than their seeds while no other run came further. A diverged run is no failure.
+    Under torchrun all ranks carry out one run after the other, and the first error ends the job.
     """
     console, jobs = console or Console(), at_a_time(jobs)
     left = ranks.from_rank_0(lambda: unfinished(planned, mix_code, pooled))
@@ -126,9 +125,14 @@ def _require_equal_settings(planned: Sequence[Planned]) -> None:
     for root in {p.path.parents[2] for p in planned}:
         own = {p.path: p.config.to_dict() for p in planned if p.path.is_relative_to(root)}
         there = {path: manifest["config"] for path in runs.run_folders(root)
-                 if path not in own and (manifest := runs.read_manifest(path)) is not None}
+                 if path not in own and (manifest := runs.read_manifest(path)) is not None and _has_rows(path)}
         require_equal_settings(root, pd.DataFrame([labels_of(path) | {"config": json.dumps(config)}
                                                    for path, config in (there | own).items()]))
+
+
+def _has_rows(path: Path) -> bool:
+    """Whether a run has some, or may soon; not one that failed before its first, as by a setting of no task."""
+    return bool(runs.last_step(path)) or runs.state(path)["state"] in ("running", *runs.ENDED)
 
 
 def run_together(study: Study, planned: Sequence[Planned], waiting: Sequence[Planned], cache: Path,

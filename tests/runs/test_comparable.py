@@ -65,6 +65,18 @@ def test_a_study_does_not_begin_beside_runs_of_other_settings(tmp_path):
     assert unfinished(planned, mix_code=True) == [True, True]
 
 
+def test_a_run_that_failed_before_its_first_step_stops_no_other(tmp_path):
+    """As by a task that is not there: it has no number that could be pooled."""
+    wrong = CONFIG.replace(task="unknown")
+    planned = replace(fake_study.study, base=CONFIG).with_arms(["gspo"]).runs(tmp_path)
+    path = tmp_path / "fake" / "grpo" / "base" / "seed=0"
+    with RunFolder.open(path, wrong.to_dict(), wrong.hash) as folder:
+        with pytest.raises(RunError, match="task: 'unknown' in grpo/base/seed=0"):
+            unfinished(planned, mix_code=False)  # while it goes on
+        folder.progress(0, error="there is no task 'unknown'")
+    assert unfinished(planned, mix_code=False) == [True, True]
+
+
 def test_one_name_for_two_arms_is_refused(tmp_path):
     train(tmp_path)
     train(tmp_path, arm=Arm(name="grpo", loss=Use("grpo", clip_high=0.28)), seed=1)
