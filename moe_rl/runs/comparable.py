@@ -18,7 +18,7 @@ ELSE = "so their numbers may not be comparable; run them again in another --out,
 def require_comparable(root: Path, runs: pd.DataFrame) -> None:
     """Raise RunError for the runs below `root`, rows of `Frames.runs`, that were written by different versions of the
     code, made from different versions of data, checkpoints or code of one's own, or have different settings; for one
-    that is not the run that its folder says, and for runs of another study in the folder of one."""
+    that is not the run that its folder says, or is a copy, and for runs of another study in the folder of one."""
     if (Path(root) / DECLARATION).exists() and len(studies := runs["study"].unique()) > 1:
         raise RunError(f"the runs below {root}, the folder of one study, are of {len(studies)} ({', '.join(studies)}), "
                        f"{ELSE}, or move the others out of it")
@@ -52,10 +52,15 @@ def _parted_inputs(runs: pd.DataFrame) -> list[str]:
 
 
 def _mislabelled(runs: pd.DataFrame) -> Iterator[str]:
-    """Runs whose configuration names another arm or seed than their folder: a copy would count as a run more."""
+    """Runs whose configuration names another arm or seed than their folder, or that were created as another one was: a
+    copy would count as a run more."""
+    first: dict[tuple[Any, ...], Any] = {}
     for run, config in _configs(runs):
         if (said := (config["arm"]["name"], config["seed"])) != (run.arm, run.seed):
             yield f"{_place(run)} holds a run of arm {said[0]!r}, seed {said[1]}"
+        there = first.setdefault((run.study, run.hash, run.created), run)
+        if there is not run and pd.notna(run.created):  # older tables do not say
+            yield f"{_place(run)} holds a copy of {_place(there)}"
 
 
 def _parted_settings(runs: pd.DataFrame) -> Iterator[tuple[str, str]]:

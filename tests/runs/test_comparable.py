@@ -86,10 +86,14 @@ def test_one_name_for_two_arms_is_refused(tmp_path):
 @pytest.mark.parametrize("copy, words", [
     ("grpo/base/seed=1", "grpo/base/seed=1 holds a run of arm 'grpo', seed 0"),
     ("gspo/base/seed=0", "gspo/base/seed=0 holds a run of arm 'grpo', seed 0"),
+    ("grpo/optimizer.lr=1/seed=0", "grpo/optimizer.lr=1/seed=0 holds a copy of grpo/base/seed=0"),
 ])
 def test_a_copy_does_not_pass_for_a_run_more(tmp_path, copy, words):
     shutil.copytree(train(tmp_path), tmp_path / "fake" / copy)
     refused(tmp_path / "fake", words)
+    train(tmp_path / "elsewhere")
+    shutil.copytree(tmp_path / "elsewhere" / "fake", tmp_path / "elsewhere" / "kept")
+    assert len(load_study(tmp_path / "elsewhere").runs) == 2, "of another study, by its name"
 
 
 def test_another_study_in_the_folder_of_a_study_is_refused(tmp_path):
