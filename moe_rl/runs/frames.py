@@ -17,6 +17,8 @@ from moe_rl.runs.commits import read_parquet, read_rows
 from moe_rl.runs.comparable import require_comparable
 from moe_rl.runs.folder import ENDED, differing, read_manifest, run_folders, state
 
+REPLACING = ".replacing"
+"""The file beside the tables that `collect` replaces, until all are those of one time."""
 LABELS = ["study", "arm", "factors", "seed", "code"]
 """Columns that every frame starts with: which run a row belongs to, and the code that wrote it."""
 PLAIN = ("hash", "created", "finished_at", "seconds", "checkpoint", "device", "threads")
@@ -117,7 +119,10 @@ def collected(root: Path) -> Frames | None:
 
 
 def _require_whole(folder: Path, runs: pd.DataFrame, steps: pd.DataFrame) -> None:
-    """Raise RunError where the two tables are not of one time, as after a kill while a folder was written again."""
+    """Raise RunError where tables are not of one time, as after a kill while a folder was written again."""
+    if (folder / REPLACING).exists():
+        raise RunError(f"{folder / REPLACING} is there, so the tables beside it are of two times: whoever replaced "
+                       "them was killed, or is at it; collect the study again, or restore them from a copy")
     ended = runs[(runs["state"] == "finished") & (runs["step"] > 0)]
     known, finished, measured = ({*f[LABELS[:4]].drop_duplicates().itertuples(index=False, name=None)}
                                  for f in (runs, ended, steps))

@@ -27,7 +27,7 @@ from moe_rl.runs import folder as runs
 from moe_rl.runs.columns import TABLES, pooled
 from moe_rl.runs.commits import read_parquet
 from moe_rl.runs.folder import DECLARATION
-from moe_rl.runs.frames import LABELS, Frames, load_study
+from moe_rl.runs.frames import LABELS, REPLACING, Frames, load_study
 from moe_rl.study.declaration import read_declaration
 
 KEPT = {
@@ -56,7 +56,8 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), without: Seque
     table, `layers:engine_*`, and a table of which nothing but keys would be left is left out whole. The columns of the
     declared metrics are kept, too. Unfinished runs are left out, and named in `study.json`. Raises ConfigError for a
     pattern that no column matches and for a folder `out` where the tables would hide runs or overwrite those of another
-    study, RunError where nothing has finished. A kill leaves the tables of an earlier time as they are.
+    study, RunError where nothing has finished. A kill leaves the tables of an earlier time as they are, or, between two
+    renames, says so to whoever reads them.
     """
     declared = read_declaration(folder)
     _check_out(folder, out, declared["name"])
@@ -69,7 +70,7 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), without: Seque
     tables = {name: _select(name, frames[name], also, without) for name in pooled()}
     nothing = [name for name in tables if name != "steps" and _says_nothing(name, tables[name])]
     tables = {name: table for name, table in tables.items() if name not in nothing} | _own(frames)
-    tables["runs"] = _runs(frames)  # last: until it is there, steps are of runs that the one before does not have
+    tables["runs"] = _runs(frames)  # last: without it a first collection is none
     left_out = [text.replace(f"{folder}/", "") for text in frames.left_out]
     aside = out / ".tmp-tables"
     shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
@@ -77,12 +78,14 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), without: Seque
     runs.write_json(aside / DECLARATION, declared | {"left_out": left_out}, durable=False)
     for name, table in tables.items():
         _write(table, aside / f"{name}.parquet")
+    (out / REPLACING).touch()  # until all are of one time
     for name in nothing:
         (out / f"{name}.parquet").unlink(missing_ok=True)  # of an earlier time
     written = [out / DECLARATION, *(out / f"{name}.parquet" for name in tables)]
     for file in written:
         (aside / file.name).rename(file)
     aside.rmdir()
+    (out / REPLACING).unlink()
     return {file: file.stat().st_size for file in written}
 
 

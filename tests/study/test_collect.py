@@ -275,6 +275,26 @@ def test_a_kill_while_tables_are_written_leaves_the_earlier_ones(folder, results
     assert {f.name: f.read_bytes() for f in part.iterdir()} == {f.name: f.read_bytes() for f in results.iterdir()}
 
 
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_kill_while_tables_are_replaced_is_seen_by_who_reads_them(folder, results, tmp_path, monkeypatch, after):
+    """Where the runs are the same, and were extended for example, nothing else tells old and new tables apart."""
+    out, count, rename = shutil.copytree(results, tmp_path / "out"), itertools.count(), Path.rename
+
+    def killed(file, to):
+        if file.parent.parent == out and next(count) == after:
+            raise KeyboardInterrupt
+        return rename(file, to)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        collect(folder, out, mix_code=True)
+    with pytest.raises(RunError, match="of two times.*collect the study again"):
+        load_study(out, mix_code=True)
+    monkeypatch.undo()
+    collect(folder, out, mix_code=True)
+    assert {f.name: f.read_bytes() for f in out.iterdir()} == {f.name: f.read_bytes() for f in results.iterdir()}
+
+
 @pytest.mark.parametrize("table", ["steps", "runs"])
 def test_tables_of_two_times_are_refused(results, part, table):
     shutil.copy(results / f"{table}.parquet", part)
