@@ -79,7 +79,7 @@ def summary_table(frames: Frames, arms: Sequence[str], title: str, own: Sequence
     if (live := [arm for arm in arms if replay.get(arm) is False]) and OF_REPLAY in cells.index:
         note += f" {OF_REPLAY}: counterfactual for {', '.join(live)}, which do{'es' * (len(live) == 1)} not replay."
     return Shown(title, ("mean over seeds, interval", *(f"{arm}\n{_seeds(count[arm])}" for arm in arms)), rows,
-                 " ".join([note, *_dips(frames)]))
+                 " ".join([note, *_lengths(frames), *_dips(frames)]))
 
 
 def overview(frames: Frames, arms: Sequence[str], endpoint: Metric) -> Shown:
@@ -91,7 +91,8 @@ def overview(frames: Frames, arms: Sequence[str], endpoint: Metric) -> Shown:
         row = [interval(values[arm].to_list()) if arm in known else None for arm in arms]
         found += [i for i in row if i]
         rows.append((cell, *(f"{i}, n = {i.n}" if i else "–" for i in row)))
-    return Shown(f"{endpoint.name}: mean over seeds, interval", ("factors", *arms), rows, _methods(found))
+    return Shown(f"{endpoint.name}: mean over seeds, interval", ("factors", *arms), rows,
+                 " ".join([_methods(found), *_lengths(frames)]))
 
 
 def collapse_overview(frames: Frames, arms: Sequence[str]) -> Shown:
@@ -215,6 +216,15 @@ def untrained(frames: Frames) -> str:
     which = "in every run" if len(runs) == len(frames.runs) else f"in {len(runs)} of {len(frames.runs)} runs ({some})"
     said = f"no group ever had a signal: {which} every advantage was 0, so that rewards trained nothing."
     return said if runs else ""
+
+
+def _lengths(frames: Frames) -> list[str]:
+    """The lengths of runs, as a sentence, where those of one combination of factors differ."""
+    lengths = frames.runs["step"].where(frames.runs["state"] != "diverged", frames.runs["steps"])
+    if (lengths.groupby(frames.runs["factors"]).nunique() <= 1).all():
+        return []
+    named = [f"{length} steps ({n} run{'s' * (n > 1)})" for length, n in lengths.value_counts().sort_index().items()]
+    return [f"Runs are of different lengths, {', '.join(named)}: second halves and ends are not of the same steps."]
 
 
 def _dips(frames: Frames) -> list[str]:

@@ -26,7 +26,7 @@ from moe_rl.results.summary import (
     replaying,
     summarise,
 )
-from moe_rl.results.tables import comparison_table, place_table, summary_table, untrained
+from moe_rl.results.tables import comparison_table, overview, place_table, summary_table, untrained
 from moe_rl.results.verdict import verdict_of
 from moe_rl.runs.frames import Frames, load_study
 from tests import fake_study
@@ -243,6 +243,18 @@ def test_a_metric_of_ones_own_that_fails_is_named_with_its_run(frames):
         per_run(frames, fails)
     with pytest.raises(ConfigError, match="ends_the_program.*grpo seed=0.*SystemExit: 0"):
         per_run(frames, metric(f"{__name__}:ends_the_program"))
+
+
+def test_runs_of_different_lengths_in_one_cell_are_named(frames):
+    text = "Runs are of different lengths, 12 steps (1 run), 24 steps (8 runs): "
+    extended = frames.runs.assign(step=[12, *[24] * 8])
+    for show in (lambda f: summary_table(f, ARMS, "fake"), lambda f: overview(f, ARMS, metric("reward"))):
+        assert text in show(dataclasses.replace(frames, runs=extended)).note
+        assert "lengths" not in show(frames).note
+        ended = extended.assign(state=["diverged", *["finished"] * 8])
+        assert "lengths" not in show(dataclasses.replace(frames, runs=ended)).note, "it counts to its end"
+        apart = extended.assign(factors=["short", *["long"] * 8])
+        assert "lengths" not in show(dataclasses.replace(frames, runs=apart)).note
 
 
 def test_where_no_group_ever_had_a_signal_that_is_said(frames):
