@@ -153,7 +153,7 @@ def measure_evaluations(checkpoints: Sequence[str], benchmarks: Sequence[Benchma
         claim(out, _wanted(names, benchmarks, plan), complete=not any(left.values()))
         for name in names:
             for b in benchmarks:
-                check(files[name, b.name], len(b.prompts) - left[name, b.name], len(b.prompts), plan.numbers)
+                check(files[name, b.name], len(b.prompts) - left[name, b.name], b.prompts, plan.numbers)
         for name in names:
             todo = [b for b in benchmarks if left[name, b.name]]
             if not todo:

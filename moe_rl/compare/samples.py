@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.errors import RunError
+from moe_rl.types import Prompt
 
 
 def _number(value: Any, most: float) -> bool:
@@ -37,11 +38,12 @@ def resumed(file: Path, at_once: int, problems: int) -> tuple[int, int]:
     return whole, sum(map(len, lines[:whole]))
 
 
-def check(file: Path, whole: int, problems: int, numbers: Sequence[int]) -> None:
-    """Raise RunError, which names the line, unless the first `whole` lines of a file are as many of the `problems`,
-    each with the completions of these numbers."""
+def check(file: Path, whole: int, asked: Sequence[Prompt], numbers: Sequence[int]) -> None:
+    """Raise RunError, which names the line, unless the first `whole` lines of a file are as many of the problems that
+    are `asked`, each with the completions of these numbers."""
     for i, line in enumerate(_first(file, whole)):
-        wrong = _wrong(line, i, numbers) if i < problems else f"is one too many, {problems} problems being asked"
+        wrong = (_wrong(line, i, asked[i], numbers) if i < len(asked) else
+                 f"is one too many, {len(asked)} problems being asked")
         if wrong:
             raise RunError(f"{file}, line {i + 1}, {wrong}: the file was damaged; remove it, and its problems are "
                            "asked again")
@@ -61,7 +63,7 @@ def _first(file: Path, count: int) -> Iterator[bytes]:
             yield from islice(lines, count)
 
 
-def _wrong(line: bytes, problem: int, numbers: Sequence[int]) -> str | None:
+def _wrong(line: bytes, problem: int, prompt: Prompt, numbers: Sequence[int]) -> str | None:
     """What a line says that one of this problem does not, as the end of a sentence."""
     try:
         content = json.loads(line)
@@ -69,6 +71,9 @@ def _wrong(line: bytes, problem: int, numbers: Sequence[int]) -> str | None:
         content = None
     if not isinstance(content, dict) or content.get("problem") != problem:
         return f"is not problem {problem}"
+    for key, wanted in (("question", prompt.text), ("answer", prompt.answer)):
+        if (said := content.get(key)) != wanted:
+            return f"is of the {key} {repr(said)[:80]}, not {repr(wanted)[:80]}"
     samples = content.get("samples")
     if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
         return "has no list of samples"
@@ -77,7 +82,7 @@ def _wrong(line: bytes, problem: int, numbers: Sequence[int]) -> str | None:
     for sample in samples:
         if sample.get("problem") != problem:
             return f"has a sample {sample['sample']} of the problem {sample.get('problem')!r}, not {problem}"
-        for key, (valid, wanted) in FIELDS.items():
+        for key, (valid, form) in FIELDS.items():
             if not valid(value := sample.get(key, "missing")):
-                return f"has a sample {sample['sample']} whose {key} is {repr(value)[:80]}, not {wanted}"
+                return f"has a sample {sample['sample']} whose {key} is {repr(value)[:80]}, not {form}"
     return None

@@ -231,6 +231,8 @@ def edited(file: Path, edit) -> None:
 
 
 @pytest.mark.parametrize("edit, said", [
+    (lambda lines: lines[1].update(question="math 1?"), "line 2, is of the question 'math 1?', not 'aime 1?'"),
+    (lambda lines: lines[1].update(answer=9), "line 2, is of the answer 9, not '"),
     (lambda lines: lines[1].pop("samples"), "line 2, has no list of samples"),
     (lambda lines: lines[1].update(samples=[3]), "line 2, has no list of samples"),
     (lambda lines: lines[1].update(samples=[]), "line 2, has the samples [], not 0 to 4"),
