@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -86,10 +87,12 @@ class Advantage:
                                   f"({str(error).partition(chr(10))[0]})") from error
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote."""
+        """Read what `save` wrote, also that of earlier versions."""
         self.memory.clear()
         if (folder / MEMORY).exists():
             self.memory.update(torch.load(folder / MEMORY, weights_only=True))
+        elif (older := folder / "advantage.json").exists():
+            self.memory.update(json.loads(older.read_text()))
 
 
 def advantage_of(arm: Arm) -> Advantage:

@@ -324,3 +324,11 @@ def test_whitening_what_does_not_differ_gives_exactly_0():
 def test_an_option_of_another_type_is_refused_with_its_arm(step):
     with pytest.raises(ConfigError, match="(?s)arm 'a': its advantage failed.*another type"):
         advantage_of(Arm(name="a", advantage=(step,)))
+
+
+def test_what_an_earlier_version_remembered_is_read(tmp_path):
+    """A run of it may go on knowingly, and its running mean must not begin anew."""
+    (tmp_path / "advantage.json").write_text('{"0": {"n": 8, "mean": 0.25}}')
+    found = advantage_of(Arm(name="own", advantage=Use("normalized", center="running")))
+    found.load(tmp_path)
+    assert found.memory == {"0": {"n": 8, "mean": 0.25}}
