@@ -253,6 +253,13 @@ def test_a_world_of_one_left_in_the_environment_is_not_a_launch(monkeypatch, wor
     assert ranks.launched() == (world == "2") and ranks.world() == int(world) and ranks.rank() == 0
 
 
+def test_other_settings_than_those_of_the_runs_that_are_there_are_refused_also_for_the_plan(tmp_path, command):
+    fake_runs(tmp_path)
+    code, shown, said = command("run", FAKE, "--out", str(tmp_path), "--arms", "gspo", "--seeds", "5,6", "--set",
+                                "optimizer.lr=0.1", "--dry-run")
+    assert code == 2 and "different settings (optimizer.lr: " in said and "gspo" in shown
+
+
 def test_no_runs_at_a_time_are_refused_also_for_the_plan(tmp_path, capsys):
     for arguments in ([], ["--dry-run"]):
         assert cli.main(["run", FAKE, "--jobs", "0", "--out", str(tmp_path / "runs"), *arguments]) == 2

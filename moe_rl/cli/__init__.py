@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import sys
 import textwrap
@@ -32,9 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a folder that cannot be written, a full disk; without a file it is a bug of ours
-        if error.filename is None:
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        print(f"moe-rl: {error.filename}: {error.strerror}", file=sys.stderr, flush=True)
+        where = "" if error.filename is None else f"{error.filename}: "  # who writes by pyarrow hears no name
+        print(f"moe-rl: {where}{os.strerror(error.errno or 0)}", file=sys.stderr, flush=True)
         return 2
 
 

@@ -99,11 +99,11 @@ def run(options: argparse.Namespace) -> int:
         cautions += ranks.from_rank_0(lambda: _previewed(console, study, planned))
     for caution in cautions:
         say(console, ("warning", "yellow"), f" {caution}", wrap=True)
+    ranks.from_rank_0(lambda: unfinished(planned, options.mix_code))  # what refuses, refuses before anything is written
     if options.dry_run:
         if cluster is not None:
             say(console, f"sbatch {shlex.join(arguments(study.name, Path('…'), cluster, len(planned), options.jobs))}")
         return 0
-    ranks.from_rank_0(lambda: unfinished(planned, options.mix_code))  # what refuses, refuses before anything is written
     if changed := ranks.from_rank_0(lambda: write_declaration(
             whole if {*study.arms} <= {*whole.arms} else study, options.out, keep=bool(chosen))):
         say(console, ("warning", "yellow"), f" {options.out / study.name} held runs of a declaration with another "

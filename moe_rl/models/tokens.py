@@ -61,7 +61,7 @@ def plain_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     bos = tokenizer.bos_token
     ids = tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
     eos = tokenizer.eos_token_id
-    return ids[:-1] if ids and ids[-1] == eos and not text.endswith(tokenizer.eos_token) else ids
+    return ids[:-1] if len(ids) > 1 and ids[-1] == eos and not text.endswith(tokenizer.eos_token) else ids
 
 
 def completion_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

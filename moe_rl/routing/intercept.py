@@ -257,14 +257,15 @@ def tokens_noted(model: nn.Module, note: Callable[[torch.Size, Tensor | None], N
     is called.
 
     Each wrapper on the way to the decoder notes them in turn, so the last are the decoder's. Embeddings have a shape,
-    but name no ids; nor does what a wrapper of one's own takes first under another name.
+    but name no ids; nor does what a wrapper of one's own takes before its `input_ids`, or in place of them.
     """
     readers = token_readers(model)
     first = {module: next(iter(inspect.signature(module.forward).parameters.values()), None) for module in readers}
-    named = {m for m, it in first.items() if it and it.kind is not it.VAR_POSITIONAL and it.name != "input_ids"}
+    names = {module: it.name for module, it in first.items() if it and it.kind is not it.VAR_POSITIONAL}
+    others = {module for module, name in names.items() if name != "input_ids"} if "input_ids" in names.values() else ()
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        tokens = kwargs.get("input_ids", args[0] if args and module not in named else None)
+        tokens = kwargs.get("input_ids", args[0] if args and module not in others else None)
         embedded = kwargs.get("inputs_embeds")
         if isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point():
             note(tokens.shape, tokens)

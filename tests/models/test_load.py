@@ -209,5 +209,5 @@ def test_a_prompt_ends_without_what_the_tokenizer_puts_behind():
     """Some append their end token: what follows it would answer nothing."""
     tokenizer = byte_tokenizer()
     tokenizer.encode = lambda text, add_special_tokens=True: [*text.encode()] + [256] * add_special_tokens
-    (prompt,) = encode_prompts([Prompt("ab")], tokenizer)
-    assert prompt.tokens == (97, 98)
+    prompts = encode_prompts([Prompt("ab"), Prompt("")], tokenizer)
+    assert [prompt.tokens for prompt in prompts] == [(97, 98), (256,)]  # GPT-2's begins with what ends others

@@ -119,6 +119,15 @@ def test_what_a_wrapper_takes_first_is_not_mistaken_for_tokens(qwen, tokens):
         wrapped(mask, tokens + 1)
 
 
+def test_a_model_that_calls_its_tokens_otherwise_is_given_them_first(qwen, tokens):
+    decoder, forward = qwen.model, qwen.model.forward
+    decoder.forward = lambda words: forward(input_ids=words)
+    with torch.no_grad(), record_routing(decoder) as recording:
+        decoder(tokens)
+    with pytest.raises(RoutingError, match="routes of other tokens"), replay_routing(decoder, recording.trace(tokens)):
+        decoder(tokens + 1)
+
+
 def test_a_buffer_of_tokens_that_is_used_again_is_not_mistaken(qwen, tokens):
     buffer = tokens.clone()
     with torch.no_grad(), record_routing(qwen) as recording:

@@ -308,3 +308,10 @@ def test_runs_are_read_even_where_tables_lie_beside_or_above_them(folder, result
     for above in (copy, tmp_path):
         shutil.copytree(results, above, dirs_exist_ok=True)
         assert set(load_study(copy, mix_code=True).runs["arm"]) == {"grpo", "grpo-replay"}
+
+
+def test_a_full_disk_is_one_sentence(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(collecting, "_write", lambda frame, file: _write(frame, Path("/dev/full")))
+    assert cli.main(["collect", str(folder), "--out", str(tmp_path / "tables"), "--mix-code"]) == 2
+    assert capsys.readouterr().err == "moe-rl: No space left on device\n"
+    assert not list(tmp_path.glob("tables/*.parquet"))
