@@ -129,6 +129,19 @@ def test_combine_weights_times_a_constant_are_neither_raw_nor_renormalised(bench
     assert found.causes == ("gates_scaled",) and "times 0.4," in found.verdict
 
 
+def test_a_family_that_fails_where_it_is_changed_is_not_changed_so(bench):
+    """As LongCat's experts do in transformers where one is used per token."""
+    def of_one(module, arguments):
+        if arguments[1].shape[-1] == 1:
+            raise ValueError("not enough values to unpack")
+
+    handle = bench.model.model.layers[0].mlp.experts.register_forward_pre_hook(of_one)
+    found = answer(bench, bench.temperature())
+    handle.remove()
+    assert found.causes == ("temperature",)
+    assert "top 1 experts: ValueError: not enough values to unpack" in found.notes
+
+
 # ---------------------------------------------------------------------- around it
 def test_the_model_is_in_the_mode_it_was_in(bench, honest):
     bench.model.train()

@@ -378,6 +378,9 @@ def bad(there):
     """Checkpoints that cannot be compared with `before`."""
     loaded = load(ModelConfig(name="qwen3_moe-tiny", overrides={"num_local_experts": 8}), 0)
     save_checkpoint(loaded.model, loaded.tokenizer, there / "fewer")
+    loaded = load(ModelConfig(name=str(there / "before")), 0)
+    loaded.model.resize_token_embeddings(320)
+    save_checkpoint(loaded.model, loaded.tokenizer, there / "longer")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     dense = LlamaForCausalLM(LlamaConfig(vocab_size=258, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -410,6 +413,7 @@ def bad(there):
         ("after", "empty.jsonl", "is empty"),
         ("after", "bad.jsonl", "line 2: no text. Its keys are 'question'"),
         ("fewer", "data.jsonl", "different architectures"),
+        ("longer", "data.jsonl", "resize_token_embeddings"),
         ("dense", "data.jsonl", "has no routing site: it is a dense model"),
         ("renamed", "data.jsonl", "differ in 4 entries"),
     ],

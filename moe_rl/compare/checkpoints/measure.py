@@ -201,7 +201,8 @@ def _same_model(comparison: Comparison, trust: bool) -> tuple[PreTrainedTokenize
         before, after = (f"{len(x.sites)} routing sites of {x.sites[0].num_experts} experts, top {x.sites[0].top_k}, "
                          f"in {x.architecture}" for x in layouts)
         raise ConfigError(f"the two checkpoints are of different architectures, so their routes cannot be compared: "
-                          f"{names[0]} has {before}; {names[1]} has {after}.")
+                          f"{names[0]} has {before}; {names[1]} has {after}, a family and a digest of its hidden size, "
+                          "layers and vocab_size. Where only the last differs, resize_token_embeddings helps.")
     tokenizers = [checkpoints.load_tokenizer(name, trust) for name in names]
     vocabularies = [set(tokenizer.get_vocab().items()) for tokenizer in tokenizers]
     if apart := len(vocabularies[0] ^ vocabularies[1]):

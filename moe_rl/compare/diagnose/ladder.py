@@ -26,7 +26,7 @@ from moe_rl.compare.diagnose.scoring import (
     score,
 )
 from moe_rl.compare.diagnose.suspects import Suspect
-from moe_rl.errors import ConfigError, RoutingError
+from moe_rl.errors import ConfigError, MoeRlError, RoutingError
 from moe_rl.results.stats import Interval, interval
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import Layout
@@ -175,8 +175,9 @@ class Ladder:
                     responses = [suspect.tokens(r) for r in responses] if suspect.tokens else responses
                 return score(model, responses, (STATED, *self.readings), batch_tokens=self.batch_tokens, shift=shift,
                              keep_routes=keep_routes, keep_gates=keep_gates)
-        except (ConfigError, RoutingError, NotImplementedError) as error:
-            self.skipped.append(f"{' and '.join(s.rung for s in suspects)}: {error}")
+        except Exception as error:  # a family's code, with settings that it never had, may raise anything
+            why = "" if isinstance(error, MoeRlError) else f"{type(error).__name__}: "
+            self.skipped.append(f"{' and '.join(s.rung for s in suspects)}: {why}{error}")
             return None
 
     def forced(self, name: str, routes: Routes, gates: bool = False) -> Rung | None:
