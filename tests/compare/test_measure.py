@@ -23,7 +23,7 @@ from moe_rl.compare.checkpoints import measure
 from moe_rl.compare.checkpoints.figures import by_layer
 from moe_rl.compare.checkpoints.measure import Comparison, measure_volatility
 from moe_rl.compare.checkpoints.observed import Observer
-from moe_rl.compare.checkpoints.printed import _tenth, conclusion, print_report
+from moe_rl.compare.checkpoints.printed import _layers, _tenth, conclusion, print_report
 from moe_rl.compare.checkpoints.series import checkpoints_of, measure_series, step_of
 from moe_rl.compare.checkpoints.tables import METRICS, RATIOS, TABLES, top_share
 from moe_rl.compare.checkpoints.texts import Texts
@@ -371,6 +371,12 @@ def test_brackets_in_a_path_are_printed_as_they_stand(there, tmp_path, monkeypat
     data.write_text("\n".join((there / "data.jsonl").read_text().splitlines()[:3]) + "\n")
     code, printed = run(capsys, there / "before", there / "after", "--data", data, "--out", folder / "out")
     assert code == 0 and str(data) in printed.err and str(folder / "out" / "by_layer.png") in printed.out
+
+
+def test_a_number_that_finds_no_room_is_wrapped_and_not_cut(frames):
+    said = Console(width=60, file=io.StringIO())
+    said.print(_layers(frames["layers"].assign(load_dead_experts_before=224.0, load_dead_experts_after=211.0)))
+    assert "…" not in (shown := said.file.getvalue()) and shown.count("224") == len(frames["layers"])
 
 
 @pytest.fixture(scope="module")

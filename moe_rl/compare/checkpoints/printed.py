@@ -55,7 +55,7 @@ def print_series(console: Console, table: pd.DataFrame, out: Path) -> None:
     metrics = [metric for metric in titles if (table["metric"] == metric).any()]
     shown.add_column("\nchange since", overflow="fold")
     for title in (*(f"{titles[m]}\n{s}" for m in metrics for s in ("previous", "first")), "slots\nnoise"):
-        shown.add_column(title, justify="right", no_wrap=True)
+        shown.add_column(title, justify="right", overflow="fold")
     values = table.set_index(["index", "since", "metric"])
     for index, name in table.groupby("index")["checkpoint"].first().items():
         cells = [_cell(m, values.at[(index, s, m), "response"]) for m in metrics for s in ("previous", "first")]
@@ -140,7 +140,7 @@ def _layers(layers: pd.DataFrame) -> Table:
               "gates\nmoved": "gate_mass_moved", "router\nshift": "router_shift"}
     both = {"margin,\nmedian": "margin_q50", "load\nentropy": "load_entropy", "\ndead": "load_dead_experts"}
     for title in ("layer", *change, *both):
-        table.add_column(title, justify="right", no_wrap=True)
+        table.add_column(title, justify="right", overflow="fold")
     shown = layers if len(layers) <= 2 * SHOWN else layers.sort_values("slot_change").tail(2 * SHOWN).sort_index()
     for _, row in shown.iterrows():
         cells = [_cell(c, row.get(c, math.nan), digits=2) for c in change.values()]
