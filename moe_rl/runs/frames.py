@@ -61,8 +61,30 @@ class Frames:
         return self._where(lambda frame: frame[label] == value)
 
     def _where(self, rows: Callable[[pd.DataFrame], Any]) -> Frames:
-        runs, *tables = (f[rows(f)] if len(f) else f for f in (self.runs, *self.tables.values()))
-        return Frames(runs, dict(zip(self.tables, tables, strict=True)))
+        return Frames(_some(self.runs, rows), _Tables(self.tables, rows))
+
+
+class _Tables(Mapping[str, pd.DataFrame]):
+    """Some rows of every table, taken from one when it is asked for: of several tables a figure needs one."""
+
+    def __init__(self, whole: Mapping[str, pd.DataFrame], rows: Callable[[pd.DataFrame], Any]) -> None:
+        self._whole, self._rows = whole, rows
+        self._taken: dict[str, pd.DataFrame] = {}
+
+    def __getitem__(self, name: str) -> pd.DataFrame:
+        if name not in self._taken:
+            self._taken[name] = _some(self._whole[name], self._rows)
+        return self._taken[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+
+def _some(frame: pd.DataFrame, rows: Callable[[pd.DataFrame], Any]) -> pd.DataFrame:
+    return frame[rows(frame)] if len(frame) else frame
 
 
 @dataclass(frozen=True)
