@@ -16,4 +16,4 @@ def derive(a: int, b: int, c: int, *further: int) -> int:
     position = (a, b, c, *further)
     if len(position) == 4 or not all(0 <= number < 2**32 for number in position):
         raise ValueError(f"the position {position} needs three numbers, or five and more, each from 0 to 2^32 - 1")
-    return int(np.random.SeedSequence(position).generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence(position).generate_state(1, np.uint64)[0]) >> 1
