@@ -25,6 +25,7 @@ from moe_rl.models.cold_start import CHUNK, GRAD_CLIP, answer_logprobs
 from moe_rl.models.load import LoadedModel, load, save_checkpoint
 from moe_rl.models.tokens import completion_tokens, demonstrated, encode_prompts
 from moe_rl.routing import Recording, record_routing
+from moe_rl.routing.file_mode import usual_errors
 from moe_rl.seeds import derive
 from moe_rl.tasks.base import AnyTask, draw, held_out, load_task
 from moe_rl.types import Prompt
@@ -213,5 +214,6 @@ def _keep(
 
 def _atomically(file: Path, write: Callable[[Path], Any]) -> None:
     partial = file.with_suffix(".partial")
-    write(partial)
+    with usual_errors(partial):
+        write(partial)
     os.replace(partial, file)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moe_rl import ranks
 from moe_rl.config.parts import OPTIMIZERS, Optimizer
 from moe_rl.errors import ConfigError, Diverged
-from moe_rl.routing.file_mode import usual_mode
+from moe_rl.routing.file_mode import usual_errors, usual_mode
 from moe_rl.routing.sites import router_parameters
 
 
@@ -90,9 +90,11 @@ def write_state(
     from safetensors.torch import save_model
 
     weights.parent.mkdir(parents=True, exist_ok=True)
-    save_model(model, str(weights))
+    with usual_errors(weights):
+        save_model(model, str(weights))
     usual_mode(weights)
-    torch.save({"optimizer": optimizer.state_dict(), "updates": updates}, moments)
+    with usual_errors(moments):
+        torch.save({"optimizer": optimizer.state_dict(), "updates": updates}, moments)
 
 
 def read_state(

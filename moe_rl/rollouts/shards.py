@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.models.checkpoints import INDEX, WHOLE
-from moe_rl.routing.file_mode import usual_mode
+from moe_rl.routing.file_mode import usual_errors, usual_mode
 
 SHARD = 2**30
 """Bytes of a file, unless a single tensor has more."""
@@ -48,7 +48,8 @@ def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], most: int 
 
     def put(name: str) -> None:
         beside = folder / f"writing-{name}"
-        save_file(held, str(beside), metadata={"format": "pt"})
+        with usual_errors(beside):
+            save_file(held, str(beside), metadata={"format": "pt"})
         usual_mode(beside)  # who reads it may be somebody else
         beside.replace(folder / name)
         files.append(name)

@@ -1,9 +1,16 @@
-"""Files of tensors that others than their owner may read: safetensors makes its own by mkstemp, with mode 600."""
+"""Files of tensors, written as other files are: safetensors makes its own by mkstemp, with mode 600, and calls a full
+disk by an error of its own; torch says what its file is not, but not why.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -16,3 +23,21 @@ def usual_mode(*files: Path) -> None:
             file.chmod(stat.S_IMODE(other.stat().st_mode))
         finally:
             other.unlink()
+
+
+@contextmanager
+def usual_errors(file: Path) -> Iterator[None]:
+    """What cannot be written in the block raises OSError with the file's name, as any other file would."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        if (number := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+    except RuntimeError as error:
+        if "inline_container" not in str(error) and "PytorchStreamWriter" not in str(error):
+            raise
+        why = errno.EIO if shutil.disk_usage(file.parent).free else errno.ENOSPC
+        raise OSError(why, os.strerror(why), str(file)) from error

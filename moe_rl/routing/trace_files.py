@@ -20,7 +20,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing.file_mode import usual_mode
+from moe_rl.routing.file_mode import usual_errors, usual_mode
 from moe_rl.routing.layout import Layout, Site
 from moe_rl.routing.trace_checks import check_gates, check_ids, check_layout
 
@@ -63,7 +63,8 @@ def save(trace: RoutingTrace, path: str | Path, beside: Mapping[str, Tensor] | N
         "keep": json.dumps(trace.keep),
         "sums": json.dumps({name: _sum(name, x) for name, x in tensors.items()}),
     }
-    save_file(tensors, str(path), metadata=header | {"sum": _header_sum(header)})
+    with usual_errors(Path(path)):
+        save_file(tensors, str(path), metadata=header | {"sum": _header_sum(header)})
     usual_mode(Path(path))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from safetensors.torch import save_file
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing import Layout, RoutingTrace, Site
+from moe_rl.routing.file_mode import usual_errors
 
 
 def layout(experts=8, k=2, sites=3):
@@ -241,3 +244,21 @@ def test_agreement_counts_pairs_whose_route_both_know():
     assert math.isnan(here.agreement(nothing))
     with pytest.raises(RoutingError, match="another model"):
         here.agreement(random_trace())
+
+
+def test_what_a_disk_does_not_take_is_an_error_of_files_with_the_name_of_one(tmp_path):
+    def save_other(file):
+        with usual_errors(file):
+            torch.save(torch.ones(999), file)
+
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, usual[1]))
+    try:
+        found = []
+        for file, save in ((tmp_path / "trace", random_trace().save), (tmp_path / "other", save_other)):
+            with pytest.raises(OSError) as error:
+                save(file)
+            found.append((error.value.errno, error.value.filename))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert found == [(errno.EFBIG, str(tmp_path / "trace")), (errno.EIO, str(tmp_path / "other"))]

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_rl.compare.checkpoints.observed import Observed
 from moe_rl.compare.checkpoints.texts import TextBatch
 from moe_rl.metrics import place, ratios, volatility
-from moe_rl.routing.file_mode import usual_mode
+from moe_rl.routing.file_mode import usual_errors, usual_mode
 from moe_rl.routing.trace import Layout
 
 EDGES = 10 ** torch.linspace(-8, 4, 601, dtype=torch.float64)
@@ -153,7 +153,8 @@ class Tally:
         tensors = {f"{group}|{name}": x.contiguous() for group, sums in self.sums.items() for name, x in sums.items()}
         tensors["responses"] = torch.from_numpy(self.table_of_responses())
         aside = folder / f".tmp-{self.name}"
-        save_file(tensors, str(aside), metadata={"done": str(self.done)})
+        with usual_errors(aside):
+            save_file(tensors, str(aside), metadata={"done": str(self.done)})
         usual_mode(aside)
         os.replace(aside, folder / f"{self.name}.safetensors")
 
