@@ -531,6 +531,25 @@ def test_a_series_goes_on_and_grows_without_looking_again(there, series, tmp_pat
     assert grown.set_index(["index", "since", "metric"])["response"][3, "first", "slot_change"] == 0
 
 
+def test_what_is_kept_of_the_first_checkpoint_is_not_taken_for_another_that_came_in_its_place(
+        there, series, tmp_path, monkeypatch):
+    names = [str(tmp_path / name) for name in ("first", "second", "third")]
+    for name, source in zip(names, ("after", "before", "after"), strict=True):
+        shutil.copytree(there / source, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(pd, "concat", lambda *_, **__: pytest.fail("killed"))
+        patch.setattr(shutil, "rmtree", lambda folder, **_: None)
+        with pytest.raises(pytest.fail.Exception, match="killed"):
+            measured(there, tmp_path, names)
+    shutil.rmtree(names[0])
+    shutil.copytree(there / "before", names[0])
+    for pair in (tmp_path / "out").glob("00-*"):  # as the refusal of another comparison says
+        shutil.rmtree(pair)
+    at = measured(there, tmp_path, names).set_index(["index", "since", "metric"])["response"]
+    assert at[1, "first", "slot_change"] == 0 < at[2, "first", "slot_change"]
+    assert not list((tmp_path / "out").glob(".first*"))
+
+
 def test_what_an_engine_reads_is_no_checkpoint_of_a_run(tmp_path):
     """`engine/` has a configuration and, for a server, the weights of the last push; elsewhere it is any name."""
     for folder in ("engine", "checkpoints/step=000010", "checkpoints/step=000002"):

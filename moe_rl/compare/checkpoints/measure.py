@@ -91,7 +91,7 @@ def measure_volatility(
     placement(ModelConfig(device=device, dtype=comparison.dtype))
     digest = check_file(data)
     tokenizer, layout = _same_model(comparison, trust_remote_code)
-    wanted = _wanted(comparison, digest)
+    wanted = identity(comparison, digest)
     finished = _finished(out, wanted)
     if finished and (not keep_traces or _traced(out, finished["batches"])):
         return tables.read(out)
@@ -227,8 +227,8 @@ def _layout(name: str, trust: bool) -> Layout:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def _wanted(comparison: Comparison, digest: str) -> dict[str, Any]:
-    """What a folder must say of itself to hold this comparison."""
+def identity(comparison: Comparison, digest: str) -> dict[str, Any]:
+    """What a folder must say of itself to hold this comparison, of data with this digest."""
     versions = {"code": code_version("compare"), "packages": package_versions()}
     files = {f"{side}_files": fingerprint(getattr(comparison, side)) for side in ("before", "after")}
     return asdict(comparison) | {"data_digest": digest} | versions | files

@@ -7,6 +7,8 @@ first, whose routes are kept until the end.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 from collections.abc import Sequence
@@ -16,11 +18,11 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from moe_rl.compare.checkpoints.measure import Comparison, located, measure_volatility
+from moe_rl.compare.checkpoints.measure import Comparison, identity, located, measure_volatility
+from moe_rl.compare.checkpoints.texts import check_file
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.runs import folder as runs
 from moe_rl.runs.terminal import say
-from moe_rl.runs.versions import code_version
 
 SERIES = "series.json"
 WHOLE = "config.json"
@@ -71,7 +73,8 @@ def measure_series(
     out.mkdir(parents=True, exist_ok=True)
     runs.write_json(out / SERIES, {"checkpoints": names, "data": located(data), **settings})
     console = console or Console(stderr=True)
-    shared = None if keep_traces else out / f".first-{code_version('compare')}"
+    first = Comparison(names[0], names[0], located(data), **settings)
+    shared = None if keep_traces else out / f".first-{_digest(first)}"
     rows = []
     for j in range(1, len(names)):
         for i in dict.fromkeys((0, j - 1)):
@@ -81,9 +84,16 @@ def measure_series(
                                         keep_traces=keep_traces, shared=shared if i == 0 else None, **where)
             for since in ("first", "previous") if j == 1 else ("first" if i == 0 else "previous",):
                 rows.append(frames["summary"].assign(index=j, since=since, step=step_of(names[j]), checkpoint=names[j]))
-    if shared is not None:
-        shutil.rmtree(shared, ignore_errors=True)
+    for folder in out.glob(".first-*"):  # what was kept of others, too
+        shutil.rmtree(folder, ignore_errors=True)
     table = pd.concat(rows, ignore_index=True)
     table = table[["index", "step", "checkpoint", "since", *(c for c in frames["summary"] if c in table)]]
     table.to_parquet(out / "series.parquet", index=False)
     return table
+
+
+def _digest(comparison: Comparison) -> str:
+    """A digest of all that decides what is kept of the first checkpoint, compared with itself: kept of another state of
+    it or of the data, or under other settings, it belongs to no pair."""
+    told = json.dumps(identity(comparison, check_file(Path(comparison.data))), sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
