@@ -34,6 +34,7 @@ from moe_rl.models.presets import PRESETS, placement, skeleton
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import Layout
 from moe_rl.runs import folder as runs
+from moe_rl.runs.lease import Lease
 from moe_rl.runs.terminal import say
 from moe_rl.runs.versions import code_version, package_versions
 
@@ -83,7 +84,8 @@ def measure_volatility(
     `moe-rl view`; else BEFORE's are deleted at the end. `shared`: a folder that keeps BEFORE's routes and noise floor
     for further comparisons of the same BEFORE, data and settings, which then do not load it again. Raises ConfigError
     or RunError, before a model is loaded, for a missing file, a line without text, a dense model, checkpoints of
-    different architectures or tokenizers, and a folder that holds another comparison, or lacks a table of this one.
+    different architectures or tokenizers, and a folder that holds another comparison, lacks a table of this one, or is
+    being written by another process.
     """
     c = comparison
     comparison = replace(c, before=located(c.before), after=located(c.after), data=located(c.data))
@@ -98,24 +100,25 @@ def measure_volatility(
     console = console or Console(stderr=True)
     say(console, f"reading {data}")
     texts = Texts(data, tokenizer, max_tokens=comparison.max_tokens, batch_tokens=comparison.batch_tokens)
-    if not (out / MANIFEST).exists():  # the folder is claimed once nothing in the request can be wrong any more
-        out.mkdir(parents=True, exist_ok=True)
-        runs.write_json(out / MANIFEST, wanted)
-    passes = _Passes(comparison, out, texts, layout, max(tokenizer.get_vocab().values()) + 1, keep_traces,
-                     shared or out)
-    with _progress(console, texts) as advance:
-        noise, tally = passes.run(lambda name: _observer(name, comparison, device, trust_remote_code), advance)
-    frames = tables.tables(tally, noise, tokenizer)
-    tables.write(frames, out)
-    if keep_traces:
-        tokenizer.save_pretrained(out / "traces" / "tokenizer")
-    counts = {"lines": texts.lines, "cut_lines": texts.cut, "lost_lines": texts.lost, "tokens": sum(texts.sizes),
-              "batches": len(texts.sizes), "noise_batches": noise.done}
-    found = {name: asdict(place) for name, place in tables.places(frames["summary"]).items()}
-    runs.write_json(out / MANIFEST, (runs.read_json(out / MANIFEST, ()) or wanted)
-                    | {"finished": counts | ({"place": found} if found else {})})
-    for folder in (out / "sums", *(() if keep_traces else (out / "traces",))):
-        shutil.rmtree(folder)
+    with Lease(out / runs.LEASE):
+        _finished(out, wanted)  # another process may have begun something else since
+        if not (out / MANIFEST).exists():  # the folder is claimed once nothing in the request can be wrong any more
+            runs.write_json(out / MANIFEST, wanted)
+        passes = _Passes(comparison, out, texts, layout, max(tokenizer.get_vocab().values()) + 1, keep_traces,
+                         shared or out)
+        with _progress(console, texts) as advance:
+            noise, tally = passes.run(lambda name: _observer(name, comparison, device, trust_remote_code), advance)
+        frames = tables.tables(tally, noise, tokenizer)
+        tables.write(frames, out)
+        if keep_traces:
+            tokenizer.save_pretrained(out / "traces" / "tokenizer")
+        counts = {"lines": texts.lines, "cut_lines": texts.cut, "lost_lines": texts.lost, "tokens": sum(texts.sizes),
+                  "batches": len(texts.sizes), "noise_batches": noise.done}
+        found = {name: asdict(place) for name, place in tables.places(frames["summary"]).items()}
+        runs.write_json(out / MANIFEST, (runs.read_json(out / MANIFEST, ()) or wanted)
+                        | {"finished": counts | ({"place": found} if found else {})})
+        for folder in (out / "sums", *(() if keep_traces else (out / "traces",))):
+            shutil.rmtree(folder)
     return frames
 
 
@@ -238,7 +241,7 @@ def _finished(out: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
     """What was counted, if the folder holds this comparison to its end. Raises RunError if it holds anything else."""
     manifest = runs.read_json(out / MANIFEST, ())
     if manifest is None:
-        if out.exists() and any(out.iterdir()):
+        if out.exists() and any(file.name != runs.LEASE for file in out.iterdir()):
             raise RunError(f"--out {out} has other files in it; give a folder that is new or empty.")
         return None
     finished = manifest.pop("finished", None)

@@ -22,6 +22,7 @@ from moe_rl.compare.checkpoints.measure import Comparison, identity, located, me
 from moe_rl.compare.checkpoints.texts import check_file
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.runs import folder as runs
+from moe_rl.runs.lease import Lease
 from moe_rl.runs.terminal import say
 
 SERIES = "series.json"
@@ -68,24 +69,25 @@ def measure_series(
     names = [located(name) for name in checkpoints]
     if len(names) < 3 or len(set(names)) < len(names):
         raise ConfigError(f"a series is three checkpoints or more, each once, not {', '.join(names) or 'none'}")
-    if out.exists() and any(out.iterdir()) and not (out / SERIES).exists():
+    if out.exists() and any(file.name != runs.LEASE for file in out.iterdir()) and not (out / SERIES).exists():
         raise RunError(f"--out {out} has other files in it; give a folder that is new or empty.")
-    out.mkdir(parents=True, exist_ok=True)
-    runs.write_json(out / SERIES, {"checkpoints": names, "data": located(data), **settings})
-    console = console or Console(stderr=True)
-    first = Comparison(names[0], names[0], located(data), **settings)
-    shared = None if keep_traces else out / f".first-{_digest(first)}"
-    rows = []
-    for j in range(1, len(names)):
-        for i in dict.fromkeys((0, j - 1)):
-            pair = out / f"{i:02d}-{j:02d}"
-            say(console, (pair.name, "bold"), f" {names[i]} → {names[j]}", wrap=True)
-            frames = measure_volatility(Comparison(names[i], names[j], data, **settings), pair, console=console,
-                                        keep_traces=keep_traces, shared=shared if i == 0 else None, **where)
-            for since in ("first", "previous") if j == 1 else ("first" if i == 0 else "previous",):
-                rows.append(frames["summary"].assign(index=j, since=since, step=step_of(names[j]), checkpoint=names[j]))
-    for folder in out.glob(".first-*"):  # what was kept of others, too
-        shutil.rmtree(folder, ignore_errors=True)
+    with Lease(out / runs.LEASE):
+        runs.write_json(out / SERIES, {"checkpoints": names, "data": located(data), **settings})
+        console = console or Console(stderr=True)
+        first = Comparison(names[0], names[0], located(data), **settings)
+        shared = None if keep_traces else out / f".first-{_digest(first)}"
+        rows = []
+        for j in range(1, len(names)):
+            for i in dict.fromkeys((0, j - 1)):
+                pair = out / f"{i:02d}-{j:02d}"
+                say(console, (pair.name, "bold"), f" {names[i]} → {names[j]}", wrap=True)
+                frames = measure_volatility(Comparison(names[i], names[j], data, **settings), pair, console=console,
+                                            keep_traces=keep_traces, shared=shared if i == 0 else None, **where)
+                for since in ("first", "previous") if j == 1 else ("first" if i == 0 else "previous",):
+                    place = {"index": j, "since": since, "step": step_of(names[j]), "checkpoint": names[j]}
+                    rows.append(frames["summary"].assign(**place))
+        for folder in out.glob(".first-*"):  # what was kept of others, too
+            shutil.rmtree(folder, ignore_errors=True)
     table = pd.concat(rows, ignore_index=True)
     table = table[["index", "step", "checkpoint", "since", *(c for c in frames["summary"] if c in table)]]
     table.to_parquet(out / "series.parquet", index=False)
