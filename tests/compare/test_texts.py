@@ -76,6 +76,25 @@ def test_a_response_whose_reasoning_the_template_drops_is_refused(tmp_path):
     assert read(batch)[1] == "<think>hm</think>\n\n2!"
 
 
+@pytest.mark.parametrize("response", [
+    [{"role": "assistant", "content": "2!", "reasoning_content": "hm"}],
+    [{"role": "assistant", "content": [{"type": "text", "text": "2!"}, {"type": "thinking", "thinking": "hm"}]}],
+    [{"role": "assistant", "content": "<think>hm</think>2!"}, {"role": "user", "content": "?"},
+     {"role": "assistant", "content": "3!"}]])
+def test_nor_is_reasoning_lost_of_a_field_of_its_own_of_a_part_or_of_an_earlier_turn(tmp_path, response):
+    keeps_last = TEMPLATE.replace("m.content", "(m.content if m.content is string and loop.last else "
+                                  "m.content.split('>')[-1] if m.content is string else m.content[0].text)")
+    with pytest.raises(ConfigError, match="line 1: the chat template leaves out a part of the response"):
+        texts(tmp_path, {"prompt": [{"role": "user", "content": "2?"}], "response": response}, template=keeps_last)
+
+
+def test_a_template_that_writes_a_response_as_json_keeps_it(tmp_path):
+    messages = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": 'say "é"\n'}]
+    writes_json = TEMPLATE.replace("m.content", "m.content|tojson")
+    (batch,) = texts(tmp_path, {"messages": messages}, template=writes_json).batches()
+    assert read(batch)[1] == '"say \\"é\\"\\n"'
+
+
 def test_batches_hold_every_line_once_in_the_budget_and_are_the_same_again(tmp_path):
     lines = [{"text": "x" * (2 + (7 * i) % 31)} for i in range(60)]
     found = texts(tmp_path, *lines, batch_tokens=100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 WINDOW = 1024
 """Lines that are held at a time and ordered by length, so that little of a batch is padding."""
+SAID = ("content", "text", "reasoning_content", "reasoning", "thinking")
+"""Where messages, and parts of them, have text."""
 FORMS = '{"prompt": …, "response": …}, {"messages": [{"role": …, "content": …}, …]} or {"text": …}'
 
 
@@ -139,12 +142,22 @@ class Texts:
             whole: Any = self.tokenizer.apply_chat_template([*prompt, *response], tokenize=False)
         except Exception as error:  # templates are programs of their own, with errors of their own
             raise ConfigError(f"{where}: the chat template refuses these messages ({error}).") from error
-        said = response[-1].get("content")
-        if isinstance(said, str) and "".join(said.split()) not in "".join(whole.split()):
+        whole = "".join(whole.split())
+        if any("".join(text.split()) not in whole and "".join(json.dumps(text, ensure_ascii=False)[1:-1].split()) not in
+               whole for text in _said(response)):
             raise ConfigError(f"{where}: the chat template leaves out a part of the response, such as its reasoning, "
                               "whose routes would be in no number; give prompt and response as strings.")
         shared = next((i for i, (a, b) in enumerate(zip(head, tokens, strict=False)) if a != b), len(head))
         return list(tokens), shared
+
+
+def _said(response: list[Any]) -> Iterator[str]:
+    """All that an assistant says in these messages, in parts or whole, its reasoning included."""
+    for message in response:
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            content = message.get("content")
+            for part in (message, *(content if isinstance(content, list) else ())):
+                yield from (part[key] for key in SAID if isinstance(part, dict) and isinstance(part.get(key), str))
 
 
 def check_file(file: Path) -> str:
