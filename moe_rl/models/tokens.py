@@ -58,10 +58,13 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 def plain_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The token ids of text that goes on: with the special tokens that the tokenizer puts in front, unless the text
     brings them, and without those that it puts behind."""
-    bos = tokenizer.bos_token
-    ids = tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
-    eos = tokenizer.eos_token_id
-    return ids[:-1] if len(ids) > 1 and ids[-1] == eos and not text.endswith(tokenizer.eos_token) else ids
+    bare = tokenizer.encode(text, add_special_tokens=False)
+    if tokenizer.bos_token and text.startswith(tokenizer.bos_token):
+        return bare
+    ids = tokenizer.encode(text)
+    if not bare:  # nothing tells what is in front
+        return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
+    return next((ids[:end] for end in range(len(bare), len(ids) + 1) if ids[end - len(bare) : end] == bare), ids)
 
 
 def completion_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import load, save_checkpoint
 from moe_rl.models.presets import PRESETS, hf_config
-from moe_rl.models.tokens import byte_tokenizer, completion_tokens, encode_prompts
+from moe_rl.models.tokens import byte_tokenizer, completion_tokens, encode_prompts, plain_tokens
 from moe_rl.routing.sites import router_parameters
 from moe_rl.types import Prompt
 
@@ -76,6 +77,17 @@ def test_a_chat_template_is_used_where_there_is_one():
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ConfigError, match="no tokens"):
         encode_prompts([Prompt(text="")], TOKENIZER)
+
+
+@pytest.mark.parametrize("form, front", [
+    ("<|pad|> $A", [257]), ("<|pad|> $A <|end|>", [257]), ("$A <|end|>", []), ("<|pad|> $A <|pad|>", [257])])
+def test_what_a_tokenizer_puts_behind_a_text_is_left_out_and_what_the_text_ends_with_is_not(form, front):
+    tokenizer = byte_tokenizer()
+    tokenizer.split_special_tokens = False
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=form, special_tokens=[("<|end|>", 256), ("<|pad|>", 257)])
+    assert plain_tokens("ab", tokenizer) == [*front, 97, 98]
+    assert plain_tokens("ab<|end|>", tokenizer) == [*front, 97, 98, 256]
 
 
 # ---------------------------------------------------------------------- presets
