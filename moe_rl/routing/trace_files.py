@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,28 +85,35 @@ def _header_sum(header: Mapping[str, str]) -> str:
 # ---------------------------------------------------------------------- reading
 def load(path: str | Path, rows: slice = ALL, columns: slice = ALL, sites: slice = ALL) -> dict[str, Any]:
     """The fields of a trace; see `RoutingTrace.load`."""
-    from safetensors import SafetensorError
-
     if any(part.step not in (None, 1) for part in (rows, columns, sites)):
         raise RoutingError(f"rows={rows}, columns={columns}, sites={sites}: parts of a file are read without a step.")
+    with _opened(path) as file:
+        return file.fields(rows, columns, sites)
+
+
+def load_beside(path: str | Path) -> dict[str, Tensor]:
+    """See `RoutingTrace.load_beside`."""
+    with _opened(path) as file:
+        mask = file.tensor("attention_mask", (torch.bool,))
+        return {name.removeprefix("beside."): unpacked(file.whole(name), mask)
+                for name in file.names if name.startswith("beside.")}
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[TraceFile]:
+    """The file, while it is read. Raises RoutingError, with its name, whatever is wrong with it."""
+    from safetensors import SafetensorError
+
     if not Path(path).is_file():
         raise RoutingError(f"no trace file at {path}.")
     try:
         with TraceFile(path) as file:
-            return file.fields(rows, columns, sites)
+            yield file
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IndexError, OSError, OverflowError,
             RecursionError, AttributeError) as error:
         if isinstance(error, RoutingError) and str(path) in str(error):
             raise
         raise RoutingError(f"{path} is not a readable routing trace ({error}); record it again.") from error
-
-
-def load_beside(path: str | Path) -> dict[str, Tensor]:
-    """See `RoutingTrace.load_beside`."""
-    with TraceFile(path) as file:
-        mask = file.tensor("attention_mask", (torch.bool,))
-        return {name.removeprefix("beside."): unpacked(file.opened.get_tensor(name), mask)
-                for name in file.names if name.startswith("beside.")}
 
 
 class TraceFile:
@@ -143,8 +151,10 @@ class TraceFile:
         dtype = getattr(torch, NUMPY.get(found.get_dtype(), found.get_dtype()), None)
         if dtype not in dtypes or shape not in (None, tuple(found.get_shape())):
             raise RoutingError(f"{name} is {found.get_dtype()} {found.get_shape()}; expected {dtypes} {shape}")
-        if part is not None:
-            return found[part]
+        return self.whole(name) if part is None else found[part]
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor of any form, summed."""
         whole = self.opened.get_tensor(name)
         if self.sums and self.sums[name] != _sum(name, whole):
             raise RoutingError(f"{name} does not have the sum it was written with")

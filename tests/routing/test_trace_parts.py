@@ -311,3 +311,16 @@ def test_unused_slots_of_a_file_hold_nothing(tmp_path):
     RoutingTrace.from_ids(bad, shape).save(tmp_path / "bad")
     with pytest.raises(RoutingError, match="a uses 1 slots, but others hold ids too"):
         RoutingTrace.load(tmp_path / "bad")
+
+
+def test_what_lies_beside_a_trace_is_held_against_its_sums_and_a_damaged_file_is_named(tmp_path):
+    trace, file = random_trace(), tmp_path / "trace"
+    trace.save(file, {"x": torch.full(trace.shape[:2], 0.123)})
+    written = file.read_bytes()
+    for damaged in (written.replace(torch.tensor(0.123).numpy().tobytes(), bytes(4), 1), written[:-9], b""):
+        assert damaged != written
+        file.write_bytes(damaged)
+        with pytest.raises(RoutingError, match=f"{file} is not a readable routing trace"):
+            RoutingTrace.load_beside(file)
+    with pytest.raises(RoutingError, match="no trace file at"):
+        RoutingTrace.load_beside(tmp_path / "none")
