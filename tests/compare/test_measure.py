@@ -551,6 +551,20 @@ def test_what_is_kept_of_the_first_checkpoint_is_not_taken_for_another_that_came
     assert not list((tmp_path / "out").glob(".first*"))
 
 
+def test_sums_that_were_damaged_after_a_kill_are_named(there, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(measure.tables, "write", lambda *_: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception, match="killed"):
+            compare(there, tmp_path / "out")
+    for name, content in (("change", b""), ("noise", (tmp_path / "out/sums/noise.safetensors").read_bytes()[:-9])):
+        file = tmp_path / "out" / "sums" / f"{name}.safetensors"
+        file.write_bytes(content)
+        with pytest.raises(RunError, match=f"{name}.safetensors is damaged .*; remove it"):
+            compare(there, tmp_path / "out")
+        file.unlink()
+    assert compare(there, tmp_path / "out")["summary"]["response"].notna().any()
+
+
 def test_a_folder_that_another_process_writes_is_refused_and_left_as_it_is(there, tmp_path):
     names = [str(there / "before"), str(there / "after"), str(tmp_path / "third")]
     shutil.copytree(there / "after", names[2])

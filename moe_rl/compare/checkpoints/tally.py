@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_rl.compare.checkpoints.observed import Observed
 from moe_rl.compare.checkpoints.texts import TextBatch
+from moe_rl.errors import RunError
 from moe_rl.metrics import place, ratios, volatility
 from moe_rl.routing.file_mode import usual_errors, usual_mode
 from moe_rl.routing.trace import Layout
@@ -159,16 +160,19 @@ class Tally:
         os.replace(aside, folder / f"{self.name}.safetensors")
 
     def restore(self, folder: Path) -> None:
-        """Go on from what `save` wrote, if it did."""
-        from safetensors import safe_open
+        """Go on from what `save` wrote, if it did. Raises RunError for a file that is damaged."""
+        from safetensors import SafetensorError, safe_open
 
         path = folder / f"{self.name}.safetensors"
         if not path.is_file():
             return
-        with safe_open(str(path), "pt") as file:
-            self.done = int(file.metadata()["done"])
-            self._responses = [file.get_tensor("responses")]
-            for key in file.keys():  # noqa: SIM118
-                if key != "responses":
-                    group, name = key.split("|")
-                    self.sums.setdefault(group, {})[name] = file.get_tensor(key)
+        try:
+            with safe_open(str(path), "pt") as file:
+                self.done = int(file.metadata()["done"])
+                self._responses = [file.get_tensor("responses")]
+                for key in file.keys():  # noqa: SIM118
+                    if key != "responses":
+                        group, name = key.split("|")
+                        self.sums.setdefault(group, {})[name] = file.get_tensor(key)
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise RunError(f"{path} is damaged ({error}); remove it, and its sums are taken again") from error
