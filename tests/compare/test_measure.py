@@ -466,6 +466,15 @@ def test_the_documentation_names_every_table_and_metric(frames):
         assert f"`{name}`" in page or name in ("site", "layer", "expert", "position", "line"), name
 
 
+def test_bars_by_margin_are_those_of_the_table_between_the_margins_that_they_span(frames):
+    margins, bars = frames["margins"], by_layer(frames).axes[2].patches
+    for bar in bars:
+        low, high = bar.get_x() * 0.999, (bar.get_x() + bar.get_width()) * 0.999  # an edge is no exact power
+        inside = margins[(margins["low"] >= low) & (margins["low"] < high)]
+        assert bar.get_height() == pytest.approx(inside["changed"].sum() / inside["before"].sum())
+    assert len(bars) > 3
+
+
 # ---------------------------------------------------------------------- a series
 @pytest.fixture(scope="module")
 def series(there, tmp_path_factory):

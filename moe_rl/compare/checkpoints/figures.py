@@ -49,11 +49,11 @@ def by_layer(frames: Frames) -> Figure:
 
 
 def _margin_panel(ax: Axes, margins: pd.DataFrame) -> None:
-    decade = np.floor(np.log10(margins["low"].clip(lower=1e-8)) * 2) / 2
+    decade = (np.log10(margins["low"].clip(lower=1e-8)) * 50).round() // 25 / 2  # edges are no exact powers
     pooled = margins.assign(bin=decade).groupby("bin")[["before", "changed"]].sum()
     pooled = pooled[pooled["before"] >= SEEN]
-    ax.bar(10 ** (pooled.index + 0.25), pooled["changed"] / pooled["before"], width=10**pooled.index * 1.9, color=AFTER,
-           alpha=0.8)
+    ax.bar(10**pooled.index, pooled["changed"] / pooled["before"], width=10 ** (pooled.index + 0.5) - 10**pooled.index,
+           align="edge", color=AFTER, edgecolor="white", alpha=0.8)
     ax.set(title="Change by margin", xscale="log", xlabel="margin before, two bins per decade",
            ylabel="share of sets changed")
     ax.set_ylim(0, 1)
