@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.models.checkpoints import INDEX, WHOLE
-from moe_rl.routing.file_mode import usual_errors, usual_mode
+from moe_rl.routing.file_mode import save_tensors
 
 SHARD = 2**30
 """Bytes of a file, unless a single tensor has more."""
@@ -39,7 +39,6 @@ class Shards(Mapping[str, Tensor]):
 def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], most: int = SHARD) -> Shards:
     """Weights as a checkpoint's files: `model.safetensors`, or several of at most `most` bytes and their index. Memory:
     one file, beside what makes a weight. Files of an earlier call are replaced, for those who read them as a whole."""
-    from safetensors.torch import save_file
 
     files: list[str] = []
     where: dict[str, str] = {}
@@ -48,9 +47,7 @@ def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], most: int 
 
     def put(name: str) -> None:
         beside = folder / f"writing-{name}"
-        with usual_errors(beside):
-            save_file(held, str(beside), metadata={"format": "pt"})
-        usual_mode(beside)  # who reads it may be somebody else
+        save_tensors(held, beside, {"format": "pt"})  # who reads it may be somebody else
         beside.replace(folder / name)
         files.append(name)
         where.update(dict.fromkeys(held, name))

@@ -9,9 +9,20 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from torch import Tensor
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
+    """Write a file of safetensors with the usual mode, and the usual errors."""
+    from safetensors.torch import save_file
+
+    with usual_errors(file):
+        save_file(dict(tensors), str(file), metadata=dict(metadata))
+    usual_mode(file)
 
 
 def usual_mode(*files: Path) -> None:
