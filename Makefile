@@ -9,7 +9,7 @@ TRL := .venv-trl
 TRACKERS := .venv-trackers
 
 .PHONY: setup study results test test-ranks test-browser test-vllm test-trl test-trackers test-slurm test-gpu bench-gpu \
-  test-wheel lint clean
+  test-wheel test-refactoring lint clean
 
 setup: $(STAMP)
 
@@ -102,6 +102,10 @@ bench-gpu: $(GPU_SETUP)
 # The package as others install it, in an environment without this checkout; nothing is downloaded.
 test-wheel: $(STAMP)
 	MOE_RL_WHEEL=1 $(BIN)/python -m pytest tests/wheel
+
+# Whether first steps of committed rows are those of an earlier commit, bit for bit; minutes, most of them cold starts.
+test-refactoring: $(STAMP)
+	$(BIN)/python tests/refactoring/check.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
