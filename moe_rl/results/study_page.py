@@ -26,6 +26,7 @@ from moe_rl.results.rollouts import pages
 from moe_rl.results.tables import Shown, study_tables, untrained
 from moe_rl.results.verdict import verdict_of
 from moe_rl.runs.frames import Frames, load_study
+from moe_rl.runs.versions import HARDWARE
 from moe_rl.study.declaration import read_declaration
 
 ABOUT = {"hypothesis": "Hypothesis", "endpoint": "Primary endpoint", "contrasts": "Contrasts",
@@ -104,7 +105,7 @@ def _runs(runs: pd.DataFrame) -> Shown:
 def _versions(runs: pd.DataFrame) -> Shown:
     packages: dict[str, list[str]] = {}
     for text in runs["packages"].unique():
-        for name, version in (json.loads(text) or {}).items():
+        for name, version in (dict.fromkeys(HARDWARE, UNRECORDED) | (json.loads(text or "null") or {})).items():
             packages.setdefault(name, []).append(version)
     found = {"code": runs["code"], **provenance(runs), "device": runs["device"], "threads": runs["threads"]}
     return Shown("versions", ("what", "which"), [(name, _list(values)) for name, values in (found | packages).items()])

@@ -1,8 +1,8 @@
 """Runs on disk: a folder per run that survives a SIGKILL at any instant (`frames` reads many of them at once).
 
     runs/<study>/<arm>/<factors>/seed=<n>/
-        manifest.json     configuration and its hash, seed, code and package versions, commit, digests of what it is
-                          made from and of the study file, device, dates, seconds
+        manifest.json     configuration and its hash, seed, code and package versions, processor, commit, digests of
+                          what it is made from and of the study file, device, dates, seconds
         progress.json     state, step, seconds per step; replaced at every step
         commit/, tables/  rows and checkpoint of the last commit, which a kill leaves whole or absent: see `commits`
         <table>.parquet   each table of `columns.TABLES`, published when the run has finished
@@ -28,7 +28,7 @@ from moe_rl.runs.columns import TABLES
 from moe_rl.runs.commits import Row, fsync, last_step, latest_commit
 from moe_rl.runs.inputs import declared_by, digest, inputs_of, merged
 from moe_rl.runs.lease import Lease, holder, is_held
-from moe_rl.runs.versions import code_version, git_state, merged_git, package_versions, processor
+from moe_rl.runs.versions import code_version, git_state, instruction_set, merged_git, package_versions, processor
 
 DIVERGED, DIGEST = "diverged", "checkpoint.sha256"
 """The files of a commit that say how the run diverged, and what its checkpoint was when it was written."""
@@ -72,7 +72,7 @@ class RunFolder:
             codes = [*manifest["code"], *({code_version()} - set(manifest["code"]))]
             trainer = trainer or manifest.get("trainer", "")
             inputs = merged(manifest.get("inputs", {}), inputs_of(config, trainer))
-            made_by = package_versions() | {"processor": processor()}
+            made_by = package_versions() | {"processor": processor(), "instruction_set": instruction_set()}
             manifest |= {"config": config, "code": codes, "git": merged_git(manifest.get("git"), git_state()),
                          "packages": merged(manifest.get("packages", {}), made_by), "trainer": trainer,
                          "inputs": inputs,

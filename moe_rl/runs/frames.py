@@ -23,7 +23,8 @@ LABELS = ["study", "arm", "factors", "seed", "code"]
 """Columns that every frame starts with: which run a row belongs to, and the code that wrote it."""
 PLAIN = ("hash", "created", "finished_at", "seconds", "checkpoint", "device", "threads")
 NESTED = ("config", "packages", "git", "inputs", "declared")
-"""Columns of `runs` that come from the manifest; the latter hold JSON. Null where a run is older than what they say."""
+"""Columns of `runs` that come from the manifest; the latter hold JSON, `packages` also the processor. Null where a run
+is older than what they say."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Which code and which packages wrote a run."""
+"""Which code, which packages and which processor wrote a run."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import importlib.metadata
+import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from typing import Any
 PACKAGE = Path(__file__).parent.parent
 READERS = ("runs", "methods", "study", "results", "compare", "adapters", "cli", "__main__.py")
 """What only reads, moves or compares finished numbers: a change there does not make another code version."""
+HARDWARE = ("processor", "instruction_set")
+"""What decides the last bits beside the packages; kept among them."""
 
 
 @cache
@@ -89,3 +92,12 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     kind = [f"{name} {said[name]}" for name in ("cpu family", "model", "CPU implementer", "CPU part") if name in said]
     widest = [wide for wide in ("avx512f", "avx2") if wide in said.get("flags", "").split()][:1]
     return ", ".join([said.get("model name") or platform.machine(), *kind, *widest])
+
+
+def instruction_set() -> str:
+    """The vectors that PyTorch uses in this process, and the limits of its libraries: less than the processor has where
+    the environment says so."""
+    from torch.backends.cpu import get_cpu_capability
+
+    limits = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
+    return ", ".join([get_cpu_capability(), *(f"{name}={os.environ[name]}" for name in limits if name in os.environ)])

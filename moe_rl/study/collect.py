@@ -2,8 +2,8 @@
 
     studies/results/<study>/
         study.json        the declaration
-        runs.parquet      a row per run: full configuration, code and package versions, commit, digests of the study
-                          file and of other inputs, when it was made, seconds, digest of the weights
+        runs.parquet      a row per run: full configuration, code and package versions, processor, commit, digests of
+                          the study file and of other inputs, when it was made, seconds, digest of the weights
         <table>.parquet   each table of the data dictionary that has rows: the columns KEPT, floats as float32
         <name>.parquet    a table that the study's own trainer wrote into its runs, whole
 

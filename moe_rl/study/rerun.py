@@ -24,6 +24,7 @@ from moe_rl.runs.folder import DECLARATION
 from moe_rl.runs.frames import LABELS, Frames, load_study, read_table
 from moe_rl.runs.inputs import changed, inputs_of, sources_of
 from moe_rl.runs.terminal import say
+from moe_rl.runs.versions import HARDWARE
 from moe_rl.study.declaration import Planned, Study, path_of, read_declaration
 from moe_rl.study.workers import Failure, run_study
 
@@ -33,8 +34,8 @@ def rerun(path: Path, out: Path, *, jobs: int | None, console: Console, steps: i
     """Run every row below `path` (a study, an arm, a cell or a run) again in `out`; returns the failures.
 
     Then says of each whether its final weights and optimizer state are those of the row, bit for bit, and in which
-    columns their tables part, if any, from which step on and by how much; that can happen on another kind of machine or
-    with other versions, which are named. With `steps` only the first ones are run and compared.
+    columns their tables part, if any, from which step on and by how much; that can happen on another processor or with
+    other versions, which are named. With `steps` only the first ones are run and compared.
 
     Rows that name code from outside the package run only if `trusted`, called with these names, says so. It is looked
     for beside the study file that the row names, in or below the folders above the tables and the current one, or, as
@@ -168,16 +169,19 @@ def verdict(reported: Frames, path: Path) -> str:
                   f"another checkpoint, as after {last} of {row['step']} steps" if shorter else "another checkpoint")
     there, here = _made_from(row), _made_from({**made, "code": " then ".join(made["code"])})
     others = [f"{name} {there[name]} there, {here.get(name)} here" for name in there if there[name] != here.get(name)]
+    if parted and any(there[name] != here[name] for name in HARDWARE):
+        others.append("another processor or instruction set alone can change these values")
     unsaid = ("as they should be" if shorter and not parted else
-              "the same versions, so " + ("has somebody edited the table?" if alike else "another machine?"))
+              "the same versions, processor and instruction set, so has somebody edited the table?")
     return f"{checkpoint}, {values}{lacking}; {'; '.join(others) or unsaid}"
 
 
 def _made_from(run: Mapping[str, Any]) -> dict[str, str]:
-    """Packages, code and inputs of a row or of a manifest."""
+    """Processor, packages, code and inputs of a row or of a manifest."""
     packages, inputs = (json.loads(part) if isinstance(part := run.get(key) or {}, str) else part
                         for key in ("packages", "inputs"))
-    return {**packages, "code": run["code"], **{name: value[:10] for name, value in inputs.items()}}
+    return {**dict.fromkeys(HARDWARE, "not recorded"), **packages, "code": run["code"],
+            **{name: value[:10] for name, value in inputs.items()}}
 
 
 def _parts(a: pd.Series, b: pd.Series, measured: bool) -> tuple[int, float] | None:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from moe_rl.results.printed import print_study
 from moe_rl.results.study_page import write_study_page
+from moe_rl.runs.versions import instruction_set, processor
 from moe_rl.study.declaration import write_declaration
 from tests import fake_study
 from tests.test_cli import fake_runs
@@ -74,6 +75,19 @@ def test_the_page_says_what_was_asked_found_and_used(page):
                   "optimizer.lr", "torch", "6 runs", "0, 1", "minutes"):
         assert words in reader.text, words
     assert reader.tags.count("img") + reader.text.count("No figure") == 3
+
+
+def test_the_page_names_every_processor_and_says_where_none_was_recorded(tmp_path):
+    folder, here = fake_runs(tmp_path), {"processor": processor(), "instruction_set": instruction_set()}
+    write_declaration(fake_study.study, tmp_path)
+    manifest = folder / "grpo" / "base" / "seed=0" / "manifest.json"
+    older = json.loads(manifest.read_text())
+    older["packages"] = {name: value for name, value in older["packages"].items() if name not in here}
+    manifest.write_text(json.dumps(older))
+    write_study_page(folder, tmp_path / "page.html")
+    cells = re.findall("<td[^>]*>([^<]*)", (tmp_path / "page.html").read_text())
+    for name, value in here.items():
+        assert sorted(cells[cells.index(name) + 1].split(", ")) == sorted(["not recorded", *value.split(", ")])
 
 
 def test_only_what_differs_between_arms_is_listed_by_arm(page):

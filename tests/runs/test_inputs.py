@@ -19,7 +19,7 @@ from moe_rl.runs import folder as runs
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import load_study
 from moe_rl.runs.inputs import declared_by, inputs_of, sources_of
-from moe_rl.runs.versions import git_state, merged_git, package_versions, processor
+from moe_rl.runs.versions import git_state, instruction_set, merged_git, package_versions, processor
 from moe_rl.study.collect import collect
 from moe_rl.study.declaration import Planned, write_declaration
 from moe_rl.study.workers import check_code
@@ -241,4 +241,13 @@ def test_a_run_says_on_which_processors_it_ran(tmp_path, config, monkeypatch):
     for name, known in (("one", "one"), ("one", "one"), ("two", "one then two"), ("two", "one then two")):
         monkeypatch.setattr(runs, "processor", lambda name=name: name)
         with RunFolder.open(tmp_path / "run", config.to_dict(), config.hash) as folder:
-            assert folder.manifest["packages"] == {**package_versions(), "processor": known}
+            assert folder.manifest["packages"] == {**package_versions(), "processor": known,
+                                                   "instruction_set": instruction_set()}
+
+
+def test_the_instruction_set_is_that_in_effect_and_not_that_of_the_processor():
+    code = "from moe_rl.runs.versions import instruction_set, processor; print(instruction_set(), processor(), sep='|')"
+    limits = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MKL_", "ONEDNN_"))}
+    done = subprocess.run([sys.executable, "-c", code], env=clean | limits, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"DEFAULT, MKL_CBWR=COMPATIBLE|{processor()}"

@@ -18,6 +18,7 @@ from moe_rl.errors import ConfigError, RunError
 from moe_rl.runs import folder as runs
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import load_study, read_table
+from moe_rl.runs.versions import HARDWARE
 from moe_rl.study.collect import collect
 from moe_rl.study.declaration import write_declaration
 from moe_rl.study.rerun import outside_code, rerun, verdict
@@ -225,7 +226,7 @@ def test_the_first_steps_alone_are_run_and_compared(results, tmp_path, elsewhere
     assert cli.main(["rerun", str(results), "--out", str(tmp_path / "a"), "--trust", "--steps", "2"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "another checkpoint, as after 2 of 3 steps, equal values in all" in text
-    assert "as they should be" in text and "another machine" not in text
+    assert "as they should be" in text and "processor" not in text
     run = tmp_path / "a" / "mine" / "grpo" / "base" / "seed=0"
     assert read_table(run, "steps")["step"].to_list() == [1, 2]
     assert cli.main(["rerun", str(results), "--out", str(tmp_path / "b"), "--trust", "--steps", "0"]) == 2
@@ -242,6 +243,23 @@ def test_values_that_part_are_named_even_where_the_weights_are_the_same(results,
     frame.assign(own_number=1.0).drop(columns="reward").to_parquet(results / "steps.parquet")
     text = said(results, tmp_path / "again")
     assert "bit for bit, and 1 columns of the row are not there now (steps.own_number, …)" in text
+
+
+@pytest.mark.parametrize("kept", [("one", "DEFAULT"), ("one", None), (None, None)])
+def test_values_that_part_on_another_processor_are_not_blamed_on_the_table(results, tmp_path, elsewhere, kept):
+    """Of an older row neither is known, or not both."""
+    said(results, tmp_path / "again")
+    run = tmp_path / "again" / "mine" / "grpo" / "base" / "seed=0"
+    here = runs.read_manifest(run)["packages"]
+    known = {name: value for name, value in zip(HARDWARE, kept, strict=True) if value}
+    change(results, packages=json.dumps({name: here[name] for name in here if name not in HARDWARE} | known))
+    row = load_study(results)
+    assert "bit for bit" in verdict(row, run), "equal values need no explanation"
+    moved = row["steps"].assign(reward=row["steps"]["reward"] + 1)
+    text = verdict(dataclasses.replace(row, tables={**row.tables, "steps": moved}), run)
+    for name in HARDWARE:
+        assert f"{name} {known.get(name, 'not recorded')} there, {here[name]} here" in text
+    assert "another processor or instruction set alone can change these values" in text and "edited" not in text
 
 
 def test_from_which_step_on_and_by_how_much_values_part(results, tmp_path, elsewhere):
