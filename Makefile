@@ -8,8 +8,8 @@ VLLM := .venv-vllm
 TRL := .venv-trl
 TRACKERS := .venv-trackers
 
-.PHONY: setup study results test test-ranks test-browser test-vllm test-trl test-trackers test-slurm test-gpu bench-gpu \
-  test-wheel test-refactoring lint clean
+.PHONY: setup study results test test-processors test-ranks test-browser test-vllm test-trl test-trackers test-slurm \
+  test-gpu bench-gpu test-wheel test-refactoring lint clean
 
 setup: $(STAMP)
 
@@ -28,6 +28,16 @@ results: $(STAMP)
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n auto -m "not ranks"
+
+# The suite as the processor is, and with less of its instructions: make test-processors ISA=default runs one pass. The
+# emulated passes leave out the tests of what reads, plans and prints.
+ISA ?= native avx2 default
+READERS := config runs study tasks test_cli.py test_docs.py test_new.py test_notebooks.py test_structure.py
+
+test-processors: $(if $(filter native,$(ISA)),test,$(STAMP))
+	set -e; for isa in $(filter-out native,$(ISA)); do limits=$$($(BIN)/python tests/processors.py $$isa); \
+	  env $$limits MOE_RL_ISA=$$isa $(BIN)/python -m pytest -n auto -m "not ranks" $(READERS:%=--ignore=tests/%); \
+	done
 
 # Processes that train together, and a study that is killed twelve times: what takes minutes and seldom breaks.
 test-ranks: $(STAMP)
