@@ -153,6 +153,17 @@ def test_a_tie_that_the_engine_breaks_otherwise_is_no_fault_of_its_routes():
     assert found.causes == () and not found.fault, found.verdict
 
 
+@pytest.mark.parametrize(("dtype", "causes"), [(torch.bfloat16, ()), (torch.float32, ("rounding",))])
+def test_a_gap_as_small_as_another_order_of_summation_makes_is_none(dtype, causes):
+    """Log-probs 7e-4 nats apart, a KL of 2.5e-7, where two orders in bfloat16 may leave (33 · √(2⁻⁷ · 2⁻²³) · 3)² / 2,
+    about 5e-6, and in float32 about 7e-11: 33 roundings of four layers and the head, of log-probs of about 3."""
+    engine = Bench("mixtral", count=8, dtype=dtype)
+    trainer = engine.engine()
+    found = diagnose([e | {"logprobs": [x - 7e-4 for x in picked(logits_of(trainer, e), e)], "routes": None}
+                      for e in engine.honest()], trainer, tokenizer=engine.tokenizer)
+    assert found.causes == causes and not found.fault, found.verdict
+
+
 def test_two_faults_are_both_named(bench):
     """Of log-probs and of routes; and two of log-probs, neither of which is enough."""
     engine = bench("deepseek_v3")

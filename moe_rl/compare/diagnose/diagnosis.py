@@ -19,7 +19,7 @@ from moe_rl.compare.diagnose.responses import Rollouts
 from moe_rl.compare.diagnose.scopes import evaluating, runnable
 from moe_rl.compare.diagnose.signatures import Finding, findings
 from moe_rl.compare.diagnose.suspects import suspects_of
-from moe_rl.compare.diagnose.verdict import FLOORS, LITTLE, NOTHING, ROUNDINGS, TOKENS, Explanation, Gap
+from moe_rl.compare.diagnose.verdict import FLOORS, LITTLE, ROUNDINGS, TOKENS, Explanation, Gap
 from moe_rl.routing.sites import layout_of
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ class _Case:
                                     "known: its routes are not those it used."), True
         if gap.agrees:
             return (), (f"No gap: {size}, and log-probs agree up to {gap.noise:.2g}: {FLOORS:g} times the noise floor "
-                        f"of {gap.floor.mean:.2g}, at least {NOTHING:g}."), False
+                        f"of {gap.floor.mean:.2g}, at least {gap.least:.2g}."), False
         if quiet:
             return ("rounding",), (f"The gap is what rounding makes ({size}; the checkpoint in float32 and in bfloat16 "
                                    f"differ by {gap.rounding.mean:.2g}). Nothing to mend."), False

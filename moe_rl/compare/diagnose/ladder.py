@@ -27,6 +27,7 @@ from moe_rl.compare.diagnose.scoring import (
 )
 from moe_rl.compare.diagnose.suspects import Suspect
 from moe_rl.errors import ConfigError, MoeRlError, RoutingError
+from moe_rl.metrics.rounding import rounding
 from moe_rl.results.stats import Interval, interval
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import Layout
@@ -203,6 +204,13 @@ class Ladder:
             found = score(twin, self.responses, batch_tokens=self.batch_tokens, keep_routes=True)
         self.expected = agreement(found.routes, self.natural.routes)
         return max(floors, key=lambda r: r.mean), self.rung("rounding", found.logprobs[STATED], against=natural)
+
+    @property
+    def rounded(self) -> float:
+        """How far another order of summation may move a log-prob of these tokens, in nats, as a root mean square."""
+        eps, config = torch.finfo(next(self.model.parameters()).dtype).eps, self.model.config
+        magnitude = np.sqrt(np.mean(self.natural.logprobs[STATED][self.own] ** 2))
+        return rounding(eps, config.get_text_config().num_hidden_layers, float(magnitude))
 
     # ------------------------------------------------------------------ where routes are known
     @property

@@ -59,9 +59,15 @@ class Gap:
     tried: list[Explanation] = field(default_factory=list)
 
     @property
+    def least(self) -> float:
+        """KL up to which log-probs agree whatever the noise floor is: that was measured in two orders of summation, and
+        the engine's is a third."""
+        return max(NOTHING, self.ladder.rounded**2 / 2)
+
+    @property
     def noise(self) -> float:
         """KL up to which log-probs agree."""
-        return max(NOTHING, FLOORS * self.floor.mean)
+        return max(self.least, FLOORS * self.floor.mean)
 
     @property
     def agrees(self) -> bool:
