@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,11 @@ from moe_rl.errors import ConfigError
 from moe_rl.execute import build
 from moe_rl.lookup import Use
 from moe_rl.recorder import engine_row
+from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.choose import check_engine
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.mismatch import MismatchedEngine, to_int8_and_back, with_noise
+from moe_rl.routing import RoutingTrace
 from moe_rl.trainer import roll_out
 from tests.test_trainer import TINY, carry_out
 
@@ -166,15 +170,40 @@ def test_an_implementation_that_does_not_exist_is_named(tmp_path):
         gap(tmp_path, experts="magic")
 
 
-@pytest.mark.parametrize(("dtype", "noisy"), [("float32", False), ("bfloat16", True)])
-def test_the_noise_floor_is_measured_as_the_mismatch_is(tmp_path, dtype, noisy):
-    """In float32 rescoring changes nothing; in bfloat16 it does, and the step's row is the mean of its sites."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_noise_floor_is_measured_as_the_mismatch_is(tmp_path, dtype):
+    """In float32 rescoring changes nothing; in bfloat16 it may, by the processor. The step's row is the mean of its
+    sites."""
     tables = carry_out(WIDE.replace(steps=2, **{"model.dtype": dtype}), tmp_path / "run")
     step = tables["steps"].iloc[-1]
     sites = tables["layers"].query("step == 2")["noise_floor_set_change"]
     assert step["noise_floor_set_change"] == pytest.approx(sites.mean()) and len(sites) == 2
     assert step["noise_floor_set_change"] <= step["noise_floor_any_layer_change"] <= sites.sum() + 1e-12
-    assert step["noise_floor_beyond_2"] == 0 or noisy
-    assert step["noise_floor_logprob"] > 1e-4 and step["noise_floor_kl_k3"] > 1e-8 if noisy else (
-        step["noise_floor_logprob"] < 1e-5 and step["noise_floor_kl_k3"] < 1e-10 and sites.max() == 0)
+    assert dtype == "bfloat16" or (step["noise_floor_logprob"] < 1e-5 and step["noise_floor_kl_k3"] < 1e-10
+                                   and step["noise_floor_beyond_2"] == 0 and sites.max() == 0)
     assert tables["layers"].query("step == 1")["noise_floor_set_change"].isna().all(), "measured at detail only"
+
+
+@pytest.mark.parametrize("by", [0.01, -1.0])
+def test_the_noise_floor_of_a_policy_that_scores_padded_rows_otherwise_by_hand(tmp_path, monkeypatch, by):
+    """Every log-prob higher by `by` where rows are padded, and every expert of the first site the next one: sets of two
+    of eight are then others."""
+    score = HFPolicy.score
+
+    def noisy(self, batch, *args, **settings):
+        found = score(self, batch, *args, **settings)
+        if batch.response_mask[:, -1].any():
+            return found
+        ids, layout = found.routes.ids().long(), found.routes.layout
+        ids[:, :, 0] = torch.where(ids[:, :, 0] >= 0, (ids[:, :, 0] + 1) % layout.sites[0].num_experts, -1)
+        return replace(found, logprobs=found.logprobs + by * batch.response_mask,
+                       routes=RoutingTrace.from_ids(ids, layout))
+
+    monkeypatch.setattr(HFPolicy, "score", noisy)
+    tables = carry_out(WIDE.replace(steps=2), tmp_path / "run")
+    step = tables["steps"].iloc[-1]
+    assert step["noise_floor_logprob"] == pytest.approx(abs(by), rel=1e-3)
+    assert step["noise_floor_kl_k3"] == pytest.approx(np.expm1(by) - by, rel=1e-3)
+    assert step["noise_floor_beyond_2"] == (abs(by) > np.log(2))
+    assert step["noise_floor_any_layer_change"] == 1 and step["noise_floor_set_change"] == 0.5
+    assert tables["layers"].query("step == 2")["noise_floor_set_change"].tolist() == [1, 0]
