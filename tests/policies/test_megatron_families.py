@@ -79,9 +79,11 @@ def trained(policy, batch, routes) -> None:
 
 @pytest.mark.parametrize("settings", [
     Optimizer(name="sgd", lr=0.1, betas=(0.9, 0.0), weight_decay=0.1, router_lr_scale=0.5, grad_clip=0.5, warmup=2),
-    Optimizer(lr=1e-3, warmup=5, weight_decay=0.1, loss_free_bias=0.01),
+    Optimizer(lr=1e-3, eps=1e-4, warmup=5, weight_decay=0.1, loss_free_bias=0.01),
 ], ids=["sgd", "adamw"])  # fmt: skip
 def test_three_steps_of_either_optimizer_warmed_up_and_resumed_are_those_of_the_hugging_face_policy(settings, tmp_path):
+    """AdamW divides a gradient by its own size + eps, so weights are apart by what sums in another order make of gradients
+    (at most 0.15), over eps: 33 · 2⁻²³ · 0.15 / 1e-4 is 0.006 of each step's rate, and three rates are two of the last."""
     hf, ours = both(settings)
     batch = example()
     routes = hf.score(batch).routes
@@ -98,6 +100,6 @@ def test_three_steps_of_either_optimizer_warmed_up_and_resumed_are_those_of_the_
     assert far(hf.score(batch).logprobs, ours.score(batch).logprobs) < 1e-5
     for name, weight in hf.weights():
         scale = settings.lr_at(3) if settings.name == "adamw" else (weight - start[name]).abs().max().item()
-        assert far(mine[name], weight) <= 0.02 * scale, name
+        assert far(mine[name], weight) <= 0.012 * scale, name
     bias = [name for name in start if name.endswith("correction_bias")]
     assert all(torch.equal(mine[name], start[name]) != bool(settings.loss_free_bias) for name in bias)
