@@ -27,7 +27,8 @@ def register(model: Any) -> bool:
     """Make a transformers model compute its experts with `cpu_experts`; returns whether it now does.
 
     False, and nothing is changed, when it uses another implementation than transformers' default, belongs to a family
-    that does not dispatch its experts, or when torch is older than 2.10. A saved checkpoint does not mention it.
+    that does not dispatch its experts, or when torch is older than 2.10 or transformers knows no implementations but
+    its own (before 5.7). A saved checkpoint does not mention it.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -37,7 +38,10 @@ def register(model: Any) -> bool:
     if model.config._experts_implementation not in ("grouped_mm", NAME):
         return False
     ALL_EXPERTS_FUNCTIONS.register(NAME, cpu_experts)
-    model.set_experts_implementation(NAME)
+    try:
+        model.set_experts_implementation(NAME)
+    except ValueError:
+        return False
     return model.config._experts_implementation == NAME
 
 
@@ -125,7 +129,7 @@ def _gated_by_silu(self: Any) -> bool:
 
     plain = self.has_gate and not self.has_bias and not getattr(self, "has_post_expert_norm", False)
     usual = getattr(type(self), "_apply_gate", None) is _default_apply_gate and isinstance(self.act_fn, SiLUActivation)
-    return plain and usual and self.is_concatenated
+    return plain and usual and getattr(self, "is_concatenated", True)  # before transformers 5.7 all are
 
 
 def _gated_without_gradient(

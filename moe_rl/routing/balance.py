@@ -21,13 +21,9 @@ CORRECTION_BIAS = re.compile(r"(^|\.)(e_score_correction_bias|score_correction_b
 def keep_routers_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Keep the parameters of every routing site in `dtype`, and cast what a site reads to that of its weights.
 
-    Its logits and combine weights are then of this dtype; the experts read hidden states of the model's. Raises
-    ConfigError for a family whose sites hold the experts too.
+    Its logits and combine weights are then of this dtype; the experts read hidden states of the model's.
     """
     for site in find_sites(model):
-        if any("experts" in name for name, _ in site.module.named_modules()):
-            raise ConfigError(f"{site.site.name} ({type(site.module).__name__}) holds its experts, so its router can "
-                              "have no dtype of its own: leave model.router_dtype out")
         site.module.to(dtype)
         site.module.register_forward_pre_hook(_cast, with_kwargs=True)
 

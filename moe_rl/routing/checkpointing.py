@@ -44,7 +44,7 @@ class LayerCheckpoint(StandIn):
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         if self.idle or not torch.is_grad_enabled():
             return self.original(function, *args, **kwargs)
-        replay = SiteForward.on(self.modules[0].module, self.modules[0], 0).replay
+        replay = SiteForward.of(self.modules[0], 0).replay
         forward = CheckpointedForward(replay)
         if replay is not None:
             replay.pending.add(forward)

@@ -22,7 +22,7 @@ from moe_rl.routing.checkpointing import CheckpointedForward, checkpoints_bound
 from moe_rl.routing.intercept import hooked, tokens_noted
 from moe_rl.routing.recording import Recording, stack_sites
 from moe_rl.routing.scores import RouterScores, read_logits, read_scores
-from moe_rl.routing.sites import find_sites, make_layout
+from moe_rl.routing.sites import find_sites, make_layout, since
 from moe_rl.routing.trace import RoutingTrace
 
 __all__ = ["Recording", "Replay", "RouterScores", "record_routing", "replay_routing"]
@@ -91,7 +91,7 @@ class Replay:
         if not (isinstance(output, tuple) and len(output) == 3 and output[1].shape == gates.shape):
             raise RoutingError(f"{spec.name} ({router}) does not hand out (logits, combine weights, ids) and nothing "
                                "else, so its combine weights cannot be recalled. Replay ids alone: routes='old_policy'"
-                               " or 'rollout', or replace(trace, gates=None).")
+                               " or 'rollout', or replace(trace, gates=None)." + since(router))
         gates = gates.to(output[1].device, output[1].dtype)
         known = self.routes.known[:, :, site].flatten()[:, None].to(gates.device)
         return output[0], torch.where(known, gates, output[1]) if len(self.free) else gates, output[2]

@@ -11,10 +11,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing.sites import RoutingModule, family_class
-
-PROBABILITIES = {"Gemma4TextRouter"}
-"""Routers whose first output is the softmax, not its logits."""
+from moe_rl.routing.sites import RoutingModule, family_class, since
 
 
 @dataclass(frozen=True)
@@ -72,8 +69,9 @@ def read_logits(spec: RoutingModule, output: Any) -> Float[Tensor, "tokens exper
     """
     name = family_class(spec.module).__name__
     logits = output[0] if isinstance(output, tuple) and len(output) > 2 else None
-    if logits is None or logits.shape[-1:] != (spec.site.num_experts,) or name in PROBABILITIES:
-        raise RoutingError(f"{name} does not hand out its logits, so its router can have no term in a loss.")
+    if logits is None or logits.shape[-1:] != (spec.site.num_experts,):
+        raise RoutingError(f"{name} does not hand out its logits, so its router can have no term in a loss."
+                           + since(name))
     if not torch.is_grad_enabled():
         raise RoutingError(
             f"{spec.site.name} runs without a graph, so no gradient of its logits could reach the router: re-entrant "
@@ -91,10 +89,10 @@ def read_scores(spec: RoutingModule, used: Tensor, choice: Tensor, output: Any) 
     choice = choice.reshape(-1, experts).float()
     logits, gates = output[:2] if isinstance(output, tuple) and len(output) > 2 else (choice, choice)
     if logits.shape != choice.shape or gates.shape != used.shape:
-        raise RoutingError(f"{type(spec.module).__name__} does not hand out its logits and combine weights; record "
-                           "without scores.")
-    logits = logits.detach().float()
-    log_probs = logits.log() if family_class(spec.module).__name__ in PROBABILITIES else logits.log_softmax(-1)
+        name = family_class(spec.module).__name__
+        raise RoutingError(f"{name} does not hand out its logits and combine weights; record without scores."
+                           + since(name))
+    log_probs = logits.detach().float().log_softmax(-1)
     if k < experts:
         top = choice.topk(k + 1, dim=-1).values
         margins = top[:, -2] - top[:, -1]

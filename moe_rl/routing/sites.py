@@ -1,7 +1,9 @@
 """Where a model routes: find every site of any supported Hugging Face family, without a list of models.
 
 Transformers names the router class of almost every family in `_can_record_outputs["router_logits"]`; a class whose
-name ends in Router, TopKGating or Gate is taken as well. The few families that differ are listed below.
+name ends in Router, TopKGating or Gate is taken as well. Where the router hands its logits to a module that takes the
+top-k of them, in `route_tokens_to_experts`, as in many families before transformers 5.15, that method is intercepted.
+The few families that differ are listed below.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ WRAPPERS = re.compile(r"^(base_model\.model\.|_orig_mod\.|_fsdp_wrapped_module\.
 ADAPTERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 """Path components that PEFT puts in: a model and its adapted version have the same sites."""
 
-SELECTS_OUTSIDE_ROUTER = {"DbrxRouter": "DbrxFFN"}
-"""Routers that only return logits, with the class that takes the top-k."""
+SELECTS = "route_tokens_to_experts"
+"""The method that takes the top-k of a router's logits, where its forward does not."""
 SELECTS_BY_MAXIMA = {"PhimoeTopKRouter"}
 """Routers that take one masked maximum per slot, without a top-k."""
 NOTHING_TO_FORCE = {"DeepseekV4HashRouter"}
@@ -36,16 +38,27 @@ UNSUPPORTED = {
     "Qwen3OmniMoeTalkerForConditionalGeneration": "it has two decoders that read different tokens; hook model.thinker",
 }
 """Classes that cannot be recorded or replayed, and why."""
+COMPLETE_SINCE = {
+    "GraniteMoeTopKGating": "5.13",
+    "GraniteMoeHybridTopKGating": "5.13",
+    "GraniteMoeSharedTopKGating": "5.13",
+    "LongcatFlashTopkRouter": "5.19",
+}
+"""Routers that hand out no logits or no combine weights, and the release of transformers from which on they do."""
 
 
 @dataclass(frozen=True)
 class RoutingModule:
-    """A module whose forward selects experts, and what the hooks must know to recognise that selection."""
+    """A router, and what the hooks must know to recognise its selection of experts."""
 
     module: nn.Module
     site: Site
     num_groups: int
     """Groups of a group-limited router; 0 for all others."""
+    selector: nn.Module
+    """The module that selects: the router, or the one whose `route_tokens_to_experts` takes the router's logits."""
+    reader: nn.Module
+    """The module whose forward reads the hidden states and selects: the router, or the one that holds it."""
 
     @property
     def by_maxima(self) -> bool:
@@ -58,16 +71,16 @@ def find_sites(model: nn.Module) -> tuple[RoutingModule, ...]:
     Multi-token-prediction layers are left out: they share layer numbers with the decoder and do not score tokens.
     Raises RoutingError for a dense model and, by name and with the reason, for a family that cannot be supported.
     """
-    modules = list(_running_modules(model))
-    routing = _routing_classes({family_class(module) for _, module in modules})
-    candidates = {name: module for name, module in modules if family_class(module) in routing}
+    modules = dict(_running_modules(model))
+    routing = _routing_classes({family_class(module) for module in modules.values()})
     decoder = set(_text_decoder(model).modules())
-    found = [
-        _describe(name, module)
+    inside = {n: module for n, module in modules.items() if module in decoder and not re.search(r"(^|\.)mtp", n)}
+    found = [_beside(name, module, inside) for name, module in inside.items() if hasattr(type(module), SELECTS)]
+    candidates = {name: module for name, module in inside.items() if family_class(module) in routing}
+    found = found or [
+        _describe(name, module, module, module)
         for name, module in candidates.items()
-        if module in decoder
-        and not re.search(r"(^|\.)mtp", name)
-        and not any(other.startswith(f"{name}.") for other in candidates)  # a block recorded beside its own router
+        if not any(other.startswith(f"{name}.") for other in candidates)  # a block recorded beside its own router
     ]
     if not found:
         raise RoutingError(
@@ -133,14 +146,31 @@ def token_readers(model: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(model.get_submodule(name) for name in dict.fromkeys(at))
 
 
-def _describe(name: str, module: nn.Module) -> RoutingModule:
+def since(router: str) -> str:
+    """For the refusal of a router's logits or combine weights: from which release of transformers on it has them."""
+    return f" It does with transformers >= {COMPLETE_SINCE[router]}." if router in COMPLETE_SINCE else ""
+
+
+def _describe(name: str, module: nn.Module, selector: nn.Module, reader: nn.Module) -> RoutingModule:
     site = Site(
         name=plain_name(name),
         decoder_layer=_decoder_layer(name),
-        num_experts=_num_experts(module),
-        top_k=_first(module, "top_k", "num_experts_per_tok", "top_k_experts"),
+        num_experts=_num_experts(module, selector),
+        top_k=_first(selector, "top_k", "num_experts_per_tok", "top_k_experts", "moe_topk"),
     )
-    return RoutingModule(module, site, getattr(module, "num_group", None) or 0)
+    groups = next((n for key in ("num_group", "n_group") if isinstance(n := getattr(selector, key, None), int)), 0)
+    return RoutingModule(module, site, groups, selector, reader)
+
+
+def _beside(name: str, selector: nn.Module, modules: dict[str, nn.Module]) -> RoutingModule:
+    """The site of a module that takes the top-k of logits: the router that it, or the module around it, holds."""
+    for owner in (name, name.rpartition(".")[0]):
+        routers = {f"{plain_name(owner)}.{attribute}" for attribute in ("gate", "router")}
+        for path, module in modules.items():
+            if plain_name(path) in routers and "modules_to_save" not in module._modules:
+                return _describe(path, module, selector, modules[owner])
+    raise RoutingError(f"{name} ({type(selector).__name__}) selects experts, but neither it nor the module around it "
+                       "has a router named gate or router, so its routes can be neither recorded nor replayed.")
 
 
 def _running_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -168,12 +198,11 @@ def _routing_classes(kinds: set[type]) -> set[type]:
         spec = outputs.get("router_logits") if isinstance(outputs, dict) else None
         targets = [getattr(s, "target_class", s) for s in (spec if isinstance(spec, list | tuple) else [spec])]
         recorded.update(target for target in targets if isinstance(target, type))
-    names = {SELECTS_OUTSIDE_ROUTER.get(kind.__name__, kind.__name__) for kind in recorded}
+    names = {kind.__name__ for kind in recorded}
     return {
         kind
         for kind in kinds
-        if (kind.__name__ in names or ROUTER_NAME.search(kind.__name__))
-        and kind.__name__ not in (*SELECTS_OUTSIDE_ROUTER, *NOTHING_TO_FORCE)
+        if (kind.__name__ in names or ROUTER_NAME.search(kind.__name__)) and kind.__name__ not in NOTHING_TO_FORCE
     }
 
 
@@ -185,20 +214,24 @@ def _text_decoder(model: nn.Module) -> nn.Module:
     return model
 
 
-def _num_experts(module: nn.Module) -> int:
+def _num_experts(module: nn.Module, selector: nn.Module) -> int:
     bias = getattr(module, "e_score_correction_bias", None)
     if isinstance(bias, Tensor):  # counts what is routed over, zero-computation experts included
         return bias.numel()
-    return _first(module, "num_router_classes", "num_experts", "num_local_experts", "n_routed_experts")
+    matrix = next((p for p in module.parameters() if p.dim() == 2), None)
+    rows = None if matrix is None else len(matrix)
+    return _first(selector, "num_router_classes", "num_experts", "num_local_experts", "n_routed_experts", last=rows)
 
 
-def _first(module: nn.Module, *attributes: str) -> int:
-    """The first of these attributes that the module, its experts or its configuration has."""
+def _first(module: nn.Module, *attributes: str, last: int | None = None) -> int:
+    """The first of these attributes that the module, its experts or its configuration has, else `last`."""
     for owner in (module, getattr(module, "experts", None), getattr(module, "config", None)):
         for attribute in attributes:
             value = getattr(owner, attribute, None)
             if isinstance(value, int):
                 return value
+    if last is not None:
+        return last
     raise RoutingError(
         f"{type(module).__name__} looks like a router, but has none of {', '.join(attributes)}: "
         "its selection cannot be recognised, so it can be neither recorded nor replayed."

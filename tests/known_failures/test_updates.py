@@ -21,7 +21,8 @@ from moe_rl.objectives.losses import LOSSES
 from moe_rl.rollouts.collate import collate
 from moe_rl.routing import layout_of, record_routing, replay_routing
 from moe_rl.routing.formats import decode_routes
-from moe_rl.routing.intercept import MAXIMUM, TOPK, recomputing
+from moe_rl.routing.intercept import recomputing
+from moe_rl.routing.selection import MAXIMUM, TOPK
 from moe_rl.routing.sites import find_sites
 from moe_rl.routing.sources import random_sets
 from moe_rl.types import Prompt, Rollout

@@ -19,7 +19,6 @@ from moe_rl.routing.sources import old_policy, random_sets, rollout, shuffled
 from moe_rl.types import Prompt, Rollout
 from tests.conftest import FAMILIES, build, perturb
 from tests.objectives import peers
-from tests.routing import families
 
 
 def make_batch(prompts=4, group=3, seed=0):
@@ -351,9 +350,3 @@ def test_routers_in_float32_compute_and_learn_in_it(family, batch, tmp_path):
     again = policy_of(other, optimizer={"lr": 1e-5})
     again.load(tmp_path)
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(policy.weights(), again.weights(), strict=True))
-
-
-def test_a_router_that_holds_its_experts_has_no_dtype_of_its_own():
-    model = families.build(next(f for f in families.FAMILIES if f.model_type == "dbrx"))
-    with pytest.raises(ConfigError, match="DbrxFFN.*holds its experts"):
-        keep_routers_in(model, torch.float32)

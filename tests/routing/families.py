@@ -100,9 +100,8 @@ def sqrt_softplus(logits: Tensor, ids: Tensor, at: At) -> Tensor:
     return normalised((1 + logits.gather(1, ids).exp()).log().sqrt()) * at.scale
 
 
-def softmax_expert_scale(probabilities: Tensor, ids: Tensor, at: At) -> Tensor:
-    """Gemma 4's router returns probabilities in place of logits."""
-    return normalised(probabilities.gather(1, ids)) * at.router.per_expert_scale.double()[ids]
+def softmax_expert_scale(logits: Tensor, ids: Tensor, at: At) -> Tensor:
+    return normalised(logits.softmax(-1).gather(1, ids)) * at.router.per_expert_scale.double()[ids]
 
 
 def softmax_or_skip(logits: Tensor, ids: Tensor, at: At) -> Tensor:
@@ -176,12 +175,15 @@ class Family:
     """Whether the experts can be computed in other ways than eagerly."""
     checkpointing: str = "exact"
     """Gradients with and without: exact; rounded (the model itself rounds otherwise); none (it cannot)."""
-    scores: bool = True
+    scores_since: str | None = "0"
+    """The release of transformers from which on router scores can be read."""
     padding: bool = True
     """Whether the model itself computes the same under left as under right padding."""
     generates: bool = True
-    since: str = "5.17"
-    """The oldest transformers this is tested with: an older one has the family, but wrote its router otherwise."""
+    sound_since: str = "0"
+    """The release from which on the model itself computes the same in every padding, and with a cache."""
+    before: tuple[str, dict[str, Any]] = ("0", {})
+    """A release of transformers, and the settings in place of `settings` before it."""
 
     @property
     def package(self) -> str:
@@ -201,7 +203,7 @@ MROPE = {
 
 FAMILIES = [
     Family("afmoe", sigmoid_normalised_scaled),
-    Family("aria_text", softmax_of_chosen, TWO, since="5.23"),
+    Family("aria_text", softmax_of_chosen, TWO),
     Family("axk1", sigmoid_normalised_scaled),
     Family("axk2", sigmoid_normalised_scaled),
     Family("bailing_hybrid", sigmoid_normalised_scaled, HYBRID),
@@ -211,10 +213,11 @@ FAMILIES = [
         "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 8, "moe_top_k": 3},
-    }, experts=False, scores=False, since="5.23"),
+    }, experts=False),
     Family("deepseek_ocr2", softmax, {"text_config": SPARSE | {"topk_method": "group_limited_greedy"}},
            "DeepseekOcr2ForConditionalGeneration"),
-    Family("deepseek_v2", softmax, {"topk_method": "group_limited_greedy"}),
+    Family("deepseek_v2", softmax, {"topk_method": "group_limited_greedy"},
+           before=("5.13", {"topk_method": "greedy"})),  # whose group-limited routing is broken
     Family("deepseek_v3", sigmoid_normalised_scaled),
     Family("deepseek_v32", sigmoid_normalised_scaled),
     Family("deepseek_v4", sqrt_softplus, {
@@ -243,13 +246,14 @@ FAMILIES = [
             "qk_rope_head_dim": 0, "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
             "index_kpool": 2,
         }
-    }, "Glm5NextForConditionalGeneration", since="5.23"),
-    Family("glm_moe_dsa", sigmoid_normalised_scaled),
+    }, "Glm5NextForConditionalGeneration"),
+    Family("glm_moe_dsa", sigmoid_normalised_scaled, SPARSE, sound_since="5.11"),
     Family("gpt_oss", softmax_of_chosen, TWO),
-    Family("granitemoe", softmax_of_chosen, TWO, since="5.23"),
+    Family("granitemoe", softmax_of_chosen, TWO, scores_since="5.13"),
     Family("granitemoe_swa", softmax_of_chosen, TWO, checkpointing="rounded"),
-    Family("granitemoehybrid", softmax_of_chosen, HYBRID | {"mamba_chunk_size": 8}, since="5.23"),
-    Family("granitemoeshared", softmax_of_chosen, TWO, since="5.23"),
+    Family("granitemoehybrid", softmax_of_chosen, HYBRID | {"mamba_chunk_size": 8}, scores_since="5.13",
+           before=("5.13", {"mamba_chunk_size": 8, "layer_types": ["mamba", "attention", "mamba"]})),
+    Family("granitemoeshared", softmax_of_chosen, TWO, scores_since="5.13"),
     Family("hunyuan_v1_moe", softmax_normalised, TWO),
     Family("hy_v3", sigmoid_normalised_scaled),
     Family("hy_v4", sigmoid_normalised_scaled),
@@ -263,15 +267,16 @@ FAMILIES = [
     Family("jamba", softmax, {
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0,
         "use_mamba_kernels": False, "mamba_d_state": 4,
-    }, since="5.23"),
+    }),
     Family("jetmoe", softmax_of_chosen, TWO, dispatch=jetmoe_dispatch, experts=False, checkpointing="none",
-           scores=False),
+           scores_since=None),
     Family("kimi_linear", sigmoid_normalised_scaled, HYBRID),
     Family("kolibri1", sigmoid_normalised_scaled, TWO),
     Family("laguna", sigmoid_normalised),
     Family("lfm2_moe", sigmoid_normalised_scaled, {"layer_types": ["conv", "full_attention", "conv"]}),
-    Family("llama4_text", sigmoid, TWO, dispatch=llama4_dispatch, experts=False, scores=False),
-    Family("longcat_flash", softmax, {"num_layers": 2, "zero_expert_num": 4}, experts=False, since="5.23"),
+    Family("llama4_text", sigmoid, TWO, dispatch=llama4_dispatch, experts=False, scores_since=None),
+    Family("longcat_flash", softmax, {"num_layers": 2, "zero_expert_num": 4}, experts=False,
+           scores_since="5.19"),
     Family("mellum", softmax_normalised, TWO),
     Family("mimo_v2_flash", sigmoid_normalised_scaled, FULL | {
         "rope_parameters": {
@@ -300,7 +305,9 @@ FAMILIES = [
     Family("nemotron_h", sigmoid_normalised_scaled, {
         "layers_block_type": ["moe", "linear_attention", "moe", "full_attention"], "ssm_state_size": 8,
         "n_groups": 2, "chunk_size": 8,
-    }),
+    }, before=("5.13", {
+        "layers_block_type": ["moe", "mamba", "moe", "attention"], "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8,
+    })),
     Family("olmoe", softmax_normalised, TWO),
     Family("openai_privacy_filter", softmax_of_chosen_by_k, TWO, "OpenAIPrivacyFilterForTokenClassification",
            generates=False),
@@ -316,7 +323,7 @@ FAMILIES = [
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"], "hc_count": 2, "hc_lowrank": 8,
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
         "indexer_compress_ratio": 4,
-    }, since="5.23"),
+    }),
     Family("solar_open", sigmoid_normalised_scaled, TWO),
     Family("step3p7", sigmoid_normalised, {"text_config": SPARSE}, "Step3p7ForConditionalGeneration", experts=False),
     Family("unlimited_ocr", softmax, {"text_config": SPARSE | {"topk_method": "group_limited_greedy"}},
@@ -357,11 +364,21 @@ def tiny_config(config_class: type, settings: dict[str, Any]):
     return config_class(**values)
 
 
+def older_than(release: str) -> bool:
+    """Whether the installed transformers is older than a release."""
+    import transformers
+    from packaging.version import Version
+
+    return Version(transformers.__version__) < Version(release)
+
+
 def build(family: Family, seed: int = 0):
     """A tiny random model whose routers are neither uniform nor degenerate."""
     import transformers
 
-    config = tiny_config(transformers.CONFIG_MAPPING[family.model_type], family.settings)
+    release, earlier = family.before
+    settings = earlier if older_than(release) else family.settings
+    config = tiny_config(transformers.CONFIG_MAPPING[family.model_type], settings)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         if family.architecture:
@@ -415,7 +432,7 @@ def table() -> str:
             CONVENTIONS[family.formula],
             family.checkpointing,
             "all" if family.experts else "eager only",
-            "yes" if family.scores else "refused",
+            "yes" if family.scores_since else "refused",
             "; ".join(remarks(family)),
         )
         rows.append(f"| {' | '.join(cells)} |")
@@ -431,8 +448,8 @@ def remarks(family: Family) -> list[str]:
         found.append("no top-k: two masked maxima; eval mode only")
     if not family.padding:
         found.append("the model itself computes something else under left padding")
-    if family.since != "5.17":
-        found.append(f"with transformers ≥ {family.since}")
+    if family.scores_since not in (None, "0"):
+        found.append(f"scores with transformers ≥ {family.scores_since}")
     if not family.generates:
         found.append("an encoder: it generates nothing")
     return found

@@ -14,6 +14,8 @@ from moe_rl.routing.dial import Dose, directions, disturbed, moved, steps
 from moe_rl.routing.sites import find_sites, router_matrices
 from tests.conftest import FAMILIES, build
 from tests.policies.test_hf import GRPO, make_batch, part_of, policy_of
+from tests.routing.families import FAMILIES as ALL
+from tests.routing.families import build as tiny
 
 
 def forward(model, tokens):
@@ -38,13 +40,13 @@ def test_the_form_weights_is_a_model_whose_routers_are_moved(family, tokens):
     assert routes != forward(model, tokens)[1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "dbrx"])
 def test_the_form_choice_takes_each_sites_ids_from_its_moved_router_and_all_else_from_its_own(family, tokens):
     """Site by site, by hand: the router runs on the hidden states that it got in the forward, with moved weights; and
     the whole is what replaying the ids it picked there gives, bit for bit."""
-    model, dose = build(family), Dose("choice", 0.5, 7)
-    seen = {}
-    handles = [site.module.register_forward_pre_hook(lambda m, a, k: seen.update({m: (a, k)}), with_kwargs=True)
+    model = build(family) if family in FAMILIES else tiny(next(f for f in ALL if f.model_type == family))
+    dose, seen = Dose("choice", 0.5, 7), {}
+    handles = [site.reader.register_forward_pre_hook(lambda m, a, k: seen.update({m: (a, k)}), with_kwargs=True)
                for site in find_sites(model)]  # fmt: skip
     with disturbed(model, dose):
         logits, routes = forward(model, tokens)
@@ -54,9 +56,9 @@ def test_the_form_choice_takes_each_sites_ids_from_its_moved_router_and_all_else
         assert torch.equal(logits, model(tokens).logits)
     assert routes != forward(model, tokens)[1]
     for index, site in enumerate(find_sites(model)):
-        arguments, settings = seen[site.module]
+        arguments, settings = seen[site.reader]
         with torch.no_grad(), moved(site, index, dose=dose), record_one(model, site) as ids:
-            site.module(*arguments, **settings)
+            site.reader(*arguments, **settings)
         used = routes.ids()[:, :, index, : site.site.top_k].flatten(0, 1)
         assert torch.equal(ids[0].sort(-1).values, used.sort(-1).values)
 

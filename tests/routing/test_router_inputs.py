@@ -207,13 +207,23 @@ def test_old_scores_are_asked_for_by_name(batch):
 
 
 def test_a_family_without_logits_is_refused_by_name():
-    family = next(f for f in families.FAMILIES if f.model_type == "dbrx")
+    family = next(f for f in families.FAMILIES if f.model_type == "jetmoe")
     model = families.build(family)
-    with pytest.raises(RoutingError, match="DbrxFFN does not hand out its logits"), record_routing(model, logits=True):
+    with pytest.raises(RoutingError, match="JetMoeTopKGating does not.*logits"), record_routing(model, logits=True):
         model(torch.randint(3, 39, (2, 5)))
+
+
+def test_a_router_that_hands_out_probabilities_has_logits_too():
+    """Those of which it makes them, by the matrix that it multiplies what its projection reads with, with gradient."""
     gemma = families.build(next(f for f in families.FAMILIES if f.model_type == "gemma4_text"))
-    with pytest.raises(RoutingError, match="Gemma4TextRouter"), record_routing(gemma, logits=True):
+    router, read = find_sites(gemma)[0].module, []
+    router.proj.register_forward_pre_hook(lambda _, args: read.append(args[0].detach()))
+    with record_routing(gemma, logits=True) as recording:
         gemma(torch.randint(3, 39, (2, 5)))
+    logits = recording.logits(2)[0].flatten(0, 1)
+    torch.testing.assert_close(logits, read[0] @ router.proj.weight.T, rtol=1e-6, atol=1e-6)
+    logits.square().sum().backward()
+    assert router.proj.weight.grad.abs().max() > 0
 
 
 def test_weights_of_tokens_and_shares_of_slots_by_hand():

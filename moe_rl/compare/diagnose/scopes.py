@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moe_rl.errors import ConfigError
 from moe_rl.models.experts_cpu import NAME
 from moe_rl.routing.balance import keep_routers_in
+from moe_rl.routing.intercept import in_order
 from moe_rl.routing.sites import RoutingModule, find_sites, router_matrices
 
 Scope = Callable[[nn.Module], AbstractContextManager[nn.Module]]
@@ -21,12 +22,14 @@ FP8_MAX = 448.0
 
 
 def routers_changed(change: Callable[[RoutingModule], Any], dtype: torch.dtype | None = None) -> Scope:
-    """Every routing site is a changed copy of itself inside the scope, on request kept and computed in `dtype`."""
+    """Every router is a changed copy of itself inside the scope, on request kept and computed in `dtype`; the module
+    that takes the top-k of its logits, where that is another one, takes other attributes."""
 
     @contextmanager
     def scope(model: nn.Module) -> Iterator[nn.Module]:
         names = {module: name for name, module in model.named_modules()}
         own = [(names[spec.module], spec.module) for spec in find_sites(model)]
+        attributes = [(vars(spec.selector), dict(vars(spec.selector))) for spec in find_sites(model)]
         try:
             for name, module in own:
                 model.set_submodule(name, copy.deepcopy(module))
@@ -39,6 +42,8 @@ def routers_changed(change: Callable[[RoutingModule], Any], dtype: torch.dtype |
         finally:
             for name, module in own:
                 model.set_submodule(name, module)
+            for now, before in attributes:
+                now.update(before)
 
     return scope
 
@@ -189,5 +194,12 @@ def flip_renormalising(module: Any, told: bool) -> None:
     if isinstance(getattr(module, "norm_topk_prob", None), bool):
         module.norm_topk_prob = not told
     else:  # softmax over all experts, read at the chosen ones
-        module.register_forward_hook(lambda m, args, out: (
-            out[0], out[0].float().softmax(-1).gather(-1, out[2]).to(out[1].dtype), *out[2:]))
+        module.register_forward_hook(_raw_weights)
+
+
+def _raw_weights(module: nn.Module, args: Any, output: Any) -> Any:
+    (logits, weights, ids), order = in_order(output)
+    scores = logits.float()
+    made = (scores >= 0).all() and (scores.sum(-1) - 1).abs().max() < 1e-3  # before transformers 5.6
+    raw = (scores if made else scores.softmax(-1)).gather(-1, ids).to(weights.dtype)
+    return tuple((logits, raw, ids)[i] for i in order or (0, 1, 2))

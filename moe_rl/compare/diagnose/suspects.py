@@ -66,7 +66,7 @@ def suspects_of(
 
 
 def _routers(model: nn.Module) -> Iterator[Suspect]:
-    modules = [spec.module for spec in find_sites(model)]
+    modules, selectors = zip(*((spec.module, spec.selector) for spec in find_sites(model)), strict=True)
     own = {p.dtype for spec in find_sites(model) for p in router_matrices(spec)}
     if own != {torch.float32}:
         yield Suspect("router_fp32", "routers in float32", "the engine keeps and computes its routers in float32",
@@ -87,17 +87,17 @@ def _routers(model: nn.Module) -> Iterator[Suspect]:
         yield Suspect("lost_bias", "correction bias lost",
                       f"the engine chooses experts without the correction bias ({BIAS} is zero there)",
                       routers_changed(lambda spec: getattr(spec.module, BIAS).zero_()))
-    if (told := _renormalises(modules)) is not None:
+    if (told := _renormalises(selectors)) is not None:
         yield Suspect("gates_raw" if told else "gates_renormalised",
                       f"combine weights {'raw' if told else 'renormalised'}",
                       "the engine does not renormalise its combine weights over the chosen experts; the trainer does"
                       if told else "the engine renormalises its combine weights over the chosen experts; the trainer "
-                      "does not", routers_changed(lambda spec: flip_renormalising(spec.module, told)))
-    if any(getattr(m, "routed_scaling_factor", 1.0) != 1.0 for m in modules):
+                      "does not", routers_changed(lambda spec: flip_renormalising(spec.selector, told)))
+    if any(getattr(m, "routed_scaling_factor", 1.0) != 1.0 for m in selectors):
         yield Suspect("lost_scaling", "routed scaling factor lost",
                       "the engine leaves out the factor on routed experts (routed_scaling_factor)",
-                      routers_changed(lambda spec: setattr(spec.module, "routed_scaling_factor", 1.0)))
-    yield from _counts(modules, [spec.site.num_experts for spec in find_sites(model)])
+                      routers_changed(lambda spec: setattr(spec.selector, "routed_scaling_factor", 1.0)))
+    yield from _counts(selectors, [spec.site.num_experts for spec in find_sites(model)])
 
 
 def _counts(modules: Sequence[nn.Module], experts: Sequence[int]) -> Iterator[Suspect]:
@@ -114,8 +114,8 @@ def _counts(modules: Sequence[nn.Module], experts: Sequence[int]) -> Iterator[Su
 
 
 def _use(spec: RoutingModule, count: int) -> None:
-    router: Any = spec.module
-    router.top_k = count
+    selector: Any = spec.selector
+    selector.top_k = count
 
 
 def _numerics(model: nn.Module) -> Iterator[Suspect]:
