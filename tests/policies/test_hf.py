@@ -14,6 +14,7 @@ from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.collate import collate
 from moe_rl.routing import Layout, RoutingTrace, Site, record_routing
 from moe_rl.routing.balance import balance, keep_routers_in
+from moe_rl.routing.intercept import hooked
 from moe_rl.routing.sites import find_sites, router_parameters
 from moe_rl.routing.sources import old_policy, random_sets, rollout, shuffled
 from moe_rl.types import Prompt, Rollout
@@ -331,8 +332,9 @@ def test_routers_in_float32_compute_and_learn_in_it(family, batch, tmp_path):
     keep_routers_in(model, torch.float32)
     site = find_sites(model)[0]
     policy = policy_of(model, optimizer={"lr": 1e-5})
-    site.module.register_forward_hook(lambda module, given, output: read.append(given[0]) or made.append(output))
-    old = policy.score(batch)
+    site.module.register_forward_pre_hook(lambda module, given: read.append(given[0]))
+    with hooked((site,), "listeners", lambda index, used, choice, output: made.append(output)):
+        old = policy.score(batch)
     assert read[0].dtype == made[0][0].dtype == made[0][1].dtype == torch.float32
     bias = getattr(site.module, "bias", None)
     expected = torch.nn.functional.linear(read[0].flatten(0, -2), exact[site.site.name], bias)

@@ -219,7 +219,7 @@ def test_recalled_weights_reach_the_experts_and_no_gradient_the_router(family):
     under = policy.score(batch, routes, scores=True)
     known = routes.known
     seen = []
-    experts = [m for m in policy.model.modules() if type(m).__name__.endswith("Experts")]
+    experts = [m for name, m in policy.model.named_modules() if name.endswith(".experts")]
     handles = [m.register_forward_pre_hook(lambda m, args: seen.append(args[1:3])) for m in experts]
     policy.score(batch, routes)
     for handle in handles:

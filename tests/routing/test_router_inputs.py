@@ -64,7 +64,8 @@ def test_at_a_token_stands_what_routed_its_predecessor(family):
         n = int(batch.attention_mask[b].sum())
         row = batch.tokens[b : b + 1, :n]
         logits: list[torch.Tensor] = []
-        keep = partial(lambda kept, module, given, output: kept.append(output[0]), logits)
+        keep = partial(lambda kept, module, given, output: kept.append(torch.nn.functional.linear(
+            given[0].flatten(0, -2), module.weight, getattr(module, "bias", None))), logits)
         handles = [site.module.register_forward_hook(keep) for site in find_sites(policy.model)]
         with torch.no_grad(), record_routing(policy.model) as recording:
             policy.model(row)
