@@ -16,6 +16,8 @@ from moe_rl.errors import MoeRlError
 
 VERBS = [found for family in (running, new, methods, tables, runs, checkpoints) for found in vars(family).values()
          if isinstance(found, Verb)]
+STUDY = {"filelock", "jinja2", "matplotlib", "pandas", "psutil", "pyarrow", "rich", "scipy"}
+"""The packages of the extra `study`, which most verbs import."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.action(options)
     except MoeRlError as error:
         print(f"moe-rl: {error}", file=sys.stderr, flush=True)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name not in STUDY:
+            raise
+        print(f"moe-rl needs {error.name}: pip install 'moe_rl[study]'", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
         print("moe-rl: interrupted; the same command goes on from the last commits", file=sys.stderr)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
-import scipy  # which imports scipy.stats, most of a second, when first asked for it
 from numpy.typing import ArrayLike
 
 
@@ -63,6 +62,8 @@ def _variation(draws: int, things: int, each: int) -> float:
     The count of one thing is binomial, X with p = each / things, so the sum is things · E|X − X′| / (2 · draws · each),
     and E|X − X′| = 2 Σ F (1 − F) over its distribution function F (Gini's mean difference).
     """
+    import scipy  # is not of the small install, and imports scipy.stats, most of a second, when first asked for it
+
     p = each / things
     spread = 12 * math.sqrt(draws * p * (1 - p)) + 12  # beyond it F or 1 − F is 0 in doubles
     x = np.arange(max(0, math.floor(draws * p - spread)), min(draws, math.ceil(draws * p + spread)) + 1)
