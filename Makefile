@@ -7,9 +7,12 @@ BROWSER := .cache/test-browser
 VLLM := .venv-vllm
 TRL := .venv-trl
 TRACKERS := .venv-trackers
+VERSIONS := .venv-versions
+VERSION := transformers-5.5.4 transformers-5.9.0 transformers-5.15.0 transformers-5.19.0 transformers-newest \
+  torch-2.6.0 torch-newest
 
-.PHONY: setup study results test test-processors test-ranks test-browser test-vllm test-trl test-trackers test-slurm \
-  test-gpu bench-gpu test-wheel test-refactoring lint clean
+.PHONY: setup study results test test-processors test-ranks test-browser test-vllm test-trl test-trackers test-versions \
+  test-slurm test-gpu bench-gpu test-wheel test-refactoring lint clean
 
 setup: $(STAMP)
 
@@ -98,6 +101,20 @@ $(TRACKERS)/installed: $(STAMP)
 test-trackers: $(TRACKERS)/installed
 	$(TRACKERS)/bin/python -m pytest tests/trackers
 
+# One other version of one package, before those of the main environment; the oldest with the lower bounds of two more.
+# A torch takes 5 GB: `make test-versions VERSION=torch-2.6.0`. What passed where is in docs/versions.md.
+$(VERSIONS)/%/installed: $(STAMP)
+	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
+	  > "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth"
+	$(@D)/bin/python -m pip install --upgrade $(subst -,==,$(subst -newest,,$*)) \
+	  $(if $(filter %-5.5.4,$*),safetensors==0.6.2 jaxtyping==0.2.34)
+	touch $@
+
+test-versions: $(VERSION:%=$(VERSIONS)/%/installed)
+	for version in $(VERSION); do $(VERSIONS)/$$version/bin/python -m pytest -n auto -m "not ranks" tests/routing \
+	  tests/models tests/objectives tests/metrics tests/policies tests/adapters || exit 1; done
+
 # On a machine with a CUDA device, each under 20 minutes on one card; MOE_RL_TEST_DEVICE=cpu is a dry run of the tests.
 # In an environment of your own, which has the torch of your card, flash-attn or vLLM: make test-gpu GPU_PYTHON=python
 GPU_PYTHON ?= $(BIN)/python
@@ -132,4 +149,4 @@ docs/methods.md: moe_rl/methods/methods.toml moe_rl/methods/page.py $(wildcard m
 	$(BIN)/python -c "from moe_rl.methods.page import markdown; print(markdown(), end='')" > $@
 
 clean:
-	rm -rf .venv $(VLLM) $(TRL) $(TRACKERS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv $(VLLM) $(TRL) $(TRACKERS) $(VERSIONS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from moe_rl.errors import RoutingError
+from moe_rl.metrics.rounding import SUMMED, rounding
 from moe_rl.metrics.volatility import load_statistics
 from moe_rl.recorder import update_row
 from moe_rl.rollouts.hf import HFEngine
@@ -34,7 +35,9 @@ def test_padding_is_forced_nowhere_and_counted_nowhere():
     other = replace(batch, tokens=batch.tokens.where(batch.attention_mask, 7))
     perturb(model)
     old, again = policy.score(batch, routes), policy.score(other, routes)
-    assert again.routes == old.routes == routes and torch.equal(again.logprobs, old.logprobs)
+    assert again.routes == old.routes == routes
+    apart, magnitude = (again.logprobs - old.logprobs).abs().max().item(), old.logprobs.abs().max().item()
+    assert apart <= rounding(SUMMED, 3, magnitude)  # other padding gives each expert another number of rows
     part = part_of(batch, old, routes)
     updated = policy.update(part, GRPO)
     row = update_row(part, updated.logprobs - part.old_logprobs, updated, old)
