@@ -26,6 +26,7 @@ SETTINGS = BeartypeConf(is_pep484_tower=True, violation_type=TypeError)
 """An int is welcome where a float is asked for; what the library does about a TypeError, it does about these."""
 with_types = beartype(conf=SETTINGS)
 jaxtyped = jaxtyping.jaxtyped
+ARRAYS = (Tensor, np.ndarray)
 VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
@@ -52,8 +53,10 @@ def check(made: Any) -> Any:
         return made if "<locals>" in made.__qualname__ else typed(made, hints)
     if inspect.isgeneratorfunction(made):
         return jaxtyped(made, typechecker=with_types)
-    if all(map(is_class, hints.values())) and not made.__code__.co_flags & VARIADIC:
-        return once_per_shape(made, hints)
+    classes = {name: hint for name, hint in hints.items() if is_class(hint)}
+    others = {name: hint for name, hint in hints.items() if name not in classes}
+    if not any(map(has_shape, others.values())) and not made.__code__.co_flags & VARIADIC:
+        return once_per_shape(typed(made, others) if others else made, classes)
     checked, signature = typed(made, hints), inspect.signature(made)
     for name, parameter in signature.parameters.items():
         if parameter.kind == inspect.Parameter.VAR_POSITIONAL and name in hints:
@@ -112,8 +115,8 @@ def typed(function: Callable, hints: dict[str, Any]) -> Callable:
 
 
 def once_per_shape(function: Callable, hints: dict[str, Any]) -> Callable:
-    """Checked when arguments, or a result, of such classes, dtypes and shapes are seen for the first time: where
-    annotations are classes, nothing else decides."""
+    """Checked when arguments, or a result, of such classes, dtypes and shapes are seen for the first time: of `hints`,
+    which are classes, nothing else decides."""
     accepted: defaultdict[Hashable, set[Hashable]] = defaultdict(set)
 
     def require(values: dict[str, Any]) -> None:
@@ -124,7 +127,9 @@ def once_per_shape(function: Callable, hints: dict[str, Any]) -> Callable:
 
     @functools.wraps(function)
     def remembering(*arguments: Any, **named: Any) -> Any:
-        given = (*map(kind, arguments), *((name, kind(value)) for name, value in named.items()))
+        given: Hashable = tuple(map(kind, arguments))
+        if named:
+            given = (given, *named, *map(kind, named.values()))
         if given not in accepted:
             require(inspect.signature(function).bind(*arguments, **named).arguments)
         result = function(*arguments, **named)
@@ -138,7 +143,7 @@ def once_per_shape(function: Callable, hints: dict[str, Any]) -> Callable:
 
 def kind(value: Any) -> Hashable:
     """All that an annotation can ask of a value, if it is a class."""
-    return (type(value), value.dtype, value.shape) if isinstance(value, Tensor | np.ndarray) else type(value)
+    return (type(value), value.dtype, value.shape) if isinstance(value, ARRAYS) else type(value)
 
 
 def hint(annotation: Any, module: str) -> Any:
