@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from per_seed import RESULTS, differences, slopes
 from why_gspo_losses import SHRINK
 
+from moe_rl.metrics.rounding import number
 from moe_rl.results import plots
 from moe_rl.results.factors import against, half_lost_points, settings_of
 from moe_rl.results.stats import geometric, holm, interval
@@ -107,7 +108,8 @@ def engine_vllm() -> None:
     steps = load_study(RESULTS / "engine_vllm")["steps"].sort_values("step")
     for arm, rows in steps.dropna(subset=["engine_kl_k3_natural"]).groupby("arm"):
         there, left = rows["engine_kl_k3_natural"], rows["engine_kl_k3_replayed"]
-        print(f"  {arm}: removed of a run's KL {100 * (1 - left.sum() / there.sum()):.0f} percent; of single steps "
+        whole = number(100 * (1 - left.sum() / there.sum()), ".0f")
+        print(f"  {arm}: removed of a run's KL {whole} percent; of single steps "
               f"{_listed(100 * (1 - left / there), '.1f')}; the largest holds {100 * there.max() / there.sum():.0f} "
               "percent of the run's")
     for name, times in (("engine_set_change", 100), ("engine_any_layer_change", 100), ("engine_kl_k3", 1)):
@@ -116,7 +118,7 @@ def engine_vllm() -> None:
 
 
 def _listed(values: pd.Series, form: str) -> str:
-    return ", ".join(f"{x:{form}}" for x in values)
+    return ", ".join(number(x, form) for x in values)
 
 
 # ---------------------------------------------------------------------- updates per batch, doses, controls

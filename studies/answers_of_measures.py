@@ -10,6 +10,7 @@ from matplotlib.ticker import PercentFormatter
 from per_seed import RESULTS, differences, own_table
 
 from moe_rl.metrics.attribution import AttributionSums
+from moe_rl.metrics.rounding import number
 from moe_rl.results import plots
 from moe_rl.results.factors import settings_of
 from moe_rl.results.stats import geometric, interval
@@ -87,9 +88,9 @@ def ratio_variance() -> None:
                       "changed": rows["changed"].sum() / rows["n"].sum(), "top": top, **shares.shares(),
                       **removed(rows)})
     table = pd.DataFrame(found)
-    print(table.round(4).to_string(index=False))
+    print(table.to_string(index=False, float_format=lambda x: number(x, ".4f")))
     for row in table[table["update"] == table["update"].max()].to_dict("records"):
-        shares = [f"{what} {row[f'{name}_removed']:.2f} [{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]"
+        shares = [what + " {} [{}, {}]".format(*(number(row[f"{name}_{x}"], ".2f") for x in ("removed", "low", "high")))
                   for name, what in (("variance", "mean square"), ("kl", "KL"))]
         print(f"  removed at the last mini-batch, learning rate {row['rate']:g}: {', '.join(shares)}")
     names = {"slot_change": "expert slots changed", "rr": "mean R², replayed", "jj": "mean J², route changes",
@@ -116,9 +117,9 @@ def removed(rows: pd.DataFrame, resamples: int = 2000) -> dict[str, float]:
     for name, (whole, left) in {"variance": ("dd", "rr"), "kl": ("kl_natural", "kl_replayed")}.items():
         found = interval(1 - seeds[left] / seeds[whole])
         resampled = 1 - drawn[:, columns.index(left)] / drawn[:, columns.index(whole)]
-        low, high = np.quantile(resampled, (0.025, 0.975))
+        low, high = (number(x, ".2f") for x in np.quantile(resampled, (0.025, 0.975)))
         result |= {f"{name}_removed": found.mean, f"{name}_low": found.low, f"{name}_high": found.high,
-                   f"{name}_pooled": 1 - total[left] / total[whole], f"{name}_by_prompt": f"[{low:.2f}, {high:.2f}]"}
+                   f"{name}_pooled": 1 - total[left] / total[whole], f"{name}_by_prompt": f"[{low}, {high}]"}
     return result
 
 

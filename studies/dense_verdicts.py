@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from per_seed import RESULTS, differences
 
 from moe_rl.errors import RunError
+from moe_rl.metrics.rounding import number
 from moe_rl.results import plots
 from moe_rl.results.factors import HalfLost, against, half_lost_points
 from moe_rl.results.stats import interval
@@ -106,7 +107,8 @@ def start_and_end(low: Frames, model: str) -> str:
     """Greedy exact match before the first step and after the last, and what was gained."""
     steps = low["steps"][low["steps"]["arm"] == model].dropna(subset=["eval_exact_greedy"]).sort_values("step")
     ends = steps.groupby("seed")["eval_exact_greedy"].agg(["first", "last"])
-    return f"{ends['first'].mean():.3f} → {ends['last'].mean():.3f}, gained {interval(ends['last'] - ends['first'])}"
+    first, last = (number(ends[x].mean(), ".3f") for x in ("first", "last"))
+    return f"{first} → {last}, gained {interval(ends['last'] - ends['first'])}"
 
 
 @plots.styled

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 from lag import LAGS, study
+from per_seed import slopes
 from volatility_dial_verdicts import after_start, effects
 
 from moe_rl.errors import RunError
@@ -79,4 +80,4 @@ def cures(by: Mapping[int, pd.DataFrame]) -> dict[str, Paired]:
 def slope(by: Mapping[int, pd.DataFrame], arm: str) -> Interval:
     """Least squares per seed, per step of lag."""
     table = pd.DataFrame({lag: by[lag][arm] for lag in LAGS}).dropna()
-    return interval(np.polyfit(np.array(LAGS, dtype=float), table.to_numpy().T, 1)[0])
+    return interval(slopes(table, LAGS))

@@ -20,6 +20,7 @@ import answers
 import pandas as pd
 from per_seed import RESULTS
 
+from moe_rl.metrics.rounding import number
 from moe_rl.results.stats import detectable, interval
 from moe_rl.results.study_page import provenance
 from moe_rl.results.summary import Metric, compare, family, metric, outcomes, per_run
@@ -91,7 +92,8 @@ def measured(frames: Frames, endpoint: Metric) -> Iterator[tuple[str, dict[str, 
     if "eval_exact_greedy" in steps:
         evaluated = steps.dropna(subset=["eval_exact_greedy"]).groupby(["arm", "seed"])["eval_exact_greedy"]
         yield "greedy exact match, start → end", {
-            arm: f"{e['first'].mean():.3f} → {e['last'].mean():.3f}, gained {interval(e['last'] - e['first'])}"
+            arm: f"{number(e['first'].mean(), '.3f')} → {number(e['last'].mean(), '.3f')}, gained "
+                 f"{interval(e['last'] - e['first'])}"
             for arm, e in evaluated.agg(["first", "last"]).groupby(level=0)}
     for name in ("token_ess", "token_log_ratio_var", "slot_change", "clip_tokens", "clip_tokens_all"):
         if name in steps:

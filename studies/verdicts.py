@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from per_seed import slopes
 
 from moe_rl.errors import RunError
 from moe_rl.results.factors import against, half_lost_points
@@ -83,7 +84,7 @@ def learning_rates(frames: Frames) -> list[str]:
 def placebos(frames: Frames) -> list[str]:
     """The slope of the reward over the dose of replay."""
     values = per_run(frames, MAIN).unstack(0)[["grpo", "replay-25", "replay-50", "replay-75", "grpo-replay"]]
-    slope = interval(np.polyfit((0, 0.25, 0.5, 0.75, 1), values.dropna().to_numpy().T, 1)[0])
+    slope = interval(slopes(values.dropna(), (0, 0.25, 0.5, 0.75, 1)))
     return [f"replay by dose: {_side(slope, 0, 'it helps', 'it harms')} (slope {slope})"]
 
 
@@ -98,7 +99,7 @@ def staleness(frames: Frames) -> list[str]:
     values, found = against(frames, "N", MAIN).pivot(index="seed", columns=["arm", "x"], values="value"), []
     for arm in ("grpo-replay", "gspo"):
         gap = (values[arm] - values["grpo"]).dropna()
-        slope = interval(np.polyfit(np.log2(gap.columns.to_numpy(dtype=float)), gap.to_numpy().T, 1)[0], 0.975)
+        slope = interval(slopes(gap, np.log2(gap.columns.to_numpy(dtype=float))), 0.975)
         found.append(f"{arm} − grpo over log2 N: {_side(slope, 0)} (slope {slope}, 97.5 %)")
     return found
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from per_seed import differences
+from per_seed import differences, slopes
 from volatility_dial import SIGMAS, dose, study
 
 from moe_rl.errors import RunError
@@ -170,7 +170,7 @@ def at_small_doses(rewards: dict[tuple[str, float], pd.DataFrame], form: str) ->
 def slope(by_sigma: dict[float, pd.Series]) -> Interval:
     """Least squares per seed, per unit of σ."""
     table = pd.DataFrame(by_sigma).dropna()
-    return interval(np.polyfit(np.array(table.columns, dtype=float), table.to_numpy().T, 1)[0])
+    return interval(slopes(table, table.columns))
 
 
 def levels(values: dict[str, dict], form: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from moe_rl.cli.verbs import argument, verb
 from moe_rl.errors import ConfigError, RunError
+from moe_rl.metrics.rounding import number
 
 
 @verb(
@@ -41,7 +42,7 @@ def list_runs(options: argparse.Namespace) -> int:
     for path, now in found:
         age = f"{duration(time.time() - now['updated'])} ago" if "updated" in now else ""
         left = duration(now["seconds_left"]) if now.get("seconds_left") else ""
-        reward = f"{now['reward']:.3f}" if now.get("reward") is not None else ""
+        reward = number(now["reward"], ".3f") if now.get("reward") is not None else ""
         reached = f", finished to {now['finished']}" if "finished" in now else ""
         reached += f" ({now['scheduler']})" if now.get("scheduler") else ""
         silent = min(now.get("without_signal") or [0]) == 1

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from moe_rl.errors import ConfigError
+from moe_rl.metrics.rounding import number
 
 NATURAL, REPLAYED, SEQUENCE = "grpo", "grpo-replay", "gspo"
 """Arms of the study: with ratios of natural routes, of replayed ones, and of natural ones clipped by sequence."""
@@ -115,7 +116,7 @@ def added(sigmas: Iterable[float]) -> str:
     """What replay and GSPO gained over GRPO at some of the study's doses, in a sentence; nothing at no dose."""
     at, by = sorted(set(sigmas)), dict[str, list[str]]()
     for row in (row for row in yardstick()["effects"] if row["sigma"] in at):
-        mean, low, high = (f"{x:+.2f}" for x in row["effect"])
+        mean, low, high = (number(x, "+.2f") for x in row["effect"])
         by.setdefault(f"{row['contrast']} in {row['endpoint']}", []).append(f"{mean} [{low}, {high}]")
     said = "; ".join(f"{name}, {' … '.join(found)}" for name, found in by.items())
     return f"In volatility_dial, at σ = {' … '.join(f'{sigma:g}' for sigma in at)}: {said}." if at else ""

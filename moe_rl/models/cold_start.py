@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
+from moe_rl.metrics.rounding import number
 from moe_rl.models.checkpoints import load_weights
 from moe_rl.models.load import LoadedModel, no_progress_bars, save_checkpoint
 from moe_rl.models.tokens import completion_tokens, demonstrated, encode_prompts
@@ -174,17 +175,17 @@ def _train(
             rate, sampled = _success_rate(loaded, task, run, stop_prompts, sample, step), step
             best = max(best, rate)
             samples = len(stop_prompts) * STOP_SAMPLES
-            report(f"cold start: step {step}, loss {loss:.3f}, success {rate:.1%} of {samples} samples")
+            report(f"cold start: step {step}, loss {number(loss, '.3f')}, success {rate:.1%} of {samples} samples")
             if rate >= settings.target:
                 return ColdStartResult(rate, step, time.process_time() - started, None)
             in_vain += again and predicted >= KNOWN and rate < settings.target / 2
             if in_vain == PATIENCE:
                 raise RunError(
                     f"the cold start of {run.model.name!r} on {run.task} memorised its {len(seen)} training prompts: "
-                    f"at step {step} it gives their answers in {predicted:.0%} of samples (loss {loss:.3f}), and right "
-                    f"ones to other prompts in {rate:.0%}, where the target is {settings.target:.0%}. More steps "
-                    f"cannot help: bring more data ({split}), an easier task, or a checkpoint that knows it, with "
-                    "cold_start.target=0.")
+                    f"at step {step} it gives their answers in {predicted:.0%} of samples (loss "
+                    f"{number(loss, '.3f')}), and right ones to other prompts in {rate:.0%}, where the target is "
+                    f"{settings.target:.0%}. More steps cannot help: bring more data ({split}), an easier task, or a "
+                    "checkpoint that knows it, with cold_start.target=0.")
     raise RunError(
         f"the cold start of {run.model.name!r} on {run.task} reached a success rate of {best:.1%} at best in "
         f"{settings.max_steps} steps, not the target of {settings.target:.0%}: below it too few groups would have "

@@ -20,6 +20,7 @@ from torch import Tensor
 from moe_rl.config.pretraining import Pretraining, Row
 from moe_rl.config.tree import plain
 from moe_rl.errors import ConfigError, RunError
+from moe_rl.metrics.rounding import number
 from moe_rl.metrics.volatility import Load, load_statistics
 from moe_rl.models.cold_start import CHUNK, GRAD_CLIP, answer_logprobs
 from moe_rl.models.load import LoadedModel, load, save_checkpoint
@@ -165,8 +166,9 @@ def _answers(loaded: LoadedModel, prompts: list[Prompt]) -> list[list[int]]:
 
 
 def _said(row: Row) -> str:
-    return (f"step {row['step']}: loss {row['loss']:.3f}, exact {row['exact']:.0%}; worst site: load entropy "
-            f"{row['load_entropy']:.3f}, MaxVio {row['load_max_violation']:.2f}, dead {row['load_dead_experts']:.0f}")
+    return (f"step {row['step']}: loss {number(row['loss'], '.3f')}, exact {row['exact']:.0%}; worst site: load "
+            f"entropy {row['load_entropy']:.3f}, MaxVio {row['load_max_violation']:.2f}, dead "
+            f"{row['load_dead_experts']:.0f}")
 
 
 def _record(folder: Path, described: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -16,6 +16,7 @@ import pandas as pd
 from rich.console import Console
 
 from moe_rl.errors import ConfigError, RunError
+from moe_rl.metrics.rounding import number
 from moe_rl.runs.folder import read_manifest
 from moe_rl.runs.frames import read_table
 from moe_rl.runs.terminal import say, visible
@@ -56,8 +57,9 @@ def print_rollout(console: Console, row: Mapping[str, Any]) -> None:
     """One rollout: what training made of it, the prompt, and the response with the tokens that were clipped."""
     cut = ", cut off" if row["truncated"] else ""
     say(console, (f"step {row['step']}, rollout {row['rollout']}", "bold"),
-        f"  reward {row['reward']:.3g}  advantage {row['advantage']:+.3g}  {row['length']} tokens{cut}  log r "
-        f"{row['log_ratio_min']:+.3g} … {row['log_ratio_max']:+.3g}  {row['clipped']} clipped  {row['flips']} flips")
+        f"  reward {number(row['reward'], '.3g')}  advantage {number(row['advantage'], '+.3g')}  {row['length']} tokens"
+        f"{cut}  log r {number(row['log_ratio_min'], '+.3g')} … {number(row['log_ratio_max'], '+.3g')}  "
+        f"{row['clipped']} clipped  {row['flips']} flips")
     say(console, (visible(row["prompt"]), "dim"), wrap=True)
     tokens = json.loads(row["response"])
     shown = [(visible(t[0]), ("dim" if t[1] is None else STYLES[t[2]]) + " underline" * bool(t[3]))
@@ -65,7 +67,8 @@ def print_rollout(console: Console, row: Mapping[str, Any]) -> None:
     say(console, *shown, wrap=True)
     far = sorted((t for t in tokens if len(t) > 1 and t[1]), key=lambda t: -abs(t[1]))[:5]
     if far:
-        said = (f"'{visible(t[0])}' {t[1]:+.3g}{' clipped' * bool(t[2])}{f' {t[3]} flips' * bool(t[3])}" for t in far)
+        said = (f"'{visible(t[0])}' {number(t[1], '+.3g')}{' clipped' * bool(t[2])}{f' {t[3]} flips' * bool(t[3])}"
+                for t in far)
         say(console, (f"furthest: {', '.join(said)}", "dim"), wrap=True)
     say(console, "")
 

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float
 from numpy.typing import ArrayLike
 
 from moe_rl.errors import ConfigError
+from moe_rl.metrics.rounding import number
 
 LARGEST_LOG = math.log(sys.float_info.max)
 FEW = 12
@@ -43,13 +44,14 @@ class Interval:
     method: str
 
     def __str__(self) -> str:
-        if np.isnan(self.low):
-            return f"{self.mean:.3g} [–]"
-        half = (self.high - self.low) / 2  # its first digit is the last that means something
-        if not math.isfinite(half):
-            return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]"
-        digits = min(max(-math.floor(math.log10(half)), 2), 9) if half > 1e-12 else 3
-        return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+        half = float(number((self.high - self.low) / 2, ".12g"))  # its first digit is the last that means something
+        digits = min(max(-math.floor(math.log10(half)), 2), 9) if 1e-12 < half < math.inf else 3
+        return self.printed(f".{digits}f" if math.isfinite(half) else ".3g")
+
+    def printed(self, form: str) -> str:
+        """Estimate and interval, each number in this format."""
+        mean, low, high = (number(x, form) for x in (self.mean, self.low, self.high))
+        return f"{mean} [–]" if np.isnan(self.low) else f"{mean} [{low}, {high}]"
 
 
 @dataclass(frozen=True)

@@ -160,14 +160,9 @@ def half_lost_table(frames: Frames, arms: Sequence[str], factor: str, endpoint: 
 def _half_lost_rows(one: HalfLost) -> Iterable[tuple[str, ...]]:
     where = f", {one.others}" * bool(one.others)
     for arm, point in one.points.items():
-        yield f"{arm}{where}", _significant(point), str(point.n), f"{one.censored[arm]} of {point.n}", ""
+        yield f"{arm}{where}", point.printed(".3g"), str(point.n), f"{one.censored[arm]} of {point.n}", ""
     for (a, b), s in one.shifts.items():
         yield f"{a} / {b}{where}", str(s.ratio), str(s.ratio.n), f"{s.censored} of {s.ratio.n}", _p(s.p)
-
-
-def _significant(i: Interval) -> str:
-    """As learning rates are written."""
-    return f"{i.mean:.3g}" + (" [–]" if math.isnan(i.low) else f" [{i.low:.3g}, {i.high:.3g}]")
 
 
 def place_table(frames: Frames, arms: Sequence[str]) -> list[Shown]:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from moe_rl.metrics.rounding import number
 from moe_rl.runs import folder as runs
 from moe_rl.runs.terminal import duration, say
 from moe_rl.study.declaration import Planned
@@ -59,7 +60,7 @@ class Display:
                 self.ended.add(p.path)
             text = now["state"] if now["step"] or now["state"] != "running" else preparing(now)
             if now.get("reward") is not None:
-                text += f" · reward {now['reward']:.2f}"
+                text += f" · reward {number(now['reward'], '.2f')}"
             if now["state"] == "running" and now.get("seconds_left"):
                 text += f" · {duration(now['seconds_left'])} left"
             self.bars.update(row, completed=min(now["step"], p.config.steps), text=text)

@@ -140,7 +140,7 @@ def test_what_cannot_be_is_said():
 def test_the_sentence_has_the_effects_at_its_doses_and_the_caution():
     said = described({"natural": place(kl=0.5), "replayed": place(kl=0.2, arm=REPLAYED)})
     assert said.startswith("Natural: KL (nats) 0.5 is between σ = 0.4 (0.12) and σ = 1 (0.8), near 0.80. Replayed: KL")
-    assert ("In volatility_dial, at σ = 0.4 … 1 … 2: grpo-replay − grpo in reward, second half, +0.01 [-0.00, +0.02] … "
+    assert ("In volatility_dial, at σ = 0.4 … 1 … 2: grpo-replay − grpo in reward, second half, +0.01 [+0.00, +0.02] … "
             "+0.01 [+0.00, +0.02] … +0.05 [+0.03, +0.07]; ") in said
     assert said.endswith(CAUTION) and str(place(kl=0.5)).endswith(CAUTION)
     assert added(iter([2.0])).count("[") == 4

@@ -13,7 +13,7 @@ BFLOAT16, FLOAT64 = (torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.
 
 
 def test_rounding_is_epsilon_times_depth_times_magnitude():
-    assert SUMMED == torch.finfo(torch.float32).eps
+    assert torch.finfo(torch.float32).eps == SUMMED
     assert rounding(SUMMED, 0, 3) == 3 * 2**-23 and rounding(FLOAT64, 0, 3) == 3 * 2**-52
     assert rounding(SUMMED, 2, 1) == (2 * IN_A_LAYER + 1) * 2**-23
     assert rounding(BFLOAT16, 2, 1) == pytest.approx((2 * IN_A_LAYER + 1) * 2**-15), "√(2⁻⁷ · 2⁻²³)"
@@ -31,7 +31,7 @@ def stack(x, weights, order):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layers", [2, 12])
 def test_a_stack_whose_sums_are_taken_in_another_order_is_apart_by_less(dtype, layers):
-    """Two blocks a layer, of a width of 64; the root mean square over 4,096 rows, which is no hundredth of the bound."""
+    """Two blocks a layer, of a width of 64; the root mean square over 4,096 rows, and no hundredth of the bound."""
     draw = torch.Generator().manual_seed(0)
     sizes = [((64, 64), (64, 64))] * 2 * layers
     weights = [[torch.randn(s, generator=draw).to(dtype) / 8 for s in pair] for pair in sizes]
@@ -44,7 +44,8 @@ def test_a_stack_whose_sums_are_taken_in_another_order_is_apart_by_less(dtype, l
 
 @pytest.mark.parametrize(("value", "form", "says"), [
     (-0.0, ".3f", "0.000"), (-0.0004, ".3f", "0.000"), (-1e-17, ".3f", "0.000"), (-0.0, ".3g", "0"),
-    (-0.0004, "+.2f", "+0.00"), (0.0, "+.3g", "+0"), (-0.04, ".0%", "-4%"), (-0.004, ".0%", "0%"), (-1.5, ".2f", "-1.50"),
+    (-0.0004, "+.2f", "+0.00"), (0.0, "+.3g", "+0"), (-0.04, ".0%", "-4%"), (-0.004, ".0%", "0%"),
+    (-1.5, ".2f", "-1.50"),
     (0.125 - 2e-17, ".2f", "0.12"), (0.125 + 2e-17, ".2f", "0.12"), (0.375 - 6e-17, ".2f", "0.38"),
     (0.375 + 6e-17, ".2f", "0.38"), (0.1 + 0.2, ".17g", "0.29999999999999999"), (0.5, ".3g", "0.5"),
     (math.nan, ".3f", "nan"), (-math.inf, ".3g", "-inf"),

@@ -82,8 +82,9 @@ def trained(policy, batch, routes) -> None:
     Optimizer(lr=1e-3, eps=1e-4, warmup=5, weight_decay=0.1, loss_free_bias=0.01),
 ], ids=["sgd", "adamw"])  # fmt: skip
 def test_three_steps_of_either_optimizer_warmed_up_and_resumed_are_those_of_the_hugging_face_policy(settings, tmp_path):
-    """AdamW divides a gradient by its own size + eps, so weights are apart by what sums in another order make of gradients
-    (at most 0.15), over eps: 33 · 2⁻²³ · 0.15 / 1e-4 is 0.006 of each step's rate, and three rates are two of the last."""
+    """AdamW divides a gradient by its own size + eps, so weights are apart by what other orders of summation make of
+    gradients (at most 0.15), over eps: 33 · 2⁻²³ · 0.15 / 1e-4 is 0.006 of each step's rate, and three rates are two of
+    the last."""
     hf, ours = both(settings)
     batch = example()
     routes = hf.score(batch).routes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
 
 import answers
@@ -30,6 +31,7 @@ def answered(name) -> tuple[str, list[tuple[str, str]]]:
 def test_every_number_is_made_from_the_committed_tables(page, name):
     out, saved = answered(name)
     assert f"<!-- printed: {name} -->\n{out}<!-- end -->" in page.read_text(), "the page is not of today: make results"
+    assert not re.search(r"-0(\.0*)?(?![.\d])", out), "a zero has no sign"
     assert "nan" not in out.lower() or name == "gradient_quality"  # a mini-batch that is clipped whole has no cosine
     for folder, figure in saved:
         assert (per_seed.RESULTS / folder / "figures" / f"{figure}.png").exists()

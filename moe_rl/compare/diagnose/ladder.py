@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import scipy
@@ -208,7 +209,8 @@ class Ladder:
     @property
     def rounded(self) -> float:
         """How far another order of summation may move a log-prob of these tokens, in nats, as a root mean square."""
-        eps, config = torch.finfo(next(self.model.parameters()).dtype).eps, self.model.config
+        config: Any = self.model.config
+        eps = torch.finfo(next(self.model.parameters()).dtype).eps
         magnitude = np.sqrt(np.mean(self.natural.logprobs[STATED][self.own] ** 2))
         return rounding(eps, config.get_text_config().num_hidden_layers, float(magnitude))
 
