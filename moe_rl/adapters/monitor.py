@@ -6,7 +6,6 @@ Nothing is trained, sampled or drawn at random here: a trainer's weights are the
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -23,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule
 from moe_rl.adapters.forwards import Forwards, Seen, probe_of
 from moe_rl.errors import AuxLossSilentlyOn, ConfigError, RoutingError
 from moe_rl.metrics import ratios, routers, volatility
-from moe_rl.metrics.place import NATURAL, REPLAYED, Place, place, yardstick
 from moe_rl.routing.balance import auxiliary_loss, named_correction_biases
 
 Row = dict[str, float]
@@ -53,8 +51,7 @@ class Monitor:
       one), so that a row says what one step did, or all since the last row; `since="start"`: all since the first step;
     - without one, `load_…`, `router_confidence` and `margin_…` of the block's own forwards that did not replay;
     - `pull` and `coverage` of the block's forwards inside `replay_routing`;
-    - `engine_…` of the log-probs that `engine` was given, `token_…` of those that `ratios` was; `place` is then where
-      these stand beside the doses of volatility_dial.
+    - `engine_…` of the log-probs that `engine` was given, `token_…` of those that `ratios` was.
 
     The probe may name, as `decides`, the inputs whose *next* token is of a response; `decides` says so of the block's
     forwards. Without it all tokens that the attention mask lets in count.
@@ -85,8 +82,6 @@ class Monitor:
         self.probe, self.probe_decides = probe_of(self.forwards.readers, probe)
         self.layers: list[Row] = []
         """What the last row says per site, as in the table `layers`."""
-        self.place: Place | None = None
-        """Where the ratios of the last row stand; of those that were given to `ratios`."""
         self.blocks, self.measures = 0, False
         self._found: dict[str, Any] = {}
         """What was seen since the block began: sums, or values one after the other."""
@@ -271,13 +266,9 @@ class Monitor:
         if "engine" in found:
             gap = found["engine"][None]
             row |= ratios.engine_gap(gap, torch.ones_like(gap, dtype=torch.bool))
-        self.place = None
         if len(given := found.get("ratios", ())):
             spread = ratios.ratio_statistics(given[None], torch.ones_like(given[None], dtype=torch.bool))
             row |= {name: spread[name] for name in SPREAD}
-            groups = ratios.grouped_ess(given, yardstick()["tokens"]["last"])
-            self.place = place(float(groups.mean()) if len(groups) else math.nan, spread["token_kl_k3"],
-                               arm=REPLAYED if self._replayed else NATURAL)
         return row
 
     def _of_sites(self, rows: Iterable[Row]) -> None:

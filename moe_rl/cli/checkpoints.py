@@ -63,7 +63,7 @@ def pretrain(options: argparse.Namespace) -> int:
     argument("--batch-tokens", type=int, default=4096, metavar="N", help="tokens in one forward (default: 4096)"),
     argument("--traces", action="store_true", help="keep the routes of both, for `moe-rl view`"),
     argument("--ratios", action="store_true",
-             help="score the responses, too: token ESS and KL, natural and replayed, and where that is on the dial"),
+             help="score the responses, too: token ESS and KL, natural and replayed"),
     TRUST_CODE,
     examples="""
   moe-rl volatility sft/ rl-step-500/ --data responses.jsonl

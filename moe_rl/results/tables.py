@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
-from moe_rl.lookup import Use
-from moe_rl.metrics.place import ALIKE, CAUTION, NATURAL, REPLAYED, SEQUENCE, Place, added, place, yardstick
 from moe_rl.results.factors import HalfLost, against, factor_of, half_lost_points, name_of, numeric
 from moe_rl.results.stats import Interval, interval
 from moe_rl.results.summary import (
@@ -66,7 +62,7 @@ def study_tables(frames: Frames, declared: Mapping[str, Any], *, cells: bool = F
             tables += comparison_table(frames, arms, one, declared)
     for factor in dict.fromkeys(f for f in map(factor_of, declared["figures"]) if f):
         tables += half_lost_table(frames, arms, factor, endpoint, declared["contrasts"])
-    return tables + place_table(frames, arms)
+    return tables
 
 
 def summary_table(frames: Frames, arms: Sequence[str], title: str, own: Sequence[str] = ()) -> Shown:
@@ -165,43 +161,6 @@ def _half_lost_rows(one: HalfLost) -> Iterable[tuple[str, ...]]:
         yield f"{a} / {b}{where}", str(s.ratio), str(s.ratio.n), f"{s.censored} of {s.ratio.n}", _p(s.p)
 
 
-def place_table(frames: Frames, arms: Sequence[str]) -> list[Shown]:
-    """Where the token ratios of each arm stand beside the doses of volatility_dial; nothing where none was measured."""
-    rows, sigmas = [], set()
-    for cell in frames.cells if "config" in frames.runs else ():
-        part = frames.cell(cell)
-        of_arms = [per_run(part, metric(column)).groupby(level=0).agg(lambda x: x.mean(skipna=False))
-                   for column in ("token_ess", "token_kl_k3", "response_tokens")]
-        for arm in arms:
-            ess, kl, length = (values.get(arm, math.nan) for values in of_arms)
-            if math.isnan(kl):  # nobody measured it, or a run diverged, whose ratios are out of all bounds
-                continue
-            text = part.runs.loc[part.runs["arm"] == arm, "config"].iloc[0]
-            found = _placed(RunConfig.from_dict(json.loads(text)), ess, kl, length)
-            dose = {one.quantity: one.dose for one in found.readings} if found else {}
-            rows.append((arm + f", {cell}" * (len(frames.cells) > 1), f"{ess:.2g}", dose.get("token_ess", "–"),
-                         f"{kl:.2g}", dose.get("token_kl_k3", "–"), found.arm if found else "–"))
-            sigmas |= found.sigmas if found else set()
-    tokens = yardstick()["tokens"]["step"]
-    note = ("Of all mini-batches of a step; means over the second half of training and over seeds, if none diverged. "
-            "Dose: where the arm it stands beside had as much, between two doses of volatility_dial. An ESS falls with "
-            f"its tokens: one of other than {tokens / ALIKE:.0f} to {tokens * ALIKE:.0f} a step has none.")
-    note = " ".join(filter(None, (note, added(sigmas), CAUTION)))
-    header = ("arm", "token\nESS", "dose\nσ", "KL to π_old,\nnats", "dose\nσ", "beside")
-    return [Shown("How far token ratios spread", header, rows, note)] if rows else []
-
-
-def _placed(config: RunConfig, ess: float, kl: float, length: float) -> Place | None:
-    """Beside the study's arm whose ratios replay, or that clips by sequence, if this one's do; None for ratios of other
-    routes, or to another policy than π_old."""
-    routes = Use.of(config.arm.ratio_routes or config.arm.routes).name
-    if routes not in ("live", "old_policy") or config.arm.anchor != "policy":
-        return None
-    arm = SEQUENCE if Use.of(config.arm.loss).name in ("gspo", "gspo_token") else NATURAL
-    if routes != "live":
-        arm = REPLAYED
-    tokens = length * config.prompts_per_step * config.group_size * config.epochs
-    return place(ess, kl, arm=arm, span="step", tokens=tokens)
 
 
 def untrained(frames: Frames) -> str:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from moe_rl.metrics.ratios import clip_fractions, ratio_statistics
+from moe_rl.metrics.ratios import clip_fractions, grouped_ess, ratio_statistics
 
 LOG2 = math.log(2)
 
@@ -115,3 +115,11 @@ def test_clip_fractions_without_any_advantage_are_nan_not_zero():
     mask = torch.ones(2, 3, dtype=torch.bool)
     got = clip_fractions(torch.zeros(2, 3, dtype=torch.int8), mask, torch.zeros(2))
     assert math.isnan(got["clip_tokens"]) and math.isnan(got["clip_sequences_high"]) and got["clip_tokens_all"] == 0
+
+
+def test_an_ess_of_groups_by_hand():
+    """r = (1, 3), (2, 2): 16 / (2 · 10) and 1; the fifth token is in no group, and large ratios do not overflow."""
+    log_ratio = torch.tensor([1.0, 3.0, 2.0, 2.0, 9.0]).log()
+    assert grouped_ess(log_ratio, 2).tolist() == pytest.approx([0.8, 1.0])
+    assert grouped_ess(log_ratio + 800, 2).tolist() == pytest.approx([0.8, 1.0], rel=1e-4)
+    assert grouped_ess(log_ratio, 6).shape == (0,)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from moe_rl.errors import ConfigError
-from moe_rl.metrics.place import CAUTION
 from moe_rl.results import stats
 from moe_rl.results.summary import (
     ENGINE,
@@ -26,9 +24,9 @@ from moe_rl.results.summary import (
     replaying,
     summarise,
 )
-from moe_rl.results.tables import comparison_table, overview, place_table, summary_table, untrained
+from moe_rl.results.tables import comparison_table, overview, summary_table, untrained
 from moe_rl.results.verdict import verdict_of
-from moe_rl.runs.frames import Frames, load_study
+from moe_rl.runs.frames import Frames
 from tests import fake_study
 from tests.results.test_plots import ARMS, frames_of
 
@@ -274,31 +272,6 @@ def test_what_replay_would_do_in_an_arm_that_does_not_is_called_counterfactual(f
     assert replaying(told) == {"grpo": False, "grpo-replay": True, "gspo": False} and replaying(frames) == {}
     assert "counterfactual for grpo, gspo, which do not replay" in summary_table(told, ARMS, "fake").note
     assert "counterfactual" not in summary_table(frames, ARMS, "fake").note
-
-
-def test_an_arm_of_the_dial_stands_at_its_own_dose_and_no_other_number_of_tokens_has_an_ess(frames):
-    """Tables of the study itself at σ = 1, and as if its steps had twice the prompts."""
-    folder = Path(__file__).parents[2] / "studies/results/volatility_dial"
-    dial = load_study(folder).cell("dial.form=weights,dial.sigma=1")
-    (shown,) = place_table(dial, ARMS)
-    assert [(row[0], row[2], row[4], row[5]) for row in shown.rows] == [(arm, "1.00", "1.00", arm) for arm in ARMS]
-    assert [row[1] for row in shown.rows] == ["0.55", "0.86", "0.61"]
-    assert "+0.01 [+0.00, +0.02]" in shown.note and shown.note.endswith(CAUTION)
-    configs = [json.dumps(json.loads(text) | {"prompts_per_step": 32}) for text in dial.runs["config"]]
-    (twice,) = place_table(dataclasses.replace(dial, runs=dial.runs.assign(config=configs)), ARMS)
-    assert [row[2] for row in twice.rows] == ["–"] * 3 and [row[3:] for row in twice.rows] == [
-        row[3:] for row in shown.rows]
-    live = [text.replace('"ratio_routes": null', '"ratio_routes": "live"') for text in dial.runs["config"]]
-    (gradient,) = place_table(dataclasses.replace(dial, runs=dial.runs.assign(config=live)), ARMS)
-    assert [row[-1] for row in gradient.rows] == ["grpo", "grpo", "gspo"], "whose ratios do not replay"
-    first = (dial.runs["arm"] == "grpo") & (dial.runs["seed"] == 200)
-    died = dial.runs.assign(state=dial.runs["state"].mask(first, "diverged"))
-    assert [row[0] for row in place_table(dataclasses.replace(dial, runs=died), ARMS)[0].rows] == ARMS[1:]
-    none = [json.dumps(json.loads(text) | {"arm": json.loads(text)["arm"] | {"anchor": "engine"}})
-            for text in dial.runs["config"]]
-    (nowhere,) = place_table(dataclasses.replace(dial, runs=dial.runs.assign(config=none)), ARMS)
-    assert {row[-1] for row in nowhere.rows} == {"–"} and f"has none. {CAUTION}" in nowhere.note
-    assert place_table(frames, ARMS) == [], "nobody measured a KL"
 
 
 def by_hand(frames: Frames) -> list[str]:

@@ -114,9 +114,7 @@ def measure_volatility(
             tokenizer.save_pretrained(out / "traces" / "tokenizer")
         counts = {"lines": texts.lines, "cut_lines": texts.cut, "lost_lines": texts.lost, "tokens": sum(texts.sizes),
                   "batches": len(texts.sizes), "noise_batches": noise.done}
-        found = {name: asdict(place) for name, place in tables.places(frames["summary"]).items()}
-        runs.write_json(out / MANIFEST, (runs.read_json(out / MANIFEST, ()) or wanted)
-                        | {"finished": counts | ({"place": found} if found else {})})
+        runs.write_json(out / MANIFEST, (runs.read_json(out / MANIFEST, ()) or wanted) | {"finished": counts})
         for folder in (out / "sums", *(() if keep_traces else (out / "traces",))):
             shutil.rmtree(folder)
     return frames

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_rl.compare.checkpoints.figures import FIGURES, series_figure
-from moe_rl.compare.checkpoints.tables import SEEN, SHOWN, Frames, places, top_share
-from moe_rl.metrics.place import described
+from moe_rl.compare.checkpoints.tables import SEEN, SHOWN, Frames, top_share
 from moe_rl.results import plots
 from moe_rl.runs.terminal import say
 
@@ -40,8 +39,6 @@ def print_report(console: Console, frames: Frames, out: Path) -> None:
     for line in concentration(frames):
         say(console, f"· {line}", wrap=True)
     say(console, ("In short", "bold"), f": {conclusion(frames['summary'])}", wrap=True)
-    if found := places(frames["summary"]):
-        say(console, ("Place", "bold"), f", if BEFORE drew these responses: {described(found)}", wrap=True)
     for name, draw in FIGURES.items():
         paths = plots.save(draw(frames), out, name)
         say(console, f"figure {' '.join(map(str, paths))}")

@@ -18,7 +18,6 @@ from torch import Tensor
 from moe_rl.compare.checkpoints.tally import EDGES, RESPONSE, Tally
 from moe_rl.errors import RunError
 from moe_rl.metrics import chance
-from moe_rl.metrics.place import NATURAL, REPLAYED, Place, place
 from moe_rl.metrics.volatility import Load, ResponseChange, RouteChange, RouterShift
 from moe_rl.runs.commits import read_parquet
 
@@ -43,7 +42,7 @@ METRICS = {
 all its experts, f the share of its slots per expert. Per layer: q the share of pairs that serve one token, per pair."""
 RATIOS = {"token_ess": "(Σ r)² / (n Σ r²)", "token_kl_k3": "r − 1 − log r, nats",
           "token_ess_replayed": "the same, BEFORE's", "token_kl_k3_replayed": "routes replayed"}
-"""What is said of r = π(after) / π(before) of the response tokens; an ESS is over as many as the yardstick's."""
+"""What is said of r = π(after) / π(before) of the response tokens, all of them together."""
 TABLES = ("summary", "layers", "positions", "tokens", "layers_changed", "experts", "pairs", "margins", "responses")
 """What a finished comparison has, each in a file of its own."""
 SEEN = 20
@@ -77,14 +76,6 @@ def chance_levels(layers: pd.DataFrame, responses: pd.DataFrame) -> dict[str, fl
         return chance.token_levels(*sizes)
     return chance.token_levels(*sizes) | chance.response_levels(*sizes, responses["tokens"]) | {
         "coactivation_change": chance.coactivation_change(*sizes, int(responses["tokens"].sum()))}
-
-
-def places(summary: pd.DataFrame) -> dict[str, Place]:
-    """Where the ratios stand beside volatility_dial, naturally and replayed; nothing of a comparison without them."""
-    by = summary.set_index("metric")["response"]
-    found = {name: place(by[f"token_ess{suffix}"], by[f"token_kl_k3{suffix}"], arm=arm) for name, suffix, arm in (
-        ("natural", "", NATURAL), ("replayed", "_replayed", REPLAYED)) if f"token_kl_k3{suffix}" in by}
-    return {name: here for name, here in found.items() if here}
 
 
 def write(frames: dict[str, pd.DataFrame], folder: Path) -> None:
@@ -143,7 +134,7 @@ def _means(tally: Tally, part: str) -> dict[str, float]:
         means["coactivation_change"] = float(np.mean(_coactivation_change(tally)))
         for suffix in ("", "_replayed"):
             if sums := tally.sums.get(f"ratios{suffix}"):
-                means[f"token_ess{suffix}"] = float(sums["ess"] / sums["groups"])
+                means[f"token_ess{suffix}"] = float((2 * sums["log_r"] - sums["log_r_squared"]).exp() / sums["n"])
                 means[f"token_kl_k3{suffix}"] = float(sums["kl"] / sums["n"])
     return means
 

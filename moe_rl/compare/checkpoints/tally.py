@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from moe_rl.compare.checkpoints.observed import Observed
 from moe_rl.compare.checkpoints.texts import TextBatch
 from moe_rl.errors import RunError
-from moe_rl.metrics import place, ratios, volatility
+from moe_rl.metrics import volatility
 from moe_rl.routing.file_mode import save_tensors
 from moe_rl.routing.trace import Layout
 
@@ -130,15 +131,13 @@ class Tally:
             self.sums["margins"][name].scatter_add_(1, index.T.contiguous(), hit.T.contiguous().long())
 
     def _add_ratios(self, group: str, log_ratio: Float[Tensor, " token"]) -> None:
-        """KL of all tokens; ESS of groups as large as the yardstick's, the last of which waits for the next batch."""
-        empty = {name: torch.zeros((), dtype=torch.float64) for name in ("n", "kl", "groups", "ess")}
-        mine = self.sums.setdefault(group, empty | {"rest": log_ratio[:0]})
-        size, waiting = place.yardstick()["tokens"]["last"], torch.cat([mine["rest"], log_ratio])
-        ess = ratios.grouped_ess(waiting, size)
-        for name, value in (("n", len(log_ratio)), ("kl", (log_ratio.expm1() - log_ratio).sum()),
-                            ("groups", len(ess)), ("ess", ess.sum())):
-            mine[name] = mine[name] + value
-        mine["rest"] = waiting[len(ess) * size :].clone()
+        """The sums of KL and of ESS; Σ r and Σ r² as logarithms, because large ratios would overflow."""
+        none, nothing = (torch.tensor(x, dtype=torch.float64) for x in (0.0, -math.inf))
+        mine = self.sums.setdefault(group, {"n": none, "kl": none, "log_r": nothing, "log_r_squared": nothing})
+        mine["n"] = mine["n"] + len(log_ratio)
+        mine["kl"] = mine["kl"] + (log_ratio.expm1() - log_ratio).sum()
+        mine["log_r"] = mine["log_r"].logaddexp(log_ratio.logsumexp(0))
+        mine["log_r_squared"] = mine["log_r_squared"].logaddexp((2 * log_ratio).logsumexp(0))
 
     def _add(self, group: str, sums: volatility.Pooled) -> None:
         mine = self.sums.setdefault(group, {})
