@@ -20,7 +20,6 @@ from moe_rl.lookup import Part, lookup, needs_of
 from moe_rl.models.checkpoints import check_weights
 from moe_rl.models.cold_start import Progress, cold_start
 from moe_rl.models.load import LoadedModel, load, save_checkpoint
-from moe_rl.models.memory import check_memory, estimate_memory
 from moe_rl.models.presets import PRESETS, placement, skeleton
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
@@ -107,7 +106,7 @@ def build(run: RunConfig, folder: Path, cache: Path, told: Callable[[], bool] = 
     advantage = advantage_of(run.arm)
     compares, valued = "reference" in objective.needs | advantage.needs, "values" in advantage.needs
     evaluation, pad_token = ranks.from_rank_0(
-        lambda: _prepare(run, task, _of_rank_0(loaded), cache, _progress(folder, told), compares, valued))
+        lambda: _prepare(run, task, _of_rank_0(loaded), cache, _progress(folder, told)))
     policy = _policy(run, loaded)
     # Both made now, before the policy has moved: from the weights of the cold start.
     critic = _critic(run, _of_rank_0(loaded)) if valued else None
@@ -176,14 +175,11 @@ def _of_rank_0(loaded: LoadedModel | None) -> LoadedModel:
 
 
 def _prepare(
-    run: RunConfig, task: AnyTask, loaded: LoadedModel, cache: Path, progress: Progress, compares: bool, valued: bool
+    run: RunConfig, task: AnyTask, loaded: LoadedModel, cache: Path, progress: Progress
 ) -> tuple[list[Prompt], int]:
-    """The cold start; evaluation prompts and the padding token. `compares`: there will be a reference policy; `valued`:
-    a critic."""
+    """The cold start; evaluation prompts and the padding token."""
     evaluation = encode_prompts(held_out(task, run.eval_prompts), loaded.tokenizer)
     check_request(evaluation, 1, sampling_of(run), context_length(loaded.model.config))
-    longest = max(len(p.tokens) for p in evaluation)
-    check_memory(estimate_memory(run, longest, compares, valued), run.model.device)
     inputs = inputs_of({"task": run.to_dict()["task"]})
     cold_start(loaded, task, run, cache, sample, progress=progress, alone=alone, inputs=inputs)
     return evaluation, loaded.tokenizer.pad_token_id

@@ -20,10 +20,8 @@ from moe_rl.config import ColdStart, EngineConfig, Measure, ModelConfig, Optimiz
 from moe_rl.errors import ConfigError, Diverged, MoeRlError
 from moe_rl.execute import build
 from moe_rl.models.checkpoints import load_tokenizer
-from moe_rl.models.memory import estimate_memory
 from moe_rl.models.presets import PRESETS, hf_config, skeleton
 from moe_rl.models.tokens import byte_tokenizer, completion_tokens, demonstrated, encode_prompts
-from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.routing.sites import layout_of
 from moe_rl.runs.commits import check_rows
 from moe_rl.tasks.base import AnyTask, Environment, Split, checked_reward, draw, load_task, split_of
@@ -46,7 +44,7 @@ class Preview:
 
 
 def preview(run: RunConfig) -> Preview:
-    """The split, one prompt as the model reads it, its answer, how many answers fit, and memory. Reads no weights.
+    """The split, one prompt as the model reads it, its answer, and how many answers fit. Reads no weights.
 
     Looks at LOOKED_AT prompts, and rewards their answers for at most SECONDS. Raises ConfigError where the task's own
     code breaks.
@@ -60,7 +58,7 @@ def preview(run: RunConfig) -> Preview:
         for p in answered:
             if not isinstance(task, Environment) and time.monotonic() < until:
                 earned.append(checked_reward(task, p, p.answer or ""))
-    first, context = prompts[0], max(len(p.tokens) for p in prompts)
+    first = prompts[0]
     lines = [("task", f"{run.task}"), ("prompts", f"{split}"),
              ("prompt", f"{_short(tokenizer.decode(list(first.tokens)))}, {len(first.tokens)} tokens")]
     found = []
@@ -86,14 +84,12 @@ def preview(run: RunConfig) -> Preview:
     if left is not None and left < run.prompts_per_step:
         found.append(f"a step draws {run.prompts_per_step} prompts, and {left} different ones are left to train on: "
                      "some come several times in a step.")
-    lines.append(("memory", f"{estimate_memory(run, context, *_more_models(run))}"))
     return Preview(tuple(lines), tuple(found))
 
 
 def previews(runs: Iterable[RunConfig]) -> list[Preview]:
-    """Those of the runs that ask different things, each once: of the run that needs the most models."""
-    by_need = sorted(runs, key=lambda run: sum(_more_models(run)))
-    distinct = {str((r.task, r.model, r.max_new_tokens, r.eval_prompts, r.prompts_per_step)): r for r in by_need}
+    """Those of the runs that ask different things, each once."""
+    distinct = {str((r.task, r.model, r.max_new_tokens, r.eval_prompts, r.prompts_per_step)): r for r in runs}
     return [preview(run) for run in distinct.values()]
 
 
@@ -179,14 +175,6 @@ def _shown(task: AnyTask, split: Split, tokenizer: Any) -> tuple[list[Prompt], l
     shown = demonstrated(task, asked, tokenizer)
     return shown, [len(p.tokens) - len(q.tokens) + len(completion_tokens(p.answer, tokenizer))
                    for p, q in zip(shown, asked, strict=True) if p.answer is not None]
-
-
-def _more_models(run: RunConfig) -> tuple[bool, bool]:
-    """Whether the arm has a reference policy, and a critic."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `check` has said them
-        needs = objective_of(run.arm).needs | advantage_of(run.arm).needs
-    return "reference" in needs, "values" in needs
 
 
 def _toy(run: RunConfig) -> RunConfig:

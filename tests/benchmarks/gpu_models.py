@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moe_rl.config import Arm, ModelConfig, RunConfig
-from moe_rl.models.memory import MemoryEstimate, available_memory, estimate_memory
+from moe_rl.config import Arm
 from moe_rl.objectives import objective_of
 from moe_rl.rollouts.collate import collate
 from moe_rl.types import Batch, Prompt, Rollout, Scored
@@ -84,26 +83,6 @@ GRPO = objective_of(Arm(name="grpo"))
 
 def weighed(batch: Batch, old: Scored, replayed: bool) -> Batch:
     return GRPO.weighed(replace(batch, old_logprobs=old.logprobs, routes=old.routes if replayed else None))
-
-
-def estimate(settings: dict, sizes: Sizes) -> MemoryEstimate:
-    """Of a run with this OLMoE."""
-    run = RunConfig(
-        arm=Arm(name="grpo"), model=ModelConfig(name="olmoe-tiny", overrides=settings, dtype="bfloat16"),
-        prompts_per_step=1, group_size=sizes.rows, mini_batches=1, max_new_tokens=sizes.tokens - sizes.tokens // 2,
-        micro_batch_tokens=sizes.micro_batch_tokens, activation_checkpointing=True,
-    )  # fmt: skip
-    return estimate_memory(run, sizes.tokens // 2)
-
-
-def layers_that_fit(sizes: Sizes, device: torch.device) -> int:
-    """Of the OLMoE, with gradients, AdamW's moments and activations in 85 % of what is free."""
-    most = sizes.olmoe["num_hidden_layers"]
-    for layers in range(most, 1, -1):
-        needed = estimate(sizes.olmoe | {"num_hidden_layers": layers}, sizes).total
-        if needed < 0.85 * available_memory(str(device)):
-            return layers
-    return 1
 
 
 def products(settings: dict, batch: Batch) -> float:

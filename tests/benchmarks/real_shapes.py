@@ -4,7 +4,7 @@
     python tests/benchmarks/real_shapes.py --layers 2 --tokens 8192 --rows 4 --budget 8192
 
 Qwen3-30B-A3B's widths (hidden 2048, 128 experts of 768, top-8, vocabulary 151,936), random weights in bfloat16, no
-optimizer state. Prints peak memory of the process beside `estimate_memory`'s, and what recording and replay cost in a
+optimizer state. Prints the peak memory of the process, and what recording and replay cost in a
 score, each the median of ratios to a forward without hooks that runs right before.
 """
 
@@ -18,8 +18,7 @@ import time
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moe_rl.config import Arm, ModelConfig, Optimizer, RunConfig
-from moe_rl.models.memory import estimate_memory
+from moe_rl.config import Arm, Optimizer
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.collate import collate
@@ -52,11 +51,7 @@ def main() -> None:
     part = objective.weighed(batch.__class__(**{**vars(batch), "old_logprobs": old.logprobs, "routes": old.routes}))
     started = time.perf_counter()
     policy._backward(part, objective)
-    measured = peak() - before
-    print(f"gradient under replay: {time.perf_counter() - started:.1f} s, peak {measured:.2f} GB")
-    estimate = estimated(args)
-    expected = (estimate.weights + estimate.gradients + estimate.activations + estimate.routes) / 1e9
-    print(f"estimated: {expected:.2f} GB ({estimate}); measured / estimated {measured / expected:.2f}")
+    print(f"gradient under replay: {time.perf_counter() - started:.1f} s, peak {peak() - before:.2f} GB")
 
 
 def arguments() -> argparse.Namespace:
@@ -117,17 +112,6 @@ def shares(policy: HFPolicy, batch, routes, pairs: int) -> None:
         found["recording and replay"].append(timed(lambda: hooked(routes)) / bare)
     for name, ratios in found.items():
         print(f"{name}: +{100 * (statistics.median(ratios) - 1):.1f} % of a forward's body ({pairs} pairs)")
-
-
-def estimated(args: argparse.Namespace):
-    run = RunConfig(
-        arm=Arm(name="grpo"),
-        model=ModelConfig(overrides={**WIDTHS, "num_hidden_layers": args.layers},
-                          dtype="bfloat16"),
-        prompts_per_step=1, group_size=args.rows, mini_batches=1, max_new_tokens=args.tokens - args.tokens // 2,
-        micro_batch_tokens=args.budget,
-    )  # fmt: skip
-    return estimate_memory(run, args.tokens // 2)
 
 
 def peak() -> float:

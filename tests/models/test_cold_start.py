@@ -108,7 +108,7 @@ def test_other_code_or_data_of_a_task_is_another_cold_start(tmp_path, monkeypatc
     monkeypatch.setattr(execute, "cold_start", lambda *args, inputs, **rest: seen.append(inputs))
     for file, text in (("pairs.jsonl", "{}"), ("pairs.jsonl", "[]"), ("own_helper.py", "full = 0.0")):
         (tmp_path / file).write_text(text)
-        execute._prepare(run, task(), made, tmp_path, print, False, False)
+        execute._prepare(run, task(), made, tmp_path, print)
     assert len({str(sorted(inputs.items())) for inputs in seen}) == 3 and "own_helper" in seen[0]
     folders = {cold_start(load(RUN.model, 0), task(), RUN, tmp_path, greedy, print, inputs=inputs).path
                for inputs in (seen[0], seen[1], seen[0])}

@@ -92,12 +92,11 @@ def test_a_task_that_breaks_or_rewards_too_much_is_refused():
 def test_a_preview_shows_prompt_answer_reward_and_what_fits():
     shown = preview(TINY.replace(task="rehearsed:Words", max_new_tokens=6))
     lines = dict(shown.lines)
-    assert list(lines) == ["task", "prompts", "prompt", "answer", "answers", "memory"]
+    assert list(lines) == ["task", "prompts", "prompt", "answer", "answers"]
     assert lines["prompt"] == "'word 0', 6 tokens"
     assert lines["answer"] == "'yes', 4 tokens with its end; its reward is 1"
     assert lines["answers"] == (
         "342 of 512 fit into max_new_tokens=6, the longest has 10 tokens with its end; 512 of 512 earn 1")
-    assert "weights" in lines["memory"]
     (caution,) = shown.cautions
     assert "170 of 512 reference answers do not fit into max_new_tokens=6" in caution and "max_new_tokens=10" in caution
 
