@@ -18,9 +18,9 @@ from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Stopped
 from moe_rl.lookup import Part, lookup, needs_of
 from moe_rl.models.checkpoints import check_weights
-from moe_rl.models.cold_start import Progress, cold_start
 from moe_rl.models.load import LoadedModel, load, save_checkpoint
 from moe_rl.models.presets import PRESETS, placement, skeleton
+from moe_rl.models.supervised import Progress, cold_start
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.policies.critic import HFCritic

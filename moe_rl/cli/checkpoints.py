@@ -37,7 +37,7 @@ def pretrain(options: argparse.Namespace) -> int:
     from moe_rl.config.pretraining import Pretraining
     from moe_rl.config.text import parse_settings
     from moe_rl.lookup import Use
-    from moe_rl.models.pretrain import pretrain as train
+    from moe_rl.models.supervised import pretrain as train
 
     tasks = tuple(options.task)
     task = Use("mixture", tasks=tasks) if len(tasks) > 1 else Use(*tasks or ("running_sums",))

@@ -10,7 +10,7 @@ from moe_rl.config.tree import replaced
 from moe_rl.lookup import Part, Use
 
 Row = dict[str, float]
-"""A measurement on held-out prompts: `models.pretrain.measured`."""
+"""A measurement on held-out prompts: `models.supervised.measure`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ from moe_rl import execute
 from moe_rl.config import Arm, ColdStart, ModelConfig, RunConfig
 from moe_rl.errors import ConfigError, RunError, Stopped
 from moe_rl.lookup import Use
-from moe_rl.models import cold_start as cold_starts
-from moe_rl.models.cold_start import ColdStartResult, _from_cache, _write, answer_logprobs
+from moe_rl.models import supervised
 from moe_rl.models.load import load
+from moe_rl.models.supervised import ColdStartResult, _from_cache, _write, answer_logprobs
 from moe_rl.models.tokens import completion_tokens, encode_prompts
 from moe_rl.runs.folder import state
 from moe_rl.runs.lease import Lease
@@ -29,7 +29,7 @@ from moe_rl.tasks.base import held_out, load_task
 from moe_rl.tasks.running_sums import RunningSums
 from moe_rl.types import Prompt, Rollout
 
-cold_start = partial(cold_starts.cold_start, alone=execute.alone)
+cold_start = partial(supervised.cold_start, alone=execute.alone)
 
 RUN = RunConfig(
     arm=Arm(name="grpo"),
@@ -338,7 +338,7 @@ def test_a_run_that_waits_for_anothers_cold_start_can_be_told_to_stop(tmp_path, 
     def begin():
         carry_out(planned, "moe_rl.execute:execute", tmp_path, stopping=lambda: True)
 
-    monkeypatch.setattr(cold_starts, "_train", lambda *rest: 1 / 0)
+    monkeypatch.setattr(supervised, "_train", lambda *rest: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         begin()
     (lease,) = (tmp_path / "cold_starts").glob("*.lease")

@@ -15,9 +15,9 @@ from moe_rl.config.tree import read
 from moe_rl.config.values import folder_of
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
-from moe_rl.models import pretrain as module
+from moe_rl.models import supervised
 from moe_rl.models.load import load
-from moe_rl.models.pretrain import measured, pretrain
+from moe_rl.models.supervised import measure, pretrain
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives.base import LossInputs
 from moe_rl.objectives.router import load_balance
@@ -47,7 +47,7 @@ def test_what_is_written_is_what_was_measured_last(whole):
     assert {x.dtype for x in load_file(folder / "model.safetensors").values()} == {torch.float16}
     loaded = load(ModelConfig(name=str(folder)), 0)
     prompts = encode_prompts(held_out(load_task(SETTINGS.task), 6), loaded.tokenizer)
-    again = measured(loaded, prompts, 2)
+    again = measure(loaded, prompts, 2)
     assert again == pytest.approx({key: rows[-1][key] for key in again}, abs=1e-5)
     record = json.loads((folder / "pretraining.json").read_text())
     assert record["rows"] == rows and record["goals"] == goals
@@ -56,12 +56,12 @@ def test_what_is_written_is_what_was_measured_last(whole):
 
 @pytest.mark.parametrize("at", [4, 12])
 def test_a_killed_pretraining_ends_with_the_same_bits(whole, tmp_path, monkeypatch, at):
-    def kill(*args, real=module._keep):
+    def kill(*args, real=supervised._keep):
         real(*args)
         if args[4] == at:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_keep", kill)
+    monkeypatch.setattr(supervised, "_keep", kill)
     with pytest.raises(KeyboardInterrupt):
         pretrain(SETTINGS, tmp_path / "killed", quiet)
     monkeypatch.undo()
@@ -85,7 +85,8 @@ def test_the_balance_of_a_site_is_that_of_the_term_of_objectives():
                           old_used=used, weights=weights)
     zeros = torch.zeros(3, 5)
     inputs = LossInputs(logprobs=zeros, old_logprobs=zeros, advantages=zeros, mask=real, weights=weights, router=router)
-    assert module._balance(logits, ids, real).item() == pytest.approx(load_balance(inputs, coef=1.0).item(), rel=1e-6)
+    expected = load_balance(inputs, coef=1.0).item()
+    assert supervised._balance(logits, ids, real).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_balancing_evens_the_load(tmp_path):
@@ -123,7 +124,7 @@ def test_the_checkpoint_of_the_package_loads_by_its_name_and_its_load_is_what_it
     loaded = load(ModelConfig(name=name), 0)
     assert sum(p.numel() for p in loaded.model.parameters()) < 4e6
     task = load_task(read(Pretraining, record["settings"]).task)
-    found = measured(loaded, encode_prompts(held_out(task, 256)[:48], loaded.tokenizer), 24)
+    found = measure(loaded, encode_prompts(held_out(task, 256)[:48], loaded.tokenizer), 24)
     said = record["rows"][-1]
     assert found["load_entropy"] == pytest.approx(said["load_entropy"], abs=0.02)
     assert found["loss"] == pytest.approx(said["loss"], rel=0.3)

@@ -85,7 +85,7 @@ def serving(running):
 def trained():
     """Weights that solve four running sums in about a third of the attempts."""
     from moe_rl import execute
-    from moe_rl.models.cold_start import cold_start
+    from moe_rl.models.supervised import cold_start
     from moe_rl.tasks.base import load_task
 
     loaded = load(RUN.model, 0)
