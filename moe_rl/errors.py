@@ -1,5 +1,15 @@
 """Errors a user can cause. Each says what, with the values, why it matters and what to do; the CLI exits with 2."""
 
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class MoeRlError(Exception):
     """Base of all errors of this package."""
@@ -27,3 +37,22 @@ class Stopped(MoeRlError):
 
 class AuxLossSilentlyOn(UserWarning):
     """Something balances the routers of a model in training beside the objective, or against replay."""
+
+
+@contextmanager
+def raise_os_errors(file: Path) -> Iterator[None]:
+    """Raise OSError with the file's name where safetensors or torch cannot write it in the block, as on a full disk.
+    Safetensors has an error of its own, and torch says what its file is not, but not why."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        if (number := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+    except RuntimeError as error:
+        if "inline_container" not in str(error) and "PytorchStreamWriter" not in str(error):
+            raise
+        why = errno.EIO if shutil.disk_usage(file.parent).free else errno.ENOSPC
+        raise OSError(why, os.strerror(why), str(file)) from error

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_rl.config import ModelConfig
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, raise_os_errors
 from moe_rl.models import checkpoints
 from moe_rl.models.kernels_cpu import use_cpu_kernels
 from moe_rl.models.presets import PRESETS, hf_config, placement
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.routing.balance import keep_routers_in
-from moe_rl.routing.file_mode import usual_errors, usual_mode
 from moe_rl.routing.sites import find_sites
 
 if TYPE_CHECKING:
@@ -66,10 +65,9 @@ def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) 
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a Hugging Face checkpoint; `AutoModelForCausalLM.from_pretrained(folder)` returns the same bits."""
-    with no_progress_bars(), usual_errors(folder):
+    with no_progress_bars(), raise_os_errors(folder):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    usual_mode(*folder.glob("*.safetensors"))
 
 
 @contextmanager

@@ -28,14 +28,13 @@ from torch import Tensor
 from moe_rl.config import RunConfig
 from moe_rl.config.pretraining import Pretraining, Row
 from moe_rl.config.tree import plain
-from moe_rl.errors import ConfigError, RunError
+from moe_rl.errors import ConfigError, RunError, raise_os_errors
 from moe_rl.metrics.rounding import number
 from moe_rl.metrics.volatility import Load, load_statistics
 from moe_rl.models.checkpoints import load_weights
 from moe_rl.models.load import LoadedModel, load, no_progress_bars, save_checkpoint
 from moe_rl.models.tokens import completion_tokens, demonstrated, encode_prompts
 from moe_rl.routing import Recording, record_routing
-from moe_rl.routing.file_mode import usual_errors
 from moe_rl.seeds import derive
 from moe_rl.tasks.base import AnyTask, Split, draw, held_out, load_task, split_of
 from moe_rl.tasks.environments import drawn, earned
@@ -294,8 +293,8 @@ def _train(
                     f"the cold start of {run.model.name!r} on {run.task} memorised its {len(seen)} training prompts: "
                     f"at step {step} it gives their answers in {predicted:.0%} of samples (loss "
                     f"{number(loss, '.3f')}), and right ones to other prompts in {rate:.0%}, where the target is "
-                    f"{settings.target:.0%}. More steps cannot help: bring more data ({split}), an easier task, or a checkpoint that knows it, with "
-                    "cold_start.target=0.")
+                    f"{settings.target:.0%}. More steps cannot help: bring more data ({split}), an easier task, or a "
+                    "checkpoint that knows it, with cold_start.target=0.")
     raise RunError(
         f"the cold start of {run.model.name!r} on {run.task} reached a success rate of {best:.1%} at best in "
         f"{settings.max_steps} steps, not the target of {settings.target:.0%}: below it too few groups would have "
@@ -450,7 +449,8 @@ def measure(loaded: LoadedModel, prompts: list[Prompt], rows: int) -> Row:
 
 def _describe(row: Row) -> str:
     return (f"step {row['step']}: loss {number(row['loss'], '.3f')}, exact {row['exact']:.0%}; worst site: load "
-            f"entropy {row['load_entropy']:.3f}, MaxVio {row['load_max_violation']:.2f}, dead {row['load_dead_experts']:.0f}")
+            f"entropy {row['load_entropy']:.3f}, MaxVio {row['load_max_violation']:.2f}, dead "
+            f"{row['load_dead_experts']:.0f}")
 
 
 def _record(folder: Path, described: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -498,6 +498,6 @@ def _keep(
 
 def _atomically(file: Path, write: Callable[[Path], Any]) -> None:
     partial = file.with_suffix(".partial")
-    with usual_errors(partial):
+    with raise_os_errors(partial):
         write(partial)
     os.replace(partial, file)

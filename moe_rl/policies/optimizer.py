@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from moe_rl import ranks
 from moe_rl.config.parts import OPTIMIZERS, Optimizer
-from moe_rl.errors import ConfigError, Diverged
-from moe_rl.routing.file_mode import usual_errors, usual_mode
+from moe_rl.errors import ConfigError, Diverged, raise_os_errors
 from moe_rl.routing.sites import router_parameters
 
 
@@ -90,10 +89,9 @@ def write_state(
     from safetensors.torch import save_model
 
     weights.parent.mkdir(parents=True, exist_ok=True)
-    with usual_errors(weights):
+    with raise_os_errors(weights):
         save_model(model, str(weights))
-    usual_mode(weights)
-    with usual_errors(moments):
+    with raise_os_errors(moments):
         torch.save({"optimizer": optimizer.state_dict(), "updates": updates}, moments)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_rl.errors import raise_os_errors
 from moe_rl.models.checkpoints import INDEX, WHOLE
-from moe_rl.routing.file_mode import save_tensors
 
 SHARD = 2**30
 """Bytes of a file, unless a single tensor has more."""
@@ -47,7 +48,8 @@ def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], most: int 
 
     def put(name: str) -> None:
         beside = folder / f"writing-{name}"
-        save_tensors(held, beside, {"format": "pt"})  # who reads it may be somebody else
+        with raise_os_errors(beside):
+            save_file(held, beside, metadata={"format": "pt"})
         beside.replace(folder / name)
         files.append(name)
         where.update(dict.fromkeys(held, name))

@@ -20,8 +20,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from moe_rl.errors import RoutingError
-from moe_rl.routing.file_mode import save_tensors
+from moe_rl.errors import RoutingError, raise_os_errors
 from moe_rl.routing.layout import Layout, Site
 from moe_rl.routing.trace_checks import check_gates, check_ids, check_layout
 
@@ -40,6 +39,7 @@ NUMPY = {"U8": "uint8", "I16": "int16", "I32": "int32", "I64": "int64", "F16": "
 # ---------------------------------------------------------------------- writing
 def save(trace: RoutingTrace, path: str | Path, beside: Mapping[str, Tensor] | None) -> None:
     """See `RoutingTrace.save`. Raises RoutingError for a weight version that is no text, which could not be read."""
+    from safetensors.torch import save_file
 
     if odd := [name for name in (trace.weight_version, *trace.versions) if not isinstance(name, str | None)]:
         raise RoutingError(f"a weight version is of type {type(odd[0]).__name__}, {odd[0]!r}: name it in text.")
@@ -63,7 +63,8 @@ def save(trace: RoutingTrace, path: str | Path, beside: Mapping[str, Tensor] | N
         "keep": json.dumps(trace.keep),
         "sums": json.dumps({name: _sum(name, x) for name, x in tensors.items()}),
     }
-    save_tensors(tensors, Path(path), header | {"sum": _header_sum(header)})
+    with raise_os_errors(Path(path)):
+        save_file(tensors, path, metadata=header | {"sum": _header_sum(header)})
 
 
 def _a_byte_without_a_mark(layout: Layout) -> bool:

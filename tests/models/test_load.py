@@ -156,7 +156,6 @@ def test_a_saved_checkpoint_comes_back_bit_for_bit(name, tmp_path):
     overrides = {} if name.startswith("deepseek") else {"hidden_size": 32}
     loaded = load(ModelConfig(name=name, overrides={**overrides, "num_hidden_layers": 2}), 3)
     save_checkpoint(loaded.model, loaded.tokenizer, tmp_path)
-    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1, "who may read the rest reads weights"
     again = load(ModelConfig(name=str(tmp_path)), 99)
     assert same_weights(loaded.model, again.model)
     assert not again.model.training

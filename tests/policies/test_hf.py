@@ -149,7 +149,6 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(tmp_path, batch):
     policy = policy_of(build("qwen3_moe"))
     policy.update(part_of(batch, policy.score(batch)), GRPO)
     policy.save(tmp_path)
-    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1
     other = policy_of(build("qwen3_moe", seed=9))
     other.load(tmp_path)
     for p in (policy, other):

@@ -393,7 +393,6 @@ def test_sglang_takes_weights_from_disk_and_must_then_agree(sglang, loaded):
         sglang.checked.load(policy_of(loaded).weights())
     path, body = sglang.asked[0]
     assert path == "/update_weights_from_disk" and body["weight_version"] == "1" and body["flush_cache"]
-    assert len({file.stat().st_mode for file in sglang.folder.iterdir() if file.is_file()}) == 1
     assert (sglang.folder / "model.safetensors").is_file() and (sglang.folder / "config.json").is_file()
 
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_rl.errors import RoutingError
+from moe_rl.errors import RoutingError, raise_os_errors
 from moe_rl.routing import Layout, RoutingTrace, Site
-from moe_rl.routing.file_mode import usual_errors
 
 
 def layout(experts=8, k=2, sites=3):
@@ -223,13 +222,6 @@ def test_a_trace_is_one_line():
     assert f"{batch} × {time} tokens, {sites} sites, top {k} of" in shown and "% known" in shown
 
 
-def test_a_trace_file_has_the_mode_of_any_other(tmp_path):
-    (tmp_path / "other").touch()
-    random_trace().save(tmp_path / "trace")
-    assert (tmp_path / "trace").stat().st_mode == (tmp_path / "other").stat().st_mode
-    assert {file.name for file in tmp_path.iterdir()} == {"other", "trace"}
-
-
 # ---------------------------------------------------------------------- agreement
 def test_agreement_counts_pairs_whose_route_both_know():
     """By hand: of 2 rows of 3 tokens and 1 site, one is padding, one unknown here and one there; 2 of 3 agree."""
@@ -248,7 +240,7 @@ def test_agreement_counts_pairs_whose_route_both_know():
 
 def test_what_a_disk_does_not_take_is_an_error_of_files_with_the_name_of_one(tmp_path):
     def save_other(file):
-        with usual_errors(file):
+        with raise_os_errors(file):
             torch.save(torch.ones(999), file)
 
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from moe_rl.compare.checkpoints.observed import Observed
 from moe_rl.compare.checkpoints.texts import TextBatch
-from moe_rl.errors import RunError
+from moe_rl.errors import RunError, raise_os_errors
 from moe_rl.metrics import volatility
-from moe_rl.routing.file_mode import save_tensors
 from moe_rl.routing.trace import Layout
 
 EDGES = 10 ** torch.linspace(-8, 4, 601, dtype=torch.float64)
@@ -148,11 +147,13 @@ class Tally:
     # ------------------------------------------------------------------ going on after a kill
     def save(self, folder: Path) -> None:
         """Write everything; whole or not at all."""
+        from safetensors.torch import save_file
 
         tensors = {f"{group}|{name}": x.contiguous() for group, sums in self.sums.items() for name, x in sums.items()}
         tensors["responses"] = torch.from_numpy(self.table_of_responses())
         aside = folder / f".tmp-{self.name}"
-        save_tensors(tensors, aside, {"done": str(self.done)})
+        with raise_os_errors(aside):
+            save_file(tensors, aside, metadata={"done": str(self.done)})
         os.replace(aside, folder / f"{self.name}.safetensors")
 
     def restore(self, folder: Path) -> None:
