@@ -7,6 +7,7 @@ each other, and a fit of `studies/early_warning.py` takes six times the CPU seco
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when NumPy is imported
 
@@ -14,6 +15,7 @@ import gc
 
 import pytest
 import torch
+from packaging.version import Version
 
 from tests import typecheck
 
@@ -21,6 +23,8 @@ typecheck.install("moe_rl")
 gc.disable()  # until all is imported: a fifth of the seconds of the collection
 torch.set_num_threads(1)
 
+CPU_KERNELS = hasattr(torch.nn.functional, "grouped_mm") and Version(version("transformers")) >= Version("5.7")
+"""Whether models on a CPU can compute with the library's own operators."""
 SMALL = {
     "vocab_size": 48, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0,

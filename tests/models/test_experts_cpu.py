@@ -8,7 +8,9 @@ from torch import nn
 
 from moe_rl.models.experts_cpu import NAME, _Gather, _WeightedSum, cpu_experts
 from moe_rl.models.kernels_cpu import use_cpu_kernels
-from tests.conftest import FAMILIES, build
+from tests.conftest import CPU_KERNELS, FAMILIES, build
+
+pytestmark = pytest.mark.skipif(not CPU_KERNELS, reason="the library's operators take torch 2.10 and transformers 5.7")
 
 
 def logits_and_gradients(model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -33,6 +35,19 @@ def test_outputs_and_gradients_are_transformers_own(family: str, tokens: torch.T
     again = logits_and_gradients(model, tokens)
     assert torch.equal(new_logits, again[0])
     assert all(torch.equal(new_gradients[name], again[1][name]) for name in gradients)
+
+
+def test_transformers_that_knows_no_other_implementations_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before 5.7: a name that it does not list is a ValueError."""
+    model = build("qwen3_moe")
+
+    def refuse(name: str) -> None:
+        raise ValueError(f'Specified `experts_implementation="{name}"` is not supported.')
+
+    monkeypatch.setattr(model, "set_experts_implementation", refuse)
+    norms = [module.forward for module in model.modules() if "Norm" in type(module).__name__]
+    assert not use_cpu_kernels(model) and model.config._experts_implementation == "grouped_mm"
+    assert norms == [module.forward for module in model.modules() if "Norm" in type(module).__name__]
 
 
 def test_an_expert_without_tokens_changes_nothing_and_gets_no_gradient() -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from moe_rl import ranks
@@ -142,6 +143,8 @@ def of_family(name: str, seed: int = 0, **shape):
     model_type = "deepseek_v3" if name == "moonlight" else name
     known = next(family for family in families.FAMILIES if family.model_type == model_type)
     model = families.build(replace(known, settings=FAMILIES[name] | shape), seed)
+    if families.older_than("5.6") and getattr(model.config, "n_group", 1) > 1:
+        pytest.skip("groups of experts that are closed have scores of 0 before transformers 5.6, so some are chosen")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
