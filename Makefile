@@ -44,7 +44,7 @@ test-processors: $(if $(filter native,$(ISA)),test,$(STAMP))
 
 # Processes that train together, and a study that is killed twelve times: what takes minutes and seldom breaks.
 test-ranks: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m ranks tests/policies tests/methods tests/test_cli.py
+	$(BIN)/python -m pytest -n 2 -m ranks tests/policies tests/objectives tests/test_cli.py
 
 # Playwright drives a Chromium: one that is there, else Debian's, else Playwright's own.
 $(BROWSER): $(STAMP)
@@ -144,9 +144,9 @@ docs/columns.md: moe_rl/runs/columns.py moe_rl/runs/columns.toml $(STAMP)
 docs/settings.md: $(wildcard moe_rl/config/*.py) $(STAMP)
 	$(BIN)/python -c "from moe_rl.config.page import markdown; print(markdown(), end='')" > $@
 
-docs/methods.md: moe_rl/methods/methods.toml moe_rl/methods/page.py $(wildcard moe_rl/objectives/*.py) \
+docs/methods.md: moe_rl/objectives/methods.toml moe_rl/objectives/methods_page.py $(wildcard moe_rl/objectives/*.py) \
                  moe_rl/routing/sources.py $(STAMP)
-	$(BIN)/python -c "from moe_rl.methods.page import markdown; print(markdown(), end='')" > $@
+	$(BIN)/python -c "from moe_rl.objectives.methods_page import markdown; print(markdown(), end='')" > $@
 
 clean:
 	rm -rf .venv $(VLLM) $(TRL) $(TRACKERS) $(VERSIONS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -16,19 +16,20 @@ import torch
 from moe_rl import ranks
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Stopped
-from moe_rl.lookup import Part, lookup, needs_of
 from moe_rl.models.checkpoints import check_weights
 from moe_rl.models.load import LoadedModel, load, save_checkpoint
 from moe_rl.models.presets import PRESETS, placement, skeleton
 from moe_rl.models.supervised import Progress, cold_start
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
+from moe_rl.objectives.spelling import suggest_field
 from moe_rl.policies.critic import HFCritic
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.policies.limits import check_critic, check_policy, layers_of
 from moe_rl.policies.megatron.layout import check_routers
 from moe_rl.policies.shared import from_rank_0
 from moe_rl.recorder import Recorder, Row, Rows
+from moe_rl.registry import Part, lookup, needs_of
 from moe_rl.rollouts.choose import check_engine, engine_of
 from moe_rl.rollouts.gap_files import GapFiles
 from moe_rl.rollouts.hf import HFEngine
@@ -82,9 +83,9 @@ def check(run: RunConfig) -> list[str]:
         if run.dial.sigma and run.dial.acts_on != "ratio" and "reference" in objective.needs:
             raise ConfigError(f"arm {run.arm.name!r} compares with a reference, which no dial moves: at equal weights "
                               "it would be pulled against the dose. Use dial.acts_on='ratio', or leave the term out.")
-        lookup("route source", run.arm.routes, SOURCES)
+        lookup("route source", run.arm.routes, SOURCES, suggest_field)
         if run.arm.ratio_routes is not None:
-            lookup("route source", run.arm.ratio_routes, SOURCES)
+            lookup("route source", run.arm.ratio_routes, SOURCES, suggest_field)
     return [*warn_void(run), *(str(warning.message) for warning in caught)]
 
 
@@ -165,7 +166,7 @@ def _watch(run: RunConfig, loaded: LoadedModel, gaps: GapFiles) -> Callable[[Rec
 
 def _source(use: Part, policy: Policy) -> RouteSource:
     """A route source; one that asks for the policy gets its `score` as its third argument."""
-    source = lookup("route source", use, SOURCES)
+    source = lookup("route source", use, SOURCES, suggest_field)
     return partial(source, score=policy.score) if "policy" in needs_of(source) else source
 
 

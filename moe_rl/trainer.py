@@ -14,10 +14,10 @@ from torch import Tensor
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Diverged, RunError
 from moe_rl.evaluate import evaluation
-from moe_rl.lookup import Use, needs_of
 from moe_rl.objectives import Advantage, Objective
 from moe_rl.policies.base import Policy, ValueModel
 from moe_rl.recorder import Recorder, Row, Rows
+from moe_rl.registry import Use, needs_of
 from moe_rl.rollouts.base import RolloutEngine
 from moe_rl.rollouts.batches import BatchSource, Queue, fresh
 from moe_rl.rollouts.request import sampling_of
@@ -173,7 +173,7 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
     split = epochs(run, step, len(batch))
     recorder.begin(step, batch, natural, split)
     for number, index in enumerate(split):
-        part = parts.objective.weighed(without_unknown(batch.rows(index)))
+        part = parts.objective.attach_weights(without_unknown(batch.rows(index)))
         recorder.before(number, part)
         with timed("update"):
             of_ratio, of_gradient = doses(run, step, number, len(split))
@@ -182,7 +182,7 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
                 part = replace(part, ratio_logprobs=policy.score(part, routes, dose=of_ratio).logprobs)
             if "mini_batch" in parts.objective.needs:
                 whole = policy.score(part, part.routes, dose=of_gradient)
-                part = parts.objective.marked(part, whole.logprobs, whole.entropy)
+                part = parts.objective.attach_statistics(part, whole.logprobs, whole.entropy)
             updated = policy.update(part, parts.objective, dose=of_gradient)
             if parts.critic:
                 updated = replace(updated, metrics={**updated.metrics, **parts.critic.update(part)})
@@ -201,7 +201,7 @@ def earned(parts: Parts, step: int, batch: Batch) -> Batch:
     """The batch with its advantages, unless these need it to be scored."""
     if parts.advantage.needs:
         return batch
-    batch = parts.advantage.given(batch)
+    batch = parts.advantage.attach_advantages(batch)
     if not bool(batch.advantages.any()):
         warnings.warn(
             f"step {step}: all rewards of every group are equal, so nothing can be learned from it. If this goes on, "
@@ -237,7 +237,7 @@ def routed(run: RunConfig, parts: Parts, batch: Batch, natural: Scored) -> Batch
     values = None if parts.critic is None else parts.critic.values(batch)
     batch = replace(batch, old_logprobs=old, routes=routes, ratio_routes=apart, ref_logprobs=reference,
                     old_scores=trained.scores if trained else None, values=values)
-    return parts.advantage.given(batch) if parts.advantage.needs else batch
+    return parts.advantage.attach_advantages(batch) if parts.advantage.needs else batch
 
 
 def doses(run: RunConfig, step: int, update: int, updates: int) -> tuple[Dose | None, Dose | None]:

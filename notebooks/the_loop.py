@@ -17,13 +17,13 @@ import torch
 
 from moe_rl.config import Arm, ModelConfig, Optimizer
 from moe_rl.evaluate import evaluation
-from moe_rl.lookup import Use
 from moe_rl.metrics.ratios import ratio_statistics
 from moe_rl.metrics.volatility import route_change
 from moe_rl.models.load import load
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.policies.hf import HFPolicy
+from moe_rl.registry import Use
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing.sources import SOURCES
@@ -97,7 +97,7 @@ def main(method: str = "grpo", steps: int = 30, seed: int = 0) -> list[dict[str,
         # their routes: this is what the three methods treat differently.
         order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(derive(seed, SPLIT, step)))
         for index in order.tensor_split(MINI_BATCHES):
-            part = objective.weighed(batch.rows(index))  # aggregation weights span the whole mini-batch
+            part = objective.attach_weights(batch.rows(index))  # aggregation weights span the whole mini-batch
             updated = policy.update(part, objective)  # forward, loss, backward, clip, one AdamW step
 
         # The new weights go to the engine; nothing happens where it shares the module.

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from small import BASE, DIFFERS, SECONDS, grpo, gspo
 
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 grpo_middle = replace(grpo, name="grpo-middle", loss=Use("grpo", clip_low=0.01, clip_high=0.013))

@@ -29,7 +29,7 @@ cell differ by 0.1 and more, hence 8 seeds. Four steps of seed 0 were run to try
 """
 
 from moe_rl.config import Arm, ColdStart, EngineConfig, Optimizer, RunConfig
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 GSPO = Use("gspo", clip_low=0.01, clip_high=0.013)  # of sequence ratios over 13 tokens; see routing_replay.py

@@ -3,7 +3,7 @@
 from small import BASE, grpo
 
 from moe_rl.config import Measure
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 WITHIN = 2.0

@@ -16,7 +16,7 @@ from why_gspo import cell
 
 from moe_rl.config import Arm, RunConfig
 from moe_rl.execute import build, check  # noqa: F401  runs are checked by it before they start
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.runs.folder import RunFolder
 from moe_rl.trainer import Listener, Parts, mini_batches, roll_out, train
 

@@ -80,7 +80,7 @@ def of_stale(run: RunConfig, policy: HFPolicy, arm: Arm, stale: Iterable[tuple[B
 
 def go_on(parts: Parts, part: Batch, natural: Scored) -> None:
     """One update of the run's own objective."""
-    parts.policy.update(parts.objective.weighed(replace(part, old_logprobs=natural.logprobs)), parts.objective)
+    parts.policy.update(parts.objective.attach_weights(replace(part, old_logprobs=natural.logprobs)), parts.objective)
 
 
 def cut(batch: Batch, old: Scored, rows: Tensor) -> tuple[Batch, Scored]:
@@ -92,7 +92,7 @@ def cut(batch: Batch, old: Scored, rows: Tensor) -> tuple[Batch, Scored]:
 def gradient(policy: HFPolicy, arm: Arm, part: Batch, old: Scored) -> Tensor:
     """An arm's gradient on a mini-batch, which the old policy scored as `old`."""
     objective, routes = objective_of(arm), old.routes if arm.routes.name == "old_policy" else None
-    return policy.gradient(objective.weighed(replace(part, old_logprobs=old.logprobs, routes=routes)), objective)
+    return policy.gradient(objective.attach_weights(replace(part, old_logprobs=old.logprobs, routes=routes)), objective)
 
 
 @dataclass

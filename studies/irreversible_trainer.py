@@ -26,11 +26,11 @@ from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import Diverged
 from moe_rl.evaluate import evaluate
 from moe_rl.execute import build, check  # noqa: F401  runs are checked by it before they start
-from moe_rl.lookup import Use, lookup
 from moe_rl.metrics.convergence import PATIENCE, SPAN, collapse, ema
 from moe_rl.objectives import objective_of
 from moe_rl.policies.optimizer import optimizer_of
 from moe_rl.recorder import Recorder, Row, Rows, batch_row
+from moe_rl.registry import Use, lookup
 from moe_rl.rollouts.batches import Queue
 from moe_rl.rollouts.request import sampling_of
 from moe_rl.routing.sources import SOURCES

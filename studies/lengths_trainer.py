@@ -22,9 +22,9 @@ from why_gspo import cell as crossed
 
 from moe_rl.config import Arm, RunConfig
 from moe_rl.execute import build, check  # noqa: F401  runs are checked by it before they start
-from moe_rl.lookup import Use
 from moe_rl.metrics.ratios import grouped_ess, ratio_statistics
 from moe_rl.recorder import Recorder
+from moe_rl.registry import Use
 from moe_rl.rollouts.batches import Queue
 from moe_rl.runs.folder import RunFolder
 from moe_rl.tasks.base import load_task

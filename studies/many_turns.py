@@ -4,7 +4,7 @@ from small import BASE, DIFFERS, GSPO_CLIP, grpo, gspo, replay
 from volatility_dial import WARMED_UP
 
 from moe_rl.config import Arm
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 DIGITS = 8

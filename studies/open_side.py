@@ -7,7 +7,7 @@ from small import BASE, DIFFERS, grpo, replay
 from volatility_dial import WARMED_UP
 
 from moe_rl.config import Arm
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 BOUND = Use("grpo", dual=3.0)

@@ -3,7 +3,7 @@
 from small import BASE, DIFFERS, SECONDS, grpo, replay
 
 from moe_rl.config import Arm
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 doses = tuple(

@@ -8,7 +8,7 @@ addition of as many digits, and its cold start slow: at the default rate success
 
 from small import BASE, grpo, replay
 
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 STEPS, UPDATES = 16, 8

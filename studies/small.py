@@ -18,7 +18,7 @@ log-ratios (GRPO: 29 and 9 %, against 75, 68, 43 and 65 % with six).
 """
 
 from moe_rl.config import Arm, ColdStart, Measure, Optimizer, RunConfig
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 
 GSPO_CLIP = {"clip_low": 0.01, "clip_high": 0.013}
 """The log of the sequence ratio is a mean over tokens: over 13 it spreads wider than over the paper's thousands, whose

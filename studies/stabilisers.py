@@ -9,7 +9,7 @@ from small import BASE, DIFFERS, grpo, gspo, replay
 from volatility_dial import WARMED_UP
 
 from moe_rl.config import Arm
-from moe_rl.methods import arm
+from moe_rl.objectives.methods import arm
 from moe_rl.study import Study
 
 

@@ -2,7 +2,7 @@
 
 from small import BASE, DIFFERS, SECONDS, grpo, gspo, replay
 
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 study = Study(

@@ -5,7 +5,7 @@ from volatility_dial import SIGMAS
 from volatility_dial import study as dial
 
 from moe_rl.config import Arm
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 SIGMA = max(SIGMAS)

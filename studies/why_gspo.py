@@ -3,7 +3,7 @@
 from small import BASE, DIFFERS, GSPO_CLIP, SECONDS, grpo, gspo
 
 from moe_rl.config import Arm, Measure
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 TOKEN_CLIP = {"clip_low": 0.2, "clip_high": 0.27}

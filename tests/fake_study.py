@@ -14,7 +14,7 @@ import numpy as np
 
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError, Diverged
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.runs.columns import TABLES
 from moe_rl.runs.folder import Row, RunFolder
 from moe_rl.study import Study

@@ -21,7 +21,7 @@ from moe_rl import cli, ranks
 from moe_rl.cli import running
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.results import printed
 from moe_rl.results.tables import Shown
 from moe_rl.runs import folder as runs

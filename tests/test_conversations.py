@@ -14,7 +14,7 @@ from moe_rl.config import Arm, Measure
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.evaluate import evaluate
 from moe_rl.execute import build, check
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.rollouts import hf
 from moe_rl.rollouts.batches import fresh
 from moe_rl.rollouts.request import sampling_of
@@ -78,7 +78,7 @@ def test_other_words_of_the_environment_with_the_same_log_probs_train_the_same(t
     """Loss, ratio and gradient with respect to log-probs see own tokens alone."""
     parts = build(TALK, tmp_path, tmp_path)
     batch = routed(TALK, parts, batch := roll_out(TALK, parts, 1), parts.policy.score(batch))
-    part, own = parts.objective.weighed(batch), batch.response_mask
+    part, own = parts.objective.attach_weights(batch), batch.response_mask
     moved = torch.linspace(-0.01, 0.01, own.numel()).view(own.shape)
 
     def gradient(noise):

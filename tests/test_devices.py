@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from moe_rl.config import Arm, Optimizer
-from moe_rl.lookup import Use
 from moe_rl.models import vocabulary
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.objectives import objective_of
 from moe_rl.policies import hf
 from moe_rl.policies.critic import HFCritic
 from moe_rl.policies.hf import HFPolicy
+from moe_rl.registry import Use
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing import record_routing, replay_routing
 from moe_rl.routing.dial import Dose
@@ -108,9 +108,9 @@ def test_updates(arm, there, monkeypatch):
     monkeypatch.setattr(vocabulary, "LOGITS", 200)
     old = policy.score(batch, scores=True)
     routes = old.routes if arm.routes.name == "old_policy" else None
-    part = objective.weighed(replace(batch, old_logprobs=old.logprobs, old_scores=old.scores, routes=routes))
+    part = objective.attach_weights(replace(batch, old_logprobs=old.logprobs, old_scores=old.scores, routes=routes))
     if "mini_batch" in objective.needs:
-        part = objective.marked(part, old.logprobs, old.entropy)
+        part = objective.attach_statistics(part, old.logprobs, old.entropy)
     updated = policy.update(part, objective)
     assert updated.grad_norm > 0 and not isinstance(updated.logprobs, There)
 

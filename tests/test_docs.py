@@ -68,8 +68,8 @@ def test_commands_are_understood_with_their_settings(words, monkeypatch):
 
 
 def test_the_arms_of_the_readme_can_be_made():
-    from moe_rl.lookup import Use
     from moe_rl.objectives import advantage_of, objective_of
+    from moe_rl.registry import Use
 
     table = re.search(r"^\| arm \| settings \|\n\|.*\n((?:\|.*\n)+)", README.read_text(), re.MULTILINE).group(1)
     found = [code for row in table.splitlines() for code in re.findall(r"`(\w+=[^`]*)`", row)]

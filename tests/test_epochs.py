@@ -12,8 +12,8 @@ from moe_rl.config import Arm, Dial, Measure, Optimizer, RunConfig
 from moe_rl.config.values import check_values
 from moe_rl.errors import ConfigError
 from moe_rl.execute import build, check
-from moe_rl.lookup import Use
 from moe_rl.recorder import ratio_row
+from moe_rl.registry import Use
 from moe_rl.seeds import SPLIT, derive
 from moe_rl.trainer import epochs, mini_batches, warn_void
 from tests.policies.test_hf import make_batch

@@ -9,7 +9,7 @@ import pytest
 from moe_rl import execute
 from moe_rl.config import Arm, EngineConfig, ModelConfig, Optimizer
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from tests.test_trainer import TINY
 
 

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "moe_rl"
 TREE = re.search(r"^moe_rl/\n((?:  .*\n)+)", (ROOT / "README.md").read_text(), re.M).group(1)
 ROOMS = [re.match(r"  (\w+)(?:/|\.py) ", line).group(1) for line in TREE.splitlines()]
 """Files and folders of the package, in the order in which a newcomer reads them."""
-USERS_IMPORT_FROM = {".", "lookup", "config", "routing", "objectives", "methods", "study", "compare/diagnose", "cli"}
+USERS_IMPORT_FROM = {".", "config", "routing", "objectives", "study", "compare/diagnose", "cli"}
 """Rooms whose `__init__` hands names on."""
 HEAVY = {"transformers", "vllm", "megatron", "trl"}
 MAY_IMPORT_HEAVY = {"models", "policies", "rollouts", "compare", "adapters"}
@@ -99,7 +99,7 @@ def test_reading_and_declaring_never_imports_torch_and_scipys_statistics_only_wh
     """One after the other in one interpreter: what the last of them has not imported, none of them has."""
     reading = [f"moe_rl.{m}" for m in FILES if m.startswith(("runs.", "results."))]
     modules = ["moe_rl", "moe_rl.config", "moe_rl.study", "moe_rl.study.declaration", "moe_rl.study.workers",
-               "moe_rl.cli", "moe_rl.methods.page", "moe_rl.metrics.convergence", *reading]  # fmt: skip
+               "moe_rl.cli", "moe_rl.objectives.methods_page", "moe_rl.metrics.convergence", *reading]  # fmt: skip
     slow = {"torch", "transformers", "scipy.stats"}
     found = "next((m for m in modules if importlib.import_module(m) and heavy & {*sys.modules}), None)"
     assert new_interpreter(f"import importlib, sys; heavy = {slow}; modules = {modules}; print({found})") == "None\n"

@@ -11,10 +11,10 @@ import torch
 from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.execute import build, execute
-from moe_rl.lookup import Use
 from moe_rl.models.load import load
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.recorder import Recorder
+from moe_rl.registry import Use
 from moe_rl.runs import frames
 from moe_rl.runs.folder import RunFolder
 from moe_rl.trainer import mini_batches, roll_out, train

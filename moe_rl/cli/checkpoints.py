@@ -36,8 +36,8 @@ def pretrain(options: argparse.Namespace) -> int:
     from moe_rl.config import ModelConfig
     from moe_rl.config.pretraining import Pretraining
     from moe_rl.config.text import parse_settings
-    from moe_rl.lookup import Use
     from moe_rl.models.supervised import pretrain as train
+    from moe_rl.registry import Use
 
     tasks = tuple(options.task)
     task = Use("mixture", tasks=tasks) if len(tasks) > 1 else Use(*tasks or ("running_sums",))
@@ -138,7 +138,7 @@ def evaluate(options: argparse.Namespace) -> int:
     from moe_rl.config import Arm, EngineConfig, ModelConfig, RunConfig
     from moe_rl.config.text import parse_settings
     from moe_rl.config.values import check_values
-    from moe_rl.lookup import Use
+    from moe_rl.registry import Use
     from moe_rl.results.benchmarks import show
 
     tasks = [Use(f"jsonl:{file}", match=options.match) for file in options.data] + [Use(task) for task in options.task]

@@ -13,14 +13,14 @@ from moe_rl.cli.verbs import argument, verb
     argument("name", nargs="?", metavar="ARM", help="a method, a framework's default, or any spelling of an arm"),
     examples="""
   moe-rl methods                                          all of them
-  moe-rl methods sapo                                     its parts, equations, source, and who else has it
+  moe-rl methods sapo                                     its components, equations and source
   moe-rl methods trl:gspo                                 what TRL does by default, and how it is not the paper's
   moe-rl methods "gspo+rollout+kl(coef=0.001)"            what a spelling stands for""",
 )
 def methods(options: argparse.Namespace) -> int:
-    """Print them; nothing here needs torch."""
-    from moe_rl.methods.page import described, overview
+    """Print them."""
+    from moe_rl.objectives.methods_page import describe, list_methods
     from moe_rl.runs.terminal import table
 
-    print(*(described(options.name) if options.name else table(overview())), sep="\n")
+    print(*(describe(options.name) if options.name else table(list_methods())), sep="\n")
     return 0

@@ -224,7 +224,7 @@ def _for_its_setting(study: Study, changes: Mapping[str, Any]) -> tuple[Study, l
     if not {"task", "model"} & {key.partition(".")[0] for key in changes}:
         return changed, []
     from moe_rl.config import Arm
-    from moe_rl.lookup import Use
+    from moe_rl.registry import Use
     from moe_rl.study.rehearsal import elsewhere
 
     varied = [*study.factors, *(key for cell in study.cells.values() for key in cell if key not in ("arms", "seeds"))]

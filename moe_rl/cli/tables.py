@@ -145,7 +145,7 @@ def _to_tracker(options: argparse.Namespace) -> int:
 
 def _make_importable(options: argparse.Namespace) -> None:
     """Where it is trusted, the code that a study names, which may lie beside its tables."""
-    from moe_rl.lookup import Use
+    from moe_rl.registry import Use
     from moe_rl.study.declaration import read_declaration
     from moe_rl.study.rerun import make_importable
 

@@ -32,13 +32,13 @@ from moe_rl.config import EngineConfig, RunConfig
 from moe_rl.config.tree import leaves, plain
 from moe_rl.errors import ConfigError
 from moe_rl.evaluate import evaluate
-from moe_rl.lookup import Use
 from moe_rl.metrics.samples import GREEDY
 from moe_rl.models.checkpoints import check_weights
 from moe_rl.models.load import load, no_progress_bars
 from moe_rl.models.presets import PRESETS
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.policies.hf import HFPolicy
+from moe_rl.registry import Use
 from moe_rl.results.benchmarks import summarise
 from moe_rl.rollouts.choose import check_engine, engine_of
 from moe_rl.rollouts.request import check_request, context_length

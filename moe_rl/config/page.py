@@ -13,7 +13,7 @@ from typing import Any
 from moe_rl.config import run
 from moe_rl.config.pretraining import Pretraining
 from moe_rl.config.values import CHOICES, RANGES
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 
 INTRO = """# Settings of a run
 

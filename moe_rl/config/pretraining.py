@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_rl.config.parts import ModelConfig
 from moe_rl.config.tree import replaced
-from moe_rl.lookup import Part, Use
+from moe_rl.registry import Part, Use
 
 Row = dict[str, float]
 """A measurement on held-out prompts: `models.supervised.measure`."""

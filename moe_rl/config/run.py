@@ -16,7 +16,7 @@ from moe_rl.config.older import modern
 from moe_rl.config.parts import ColdStart, Critic, Dial, EngineConfig, Measure, ModelConfig, Optimizer, Parallel
 from moe_rl.config.tree import leaves, plain, read, replaced
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Part, Use
+from moe_rl.registry import Part, Use
 
 ANCHORS = ("policy", "engine")
 WITH_ARGUMENT = ("reasoning_gym", "jsonl")

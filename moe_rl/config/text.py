@@ -13,7 +13,7 @@ from moe_rl.config.pretraining import Pretraining
 from moe_rl.config.run import RunConfig
 from moe_rl.config.tree import no_setting
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 
 
 def parse_settings(config: RunConfig | Pretraining, settings: Sequence[str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,8 +14,7 @@ from moe_rl.config.parts import OPTIMIZERS
 from moe_rl.config.run import RunConfig
 from moe_rl.config.tree import leaves
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
-from moe_rl.lookup.parts import names
+from moe_rl.registry import Use
 
 _EXISTS = "a run needs at least 1, or there is nothing to do"
 _EVERY = "an interval is at least 1 step; one longer than the run means only at its end, or never"
@@ -112,6 +111,9 @@ def check_values(config: RunConfig) -> None:
 
 SHIPPED = {"qwen3_moe-fine-pretrained": Path(__file__).parents[1] / "models/pretrained"}
 """Checkpoints that come with the package: docs/pretraining.md."""
+PRESET_NAMES = ("qwen3_moe-tiny", "qwen3_moe-bench", "qwen3_moe-fine", "olmoe-tiny", "mixtral-tiny", "deepseek_v3-tiny",
+                "gpt_oss-tiny", "glm4_moe-tiny")
+"""The keys of `models.presets.PRESETS`, which is not imported here."""
 
 
 def folder_of(checkpoint: str) -> Path:
@@ -122,7 +124,7 @@ def folder_of(checkpoint: str) -> Path:
 def located(config: RunConfig) -> RunConfig:
     """The configuration with absolute paths for the folder of a checkpoint and the file of a task, so that its row says
     where they are wherever it is read. Presets, what comes with the package and names on the hub stay as they are."""
-    name, known = config.model.name, (*SHIPPED, *names("moe_rl.models.presets", "PRESETS"))
+    name, known = config.model.name, (*SHIPPED, *PRESET_NAMES)
     if (folder := Path(name).expanduser()).is_dir() and name not in known:
         config = config.replace(**{"model.name": str(folder.absolute())})
     return config.replace(task=_located_task(Use.of(config.task)))

@@ -10,8 +10,8 @@ import torch
 from moe_rl.config import ModelConfig
 from moe_rl.config.values import SHIPPED
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import unknown
 from moe_rl.models import checkpoints
+from moe_rl.registry import unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -1,8 +1,22 @@
-"""What an arm minimises, made of parts: ratio level × trust region, aggregation, corrections, terms, advantages."""
+"""What an arm minimises, made of components: ratio level × clipping rule, aggregation, corrections, terms, advantages;
+and methods by name. Loaded when it is asked for: naming an arm needs no torch."""
 
-from moe_rl.objectives.advantages import Advantage, Earned, advantage_of
-from moe_rl.objectives.base import LossInputs, LossOutput
-from moe_rl.objectives.compose import Objective, objective_of, policy_loss
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Advantage", "Earned", "LossInputs", "LossOutput", "Objective", "advantage_of", "objective_of",
-           "policy_loss"]
+if TYPE_CHECKING:
+    from moe_rl.objectives.advantages import Advantage, AdvantageInputs, advantage_of
+    from moe_rl.objectives.compose import Objective, objective_of, policy_loss
+    from moe_rl.objectives.losses import CorrectionInputs, LossInputs, LossOutput
+
+HOMES = {"Advantage": "advantages", "AdvantageInputs": "advantages", "advantage_of": "advantages",
+         "Objective": "compose", "objective_of": "compose", "policy_loss": "compose",
+         "CorrectionInputs": "losses", "LossInputs": "losses", "LossOutput": "losses"}
+__all__ = ["Advantage", "AdvantageInputs", "CorrectionInputs", "LossInputs", "LossOutput", "Objective", "advantage_of",
+           "objective_of", "policy_loss"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"moe_rl.objectives.{HOMES[name]}"), name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,27 +10,56 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, MoeRlError, RunError
-from moe_rl.lookup import Use, lookup, needs, needs_of, unknown
-from moe_rl.objectives.base import Earned, Values
-from moe_rl.objectives.returns import gae, on_last, returns, turn_rewards, untouched
+from moe_rl.objectives.losses import Mask, PerToken
+from moe_rl.objectives.spelling import suggest_field
 from moe_rl.objectives.terms import ESTIMATORS
+from moe_rl.registry import Use, lookup, needs, needs_of, unknown
 from moe_rl.tasks.base import EQUAL
 from moe_rl.types import Batch
 
+Values = Float[Tensor, "batch ..."]
+"""One number per row, [batch], or per token, [batch, time]."""
 ESTIMATES, MEMORY = ("returns", "gae"), "advantage.pt"
 """Steps from rewards to advantages per token; the file of what steps remember."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageInputs:
+    """What the rollouts of a step earned, and what the steps before this one have made of it."""
+
+    values: Values
+    """At first the rewards, float32; then what the last step gave."""
+    rewards: Float[Tensor, " batch"]
+    prompt: Int[Tensor, " batch"]
+    """Which prompt of the step a row answers; rows of equal number form a group."""
+    mask: Mask
+    """Response tokens."""
+    finished: Bool[Tensor, " batch"]
+    """False where the response was cut off."""
+    turn: Int[Tensor, "batch time"]
+    """The number of a response token's turn, from 1; 0 outside the response. Where a task has one turn, that is 1."""
+    turn_rewards: PerToken
+    """What each turn earned, at its last token, 0 elsewhere; a row adds up to that of `rewards`."""
+    old_logprobs: PerToken | None = None
+    """log π_old; for steps that are marked `needs("reference")`."""
+    ref_logprobs: PerToken | None = None
+    """log π_ref; likewise."""
+    state_values: PerToken | None = None
+    """V_old before every token; for steps that are marked `needs("values")`."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What this step keeps from one batch to the next, as JSON has it; it is saved and resumed with the run."""
 
 
 @dataclass(frozen=True)
 class Advantage:
     """What makes advantages of the rewards of a batch. Made by `advantage_of`."""
 
-    steps: tuple[tuple[str, Callable[[Earned], Values]], ...]
+    steps: tuple[tuple[str, Callable[[AdvantageInputs], Values]], ...]
     memory: dict[str, Any] = field(default_factory=dict)
     per_token: bool = False
     """Whether tokens of one response may have advantages of their own, which some losses cannot take."""
@@ -42,12 +70,12 @@ class Advantage:
         been scored."""
         return frozenset().union(*(needs_of(step) for _, step in self.steps))
 
-    def __call__(self, batch: Batch) -> Float[Tensor, "batch time"]:
+    def __call__(self, batch: Batch) -> PerToken:
         """Per token, 0 outside the response. Raises RunError for a reward that is not finite, and ConfigError for a
         step that gives another shape."""
-        return self.given(batch).advantages
+        return self.attach_advantages(batch).advantages
 
-    def given(self, batch: Batch) -> Batch:
+    def attach_advantages(self, batch: Batch) -> Batch:
         """The batch with its advantages and, where a step asks for the critic's values, returns: what that step gave +
         V_old, before it is whitened or clipped."""
         if not bool(torch.isfinite(batch.rewards).all()):
@@ -58,10 +86,11 @@ class Advantage:
             )
         mask, turn, turn_rewards = batch.response_mask, batch.turn, batch.turn_rewards
         if turn is None or turn_rewards is None:
-            turn, turn_rewards = mask.long(), on_last(batch.rewards, mask)
-        x = Earned(values=batch.rewards, rewards=batch.rewards, prompt=batch.prompt_index, mask=mask, turn=turn,
-                   turn_rewards=turn_rewards, finished=batch.finished, old_logprobs=batch.old_logprobs,
-                   ref_logprobs=batch.ref_logprobs, state_values=batch.values)
+            turn, turn_rewards = mask.long(), place_on_last(batch.rewards, mask)
+        x = AdvantageInputs(values=batch.rewards, rewards=batch.rewards, prompt=batch.prompt_index, mask=mask,
+                            turn=turn, turn_rewards=turn_rewards, finished=batch.finished,
+                            old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs,
+                            state_values=batch.values)
         returns = None
         for number, (name, step) in enumerate(self.steps):
             x = replace(x, memory=self.memory.setdefault(str(number), {}))
@@ -87,12 +116,13 @@ class Advantage:
                                   f"({str(error).partition(chr(10))[0]})") from error
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, also that of earlier versions."""
+        """Read what `save` wrote. Raises RunError for a checkpoint of an earlier version."""
+        if (folder / "advantage.json").exists():
+            raise RunError(f"{folder / 'advantage.json'} is of release 0.1.0 or before, which alone reads it: "
+                           "resume the run there, or begin it anew")
         self.memory.clear()
         if (folder / MEMORY).exists():
             self.memory.update(torch.load(folder / MEMORY, weights_only=True))
-        elif (older := folder / "advantage.json").exists():
-            self.memory.update(json.loads(older.read_text()))
 
 
 def advantage_of(arm: Arm) -> Advantage:
@@ -106,7 +136,7 @@ def advantage_of(arm: Arm) -> Advantage:
             raise ConfigError(f"arm {arm.name!r}: {one} before {after if after.name else 'the end'}: kl_penalty and "
                               "turn_rewards make rewards per token, returns or gae advantages of them, and of nothing "
                               "else per token")
-    found = Advantage(tuple((str(part), lookup("advantage", part, ADVANTAGES)) for part in arm.advantage))
+    found = Advantage(tuple((str(step), lookup("advantage", step, ADVANTAGES, suggest_field)) for step in steps))
     turn = torch.tensor([[1, 2], [1, 2]])
     earned, said = torch.tensor([[1.0, 0.0], [0.0, 0.25]]), torch.tensor([[0.0, -0.1], [-0.3, 0.0]])
     mask, zeros = turn > 0, torch.zeros(2, 2)
@@ -127,7 +157,7 @@ def advantage_of(arm: Arm) -> Advantage:
 
 
 # ---------------------------------------------------------------------- one value per row
-def group(x: Earned) -> Values:
+def group(x: AdvantageInputs) -> Values:
     """(r_i - mean) / std over the rows of equal `prompt`; no unit: `normalized` as it is by default.
 
     GSPO, arXiv 2507.18071, eq. 7. The paper does not say which deviation its std is; this is the sample one (n - 1), as
@@ -141,14 +171,14 @@ def group(x: Earned) -> Values:
     return normalized(x)
 
 
-def normalized(x: Earned, *, center: str = "group", scale: str = "group", eps: float = 0.0) -> Values:
+def normalized(x: AdvantageInputs, *, center: str = "group", scale: str = "group", eps: float = 0.0) -> Values:
     """(r − center) / (scale + eps): mean and sample deviation of the group, the batch, all batches so far ("running",
     Welford, this one included), or "none"; ROLL's `norm_mean_type` × `norm_std_type`.
 
     scale="none" is the advantage of Dr. GRPO (arXiv 2503.20783), scale="batch" TRL's `scale_rewards="batch"`. Of values
     that differ by at most `EQUAL` the deviation is 0 and each is its own mean; 0 where scale + eps is.
     """
-    values = _rows(x, "normalized")
+    values = _per_row(x, "normalized")
     sets = {"group": lambda: _moments(values, x.prompt), "batch": lambda: _moments(values, torch.zeros_like(x.prompt)),
             "running": lambda: _running(values, x.memory),
             "none": lambda: (torch.zeros_like(values), torch.ones_like(values))}
@@ -161,21 +191,21 @@ def normalized(x: Earned, *, center: str = "group", scale: str = "group", eps: f
     return torch.where(divisor > 0, (values - mean) / divisor, 0).to(x.values.dtype)
 
 
-def leave_one_out(x: Earned) -> Values:
+def leave_one_out(x: AdvantageInputs) -> Values:
     """r − mean of the others of its group = n/(n − 1) · (r − mean): RLOO, arXiv 2402.14740. 0 in a group of one."""
-    values = _rows(x, "leave_one_out")
+    values = _per_row(x, "leave_one_out")
     n = (x.prompt[:, None] == x.prompt).sum(1)
     return ((values - _moments(values, x.prompt)[0]) * n / (n - 1).clamp(min=1)).to(x.values.dtype)
 
 
-def opo(x: Earned) -> Values:
+def opo(x: AdvantageInputs) -> Values:
     """r − Σ |y|·r / Σ |y| over its group: OPO's optimal baseline, arXiv 2505.23585. Equal lengths: Dr. GRPO's."""
-    values, lengths = _rows(x, "opo"), x.mask.sum(1).double()
+    values, lengths = _per_row(x, "opo"), x.mask.sum(1).double()
     same = (x.prompt[:, None] == x.prompt).double()
     return (values - same @ (lengths * values) / (same @ lengths).clamp(min=1)).to(x.values.dtype)
 
 
-def overlong(x: Earned, *, limit: int, buffer: int) -> Values:
+def overlong(x: AdvantageInputs, *, limit: int, buffer: int) -> Values:
     """r + min(0, max(−1, (limit − buffer − |y|) / buffer)): DAPO's soft punishment, arXiv 2503.14476, eq. 13.
 
     In tokens; DAPO: 20480 and 4096. 0 up to limit − buffer, −1 from `limit` on. Before `group`.
@@ -183,25 +213,25 @@ def overlong(x: Earned, *, limit: int, buffer: int) -> Values:
     if not 0 < buffer <= limit:
         raise ConfigError(f"overlong(limit={limit}, buffer={buffer}): the buffer is the part of the limit, in tokens, "
                           "over which the punishment grows, so 0 < buffer <= limit")
-    return (_rows(x, "overlong") + ((limit - buffer - x.mask.sum(1)) / buffer).clamp(-1, 0)).to(x.values.dtype)
+    return (_per_row(x, "overlong") + ((limit - buffer - x.mask.sum(1)) / buffer).clamp(-1, 0)).to(x.values.dtype)
 
 
 # ---------------------------------------------------------------------- per row or per token, as it comes
-def clipped(x: Earned, *, at: float) -> Values:
+def clipped(x: AdvantageInputs, *, at: float) -> Values:
     """min(max(v, −at), at): of rewards or of advantages (ROLL's `reward_clip` 10, `advantage_clip` 2)."""
     if not at > 0:
         raise ConfigError(f"clipped(at={at:g}): values are kept within ± it, so it must be positive")
     return x.values.clamp(-at, at)
 
 
-def difficulty_mask(x: Earned, *, low: float = 0.1, high: float = 0.95) -> Values:
+def difficulty_mask(x: AdvantageInputs, *, low: float = 0.1, high: float = 0.95) -> Values:
     """0 for prompts unless low < mean reward < high (ROLL); such rows stay in |y| and N."""
     means = _moments(x.rewards.double(), x.prompt)[0]
     return torch.where(((low < means) & (means < high)).view(-1, *[1] * (x.values.dim() - 1)), x.values, 0)
 
 
 # ---------------------------------------------------------------------- per token
-def by_turn(x: Earned, *, gamma: float = 1.0, among: str = "turn", scale: str = "group") -> Values:
+def by_turn(x: AdvantageInputs, *, gamma: float = 1.0, among: str = "turn", scale: str = "group") -> Values:
     """(G_j − mean) / std at all tokens of turn j, G_j = r_j + γ·G_{j+1}: what the turn and those after it earned.
 
     Compared with the same turn of the others of its group (`among="turn"`) or with all turns of its group ("group"); a
@@ -209,7 +239,7 @@ def by_turn(x: Earned, *, gamma: float = 1.0, among: str = "turn", scale: str = 
     scale="none": not divided. One turn: `group`. MT-GRPO (arXiv 2505.11821) has two turns and divides the reward of the
     first and that of the outcome by deviations of their own before it adds them. GSPO needs `gspo_token` for it.
     """
-    untouched(x, "by_turn")
+    require_raw_rewards(x, "by_turn")
     if not 0 <= gamma <= 1:
         raise ConfigError(f"by_turn(gamma={gamma:g}): a discount is from 0 to 1, per turn")
     for name, value, choices in (("among", among, ("turn", "group")), ("scale", scale, ("group", "none"))):
@@ -228,7 +258,7 @@ def by_turn(x: Earned, *, gamma: float = 1.0, among: str = "turn", scale: str = 
     return torch.where(x.mask, found.gather(1, x.turn), 0).to(x.values.dtype)
 
 
-def whitened(x: Earned, *, eps: float = 1e-8) -> Values:
+def whitened(x: AdvantageInputs, *, eps: float = 1e-8) -> Values:
     """(v − mean) / sqrt(var + eps) over all response tokens, var with n − 1 (verl, ROLL's `whiten_advantages`)."""
     if not eps >= 0:
         raise ConfigError(f"whitened(eps={eps:g}): it is added to a variance, so it must not be negative")
@@ -240,7 +270,7 @@ def whitened(x: Earned, *, eps: float = 1e-8) -> Values:
 
 
 @needs("reference")
-def kl_penalty(x: Earned, *, coef: float, estimator: str = "k1", per_token: bool = True) -> Values:
+def kl_penalty(x: AdvantageInputs, *, coef: float, estimator: str = "k1", per_token: bool = True) -> Values:
     """r_t = 1[t last]·r − coef · k_t(π_old ‖ π_ref) per response token, for `returns`; or r − coef · Σ_t k_t per row.
 
     KL in the reward (PPO; REINFORCE++, arXiv 2501.03262), without gradient; k is one of `terms.ESTIMATORS`, in nats.
@@ -249,18 +279,65 @@ def kl_penalty(x: Earned, *, coef: float, estimator: str = "k1", per_token: bool
         unknown("estimator of a KL", estimator, ESTIMATORS)
     if x.old_logprobs is None or x.ref_logprobs is None:
         raise ConfigError("kl_penalty compares with the reference policy: it needs old_logprobs and ref_logprobs")
-    rewards, k = _rows(x, "kl_penalty"), ESTIMATORS[estimator]((x.ref_logprobs - x.old_logprobs).double())
+    rewards, k = _per_row(x, "kl_penalty"), ESTIMATORS[estimator]((x.ref_logprobs - x.old_logprobs).double())
     penalty = coef * torch.where(x.mask, k, 0)
-    return (on_last(rewards, x.mask) - penalty if per_token else rewards - penalty.sum(1)).to(x.values.dtype)
+    return (place_on_last(rewards, x.mask) - penalty if per_token else rewards - penalty.sum(1)).to(x.values.dtype)
+
+
+def turn_rewards(x: AdvantageInputs) -> Values:
+    """r_t: what each turn earned, at its last token; for `returns` and `gae`, which else have one reward, at the end of
+    the response. One turn: the same as without. The first step, since it is of the rewards as they were given."""
+    require_raw_rewards(x, "turn_rewards")
+    return x.turn_rewards
+
+
+def returns(x: AdvantageInputs, *, gamma: float = 1.0) -> Values:
+    """G_t = r_t + γ·G_t′, t′ the next response token: the return to go; a reward per row is its last token's.
+
+    REINFORCE++, arXiv 2501.03262; GAE (arXiv 1506.02438) with λ = 1 and no critic. Holes in the mask are stepped over.
+    """
+    if not 0 <= gamma <= 1:
+        raise ConfigError(f"returns(gamma={gamma:g}): a discount is from 0 to 1")
+    return _estimate(x, torch.zeros_like(x.mask, dtype=torch.float64), gamma, 1.0)
+
+
+@needs("values")
+def gae(x: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0) -> Values:
+    """A_t = δ_t + γλ·A_t′, δ_t = r_t + γ·V_t′ − V_t, t′ the next response token: generalised advantage estimation.
+
+    arXiv 1506.02438, eq. 16. V_t is the critic's before token t, and 0 after the last one, be the response finished or
+    cut off; the critic learns A + V_old. Defaults are verl's; 1707.06347 has γ .99 and λ .95, ROLL λ .95. Holes in the
+    mask are stepped over, as in verl, not in ROLL and slime. A reward per row is its last token's. λ = 0: δ; λ = 1:
+    `returns` − V; V = 0: `returns` with γλ for γ.
+    """
+    for name, share in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= share <= 1:
+            raise ConfigError(f"gae({name}={share:g}): a discount is from 0 to 1")
+    if x.state_values is None:
+        raise ConfigError("gae compares returns with the values of a critic, and the batch has none: a run has a "
+                          "critic with critic.lr above 0; `returns` needs none")
+    return _estimate(x, x.state_values.double(), gamma, lam)
+
+
+def _estimate(x: AdvantageInputs, v: PerToken, gamma: float, lam: float) -> PerToken:
+    """A_t = r_t + γ·V_t′ − V_t + γλ·A_t′, over response tokens."""
+    rewards = (x.values if x.values.dim() == 2 else place_on_last(x.values, x.mask)).double()
+    found, later, next_v = torch.zeros_like(rewards), rewards.new_zeros(len(rewards)), rewards.new_zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        here = x.mask[:, t]
+        later = torch.where(here, rewards[:, t] + gamma * next_v - v[:, t] + gamma * lam * later, later)
+        next_v = torch.where(here, v[:, t], next_v)
+        found[:, t] = torch.where(here, later, 0)
+    return found.to(x.values.dtype)
 
 
 # ---------------------------------------------------------------------- what they share
-def _per_token(values: Values) -> Float[Tensor, "batch time"]:
+def _per_token(values: Values) -> PerToken:
     """Of one per row, the same at all its tokens; to be broadcast."""
     return values[:, None] if values.dim() == 1 else values
 
 
-def _rows(x: Earned, step: str) -> Float[Tensor, " batch"]:
+def _per_row(x: AdvantageInputs, step: str) -> Float[Tensor, " batch"]:
     """The values, float64, one per row. Raises ConfigError where a step before has made them per token."""
     if x.values.dim() != 1:
         raise ConfigError(f"the advantage {step} takes one value per row, but a step before it made one per token: put "
@@ -289,6 +366,40 @@ def _running(values: Float[Tensor, " batch"], memory: dict[str, Any]) -> tuple[T
     memory["running"] = [total, mean, squares]
     std = math.sqrt(squares / max(1, total - 1))
     return torch.full_like(values, mean), torch.full_like(values, std if std > EQUAL else 0)
+
+
+def require_raw_rewards(x: AdvantageInputs, step: str) -> None:
+    """Raise ConfigError where a step before has made something else of the rewards."""
+    if x.values is not x.rewards:
+        raise ConfigError(f"the advantage {step} reads the rewards of turns, and a step before it changed those of "
+                          "rows, which would be lost: put it first")
+
+
+def place_on_last(rewards: Float[Tensor, " batch"], mask: Mask) -> PerToken:
+    """Each row's reward at its last response token, 0 elsewhere."""
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    return torch.where(last, rewards[:, None], 0)
+
+
+# ---------------------------------------------------------------------- what a critic minimises
+def value_loss(
+    values: PerToken,
+    *,
+    old_values: PerToken,
+    returns: PerToken,
+    weights: PerToken,
+    clip: float = math.inf,
+) -> Float[Tensor, ""]:
+    """½ Σ W · max((V − R)², (clip(V, V_old ± clip) − R)²), to be minimised; only `values` has a gradient.
+
+    PPO's critic as its authors' code has it; 1707.06347, eq. 9, has the square alone. clip is 0.5 in verl, 0.2 in
+    slime. W is the arm's aggregation, over the whole mini-batch, so that parts of it add up. The gradient W·(V − R) is
+    gone where V is beyond the range and the clipped error is the larger one. clip = ∞: half the squared error.
+    """
+    near = values.clamp(old_values - clip, old_values + clip)
+    error, clipped = (values - returns) ** 2, (near - returns) ** 2
+    worst = torch.where(clipped > error, clipped, error)  # at a tie the gradient is kept
+    return (weights * torch.where(weights != 0, worst, 0)).sum() / 2
 
 
 ADVANTAGES: dict[str, Callable[..., Values]] = {

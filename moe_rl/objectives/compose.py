@@ -1,37 +1,37 @@
-"""An arm's parts as one objective: loss = −Σ W · c · φ(r, A) + Σ terms."""
+"""An arm's components as one objective: loss = −Σ W · c · φ(r, A) + Σ terms.
+
+Two stages: `Objective.attach_weights` before the update of a mini-batch, when π_θ is not known; then the objective
+itself, called on the mini-batch or on parts of it, which only add.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, MoeRlError
-from moe_rl.lookup import Part, Use, lookup, needs_of
 from moe_rl.objectives.advantages import advantage_of
-from moe_rl.objectives.aggregate import AGGREGATIONS
-from moe_rl.objectives.base import LossInputs, LossOutput
-from moe_rl.objectives.corrections import CORRECTIONS
-from moe_rl.objectives.losses import CLIPS, LOSSES
-from moe_rl.objectives.ratios import MEANS
+from moe_rl.objectives.losses import CLIPS, LOSSES, MEANS, CorrectionInputs, LossInputs, LossOutput, Mask, PerToken
 from moe_rl.objectives.router import ROUTER_LOSSES, ROUTER_TERMS
+from moe_rl.objectives.spelling import suggest_field
 from moe_rl.objectives.terms import TERMS
+from moe_rl.objectives.weights import AGGREGATIONS, CORRECTIONS
+from moe_rl.registry import Part, Use, lookup, needs_of
 from moe_rl.routing.inputs import RouterInputs
 from moe_rl.types import Batch
 
-PerToken = Float[Tensor, "batch time"]
 GIVEN = {"reference": "ref_logprobs", "entropy": "entropy"}
-"""Which of a loss's inputs is there for parts that need it."""
+"""Which of a loss's inputs is there for components that need it."""
 
 
 @dataclass(frozen=True)
@@ -39,48 +39,53 @@ class Objective:
     """What an arm minimises, its options bound. Made by `objective_of`."""
 
     loss: Callable[[LossInputs], LossOutput]
-    aggregate: Callable[[Bool[Tensor, "batch time"]], PerToken]
-    corrections: tuple[Callable[[LossInputs], Tensor], ...] = ()
-    filters: tuple[Callable[[LossInputs], Tensor], ...] = ()
+    aggregate: Callable[[Mask], PerToken]
+    corrections: tuple[Callable[..., Tensor], ...] = ()
+    filters: tuple[Callable[..., Tensor], ...] = ()
     terms: Mapping[str, Callable[[LossInputs], Tensor]] = dataclasses.field(default_factory=dict)
 
     @property
     def needs(self) -> frozenset[str]:
-        """What its parts ask for beyond the log-probs: `reference` (log-probs), `entropy` (with gradient), `router`
-        (`RouterInputs`), `load` (theirs of all the mini-batch), and `mini_batch`: its marks, from log-probs and entropy
-        of all of it. Corrections say `engine` (they compare with it) and `policy` (they read π_θ, row by row, so that
-        they wait for the update)."""
-        parts = (self.loss, *self.corrections, *self.filters, *self.terms.values())
-        return frozenset().union(*map(needs_of, parts))
+        """What its components ask for beyond the log-probs: `reference` (log-probs), `entropy` (with gradient),
+        `router` (`RouterInputs`), `load` (theirs of all the mini-batch), and `mini_batch`: its marks, from log-probs
+        and entropy of all of it. Corrections say `engine` (they compare with it) and `policy` (they read π_θ, row by
+        row, so that they wait for the update)."""
+        components: tuple[Callable[..., Any], ...] = (self.loss, *self.corrections, *self.filters, *self.terms.values())
+        return frozenset().union(*map(needs_of, components))
 
     # ------------------------------------------------------------------ on a mini-batch, in this order
-    def weighed(self, mini_batch: Batch) -> Batch:
-        """The mini-batch with what spans all of it: its filtered mask, aggregation weights and corrections."""
-        # π_θ is not known before the update; a part that reads it all the same is found out by NaN.
-        x = _inputs(mini_batch, torch.full_like(mini_batch.rollout_logprobs, torch.nan))
-        mask = self._filtered(x)
+    def attach_weights(self, mini_batch: Batch) -> Batch:
+        """The mini-batch with what spans all of it and is known before its update: its filtered mask, aggregation
+        weights and the product of the corrections that do not read π_θ."""
+        x = CorrectionInputs(**_known_inputs(mini_batch))
+        mask = self.filter_tokens(x)
         x = dataclasses.replace(x, mask=mask)
-        factors = [_number(one(x), mask) for one in self.corrections if "policy" not in needs_of(one)]
+        factors = [compute_factors(one, x) for one in self.corrections if "policy" not in needs_of(one)]
         return dataclasses.replace(mini_batch, loss_mask=mask if self.filters else None, weights=self.aggregate(mask),
                                    trust=functools.reduce(torch.mul, factors) if factors else None)
 
-    def marked(self, mini_batch: Batch, logprobs: PerToken, entropy: PerToken) -> Batch:
-        """The weighed mini-batch with its marks, from the policy's log-probs and entropy of all of it."""
-        return dataclasses.replace(mini_batch, marks=self.loss(_inputs(mini_batch, logprobs, entropy=entropy)).marks)
+    def attach_statistics(self, mini_batch: Batch, logprobs: PerToken, entropy: PerToken) -> Batch:
+        """The mini-batch, which has its weights, with its marks, from the policy's log-probs and entropy of all of
+        it."""
+        return dataclasses.replace(mini_batch, marks=self.loss(_all_inputs(mini_batch, logprobs, entropy)).marks)
 
     def __call__(self, part: Batch, logprobs: PerToken, entropy: PerToken, **further: Any) -> LossOutput:
-        """The loss on some rows of a weighed mini-batch, from the policy's log-probs and entropy of its tokens."""
-        assert part.old_logprobs is not None and part.weights is not None, "the trainer fills in both before an update"
-        return self.of(_inputs(part, logprobs, entropy=entropy, **further))
+        """The loss on some rows of a mini-batch with weights, from the policy's log-probs and entropy of its tokens."""
+        assert part.old_logprobs is not None, "the trainer fills it in before an update"
+        return self.of(_all_inputs(part, logprobs, entropy, **further))
 
     # ------------------------------------------------------------------ on inputs that somebody else has put together
+    def filter_tokens(self, x: CorrectionInputs) -> Mask:
+        """The response tokens that no filter takes out."""
+        return functools.reduce(torch.logical_and, [compute_factors(one, x) != 0 for one in self.filters], x.mask)
+
     def of(self, x: LossInputs) -> LossOutput:
         """The loss of inputs whose mask and weights are what they should be."""
-        trusted = x.weights if x.trust is None else x.weights * x.trust
+        weights = x.weights if x.trust is None else x.weights * x.trust
         for correction in self.corrections:
             if x.trust is None or "policy" in needs_of(correction):
-                trusted = trusted * _factors(correction(x), x.mask)
-        output = self.loss(dataclasses.replace(x, weights=trusted))
+                weights = weights * compute_factors(correction, x)
+        output = self.loss(dataclasses.replace(x, weights=weights))
         loss, metrics = output.loss, dict(output.metrics)
         for name, term in self.terms.items():
             value = term(x)
@@ -88,79 +93,74 @@ class Objective:
             metrics[f"term_{name}"] = metrics.get(f"term_{name}", 0.0) + value.item()
         return dataclasses.replace(output, loss=loss, metrics=metrics)
 
-    def _filtered(self, x: LossInputs) -> Bool[Tensor, "batch time"]:
-        """The response tokens that no filter takes out."""
-        return functools.reduce(torch.logical_and, [_number(one(x), x.mask) != 0 for one in self.filters], x.mask)
+
+def _known_inputs(part: Batch) -> dict[str, Any]:
+    """The `CorrectionInputs` of a batch, as keyword arguments."""
+    return {"old_logprobs": part.rollout_logprobs if part.old_logprobs is None else part.old_logprobs,
+            "rollout_logprobs": part.rollout_logprobs, "ref_logprobs": part.ref_logprobs,
+            "mask": part.response_mask if part.loss_mask is None else part.loss_mask, "advantages": part.advantages,
+            "finished": part.finished[:, None].expand(part.response_mask.shape)}
 
 
-def _inputs(part: Batch, logprobs: PerToken, **further: Any) -> LossInputs:
-    """What a batch says to the parts of an objective."""
-    old = part.rollout_logprobs if part.old_logprobs is None else part.old_logprobs
-    return LossInputs(logprobs=logprobs, old_logprobs=old, rollout_logprobs=part.rollout_logprobs,
-                      ref_logprobs=part.ref_logprobs, ratio_logprobs=part.ratio_logprobs,
-                      mask=part.response_mask if part.loss_mask is None else part.loss_mask, advantages=part.advantages,
-                      finished=part.finished[:, None].expand(logprobs.shape),
-                      weights=torch.zeros_like(logprobs) if part.weights is None else part.weights, trust=part.trust,
-                      marks=part.marks, **further)
+def _all_inputs(part: Batch, logprobs: PerToken, entropy: PerToken, **further: Any) -> LossInputs:
+    assert part.weights is not None, "attach_weights comes before the update"
+    return LossInputs(**_known_inputs(part), logprobs=logprobs, entropy=entropy, weights=part.weights,
+                      trust=part.trust, marks=part.marks, ratio_logprobs=part.ratio_logprobs, **further)
 
 
-def _factors(factors: Tensor, mask: Bool[Tensor, "batch time"]) -> PerToken:
-    """A correction's factors, 1 outside the mask, where 0 · NaN would be NaN."""
-    if factors.shape != mask.shape:
+def compute_factors(correction: Callable[..., Tensor], x: CorrectionInputs) -> PerToken:
+    """A correction's factors, 1 outside the mask, where 0 · NaN would be NaN. Raises ConfigError for another shape, for
+    NaN, and for a correction that reads π_θ before it is known."""
+    try:
+        factors = correction(x)
+    except AttributeError as error:
+        if not isinstance(error.obj, CorrectionInputs):
+            raise
+        name = getattr(getattr(correction, "func", correction), "__name__", correction)
+        raise ConfigError(f"the correction {name} reads log π_θ (x.{error.name}), which is not known before the update "
+                          "of a mini-batch: mark it with moe_rl.registry.needs('policy') and make it a correction, no "
+                          "filter") from error
+    if factors.shape != x.mask.shape:
         raise ConfigError(f"a correction gave shape {tuple(factors.shape)}: it needs one factor per token, "
-                          f"(batch, time), here {tuple(mask.shape)}")
-    return torch.where(mask, factors, 1)
-
-
-def _number(factors: Tensor, mask: Bool[Tensor, "batch time"]) -> PerToken:
-    """A correction's factors, unless some are NaN."""
-    factors = _factors(factors, mask)
+                          f"(batch, time), here {tuple(x.mask.shape)}")
+    factors = torch.where(x.mask, factors, 1)
     if bool(factors.isnan().any()):
-        raise ConfigError("a correction gave NaN: it reads log π_θ, which is not known when a mini-batch is weighed "
-                          "(make it a part of the loss, or a term), or log-probs that are no numbers")
+        raise ConfigError("a correction gave NaN: some log-probs that it reads are no numbers")
     return factors
 
 
+# ---------------------------------------------------------------------- from an arm
 def objective_of(arm: Arm) -> Objective:
-    """The objective that an arm's parts make, tried on one token, so that options out of range are refused here.
+    """The objective that an arm's components make, tried on one token, so that options out of range are refused here.
 
-    Raises ConfigError for a part or an option that is not there, and for advantages that the loss cannot take; warns
-    when a sequence-level loss gets a range so wide that it never clips.
+    Raises ConfigError for a component or an option that is not there, and for advantages that the loss cannot take;
+    warns when a sequence-level loss gets a range so wide that it never clips.
     """
-    objective = Objective(loss=lookup("loss", arm.loss, LOSSES | ROUTER_LOSSES),
-                          aggregate=lookup("aggregation", arm.aggregate, AGGREGATIONS),
-                          corrections=tuple(lookup("correction", part, CORRECTIONS) for part in arm.corrections),
-                          filters=tuple(lookup("correction", part, CORRECTIONS) for part in arm.filters),
-                          terms={_term(part): lookup("term", part, TERMS | ROUTER_TERMS) for part in arm.terms})
-    names = ("logprobs", "old_logprobs", "rollout_logprobs", *(GIVEN[n] for n in objective.needs & set(GIVEN)))
-    mask, some = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1)
+    find = functools.partial(lookup, hint=suggest_field)
+    objective = Objective(loss=find("loss", arm.loss, LOSSES | ROUTER_LOSSES),
+                          aggregate=find("aggregation", arm.aggregate, AGGREGATIONS),
+                          corrections=tuple(find("correction", part, CORRECTIONS) for part in arm.corrections),
+                          filters=tuple(find("correction", part, CORRECTIONS) for part in arm.filters),
+                          terms={_term_name(part): find("term", part, TERMS | ROUTER_TERMS) for part in arm.terms})
+    _check_corrections(arm, objective)
     try:
-        x = LossInputs(**dict.fromkeys(names, some), mask=mask, advantages=some, finished=mask,
-                       weights=objective.aggregate(mask),
-                       router=RouterInputs.of_one_token() if "router" in objective.needs else None)
-        objective._filtered(x)
-        found = objective.of(x)
-        reads = [str(part) for part, one in _weighing(arm, objective) if "policy" not in needs_of(one)
-                 and _reads_policy(one, x)]
+        output = _try_on_one_token(objective)
     except MoeRlError:
         raise
     except (TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"arm {arm.name!r}: a part failed when it was tried on one token ({error}). Is an option of "
                           "another type? One that reads the entropy, the reference or the routers is marked with "
-                          "moe_rl.lookup.needs('entropy'), ('reference') or ('router').") from error
-    if reads:
-        raise ConfigError(f"arm {arm.name!r}: {', '.join(reads)} reads log π_θ, which is not known when a mini-batch "
-                          "is weighed: mark it with moe_rl.lookup.needs('policy') and make it a correction")
+                          "moe_rl.registry.needs('entropy'), ('reference') or ('router').") from error
     for name, shape, needed in (("loss", (), "one number"), ("log_ratio", (1, 1), "(batch, time)"),
                                 ("clipped_by", (1, 1), "(batch, time)")):
-        if (given := tuple(getattr(found, name).shape)) != shape:
-            raise ConfigError(f"arm {arm.name!r}: its loss, tried on one token, gave a {name} of shape {given}: it "
+        if (found := tuple(getattr(output, name).shape)) != shape:
+            raise ConfigError(f"arm {arm.name!r}: its loss, tried on one token, gave a {name} of shape {found}: it "
                               f"needs {needed}, here {shape}")
-    if taken := [name for name in found.metrics if not name.startswith(("own_", "term_"))]:
+    if taken := [name for name in output.metrics if not name.startswith(("own_", "term_"))]:
         raise ConfigError(f"arm {arm.name!r}: its loss gives the metrics {', '.join(taken)}, which could be the names "
                           "of measured columns; let them begin with own_")
-    _check_arm(arm, objective)
-    _check_per_token(arm, objective.loss, names)
+    _check_per_token(arm, objective)
+    _warn_of_wide_range(arm, objective)
     return objective
 
 
@@ -170,7 +170,7 @@ def policy_loss(
     logprobs: PerToken,
     old_logprobs: PerToken,
     advantages: Float[Tensor, " batch"] | PerToken,
-    mask: Bool[Tensor, "batch time"],
+    mask: Mask,
     weights: PerToken | None = None,
     **further: Any,
 ) -> LossOutput:
@@ -193,7 +193,7 @@ def policy_loss(
                    advantages=advantages[:, None].expand(mask.shape) if advantages.dim() == 1 else advantages,
                    weights=torch.zeros_like(logprobs) if weights is None else weights, **further)
     if weights is None:
-        mask = objective._filtered(x)
+        mask = objective.filter_tokens(x)
         x = dataclasses.replace(x, mask=mask, weights=objective.aggregate(mask))
     return objective.of(x)
 
@@ -202,70 +202,72 @@ _objective_once = functools.lru_cache(maxsize=64)(objective_of)
 """For `policy_loss`, which a loop calls for every micro-batch: an arm is looked up and tried once."""
 
 
-def _check_arm(arm: Arm, objective: Objective) -> None:
-    """Refuse combinations of parts that make no sense, and say which are void. The parts have been tried."""
-    loss = Use.of(arm.loss)
-    options = {name: option.default for name, option in inspect.signature(objective.loss).parameters.items()}
-    high, low = (options.get(bound, 0.0) for bound in ("clip_high", "clip_low"))
-    level = options.get(CLIPS.get(loss.name, ""), CLIPS.get(loss.name, ""))
-    if CLIPS.get(level, level) in MEANS and max(high, low) >= 0.1:
-        warnings.warn(
-            f"arm {arm.name!r}: the clip range {low:g}/{high:g} never clips the sequence-level ratio of "
-            f"{loss.name}, a mean over tokens that stays within a few percent of 1, so nothing bounds its updates; "
-            "the paper uses 3e-4/4e-4 (short responses need a range of their own, usually below 0.05)", stacklevel=3)
-    for part, correction in _weighing(arm, objective):
-        if arm.anchor == "engine" and "engine" in needs_of(correction):
+def _inputs_of_zeros(objective: Objective, tokens: int) -> LossInputs:
+    """One row, with what the objective says that it needs, and nothing else."""
+    zeros, mask = torch.zeros(1, tokens), torch.ones(1, tokens, dtype=torch.bool)
+    named = dict.fromkeys((GIVEN[need] for need in objective.needs & set(GIVEN)), zeros)
+    return LossInputs(logprobs=zeros, old_logprobs=zeros, rollout_logprobs=zeros, mask=mask, advantages=zeros,
+                      finished=mask, weights=objective.aggregate(mask), **named,
+                      router=RouterInputs.of_one_token() if "router" in objective.needs and tokens == 1 else None)
+
+
+def _try_on_one_token(objective: Objective) -> LossOutput:
+    """Both stages. Corrections that are not marked with `policy` are given nothing of π_θ."""
+    x = _inputs_of_zeros(objective, tokens=1)
+    before = CorrectionInputs(**{f.name: getattr(x, f.name) for f in dataclasses.fields(CorrectionInputs)})
+    objective.filter_tokens(before)
+    for correction in objective.corrections:
+        if "policy" not in needs_of(correction):
+            compute_factors(correction, before)
+    return objective.of(x)
+
+
+def _check_corrections(arm: Arm, objective: Objective) -> None:
+    """Refuse combinations of components that make no sense."""
+    functions = (*objective.corrections, *objective.filters)
+    for part, function in zip((*arm.corrections, *arm.filters), functions, strict=True):
+        if arm.anchor == "engine" and "engine" in needs_of(function):
             raise ConfigError(
                 f"arm {arm.name!r}: {Use.of(part).name} weighs the trainer's π_old against the engine, but "
                 "anchor='engine' takes the engine's log-probs for π_old: every weight is 1. Choose one of the two."
             )
-    if "truncated" in (Use.of(part).name for part in arm.filters):
-        raise ConfigError(f"arm {arm.name!r}: truncated is never 0, so as a filter it does nothing: make it a "
-                          "correction")
-    if waiting := [
-        str(part) for part, one in zip(arm.filters, objective.filters, strict=True) if "policy" in needs_of(one)
-    ]:
-        raise ConfigError(f"arm {arm.name!r}: {', '.join(waiting)} reads π_θ, which is not known when filters decide "
-                          "what counts: make it a correction")
-    if len(set(map(str, arm.corrections))) < len(arm.corrections):
-        raise ConfigError(f"arm {arm.name!r} has a correction twice: {', '.join(map(str, arm.corrections))}")
-    names = [_term(part) for part in arm.terms]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"arm {arm.name!r} has a term twice: {', '.join(names)}")
+    for part, function in zip(arm.filters, objective.filters, strict=True):
+        if Use.of(part).name == "truncated":
+            raise ConfigError(f"arm {arm.name!r}: truncated is never 0, so as a filter it does nothing: make it a "
+                              "correction")
+        if "policy" in needs_of(function):
+            raise ConfigError(f"arm {arm.name!r}: {part} reads π_θ, which is not known when filters decide what "
+                              "counts: make it a correction")
+    for kind, names in (("correction", [*map(str, arm.corrections)]), ("term", [*map(_term_name, arm.terms)])):
+        if len(set(names)) < len(names):
+            raise ConfigError(f"arm {arm.name!r} has a {kind} twice: {', '.join(names)}")
 
 
-def _check_per_token(arm: Arm, loss: Callable[[LossInputs], LossOutput], names: Sequence[str]) -> None:
+def _check_per_token(arm: Arm, objective: Objective) -> None:
     """Refuse advantages that differ within a response for a loss that cannot take them, tried on two tokens."""
-    if "router" in needs_of(loss) or not advantage_of(arm).per_token:
+    if "router" in needs_of(objective.loss) or not advantage_of(arm).per_token:
         return
-    zeros, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
-    given: dict[str, Any] = dict.fromkeys(names, zeros)
+    x = _inputs_of_zeros(objective, tokens=2)
     try:
-        loss(LossInputs(**given, mask=mask, advantages=torch.tensor([[1.0, -1.0]]), weights=zeros, finished=mask))
+        objective.loss(dataclasses.replace(x, advantages=torch.tensor([[1.0, -1.0]])))
     except ConfigError as error:
         assert isinstance(arm.advantage, tuple), "an arm makes one of a part alone"
         steps = ", ".join(map(str, arm.advantage))
         raise ConfigError(f"arm {arm.name!r}: its advantage ({steps}) differs within a response; {error}") from error
 
 
-def _weighing(arm: Arm, objective: Objective) -> list[tuple[Part, Callable[[LossInputs], Tensor]]]:
-    """Corrections and filters: what they were asked for, and what that is."""
-    functions = (*objective.corrections, *objective.filters)
-    return list(zip((*arm.corrections, *arm.filters), functions, strict=True))
+def _warn_of_wide_range(arm: Arm, objective: Objective) -> None:
+    name = Use.of(arm.loss).name
+    options = {option: p.default for option, p in inspect.signature(objective.loss).parameters.items()}
+    high, low = (options.get(bound, 0.0) for bound in ("clip_high", "clip_low"))
+    level = options.get(CLIPS.get(name, ""), CLIPS.get(name, ""))
+    if CLIPS.get(level, level) in MEANS and max(high, low) >= 0.1:
+        warnings.warn(
+            f"arm {arm.name!r}: the clip range {low:g}/{high:g} never clips the sequence-level ratio of "
+            f"{name}, a mean over tokens that stays within a few percent of 1, so nothing bounds its updates; "
+            "the paper uses 3e-4/4e-4 (short responses need a range of their own, usually below 0.05)", stacklevel=3)
 
 
-def _reads_policy(correction: Callable[[LossInputs], Tensor], x: LossInputs) -> bool:
-    """Whether its factors change with log π_θ; of NaN, a comparison would say no and nobody would know."""
-    def factors(advantage: float, logprob: float) -> Tensor:
-        torch.default_generator.manual_seed(0)  # not torch.manual_seed, which would also seed CUDA, for good
-        moved = dataclasses.replace(x, advantages=x.advantages + advantage, logprobs=x.logprobs + logprob)
-        return correction(moved).nan_to_num(nan=-1.0)
-
-    with torch.random.fork_rng(devices=[]):
-        pairs = [(factors(a, 0.0), factors(a, 0.0), factors(a, to)) for a in (-1, 1) for to in (-9, -0.3, 9, math.nan)]
-    return any(torch.equal(one, again) and not torch.equal(one, other) for one, again, other in pairs)
-
-
-def _term(part: Part) -> str:
+def _term_name(part: Part) -> str:
     """What a term is called in metrics."""
     return Use.of(part).name.rpartition(":")[2]

@@ -1,23 +1,227 @@
 """Losses, one pure function each, beside its equation; to be minimised: −Σ weights[b, t] · objective[b, t].
 
-Those that need statistics of a whole mini-batch are in `batch_losses`. PPO's clip is `grpo` with a range of (0.2, 0.2).
-Unless it says otherwise, every loss has REINFORCE's gradient at π_θ = π_old.
+First the types, the levels of the importance ratio and what losses are made of; then the losses; last those that need
+statistics of a whole mini-batch. PPO's clip is `grpo` with a range of (0.2, 0.2). Unless it says otherwise, every loss
+has REINFORCE's gradient at π_θ = π_old.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
-from dataclasses import replace
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
+from jaxtyping import Bool, Float, Int, Int8
+from torch import Tensor
 
-from moe_rl.objectives.base import LossInputs, LossOutput
-from moe_rl.objectives.batch_losses import BATCH_LOSSES
-from moe_rl.objectives.ratios import LEVELS, at_level, sequence_level, sequence_value
-from moe_rl.objectives.regions import clipped, detached, exponential, finite, one_advantage, outside, require, surrogate
+from moe_rl.errors import ConfigError
+from moe_rl.registry import needs
+from moe_rl.routing.inputs import RouterInputs
+
+PerToken = Float[Tensor, "batch time"]
+Mask = Bool[Tensor, "batch time"]
+Bound = float | PerToken
 
 
+@dataclass(frozen=True, kw_only=True)
+class CorrectionInputs:
+    """Some rows of a mini-batch before its update, as corrections and filters get them: π_θ is not known yet.
+
+    Everything is 0 or without meaning outside the response, `mask`; log-probs are of the batch's tokens, in nats, at
+    the run's temperature. Raises ConfigError where shapes differ.
+    """
+
+    old_logprobs: PerToken
+    """log π_old: what the ratio is taken against."""
+    mask: Mask
+    """Response tokens; it may have holes, which tools or an environment wrote."""
+    advantages: PerToken
+    """Per token; a method with one advantage per sequence finds the same number at all of its tokens."""
+    rollout_logprobs: PerToken | None = None
+    """log π_engine: as the engine that sampled reported it."""
+    ref_logprobs: PerToken | None = None
+    """log π_ref, under the routes of `logprobs`."""
+    finished: Mask | None = None
+    """Whether the token's response ended by itself, and was not cut off."""
+
+    def __post_init__(self) -> None:
+        shapes = {name: tuple(x.shape) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        if len(set(shapes.values())) > 1:
+            raise ConfigError(f"the inputs of a loss must have one shape (batch, time), but they have {shapes}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs(CorrectionInputs):
+    """The same rows at their update. Only `logprobs` has a gradient, and `entropy` and `router` where a part needs
+    them."""
+
+    logprobs: PerToken
+    """log π_θ."""
+    weights: PerToken
+    """The aggregation, for a loss times the corrections: these rows of what was computed over the whole mini-batch."""
+    trust: PerToken | None = None
+    """These rows of the product of the corrections over the whole mini-batch; None: they are computed of these rows."""
+    marks: PerToken | None = None
+    """These rows of `LossOutput.marks` of the whole mini-batch; None: these rows are all of it."""
+    entropy: PerToken | None = None
+    """Of the distribution each token was drawn from, in nats."""
+    ratio_logprobs: PerToken | None = None
+    """log π_θ under the ratio's own routes, where they are not the gradient's; without gradient."""
+    router: RouterInputs | None = None
+    """The routers behind every token."""
+    log_shift: PerToken | None = None
+    """Log of a factor on every token's ratio, before its region, in nats; without gradient."""
+
+    @property
+    def log_ratio(self) -> PerToken:
+        """log π_θ − log π_old, and `log_shift`, at response tokens, 0 elsewhere, whatever the padding holds.
+
+        With `ratio_logprobs` its value is that of the ratio's routes, and its gradient that of `logprobs`.
+        """
+        difference = self.logprobs - self.old_logprobs.detach()
+        if self.ratio_logprobs is not None:
+            difference = self.ratio_logprobs - self.old_logprobs.detach() + (self.logprobs - self.logprobs.detach())
+        if self.log_shift is not None:
+            difference = difference + self.log_shift.detach()
+        return torch.where(self.mask, difference, 0)
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A loss and what it did to every token."""
+
+    loss: Float[Tensor, ""]
+    """To be minimised; differentiable with respect to the log-probs of the policy."""
+    log_ratio: PerToken
+    """Log importance ratio the method used, in nats, detached, 0 outside the response. At sequence level it is the
+    sequence's value at each of its tokens."""
+    clipped_by: Int8[Tensor, "batch time"]
+    """+1 where the upper bound took a response token's gradient, -1 where the lower one did, else 0."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that add up over the parts of a mini-batch, e.g. the value of each term."""
+    marks: PerToken | None = None
+    """What a loss that is marked `needs("mini_batch")` found out about its tokens from statistics of all of them. It is
+    asked for it on the whole mini-batch first, without gradient; its parts then find it in `LossInputs.marks`, so that
+    how a mini-batch is cut changes nothing."""
+
+
+# --------------------------------------------------------------------------------------- levels of the importance ratio
+def sequence_level(log_ratio: PerToken, mask: Mask) -> PerToken:
+    """log s_i = 1/|y_i| Σ_t log w[i,t], at each of its response tokens (GSPO, arXiv 2507.18071, eq. 8).
+
+    |y_i| is counted in `mask`, so a sequence must not be split between calls.
+    """
+    mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(mask, mean, 0)
+
+
+def sequence_value(log_ratio: PerToken, mask: Mask) -> PerToken:
+    """log s[i,t] = sg[log s_i] + log π_θ − sg[log π_θ]: the sequence's value, the token's gradient (eq. 15)."""
+    sequence = sequence_level(log_ratio, mask).detach()
+    return sequence + torch.where(mask, log_ratio - log_ratio.detach(), 0)
+
+
+def segment_level(log_ratio: PerToken, mask: Mask) -> PerToken:
+    """The mean of log w over the token's own run of response tokens: a turn of a conversation, as in ROLL.
+
+    One turn: the sequence's. A token that a filter takes out of `mask` ends a run, too.
+    """
+    begins = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+    run = begins.cumsum(1)
+    empty = log_ratio.new_zeros(mask.shape[0], mask.shape[1] + 1)
+    sums = empty.scatter_add(1, run, torch.where(mask, log_ratio, 0))
+    lengths = empty.scatter_add(1, run, mask.to(log_ratio.dtype))
+    return torch.where(mask, (sums / lengths.clamp(min=1)).gather(1, run), 0)
+
+
+LEVELS: dict[str, Callable[[PerToken, Mask], PerToken]] = {
+    "token": lambda log_ratio, mask: log_ratio,
+    "sequence": sequence_level,
+    "sequence_token": sequence_value,
+    "segment": segment_level,
+    "product": lambda log_ratio, mask: torch.where(mask, log_ratio.sum(1, keepdim=True), 0),
+}
+"""`product` is Σ_t log w[i,t] at each token of a response: the ratio of whole responses."""
+MEANS = ("sequence", "sequence_token", "segment")
+"""Levels that are means over tokens, which stay close to 1."""
+
+
+def at_level(level: str, log_ratio: PerToken, mask: Mask) -> PerToken:
+    """The log-ratio at a level, 0 outside the response. Raises ConfigError for a level that is not there."""
+    if level not in LEVELS:
+        raise ConfigError(f"level={level!r} is no level of a ratio: choose {', '.join(LEVELS)}")
+    return LEVELS[level](log_ratio, mask)
+
+
+# ---------------------------------------------------------------------------------------------- what losses are made of
+def find_outside(x: LossInputs, ratio: PerToken, low: Bound, high: Bound, middle: float = 1.0) -> tuple[Mask, Mask]:
+    """Mask a ratio is beyond middle + high and A > 0, and where below middle − low and A < 0, both strictly."""
+    if not all(bool((torch.as_tensor(bound) >= 0).all()) for bound in (low, high)):  # no text for tensors every time
+        raise ConfigError(f"a clip range of ({low}, {high}) is no range: ratios are clipped to [1 - clip_low, 1 + "
+                          "clip_high], so both must be >= 0 (inf turns a side off)")
+    up, down = x.mask & (x.advantages > 0), x.mask & (x.advantages < 0)
+    return up & (ratio > middle + high), down & (ratio < middle - low)
+
+
+def clip_surrogate(x: LossInputs, log_ratio: PerToken, low: Bound, high: Bound, far: float = math.inf) -> LossOutput:
+    """The pessimistic min(r·A, clip(r, 1−low, 1+high)·A) of PPO (arXiv 1707.06347, eq. 7), r = exp(log_ratio); where
+    A < 0, at least far·A (arXiv 1912.09729).
+
+    A gradient is lost only where r is *strictly* outside the range on the side its advantage pushes to; on the bound
+    both branches are equal and it is kept, as `torch.minimum` of `torch.clamp` would have it.
+    """
+    ratio = log_ratio.detach().exp()
+    above, below = find_outside(x, ratio, low, high)
+    beyond = x.mask & (x.advantages < 0) & (ratio > far)
+    kept = exponential(x, log_ratio, above | below | beyond)
+    bounded = torch.where(above, 1 + high, torch.where(below, 1 - low, torch.where(beyond, far, kept)))
+    return surrogate(x, bounded, log_ratio, above | beyond, below)
+
+
+def exponential(x: LossInputs, log_ratio: PerToken, lost: Mask | bool = False) -> PerToken:
+    """exp(log_ratio), and 1 where no gradient may follow, or for a weight of 0: that of a ratio which overflows would
+    become 0 · inf."""
+    return log_ratio.masked_fill((x.advantages == 0) | (x.weights == 0) | lost, 0).exp()
+
+
+def finite_exp(log_ratio: PerToken) -> PerToken:
+    """exp(log_ratio), at most what its type can hold; without gradient beyond."""
+    return log_ratio.clamp(max=math.log(torch.finfo(log_ratio.dtype).max) - 1).exp()
+
+
+def surrogate(x: LossInputs, ratio: PerToken, log_ratio: PerToken, *lost: Mask) -> LossOutput:
+    """−Σ weights · ratio · A, the gradient that of `ratio`; `lost` is whose the upper and the lower bound took."""
+    loss = -(x.weights.detach() * torch.where(x.mask, ratio * x.advantages.detach(), 0)).sum()
+    above, below = lost or (torch.zeros_like(x.mask), torch.zeros_like(x.mask))
+    return LossOutput(loss, log_ratio.detach(), above.to(torch.int8) - below.to(torch.int8))
+
+
+def weigh_logprobs(x: LossInputs, weight: PerToken, log_ratio: PerToken, *lost: Mask) -> LossOutput:
+    """−Σ weights · sg(weight) · A · log π: every token's gradient its own weight · A, and none where it is lost."""
+    counts = x.mask & (x.advantages != 0) & (x.weights != 0)
+    kept = functools.reduce(torch.logical_and, [~where for where in lost], counts)
+    weight = torch.where(kept, weight.detach(), 0)
+    return surrogate(x, weight * torch.where(weight != 0, x.logprobs, 0), log_ratio, *lost)
+
+
+def require_one_advantage(x: LossInputs, name: str, instead: str) -> None:
+    """Raise ConfigError where advantages differ within a response of a loss that has one ratio for all of it."""
+    highest = x.advantages.masked_fill(~x.mask, -torch.inf).amax(1, keepdim=True)
+    require(not bool((x.mask & (x.advantages != highest)).any()),
+            f"{name} has one ratio and one advantage per sequence, but got advantages that differ within one: use "
+            f"{instead}, which takes an advantage per token")
+
+
+def require(fulfilled: bool, message: str) -> None:
+    """Raise ConfigError with the message unless that is so."""
+    if not fulfilled:
+        raise ConfigError(message)
+
+
+# -------------------------------------------------------------------------------------------------- losses with a ratio
 def grpo(
     x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.27, level: str = "token", dual: float = math.inf,
     cap: float = math.inf, log_clamp: float = math.inf,
@@ -40,7 +244,7 @@ def grpo(
     require(log_clamp > 0, f"grpo(log_clamp={log_clamp:g}): nats must be positive, usually 20; inf turns it off")
     token = x.log_ratio
     ratio = at_level(level, token.clamp(-log_clamp, log_clamp), x.mask)
-    found = clipped(x, ratio, clip_low, min(clip_high, cap - 1), min(dual, max(cap, 1 + clip_high)))
+    found = clip_surrogate(x, ratio, clip_low, min(clip_high, cap - 1), min(dual, max(cap, 1 + clip_high)))
     cut = (token.detach().abs() > log_clamp) & (x.advantages != 0) & (found.clipped_by == 0)
     return replace(found, clipped_by=torch.where(cut, token.detach().sign().to(torch.int8), found.clipped_by))
 
@@ -51,8 +255,8 @@ def gspo(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> L
     GSPO, arXiv 2507.18071, eq. 6 and 8; bounds of section 5.1, chosen there for responses of thousands of tokens.
     Raises ConfigError for advantages that differ within a sequence: they need `gspo_token`.
     """
-    one_advantage(x, "gspo", "gspo_token")
-    return clipped(x, sequence_level(x.log_ratio, x.mask), clip_low, clip_high)
+    require_one_advantage(x, "gspo", "gspo_token")
+    return clip_surrogate(x, sequence_level(x.log_ratio, x.mask), clip_low, clip_high)
 
 
 def gspo_token(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossOutput:
@@ -61,7 +265,7 @@ def gspo_token(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4
     GSPO, arXiv 2507.18071, eq. 14 and 15 (sg stops the gradient). Equal to `gspo` in value and gradient when a sequence
     has one advantage and equal weights.
     """
-    return clipped(x, sequence_value(x.log_ratio, x.mask), clip_low, clip_high)
+    return clip_surrogate(x, sequence_value(x.log_ratio, x.mask), clip_low, clip_high)
 
 
 def gmpo(x: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4, level: str = "sequence") -> LossOutput:
@@ -71,9 +275,9 @@ def gmpo(x: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4, level:
     its part in it. `level="product"`: without 1/|y_i|, an ablation of the paper. One token: GRPO clipped to
     [e^−clip_low, e^clip_high]; an infinite range: GSPO without one. One advantage per sequence, else ConfigError.
     """
-    one_advantage(x, "gmpo", "grpo or gspo_token")
+    require_one_advantage(x, "gmpo", "grpo or gspo_token")
     require(level in ("sequence", "product"), f"gmpo(level={level!r}): choose sequence or product")
-    above, below = outside(x, x.log_ratio.detach(), clip_low, clip_high, middle=0.0)
+    above, below = find_outside(x, x.log_ratio.detach(), clip_low, clip_high, middle=0.0)
     kappa = torch.where(above, clip_high, torch.where(below, -clip_low, x.log_ratio))
     ratio = at_level(level, kappa, x.mask)
     return surrogate(x, exponential(x, ratio), ratio, above, below)
@@ -88,7 +292,7 @@ def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05, level: s
     require(tau_pos > 0 and tau_neg > 0, f"sapo(tau_pos={tau_pos:g}, tau_neg={tau_neg:g}): both must be positive")
     log_ratio = at_level(level, x.log_ratio, x.mask)
     tau = torch.full_like(log_ratio, tau_neg).masked_fill(x.advantages > 0, tau_pos)
-    return surrogate(x, 4 / tau * torch.sigmoid(tau * (finite(log_ratio) - 1)), log_ratio)
+    return surrogate(x, 4 / tau * torch.sigmoid(tau * (finite_exp(log_ratio) - 1)), log_ratio)
 
 
 def crossed(
@@ -106,7 +310,7 @@ def crossed(
              f"crossed(weigh={weigh!r}, clip={clip!r}): each is one of {', '.join(choices)}")  # fmt: skip
     token = x.log_ratio.detach()
     weight, bounded = (at_level(name, token, x.mask) if name in LEVELS else 0 * token for name in (weigh, clip))
-    above, below = outside(x, bounded.exp(), clip_low, clip_high)
+    above, below = find_outside(x, bounded.exp(), clip_low, clip_high)
     kept = x.mask & ~above & ~below
     ratio = exponential(x, weight + torch.where(kept, x.logprobs - x.logprobs.detach(), 0))
     return surrogate(x, ratio, weight, above, below)
@@ -118,7 +322,7 @@ def reinforce(x: LossInputs) -> LossOutput:
 
     Kimi k1.5 and DRO are this with the k2 term against π_old; GPG and RLOO, with advantages of their own.
     """
-    return detached(x, torch.ones_like(x.logprobs), x.log_ratio)
+    return weigh_logprobs(x, torch.ones_like(x.logprobs), x.log_ratio)
 
 
 def cispo(x: LossInputs, *, clip_low: float = math.inf, clip_high: float = 4.0, mask: str = "none") -> LossOutput:
@@ -130,8 +334,9 @@ def cispo(x: LossInputs, *, clip_low: float = math.inf, clip_high: float = 4.0, 
     """
     require(mask in ("none", "unified"), f"cispo(mask={mask!r}): choose none or unified")
     ratio = x.log_ratio.detach().exp()
-    lost = outside(x, ratio, clip_low, clip_high)
-    return detached(x, ratio.clamp(1 - clip_low, 1 + clip_high), x.log_ratio, *(lost if mask == "unified" else ()))
+    lost = find_outside(x, ratio, clip_low, clip_high)
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return weigh_logprobs(x, weight, x.log_ratio, *(lost if mask == "unified" else ()))
 
 
 def minirl(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.27) -> LossOutput:
@@ -141,7 +346,7 @@ def minirl(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.27) -> 
     is a correction (`truncated`, there at 5); it has no length norm, and advantages that no deviation divides.
     """
     ratio = x.log_ratio.detach().exp()
-    return detached(x, ratio, x.log_ratio, *outside(x, ratio, clip_low, clip_high))
+    return weigh_logprobs(x, ratio, x.log_ratio, *find_outside(x, ratio, clip_low, clip_high))
 
 
 def band(x: LossInputs, *, low: float = 0.5, high: float = 5.0) -> LossOutput:
@@ -152,7 +357,7 @@ def band(x: LossInputs, *, low: float = 0.5, high: float = 5.0) -> LossOutput:
     """
     require(0 <= low <= 1 <= high, f"band(low={low:g}, high={high:g}): it must hold 1, where nothing has moved")
     ratio, pushed = x.log_ratio.detach().exp(), x.mask & (x.advantages != 0)
-    return detached(x, ratio, x.log_ratio, pushed & (ratio > high), pushed & (ratio < low))
+    return weigh_logprobs(x, ratio, x.log_ratio, pushed & (ratio > high), pushed & (ratio < low))
 
 
 def dppo(
@@ -187,7 +392,7 @@ def topr(x: LossInputs, *, level: str = "product") -> LossOutput:
     the sign of the reward, this for that of A. A > 0 alone: REINFORCE; A < 0 alone, by token: CISPO within [0, 1].
     """
     log_ratio = at_level(level, x.log_ratio.detach(), x.mask)
-    return detached(x, log_ratio.clamp(max=0).masked_fill(x.advantages > 0, 0).exp(), log_ratio)
+    return weigh_logprobs(x, log_ratio.clamp(max=0).masked_fill(x.advantages > 0, 0).exp(), log_ratio)
 
 
 def vespo(
@@ -201,15 +406,99 @@ def vespo(
     require(all(one >= 0 for one in (k_pos, lambda_pos, k_neg, lambda_neg)), f"vespo(k_pos={k_pos:g}, lambda_pos="
              f"{lambda_pos:g}, k_neg={k_neg:g}, lambda_neg={lambda_neg:g}): none may be negative")  # fmt: skip
     log_ratio = at_level("product", x.log_ratio.detach(), x.mask)
-    positive, negative = (k * log_ratio - rate * (finite(log_ratio) - 1)
+    positive, negative = (k * log_ratio - rate * (finite_exp(log_ratio) - 1)
                           for k, rate in ((k_pos, lambda_pos), (k_neg, lambda_neg)))  # fmt: skip
-    return detached(x, torch.where(x.advantages > 0, positive, negative).exp(), log_ratio)
+    return weigh_logprobs(x, torch.where(x.advantages > 0, positive, negative).exp(), log_ratio)
+
+
+# ------------------- statistics of the whole mini-batch under π_θ, as marks; without marks the given rows are all of it
+@needs("mini_batch")
+def clip_cov(
+    x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, share: float = 2e-4, low: float = 1.0,
+    high: float = 5.0, seed: int = 0,
+) -> LossOutput:  # fmt: skip
+    """PPO's clip without a few tokens, drawn from those that it keeps and whose covariance is in (low, high).
+
+    Clip-Cov, arXiv 2505.22617: cov = (A − mean A) · (log π − mean log π), means over the mini-batch's response tokens;
+    share · tokens, at least one, have neither value nor gradient, and are reported as clipped on the side their
+    advantage pushes to. The draw is a function of `seed` and of which tokens the candidates are, so that rounding, or
+    another engine, draws the same ones. Defaults are verl's. share 0: `grpo` with this range.
+    """
+    found = clip_surrogate(x, x.log_ratio, clip_low, clip_high)
+    marks = x.marks
+    if marks is None:
+        cov = _covariance(x)
+        kept = (x.mask & (found.clipped_by == 0) & (cov > low) & (cov < high)).flatten().nonzero()[:, 0]
+        which = zlib.crc32(kept.cpu().numpy().tobytes())
+        order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(which ^ seed))
+        marks = _mark_first(x, kept[order.to(kept.device)], share)
+    gone = x.mask & (marks > 0)
+    found = clip_surrogate(replace(x, advantages=x.advantages.masked_fill(gone, 0)), x.log_ratio, clip_low, clip_high)
+    side = torch.where(gone, x.advantages, found.clipped_by).sign().to(torch.int8)
+    return replace(found, clipped_by=side, marks=marks)
+
+
+@needs("mini_batch")
+def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 0.1) -> LossOutput:
+    """w · A, without a range, − coef · |log w| at the share of tokens whose covariance (`clip_cov`) is highest.
+
+    KL-Cov, arXiv 2505.22617: at least one token; of equals the first. Defaults are verl's; SkyRL has coef 1. The
+    penalty is weighed and corrected as the loss is. share or coef 0: w · A.
+    """
+    require(coef >= 0, f"kl_cov(coef={coef:g}): it pulls back to π_old, so it must be >= 0")
+    highest = _covariance(x).masked_fill(~x.mask, -torch.inf).flatten().argsort(descending=True, stable=True)
+    marks = _mark_first(x, highest, share) if x.marks is None else x.marks
+    found = surrogate(x, exponential(x, x.log_ratio), x.log_ratio)
+    penalty = torch.where(marks > 0, x.log_ratio.abs(), 0)
+    return replace(found, loss=found.loss + coef * (x.weights.detach() * penalty).sum(), marks=marks)
+
+
+@needs("mini_batch")
+def sat(
+    x: LossInputs, *, base: str = "grpo", clip_low: float = 0.2, clip_high: float = 0.2, quantile: float = 0.9,
+    exponent: float = 2.0,
+) -> LossOutput:  # fmt: skip
+    """PPO's clip, whose range contracts on the side to which a token is off the engine already.
+
+    SAT, arXiv 2607.18722: d = sg[log π_θ − log π_engine], q the quantile of |d| over the mini-batch's response tokens,
+    h = 1 where |d| ≤ q or q = 0, else 1 / (1 + (|d|/q)^exponent); the upper bound is 1 + clip_high · h where d > 0, the
+    lower 1 − clip_low · h where d < 0. What was read of the paper leaves open: the kernel beyond its name, Hill (this
+    one falls to 1/2 right past q), how the quantile interpolates (here linearly), and what GSPO's one ratio does with
+    bounds of tokens: base "gspo" is `gspo_token`, which clips each alone. The paper takes q over a micro-batch. Its
+    range, 0.2, is for tokens. quantile 1: the base itself.
+    """
+    require(base in ("grpo", "gspo"), f"sat(base={base!r}): choose grpo or gspo")
+    require(0 <= quantile <= 1 and exponent > 0,
+            f"sat(quantile={quantile:g}, exponent={exponent:g}): a share of tokens, and a positive number")  # fmt: skip
+    if x.rollout_logprobs is None:
+        raise ConfigError("sat reads the distance to the engine, but there are no rollout_logprobs")
+    gap = torch.where(x.mask, x.log_ratio + x.old_logprobs - x.rollout_logprobs, 0).detach()
+    sizes = gap.abs()
+    marks = x.marks
+    if marks is None:
+        marks = torch.full_like(gap, sizes[x.mask].quantile(quantile).item() if bool(x.mask.any()) else 0.0)
+    hill = torch.where((sizes > marks) & (marks > 0), 1 / (1 + (sizes / marks) ** exponent), 1)
+    ratio = x.log_ratio if base == "grpo" else sequence_value(x.log_ratio, x.mask)
+    low, high = clip_low * torch.where(gap < 0, hill, 1), clip_high * torch.where(gap > 0, hill, 1)
+    return replace(clip_surrogate(x, ratio, low, high), marks=marks)
+
+
+def _covariance(x: LossInputs) -> PerToken:
+    """(A − mean A) · (log π − mean log π), means over the response tokens; 0 elsewhere, without gradient."""
+    return torch.mul(*(torch.where(x.mask, y - y[x.mask].mean(), 0) for y in (x.advantages, x.logprobs.detach())))
+
+
+def _mark_first(x: LossInputs, order: Int[Tensor, " tokens"], share: float) -> PerToken:
+    """1 at the first of some tokens, as many as are that share of the response tokens, at least one; 0 elsewhere."""
+    require(0 <= share <= 1, f"share={share:g} is no share of the tokens: it goes from 0 to 1")
+    count = max(1, int(share * int(x.mask.sum()))) if share else 0
+    return torch.zeros_like(x.logprobs.detach()).flatten().index_fill(0, order[:count], 1).view_as(x.mask)
 
 
 LOSSES: dict[str, Callable[..., LossOutput]] = {
     "grpo": grpo, "gspo": gspo, "gspo_token": gspo_token, "gmpo": gmpo, "sapo": sapo, "crossed": crossed,
     "reinforce": reinforce, "cispo": cispo, "minirl": minirl, "band": band, "dppo": dppo, "topr": topr, "vespo": vespo,
-    **BATCH_LOSSES,
+    "clip_cov": clip_cov, "kl_cov": kl_cov, "sat": sat,
 }  # fmt: skip
 CLIPS = {"grpo": "level", "gspo": "sequence", "gspo_token": "sequence", "crossed": "clip", "sat": "base"}
 """At which level of ratio a loss has its range, so that one which never clips is found out: that, or the option that

@@ -10,9 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import needs, unknown
-from moe_rl.objectives.base import LossInputs
-from moe_rl.objectives.regions import finite
+from moe_rl.objectives.losses import LossInputs, finite_exp
+from moe_rl.registry import needs, unknown
 
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda e: -e,
@@ -59,7 +58,7 @@ def kl(
     if "+" in estimator or clamp < math.inf:
         k = value.clamp(-clamp, clamp) + (k - k.detach())
     if ratio:
-        k = k * finite(x.log_ratio)  # likewise
+        k = k * finite_exp(x.log_ratio)  # likewise
     return coef * (x.weights * k).sum()
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.config.parts import Optimizer
-from moe_rl.objectives.returns import value_loss
+from moe_rl.objectives.advantages import value_loss
 from moe_rl.policies.hf import checkpoint_activations
 from moe_rl.policies.micro_batches import cut, join, waiting
 from moe_rl.policies.optimizer import optimizer_of, read_state, stepped, write_state

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from moe_rl.errors import RunError
-from moe_rl.lookup import Use, lookup, unknown
+from moe_rl.registry import Use, lookup, unknown
 from moe_rl.results import engine_figures, training_figures
 from moe_rl.results.comparison_figures import against_factor, learning_by_cell, survival
 from moe_rl.results.factors import ACROSS, factor_of

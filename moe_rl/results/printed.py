@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.lookup import lookup
+from moe_rl.registry import lookup
 from moe_rl.runs import folder as runs
 from moe_rl.runs.terminal import duration, say
 from moe_rl.study.declaration import Planned, Study, folder_name, read_declaration

@@ -20,7 +20,7 @@ from jinja2 import Environment
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.results import figures, plots
 from moe_rl.results.rollouts import pages
 from moe_rl.results.tables import Shown, study_tables, untrained

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use, lookup
 from moe_rl.metrics.convergence import Collapse, collapse, second_half_mean
+from moe_rl.registry import Use, lookup
 from moe_rl.results.stats import Paired, holm, interval, log_rank, paired, rate
 from moe_rl.runs.columns import unknown
 from moe_rl.runs.frames import Frames

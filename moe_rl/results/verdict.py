@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import lookup
+from moe_rl.registry import lookup
 from moe_rl.runs.frames import Frames
 
 

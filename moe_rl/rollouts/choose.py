@@ -10,8 +10,8 @@ import torch
 
 from moe_rl.config import EngineConfig, RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
 from moe_rl.models.load import LoadedModel
+from moe_rl.registry import Use
 from moe_rl.rollouts.answers import ROUTES
 from moe_rl.rollouts.base import RolloutEngine
 from moe_rl.rollouts.checked import CheckedEngine, CheckpointReceiver

@@ -14,7 +14,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from moe_rl.errors import ConfigError, RoutingError
-from moe_rl.lookup import needs
+from moe_rl.registry import needs
 from moe_rl.routing.dial import Dose
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored

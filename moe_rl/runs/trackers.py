@@ -24,7 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 from filelock import FileLock, Timeout
 
 from moe_rl.errors import ConfigError, MoeRlError, RunError
-from moe_rl.lookup import Use, lookup
+from moe_rl.registry import Use, lookup
 from moe_rl.runs.columns import COMPLETIONS, TABLES
 from moe_rl.runs.commits import Row, last_step, read_rows
 from moe_rl.runs.folder import read_manifest, run_folders

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parent.parent
-READERS = ("runs", "methods", "study", "results", "compare", "adapters", "cli", "__main__.py")
+READERS = ("runs", "study", "results", "compare", "adapters", "cli", "__main__.py")
 """What only reads, moves or compares finished numbers: a change there does not make another code version."""
 HARDWARE = ("processor", "instruction_set")
 """What decides the last bits beside the packages; kept among them."""

@@ -24,8 +24,8 @@ from moe_rl.config import Arm, RunConfig
 from moe_rl.config.tree import plain
 from moe_rl.config.values import check_values, located
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.lookup import unknown
-from moe_rl.methods import arm as spelled_arm
+from moe_rl.objectives.methods import arm as spelled_arm
+from moe_rl.registry import unknown
 from moe_rl.runs import folder as runs
 from moe_rl.runs.folder import DECLARATION
 
@@ -57,7 +57,7 @@ class Study:
     hypothesis: str
     arms: tuple[Arm | str, ...]
     """In the order in which tables and figures show them; an arm keeps its colour. A text is read as
-    `moe_rl.methods.arm` does: `"sapo(tau_neg=1.05)+old_policy"`."""
+    `moe_rl.objectives.methods.arm` does: `"sapo(tau_neg=1.05)+old_policy"`."""
     base: RunConfig
     """Settings of every run; its arm and seed are replaced."""
     seeds: tuple[int, ...] = (0, 1, 2)

@@ -1,7 +1,7 @@
 """GRPO, GRPO with Routing Replay, and GSPO on a small Mixture-of-Experts model: the comparison of the GSPO paper."""
 
 from moe_rl.config import Arm, ColdStart, Measure, Optimizer, RunConfig
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 grpo = Arm(name="grpo", loss="grpo")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import unknown
+from moe_rl.registry import unknown
 from moe_rl.runs.folder import write_json
 from moe_rl.study.declaration import Planned, Study
 from moe_rl.study.plan import frozen

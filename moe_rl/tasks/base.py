@@ -9,7 +9,7 @@ from operator import length_hint
 from typing import Protocol, runtime_checkable
 
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Part, Use, check_options, imported, unknown
+from moe_rl.registry import Part, Use, check_options, import_callable, unknown
 from moe_rl.seeds import HELD_OUT, derive
 from moe_rl.types import Prompt
 
@@ -97,9 +97,9 @@ def load_task(use: Part) -> AnyTask:
         module, parameter = TASKS[name]
         if bool(parameter) != bool(argument):
             raise ConfigError(f"task {use.name!r}: write {next(c for c in CHOICES if c.startswith(name))}.")
-        cls = imported("task", module)
+        cls = import_callable("task", module)
     elif use.own:
-        cls = imported("task", use.name)
+        cls = import_callable("task", use.name)
     else:
         unknown("task", name, CHOICES)
     prompts, *rewarded = (callable(getattr(cls, method, None)) for method in ("prompts", "reward", "start"))

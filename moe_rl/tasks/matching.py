@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import unknown
+from moe_rl.registry import unknown
 
 Match = Callable[[str, str, str], bool]
 """match(question, answer, completion): whether the completion is right."""

@@ -9,7 +9,7 @@ from operator import length_hint
 from typing import Any
 
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Part, Use
+from moe_rl.registry import Part, Use
 from moe_rl.seeds import derive
 from moe_rl.tasks.base import Environment, Task, load_task, votes_of
 from moe_rl.types import Prompt

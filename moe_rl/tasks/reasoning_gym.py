@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import unknown
+from moe_rl.registry import unknown
 from moe_rl.seeds import derive
 from moe_rl.types import Prompt
 

@@ -82,7 +82,7 @@ GRPO = objective_of(Arm(name="grpo"))
 
 
 def weighed(batch: Batch, old: Scored, replayed: bool) -> Batch:
-    return GRPO.weighed(replace(batch, old_logprobs=old.logprobs, routes=old.routes if replayed else None))
+    return GRPO.attach_weights(replace(batch, old_logprobs=old.logprobs, routes=old.routes if replayed else None))
 
 
 def products(settings: dict, batch: Batch) -> float:

@@ -86,7 +86,7 @@ def one(rank: int, name: str, family: str) -> None:
 
     scored, score = during(lambda: policy.score(batch))
     objective = objective_of(Arm(name="grpo"))
-    part = objective.weighed(batch.__class__(**{**vars(batch), "old_logprobs": scored.logprobs}))
+    part = objective.attach_weights(batch.__class__(**{**vars(batch), "old_logprobs": scored.logprobs}))
     _, update = during(lambda: policy.update(part, objective))
     _, pushed = during(lambda: [None for _ in policy.weights()])
 

@@ -56,7 +56,7 @@ def step(parts: our_step.Parts, number: int, monitor: moe_rl.monitor | None) -> 
     if monitor is not None:
         monitor.__enter__()
     for index in mini_batches(len(batch), our_step.RUN.mini_batches, number):
-        parts.policy.update(parts.objective.weighed(batch.rows(index)), parts.objective)
+        parts.policy.update(parts.objective.attach_weights(batch.rows(index)), parts.objective)
     if monitor is not None:
         monitor.__exit__(None, None, None)
     return time.process_time() - start

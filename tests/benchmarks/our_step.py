@@ -71,7 +71,7 @@ def step(parts: Parts, number: int, seconds: dict[str, list[float]]) -> int:
     batch = replace(batch, old_logprobs=parts.policy.score(batch).logprobs)
     marks.append(time.process_time())
     for index in mini_batches(len(batch), RUN.mini_batches, number):
-        parts.policy.update(parts.objective.weighed(batch.rows(index)), parts.objective)
+        parts.policy.update(parts.objective.attach_weights(batch.rows(index)), parts.objective)
     marks.append(time.process_time())
     assert batch.tokens.shape == (PROMPTS * GROUP, PROMPT_TOKENS + NEW_TOKENS), batch.tokens.shape
     spent = [b - a for a, b in zip(marks, marks[1:], strict=False)]

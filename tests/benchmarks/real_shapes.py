@@ -48,7 +48,8 @@ def main() -> None:
     if args.repeat:
         shares(policy, batch, old.routes, args.repeat)
     objective = objective_of(Arm(name="grpo"))
-    part = objective.weighed(batch.__class__(**{**vars(batch), "old_logprobs": old.logprobs, "routes": old.routes}))
+    scored = batch.__class__(**{**vars(batch), "old_logprobs": old.logprobs, "routes": old.routes})
+    part = objective.attach_weights(scored)
     started = time.perf_counter()
     policy._backward(part, objective)
     print(f"gradient under replay: {time.perf_counter() - started:.1f} s, peak {peak() - before:.2f} GB")

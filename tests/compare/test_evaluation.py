@@ -19,9 +19,9 @@ from moe_rl import cli
 from moe_rl.compare.evaluation import benchmark
 from moe_rl.errors import ConfigError
 from moe_rl.evaluate import evaluate, evaluation
-from moe_rl.lookup import Use
 from moe_rl.models.load import save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer, encode_prompts
+from moe_rl.registry import Use
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.runs.folder import LEASE
 from moe_rl.runs.lease import Lease

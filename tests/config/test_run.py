@@ -13,7 +13,7 @@ from moe_rl.config import Arm, EngineConfig, ModelConfig, Optimizer, Parallel, R
 from moe_rl.config.tree import keys
 from moe_rl.config.values import check_values
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 
 CONFIGS = [
     RunConfig(arm=Arm(name="grpo")),

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from moe_rl.config import Arm
 from moe_rl.errors import RoutingError
-from moe_rl.lookup import Use
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.losses import LOSSES
+from moe_rl.registry import Use
 from moe_rl.rollouts.collate import collate
 from moe_rl.routing import layout_of, record_routing, replay_routing
 from moe_rl.routing.formats import decode_routes

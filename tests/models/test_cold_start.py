@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from moe_rl import execute
 from moe_rl.config import Arm, ColdStart, ModelConfig, RunConfig
 from moe_rl.errors import ConfigError, RunError, Stopped
-from moe_rl.lookup import Use
 from moe_rl.models import supervised
 from moe_rl.models.load import load
 from moe_rl.models.supervised import ColdStartResult, _from_cache, _write, answer_logprobs
 from moe_rl.models.tokens import completion_tokens, encode_prompts
+from moe_rl.registry import Use
 from moe_rl.runs.folder import state
 from moe_rl.runs.lease import Lease
 from moe_rl.study.declaration import Planned

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from moe_rl.config import ModelConfig
+from moe_rl.config.values import PRESET_NAMES
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import load, save_checkpoint
 from moe_rl.models.presets import PRESETS, hf_config
@@ -92,6 +93,11 @@ def test_what_a_tokenizer_puts_behind_a_text_is_left_out_and_what_the_text_ends_
 
 
 # ---------------------------------------------------------------------- presets
+def test_the_configuration_knows_the_names_of_the_presets():
+    """Else a folder that has the name of a preset would take its place."""
+    assert [*PRESET_NAMES] == [*PRESETS]
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_routes_by_token_and_uses_most_experts_everywhere(name):
     from moe_rl.routing import record_routing

@@ -14,13 +14,13 @@ from moe_rl.config.pretraining import Pretraining
 from moe_rl.config.tree import read
 from moe_rl.config.values import folder_of
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
 from moe_rl.models import supervised
 from moe_rl.models.load import load
 from moe_rl.models.supervised import measure, pretrain
 from moe_rl.models.tokens import encode_prompts
-from moe_rl.objectives.base import LossInputs
+from moe_rl.objectives.losses import LossInputs
 from moe_rl.objectives.router import load_balance
+from moe_rl.registry import Use
 from moe_rl.routing.inputs import RouterInputs
 from moe_rl.tasks.base import held_out, load_task
 

@@ -145,7 +145,7 @@ def test_gradients_are_those_of_log_probs_over_the_kept_set(tokenizer, in_pieces
     advantages = torch.randn(16, 1, generator=torch.Generator().manual_seed(0)) * batch.response_mask
     batch = replace(batch, old_logprobs=batch.rollout_logprobs, advantages=advantages)
     objective = objective_of(Arm(name="plain", loss="grpo", aggregate="token_mean"))
-    batch = objective.weighed(batch)
+    batch = objective.attach_weights(batch)
     found = [policy_of(one, temperature=1.0, micro_batch=rows).gradient(batch, objective) for rows in (16, 3)]
     loss = torch.zeros(())
     for r, advantage in zip(rollouts, advantages.amax(1) + advantages.amin(1), strict=True):

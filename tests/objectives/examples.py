@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from moe_rl.objectives import LossInputs
-from moe_rl.objectives.aggregate import seq_mean_token_mean
+from moe_rl.objectives.weights import seq_mean_token_mean
 from moe_rl.types import Batch
 
 TIGHT = dict(rtol=0, atol=1e-12)

@@ -11,9 +11,9 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
 from moe_rl.objectives import objective_of, policy_loss
-from moe_rl.objectives.aggregate import AGGREGATIONS, seq_mean_token_mean
+from moe_rl.objectives.weights import AGGREGATIONS, seq_mean_token_mean
+from moe_rl.registry import Use
 from tests.conftest import build
 from tests.objectives import peers
 from tests.objectives.examples import case
@@ -141,7 +141,7 @@ def test_an_update_is_the_same_however_its_mini_batch_is_cut(name, micro_batch):
         policy = policy_of(build("qwen3_moe"), micro_batch=rows_per_forward)
         part = replace(batch, old_logprobs=policy.score(batch).logprobs)
         objective = objective_of(Arm(name="a", aggregate=Use(name, **HORIZON.get(name, {}))))
-        updated = policy.update(objective.weighed(part), objective)
+        updated = policy.update(objective.attach_weights(part), objective)
         losses.append((updated.loss, updated.grad_norm))
     assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-7)
 

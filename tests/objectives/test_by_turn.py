@@ -9,8 +9,8 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
 from moe_rl.objectives import advantage_of, objective_of
+from moe_rl.registry import Use
 from moe_rl.types import Batch
 
 TURN = torch.tensor([[0, 1, 1, 0, 0, 2], [0, 1, 1, 1, 0, 0], [0, 1, 0, 2, 2, 0], [0, 1, 1, 0, 2, 0]])

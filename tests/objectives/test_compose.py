@@ -13,12 +13,12 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use, needs
-from moe_rl.objectives import Earned, LossInputs, LossOutput, advantage_of, objective_of, policy_loss
+from moe_rl.objectives import AdvantageInputs, LossInputs, LossOutput, advantage_of, objective_of, policy_loss
 from moe_rl.objectives.advantages import group
-from moe_rl.objectives.aggregate import seq_mean_token_mean
 from moe_rl.objectives.compose import Objective
 from moe_rl.objectives.losses import LOSSES, grpo, gspo
+from moe_rl.objectives.weights import seq_mean_token_mean
+from moe_rl.registry import Use, needs
 from tests import oracle
 from tests.objectives.examples import TIGHT, case, inputs, ranged, rewarded
 from tests.policies.test_hf import make_batch
@@ -39,7 +39,7 @@ def my_aggregate(mask: torch.Tensor) -> torch.Tensor:
     return mask.double() / mask.sum()
 
 
-def my_advantage(x: Earned, *, shift: float = 0.0) -> torch.Tensor:
+def my_advantage(x: AdvantageInputs, *, shift: float = 0.0) -> torch.Tensor:
     return x.values - shift
 
 
@@ -151,7 +151,7 @@ def test_parts_of_a_mini_batch_given_their_weights_add_up():
 def test_a_mini_batch_is_weighed_once_and_its_rows_keep_their_weights():
     batch = make_batch()
     objective = objective_of(Arm(name="a"))
-    weighed = objective.weighed(batch)
+    weighed = objective.attach_weights(batch)
     assert torch.equal(weighed.weights, seq_mean_token_mean(batch.response_mask))
     assert weighed.weights.dtype == torch.float64 and weighed.weights.sum().item() == pytest.approx(1)
     rows = torch.tensor([5, 0, 7])

@@ -10,10 +10,10 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use, needs
 from moe_rl.objectives import objective_of
-from moe_rl.objectives.corrections import truncated
 from moe_rl.objectives.losses import grpo
+from moe_rl.objectives.weights import truncated
+from moe_rl.registry import Use, needs
 from tests.objectives.examples import case, inputs
 from tests.policies.test_hf import make_batch
 
@@ -45,7 +45,7 @@ def test_each_tokens_gradient_is_scaled_by_its_weight(parts):
     gradients = []
     for corrections in ((), (Use("truncated", cap=1.2),)):
         objective = objective_of(Arm(name="a", loss=WIDE, corrections=corrections))
-        out = objective(objective.weighed(batch), logprobs, torch.zeros_like(logprobs))
+        out = objective(objective.attach_weights(batch), logprobs, torch.zeros_like(logprobs))
         gradients.append(torch.autograd.grad(out.loss, logprobs)[0])
     expected = (batch.old_logprobs - batch.rollout_logprobs).exp().clamp(max=1.2)
     assert (expected == 1.2).any() and (expected[batch.response_mask] < 1).any()
@@ -55,7 +55,7 @@ def test_each_tokens_gradient_is_scaled_by_its_weight(parts):
 def test_an_engine_that_agrees_changes_nothing(parts):
     batch, logprobs = parts
     objective = objective_of(Arm(name="a", corrections=("truncated",)))
-    batch = objective.weighed(replace(batch, rollout_logprobs=batch.old_logprobs))
+    batch = objective.attach_weights(replace(batch, rollout_logprobs=batch.old_logprobs))
     out = objective(batch, logprobs, torch.zeros_like(logprobs))
     plain = grpo(inputs(logprobs, batch.old_logprobs, batch.advantages, batch.response_mask))
     assert torch.equal(out.loss, plain.loss)
@@ -69,7 +69,7 @@ def test_terms_keep_the_weights_that_a_correction_takes_from_the_loss(parts):
     for corrections in ((), (Use("truncated", cap=0.5),)):
         for terms in ((), (Use("kl", coef=0.7),)):
             objective = objective_of(Arm(name="a", loss=WIDE, corrections=corrections, terms=terms))
-            out = objective(objective.weighed(batch), logprobs, torch.zeros_like(logprobs))
+            out = objective(objective.attach_weights(batch), logprobs, torch.zeros_like(logprobs))
             found[bool(corrections), bool(terms)] = out.loss.item()
     assert found[True, False] == pytest.approx(found[False, False] / 2, rel=1e-6)
     assert found[True, True] - found[True, False] == pytest.approx(found[False, True] - found[False, False], rel=1e-5)
@@ -132,7 +132,7 @@ def test_where_filters_leave_nothing_a_normalised_weight_is_no_nan(level):
     batch = replace(batch, old_logprobs=batch.rollout_logprobs, finished=torch.zeros(len(batch), dtype=torch.bool))
     arm = Arm(name="a", filters=("finished",), corrections=(Use("truncated", level=level, batch_normalized=True),))
     objective = objective_of(arm)
-    part = objective.weighed(batch)
+    part = objective.attach_weights(batch)
     assert objective(part, batch.rollout_logprobs, 0 * batch.rollout_logprobs).loss.item() == 0
 
 
@@ -140,7 +140,8 @@ def test_what_a_correction_says_of_padding_reaches_no_loss():
     batch = make_batch()
     batch = replace(batch, old_logprobs=batch.rollout_logprobs, advantages=batch.response_mask.float())
     plain, own = objective_of(Arm(name="a")), objective_of(Arm(name="a", corrections=(f"{__name__}:nan_outside",)))
-    one, other = (o(o.weighed(batch), batch.rollout_logprobs, 0 * batch.rollout_logprobs).loss for o in (plain, own))
+    logprobs = batch.rollout_logprobs
+    one, other = (o(o.attach_weights(batch), logprobs, 0 * logprobs).loss for o in (plain, own))
     assert torch.equal(one, other) and one != 0
 
 

@@ -11,9 +11,9 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use, needs, needs_of
 from moe_rl.objectives import objective_of, policy_loss
-from moe_rl.objectives.corrections import CORRECTIONS, m2po, masked, opsm, rejected, truncated, vaco
+from moe_rl.objectives.weights import CORRECTIONS, m2po, masked, opsm, rejected, truncated, vaco
+from moe_rl.registry import Use, needs, needs_of
 from tests.conftest import build, perturb
 from tests.objectives import peers
 from tests.objectives.examples import inputs
@@ -190,14 +190,14 @@ def test_an_update_is_the_same_however_its_mini_batch_is_cut(part, where):
         perturb(policy.model)
         given = replace(batch, old_logprobs=old, rollout_logprobs=torch.where(batch.response_mask, old + noise, 0))
         objective = objective_of(Arm(name="a", **{where: ("truncated", part) if part.name == "opsm" else (part,)}))
-        weighed = objective.weighed(given)
+        weighed = objective.attach_weights(given)
         updated = policy.update(weighed, objective)
         found.append((updated.loss, updated.grad_norm))
     plain = policy_of(build("qwen3_moe"))
     old = plain.score(batch).logprobs
     perturb(plain.model)
     bare = objective_of(Arm(name="a"))
-    uncorrected = plain.update(bare.weighed(replace(batch, old_logprobs=old)), bare)
+    uncorrected = plain.update(bare.attach_weights(replace(batch, old_logprobs=old)), bare)
     assert found[1] == pytest.approx(found[0], rel=1e-4)
     assert found[0][1] != pytest.approx(uncorrected.grad_norm, rel=1e-3), "the part did nothing"
 
@@ -226,11 +226,11 @@ def test_a_users_own_that_reads_the_policy_waits_for_the_update():
     batch = make_batch()
     batch = replace(batch, old_logprobs=batch.rollout_logprobs)
     objective = objective_of(Arm(name="a", loss=PPO, corrections=(f"{__name__}:close_to_old", "truncated")))
-    weighed = objective.weighed(batch)
+    weighed = objective.attach_weights(batch)
     logprobs = batch.rollout_logprobs - 0.1 * batch.response_mask
     found = objective(weighed, logprobs, torch.zeros_like(logprobs)).loss
     plain = objective_of(Arm(name="b", loss=PPO))
-    expected = math.exp(-0.1) * plain(plain.weighed(batch), logprobs, torch.zeros_like(logprobs)).loss
+    expected = math.exp(-0.1) * plain(plain.attach_weights(batch), logprobs, torch.zeros_like(logprobs)).loss
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
@@ -300,7 +300,7 @@ def test_finished_needs_to_know():
 def test_responses_that_were_cut_off_leave_the_mini_batch():
     batch = make_batch()
     batch = replace(batch, old_logprobs=batch.rollout_logprobs, finished=torch.arange(len(batch)) % 2 == 0)
-    weighed = objective_of(Arm(name="a", filters=("finished",))).weighed(batch)
+    weighed = objective_of(Arm(name="a", filters=("finished",))).attach_weights(batch)
     assert not weighed.loss_mask[1::2].any() and torch.equal(weighed.loss_mask[::2], batch.response_mask[::2])
     assert weighed.weights[::2].sum().item() == pytest.approx(1)
 

@@ -12,8 +12,8 @@ import torch
 
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import LossInputs
-from moe_rl.objectives.aggregate import seq_mean_token_mean
 from moe_rl.objectives.losses import LOSSES, grpo, gspo
+from moe_rl.objectives.weights import seq_mean_token_mean
 from tests import oracle
 from tests.objectives.examples import TIGHT, case, inputs, ranged
 

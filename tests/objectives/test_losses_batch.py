@@ -12,11 +12,9 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
 from moe_rl.objectives import objective_of
-from moe_rl.objectives.losses import LOSSES
-from moe_rl.objectives.ratios import LEVELS
-from moe_rl.objectives.regions import clipped, outside
+from moe_rl.objectives.losses import LEVELS, LOSSES, clip_surrogate, find_outside
+from moe_rl.registry import Use
 from tests.objectives import peers
 from tests.objectives.examples import TIGHT, inputs, ranged, rewarded
 
@@ -46,9 +44,9 @@ def in_parts(loss, name, cut, **parts):
         warnings.simplefilter("ignore")
         objective = objective_of(Arm(name="a", loss=loss, **parts))
     batch, logprobs, entropy = batch_of(name)
-    batch = objective.weighed(batch)
+    batch = objective.attach_weights(batch)
     if "mini_batch" in objective.needs:
-        batch = objective.marked(batch, logprobs, entropy)
+        batch = objective.attach_statistics(batch, logprobs, entropy)
         assert batch.marks is not None and batch.marks.shape == batch.tokens.shape
     logprobs.requires_grad_()
     total, clipped_by = 0.0, torch.zeros(logprobs.shape)
@@ -106,7 +104,7 @@ def run(loss, case, **options):
 @pytest.mark.parametrize("share", [1e-9, 0.05, 1.0])
 def test_clip_cov_takes_a_share_of_the_tokens_in_its_band_that_the_range_kept(case, share):
     x, output, gradient = run("clip_cov", case, share=share, low=0.2, high=1.5)
-    plain = clipped(x, x.log_ratio, 0.2, 0.2)
+    plain = clip_surrogate(x, x.log_ratio, 0.2, 0.2)
     kept = torch.autograd.grad(plain.loss, x.logprobs)[0]
     cov = covariances(peers.case(case))
     band = torch.as_tensor((cov > 0.2) & (cov < 1.5)) & (plain.clipped_by == 0)
@@ -208,4 +206,4 @@ def test_a_range_may_be_of_tokens():
     x = peers.loss_inputs("main-wide-0")
     none = torch.zeros_like(x.logprobs)
     with pytest.raises(ConfigError, match="clip range"):
-        outside(x, x.log_ratio.exp(), none - 0.1, none)
+        find_outside(x, x.log_ratio.exp(), none - 0.1, none)

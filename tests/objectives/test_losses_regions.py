@@ -11,9 +11,9 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.losses import LOSSES
+from moe_rl.registry import Use
 from tests import oracle
 from tests.objectives import peers
 from tests.objectives.examples import TIGHT, case, inputs, ranged

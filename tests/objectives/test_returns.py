@@ -12,10 +12,10 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
 from moe_rl.objectives import advantage_of
-from moe_rl.objectives.aggregate import seq_mean_token_mean, token_mean
-from moe_rl.objectives.returns import value_loss
+from moe_rl.objectives.advantages import value_loss
+from moe_rl.objectives.weights import seq_mean_token_mean, token_mean
+from moe_rl.registry import Use
 from tests.objectives.examples import rewarded
 from tests.objectives.test_steps import LENGTHS, MASK, PROMPT, REWARDS, made, tight
 
@@ -30,7 +30,7 @@ def given(*steps, rewards=REWARDS, mask=MASK, values=VALUES, **further):
     """Advantages and returns."""
     prompt = PROMPT if rewards is REWARDS else [0] * len(rewards)
     batch = rewarded(rewards, prompt, mask, torch.float64, values=values, **further)
-    batch = advantage_of(Arm(name="a", advantage=steps)).given(batch)
+    batch = advantage_of(Arm(name="a", advantage=steps)).attach_advantages(batch)
     return batch.advantages.numpy(), batch.returns.numpy()
 
 
@@ -112,7 +112,7 @@ def test_gae_asks_for_values_and_nothing_else_has_returns():
     with pytest.raises(ConfigError, match="the batch has none: a run has a critic with critic.lr above 0"):
         made("gae")
     batch = rewarded(REWARDS, PROMPT, MASK, values=VALUES.astype(np.float32))
-    assert advantage_of(Arm(name="a", advantage="returns")).given(batch).returns is None
+    assert advantage_of(Arm(name="a", advantage="returns")).attach_advantages(batch).returns is None
 
 
 # ---------------------------------------------------------------------- value loss

@@ -12,7 +12,6 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use, needs_of
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.losses import LOSSES
 from moe_rl.objectives.router import (
@@ -23,6 +22,7 @@ from moe_rl.objectives.router import (
     rspo,
     z_loss,
 )
+from moe_rl.registry import Use, needs_of
 from moe_rl.routing.inputs import RouterInputs
 from tests.objectives import peers
 from tests.objectives.examples import TIGHT, case, inputs

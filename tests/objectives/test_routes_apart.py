@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from moe_rl.config import Arm, Optimizer
-from moe_rl.lookup import Use
 from moe_rl.objectives import objective_of
-from moe_rl.objectives.aggregate import seq_mean_token_mean
+from moe_rl.objectives.weights import seq_mean_token_mean
 from moe_rl.policies.hf import HFPolicy
+from moe_rl.registry import Use
 from moe_rl.routing import replay_routing
 from tests.conftest import build as build_tiny
 from tests.conftest import perturb

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from moe_rl.config import Arm
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, RunError
 from moe_rl.execute import build
-from moe_rl.lookup import Use
 from moe_rl.objectives import advantage_of
 from moe_rl.objectives.advantages import ADVANTAGES
+from moe_rl.registry import Use
 from tests.objectives import peers
 from tests.objectives.examples import rewarded
 from tests.test_trainer import TINY, carry_out, whole_and_cut
@@ -326,9 +326,9 @@ def test_an_option_of_another_type_is_refused_with_its_arm(step):
         advantage_of(Arm(name="a", advantage=(step,)))
 
 
-def test_what_an_earlier_version_remembered_is_read(tmp_path):
-    """A run of it may go on knowingly, and its running mean must not begin anew."""
+def test_what_an_earlier_version_remembered_is_refused(tmp_path):
+    """Else its running mean would begin anew, and nobody would know."""
     (tmp_path / "advantage.json").write_text('{"0": {"n": 8, "mean": 0.25}}')
     found = advantage_of(Arm(name="own", advantage=Use("normalized", center="running")))
-    found.load(tmp_path)
-    assert found.memory == {"0": {"n": 8, "mean": 0.25}}
+    with pytest.raises(RunError, match="of release 0.1.0 or before"):
+        found.load(tmp_path)

@@ -11,10 +11,10 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use, needs_of
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.losses import gspo
 from moe_rl.objectives.terms import TERMS, entropy, kl
+from moe_rl.registry import Use, needs_of
 from tests.conftest import build, perturb
 from tests.objectives.examples import TIGHT, case, inputs
 from tests.policies.test_hf import make_batch, policy_of
@@ -79,7 +79,7 @@ def test_what_an_update_reports_of_its_terms_adds_up_over_micro_batches(micro_ba
     perturb(policy.model)
     scored, mask = policy.score(batch), batch.response_mask
     objective = objective_of(Arm(name="a", terms=BOTH))
-    part = objective.weighed(replace(batch, old_logprobs=scored.logprobs, ref_logprobs=reference.logprobs))
+    part = objective.attach_weights(replace(batch, old_logprobs=scored.logprobs, ref_logprobs=reference.logprobs))
     metrics = policy.update(part, objective).metrics
     d = (reference.logprobs - scored.logprobs).double()
     per_response = ((d.exp() - 1 - d) * mask).sum(1) / mask.sum(1)

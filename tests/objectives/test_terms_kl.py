@@ -11,9 +11,9 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use, lookup, needs_of
 from moe_rl.objectives import objective_of, policy_loss
 from moe_rl.objectives.terms import TERMS, kl
+from moe_rl.registry import Use, lookup, needs_of
 from tests.objectives import peers
 from tests.objectives.examples import TIGHT, case, inputs
 from tests.objectives.test_aggregate import PPO, assert_equal, of, rows

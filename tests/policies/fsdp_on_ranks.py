@@ -28,7 +28,6 @@ from moe_rl import execute as execute_module
 from moe_rl import ranks
 from moe_rl.config import Arm, ColdStart, EngineConfig, Measure, ModelConfig, Optimizer, RunConfig
 from moe_rl.execute import execute
-from moe_rl.lookup import Use
 from moe_rl.models.load import LoadedModel, load, save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.objectives import objective_of
@@ -36,6 +35,7 @@ from moe_rl.policies import hf as hf_module
 from moe_rl.policies.fsdp import FSDPPolicy, take_over
 from moe_rl.policies.hf import HFPolicy, checkpoint_activations
 from moe_rl.policies.shared import from_rank_0
+from moe_rl.registry import Use
 from moe_rl.routing import Layout, RoutingTrace, Site, record_routing, replay_routing
 from moe_rl.routing.dial import Dose
 from moe_rl.runs.folder import RunFolder, read_json
@@ -171,7 +171,7 @@ def case(name: str) -> dict:
     c, d = (p.score(batch, routes, scores=True) for p in (hf, ours))
     facts["replayed"], facts["replay matters"] = far(c.logprobs, d.logprobs), far(c.logprobs, hf.score(batch).logprobs)
     facts["replayed ids"] = c.routes == d.routes and c.preferred == d.preferred
-    part = replace(PARTS.weighed(part_of(batch, a, routes)), old_scores=a.scores)
+    part = replace(PARTS.attach_weights(part_of(batch, a, routes)), old_scores=a.scores)
     gradients = [p.gradient(part, PARTS) for p in (hf, ours)]
     facts["gradient"] = far(*gradients) / gradients[0].abs().max().item()
     u, v = (p.update(part, PARTS) for p in (hf, ours))

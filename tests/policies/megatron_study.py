@@ -4,7 +4,7 @@
 """
 
 from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 replay = Arm(name="replay", loss="grpo", routes="old_policy")

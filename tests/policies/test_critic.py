@@ -14,11 +14,11 @@ from moe_rl.config import Arm, Critic, Optimizer, RunConfig
 from moe_rl.config.values import check_values
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.execute import _critic, build, check
-from moe_rl.lookup import Use
-from moe_rl.methods import arm
 from moe_rl.models.load import load
 from moe_rl.objectives import objective_of
+from moe_rl.objectives.methods import arm
 from moe_rl.policies.critic import HFCritic
+from moe_rl.registry import Use
 from moe_rl.runs import frames
 from moe_rl.trainer import warn_void
 from tests.conftest import FAMILIES, perturb
@@ -48,7 +48,7 @@ def to_learn(batch, critic):
     values, generator = critic.values(batch), torch.Generator().manual_seed(5)
     off = torch.randn(values.shape, generator=generator).where(batch.response_mask, 0)
     batch = replace(batch, values=values + 0.1 * off.flip(0).where(batch.response_mask, 0), returns=values + off)
-    return objective_of(Arm(name="a", aggregate="token_mean")).weighed(batch)
+    return objective_of(Arm(name="a", aggregate="token_mean")).attach_weights(batch)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -57,7 +57,7 @@ GRPO = objective_of(Arm(name="grpo"))
 
 def part_of(batch, old, routes=None):
     """The batch as a mini-batch that can be trained on, with old log-probs, weights, and routes where it replays."""
-    return GRPO.weighed(replace(batch, old_logprobs=old.logprobs, routes=routes))
+    return GRPO.attach_weights(replace(batch, old_logprobs=old.logprobs, routes=routes))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -90,7 +90,7 @@ def test_ratios_of_the_first_mini_batch_are_one_under_any_routes(source, batch):
     routes = source(batch, natural) if source else None
     old = natural if routes is None or routes is natural.routes else policy.score(batch, routes)
     rows = torch.tensor([7, 2, 9, 4])
-    part = GRPO.weighed(part_of(batch, old, routes).rows(rows))
+    part = GRPO.attach_weights(part_of(batch, old, routes).rows(rows))
     updated = policy.update(part, GRPO)
     assert (updated.logprobs - part.old_logprobs).abs().max() < 1e-5
     if source in (shuffled, random_sets):

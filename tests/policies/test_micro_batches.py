@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from moe_rl.config import Arm
-from moe_rl.lookup import Use
 from moe_rl.models import vocabulary
 from moe_rl.models.vocabulary import head_is_apart
 from moe_rl.objectives import objective_of
 from moe_rl.policies import hf
 from moe_rl.policies.micro_batches import cut
+from moe_rl.registry import Use
 from moe_rl.rollouts.collate import collate
 from moe_rl.types import Prompt, Rollout
 from tests.conftest import FAMILIES, SMALL, build
@@ -56,7 +56,7 @@ def test_logits_piece_by_piece_give_the_same_log_probs_entropy_and_gradient(fami
     objective = objective_of(Arm(name="a", terms=(Use("entropy", coef=0.1),) if entropy else ()))
     policy = policy_of(model, temperature=0.7)
     old = policy.score(batch)
-    part = replace(part_of(batch, old), weights=GRPO.weighed(part_of(batch, old)).weights)
+    part = replace(part_of(batch, old), weights=GRPO.attach_weights(part_of(batch, old)).weights)
     gradient = policy.gradient(part, objective)
     monkeypatch.setattr(hf, "LOGITS", 200)
     monkeypatch.setattr(vocabulary, "LOGITS", 200)

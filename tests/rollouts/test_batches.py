@@ -317,11 +317,11 @@ def test_the_cosine_of_consecutive_gradients_is_that_of_the_vectors(tmp_path):
     parts = build(SMALL, tmp_path, tmp_path)
     policy = HFPolicy(parts.policy.model, SMALL.optimizer, gradient_cosine=True)
     objective = objective_of(SMALL.arm)
-    batch = parts.advantage.given(parts.batches.next(SMALL, parts, 1))
+    batch = parts.advantage.attach_advantages(parts.batches.next(SMALL, parts, 1))
     batch = replace(batch, old_logprobs=policy.score(batch).logprobs)
     vectors, said = [], []
     for rows in (slice(0, 3), slice(3, 6), slice(6, 8)):
-        part = objective.weighed(batch.rows(rows))
+        part = objective.attach_weights(batch.rows(rows))
         vectors.append(policy.gradient(part, objective).double().numpy())
         said.append(policy.update(part, objective).metrics.get("grad_cosine"))
     by_hand = [a @ b / np.sqrt((a @ a) * (b @ b)) for a, b in zip(vectors, vectors[1:], strict=False)]

@@ -11,9 +11,9 @@ import torch
 from moe_rl.config import Arm, EngineConfig
 from moe_rl.errors import ConfigError
 from moe_rl.execute import build
-from moe_rl.lookup import Use
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.recorder import engine_row
+from moe_rl.registry import Use
 from moe_rl.rollouts.choose import check_engine
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.mismatch import MismatchedEngine, to_int8_and_back, with_noise

@@ -184,7 +184,7 @@ def test_both_sides_of_a_soft_ratio_are_equal_at_equal_weights():
     natural = policy.score(batch)
     routes = soft(batch, natural, ratio=0.7)
     old = policy.score(batch, routes)
-    part = GRPO.weighed(replace(batch, old_logprobs=old.logprobs, routes=routes))
+    part = GRPO.attach_weights(replace(batch, old_logprobs=old.logprobs, routes=routes))
     updated = policy.update(part.rows(torch.tensor([3, 1, 8])), GRPO)
     assert (updated.logprobs - part.rows(torch.tensor([3, 1, 8])).old_logprobs).abs().max() < 1e-5
 
@@ -197,7 +197,8 @@ def test_checkpointed_layers_are_recomputed_with_what_their_forward_used(family,
     for checkpointing in (False, mode):
         policy, batch, natural = scored(family, activation_checkpointing=checkpointing, micro_batch=5)
         routes = soft(batch, natural, ratio=0.6) if rule == "soft" else recall(batch, natural)
-        found.append(policy.gradient(GRPO.weighed(replace(batch, old_logprobs=natural.logprobs, routes=routes)), GRPO))
+        part = GRPO.attach_weights(replace(batch, old_logprobs=natural.logprobs, routes=routes))
+        found.append(policy.gradient(part, GRPO))
     assert torch.equal(*found) and found[0].abs().max() > 1e-4
 
 
@@ -231,7 +232,7 @@ def test_recalled_weights_reach_the_experts_and_no_gradient_the_router(family):
     assert len(seen) == known.shape[2]
     hard = policy.score(batch, natural.routes)
     assert under.routes == hard.routes and not torch.equal(under.logprobs, hard.logprobs)
-    part = GRPO.weighed(replace(batch, old_logprobs=natural.logprobs, routes=routes))
+    part = GRPO.attach_weights(replace(batch, old_logprobs=natural.logprobs, routes=routes))
     routers = {id(p) for p in router_parameters(policy.model)}
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
     updated = policy.update(part, GRPO)

@@ -10,8 +10,8 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import RoutingError
-from moe_rl.lookup import Use
 from moe_rl.objectives import objective_of
+from moe_rl.registry import Use
 from moe_rl.routing import record_routing
 from moe_rl.routing.inputs import RouterInputs, load_of, shares, token_weights
 from moe_rl.routing.sites import find_sites, router_parameters
@@ -41,7 +41,7 @@ def moved_policy(family="qwen3_moe", **settings):
 
 
 def mini_batch(batch, old, routes=None, objective=RSPO):
-    return objective.weighed(replace(batch, old_logprobs=old.logprobs, old_scores=old.scores, routes=routes))
+    return objective.attach_weights(replace(batch, old_logprobs=old.logprobs, old_scores=old.scores, routes=routes))
 
 
 def seen(policy, part, objective=RSPO):

@@ -10,7 +10,7 @@ import pytest
 
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import RunError
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import load_study
 from moe_rl.study.collect import collect

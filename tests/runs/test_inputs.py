@@ -14,7 +14,7 @@ import pytest
 
 from moe_rl.config import Arm, ModelConfig, RunConfig
 from moe_rl.errors import RunError
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.runs import folder as runs
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import load_study

@@ -1,7 +1,7 @@
 """24 short runs of real models, which share one cold start of some seconds."""
 
 from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, RunConfig
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 GRPO = Arm(name="grpo")

@@ -14,7 +14,7 @@ from moe_rl.config import Arm, RunConfig
 from moe_rl.config.text import parse_settings
 from moe_rl.config.values import SHIPPED, located
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.results import printed
 from moe_rl.study.declaration import Study, _made, load_study_file, write_declaration
 from tests.fake_study import GRPO, GSPO, study

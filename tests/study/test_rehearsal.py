@@ -9,8 +9,8 @@ import pytest
 
 from moe_rl.config import Arm, ModelConfig, Optimizer
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
 from moe_rl.models.load import load, save_checkpoint
+from moe_rl.registry import Use
 from moe_rl.study import rehearsal
 from moe_rl.study.rehearsal import CHECKPOINT_LR, another_setting, elsewhere, preview, rehearse
 from tests.test_trainer import TINY

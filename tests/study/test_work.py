@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.errors import RunError
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.runs import folder as runs
 from moe_rl.runs.frames import diff
 from moe_rl.runs.lease import is_held

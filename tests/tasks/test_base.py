@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.tasks.base import Split, Task, checked_reward, draw, held_out, load_task, split_of
 from moe_rl.tasks.running_sums import RunningSums
 from moe_rl.types import Prompt

@@ -9,7 +9,7 @@ import pytest
 from moe_rl.compare.evaluation import benchmark
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.seeds import HELD_OUT, derive
 from moe_rl.tasks.base import draw, held_out, load_task
 

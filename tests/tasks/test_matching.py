@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.study.rehearsal import preview
 from moe_rl.tasks.base import load_task
 from moe_rl.tasks.matching import final, matcher, pieces

@@ -3,7 +3,7 @@
 import pytest
 
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.tasks.base import load_task, split_of
 from moe_rl.tasks.mixture import Mixture
 from moe_rl.tasks.running_sums import RunningSums

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.tasks.base import load_task
 
 

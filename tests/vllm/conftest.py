@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from moe_rl.config import Arm, ColdStart, ModelConfig, Optimizer, RunConfig
-from moe_rl.lookup import Use
 from moe_rl.models.load import load, save_checkpoint
 from moe_rl.policies.hf import HFPolicy
+from moe_rl.registry import Use
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 torch.set_num_threads(1)

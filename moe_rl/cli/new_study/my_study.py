@@ -1,7 +1,7 @@
 """Does a clip of my own learn as GRPO does, and does replaying the routes of responses change that?"""
 
 from moe_rl.config import Arm, ColdStart, Optimizer, RunConfig
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 grpo = Arm(name="grpo")

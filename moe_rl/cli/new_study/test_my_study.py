@@ -9,9 +9,9 @@ from my_study import study
 from my_study_parts import Largest, responses
 
 from moe_rl.config import ModelConfig
-from moe_rl.lookup import Use
 from moe_rl.models.load import load
 from moe_rl.objectives import policy_loss
+from moe_rl.registry import Use
 from moe_rl.results import printed
 from moe_rl.routing import record_routing
 from moe_rl.study.workers import preflight

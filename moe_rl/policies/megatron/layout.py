@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moe_rl.config import Parallel, RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -1,11 +1,11 @@
 """Methods that have every part between them, two steps each.
 
-    torchrun --nproc-per-node 2 -m moe_rl run tests/methods/megatron_study.py --policy megatron --ep 2
+    torchrun --nproc-per-node 2 -m moe_rl run tests/objectives/megatron_study.py --policy megatron --ep 2
 """
 
 from moe_rl.config import ColdStart, Measure, ModelConfig, Optimizer, RunConfig
-from moe_rl.lookup import Use
-from moe_rl.methods import arm, methods
+from moe_rl.objectives.methods import arm, methods
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 NOT_ON_MEGATRON = {"rspo", "router_kl", "z_loss", "load_balance", "router_logits", "recall", "soft", "gae"}

@@ -1,8 +1,6 @@
-"""Corrections for tokens that another distribution drew: factors on the weights of a loss, without gradient.
+"""How the tokens of a mini-batch weigh in its loss: aggregations and corrections, over the whole mini-batch.
 
-ρ = π_old / π_engine of a token. Under `Arm.corrections` a factor of 0 leaves a token in |y| and in N (as TRL, slime and
-NeMo-RL do); under `Arm.filters` the same function takes it out of both (verl's `rollout_rs`, ROLL). Degenerate: where
-the engine agrees, every ρ is 1. Options out of range raise ConfigError, and so does what is not given.
+Micro-batches and ranks receive slices of the weights and only add, so how a mini-batch is cut changes nothing.
 """
 
 from __future__ import annotations
@@ -11,23 +9,81 @@ import math
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import needs, unknown
-from moe_rl.objectives import ratios
-from moe_rl.objectives.base import LossInputs
+from moe_rl.objectives.losses import LEVELS as RATIO_LEVELS
+from moe_rl.objectives.losses import CorrectionInputs, LossInputs, Mask, segment_level, sequence_level
 from moe_rl.objectives.terms import ESTIMATORS
+from moe_rl.registry import needs, unknown
 
+Weights = Float[Tensor, "batch time"]
 Factors = Float[Tensor, "batch time"]
-Mask = Bool[Tensor, "batch time"]
 
 
+# -------------------------------------------------------------------------------------------------------- aggregations
+# Functions of the response mask. Weights are float64, 0 outside the response. N counts sequences: with rows="live"
+# those that have a response token (verl, ROLL, NeMo-RL, OpenRLHF), with rows="all" empty and wholly filtered ones too
+# (TRL, ms-swift, slime, SkyRL). At equal lengths L, without empty rows, seq_mean_token_mean = token_mean =
+# seq_mean_token_sum_norm(horizon=L).
+def seq_mean_token_mean(mask: Mask, *, rows: str = "live") -> Weights:
+    """1 / (N·|y_i|): the mean over sequences of the mean over tokens.
+
+    GSPO, arXiv 2507.18071, eq. 2 and 6: 1/G Σ_i 1/|y_i| Σ_t, averaged over queries.
+    """
+    return mask.double() / (mask.sum(1, keepdim=True).clamp(min=1) * _sequences(mask, rows))
+
+
+def token_mean(mask: Mask) -> Weights:
+    """1 / Σ_i |y_i|: every token alike, so that long responses weigh more (DAPO, arXiv 2503.14476, eq. 8)."""
+    return mask.double() / mask.sum().clamp(min=1)
+
+
+def seq_mean_token_sum(mask: Mask, *, rows: str = "live") -> Weights:
+    """1 / N: the mean over sequences of the sum over tokens, as policy gradients are (MiniRL, arXiv 2512.01374)."""
+    return mask.double() / _sequences(mask, rows)
+
+
+def seq_mean_token_sum_norm(mask: Mask, *, horizon: float, rows: str = "live") -> Weights:
+    """1 / (N·horizon): sums, over one length for all, often `max_new_tokens` (Dr. GRPO, arXiv 2503.20783). No default:
+    some peers take the width of a batch, which changes with its padding. Raises ConfigError unless 0 < horizon < ∞."""
+    if not 0 < horizon < math.inf:
+        raise ConfigError(f"seq_mean_token_sum_norm(horizon={horizon:g}): a number of tokens, by which sums are "
+                          "divided, must be positive and finite; usually it is max_new_tokens")
+    return mask.double() / (_sequences(mask, rows) * horizon)
+
+
+def token_sum(mask: Mask) -> Weights:
+    """1: the plain sum; the gradient grows with the mini-batch (verl's `token-sum`)."""
+    return mask.double()
+
+
+def _sequences(mask: Mask, rows: str) -> Int[Tensor, ""]:
+    """N, at least 1. Raises ConfigError for another way to count."""
+    if rows not in ("live", "all"):
+        unknown("way to count rows", rows, ("live", "all"))
+    return (mask.any(1) | (rows == "all")).sum().clamp(min=1)
+
+
+AGGREGATIONS: dict[str, Callable[..., Weights]] = {
+    "seq_mean_token_mean": seq_mean_token_mean,
+    "token_mean": token_mean,
+    "seq_mean_token_sum": seq_mean_token_sum,
+    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
+    "token_sum": token_sum,
+}
+
+
+# --------------------------------------------------------------------------------------------------------- corrections
+# For tokens that another distribution sampled: factors on the weights of a loss, without gradient. ρ = π_old / π_engine
+# of a token. Under `Arm.corrections` a factor of 0 leaves a token in |y| and in N (as TRL, slime and NeMo-RL do); under
+# `Arm.filters` the same function takes it out of both (verl's `rollout_rs`, ROLL). Degenerate: where the engine agrees,
+# every ρ is 1. Options out of range raise ConfigError, and so does what is not given.
 @needs("engine")
 def truncated(
-    x: LossInputs, *, cap: float = 2.0, low: float = 0.0, level: str = "token", batch_normalized: bool = False
+    x: CorrectionInputs, *, cap: float = 2.0, low: float = 0.0, level: str = "token", batch_normalized: bool = False
 ) -> Factors:
     """min(max(ρ, low), cap), ρ at one of `LEVELS`: truncated importance sampling.
 
@@ -37,25 +93,25 @@ def truncated(
     """
     if not cap > 0:
         raise ConfigError(f"truncated(cap={cap:g}): the cap of importance weights must be positive, usually 2")
-    rho = _rho(x, "truncated", level).clamp(*_band("truncated", low, cap))
+    rho = _rho(x, "truncated", level).clamp(*_check_band("truncated", low, cap))
     if batch_normalized:
-        of_rows = ratios.sequence_level(torch.where(x.mask, rho, 0).double(), x.mask).amax(1)[x.mask.any(1)]
+        of_rows = sequence_level(torch.where(x.mask, rho, 0).double(), x.mask).amax(1)[x.mask.any(1)]
         mean = (rho[x.mask].double() if level == "token" else of_rows).mean()
         rho = rho / torch.where(mean > 0, mean, 1)  # of no token it is NaN
     return rho
 
 
 @needs("engine")
-def masked(x: LossInputs, *, high: float, low: float = 0.0, level: str = "token") -> Factors:
+def masked(x: CorrectionInputs, *, high: float, low: float = 0.0, level: str = "token") -> Factors:
     """ρ · 1[low ≤ ρ ≤ high]: masked importance sampling (MIS, Liu & Li 2025). IcePop, arXiv 2510.18855, has .5 and 5;
     TRL's default is masked(high=3, level="product"). Degenerate: masked(high=inf) is truncated(cap=inf)."""
     rho = _rho(x, "masked", level)
-    return torch.where(_inside(rho, *_band("masked", low, high)), rho, 0)
+    return torch.where(_is_inside(rho, *_check_band("masked", low, high)), rho, 0)
 
 
 @needs("engine")
 def rejected(
-    x: LossInputs, *, high: float, low: float = 0.0, statistic: str = "ratio", level: str = "geometric"
+    x: CorrectionInputs, *, high: float, low: float = 0.0, statistic: str = "ratio", level: str = "geometric"
 ) -> Factors:
     """1[low ≤ v ≤ high]: rejection sampling, weight 1 inside a band; by default geometric (Geo-RS, Liu & Li 2025).
 
@@ -69,12 +125,12 @@ def rejected(
     of = "token" if level == "max" else level
     value = _rho(x, "rejected", of) if statistic == "ratio" else _at(
         of, ESTIMATORS[statistic](_log_rho(x, "rejected")), x.mask)
-    inside = _inside(value, *_band("rejected", low, high)) | ~x.mask
+    inside = _is_inside(value, *_check_band("rejected", low, high)) | ~x.mask
     return (inside.all(1, keepdim=True).expand(inside.shape) if level == "max" else inside).to(value.dtype)
 
 
 @needs("engine")
-def m2po(x: LossInputs, *, threshold: float = 0.04) -> Factors:
+def m2po(x: CorrectionInputs, *, threshold: float = 0.04) -> Factors:
     """0 for the largest (log ρ)² until the mean of the others, over the mini-batch's tokens, is below the threshold.
 
     M2PO, arXiv 2510.01161, of π_old as in AReaL, which keeps one token at least; equal ones go together here.
@@ -82,17 +138,17 @@ def m2po(x: LossInputs, *, threshold: float = 0.04) -> Factors:
     squared = _log_rho(x, "m2po").double() ** 2
     ordered = squared[x.mask].sort().values
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
-    out = pad(ordered, (0, 1), value=math.inf)[(means < _band("m2po", threshold, math.inf)[0]).sum()]
+    out = pad(ordered, (0, 1), value=math.inf)[(means < _check_band("m2po", threshold, math.inf)[0]).sum()]
     return (squared < out).to(x.old_logprobs.dtype)
 
 
 @needs("engine")
-def vaco(x: LossInputs, *, bound: float) -> Factors:
+def vaco(x: CorrectionInputs, *, bound: float) -> Factors:
     """0 where A · log ρ > 0 in a sequence whose mean |ρ − 1| > bound, since that would take it further off.
 
     VACO, arXiv 2603.01365, as in open-instruct at e6c3044; later it takes the total variation of probabilities.
     """
-    off = ratios.sequence_level((_rho(x, "vaco", "token") - 1).abs(), x.mask) > _band("vaco", bound, math.inf)[0]
+    off = sequence_level((_rho(x, "vaco", "token") - 1).abs(), x.mask) > _check_band("vaco", bound, math.inf)[0]
     return 1 - (off & (x.advantages * _log_rho(x, "vaco") > 0)).to(x.old_logprobs.dtype)
 
 
@@ -106,22 +162,21 @@ def opsm(x: LossInputs, *, delta: float, against: str = "engine") -> Factors:
     if against not in ("engine", "old"):
         unknown("policy that opsm compares with", against, ("engine", "old"))
     log_ratio = x.log_ratio.detach() + (_log_rho(x, "opsm") if against == "engine" else 0)
-    return 1 - ((x.advantages < 0) & (-ratios.sequence_level(log_ratio, x.mask) > delta)).to(log_ratio.dtype)
+    return 1 - ((x.advantages < 0) & (-sequence_level(log_ratio, x.mask) > delta)).to(log_ratio.dtype)
 
 
-def finished(x: LossInputs) -> Factors:
+def finished(x: CorrectionInputs) -> Factors:
     """0 in responses that were cut off, else 1: as a filter, DAPO's overlong filtering (arXiv 2503.14476, sec. 3.4)."""
     if x.finished is None:
         raise ConfigError("finished leaves out responses that were cut off, but which were is not given")
     return x.finished.to(x.old_logprobs.dtype)
 
 
-# ---------------------------------------------------------------------- ρ and its levels
 LEVELS: dict[str, Callable[[Tensor, Mask], Tensor]] = {
-    "token": ratios.LEVELS["token"],
-    "segment": ratios.segment_level,
-    "geometric": ratios.sequence_level,
-    "product": ratios.LEVELS["product"],
+    "token": RATIO_LEVELS["token"],
+    "segment": segment_level,
+    "geometric": sequence_level,
+    "product": RATIO_LEVELS["product"],
 }
 """Of log ρ, 0 outside the response. "Sequence" is the product in verl, TRL and SkyRL, the geometric mean
 in ms-swift and open-instruct: nothing here is called that."""
@@ -133,23 +188,23 @@ def _at(level: str, values: Tensor, mask: Mask) -> Tensor:
     return LEVELS[level](values, mask)
 
 
-def _log_rho(x: LossInputs, part: str) -> Tensor:
+def _log_rho(x: CorrectionInputs, part: str) -> Tensor:
     if x.rollout_logprobs is None:
         raise ConfigError(f"{part} weighs π_old against the engine, but there are no rollout_logprobs")
     return torch.where(x.mask, x.old_logprobs - x.rollout_logprobs, 0).detach()
 
 
-def _rho(x: LossInputs, part: str, level: str) -> Factors:
+def _rho(x: CorrectionInputs, part: str, level: str) -> Factors:
     """ρ at a level, 1 outside the response; finite, since inf · 0 is NaN."""
     log_rho = _at(level, _log_rho(x, part), x.mask)
     return log_rho.exp().clamp(max=torch.finfo(log_rho.dtype).max)
 
 
-def _inside(value: Tensor, low: float, high: float) -> Tensor:
+def _is_inside(value: Tensor, low: float, high: float) -> Tensor:
     return (low <= value) & (value <= high)
 
 
-def _band(part: str, low: float, high: float) -> tuple[float, float]:
+def _check_band(part: str, low: float, high: float) -> tuple[float, float]:
     if not 0 <= low <= high:
         raise ConfigError(f"{part}: {low:g} to {high:g} is no band: what is compared with its bounds is at least 0")
     return low, high

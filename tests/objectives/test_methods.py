@@ -13,12 +13,22 @@ import torch
 from moe_rl import cli
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
-from moe_rl.lookup.parts import FIELD, parts
-from moe_rl.methods import arm, differences, entry, methods, presets, spelled
-from moe_rl.methods.page import markdown
-from moe_rl.methods.table import SAME, frameworks, refused
 from moe_rl.objectives import advantage_of, policy_loss
+from moe_rl.objectives.methods import (
+    SAME,
+    arm,
+    components,
+    differences,
+    entry,
+    frameworks,
+    methods,
+    presets,
+    refusals,
+    spell,
+)
+from moe_rl.objectives.methods_page import markdown
+from moe_rl.objectives.spelling import FIELD
+from moe_rl.registry import Use
 from moe_rl.study import Study
 from moe_rl.types import Batch
 from tests.fake_study import study
@@ -30,10 +40,8 @@ NAMES = [*methods(), *presets()]
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method_is_an_arm_that_can_be_written_down(name):
     made = arm(name)
-    assert made.name == name and arm(spelled(made)) == made
+    assert made.name == name and arm(spell(made)) == made
     assert entry(name).source
-    for framework, _, _, _, status in entry(name).elsewhere:
-        assert framework in frameworks() and status in ("O", "R")
 
 
 def test_the_default_arms_are_what_they_were():
@@ -42,12 +50,12 @@ def test_the_default_arms_are_what_they_were():
 
 
 def test_a_method_with_the_name_of_a_part_has_that_part():
-    same = {*methods()} & {*parts()}
+    same = {*methods()} & {*components()}
     assert {"gspo", "sapo", "opsm", "recall"} <= same
     for name in same:
-        value = getattr(arm(name), FIELD[parts()[name].kind])
+        value = getattr(arm(name), FIELD[components()[name].kind])
         assert name in [Use.of(part).name for part in (value if isinstance(value, tuple) else (value,))]
-    assert not {*methods()} & {*refused()} and not {*parts()} & {*refused()}
+    assert not {*methods()} & {*refusals()} and not {*components()} & {*refusals()}
     for preset in presets().values():
         assert preset.name.partition(":")[0] in frameworks() and preset.of in methods()
 
@@ -59,12 +67,12 @@ def test_options_of_a_method_are_those_of_the_part_that_has_its_name():
         arm("opsm(clip_high=0.2)")
 
 
-@pytest.mark.parametrize("name", sorted(refused()))
+@pytest.mark.parametrize("name", sorted(refusals()))
 def test_what_is_no_arm_says_why(name):
     for text in (name, f"{name}(a=1)+old_policy"):
         with pytest.raises(ConfigError) as error:
             arm(text)
-        assert refused()[name] in str(error.value)
+        assert refusals()[name] in str(error.value)
 
 
 def test_differences_are_those_of_parts_with_their_defaults():
@@ -88,7 +96,7 @@ def test_parts_that_are_said_to_be_another_are_that():
     old, rewards = torch.randn(3, 4).double(), torch.tensor([1.0, 0.0, 0.25])
     said = {"mask": mask, "advantages": rewards.double() - 0.4, "old_logprobs": old, "logprobs": old + 0.01}
     for name in SAME:
-        if parts()[name].kind == "loss":
+        if components()[name].kind == "loss":
             a, b = (policy_loss(loss, **said) for loss in (name, SAME[name]))
             assert a.loss == b.loss and torch.equal(a.clipped_by, b.clipped_by) and a.clipped_by.any()
         else:
@@ -102,11 +110,11 @@ def test_parts_that_are_said_to_be_another_are_that():
 def test_the_page_is_what_is_generated():
     page = (ROOT / "docs" / "methods.md").read_text()
     assert page == markdown(), "run `make docs/methods.md`"
-    for name in (*methods(), *refused(), *parts()):
+    for name in (*methods(), *refusals(), *components()):
         assert f"`{name}" in page
 
 
-def test_methods_are_shown_without_torch(capsys):
+def test_methods_are_shown(capsys):
     assert cli.main(["methods"]) == 0
     said = capsys.readouterr().out
     assert all(f"\n{name} " in f"\n{said}" for name in methods())
@@ -114,8 +122,12 @@ def test_methods_are_shown_without_torch(capsys):
     assert "unlike paper:gspo" in (said := capsys.readouterr().out) and "aggregate: token_mean" in said
     assert cli.main(["methods", "gspo+old_policy"]) == 0
     assert cli.main(["methods", "gpso"]) == 2
-    code = "import sys; from moe_rl import cli; cli.main(['methods', 'dapo']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_an_arm_is_read_without_torch():
+    code = "import sys; from moe_rl.study import Study; from moe_rl.objectives.methods import arm; "
+    code += "arm('sapo(tau_neg=1.05)+old_policy'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_studies_take_texts_for_arms(tmp_path):
@@ -150,5 +162,5 @@ def test_the_command_line_takes_arms(tmp_path, capsys):
 def test_methods_are_what_their_papers_and_peers_say():
     assert arm("topr").anchor == "engine"  # its w is the ratio of trajectories to what sampled them
     assert "r3" not in methods()["recall"].note.partition("there")[0]  # the gates are those of π_old
-    assert "normalized(center=group,scale=none)" in refused()["gpg"]  # A = α(r − mean)
+    assert "normalized(center=group,scale=none)" in refusals()["gpg"]  # A = α(r − mean)
     assert not any(": ," in line for line in markdown().splitlines())

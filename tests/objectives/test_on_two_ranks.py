@@ -7,9 +7,9 @@ import pytest
 from moe_rl.execute import execute
 from moe_rl.runs.folder import RunFolder
 from moe_rl.runs.frames import read_table
-from tests.methods.conversations_study import study as conversations
-from tests.methods.megatron_study import study
-from tests.methods.test_training import carried_out
+from tests.objectives.conversations_study import study as conversations
+from tests.objectives.megatron_study import study
+from tests.objectives.test_methods_training import carried_out
 from tests.policies.test_megatron import launched_once, torchrun
 
 pytest.importorskip("megatron", reason="pip install 'moe_rl[megatron]'")
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
 def ranks_of(name, folder):
     """What two ranks wrote of the study in a file of this folder."""
-    words = (f"tests/methods/{name}.py", "--policy", "megatron", "--ep", "2", "--out", folder / "runs")
+    words = (f"tests/objectives/{name}.py", "--policy", "megatron", "--ep", "2", "--out", folder / "runs")
     said = launched_once(folder, name, *torchrun(2), "-m", "moe_rl", "run", *words)
     assert said["code"] == 0, said["err"][-5000:]
     return folder / "runs"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import math
 
 import pytest
@@ -12,10 +10,16 @@ from hypothesis import strategies as st
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use
-from moe_rl.lookup.parts import REGISTRIES, REQUIRED, parts
-from moe_rl.methods import arm, spelled, spelling
-from moe_rl.methods.spelling import parse
+from moe_rl.objectives import spelling
+from moe_rl.objectives.advantages import ADVANTAGES
+from moe_rl.objectives.losses import LOSSES
+from moe_rl.objectives.methods import REQUIRED, arm, components, spell
+from moe_rl.objectives.router import ROUTER_LOSSES, ROUTER_TERMS
+from moe_rl.objectives.spelling import known_components, parse
+from moe_rl.objectives.terms import TERMS
+from moe_rl.objectives.weights import AGGREGATIONS, CORRECTIONS
+from moe_rl.registry import Use
+from moe_rl.routing.sources import SOURCES
 
 METHODS = {"gspo": "gspo", "grpo": "grpo", "replay": "grpo+old_policy", "crossed": "crossed(weigh=none)+truncated",
            "their:grpo": "grpo(clip_high=0.2)+truncated(cap=3.0)+kl(coef=0.1)"}  # fmt: skip
@@ -104,7 +108,7 @@ OPTIONS = st.dictionaries(
 def of_kind(*kinds):
     """Parts of a kind with the options they need, and somebody's own with any."""
     known = [Use(p.name, **{n: 0.5 for n, default in p.options.items() if default is REQUIRED})
-             for p in parts().values() if p.kind in kinds]  # fmt: skip
+             for p in components().values() if p.kind in kinds]  # fmt: skip
     return st.sampled_from(known) | OPTIONS.map(lambda options: Use("mine.own:part", **options))
 
 
@@ -120,30 +124,28 @@ def several(kind):
     ratio_routes=st.none() | of_kind("routes"), anchor=st.sampled_from(["policy", "engine"]),
 ))  # fmt: skip
 def test_an_arm_written_is_the_arm_read(made):
-    assert parse(spelling.spelled(made, METHODS), METHODS) == made
-    assert arm(spelled(made)) == made
+    assert parse(spelling.spell(made, METHODS), METHODS) == made
+    assert arm(spell(made)) == made
 
 
 def test_a_text_is_written_as_it_was_read():
     for text in ("gspo", "grpo(clip_high=0.3)+old_policy", "gspo+kl(coef=0.1)+name=mine"):
-        assert spelling.spelled(parse(text, METHODS), METHODS) == text
+        assert spelling.spell(parse(text, METHODS), METHODS) == text
 
 
-@pytest.mark.parametrize("kind, module, registry", REGISTRIES)
-def test_parts_are_read_from_the_source_as_they_are(kind, module, registry):
-    registered = getattr(importlib.import_module(module), registry)
-    assert registered and all(parts()[name].kind == kind for name in registered)
-    for name, function in registered.items():
-        options = {p.name: p.default for p in inspect.signature(function).parameters.values()
-                   if p.kind is p.KEYWORD_ONLY}  # fmt: skip
-        assert {n: REQUIRED if value is inspect.Parameter.empty else value
-                for n, value in options.items()} == parts()[name].options  # fmt: skip
-        assert inspect.getdoc(function) == parts()[name].text and parts()[name].equation
+def test_the_table_names_the_components_of_the_registries_with_their_options():
+    assert known_components().keys() == components().keys()
+    for name, known in known_components().items():
+        found = components()[name]
+        assert (known.kind, list(known.options)) == (found.kind, list(found.options)), name
+        assert list(known.required) == [n for n, default in found.options.items() if default is REQUIRED], name
+        assert found.equation, name
 
 
 def test_names_are_unique_across_registries():
-    names = [name for _, module, registry in REGISTRIES for name in getattr(importlib.import_module(module), registry)]
-    assert len(set(names)) == len(names) == len(parts())
+    """Of two components of one name, the second would hide the first."""
+    registries = (LOSSES, ROUTER_LOSSES, AGGREGATIONS, CORRECTIONS, TERMS, ROUTER_TERMS, ADVANTAGES, SOURCES)
+    assert sum(map(len, registries)) == len(components())
 
 
 @pytest.mark.parametrize("text, words", [

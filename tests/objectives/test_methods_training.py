@@ -9,8 +9,8 @@ import torch
 
 from moe_rl.config import ColdStart, Measure, ModelConfig, Optimizer, RunConfig
 from moe_rl.execute import build
-from moe_rl.methods import arm, entry, methods, presets
 from moe_rl.objectives import advantage_of, objective_of
+from moe_rl.objectives.methods import arm, entry, methods, presets
 from moe_rl.runs.columns import TABLES
 from moe_rl.trainer import train
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from moe_rl.errors import ConfigError
-from moe_rl.lookup.parts import elsewhere
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,7 +44,7 @@ class Use:
         if isinstance(part, Mapping) and set(part) == {"name", "options"}:
             return Use(part["name"], **part["options"])
         if callable(part):
-            return _named(part)
+            return _use_of(part)
         raise ConfigError(f'{part!r} names nothing: write "name", or Use("name", option=value)')
 
     def __str__(self) -> str:
@@ -59,7 +58,7 @@ class Use:
         return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def _named(part: Callable[..., Any]) -> Use:
+def _use_of(part: Callable[..., Any]) -> Use:
     """The `pkg.module:name` of a function or class, and the options of a partial: what a file can hold, and another
     process import. Raises ConfigError where there is no such name."""
     function, options = (part.func, part.keywords) if isinstance(part, partial) else (part, {})
@@ -79,24 +78,28 @@ Part = str | Use | Callable[..., Any]
 """What configurations take wherever something is named."""
 
 
-def lookup(kind: str, use: Part, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+def lookup(
+    kind: str, use: Part, known: Mapping[str, Callable[..., Any]],
+    hint: Callable[[str, Collection[str]], str] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
     """The function or class that `use` names, one of `known` or a user's own, its options bound.
 
-    Options are the callable's keyword-only parameters. Raises ConfigError, before anything is called, for a name that
-    is not there, for an option that the callable does not have, and for one that it needs.
+    Options are the callable's keyword-only parameters. `hint` is asked for what an unknown name is elsewhere. Raises
+    ConfigError, before anything is called, for a name that is not there, for an option that the callable does not have,
+    and for one that it needs.
     """
     use = Use.of(use)
     if use.name in known:
         found = known[use.name]
     elif use.own:
-        found = imported(kind, use.name)
+        found = import_callable(kind, use.name)
     else:
-        unknown(kind, use.name, [*known, "pkg.module:name"], elsewhere(use.name, known))
+        unknown(kind, use.name, [*known, "pkg.module:name"], hint(use.name, known) if hint else "")
     check_options(kind, use, found)
     return partial(found, **use.options) if use.options else found
 
 
-def imported(kind: str, name: str) -> Callable[..., Any]:
+def import_callable(kind: str, name: str) -> Callable[..., Any]:
     """The callable that `pkg.module:name` names; the working directory is importable. Raises ConfigError when it is not
     there. An error inside the module is its own and passes."""
     module, _, attribute = name.partition(":")

@@ -12,8 +12,9 @@ import pytest
 from moe_rl.config import Arm, RunConfig
 from moe_rl.config.values import located
 from moe_rl.errors import ConfigError
-from moe_rl.lookup import Use, lookup, needs, needs_of
 from moe_rl.objectives.losses import grpo
+from moe_rl.objectives.spelling import suggest_field
+from moe_rl.registry import Use, lookup, needs, needs_of
 
 GSPO = Use("gspo", clip_low=0.01, clip_high=0.013)
 
@@ -161,7 +162,7 @@ def test_an_unknown_name_is_refused_with_the_closest_and_all_known_ones():
 ])
 def test_a_name_of_another_kind_is_said_to_be_one(kind, name, hint):
     with pytest.raises(ConfigError, match=rf"no {kind} is called '{name}'\. {re.escape(hint)} There are: anything"):
-        lookup(kind, name, KNOWN)
+        lookup(kind, name, KNOWN, suggest_field)
 
 
 @pytest.mark.parametrize("use", [Use("with_options", must=1, mayy=3), Use("plain", may=1), Use("with_options", x=1)])

@@ -1,12 +1,12 @@
 """The two environments that come with the package, three steps each, from a cold start that takes seconds.
 
-    torchrun --nproc-per-node 2 -m moe_rl run tests/methods/conversations_study.py --policy megatron --ep 2
+    torchrun --nproc-per-node 2 -m moe_rl run tests/objectives/conversations_study.py --policy megatron --ep 2
 """
 
 from moe_rl.config import Arm, ColdStart, Measure
-from moe_rl.lookup import Use
+from moe_rl.registry import Use
 from moe_rl.study import Study
-from tests.methods.megatron_study import study as methods
+from tests.objectives.megatron_study import study as methods
 
 arm = Arm(name="token", loss=Use("gspo_token", clip_low=0.01, clip_high=0.013), advantage="by_turn", routes="rollout")
 CELLS = {
