@@ -98,26 +98,9 @@ def entry(name: str) -> Method:
 
 
 # ---------------------------------------------------------------------- what the registries say, which needs torch
-@dataclass(frozen=True)
-class Component:
-    """A component as its function describes it."""
-
-    kind: str
-    name: str
-    options: Mapping[str, Any]
-    """Keyword-only options and their defaults; `REQUIRED` where there is none."""
-    text: str
-    """The docstring."""
-
-    @property
-    def equation(self) -> str:
-        """The first sentence of the docstring, in one line."""
-        return SENTENCE.split(" ".join(self.text.partition("\n\n")[0].split()))[0].rstrip(".")
-
-
 @functools.cache
-def components() -> Mapping[str, Component]:
-    """Every component by name; a name is of one kind only."""
+def registries() -> Mapping[str, Mapping[str, Callable[..., Any]]]:
+    """Kind of component → name → function."""
     from moe_rl.objectives.advantages import ADVANTAGES
     from moe_rl.objectives.losses import LOSSES
     from moe_rl.objectives.router import ROUTER_LOSSES, ROUTER_TERMS
@@ -125,17 +108,28 @@ def components() -> Mapping[str, Component]:
     from moe_rl.objectives.weights import AGGREGATIONS, CORRECTIONS
     from moe_rl.routing.sources import SOURCES
 
-    kinds: Mapping[str, Mapping[str, Callable[..., Any]]] = {
-        "loss": LOSSES | ROUTER_LOSSES, "aggregation": AGGREGATIONS, "correction": CORRECTIONS,
-        "term": TERMS | ROUTER_TERMS, "advantage": ADVANTAGES, "routes": SOURCES,
-    }  # fmt: skip
-    return {name: Component(kind, name, _options_of(function), inspect.getdoc(function) or "")
-            for kind, functions in kinds.items() for name, function in functions.items()}
+    return {"loss": LOSSES | ROUTER_LOSSES, "aggregation": AGGREGATIONS, "correction": CORRECTIONS,
+            "term": TERMS | ROUTER_TERMS, "advantage": ADVANTAGES, "routes": SOURCES}
 
 
-def _options_of(function: Callable[..., Any]) -> dict[str, Any]:
+@functools.cache
+def components() -> Mapping[str, Callable[..., Any]]:
+    """Every component by name; a name is of one kind only."""
+    return {name: function for functions in registries().values() for name, function in functions.items()}
+
+
+def read_options(name: str) -> dict[str, Any]:
+    """The options of a component and their defaults, `REQUIRED` where there is none; none for a user's own."""
+    if name not in components():
+        return {}
     return {p.name: REQUIRED if p.default is p.empty else p.default
-            for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+            for p in inspect.signature(components()[name]).parameters.values() if p.kind is p.KEYWORD_ONLY}
+
+
+def read_equation(name: str) -> str:
+    """The first sentence of the docstring of a component, in one line."""
+    text = (inspect.getdoc(components()[name]) or "").partition("\n\n")[0]
+    return SENTENCE.split(" ".join(text.split()))[0].rstrip(".")
 
 
 SAME = {
@@ -159,8 +153,7 @@ def differences(a: Arm, b: Arm) -> list[str]:
         ours, theirs = (_general(x if name in SEVERAL else (x or Use("none"),)) for x in (ours, theirs))
         for part in dict.fromkeys([*ours, *theirs]):
             if part in ours and part in theirs:
-                defaults = components()[part].options if part in components() else {}
-                one, other = ({**defaults, **side[part].options} for side in (ours, theirs))
+                one, other = ({**read_options(part), **side[part].options} for side in (ours, theirs))
                 found += [f"{name}: {part} with {option} {one[option]}, not {other[option]}"
                           for option in one if one[option] != other.get(option)]
             elif name in SEVERAL:

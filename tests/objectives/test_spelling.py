@@ -11,15 +11,9 @@ from hypothesis import strategies as st
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import spelling
-from moe_rl.objectives.advantages import ADVANTAGES
-from moe_rl.objectives.losses import LOSSES
-from moe_rl.objectives.methods import REQUIRED, arm, components, spell
-from moe_rl.objectives.router import ROUTER_LOSSES, ROUTER_TERMS
+from moe_rl.objectives.methods import REQUIRED, arm, components, read_equation, read_options, registries, spell
 from moe_rl.objectives.spelling import known_components, parse
-from moe_rl.objectives.terms import TERMS
-from moe_rl.objectives.weights import AGGREGATIONS, CORRECTIONS
 from moe_rl.registry import Use
-from moe_rl.routing.sources import SOURCES
 
 METHODS = {"gspo": "gspo", "grpo": "grpo", "replay": "grpo+old_policy", "crossed": "crossed(weigh=none)+truncated",
            "their:grpo": "grpo(clip_high=0.2)+truncated(cap=3.0)+kl(coef=0.1)"}  # fmt: skip
@@ -107,8 +101,8 @@ OPTIONS = st.dictionaries(
 
 def of_kind(*kinds):
     """Parts of a kind with the options they need, and somebody's own with any."""
-    known = [Use(p.name, **{n: 0.5 for n, default in p.options.items() if default is REQUIRED})
-             for p in components().values() if p.kind in kinds]  # fmt: skip
+    known = [Use(name, **dict.fromkeys(known.required, 0.5))
+             for name, known in known_components().items() if known.kind in kinds]  # fmt: skip
     return st.sampled_from(known) | OPTIONS.map(lambda options: Use("mine.own:part", **options))
 
 
@@ -134,18 +128,17 @@ def test_a_text_is_written_as_it_was_read():
 
 
 def test_the_table_names_the_components_of_the_registries_with_their_options():
-    assert known_components().keys() == components().keys()
+    names = [(kind, name) for kind, functions in registries().items() for name in functions]
+    assert [(known.kind, name) for name, known in known_components().items()] == names
     for name, known in known_components().items():
-        found = components()[name]
-        assert (known.kind, list(known.options)) == (found.kind, list(found.options)), name
-        assert list(known.required) == [n for n, default in found.options.items() if default is REQUIRED], name
-        assert found.equation, name
+        options = read_options(name)
+        assert list(known.options) == list(options) and read_equation(name), name
+        assert list(known.required) == [option for option, default in options.items() if default is REQUIRED], name
 
 
 def test_names_are_unique_across_registries():
     """Of two components of one name, the second would hide the first."""
-    registries = (LOSSES, ROUTER_LOSSES, AGGREGATIONS, CORRECTIONS, TERMS, ROUTER_TERMS, ADVANTAGES, SOURCES)
-    assert sum(map(len, registries)) == len(components())
+    assert sum(map(len, registries().values())) == len(components())
 
 
 @pytest.mark.parametrize("text, words", [
