@@ -9,18 +9,15 @@ import math
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_rl.errors import ConfigError
 from moe_rl.objectives.losses import LEVELS as RATIO_LEVELS
-from moe_rl.objectives.losses import CorrectionInputs, LossInputs, Mask, segment_level, sequence_level
+from moe_rl.objectives.losses import CorrectionInputs, LossInputs, Mask, PerToken, segment_level, sequence_level
 from moe_rl.objectives.terms import ESTIMATORS
 from moe_rl.registry import needs, unknown
-
-Weights = Float[Tensor, "batch time"]
-Factors = Float[Tensor, "batch time"]
 
 
 # -------------------------------------------------------------------------------------------------------- aggregations
@@ -28,7 +25,7 @@ Factors = Float[Tensor, "batch time"]
 # those that have a response token (verl, ROLL, NeMo-RL, OpenRLHF), with rows="all" empty and wholly filtered ones too
 # (TRL, ms-swift, slime, SkyRL). At equal lengths L, without empty rows, seq_mean_token_mean = token_mean =
 # seq_mean_token_sum_norm(horizon=L).
-def seq_mean_token_mean(mask: Mask, *, rows: str = "live") -> Weights:
+def seq_mean_token_mean(mask: Mask, *, rows: str = "live") -> PerToken:
     """1 / (N·|y_i|): the mean over sequences of the mean over tokens.
 
     GSPO, arXiv 2507.18071, eq. 2 and 6: 1/G Σ_i 1/|y_i| Σ_t, averaged over queries.
@@ -36,17 +33,17 @@ def seq_mean_token_mean(mask: Mask, *, rows: str = "live") -> Weights:
     return mask.double() / (mask.sum(1, keepdim=True).clamp(min=1) * _sequences(mask, rows))
 
 
-def token_mean(mask: Mask) -> Weights:
+def token_mean(mask: Mask) -> PerToken:
     """1 / Σ_i |y_i|: every token alike, so that long responses weigh more (DAPO, arXiv 2503.14476, eq. 8)."""
     return mask.double() / mask.sum().clamp(min=1)
 
 
-def seq_mean_token_sum(mask: Mask, *, rows: str = "live") -> Weights:
+def seq_mean_token_sum(mask: Mask, *, rows: str = "live") -> PerToken:
     """1 / N: the mean over sequences of the sum over tokens, as policy gradients are (MiniRL, arXiv 2512.01374)."""
     return mask.double() / _sequences(mask, rows)
 
 
-def seq_mean_token_sum_norm(mask: Mask, *, horizon: float, rows: str = "live") -> Weights:
+def seq_mean_token_sum_norm(mask: Mask, *, horizon: float, rows: str = "live") -> PerToken:
     """1 / (N·horizon): sums, over one length for all, often `max_new_tokens` (Dr. GRPO, arXiv 2503.20783). No default:
     some peers take the width of a batch, which changes with its padding. Raises ConfigError unless 0 < horizon < ∞."""
     if not 0 < horizon < math.inf:
@@ -55,7 +52,7 @@ def seq_mean_token_sum_norm(mask: Mask, *, horizon: float, rows: str = "live") -
     return mask.double() / (_sequences(mask, rows) * horizon)
 
 
-def token_sum(mask: Mask) -> Weights:
+def token_sum(mask: Mask) -> PerToken:
     """1: the plain sum; the gradient grows with the mini-batch (verl's `token-sum`)."""
     return mask.double()
 
@@ -67,7 +64,7 @@ def _sequences(mask: Mask, rows: str) -> Int[Tensor, ""]:
     return (mask.any(1) | (rows == "all")).sum().clamp(min=1)
 
 
-AGGREGATIONS: dict[str, Callable[..., Weights]] = {
+AGGREGATIONS: dict[str, Callable[..., PerToken]] = {
     "seq_mean_token_mean": seq_mean_token_mean,
     "token_mean": token_mean,
     "seq_mean_token_sum": seq_mean_token_sum,
@@ -84,7 +81,7 @@ AGGREGATIONS: dict[str, Callable[..., Weights]] = {
 @needs("engine")
 def truncated(
     x: CorrectionInputs, *, cap: float = 2.0, low: float = 0.0, level: str = "token", batch_normalized: bool = False
-) -> Factors:
+) -> PerToken:
     """min(max(ρ, low), cap), ρ at one of `LEVELS`: truncated importance sampling.
 
     The cap bounds the variance and biases towards 0 where the ratio exceeds it (Ionides 2008; for RL with two engines,
@@ -102,7 +99,7 @@ def truncated(
 
 
 @needs("engine")
-def masked(x: CorrectionInputs, *, high: float, low: float = 0.0, level: str = "token") -> Factors:
+def masked(x: CorrectionInputs, *, high: float, low: float = 0.0, level: str = "token") -> PerToken:
     """ρ · 1[low ≤ ρ ≤ high]: masked importance sampling (MIS, Liu & Li 2025). IcePop, arXiv 2510.18855, has .5 and 5;
     TRL's default is masked(high=3, level="product"). Degenerate: masked(high=inf) is truncated(cap=inf)."""
     rho = _rho(x, "masked", level)
@@ -112,7 +109,7 @@ def masked(x: CorrectionInputs, *, high: float, low: float = 0.0, level: str = "
 @needs("engine")
 def rejected(
     x: CorrectionInputs, *, high: float, low: float = 0.0, statistic: str = "ratio", level: str = "geometric"
-) -> Factors:
+) -> PerToken:
     """1[low ≤ v ≤ high]: rejection sampling, weight 1 inside a band; by default geometric (Geo-RS, Liu & Li 2025).
 
     v is ρ at a level or, by `statistic`, "k2", "k3" or "abs" of KL(π_engine ‖ π_old) per token, summed (level
@@ -130,7 +127,7 @@ def rejected(
 
 
 @needs("engine")
-def m2po(x: CorrectionInputs, *, threshold: float = 0.04) -> Factors:
+def m2po(x: CorrectionInputs, *, threshold: float = 0.04) -> PerToken:
     """0 for the largest (log ρ)² until the mean of the others, over the mini-batch's tokens, is below the threshold.
 
     M2PO, arXiv 2510.01161, of π_old as in AReaL, which keeps one token at least; equal ones go together here.
@@ -143,7 +140,7 @@ def m2po(x: CorrectionInputs, *, threshold: float = 0.04) -> Factors:
 
 
 @needs("engine")
-def vaco(x: CorrectionInputs, *, bound: float) -> Factors:
+def vaco(x: CorrectionInputs, *, bound: float) -> PerToken:
     """0 where A · log ρ > 0 in a sequence whose mean |ρ − 1| > bound, since that would take it further off.
 
     VACO, arXiv 2603.01365, as in open-instruct at e6c3044; later it takes the total variation of probabilities.
@@ -153,7 +150,7 @@ def vaco(x: CorrectionInputs, *, bound: float) -> Factors:
 
 
 @needs("policy")
-def opsm(x: LossInputs, *, delta: float, against: str = "engine") -> Factors:
+def opsm(x: LossInputs, *, delta: float, against: str = "engine") -> PerToken:
     """0 where A < 0 and 1/|y| Σ_t log(π_sampler/π_θ) > delta, else 1: off-policy sequence masking.
 
     DeepSeek-V3.2, arXiv 2512.02556, eq. 9; delta, in nats, is not published. The sampler is the engine (paper, TRL), or
@@ -165,7 +162,7 @@ def opsm(x: LossInputs, *, delta: float, against: str = "engine") -> Factors:
     return 1 - ((x.advantages < 0) & (-sequence_level(log_ratio, x.mask) > delta)).to(log_ratio.dtype)
 
 
-def finished(x: CorrectionInputs) -> Factors:
+def finished(x: CorrectionInputs) -> PerToken:
     """0 in responses that were cut off, else 1: as a filter, DAPO's overlong filtering (arXiv 2503.14476, sec. 3.4)."""
     if x.finished is None:
         raise ConfigError("finished leaves out responses that were cut off, but which were is not given")
@@ -194,7 +191,7 @@ def _log_rho(x: CorrectionInputs, part: str) -> Tensor:
     return torch.where(x.mask, x.old_logprobs - x.rollout_logprobs, 0).detach()
 
 
-def _rho(x: CorrectionInputs, part: str, level: str) -> Factors:
+def _rho(x: CorrectionInputs, part: str, level: str) -> PerToken:
     """ρ at a level, 1 outside the response; finite, since inf · 0 is NaN."""
     log_rho = _at(level, _log_rho(x, part), x.mask)
     return log_rho.exp().clamp(max=torch.finfo(log_rho.dtype).max)
@@ -210,7 +207,7 @@ def _check_band(part: str, low: float, high: float) -> tuple[float, float]:
     return low, high
 
 
-CORRECTIONS: dict[str, Callable[..., Factors]] = {
+CORRECTIONS: dict[str, Callable[..., PerToken]] = {
     "truncated": truncated, "masked": masked, "rejected": rejected, "m2po": m2po, "vaco": vaco, "opsm": opsm,
     "finished": finished,
 }  # fmt: skip

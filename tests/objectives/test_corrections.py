@@ -158,5 +158,18 @@ def test_ones_own_correction_that_means_nothing_is_refused(settings, message):
         objective_of(Arm(name="a", **settings))
 
 
+def reads_where_positive(x):
+    return (x.log_ratio.abs() < 0.5).float() if bool((x.advantages > 0).any()) else torch.ones_like(x.advantages)
+
+
+def test_a_correction_that_reads_the_policy_only_sometimes_is_refused_before_the_update():
+    """The trial on one token, whose advantage is 0, cannot see it."""
+    objective = objective_of(Arm(name="a", corrections=(f"{__name__}:reads_where_positive",)))
+    batch = make_batch()
+    batch = replace(batch, old_logprobs=batch.rollout_logprobs, advantages=batch.response_mask.float())
+    with pytest.raises(ConfigError, match="reads_where_positive reads log π_θ"):
+        objective.attach_weights(batch)
+
+
 def test_what_waits_for_the_policy_may_read_it():
     assert objective_of(Arm(name="a", corrections=(f"{__name__}:waiting",))).needs == {"policy"}
