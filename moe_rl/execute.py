@@ -16,9 +16,7 @@ import torch
 from moe_rl import ranks
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Stopped
-from moe_rl.models.checkpoints import check_weights
-from moe_rl.models.load import LoadedModel, load, save_checkpoint
-from moe_rl.models.presets import PRESETS, placement, skeleton
+from moe_rl.models.load import PRESETS, LoadedModel, check_weights, load, placement, save_checkpoint, skeleton
 from moe_rl.models.supervised import Progress, cold_start
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of

@@ -33,9 +33,7 @@ from moe_rl.config.tree import leaves, plain
 from moe_rl.errors import ConfigError
 from moe_rl.evaluate import evaluate
 from moe_rl.metrics.samples import GREEDY
-from moe_rl.models.checkpoints import check_weights
-from moe_rl.models.load import load, no_progress_bars
-from moe_rl.models.presets import PRESETS
+from moe_rl.models.load import PRESETS, check_weights, load, no_progress_bars
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.registry import Use

@@ -129,7 +129,7 @@ def _changed(a: Response, b: Response) -> float:
 
 
 def _tokenizer(name: str | PreTrainedTokenizerBase | None, trace: Path) -> PreTrainedTokenizerBase | None:
-    from moe_rl.models.checkpoints import load_tokenizer
+    from moe_rl.models.load import load_tokenizer
 
     if name is not None:
         return load_tokenizer(name) if isinstance(name, str) else name

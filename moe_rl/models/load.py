@@ -1,26 +1,63 @@
-"""A model and its tokenizer: a preset with weights drawn from a seed, or any Hugging Face checkpoint."""
+"""A model and its tokenizer: a preset with weights drawn from a seed, or a Hugging Face checkpoint, which is read whole
+or refused. A checkpoint is one of the package, a folder or a name on the hub; its code runs only if asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from moe_rl.config import ModelConfig
+from moe_rl.config.values import SHIPPED, folder_of
 from moe_rl.errors import ConfigError, raise_os_errors
-from moe_rl.models import checkpoints
 from moe_rl.models.kernels_cpu import use_cpu_kernels
-from moe_rl.models.presets import PRESETS, hf_config, placement
 from moe_rl.models.tokens import byte_tokenizer
+from moe_rl.registry import unknown
 from moe_rl.routing.balance import keep_routers_in
 from moe_rl.routing.sites import find_sites
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+# 2^-3 = 1/sqrt(hidden): at the usual 0.02, scores of so narrow a router differ by 0.1 and the model learns nothing.
+_TINY = {
+    "vocab_size": 258, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 1024, "initializer_range": 0.125, "tie_word_embeddings": True,
+    "eos_token_id": 256, "pad_token_id": 257}
+_NO_HEAD_DIM = {k: v for k, v in _TINY.items() if k != "head_dim"}  # for families that derive it
+_DEEPSEEK_LIKE = {  # one dense layer, shared expert, sigmoid scores with a selection bias, experts chosen within groups
+    "intermediate_size": 128, "moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 4,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "n_group": 4, "topk_group": 2}
+_QWEN3_MOE = _TINY | {
+    "intermediate_size": 128, "moe_intermediate_size": 32, "num_local_experts": 16, "num_experts_per_tok": 2,
+    "norm_topk_prob": True}
+
+PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen3_moe-tiny": ("qwen3_moe", _QWEN3_MOE),
+    "qwen3_moe-bench": ("qwen3_moe", _QWEN3_MOE | {
+        "vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 8, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 64, "head_dim": 32, "eos_token_id": 62, "pad_token_id": 63}),
+    "qwen3_moe-fine": ("qwen3_moe", _QWEN3_MOE | {
+        "num_hidden_layers": 12, "num_local_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 24}),
+    "olmoe-tiny": ("olmoe", _NO_HEAD_DIM | {"intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4}),
+    "mixtral-tiny": ("mixtral", _TINY | {"intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "deepseek_v3-tiny": ("deepseek_v3", _NO_HEAD_DIM | _DEEPSEEK_LIKE | {
+        "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+        "v_head_dim": 16}),
+    "gpt_oss-tiny": ("gpt_oss", _TINY | {
+        "intermediate_size": 32, "num_local_experts": 16, "num_experts_per_tok": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "glm4_moe-tiny": ("glm4_moe", _TINY | _DEEPSEEK_LIKE),
+}
+"""Name → (Hugging Face model type, settings of its configuration). 0.7 M parameters; `-bench` 6.7 M, `-fine` 3.8 M."""
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -32,13 +69,11 @@ class LoadedModel:
 
 
 def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) -> LoadedModel:
-    """The preset, with weights drawn from `seed`, or the checkpoint that `model_config.name` names, whose weights are
-    its own.
+    """The preset that `model_config.name` names, with weights drawn from `seed`, or the checkpoint, with its own
+    weights, tokenizer and chat template.
 
-    A checkpoint is a directory written by `save_pretrained`, or a name on the Hugging Face hub; it brings its own
-    tokenizer and chat template. Code that it may bring is run only if `trust_remote_code` says so. The global random
-    state is left as it was. Raises ConfigError for an unknown name, a missing folder, an impossible device or dtype, or
-    a setting that does not exist.
+    Code that a checkpoint brings is run only with `trust_remote_code`. The global random state is left as it was.
+    Raises ConfigError for an unknown name or setting, a missing folder, and an impossible device or dtype.
     """
     from transformers import AutoModelForCausalLM
 
@@ -50,13 +85,13 @@ def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) 
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         tokenizer = byte_tokenizer(config.vocab_size)
     else:
-        model, tokenizer = _from_checkpoint(model_config, dtype, trust_remote_code)
+        model, tokenizer = _load_checkpoint(model_config, dtype, trust_remote_code)
     model = model.to(device).eval()
     if model_config.router_dtype is not None:
         keep_routers_in(model, wide := getattr(torch, model_config.router_dtype))
         if model_config.name not in PRESETS and wide != dtype:
             # What was trained in this dtype may be saved in it: read as the rest is, it would be rounded.
-            whole = checkpoints.load_weights(model_config.name, wide, trust_remote_code)
+            whole = load_weights(model_config.name, wide, trust_remote_code)
             for site, exact in zip(find_sites(model), find_sites(whole), strict=True):
                 site.module.load_state_dict(exact.module.state_dict())
     use_cpu_kernels(model)
@@ -84,22 +119,182 @@ def no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _from_checkpoint(
-    model_config: ModelConfig, dtype: torch.dtype, trust: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    name = model_config.name
-    hf_config(model_config, trust)  # the cheap part first: does it exist, does it take overrides
-    tokenizer = checkpoints.load_tokenizer(name, trust)
-    model = checkpoints.load_weights(name, dtype, trust)
+def _load_checkpoint(config: ModelConfig, dtype: torch.dtype, trust: bool) -> tuple[Any, PreTrainedTokenizerBase]:
+    hf_config(config, trust)  # the cheap part first: does it exist, does it take overrides
+    name = config.name
+    tokenizer = load_tokenizer(name, trust)
+    model: Any = load_weights(name, dtype, trust)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {name} has no EOS token, so no completion could ever end.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    embeddings: Any = model.get_input_embeddings()
-    rows = embeddings.weight.shape[0]
+    rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
-        raise ConfigError(
-            f"the tokenizer of {name} has {len(tokenizer)} tokens but the model only {rows} embeddings: they do not "
-            "belong together."
-        )
+        raise ConfigError(f"the tokenizer of {name} has {len(tokenizer)} tokens but the model only {rows} embeddings: "
+                          "they do not belong together.")
     return model, tokenizer
+
+
+def hf_config(model_config: ModelConfig, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The Hugging Face configuration, overrides applied, without any weights being made or read."""
+    from transformers import CONFIG_MAPPING
+
+    if model_config.name not in PRESETS:
+        if model_config.overrides:
+            raise ConfigError(f"model {model_config.name!r} is a checkpoint, whose weights fix its shape, so the "
+                              f"overrides {dict(model_config.overrides)!r} cannot apply; presets with overrides are "
+                              f"{', '.join(PRESETS)}.")
+        if not may_exist(model_config.name):
+            unknown("model preset or checkpoint folder", model_config.name, [*PRESETS, *SHIPPED])
+        return load_config(model_config.name, trust_remote_code)
+    model_type, settings = PRESETS[model_config.name]
+    config_class = CONFIG_MAPPING[model_type]
+    known = set(config_class().to_dict()) | set(config_class.attribute_map) | set(settings)
+    for key in model_config.overrides:
+        if key not in known:
+            unknown(f"setting of the {model_type} configuration", key, known)
+    overrides = {config_class.attribute_map.get(key, key): value for key, value in model_config.overrides.items()}
+    try:
+        return config_class(**{**settings, **overrides})
+    except Exception as error:  # transformers' validation raises classes of its own
+        raise ConfigError(f"{model_config.name} refuses the overrides {overrides!r}: {error}") from error
+
+
+def skeleton(model_config: ModelConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model without memory or weights (on the meta device), from its configuration alone: names, shapes, layout."""
+    from transformers import AutoModelForCausalLM
+
+    config, (_, dtype) = hf_config(model_config, trust_remote_code), placement(model_config)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=dtype).eval()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"no model can be built of {model_config.name!r} with the overrides "
+                          f"{dict(model_config.overrides)!r}: {error}") from error
+
+
+def placement(model_config: ModelConfig) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of a configuration. Raises ConfigError for one that is not there."""
+    dtype = getattr(torch, model_config.dtype, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"model dtype {model_config.dtype!r} is none; use float32 or bfloat16.")
+    try:
+        device = torch.device(model_config.device)
+    except RuntimeError as error:
+        raise ConfigError(f"model device {model_config.device!r} is none; use cpu, cuda or cuda:<index>.") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"model device {model_config.device!r} is not there: this machine shows "
+                          f"{torch.cuda.device_count()} CUDA devices to this PyTorch; use cpu.")
+    return device, dtype
+
+
+def may_exist(name: str) -> bool:
+    """Whether `name` is a folder, or has the form of a name on the hub, `owner/repository`."""
+    owner, _, repository = name.partition("/")
+    on_hub = repository and "/" not in repository and owner not in ("", ".", "..", "~") and not Path(owner).is_dir()
+    return bool(on_hub) or folder_of(name).is_dir()
+
+
+def load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of a checkpoint. Raises ConfigError when it has none that transformers knows."""
+    from transformers import AutoConfig
+
+    folder = folder_of(name)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise ConfigError(f"{name!r} holds an adapter of PEFT, not a model; merge it into its base "
+                          "(merge_and_unload) and give the folder that the merged model was saved to.")
+    return _pretrained(AutoConfig, name, trust_remote_code)
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint. Raises ConfigError when it has none."""
+    from transformers import AutoTokenizer
+
+    tokenizer = _pretrained(AutoTokenizer, name, trust_remote_code)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes an empty one when it finds no files
+        raise ConfigError(f"{name!r} cannot be loaded: it has no tokenizer; save the model's tokenizer beside it.")
+    return tokenizer
+
+
+def load_weights(name: str, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The causal language model of a checkpoint, every weight its own.
+
+    Raises ConfigError for weights that are missing, damaged or of another shape, which transformers would replace by
+    random ones with no more than a warning.
+    """
+    from transformers import AutoModelForCausalLM
+
+    check_weights(name)
+    model, found = _pretrained(AutoModelForCausalLM, name, trust_remote_code, dtype=dtype, output_loading_info=True,
+                               ignore_mismatched_sizes=True)
+    for what, keys in (("lacks", found["missing_keys"]), ("has other shapes of", found["mismatched_keys"])):
+        names = sorted(key if isinstance(key, str) else key[0] for key in keys)
+        if names:
+            some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            raise ConfigError(f"{name!r} {what} {len(names)} of the weights of {type(model).__name__} ({some}), which "
+                              "would stay random; save the whole model.")
+    return model
+
+
+def check_weights(name: str) -> None:
+    """Raise ConfigError for a folder that is not there, or whose weight files are missing or damaged. Of safetensors
+    only headers are read; names on the hub are left to the download."""
+    _require(name)
+    folder = folder_of(name)
+    if not folder.is_dir():
+        return
+    files = [WHOLE] if (folder / WHOLE).exists() else []
+    if not files and (folder / INDEX).exists():
+        try:
+            files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{name!r} cannot be loaded: its {INDEX} is damaged ({error}).") from error
+    if not files and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ConfigError(f"{name!r} cannot be loaded: it holds no weights ({WHOLE}, or {INDEX} and its shards).")
+    for file in files:
+        try:
+            with safe_open(folder / file, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            sentence = f"{file} is missing or damaged ({str(error).splitlines()[0]}); copy it again."
+            raise ConfigError(f"{name!r} cannot be loaded: {sentence}") from error
+
+
+def _require(name: str) -> None:
+    if not may_exist(name):
+        raise ConfigError(f"there is no checkpoint folder {name!r} (looked at {folder_of(name).absolute()}).")
+    folder = folder_of(name)
+    known = ("config.json", "adapter_config.json", "tokenizer_config.json")  # the last, where a tokenizer is alone
+    if folder.is_dir() and not any((folder / file).exists() for file in known):
+        raise ConfigError(f"{name!r} cannot be loaded as a Hugging Face causal-LM checkpoint: the folder has no "
+                          f"config.json (looked at {folder.absolute()}).")
+
+
+def _pretrained(auto_class: Any, name: str, trust: bool, **settings: Any) -> Any:
+    """`auto_class.from_pretrained`, with what it cannot load reported in one sentence."""
+    _require(name)
+    try:
+        return auto_class.from_pretrained(str(folder_of(name)), trust_remote_code=trust, **settings)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{name!r} cannot be loaded as a Hugging Face causal-LM checkpoint: {reason}") from error
+
+
+def make_deterministic() -> None:
+    """From now on, the same inputs give the same bits in this process: on the same card, with the same versions, cut
+    into the same forwards.
+
+    Call it before the first product on a card, since cuBLAS reads its workspace once. Attention is then computed by
+    plain products, whose memory grows with time²: the backwards of fused ones add in any order. torch warns of
+    operations that it calls nondeterministic; those used here (cumulative sums of a batch of rows, counts of integers,
+    cross entropy without reduction) add each row in one order. Raises ConfigError where CUDA has begun without it.
+    """
+    default = ":4096:8"  # cuBLAS adds in one order with this workspace, and with :16:8
+    if (given := os.environ.get("CUBLAS_WORKSPACE_CONFIG")) not in (default, ":16:8"):
+        if torch.cuda.is_initialized():
+            raise ConfigError(f"CUDA has begun with CUBLAS_WORKSPACE_CONFIG={given!r}, so its products may differ from "
+                              f"run to run: call make_deterministic() first of all, or set it to {default} outside.")
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = default
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for allow in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{allow}_sdp")(False)

@@ -31,8 +31,7 @@ from moe_rl.config.tree import plain
 from moe_rl.errors import ConfigError, RunError, raise_os_errors
 from moe_rl.metrics.rounding import number
 from moe_rl.metrics.volatility import Load, load_statistics
-from moe_rl.models.checkpoints import load_weights
-from moe_rl.models.load import LoadedModel, load, no_progress_bars, save_checkpoint
+from moe_rl.models.load import LoadedModel, load, load_weights, no_progress_bars, save_checkpoint
 from moe_rl.models.tokens import completion_tokens, demonstrated, encode_prompts
 from moe_rl.routing import Recording, record_routing
 from moe_rl.seeds import derive

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from moe_rl import ranks
 from moe_rl.config import ModelConfig, Optimizer
 from moe_rl.models.kernels_cpu import use_cpu_kernels
-from moe_rl.models.presets import skeleton
+from moe_rl.models.load import skeleton
 from moe_rl.models.vocabulary import head_is_apart
 from moe_rl.objectives import Objective
 from moe_rl.policies.hf import HFPolicy

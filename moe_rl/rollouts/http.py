@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, MoeRlError, RunError
-from moe_rl.models.presets import skeleton
+from moe_rl.models.load import skeleton
 from moe_rl.rollouts.answers import Answer, Reader
 from moe_rl.rollouts.dialects import DIALECTS
 from moe_rl.rollouts.push import Receipt

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_rl.errors import raise_os_errors
-from moe_rl.models.checkpoints import INDEX, WHOLE
+from moe_rl.models.load import INDEX, WHOLE
 
 SHARD = 2**30
 """Bytes of a file, unless a single tensor has more."""

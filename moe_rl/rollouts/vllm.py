@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.models.presets import skeleton
+from moe_rl.models.load import skeleton
 from moe_rl.rollouts.answers import Answer, Reader
 from moe_rl.rollouts.dialects import vllm_settings
 from moe_rl.rollouts.push import Receipt, receipt

@@ -19,8 +19,7 @@ from moe_rl import ranks
 from moe_rl.config import ColdStart, EngineConfig, Measure, ModelConfig, Optimizer, Parallel, RunConfig
 from moe_rl.errors import ConfigError, Diverged, MoeRlError
 from moe_rl.execute import build
-from moe_rl.models.checkpoints import load_tokenizer
-from moe_rl.models.presets import PRESETS, hf_config, skeleton
+from moe_rl.models.load import PRESETS, hf_config, load_tokenizer, skeleton
 from moe_rl.models.tokens import byte_tokenizer, completion_tokens, demonstrated, encode_prompts
 from moe_rl.routing.sites import layout_of
 from moe_rl.runs.commits import check_rows

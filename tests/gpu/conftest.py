@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 
-from moe_rl.models.deterministic import deterministic
+from moe_rl.models.load import make_deterministic
 from tests.benchmarks.card import card
 from tests.routing.families import FAMILIES, build
 
@@ -55,7 +55,7 @@ def repeatable():
     """The documented settings under which a card repeats itself, for the tests of one file."""
     kinds = ("flash", "mem_efficient", "cudnn")
     allowed = {kind: getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in kinds}
-    deterministic()
+    make_deterministic()
     yield
     torch.use_deterministic_algorithms(False)
     for kind, was in allowed.items():

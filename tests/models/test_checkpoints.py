@@ -11,12 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError
-from moe_rl.models import checkpoints
-from moe_rl.models.load import load, save_checkpoint
+from moe_rl.models.load import INDEX, WHOLE, load, load_config, load_tokenizer, may_exist, save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer
 from tests.conftest import build
-
-WHOLE = checkpoints.WHOLE
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +37,7 @@ def a_larger_router(folder):
 
 def a_shard_that_never_arrived(folder):
     (folder / WHOLE).unlink()
-    (folder / checkpoints.INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
 
 
 @pytest.mark.parametrize("damage, says", [
@@ -69,13 +66,13 @@ def test_tied_weights_are_saved_once_and_not_missed(tmp_path):
 
 def test_a_folder_that_is_no_checkpoint_says_what_it_lacks(tmp_path):
     with pytest.raises(ConfigError, match=r"the folder has no config\.json \(looked at"):
-        checkpoints.load_tokenizer(str(tmp_path))
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_folder_that_is_not_there_is_not_asked_of_the_hub():
     """With the slash that a shell completes, too, which is no name on the hub."""
     for name in ("none/", "/none", "none", "one/two/three"):
-        assert not checkpoints.may_exist(name)
+        assert not may_exist(name)
         with pytest.raises(ConfigError, match="there is no checkpoint folder"):
-            checkpoints.load_config(name)
-    assert checkpoints.may_exist("Qwen/Qwen3-30B-A3B")
+            load_config(name)
+    assert may_exist("Qwen/Qwen3-30B-A3B")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_rl.errors import ConfigError
-from moe_rl.models.deterministic import deterministic
+from moe_rl.models.load import make_deterministic
 
 KINDS = ("flash", "mem_efficient", "cudnn")
 
@@ -25,7 +25,7 @@ def put_back(monkeypatch):
 
 
 def test_it_asks_for_what_repeats_itself(put_back):
-    deterministic()
+    make_deterministic()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
     assert not any(getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in KINDS)
@@ -33,9 +33,9 @@ def test_it_asks_for_what_repeats_itself(put_back):
 
 def test_too_late_is_an_error_and_a_workspace_of_the_users_is_kept(put_back, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match="call deterministic\\(\\) first of all"):
-        deterministic()
+    with pytest.raises(ConfigError, match="call make_deterministic\\(\\) first of all"):
+        make_deterministic()
     assert not torch.are_deterministic_algorithms_enabled()
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    deterministic()
+    make_deterministic()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

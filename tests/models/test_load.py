@@ -13,8 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from moe_rl.config import ModelConfig
 from moe_rl.config.values import PRESET_NAMES
 from moe_rl.errors import ConfigError
-from moe_rl.models.load import load, save_checkpoint
-from moe_rl.models.presets import PRESETS, hf_config
+from moe_rl.models.load import PRESETS, hf_config, load, save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer, completion_tokens, encode_prompts, plain_tokens
 from moe_rl.routing.sites import router_parameters
 from moe_rl.types import Prompt

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from moe_rl.config import Arm, EngineConfig, ModelConfig, Parallel, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.execute import check
-from moe_rl.models.presets import hf_config
+from moe_rl.models.load import hf_config
 from moe_rl.policies.megatron.layout import check_layout, normalised
 from moe_rl.registry import Use
 from moe_rl.rollouts import choose

@@ -7,7 +7,7 @@ import pytest
 from moe_rl import ranks
 from moe_rl.config import Arm, EngineConfig, ModelConfig, RunConfig
 from moe_rl.errors import RunError
-from moe_rl.models.presets import skeleton
+from moe_rl.models.load import skeleton
 from moe_rl.rollouts.checked import CheckedEngine, CheckpointReceiver
 from moe_rl.rollouts.choose import engine_of
 from moe_rl.rollouts.hf import HFEngine

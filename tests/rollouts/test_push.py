@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_rl.config import ModelConfig
 from moe_rl.errors import RunError
-from moe_rl.models.presets import skeleton
+from moe_rl.models.load import skeleton
 from moe_rl.rollouts import push as pushed
 from moe_rl.rollouts.push import (
     Parity,

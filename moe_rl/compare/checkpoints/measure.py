@@ -28,9 +28,7 @@ from moe_rl.compare.checkpoints.texts import TextBatch, Texts, check_file
 from moe_rl.config import ModelConfig
 from moe_rl.config.values import SHIPPED, folder_of
 from moe_rl.errors import ConfigError, RoutingError, RunError
-from moe_rl.models import checkpoints
-from moe_rl.models.load import load, no_progress_bars
-from moe_rl.models.presets import PRESETS, placement, skeleton
+from moe_rl.models.load import PRESETS, check_weights, load, load_tokenizer, no_progress_bars, placement, skeleton
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import Layout
 from moe_rl.runs import folder as runs
@@ -204,7 +202,7 @@ def _same_model(comparison: Comparison, trust: bool) -> tuple[PreTrainedTokenize
         raise ConfigError(f"the two checkpoints are of different architectures, so their routes cannot be compared: "
                           f"{names[0]} has {before}; {names[1]} has {after}, a family and a digest of its hidden size, "
                           "layers and vocab_size. Where only the last differs, resize_token_embeddings helps.")
-    tokenizers = [checkpoints.load_tokenizer(name, trust) for name in names]
+    tokenizers = [load_tokenizer(name, trust) for name in names]
     vocabularies = [set(tokenizer.get_vocab().items()) for tokenizer in tokenizers]
     if apart := len(vocabularies[0] ^ vocabularies[1]):
         raise ConfigError(f"the tokenizers of {names[0]} and {names[1]} differ in {apart} entries, so the two "
@@ -215,7 +213,7 @@ def _same_model(comparison: Comparison, trust: bool) -> tuple[PreTrainedTokenize
 def _layout(name: str, trust: bool) -> Layout:
     if name in PRESETS:
         raise ConfigError(f"{name!r} is a preset, whose weights are random; give the folder of a checkpoint.")
-    checkpoints.check_weights(name)
+    check_weights(name)
     try:
         model = skeleton(ModelConfig(name=name), trust)
     except ConfigError as error:

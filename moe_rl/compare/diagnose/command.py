@@ -10,9 +10,7 @@ from moe_rl.compare.diagnose.diagnosis import Diagnosis, diagnose
 from moe_rl.compare.diagnose.responses import Rollouts
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RoutingError
-from moe_rl.models import checkpoints
-from moe_rl.models.load import load, no_progress_bars
-from moe_rl.models.presets import PRESETS, placement, skeleton
+from moe_rl.models.load import PRESETS, check_weights, load, load_tokenizer, no_progress_bars, placement, skeleton
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import Layout
 
@@ -47,7 +45,7 @@ def diagnose_checkpoint(
         except RoutingError as error:
             raise ConfigError(f"--also {name} is no version of {checkpoint}: {error}") from error
     read = Rollouts(rollouts, layout, vocabulary=sizes.vocab_size, num_layers=sizes.num_hidden_layers, limit=responses,
-                    tokenizer=checkpoints.load_tokenizer(checkpoint, trust_remote_code))
+                    tokenizer=load_tokenizer(checkpoint, trust_remote_code))
     with no_progress_bars():
         loaded, *older = [load(s, seed=0, trust_remote_code=trust_remote_code) for s in settings]
     return diagnose(read, loaded.model, tokenizer=loaded.tokenizer, batch_tokens=batch_tokens,
@@ -58,7 +56,7 @@ def _described(settings: ModelConfig, trust: bool) -> tuple[Layout, Any]:
     """Layout and sizes of a checkpoint, from its configuration alone."""
     if settings.name in PRESETS:
         raise ConfigError(f"{settings.name!r} is a preset, whose weights are random; give the folder of a checkpoint.")
-    checkpoints.check_weights(settings.name)
+    check_weights(settings.name)
     model: Any = skeleton(ModelConfig(name=settings.name), trust)
     try:
         return layout_of(model), model.config.get_text_config()
