@@ -113,7 +113,7 @@ SHIPPED = {"qwen3_moe-fine-pretrained": Path(__file__).parents[1] / "models/pret
 """Checkpoints that come with the package: docs/pretraining.md."""
 PRESET_NAMES = ("qwen3_moe-tiny", "qwen3_moe-bench", "qwen3_moe-fine", "olmoe-tiny", "mixtral-tiny", "deepseek_v3-tiny",
                 "gpt_oss-tiny", "glm4_moe-tiny")
-"""The keys of `models.presets.PRESETS`, which is not imported here."""
+"""The keys of `models.load.PRESETS`, which is not imported here."""
 
 
 def folder_of(checkpoint: str) -> Path:
