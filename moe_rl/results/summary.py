@@ -103,9 +103,10 @@ ENGINE = (
     Metric("noise floor: KL k3, probe, run", "noise_floor_kl_k3", mean),
 )
 """Shown where engine and policy differ. Means over the whole run: the gap is there from the first step on."""
-SAME_ENGINE = 1e-6
+SAME_ENGINE = 1e-4
 """KL k3 per token, in nats, mean over a run, above which engine and policy differ. Float32 leaves 1e-13 between two
-scorings of the same weights, and 2e-7 in a run in which near ties were routed elsewhere; bfloat16 makes 1e-3."""
+scorings of the same weights, but routes near ties elsewhere on some processors: margins of a nat are within rounding of
+six layers (6e-6) at 4e-5 of the tokens of six routers, half a nat of KL each, 2e-5. Bfloat16 makes 1e-3."""
 
 
 def metric(name: str) -> Metric:

@@ -17,6 +17,7 @@ def test_rounding_is_epsilon_times_depth_times_magnitude():
     assert rounding(SUMMED, 0, 3) == 3 * 2**-23 and rounding(FLOAT64, 0, 3) == 3 * 2**-52
     assert rounding(SUMMED, 2, 1) == (2 * IN_A_LAYER + 1) * 2**-23
     assert rounding(BFLOAT16, 2, 1) == pytest.approx((2 * IN_A_LAYER + 1) * 2**-15), "√(2⁻⁷ · 2⁻²³)"
+    assert rounding(SUMMED, 2, math.log(258)) == pytest.approx(1e-5, rel=0.2), "the tolerance of tiny models in tests"
 
 
 def stack(x, weights, order):

@@ -122,6 +122,14 @@ def test_an_interval_without_bounds_can_be_printed():
     assert str(stats.Interval(math.nan, math.nan, math.nan, 2, "")) == "nan [–]"
 
 
+def test_an_interval_has_no_zero_with_a_sign_and_as_many_digits_on_every_processor():
+    """Half of the last width is 0.001 but for the last bit, which would make a fourth digit."""
+    assert str(stats.Interval(-0.0, -1e-17, 1e-17, 4, "")) == "0.000 [0.000, 0.000]"
+    assert str(stats.Interval(-0.001, -0.02, 0.02, 4, "")) == "0.00 [-0.02, 0.02]"
+    halves = [0.001, 0.001 * (1 + 2**-52), 0.001 * (1 - 2**-52)]
+    assert {str(stats.Interval(0.0, -half, half, 4, "")) for half in halves} == {"0.000 [-0.001, 0.001]"}
+
+
 def test_a_ratio_whose_bound_is_too_large_for_a_float_is_unbounded():
     got = stats.geometric([1e-200, 1e200])
     assert (got.mean, got.low, got.high) == (pytest.approx(1.0), 0.0, math.inf) and str(got) == "1 [0, inf]"

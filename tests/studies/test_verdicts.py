@@ -6,12 +6,14 @@ import re
 
 import numpy as np
 import pandas as pd
+import per_seed
 import pytest
 import volatility_controls_verdicts as controls
 import volatility_dial_verdicts as dial
 from volatility_dial import SIGMAS, dose
 
 from moe_rl.errors import RunError
+from moe_rl.results.stats import interval
 from moe_rl.runs.frames import Frames
 
 CELLS = [dose("weights", 0), *(dose(form, s) for form in dial.FORMS for s in SIGMAS)]
@@ -68,3 +70,12 @@ def test_wrong_replay_is_void_where_the_first_ratios_are_not_one(first, said):
     rows = [{**key, "step": t, "first_update_log_ratio_max": x} for t, x in enumerate([np.nan, *first])]
     frames = Frames(pd.DataFrame([{**key, "state": "finished"}]), {"steps": pd.DataFrame(rows)})
     assert re.search(said, controls.machinery(frames)) and "ratios are 1 within 1e-4" in controls.study.decision_rule
+
+
+def test_a_slope_by_hand_and_that_of_equal_values_is_exactly_0():
+    """As of an arm that its dose does not touch, whose runs are equal bit for bit."""
+    level = np.linspace(0.1, 0.9, 17)
+    values = pd.DataFrame({x: level for x in (0.0, 0.4, 1.0, 2.0)})
+    found = per_seed.slopes(values, [0.0, 0.4, 1.0, 2.0])
+    assert not found.any() and str(interval(found)) == "0.000 [0.000, 0.000]"
+    assert per_seed.slopes(pd.DataFrame([[1.0, 2.0, 6.0]]), [0, 1, 2]) == pytest.approx([2.5])
