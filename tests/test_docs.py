@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from moe_rl import cli
-from moe_rl.config import Arm, RunConfig
-from moe_rl.config.pretraining import Pretraining
-from moe_rl.config.text import parse_settings
+from moe_rl.config import Arm, Pretraining, RunConfig, parse_settings
 from moe_rl.study.declaration import load_study_file
 from tests.conftest import build, perturb
 

@@ -9,8 +9,7 @@ from functools import partial
 
 import pytest
 
-from moe_rl.config import Arm, RunConfig
-from moe_rl.config.values import located
+from moe_rl.config import Arm, RunConfig, located
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use, lookup, needs, needs_of
 from moe_rl.objectives.losses import grpo

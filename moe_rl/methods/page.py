@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_rl.config import Arm
-from moe_rl.config.page import row
+from moe_rl.config import Arm, row
 from moe_rl.lookup import Use
 from moe_rl.lookup.parts import REQUIRED, Described, parts
 from moe_rl.methods.roll import OPTIONS

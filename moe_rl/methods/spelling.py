@@ -15,7 +15,6 @@ replaces what the method has there: so are said `filters`, `ratio_routes`, `anch
 from __future__ import annotations
 
 import ast
-import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -32,7 +31,7 @@ BASELINES = ("group", "leave_one_out", "normalized", "opo", "gae")
 SEVERAL = ("corrections", "filters", "terms", "advantage")
 """Fields that hold any number of parts."""
 DEFAULT = Arm(name="")
-FIELDS = [f.name for f in dataclasses.fields(Arm)]
+FIELDS = list(Arm.model_fields)
 SAME_PARTS = {"filters": "corrections", "ratio_routes": "routes"}
 WORDS = {"inf": math.inf, "nan": math.nan, "true": True, "false": False}
 """What words among the values of options mean; any other is a string."""
@@ -75,7 +74,7 @@ def parse(text: str, methods: Mapping[str, str]) -> Arm:
         raise ConfigError(f"arm {text!r} names advantage steps, which are then all of them, but none that compares a "
                           f"response with others or a critic ({', '.join(BASELINES)}): write group+{steps} or "
                           f"{steps}+group, or, if that is what you mean, advantage={steps}")
-    return dataclasses.replace(start, **{"name": "".join(text.split()), **given})
+    return start.replace(**{"name": "".join(text.split()), **given})
 
 
 def spelled(arm: Arm, methods: Mapping[str, str]) -> str:
@@ -126,7 +125,7 @@ def _start(use: Use, methods: Mapping[str, str]) -> Arm:
 
         value = getattr(method, field)
         changed: Any = tuple(map(more, value)) if field in SEVERAL else more(value)
-        return dataclasses.replace(method, **{field: changed})
+        return method.replace(**{field: changed})
     families = {name.partition(":")[0] for name in methods if ":" in name}
     if _known_as(use) != "loss" and (not use.own or use.name.partition(":")[0] in families):
         losses = [part.name for part in parts().values() if part.kind == "loss"]

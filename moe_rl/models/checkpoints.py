@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moe_rl.config.values import folder_of
+from moe_rl.config import folder_of
 from moe_rl.errors import ConfigError
 
 if TYPE_CHECKING:

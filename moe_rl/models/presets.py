@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_rl.config import ModelConfig
-from moe_rl.config.values import SHIPPED
+from moe_rl.config import SHIPPED, ModelConfig
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import unknown
 from moe_rl.models import checkpoints

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rl.config.pretraining import Pretraining, Row
-from moe_rl.config.tree import plain
+from moe_rl.config import Pretraining, plain
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.metrics.volatility import Load, load_statistics
 from moe_rl.models.cold_start import CHUNK, GRAD_CLIP, answer_logprobs

@@ -20,9 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_rl.config import Arm, RunConfig
-from moe_rl.config.tree import plain
-from moe_rl.config.values import check_values, located
+from moe_rl.config import Arm, RunConfig, located, plain
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.lookup import unknown
 from moe_rl.methods import arm as spelled_arm
@@ -189,7 +187,6 @@ class Study:
             config = config if steps is None else config.replace(steps=steps)
             if self.own_cold_starts:
                 config = config.replace(**{"cold_start.seed": seed})
-            check_values(config)
             config = located(config)
             labels = [name] * bool(name) + [f"{k}={re.sub(UNSAFE, '_', str(v))}" for k, v in chosen.items()]
             path = path_of(out, self.name, arm.name, ",".join(labels) or "base", seed)

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 
 from moe_rl.config import Arm, RunConfig
-from moe_rl.config.older import modern
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use, lookup
+from moe_rl.lookup.older import modern
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.routing.sources import SOURCES
 from moe_rl.tasks.base import load_task

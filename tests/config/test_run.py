@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl.config import Arm, EngineConfig, ModelConfig, Optimizer, Parallel, RunConfig, page
-from moe_rl.config.tree import keys
-from moe_rl.config.values import check_values
+from moe_rl.config import Arm, EngineConfig, ModelConfig, Optimizer, Parallel, RunConfig, check_values, keys, page
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
 

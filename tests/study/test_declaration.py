@@ -10,9 +10,7 @@ import sys
 import pytest
 
 from moe_rl.compare.checkpoints import measure
-from moe_rl.config import Arm, RunConfig
-from moe_rl.config.text import parse_settings
-from moe_rl.config.values import SHIPPED, located
+from moe_rl.config import SHIPPED, Arm, RunConfig, located, parse_settings
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Use
 from moe_rl.results import printed

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_rl.lookup import Use
+from moe_rl.lookup.use import Use
 
 RENAMED = {
     "placebos_sources:quarter": Use("random_share", share=0.25),
