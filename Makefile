@@ -114,8 +114,8 @@ lint: $(STAMP)
 docs/columns.md: moe_rl/runs/columns.py moe_rl/runs/columns.toml $(STAMP)
 	$(BIN)/python -c "from moe_rl.runs.columns import markdown; print(markdown(), end='')" > $@
 
-docs/settings.md: moe_rl/config.py $(STAMP)
-	$(BIN)/python -c "from moe_rl.config import format_settings_page; print(format_settings_page(), end='')" > $@
+docs/settings.md: docs/settings_page.py moe_rl/config.py $(STAMP)
+	$(BIN)/python docs/settings_page.py > $@
 
 docs/methods.md: moe_rl/methods/methods.toml moe_rl/methods/page.py $(wildcard moe_rl/objectives/*.py) \
                  moe_rl/routing/sources.py $(STAMP)

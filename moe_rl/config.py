@@ -1,7 +1,4 @@
-"""What a run is, as data: frozen pydantic models, whose fields have ranges, choices and documentation.
-
-Nothing here imports torch, so that studies are declared, listed and hashed fast.
-"""
+"""What a run is, as data: frozen pydantic models. Nothing here imports torch, so that studies are declared fast."""
 
 from __future__ import annotations
 
@@ -11,26 +8,25 @@ import hashlib
 import json
 import math
 import re
-import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, ValidationError, WrapValidator, model_validator
+from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic.functional_validators import BeforeValidator, InstanceOf, PlainValidator, WrapValidator, model_validator
 
 from moe_rl.errors import ConfigError
 from moe_rl.lookup import Part, Use
 from moe_rl.lookup.older import modern
 
 S = TypeVar("S", bound="Settings")
-WITH_ARGUMENT = ("reasoning_gym", "jsonl")
-"""Tasks whose name goes on after a colon: a dataset, a file."""
 NAMED = re.compile(r"[^\s:(),=]+:[^\s:(),=]+")
 """`pkg.module:name`, wherever it stands in a setting."""
 UNBOUNDED = ("arm.", "critic.clip", "most_violation")
 """Settings that may be infinite, by how their keys begin."""
+FINITE = "numbers must be finite, or nothing computed with them is"
 OUT_OF_RANGE = {"greater_than_equal", "greater_than", "less_than_equal", "less_than", "string_too_short"}
 """Pydantic's errors for a value of the right type that is out of range."""
 
@@ -48,9 +44,8 @@ def _make_uses(parts: Any) -> tuple[Use, ...]:
 
 def _make_task(task: Any) -> Use:
     use = Use.of(task)
-    if use.name.startswith("jsonl:"):  # written out, since rows without it are of an older scorer
-        return Use(use.name, **{"match": "exact", **use.options})
-    return use
+    written_out = {"match": "exact"} if use.name.startswith("jsonl:") else {}  # rows without it are of an older scorer
+    return Use(use.name, **{**written_out, **use.options})
 
 
 FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
@@ -62,10 +57,8 @@ AllNamed = Annotated[tuple[Named, ...], FromList]
 # A text beside a range is the end of the error message: what the value is, or why it has this range.
 AT_LEAST_ONE = "a run needs at least 1, or there is nothing to do"
 Count = Annotated[int, Field(ge=1), AT_LEAST_ONE]
-CountOrNone = Annotated[int | None, Field(ge=1), AT_LEAST_ONE]
 Interval = Annotated[int, Field(ge=1), "at least 1 step; an interval longer than the run means at its end, or never"]
 Ranks = Annotated[int, Field(ge=1), "a size is at least 1 process"]
-RanksOrNone = Annotated[int | None, Field(ge=1), "a size is at least 1 process"]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1), "random streams are derived from seeds, from 0 to 2^32 - 1"]
 Steps = Annotated[int, Field(ge=0), "a number of steps"]
 LearningRate = Annotated[Float, Field(ge=0), "a learning rate must not be negative"]
@@ -77,8 +70,10 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 # ---------------------------------------------------------------------- what all settings have in common
-class Settings(BaseModel, frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True):
+class Settings(BaseModel):
     """Frozen settings. A value that no run can have raises a ConfigError; an int may stand for a float."""
+
+    model_config = {"frozen": True, "strict": True, "extra": "forbid", "use_attribute_docstrings": True}
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -93,7 +88,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", use_attribut
             if isinstance(number, float) and not math.isfinite(number):
                 key = _prefix(type(self)) + name
                 if math.isnan(number) or not key.startswith(UNBOUNDED):
-                    raise ConfigError(f"{key}={number:g}: numbers must be finite, or nothing computed with them is")
+                    raise ConfigError(f"{key}={number:g}: {FINITE}")
         return self
 
     @classmethod
@@ -194,10 +189,8 @@ def _explain_errors(kind: type[Settings], values: Mapping[str, Any], error: Vali
         if isinstance(cause, ConfigError):
             yield f"{_prefix(kind)}{name}: {cause}" if name else str(cause)
         elif name not in kind.model_fields:
-            near = difflib.get_close_matches(name, kind.model_fields, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            yield (f"{kind.__name__} has no setting {name}.{hint} A configuration of another version of moe_rl is run "
-                   "with the code that its row names.")
+            yield (f"{kind.__name__} has no setting {name}; it has {', '.join(kind.model_fields)}. A configuration of "
+                   "another version of moe_rl is run with the code that its row names.")
         elif name not in values:
             yield f"{_prefix(kind)}{name} must be given"
         else:
@@ -205,26 +198,26 @@ def _explain_errors(kind: type[Settings], values: Mapping[str, Any], error: Vali
 
 
 def _explain_value(field: FieldInfo, value: Any, error: str) -> str:
-    if typing.get_origin(field.annotation) is Literal:
-        return f"{value!r}: choose {' or '.join(map(str, typing.get_args(field.annotation)))}"
+    if get_origin(field.annotation) is Literal:
+        return f"{value!r}: choose {' or '.join(map(str, get_args(field.annotation)))}"
     if error in OUT_OF_RANGE:
         written = f"{value:g}" if isinstance(value, int | float) else repr(value)
-        return f"{written}: {next(text for text in field.metadata if isinstance(text, str))}"
-    return f"{value!r}: the setting needs a value of type {written_type(field.annotation)}"
+        return f"{written}: {FINITE if written == 'nan' else next(m for m in field.metadata if isinstance(m, str))}"
+    return f"{value!r}: the setting needs a value of type {write_type(field.annotation)}"
 
 
-def written_type(kind: Any) -> str:
+def write_type(kind: Any) -> str:
     """A type as text."""
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return written_type(inner[0])
+        return write_type(inner[0])
     if origin is Literal:
         return "str"
-    if origin in (types.UnionType, typing.Union):
-        return " | ".join(map(written_type, inner))
+    if origin in (UnionType, Union):
+        return " | ".join(map(write_type, inner))
     if origin is not None:
-        return f"{origin.__name__}[{', '.join(map(written_type, inner))}]"
-    return {types.NoneType: "None", Ellipsis: "..."}.get(kind) or kind.__name__
+        return f"{origin.__name__}[{', '.join(map(write_type, inner))}]"
+    return {NoneType: "None", Ellipsis: "..."}.get(kind) or kind.__name__
 
 
 # ---------------------------------------------------------------------- what a run is made of
@@ -237,7 +230,7 @@ class ModelConfig(Settings):
     """Changes to a preset's Hugging Face configuration, e.g. `{"num_experts": 32}`."""
     device: str = "cpu"
     dtype: str = "float32"
-    router_dtype: Literal["float32", None] = None
+    router_dtype: str | None = None
     """`float32`: weights of routers are kept, and their logits and combine weights computed, in it, whatever `dtype`
     is. None: as the family's own code does it, most in `dtype`. policy='megatron' computes them in float32 anyway."""
 
@@ -248,8 +241,7 @@ class ColdStart(Settings):
     target: Annotated[Float, Field(ge=0, le=1), "a success rate, from 0 (no cold start) to 1"] = 0.35
     """Share of sampled completions with reward 1 at which it stops; 0 turns the cold start off."""
     seed: Seed = 0
-    """Initial weights and order of examples: a factor of its own, since runs that share one cold start say nothing
-    about other starts."""
+    """Of initial weights and the order of examples. Runs that share a cold start say nothing about other starts."""
     max_steps: Steps = 3000
     batch_size: Count = 64
     lr: LearningRate = 2e-3
@@ -303,13 +295,12 @@ class Measure(Settings):
     detail_every: Interval = 10
     """Steps between detailed measurements: per-update volatility, attribution by mini-batch index, noise floor."""
     rollouts: Annotated[int, Field(ge=0), "a number of rollouts, or 0 to keep none"] = 8
-    """Most rollouts per step that are kept to be read (`moe-rl read`); 0: none. It changes no number, so runs that
-    differ in it alone are one and the same."""
+    """Rollouts that are kept per step for `moe-rl read`, at most; 0: none. No number depends on it, nor the hash."""
     full: bool = False
     """Measure every response at every step and print what that costs."""
     gradient_cosine: bool = False
-    """The cosine of every update's gradient with that of the update before, which is kept for it: memory and resume
-    checkpoints grow by the size of the trainable weights. For policy='hf'."""
+    """The cosine of every update's gradient with that of the update before. Memory and resume checkpoints grow by the
+    size of the trainable weights. For policy='hf'."""
 
 
 class Dial(Settings):
@@ -345,7 +336,7 @@ class Parallel(Settings):
     """Pipeline parallel: each stage holds consecutive layers."""
     ep: Ranks = 1
     """Expert parallel: the experts of a layer are spread over `ep` of the dp × tp ranks."""
-    etp: RanksOrNone = None
+    etp: Annotated[int | None, Field(ge=1), "a size is at least 1 process"] = None
     """Ranks that share one expert. None: `tp` when ep = 1, else 1."""
     settings: Mapping[str, Any] = {}
     """Further settings of Megatron-core's TransformerConfig, e.g. `{"moe_token_dispatcher_type": "allgather"}`."""
@@ -363,8 +354,7 @@ class EngineConfig(Settings):
     dtype: str | None = None
     """In which the engine computes, e.g. `bfloat16`; None: the policy's."""
     routes: str = "raise"
-    """What becomes of routes that are missing or impossible: `raise`, `unknown` (they route freely under replay and are
-    counted), or `off`: none are asked for."""
+    """Missing or impossible routes: `raise`, `unknown` (they route freely under replay, counted), `off`: not asked."""
     experts: str | None = None
     """hf: another of transformers' implementations of the experts, `eager`, `batched_mm` or `grouped_mm`."""
     int8: bool = False
@@ -373,7 +363,7 @@ class EngineConfig(Settings):
     """hf: noise on router weights in units of their standard deviation, new after every update."""
     gpu_memory: Annotated[Float, Field(ge=0, le=1), "a share of the GPU's memory"] = 0.4
     """vllm: share of the GPU's memory it may take."""
-    max_tokens: CountOrNone = None
+    max_tokens: Annotated[int | None, Field(ge=1), AT_LEAST_ONE] = None
     """vllm: prompt and completion it makes room for; None: as many as the model can take."""
     dialect: str = "openai"
     """Server: `openai` (vLLM's completions), `vllm` (its `--enable-scale-out` endpoint) or `sglang`."""
@@ -400,13 +390,11 @@ class Arm(Settings):
     terms: AllNamed = ()
     """What is added to the loss, e.g. `Use("entropy", coef=0.01)`: `objectives.terms`."""
     advantage: Annotated[Part | tuple[Part, ...], PlainValidator(_make_uses)] = (Use("group"),)
-    """Rewards to advantages, step after step, e.g. `("overlong", "group", Use("clipped", at=2.0))`; one may be given
-    alone: `objectives.advantages`."""
+    """Rewards to advantages in steps, e.g. `("overlong", "group", Use("clipped", at=2.0))`: `objectives.advantages`."""
     routes: Named = Use("live")
     """Routes of ratio and gradient: `routing.sources`."""
     ratio_routes: Named | None = None
-    """Routes of the ratio alone, when not those of the gradient: splits replay into its two mechanisms. Costs a forward
-    more per update. None: one and the same."""
+    """Routes of the ratio alone, for one more forward per update: splits replay into its mechanisms. None: `routes`."""
     anchor: Literal["policy", "engine"] = "policy"
     """Denominator of the ratio: `policy` (recomputed by the trainer) or `engine` (the rollout's own log-probs)."""
 
@@ -414,23 +402,22 @@ class Arm(Settings):
 class RunConfig(Settings):
     """Everything that determines a run, and nothing else."""
 
-    arm: Arm
+    arm: InstanceOf[Arm]
     seed: Seed = 0
     """Prompts, sampling noise, mini-batch split and probe; shared by all arms of a study."""
     task: Annotated[Part, PlainValidator(_make_task)] = Use("running_sums")
     """What is asked and rewarded: `running_sums`, `reasoning_gym:<dataset>`, `jsonl:<file>`, `pkg.module:Class`, or a
     `Use` of one with its options, e.g. `Use("running_sums", digits=12)`."""
-    model: ModelConfig = Field(default_factory=ModelConfig)
-    cold_start: ColdStart = Field(default_factory=ColdStart)
-    optimizer: Optimizer = Field(default_factory=Optimizer)
-    critic: Critic = Field(default_factory=Critic)
-    measure: Measure = Field(default_factory=Measure)
-    engine: EngineConfig = Field(default_factory=EngineConfig)
-    dial: Dial = Field(default_factory=Dial)
+    model: InstanceOf[ModelConfig] = Field(default_factory=ModelConfig)
+    cold_start: InstanceOf[ColdStart] = Field(default_factory=ColdStart)
+    optimizer: InstanceOf[Optimizer] = Field(default_factory=Optimizer)
+    critic: InstanceOf[Critic] = Field(default_factory=Critic)
+    measure: InstanceOf[Measure] = Field(default_factory=Measure)
+    engine: InstanceOf[EngineConfig] = Field(default_factory=EngineConfig)
+    dial: InstanceOf[Dial] = Field(default_factory=Dial)
     policy: str = "hf"
-    """`hf`; or on several processes `fsdp`, the same cut by FSDP2, or `megatron` (Megatron-core), laid out as
-    `parallel` says."""
-    parallel: Parallel = Field(default_factory=Parallel)
+    """`hf`; on several processes `fsdp` (hf cut by FSDP2) or `megatron` (Megatron-core, laid out by `parallel`)."""
+    parallel: InstanceOf[Parallel] = Field(default_factory=Parallel)
     steps: Count = 100
     """A step is `prompts_per_step` × `group_size` rollouts, and `mini_batches` × `epochs` updates on them."""
     prompts_per_step: Count = 32
@@ -440,7 +427,7 @@ class RunConfig(Settings):
     """Passes over the rollouts of a step, each with a split of its own: `mini_batches` × `epochs` updates."""
     micro_batch: Count = 64
     """Most rows in one forward with gradient."""
-    micro_batch_tokens: CountOrNone = None
+    micro_batch_tokens: Annotated[int | None, Field(ge=1), AT_LEAST_ONE] = None
     """Most tokens, padding included, in any forward: rows are sorted by length, and those that fit go together. A row
     that is longer goes alone. None: forwards are cut by rows alone."""
     activation_checkpointing: bool = False
@@ -477,8 +464,7 @@ class RunConfig(Settings):
     save_every: Interval = 25
     """Steps between resume checkpoints."""
     hf_checkpoints: Annotated[tuple[Step, ...], FromList, "steps are counted from 1, and 0 is before them"] = ()
-    """Steps after which the weights are also saved as a Hugging Face checkpoint, in the run's folder; 0: those that
-    the run begins with."""
+    """Steps after which the weights are also saved as a Hugging Face checkpoint in the run's folder; 0: at first."""
 
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:
@@ -486,6 +472,8 @@ class RunConfig(Settings):
             raise ConfigError(f"partial_tokens={self.partial_tokens} has no effect with lag={self.lag} and "
                               f"max_new_tokens={self.max_new_tokens}: a response that waits for no step, or needs no "
                               "second one, is drawn at once; set a lag, and fewer tokens per step, or leave it None")
+        if self.model.router_dtype not in (None, "float32"):
+            raise ConfigError(f"model.router_dtype={self.model.router_dtype!r}: choose float32, or None: the model's")
         rows = self.prompts_per_step * self.group_size
         if self.mini_batches > rows:
             raise ConfigError(f"mini_batches={self.mini_batches} is more than the {rows} rollouts of a step "
@@ -504,11 +492,8 @@ class RunConfig(Settings):
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> RunConfig:
-        """The configuration that `to_dict` described, now or in an older version: settings that came later take their
-        defaults, and what was written otherwise is read as it would be written now.
-
-        Raises ConfigError for a setting that no longer exists.
-        """
+        """The configuration that `to_dict` described, now or in an older version. Settings that came later take their
+        defaults. Raises ConfigError for a setting that no longer exists."""
         return super().from_dict(modern(content))
 
     def own_code(self) -> set[str]:
@@ -516,7 +501,7 @@ class RunConfig(Settings):
         texts = [text for key, text in leaves(self.arm) if key != "name" and isinstance(text, str)]
         names = {name for text in texts for name in NAMED.findall(text)}
         tasks = (text for _, text in leaves(self.task) if isinstance(text, str))
-        return names | {text for text in tasks if Use(text).own and text.partition(":")[0] not in WITH_ARGUMENT}
+        return names | {text for text in tasks if Use(text).own and not text.startswith(("reasoning_gym:", "jsonl:"))}
 
     @property
     def truncates(self) -> bool:
@@ -531,13 +516,12 @@ class RunConfig(Settings):
         return hashlib.sha256(json.dumps(d, sort_keys=True).encode()).hexdigest()[:16]
 
 
-# ---------------------------------------------------------------------- a pretraining
 class Pretraining(Settings):
     """Supervised training from nothing until loss and load have settled: `moe-rl pretrain`."""
 
     task: Named = Use("running_sums")
     """What it learns: answers of these prompts. Usually a `mixture`."""
-    model: ModelConfig = Field(default_factory=ModelConfig)
+    model: InstanceOf[ModelConfig] = Field(default_factory=ModelConfig)
     seed: Seed = 0
     """Initial weights and order of examples."""
     batch_size: Count = 64
@@ -573,7 +557,6 @@ class Pretraining(Settings):
         }
 
 
-# ---------------------------------------------------------------------- paths
 SHIPPED = {"qwen3_moe-fine-pretrained": Path(__file__).parent / "models/pretrained"}
 """Checkpoints that come with the package: docs/pretraining.md."""
 
@@ -585,15 +568,12 @@ def folder_of(checkpoint: str) -> Path:
 
 # ---------------------------------------------------------------------- settings as text
 def parse_settings(config: RunConfig | Pretraining, settings: Sequence[str]) -> dict[str, Any]:
-    """`["optimizer.lr=1e-4"]`, as a command line has it, as typed values for `config.replace`.
-
-    Raises ConfigError for an unknown setting, or for a value that it cannot have.
-    """
+    """`["optimizer.lr=1e-4"]`, as a command line has it, as typed values for `config.replace`. Raises ConfigError for
+    an unknown setting, or for a value that it cannot have."""
     typed = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
+    for key, equals, text in (setting.partition("=") for setting in settings):
         if not equals:
-            raise ConfigError(f"--set takes key=value, e.g. optimizer.lr=1e-4, but got {setting!r}")
+            raise ConfigError(f"--set takes key=value, e.g. optimizer.lr=1e-4, but got {key!r}")
         if key.split(".")[0] in ("arm", "seed", "steps"):
             raise ConfigError(f"{key} is not set with --set: arms belong to the study file; use --seeds and --steps")
         typed[key] = _parse_value(config, key, text)
@@ -605,8 +585,8 @@ def _parse_value(config: Settings, key: str, text: str) -> Any:
     """The text as a literal of Python, unless the setting is a text. Whether it fits is for `replace` to say."""
     field = dict(fields_of(type(config))).get(key)
     kind = field.annotation if field else Any
-    kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
-    if str in kinds or typing.get_origin(kind) is Literal:
+    kinds = get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
+    if str in kinds or get_origin(kind) is Literal:
         return text
     try:
         value = ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
@@ -614,6 +594,6 @@ def _parse_value(config: Settings, key: str, text: str) -> Any:
         return text
     if float in kinds and type(value) is int:
         return float(value)
-    if typing.get_origin(kind) is tuple and type(value) in (int, float):
+    if get_origin(kind) is tuple and type(value) in (int, float):
         return (value,)
     return value

@@ -59,7 +59,7 @@ def test_commands_are_understood_with_their_settings(words, monkeypatch):
     options = cli.parser().parse_args(words)
     settings = [text for text in getattr(options, "settings", []) if not text.startswith("launcher.")]
     known = bool(settings) and "study" in options and Path(options.study).exists()
-    base = load_study_file(options.study).base if known else RunConfig(arm=Arm(name="any"))
+    base = load_study_file(options.study).base if known else RunConfig(arm=Arm(name="any"), max_new_tokens=256)
     if words[0] == "pretrain":
         base = Pretraining()
     assert len(parse_settings(base, settings)) == len(settings)

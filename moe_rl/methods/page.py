@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_rl.config import Arm, row
+from moe_rl.config import Arm
 from moe_rl.lookup import Use
 from moe_rl.lookup.parts import REQUIRED, Described, parts
 from moe_rl.methods.roll import OPTIONS
@@ -42,6 +42,11 @@ def markdown() -> str:
     """The page `docs/methods.md`."""
     tables = (_method_tables(), _elsewhere(), _presets(), _part_tables(), _roll(), _refusals())
     return "\n".join([INTRO, *(line for lines in tables for line in lines)]) + "\n"
+
+
+def row(*cells: str) -> str:
+    """A row of a table in Markdown."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def overview() -> list[tuple[str, str, str]]:

@@ -30,6 +30,8 @@ from moe_rl.tasks.base import AnyTask, draw, held_out, load_task
 from moe_rl.types import Prompt
 
 PRETRAINING = 104  # a stream beside those of the cold start
+Row = dict[str, float]
+"""A measurement on held-out prompts: `measured`."""
 RECORD, STATE = "pretraining.json", "pretraining.pt"
 
 

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_rl.config import Arm, RunConfig, located, plain
+from moe_rl.config import SHIPPED, Arm, RunConfig, plain
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.lookup import unknown
+from moe_rl.lookup import Use, unknown
+from moe_rl.lookup.parts import names as names_of
 from moe_rl.methods import arm as spelled_arm
 from moe_rl.runs import folder as runs
 from moe_rl.runs.folder import DECLARATION
@@ -199,6 +200,25 @@ class Study:
         if not planned:
             raise ConfigError(f"no cell of study {self.name!r} runs any of the seeds {list(seeds)}")
         return planned
+
+
+def located(config: RunConfig) -> RunConfig:
+    """The configuration with absolute paths for the folder of a checkpoint and the file of a task, so that its row says
+    where they are wherever it is read. Presets, what comes with the package and names on the hub stay as they are."""
+    changes: dict[str, Any] = {"task": _located_task(Use.of(config.task))}
+    folder = Path(config.model.name).expanduser()
+    if folder.is_dir() and config.model.name not in (*SHIPPED, *names_of("moe_rl.models.presets", "PRESETS")):
+        changes["model.name"] = str(folder.absolute())
+    return config.replace(**changes)
+
+
+def _located_task(task: Use) -> Use:
+    kind, _, file = task.name.partition(":")
+    if kind == "jsonl" and file:
+        return Use(f"jsonl:{Path(file).expanduser().absolute()}", **task.options)
+    if kind == "mixture" and isinstance(mixed := task.options.get("tasks"), list | tuple):
+        return Use(task.name, **{**task.options, "tasks": tuple(_located_task(Use.of(one)) for one in mixed)})
+    return task
 
 
 def _made(arms: Sequence[Arm | str]) -> tuple[Arm, ...]:

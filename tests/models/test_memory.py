@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -144,7 +143,7 @@ def test_ranks_of_fsdp_divide_what_they_hold_and_rank_0_samples_from_a_whole_mod
     monkeypatch.setenv("WORLD_SIZE", "4")
     on_a_cpu = run(policy="fsdp")
     assert estimate_memory(on_a_cpu, 8, reference=True) == whole, "the ranks of a machine share its memory"
-    monkeypatch.setattr(memory, "skeleton", lambda model: presets.skeleton(replace(model, device="cpu")))
+    monkeypatch.setattr(memory, "skeleton", lambda model: presets.skeleton(model.replace(device="cpu")))
     part = estimate_memory(on_a_cpu.replace(**{"model.device": "cuda", "activation_checkpointing": True}), 8, True)
     assert part.weights == whole.weights * 5 // 4
     assert (part.gradients, part.optimizer, part.reference) == (whole.weights // 4, whole.weights // 2,
