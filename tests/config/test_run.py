@@ -75,3 +75,36 @@ def test_the_committed_page_of_settings_is_the_generated_one():
     assert {key for key, _ in fields_of(RunConfig)} <= named
     assert "| `optimizer.lr` | `float` | `0.0002` | ≥ 0 |  |" in text
     assert "| `dial.form` | `str` | `'weights'` | `weights` or `choice` or `beside` | `weights`: gates and" in text
+
+
+def test_changes_are_checked_together_and_in_their_order():
+    run = CONFIGS[0].replace(mini_batches=512, prompts_per_step=64)  # either alone: more mini-batches than rollouts
+    assert (run.mini_batches, run.prompts_per_step) == (512, 64)
+    lr = CONFIGS[0].replace(**{"optimizer.lr": 1e-3, "optimizer": Optimizer(warmup=3)}).optimizer
+    assert lr == Optimizer(warmup=3)
+    task = CONFIGS[0].replace(**{"task": "guessing", "task.options.turns": 4, "task.options.a.b": 1}).task
+    assert task == Use("guessing", **{"turns": 4, "a.b": 1})
+    assert CONFIGS[0].replace(stop=["a"]).stop == ("a",), "JSON has lists"
+
+
+def test_a_number_stays_as_it_was_given_since_1_and_1_0_have_other_hashes():
+    whole, real = (CONFIGS[0].replace(**{"optimizer.lr": lr, "optimizer.betas": (lr - lr, 0.9)}) for lr in (1, 1.0))
+    assert json.dumps(whole.to_dict()["optimizer"]["lr"]) == "1" != json.dumps(real.to_dict()["optimizer"]["lr"])
+    assert type(whole.optimizer.betas[0]) is int and whole == real and whole.hash != real.hash
+
+
+def test_every_wrong_value_is_named():
+    with pytest.raises(ConfigError) as raised:
+        Optimizer(lr=-1, warmup=True, rate=3)
+    assert str(raised.value) == (
+        "optimizer.lr=-1: a learning rate must not be negative\n"
+        "optimizer.warmup=True: the setting needs a value of type int\n"
+        "Optimizer has no setting rate; it has name, lr, warmup, betas, eps, weight_decay, grad_clip, router_lr_scale, "
+        "loss_free_bias. A configuration of another version of moe_rl is run with the code that its row names.")
+    with pytest.raises(ConfigError, match="^arm must be given$"):
+        RunConfig()
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        CONFIGS[0].optimizer.lr = 1.0
