@@ -141,8 +141,8 @@ lint: $(STAMP)
 docs/columns.md: moe_rl/runs/columns.py moe_rl/runs/columns.toml $(STAMP)
 	$(BIN)/python -c "from moe_rl.runs.columns import markdown; print(markdown(), end='')" > $@
 
-docs/settings.md: $(wildcard moe_rl/config/*.py) $(STAMP)
-	$(BIN)/python -c "from moe_rl.config.page import markdown; print(markdown(), end='')" > $@
+docs/settings.md: docs/settings_page.py moe_rl/config.py $(STAMP)
+	$(BIN)/python docs/settings_page.py > $@
 
 docs/methods.md: moe_rl/objectives/methods.toml moe_rl/objectives/methods_page.py $(wildcard moe_rl/objectives/*.py) \
                  moe_rl/routing/sources.py $(STAMP)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.config import RunConfig
-from moe_rl.errors import ConfigError, Diverged, RunError
+from moe_rl.errors import Diverged, RunError
 from moe_rl.evaluate import evaluation
 from moe_rl.objectives import Advantage, Objective
 from moe_rl.policies.base import Policy, ValueModel
@@ -276,10 +276,7 @@ def evaluated(run: RunConfig, parts: Parts, step: int) -> Rows:
 
 
 def warn_void(run: RunConfig) -> list[str]:
-    """What would make this run's comparison void, one sentence each. Raises ConfigError where it cannot run at all."""
-    rows = run.prompts_per_step * run.group_size
-    if run.mini_batches > rows:
-        raise ConfigError(f"{run.mini_batches} mini-batches cannot be cut from {rows} rollouts per step.")
+    """What would make this run's comparison void, one sentence each."""
     found, one_update = [], run.mini_batches * run.epochs == 1
     if one_update and run.dial.sigma:
         found.append("dial.sigma has no effect with one update per step: the first is given no dose.")

@@ -1,16 +1,14 @@
 """How much of the tokens does each objective clip, by mini-batch index and over both kinds of clip range (Fig. 2)?"""
 
-from dataclasses import replace
-
 from small import BASE, DIFFERS, SECONDS, grpo, gspo
 
 from moe_rl.registry import Use
 from moe_rl.study import Study
 
-grpo_middle = replace(grpo, name="grpo-middle", loss=Use("grpo", clip_low=0.01, clip_high=0.013))
-grpo_narrow = replace(grpo, name="grpo-narrow", loss=Use("grpo", clip_low=0.001, clip_high=0.0013))
-gspo_wide = replace(gspo, name="gspo-wide", loss=Use("gspo", clip_low=0.15, clip_high=0.2))
-gspo_middle = replace(gspo, name="gspo-middle", loss=Use("gspo", clip_low=0.05, clip_high=0.065))
+grpo_middle = grpo.replace(name="grpo-middle", loss=Use("grpo", clip_low=0.01, clip_high=0.013))
+grpo_narrow = grpo.replace(name="grpo-narrow", loss=Use("grpo", clip_low=0.001, clip_high=0.0013))
+gspo_wide = gspo.replace(name="gspo-wide", loss=Use("gspo", clip_low=0.15, clip_high=0.2))
+gspo_middle = gspo.replace(name="gspo-middle", loss=Use("gspo", clip_low=0.05, clip_high=0.065))
 # By the quantiles of the pilot at this learning rate, roughly 2, 6 and 25 % of the tokens lie beyond GRPO's three
 # ranges, and about as many of the sequences beyond GSPO's, so that the two grids span equal fractions.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from dataclasses import replace
 
 import pytest
 import torch
@@ -121,7 +120,7 @@ WAITS = TALK.replace(lag=2, steps=3, prompts_per_step=2, mini_batches=2, eval_ev
 KILLED = {
     "conversations": WAITS.replace(lag=0),
     "conversations that wait": WAITS,
-    "conversations that wait at random": WAITS.replace(lag_mode="random", seed=8, arm=replace(TOKEN, routes="rollout")),
+    "conversations that wait at random": WAITS.replace(lag_mode="random", seed=8, arm=TOKEN.replace(routes="rollout")),
     "parts of responses": WAITS.replace(partial_tokens=2, task=TINY.task, stop=(), max_new_tokens=6),
 }  # fmt: skip
 """Seed 8 draws, at random, batch 5 in step 3, and batches 3 and 4 before."""
@@ -177,7 +176,7 @@ def test_an_evaluation_counts_the_tokens_of_the_policy_alone(tmp_path):
 
 
 def test_gspo_with_advantages_per_turn_and_parts_of_conversations_are_refused_before_anything_is_drawn():
-    run = TALK.replace(arm=replace(TOKEN, loss=Use("gspo", clip_low=0.01, clip_high=0.013)))
+    run = TALK.replace(arm=TOKEN.replace(loss=Use("gspo", clip_low=0.01, clip_high=0.013)))
     with pytest.raises(ConfigError, match=r"arm 'token': its advantage \(by_turn\) differs .* use gspo_token"):
         check(run)
     with pytest.raises(ConfigError, match="partial_tokens=4: the task answers back, .* A lag of whole conversations"):

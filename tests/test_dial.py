@@ -6,7 +6,6 @@ import pytest
 from pandas.testing import assert_frame_equal
 
 from moe_rl.config import Dial, RunConfig
-from moe_rl.config.values import check_values
 from moe_rl.errors import ConfigError
 from moe_rl.execute import check
 from moe_rl.runs.columns import timing
@@ -88,15 +87,15 @@ def test_a_killed_run_goes_on_along_the_optimizers_last_step(tmp_path):
 
 def test_settings_that_no_dial_has_are_refused():
     with pytest.raises(ConfigError, match="freezes them"):
-        check_values(RUN.replace(**{"dial.direction": "last_step", "optimizer.router_lr_scale": 0.0}))
+        RUN.replace(**{"dial.direction": "last_step", "optimizer.router_lr_scale": 0.0})
     plain = {"optimizer.name": "sgd", "optimizer.betas": (0.0, 0.9)}
     with pytest.raises(ConfigError, match="gives sgd none"):
-        check_values(RUN.replace(**plain, **{"dial.direction": "last_step"}))
-    check_values(RUN.replace(**plain))
+        RUN.replace(**plain, **{"dial.direction": "last_step"})
+    RUN.replace(**plain)
     for setting, value, message in (("sigma", -1.0, "standard deviation"), ("form", "gates", "weights or choice"),
                                     ("acts_on", "loss", "both or ratio or gradient")):
         with pytest.raises(ConfigError, match=message):
-            check_values(RUN.replace(**{f"dial.{setting}": value}))
+            RUN.replace(**{f"dial.{setting}": value})
     assert any("no effect" in text for text in check(RUN.replace(mini_batches=1, **{"dial.sigma": 1.0})))
     with pytest.raises(ConfigError, match="cannot be moved"):
         check(RunConfig(arm=ARMS["grpo"], policy="megatron", dial=Dial(sigma=1.0)))

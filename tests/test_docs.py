@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from moe_rl import cli
-from moe_rl.config import Arm, RunConfig
-from moe_rl.config.pretraining import Pretraining
-from moe_rl.config.text import parse_settings
+from moe_rl.config import Arm, Pretraining, RunConfig, parse_settings
 from moe_rl.study.declaration import load_study_file
 from tests.conftest import build, perturb
 
@@ -61,7 +59,7 @@ def test_commands_are_understood_with_their_settings(words, monkeypatch):
     options = cli.parser().parse_args(words)
     settings = [text for text in getattr(options, "settings", []) if not text.startswith("launcher.")]
     known = bool(settings) and "study" in options and Path(options.study).exists()
-    base = load_study_file(options.study).base if known else RunConfig(arm=Arm(name="any"))
+    base = load_study_file(options.study).base if known else RunConfig(arm=Arm(name="any"), max_new_tokens=256)
     if words[0] == "pretrain":
         base = Pretraining()
     assert len(parse_settings(base, settings)) == len(settings)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from moe_rl.config import Arm, Dial, Measure, Optimizer, RunConfig
-from moe_rl.config.values import check_values
 from moe_rl.errors import ConfigError
 from moe_rl.execute import build, check
 from moe_rl.recorder import ratio_row
@@ -105,7 +104,7 @@ def test_an_interrupted_run_of_two_epochs_ends_identical(tmp_path):
 
 def test_no_epoch_is_refused_and_a_second_makes_one_mini_batch_a_comparison():
     with pytest.raises(ConfigError, match="epochs=0: a run needs at least 1"):
-        check_values(TINY.replace(epochs=0))
+        TINY.replace(epochs=0)
     assert any("one update per step" in text for text in check(TINY.replace(mini_batches=1)))
     assert not any("one update" in text for text in check(TINY.replace(mini_batches=1, epochs=2)))
 

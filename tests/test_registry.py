@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 
 from moe_rl.config import Arm, RunConfig
-from moe_rl.config.values import located
 from moe_rl.errors import ConfigError
 from moe_rl.objectives.losses import grpo
 from moe_rl.objectives.spelling import suggest_field
 from moe_rl.registry import Use, lookup, needs, needs_of
+from moe_rl.study.declaration import located
 
 GSPO = Use("gspo", clip_low=0.01, clip_high=0.013)
 

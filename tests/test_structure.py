@@ -15,7 +15,7 @@ PACKAGE = ROOT / "moe_rl"
 TREE = re.search(r"^moe_rl/\n((?:  .*\n)+)", (ROOT / "README.md").read_text(), re.M).group(1)
 ROOMS = [re.match(r"  (\w+)(?:/|\.py) ", line).group(1) for line in TREE.splitlines()]
 """Files and folders of the package, in the order in which a newcomer reads them."""
-USERS_IMPORT_FROM = {".", "config", "routing", "objectives", "study", "compare/diagnose", "cli"}
+USERS_IMPORT_FROM = {".", "routing", "objectives", "study", "compare/diagnose", "cli"}
 """Rooms whose `__init__` hands names on."""
 HEAVY = {"transformers", "vllm", "megatron", "trl"}
 MAY_IMPORT_HEAVY = {"models", "policies", "rollouts", "compare", "adapters"}

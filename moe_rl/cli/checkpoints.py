@@ -33,9 +33,7 @@ The same command goes on after a kill. Exit code 1: steps ran out before loss or
 )
 def pretrain(options: argparse.Namespace) -> int:
     """Train, measure, save."""
-    from moe_rl.config import ModelConfig
-    from moe_rl.config.pretraining import Pretraining
-    from moe_rl.config.text import parse_settings
+    from moe_rl.config import ModelConfig, Pretraining, parse_settings
     from moe_rl.models.supervised import pretrain as train
     from moe_rl.registry import Use
 
@@ -135,9 +133,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
     from moe_rl.compare.checkpoints.series import checkpoints_of, step_of
     from moe_rl.compare.evaluation import Plan, benchmark, measure_evaluations
-    from moe_rl.config import Arm, EngineConfig, ModelConfig, RunConfig
-    from moe_rl.config.text import parse_settings
-    from moe_rl.config.values import check_values
+    from moe_rl.config import Arm, EngineConfig, ModelConfig, RunConfig, parse_settings
     from moe_rl.registry import Use
     from moe_rl.results.benchmarks import show
 
@@ -152,7 +148,6 @@ def evaluate(options: argparse.Namespace) -> int:
         raise ConfigError(f"--set {idle[0]}: an evaluation has settings of sampling, model and engine alone: "
                           f"{', '.join(EVALUATED)} and engine.…; a task has the options it comes with")
     run = run.replace(**given)
-    check_values(run)
     names = [name for folder in options.checkpoints for name in checkpoints_of(folder)]
     found = measure_evaluations(names, [benchmark(task, options.problems) for task in tasks],
                                 Plan(run, options.k, options.greedy, options.at_once), options.out,

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from moe_rl import ranks
-    from moe_rl.config.text import parse_settings
+    from moe_rl.config import parse_settings
     from moe_rl.results import printed
     from moe_rl.runs.terminal import say
     from moe_rl.runs.trackers import target

@@ -28,8 +28,7 @@ from moe_rl.compare.checkpoints.measure import fingerprint, located
 from moe_rl.compare.checkpoints.series import step_of
 from moe_rl.compare.claim import claim
 from moe_rl.compare.samples import check, resumed, rows
-from moe_rl.config import EngineConfig, RunConfig
-from moe_rl.config.tree import leaves, plain
+from moe_rl.config import EngineConfig, RunConfig, leaves, plain
 from moe_rl.errors import ConfigError
 from moe_rl.evaluate import evaluate
 from moe_rl.metrics.samples import GREEDY
@@ -108,7 +107,7 @@ class Plan:
         run = self.run
         return json.loads(json.dumps({
             "samples": self.samples, "greedy": self.greedy, "at_once": self.at_once, "seed": run.seed,
-            "sampling": asdict(sampling_of(run)), "engine": asdict(run.engine), "dtype": run.model.dtype,
+            "sampling": asdict(sampling_of(run)), "engine": plain(run.engine), "dtype": run.model.dtype,
             **({} if run.model.router_dtype is None else {"router_dtype": run.model.router_dtype})}))
 
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moe_rl.config import ModelConfig
-from moe_rl.config.values import SHIPPED, folder_of
+from moe_rl.config import SHIPPED, ModelConfig, folder_of
 from moe_rl.errors import ConfigError, raise_os_errors
 from moe_rl.models.kernels_cpu import use_cpu_kernels
 from moe_rl.models.tokens import byte_tokenizer

@@ -25,9 +25,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from moe_rl.config import RunConfig
-from moe_rl.config.pretraining import Pretraining, Row
-from moe_rl.config.tree import plain
+from moe_rl.config import Pretraining, RunConfig, plain
 from moe_rl.errors import ConfigError, RunError, raise_os_errors
 from moe_rl.metrics.rounding import number
 from moe_rl.metrics.volatility import Load, load_statistics
@@ -55,6 +53,8 @@ WARM_UP = 50  # steps of rising learning rate
 SAMPLE_EVERY = 200  # steps; more often once the training batches say that the target is near
 SAMPLE_GAP = 5  # steps between two samplings, at least
 KNOWN, PATIENCE = 0.9, 10  # memorised: the chance of the answers trained on, and samplings that do not follow it
+Row = dict[str, float]
+"""A measurement on held-out prompts: `measure`."""
 RECORD, STATE = "pretraining.json", "pretraining.pt"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_rl.config import Arm
-from moe_rl.config.page import row
 from moe_rl.objectives import methods as table
 from moe_rl.objectives.spelling import DEFAULT, FIELDS, SEVERAL, read_table
 from moe_rl.registry import Use
@@ -42,6 +41,11 @@ def describe(name: str) -> list[str]:
         if found.of and found.name != f"paper:{found.of}":
             lines += ["", f"  unlike paper:{found.of}:", *(f"    {line}" for line in _differences(found))]
     return lines
+
+
+def row(*cells: str) -> str:
+    """A row of a table in Markdown."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _equations(made: Arm, form: str, *, all_components: bool) -> list[str]:

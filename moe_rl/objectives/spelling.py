@@ -17,7 +17,6 @@ Names and options are read from `methods.toml`, so that a study can be declared 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import difflib
 import functools
 import math
@@ -40,7 +39,7 @@ BASELINES = ("group", "leave_one_out", "normalized", "opo", "gae")
 SEVERAL = ("corrections", "filters", "terms", "advantage")
 """Fields that hold any number of components."""
 DEFAULT = Arm(name="")
-FIELDS = [f.name for f in dataclasses.fields(Arm)]
+FIELDS = list(Arm.model_fields)
 SAME_COMPONENTS = {"filters": "corrections", "ratio_routes": "routes"}
 WORDS = {"inf": math.inf, "nan": math.nan, "true": True, "false": False}
 """What words among the values of options mean; any other is a string."""
@@ -115,7 +114,7 @@ def parse(text: str, methods: Mapping[str, str]) -> Arm:
         raise ConfigError(f"arm {text!r} names advantage steps, which are then all of them, but none that compares a "
                           f"response with others or a critic ({', '.join(BASELINES)}): write group+{written} or "
                           f"{written}+group, or, if that is what you mean, advantage={written}")
-    return dataclasses.replace(start, **{"name": "".join(text.split()), **found})
+    return start.replace(**{"name": "".join(text.split()), **found})
 
 
 def require_options(use: Use) -> Use:
@@ -161,7 +160,7 @@ def _start_from(use: Use, methods: Mapping[str, str]) -> Arm:
 
         value = getattr(method, field)
         changed: Any = tuple(map(add_options, value)) if field in SEVERAL else add_options(value)
-        return dataclasses.replace(method, **{field: changed})
+        return method.replace(**{field: changed})
     families = {name.partition(":")[0] for name in methods if ":" in name}
     if _known_field(use) != "loss" and (not use.own or use.name.partition(":")[0] in families):
         choices = {*methods, *_names_for("loss"), "pkg.module:name"}

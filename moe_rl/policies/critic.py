@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from moe_rl.config.parts import Optimizer
+from moe_rl.config import Optimizer
 from moe_rl.objectives.advantages import value_loss
 from moe_rl.policies.hf import checkpoint_activations
 from moe_rl.policies.micro_batches import cut, join, waiting

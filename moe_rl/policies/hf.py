@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl import ranks
-from moe_rl.config.parts import Optimizer
+from moe_rl.config import Optimizer
 from moe_rl.models.truncation import entropy_of
 from moe_rl.models.vocabulary import LOGITS, head_is_apart, head_of, log_probs_in_pieces
 from moe_rl.objectives import Objective

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl import ranks
-from moe_rl.config.parts import OPTIMIZERS, Optimizer
+from moe_rl.config import Optimizer
 from moe_rl.errors import ConfigError, Diverged, raise_os_errors
 from moe_rl.routing.sites import router_parameters
 
@@ -27,11 +27,9 @@ def optimizer_of(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer
         {"params": [p for p in trainable if id(p) in routers], "scale": settings.router_lr_scale},
     ]
     common: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True}
-    if settings.name == "adamw":
-        return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, **common)
     if settings.name == "sgd":
         return torch.optim.SGD(groups, momentum=settings.betas[0], **common)
-    raise ConfigError(f"there is no optimizer {settings.name!r}: choose {' or '.join(OPTIMIZERS)}.")
+    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, **common)
 
 
 def stepped(

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_rl.config.page import row
+from moe_rl.objectives.methods_page import row
 
 TABLES = {
     "steps": ("step",),

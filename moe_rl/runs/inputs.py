@@ -17,8 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moe_rl.config.tree import leaves
-from moe_rl.config.values import folder_of
+from moe_rl.config import folder_of, leaves
 from moe_rl.runs.versions import PACKAGE, git_state, merged_git, path_in_checkout
 
 NAMED = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")

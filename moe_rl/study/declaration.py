@@ -20,12 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_rl.config import Arm, RunConfig
-from moe_rl.config.tree import plain
-from moe_rl.config.values import check_values, located
+from moe_rl.config import SHIPPED, Arm, RunConfig, plain
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.objectives.methods import arm as spelled_arm
-from moe_rl.registry import unknown
+from moe_rl.registry import Use, unknown
 from moe_rl.runs import folder as runs
 from moe_rl.runs.folder import DECLARATION
 
@@ -37,6 +35,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 ARM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,:()-]{0,119}")
 CELL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*")
 UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
+PRESET_NAMES = ("qwen3_moe-tiny", "qwen3_moe-bench", "qwen3_moe-fine", "olmoe-tiny", "mixtral-tiny", "deepseek_v3-tiny",
+                "gpt_oss-tiny", "glm4_moe-tiny")
+"""The keys of `models.load.PRESETS`, which is not imported here."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,6 @@ class Study:
             config = config if steps is None else config.replace(steps=steps)
             if self.own_cold_starts:
                 config = config.replace(**{"cold_start.seed": seed})
-            check_values(config)
             config = located(config)
             labels = [name] * bool(name) + [f"{k}={re.sub(UNSAFE, '_', str(v))}" for k, v in chosen.items()]
             path = path_of(out, self.name, arm.name, ",".join(labels) or "base", seed)
@@ -202,6 +202,25 @@ class Study:
         if not planned:
             raise ConfigError(f"no cell of study {self.name!r} runs any of the seeds {list(seeds)}")
         return planned
+
+
+def located(config: RunConfig) -> RunConfig:
+    """The configuration with absolute paths for the folder of a checkpoint and the file of a task, so that its row says
+    where they are wherever it is read. Presets, what comes with the package and names on the hub stay as they are."""
+    changes: dict[str, Any] = {"task": _located_task(Use.of(config.task))}
+    folder = Path(config.model.name).expanduser()
+    if folder.is_dir() and config.model.name not in (*SHIPPED, *PRESET_NAMES):
+        changes["model.name"] = str(folder.absolute())
+    return config.replace(**changes)
+
+
+def _located_task(task: Use) -> Use:
+    kind, _, file = task.name.partition(":")
+    if kind == "jsonl" and file:
+        return Use(f"jsonl:{Path(file).expanduser().absolute()}", **task.options)
+    if kind == "mixture" and isinstance(mixed := task.options.get("tasks"), list | tuple):
+        return Use(task.name, **{**task.options, "tasks": tuple(_located_task(Use.of(one)) for one in mixed)})
+    return task
 
 
 def _made(arms: Sequence[Arm | str]) -> tuple[Arm, ...]:

@@ -15,8 +15,7 @@ import pandas as pd
 from pandas.api.types import is_numeric_dtype
 from rich.console import Console
 
-from moe_rl.config.run import NAMED, RunConfig
-from moe_rl.config.values import check_values
+from moe_rl.config import NAMED, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.runs import folder as runs
 from moe_rl.runs.columns import pooled, timing
@@ -77,7 +76,6 @@ def outside_code(configs: Iterable[RunConfig], trainer: str) -> list[str]:
 def _planned(row: Any, out: Path, tables: Path, steps: int | None) -> Planned:
     config = RunConfig.from_dict(json.loads(row.config))
     config = config if steps is None else config.replace(steps=steps)
-    check_values(config)
     path = path_of(out, row.study, row.arm, row.factors, row.seed)
     if (config.seed, config.arm.name) != (row.seed, row.arm):
         raise ConfigError(f"the row of arm {row.arm!r}, seed {row.seed}, holds the configuration of arm "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from pathlib import Path
@@ -10,14 +11,16 @@ import pandas as pd
 import pytest
 
 from moe_rl.config import Arm, RunConfig
-from moe_rl.config.older import modern
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import advantage_of, objective_of
+from moe_rl.older import modern
 from moe_rl.registry import Use, lookup
 from moe_rl.routing.sources import SOURCES
 from moe_rl.tasks.base import load_task
 
 TABLES = sorted((Path(__file__).parents[2] / "studies" / "results").glob("*/runs.parquet"))
+COMMITTED = json.loads(Path(__file__).with_name("committed_rows.json").read_text())
+"""SHA-256 of a table's rows, each its JSON and its hash, as they were before configurations were pydantic models."""
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda path: path.parent.name)
@@ -41,6 +44,14 @@ def test_every_committed_row_is_readable_and_what_it_names_is_there(table):
         if str(run.task) not in tasks:
             tasks.add(str(run.task))
             load_task(run.task)
+
+
+@pytest.mark.parametrize("study", COMMITTED)
+def test_the_committed_rows_are_the_runs_that_they_were(study):
+    rows = pd.read_parquet(TABLES[0].parents[1] / study / "runs.parquet", columns=["config"])
+    runs = [RunConfig.from_dict(json.loads(row)) for row in rows["config"]]
+    text = "".join(f"{json.dumps(run.to_dict())}\n{run.hash}\n" for run in runs)
+    assert hashlib.sha256(text.encode()).hexdigest() == COMMITTED[study]
 
 
 def test_there_are_tables_to_read():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -90,7 +89,7 @@ def test_a_dose_gives_the_weights_back_bit_for_bit(form, dtype):
         assert dosed.routes == natural.routes
         assert form != "choice" or torch.equal(dosed.logprobs, replayed.logprobs), "replay is immune to a choice"
     frozen = policy_of(dtype=dtype)
-    frozen.settings = replace(frozen.settings, lr=0.0)
+    frozen.settings = frozen.settings.replace(lr=0.0)
     before = copied(frozen)
     frozen.update(part_of(batch, natural), GRPO, dose=Dose(form, 2.0, 5))
     assert_same(before, copied(frozen))

@@ -9,10 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from moe_rl.cli import main
-from moe_rl.config import ModelConfig
-from moe_rl.config.pretraining import Pretraining
-from moe_rl.config.tree import read
-from moe_rl.config.values import folder_of
+from moe_rl.config import ModelConfig, Pretraining, folder_of
 from moe_rl.errors import ConfigError
 from moe_rl.models import supervised
 from moe_rl.models.load import load
@@ -123,7 +120,7 @@ def test_the_checkpoint_of_the_package_loads_by_its_name_and_its_load_is_what_it
     assert all(record["goals"].values())
     loaded = load(ModelConfig(name=name), 0)
     assert sum(p.numel() for p in loaded.model.parameters()) < 4e6
-    task = load_task(read(Pretraining, record["settings"]).task)
+    task = load_task(Pretraining.from_dict(record["settings"]).task)
     found = measure(loaded, encode_prompts(held_out(task, 256)[:48], loaded.tokenizer), 24)
     said = record["rows"][-1]
     assert found["load_entropy"] == pytest.approx(said["load_entropy"], abs=0.02)

@@ -168,7 +168,7 @@ def test_without_its_mask_nothing_is_kept_and_the_trainer_is_off(model, tokenize
 
 
 def test_a_run_with_top_p_starts_every_step_at_a_ratio_of_one(tmp_path):
-    arm = replace(ARMS["kl"], routes="old_policy")
+    arm = ARMS["kl"].replace(routes="old_policy")
     run = TINY.replace(arm=arm, top_p=0.7, steps=2, eval_prompts=1, prompts_per_step=2)
     tables = carry_out(run, tmp_path)["steps"]
     assert tables["first_update_log_ratio_max"].max() < 1e-5 and tables["engine_logprob_max"].max() < 1e-4

@@ -266,7 +266,7 @@ def test_log_ratios_that_overflow_give_no_nan(part, dtype):
     ("masked", "needs high"),
     (Use("rejected", high=2.0, statistic="k1"), "no statistic of rejected is called 'k1'.*ratio"),
     (Use("m2po", threshold=-0.1), "m2po: -0.1 to inf"),
-    (Use("vaco", bound=math.nan), "vaco' got bound=nan"),
+    (Use("vaco", bound=math.nan), "bound=nan: numbers must be finite"),
     (Use("opsm", delta=0.1, against="reference"), "no policy that opsm compares with"),
 ])  # fmt: skip
 def test_a_correction_that_means_nothing_is_refused(part, message):

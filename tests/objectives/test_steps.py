@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -288,7 +287,7 @@ def test_a_killed_run_with_running_statistics_ends_identical(tmp_path):
 def test_a_kl_in_the_reward_goes_through_a_run(tmp_path):
     """At the first step π_old is the reference, so the penalty is 0; later it is not."""
     arm = Arm(name="kl", advantage=("group", Use("kl_penalty", coef=5.0), "returns"))
-    free = replace(arm, advantage=("group", Use("kl_penalty", coef=0.0), "returns"))
+    free = arm.replace(advantage=("group", Use("kl_penalty", coef=0.0), "returns"))
     kl, none = (carry_out(TINY.replace(arm=a, steps=2), tmp_path / str(i)) for i, a in enumerate((arm, free)))
     first, later = (abs(kl["updates"]["loss"] - none["updates"]["loss"])[kl["updates"]["step"] == n] for n in (1, 2))
     assert first.max() < 1e-4 and later.max() > 1e-3

@@ -55,9 +55,9 @@ PARTS = objective_of(Arm(name="parts", corrections=(Use("truncated", cap=2.0),),
 GRPO = objective_of(Arm(name="grpo"))
 CASES = {
     "tied": (QWEN, SETTINGS, {}),
-    "budget": (replace(QWEN, overrides={**TWO, "tie_word_embeddings": False}, router_dtype="float32"), SETTINGS,
+    "budget": (QWEN.replace(overrides={**TWO, "tie_word_embeddings": False}, router_dtype="float32"), SETTINGS,
                {"micro_batch_tokens": 14, "activation_checkpointing": True}),
-    "bias": (ModelConfig(name="deepseek_v3-tiny", overrides=TWO), replace(SETTINGS, loss_free_bias=1e-2, warmup=3), {}),
+    "bias": (ModelConfig(name="deepseek_v3-tiny", overrides=TWO), SETTINGS.replace(loss_free_bias=1e-2, warmup=3), {}),
 }  # fmt: skip
 """Configuration, optimizer and further settings of a policy."""
 ARMS = (
@@ -222,7 +222,7 @@ def in_pieces() -> dict:
 
 def mixed() -> dict:
     """Forwards in bfloat16 over float32 weights, routers in float32."""
-    config = replace(QWEN, router_dtype="float32")
+    config = QWEN.replace(router_dtype="float32")
     hf = HFPolicy(load(config, 0).model, SETTINGS, **ROWS)
     ours = FSDPPolicy(config, load(config, 0).model, SETTINGS, **ROWS, compute_dtype="bfloat16")
     batch = example()

@@ -157,7 +157,7 @@ def compared(make: Callable, parallel: Parallel, recompute: bool) -> dict:
     """Everything about one model in one layout; both policies get the same calls."""
     model = make()
     biases = [name for name in model.state_dict() if name.endswith("correction_bias")]
-    optimizer = replace(SETTINGS, loss_free_bias=0.01) if biases else SETTINGS
+    optimizer = SETTINGS.replace(loss_free_bias=0.01) if biases else SETTINGS
     hf = HFPolicy(model, optimizer, **ROWS)
     ours = megatron(make(seed=9 * ranks.rank()), parallel, optimizer, recompute=recompute)
     batch, facts = example(), {"exported": same_weights(ours, hf)}

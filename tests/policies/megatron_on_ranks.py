@@ -72,7 +72,7 @@ def main(folder: Path) -> None:
         for name, where in ON_RANKS.items():
             family = name.split()[0]
             settings = {"moe_token_dispatcher_type": "allgather"} if family == "mixtral" else {}
-            parallel = replace(LAYOUTS[where], settings=settings)
+            parallel = LAYOUTS[where].replace(settings=settings)
             facts[name] = compared(partial(of_family, family), parallel, recompute=where == "pp2")
         make = partial(build, "qwen3_moe", norm_topk_prob=False, num_experts_per_tok=3)
         facts["unnormalised"] = compared(make, LAYOUTS["ep2"], recompute=False)

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from moe_rl.config import Measure, Optimizer
-from moe_rl.config.values import check_values
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.execute import build, check
 from moe_rl.metrics.volatility import route_change
@@ -330,7 +329,7 @@ def test_the_cosine_of_consecutive_gradients_is_that_of_the_vectors(tmp_path):
 
 
 def test_the_cosine_is_a_column_where_it_is_asked_for_and_changes_no_weight(tmp_path):
-    asked = SMALL.replace(steps=2, eval_every=2, measure=replace(SMALL.measure, gradient_cosine=True))
+    asked = SMALL.replace(steps=2, eval_every=2, measure=SMALL.measure.replace(gradient_cosine=True))
     tables = carry_out(asked, tmp_path / "asked")
     carry_out(SMALL.replace(steps=2, eval_every=2), tmp_path / "plain")
     assert weights(tmp_path / "asked")[1] == weights(tmp_path / "plain")[1]
@@ -396,7 +395,7 @@ def test_a_queue_whose_file_is_gone_is_not_filled_anew(tmp_path):
 ])
 def test_settings_that_no_run_can_have_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
-        check_values(TINY.replace(**changes))
+        TINY.replace(**changes)
 
 
 def test_megatron_compares_no_gradients(monkeypatch):

@@ -10,13 +10,11 @@ import sys
 import pytest
 
 from moe_rl.compare.checkpoints import measure
-from moe_rl.config import Arm, RunConfig
-from moe_rl.config.text import parse_settings
-from moe_rl.config.values import SHIPPED, located
+from moe_rl.config import SHIPPED, Arm, RunConfig, parse_settings
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Use
 from moe_rl.results import printed
-from moe_rl.study.declaration import Study, _made, load_study_file, write_declaration
+from moe_rl.study.declaration import Study, _made, load_study_file, located, write_declaration
 from tests.fake_study import GRPO, GSPO, study
 
 BASE = RunConfig(arm=GRPO)
@@ -195,7 +193,7 @@ def test_settings_get_the_type_of_their_field(text, key, value):
 
 
 @pytest.mark.parametrize("text, words", [
-    ("group_size=4.5", "type int, but got '4.5'"),
+    ("group_size=4.5", "group_size=4.5: the setting needs a value of type int"),
     ("optimizer.lr=fast", "type float"),
     ("measure.full=1", "type bool"),
     ("optimizer.rate=1", "'optimizer.rate'. There are: optimizer.name, optimizer.lr"),

@@ -35,7 +35,7 @@ TURNS = Sampling(0.7, 60, SHORT["stop"])
 TRAINED = RUN.replace(
     arm=Arm(name="token", loss=Use("gspo_token", clip_low=0.01, clip_high=0.013), advantage="by_turn",
             routes="rollout"),
-    task="tests.talking_task:Talking", cold_start=replace(RUN.cold_start, target=0.0), optimizer=Optimizer(lr=1e-3),
+    task="tests.talking_task:Talking", cold_start=RUN.cold_start.replace(target=0.0), optimizer=Optimizer(lr=1e-3),
     steps=3, lag=1, prompts_per_step=4, group_size=4, mini_batches=2, measure=Measure(probe=8, detail_every=3), **SHORT)
 
 

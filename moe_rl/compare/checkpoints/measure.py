@@ -25,8 +25,7 @@ from moe_rl.compare.checkpoints import tables
 from moe_rl.compare.checkpoints.observed import Observed, Observer
 from moe_rl.compare.checkpoints.tally import Tally
 from moe_rl.compare.checkpoints.texts import TextBatch, Texts, check_file
-from moe_rl.config import ModelConfig
-from moe_rl.config.values import SHIPPED, folder_of
+from moe_rl.config import SHIPPED, ModelConfig, folder_of
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.models.load import PRESETS, check_weights, load, load_tokenizer, no_progress_bars, placement, skeleton
 from moe_rl.routing.sites import layout_of
