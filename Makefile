@@ -35,7 +35,7 @@ test: $(STAMP) lint
 # The suite as the processor is, and with less of its instructions: make test-processors ISA=default runs one pass. The
 # emulated passes leave out the tests of what reads, plans and prints.
 ISA ?= native avx2 default
-READERS := config runs study tasks test_cli.py test_docs.py test_new.py test_notebooks.py test_structure.py
+READERS := config storage study tasks test_cli.py test_docs.py test_new.py test_notebooks.py test_structure.py
 
 test-processors: $(if $(filter native,$(ISA)),test,$(STAMP))
 	set -e; for isa in $(filter-out native,$(ISA)); do limits=$$($(BIN)/python tests/processors.py $$isa); \
@@ -44,7 +44,7 @@ test-processors: $(if $(filter native,$(ISA)),test,$(STAMP))
 
 # Processes that train together, and a study that is killed twelve times: what takes minutes and seldom breaks.
 test-ranks: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m ranks tests/policies tests/objectives tests/test_cli.py
+	$(BIN)/python -m pytest -n 2 -m ranks tests/policies tests/integrations tests/objectives tests/test_cli.py
 
 # Playwright drives a Chromium: one that is there, else Debian's, else Playwright's own.
 $(BROWSER): $(STAMP)
@@ -113,7 +113,7 @@ $(VERSIONS)/%/installed: $(STAMP)
 
 test-versions: $(VERSION:%=$(VERSIONS)/%/installed)
 	for version in $(VERSION); do $(VERSIONS)/$$version/bin/python -m pytest -n auto -m "not ranks" tests/routing \
-	  tests/models tests/objectives tests/metrics tests/policies tests/adapters || exit 1; done
+	  tests/models tests/objectives tests/metrics tests/policies tests/integrations || exit 1; done
 
 # On a machine with a CUDA device, each under 20 minutes on one card; MOE_RL_TEST_DEVICE=cpu is a dry run of the tests.
 # In an environment of your own, which has the torch of your card, flash-attn or vLLM: make test-gpu GPU_PYTHON=python
@@ -138,8 +138,8 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-docs/columns.md: moe_rl/runs/columns.py moe_rl/runs/columns.toml $(STAMP)
-	$(BIN)/python -c "from moe_rl.runs.columns import markdown; print(markdown(), end='')" > $@
+docs/columns.md: moe_rl/storage/columns.py moe_rl/storage/columns.toml $(STAMP)
+	$(BIN)/python -c "from moe_rl.storage.columns import markdown; print(markdown(), end='')" > $@
 
 docs/settings.md: docs/settings_page.py moe_rl/config.py $(STAMP)
 	$(BIN)/python docs/settings_page.py > $@

@@ -4,12 +4,12 @@ before it is asked for."""
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_rl.adapters.monitor import monitor as monitor
+    from moe_rl.integrations.monitor import monitor as monitor
 
 
 def __getattr__(name: str) -> Any:
     if name == "monitor":
-        from moe_rl.adapters.monitor import monitor
+        from moe_rl.integrations.monitor import monitor
 
         return monitor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

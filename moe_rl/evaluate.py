@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from moe_rl.metrics.samples import GREEDY
+from moe_rl.analysis.pass_at import GREEDY
 from moe_rl.recorder import Row, Rows, exact
 from moe_rl.rollouts.base import Sampler
 from moe_rl.seeds import NOISE

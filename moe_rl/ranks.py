@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from moe_rl.errors import Diverged, Stopped
 
 if TYPE_CHECKING:
-    from moe_rl.runs.folder import Row, RunFolder
+    from moe_rl.storage.folder import Row, RunFolder
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)

@@ -35,7 +35,7 @@ Listener = Callable[[Rows], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a run is made of. `execute.py` builds them from a RunConfig; a user may build their own."""
+    """What a run is made of. `build.py` builds them from a RunConfig; a user may build their own."""
 
     task: AnyTask
     policy: Policy
@@ -76,7 +76,7 @@ class Parts:
 
 @runtime_checkable
 class Folder(Protocol):
-    """Where a run is kept; see `runs.folder`."""
+    """Where a run is kept; see `storage.folder`."""
 
     def latest(self) -> tuple[int, Path | None]:
         """Step and checkpoint of the last commit; (0, None) before the first."""

@@ -39,7 +39,7 @@ from answers_of_measures import expert_volatility, gradient_quality, ratio_varia
 from per_seed import RESULTS
 
 from moe_rl.results.verdict import verdict_of
-from moe_rl.runs.frames import load_study
+from moe_rl.storage.frames import load_study
 from moe_rl.study.declaration import read_declaration
 
 ANSWERS: dict[str, Sequence[Callable[[], None]]] = {

@@ -16,7 +16,7 @@ from moe_rl.results import plots
 from moe_rl.results.factors import against, half_lost_points, settings_of
 from moe_rl.results.stats import geometric, holm, interval
 from moe_rl.results.summary import MAIN, collapsed, metric, per_run
-from moe_rl.runs.frames import Frames, load_study
+from moe_rl.storage.frames import Frames, load_study
 from moe_rl.study.declaration import read_declaration
 
 

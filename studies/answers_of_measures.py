@@ -15,7 +15,7 @@ from moe_rl.results import plots
 from moe_rl.results.factors import settings_of
 from moe_rl.results.stats import geometric, interval
 from moe_rl.results.summary import metric, per_run
-from moe_rl.runs.frames import Frames, load_study
+from moe_rl.storage.frames import Frames, load_study
 
 RATES = ("#9ECAE1", "#4292C6", "#084594")
 """Colours of learning rates, of one arm: shades of its own."""

@@ -14,7 +14,7 @@ from moe_rl.results import plots
 from moe_rl.results.factors import HalfLost, against, half_lost_points
 from moe_rl.results.stats import interval
 from moe_rl.results.summary import MAIN, Metric, metric, outcomes, per_run
-from moe_rl.runs.frames import Frames, load_study
+from moe_rl.storage.frames import Frames, load_study
 
 FACTOR = "optimizer.lr"
 STORED, REPEATED = "MoE", "MoE, two rates again"

@@ -13,7 +13,7 @@ from moe_rl.errors import RunError
 from moe_rl.results import plots
 from moe_rl.results.stats import Interval, interval
 from moe_rl.results.summary import metric, per_run
-from moe_rl.runs.frames import Frames, load_study
+from moe_rl.storage.frames import Frames, load_study
 
 FOLDER = Path(__file__).parent / "results" / study.name
 WHAT = {"grpo": f"harm of σ = {SIGMA:g}", **{a: f"{a} − {b}" for a, b in study.contrasts}}

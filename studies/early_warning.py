@@ -34,7 +34,7 @@ from scipy.optimize import minimize
 from moe_rl.metrics.convergence import ema
 from moe_rl.results.stats import interval
 from moe_rl.results.summary import outcomes
-from moe_rl.runs.frames import Frames, load_study
+from moe_rl.storage.frames import Frames, load_study
 
 RESULTS = Path(__file__).parent / "results"
 HORIZON = 10

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pandas as pd
 
+from moe_rl.build import build
 from moe_rl.config import RunConfig
-from moe_rl.execute import build
 from moe_rl.metrics.volatility import route_change
-from moe_rl.runs.folder import read_manifest, run_folders
+from moe_rl.storage.folder import read_manifest, run_folders
 from moe_rl.trainer import roll_out
 from moe_rl.types import response_rows
 

@@ -14,10 +14,10 @@ from gradient_quality_trainer import STALE, cut, go_on, gradient, of_fresh, of_s
 from small import grpo, gspo
 from why_gspo import cell
 
+from moe_rl.build import build, check  # noqa: F401  runs are checked by it before they start
 from moe_rl.config import Arm, RunConfig
-from moe_rl.execute import build, check  # noqa: F401  runs are checked by it before they start
 from moe_rl.registry import Use
-from moe_rl.runs.folder import RunFolder
+from moe_rl.storage.folder import RunFolder
 from moe_rl.trainer import Listener, Parts, mini_batches, roll_out, train
 
 UNCLIPPED = {"clip_low": 1.0, "clip_high": 1e9}

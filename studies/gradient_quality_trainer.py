@@ -17,11 +17,11 @@ import torch
 from small import grpo, gspo, gspo_replay, replay
 from torch import Tensor
 
+from moe_rl.build import build, check  # noqa: F401  runs are checked by it before they start
 from moe_rl.config import Arm, RunConfig
-from moe_rl.execute import build, check  # noqa: F401  runs are checked by it before they start
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.runs.folder import RunFolder
+from moe_rl.storage.folder import RunFolder
 from moe_rl.trainer import Listener, Parts, mini_batches, roll_out, train
 from moe_rl.types import Batch, Scored
 

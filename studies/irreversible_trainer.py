@@ -22,10 +22,10 @@ from numpy.typing import ArrayLike
 from small import grpo, gspo, replay
 from torch import Tensor
 
+from moe_rl.build import build, check  # noqa: F401  runs are checked by it before they start
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import Diverged
 from moe_rl.evaluate import evaluate
-from moe_rl.execute import build, check  # noqa: F401  runs are checked by it before they start
 from moe_rl.metrics.convergence import PATIENCE, SPAN, collapse, ema
 from moe_rl.objectives import objective_of
 from moe_rl.policies.optimizer import optimizer_of
@@ -34,9 +34,9 @@ from moe_rl.registry import Use, lookup
 from moe_rl.rollouts.batches import Queue
 from moe_rl.rollouts.request import sampling_of
 from moe_rl.routing.sources import SOURCES
-from moe_rl.runs.commits import read_rows
-from moe_rl.runs.folder import RunFolder
 from moe_rl.seeds import NOISE
+from moe_rl.storage.commits import read_rows
+from moe_rl.storage.folder import RunFolder
 from moe_rl.tasks.base import load_task
 from moe_rl.tasks.running_sums import RunningSums
 from moe_rl.trainer import Listener, Parts, roll_out, train, train_step

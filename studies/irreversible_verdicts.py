@@ -14,7 +14,7 @@ from moe_rl.metrics.convergence import FRACTION
 from moe_rl.results import plots
 from moe_rl.results.stats import Interval, interval, rate
 from moe_rl.results.summary import outcomes
-from moe_rl.runs.frames import Frames, load_study
+from moe_rl.storage.frames import Frames, load_study
 
 PAPER = ("unchanged", "narrower clip", "wider clip", "longer generation", "other queries")
 ALIKE = tuple(name for name in VARIANTS if name not in ("longer generation", "other queries"))

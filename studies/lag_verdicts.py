@@ -13,7 +13,7 @@ from volatility_dial_verdicts import after_start, effects
 from moe_rl.errors import RunError
 from moe_rl.results.stats import Interval, Paired, interval, paired
 from moe_rl.results.summary import metric, per_run
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 
 ENDPOINTS = (study.endpoint, *study.further_endpoints)
 ARMS = [arm.name for arm in study.arms]

@@ -20,13 +20,13 @@ from gradient_quality_trainer import Gradients, cut, go_on, gradient, of_stale
 from small import GSPO_CLIP, grpo
 from why_gspo import cell as crossed
 
+from moe_rl.build import build, check  # noqa: F401  runs are checked by it before they start
 from moe_rl.config import Arm, RunConfig
-from moe_rl.execute import build, check  # noqa: F401  runs are checked by it before they start
 from moe_rl.metrics.ratios import grouped_ess, ratio_statistics
 from moe_rl.recorder import Recorder
 from moe_rl.registry import Use
 from moe_rl.rollouts.batches import Queue
-from moe_rl.runs.folder import RunFolder
+from moe_rl.storage.folder import RunFolder
 from moe_rl.tasks.base import load_task
 from moe_rl.trainer import Listener, Parts, mini_batches, roll_out, train, train_step
 from moe_rl.types import Batch, Scored

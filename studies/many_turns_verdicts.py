@@ -8,7 +8,7 @@ from many_turns import ONE_TURN, study
 from moe_rl.errors import RunError
 from moe_rl.results.stats import Interval, holm, interval, paired
 from moe_rl.results.summary import metric, per_run
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 
 TOKENS = study.base.steps * ONE_TURN
 """Per rollout of a step, up to which arms are compared."""

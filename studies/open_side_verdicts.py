@@ -12,7 +12,7 @@ from volatility_dial_verdicts import ENDPOINTS, after_start, decide, effects, eq
 
 from moe_rl.results.stats import Paired, interval, paired
 from moe_rl.results.summary import metric, per_run
-from moe_rl.runs.frames import Frames, load_study
+from moe_rl.storage.frames import Frames, load_study
 
 DECIDED, EXPLORED = study.contrasts[:2], study.contrasts[2]
 NAMES = [" − ".join(pair) for pair in DECIDED]

@@ -24,7 +24,7 @@ from moe_rl.metrics.rounding import number
 from moe_rl.results.stats import detectable, interval
 from moe_rl.results.study_page import provenance
 from moe_rl.results.summary import Metric, compare, family, metric, outcomes, per_run
-from moe_rl.runs.frames import Frames, load_study
+from moe_rl.storage.frames import Frames, load_study
 from moe_rl.study.declaration import read_declaration
 
 HERE = Path(__file__).parent

@@ -20,11 +20,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from moe_rl.build import build, check  # noqa: F401  runs are checked by it before they start
 from moe_rl.config import RunConfig
-from moe_rl.execute import build, check  # noqa: F401  runs are checked by it before they start
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.recorder import Recorder
-from moe_rl.runs.folder import RunFolder
+from moe_rl.storage.folder import RunFolder
 from moe_rl.trainer import Listener, Parts, roll_out, train, train_step
 from moe_rl.types import Batch, Scored, response_rows
 

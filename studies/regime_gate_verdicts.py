@@ -9,7 +9,7 @@ from regime_gate import SETTINGS, STEPS, UPDATES, study
 
 from moe_rl.errors import RunError
 from moe_rl.results.summary import outcomes
-from moe_rl.runs.frames import Frames, load_study
+from moe_rl.storage.frames import Frames, load_study
 
 FOLDER = Path(__file__).parent / "results" / study.name
 LIVE, REPLAYED = 0.9, 0.98

@@ -15,7 +15,7 @@ from volatility_dial_verdicts import after_start, decide
 from moe_rl.results import plots
 from moe_rl.results.stats import interval, paired
 from moe_rl.results.summary import metric, per_run
-from moe_rl.runs.frames import Frames, load_study
+from moe_rl.storage.frames import Frames, load_study
 
 FOLDER = Path(__file__).parent / "results" / study.name
 ENDPOINTS = (study.endpoint, *study.further_endpoints)

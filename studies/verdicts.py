@@ -14,7 +14,7 @@ from moe_rl.errors import RunError
 from moe_rl.results.factors import against, half_lost_points
 from moe_rl.results.stats import Interval, interval
 from moe_rl.results.summary import MAIN, Comparison, compare, metric, per_run
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 
 
 def confirmation(frames: Frames) -> list[str]:

@@ -16,8 +16,8 @@ import numpy as np
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.registry import Use
-from moe_rl.runs.columns import TABLES
-from moe_rl.runs.folder import Row, RunFolder
+from moe_rl.storage.columns import TABLES
+from moe_rl.storage.folder import Row, RunFolder
 from moe_rl.study import Study
 
 if sys.argv[1:2] == ["work"]:
@@ -79,7 +79,7 @@ def fake_step(config: RunConfig, step: int, weights: np.ndarray) -> tuple[Row, l
 
 
 def train(config: RunConfig, folder: RunFolder, *, cache: Path, listen=lambda rows: None) -> None:
-    """As `moe_rl.execute.execute`, without a model. `task` makes it fail on request."""
+    """As `moe_rl.build.execute`, without a model. `task` makes it fail on request."""
     if config.task.name == "broken" and config.arm.name == "gspo":
         raise ZeroDivisionError("a bug in the trainer")
     if config.task.name == "unknown":

@@ -24,9 +24,9 @@ from moe_rl.errors import ConfigError, RunError
 from moe_rl.registry import Use
 from moe_rl.results import printed
 from moe_rl.results.tables import Shown
-from moe_rl.runs import folder as runs
-from moe_rl.runs.folder import RunFolder, run_folders
-from moe_rl.runs.frames import diff, load_study
+from moe_rl.storage import folder as runs
+from moe_rl.storage.folder import RunFolder, run_folders
+from moe_rl.storage.frames import diff, load_study
 from moe_rl.study import workers
 from moe_rl.study.declaration import write_declaration
 from tests import fake_study

@@ -9,18 +9,18 @@ import signal
 import pytest
 import torch
 
+from moe_rl.build import build, check
 from moe_rl.config import Arm, Measure
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.evaluate import evaluate
-from moe_rl.execute import build, check
 from moe_rl.registry import Use
 from moe_rl.rollouts import hf
 from moe_rl.rollouts.batches import fresh
 from moe_rl.rollouts.request import sampling_of
-from moe_rl.runs import frames
+from moe_rl.storage import frames
 from moe_rl.trainer import roll_out, routed
 from moe_rl.types import prompt_rows, response_rows
-from tests.runs.test_kill import forked
+from tests.storage.test_kill import forked
 from tests.talking_task import Talking
 from tests.test_trainer import TINY, carry_out, weights
 

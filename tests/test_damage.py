@@ -11,9 +11,9 @@ import pytest
 
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.results.printed import print_study
-from moe_rl.runs import folder as runs
-from moe_rl.runs.folder import RunFolder
-from moe_rl.runs.frames import load_study
+from moe_rl.storage import folder as runs
+from moe_rl.storage.folder import RunFolder
+from moe_rl.storage.frames import load_study
 from moe_rl.study.collect import collect
 from moe_rl.study.declaration import load_study_file, read_declaration, write_declaration
 from moe_rl.study.rerun import rerun

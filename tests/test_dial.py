@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from pandas.testing import assert_frame_equal
 
+from moe_rl.build import check
 from moe_rl.config import Dial, RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.execute import check
-from moe_rl.runs.columns import timing
+from moe_rl.storage.columns import timing
 from tests.test_trainer import ARMS, TINY, carry_out, whole_and_cut
 
 RUN = TINY.replace(steps=2, **{"measure.detail_every": 1})

@@ -88,7 +88,7 @@ def test_the_first_example_of_the_readme_records_and_replays(tokens, capsys):
 
 
 def test_a_row_is_a_configuration(monkeypatch):
-    from moe_rl.runs.frames import load_study
+    from moe_rl.storage.frames import load_study
 
     _, second = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     names = {"Path": lambda _: ROOT / "studies/results/routing_replay", "load_study": load_study, "json": json}
@@ -96,7 +96,7 @@ def test_a_row_is_a_configuration(monkeypatch):
 
 
 ELSEWHERE = {"collect": "tests/study/test_collect.py", "rerun": "tests/study/test_rerun.py", "new": "tests/test_new.py",
-             "diagnose": "tests/compare/test_diagnose.py", "read": "tests/results/test_rollouts.py"}
+             "diagnose": "tests/analysis/test_diagnose.py", "read": "tests/results/test_rollouts.py"}
 """Who runs the commands of the README that are not run here."""
 
 
@@ -122,7 +122,7 @@ def test_a_command_of_the_readme_does_what_it_says(words, tmp_path, monkeypatch,
 
 
 def test_the_page_of_a_response_reads_what_the_documented_block_writes(tokens, tmp_path, monkeypatch):
-    from moe_rl.compare.response_page import write_response_page
+    from moe_rl.analysis.response_page import write_response_page
     from moe_rl.routing import RoutingTrace
 
     monkeypatch.chdir(tmp_path)

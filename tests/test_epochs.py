@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 import torch
 
+from moe_rl.build import build, check
 from moe_rl.config import Arm, Dial, Measure, Optimizer, RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.execute import build, check
 from moe_rl.recorder import ratio_row
 from moe_rl.registry import Use
 from moe_rl.seeds import SPLIT, derive

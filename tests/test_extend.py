@@ -12,7 +12,7 @@ import pytest
 from moe_rl import cli
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.runs.frames import load_study
+from moe_rl.storage.frames import load_study
 from moe_rl.study.declaration import TRAINER, load_study_file, write_declaration
 from moe_rl.study.workers import preflight
 from tests.test_trainer import TINY

@@ -11,7 +11,7 @@ import pytest
 
 from moe_rl import cli
 from moe_rl.cli.new import TEMPLATE
-from moe_rl.runs.frames import load_study
+from moe_rl.storage.frames import load_study
 
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "moe_rl" / "cli" / "new_study"

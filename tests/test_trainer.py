@@ -8,15 +8,15 @@ import pandas as pd
 import pytest
 import torch
 
+from moe_rl.build import build, execute
 from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig
 from moe_rl.errors import ConfigError, Diverged
-from moe_rl.execute import build, execute
 from moe_rl.models.load import load
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.recorder import Recorder
 from moe_rl.registry import Use
-from moe_rl.runs import frames
-from moe_rl.runs.folder import RunFolder
+from moe_rl.storage import frames
+from moe_rl.storage.folder import RunFolder
 from moe_rl.trainer import mini_batches, roll_out, train
 
 TINY = RunConfig(
@@ -315,7 +315,7 @@ def test_a_run_diverges_where_its_policy_can_no_longer_be_sampled_from(tmp_path,
 
 
 def test_a_task_whose_prompts_leave_no_room_in_the_context_is_refused_before_any_compute(tmp_path, monkeypatch):
-    monkeypatch.setattr("moe_rl.execute.cold_start", lambda *a, **k: pytest.fail("a cold start was made"))
+    monkeypatch.setattr("moe_rl.build.cold_start", lambda *a, **k: pytest.fail("a cold start was made"))
     run = TINY.replace(**{"model.overrides": TINY.model.overrides | {"max_position_embeddings": 8}})
     with pytest.raises(ConfigError, match="context .* 8"):
         carry_out(run, tmp_path / "run")

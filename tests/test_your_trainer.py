@@ -82,6 +82,6 @@ def test_routes_that_an_engine_recorded_become_the_trace_that_the_model_recorded
 
 
 def test_without_trl_the_adapter_says_how_to_install_it():
-    code = "import sys; sys.modules['trl'] = None\nimport moe_rl.adapters.trl"
+    code = "import sys; sys.modules['trl'] = None\nimport moe_rl.integrations.trl"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PAGE.parents[1])
     assert done.returncode == 1 and "pip install 'moe_rl[trl]'" in done.stderr.splitlines()[-1]

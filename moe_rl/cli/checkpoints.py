@@ -75,9 +75,9 @@ def volatility(options: argparse.Namespace) -> int:
     """Compare checkpoints; tables and figures into `--out`."""
     from rich.console import Console
 
-    from moe_rl.compare.checkpoints.measure import Comparison, measure_volatility
-    from moe_rl.compare.checkpoints.printed import print_report, print_series
-    from moe_rl.compare.checkpoints.series import checkpoints_of, measure_series
+    from moe_rl.analysis.checkpoints.measure import Comparison, measure_volatility
+    from moe_rl.analysis.checkpoints.printed import print_report, print_series
+    from moe_rl.analysis.checkpoints.series import checkpoints_of, measure_series
 
     settings = {"dtype": options.dtype, "max_tokens": options.max_tokens, "batch_tokens": options.batch_tokens,
                 "ratios": options.ratios}
@@ -131,11 +131,11 @@ def evaluate(options: argparse.Namespace) -> int:
     """Evaluate checkpoints; completions, tables and the curve into `--out`."""
     from rich.console import Console
 
-    from moe_rl.compare.checkpoints.series import checkpoints_of, step_of
-    from moe_rl.compare.evaluation import Plan, benchmark, measure_evaluations
+    from moe_rl.analysis.benchmarks import show
+    from moe_rl.analysis.checkpoints.series import checkpoints_of, step_of
+    from moe_rl.analysis.evaluation import Plan, benchmark, measure_evaluations
     from moe_rl.config import Arm, EngineConfig, ModelConfig, RunConfig, parse_settings
     from moe_rl.registry import Use
-    from moe_rl.results.benchmarks import show
 
     tasks = [Use(f"jsonl:{file}", match=options.match) for file in options.data] + [Use(task) for task in options.task]
     if not tasks:
@@ -172,7 +172,7 @@ trace files come from `moe-rl volatility --traces`, or from RoutingTrace.save: d
 )
 def view(options: argparse.Namespace) -> int:
     """Write the page."""
-    from moe_rl.compare.response_page import write_response_page
+    from moe_rl.analysis.response_page import write_response_page
 
     _require_page(options.out)
     with warnings.catch_warnings(record=True) as heard:
@@ -208,8 +208,8 @@ def diagnose(options: argparse.Namespace) -> int:
     """Print the verdict and its evidence; write the page."""
     from rich.console import Console
 
-    from moe_rl.compare.diagnose.command import diagnose_checkpoint
-    from moe_rl.compare.diagnose.report import print_diagnosis, write_page
+    from moe_rl.analysis.diagnose.command import diagnose_checkpoint
+    from moe_rl.analysis.diagnose.report import print_diagnosis, write_page
 
     _require_page(options.out)
     found = diagnose_checkpoint(options.rollouts, options.checkpoint, also=options.also, device=options.device,

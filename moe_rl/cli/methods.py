@@ -20,7 +20,7 @@ from moe_rl.cli.verbs import argument, verb
 def methods(options: argparse.Namespace) -> int:
     """Print them."""
     from moe_rl.objectives.methods_page import describe, list_methods
-    from moe_rl.runs.terminal import table
+    from moe_rl.storage.terminal import table
 
     print(*(describe(options.name) if options.name else table(list_methods())), sep="\n")
     return 0

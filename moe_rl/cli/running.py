@@ -17,8 +17,8 @@ from moe_rl.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from moe_rl.integrations.slurm.launcher import Slurm
     from moe_rl.study.declaration import Planned, Study
-    from moe_rl.study.slurm import Slurm
     from moe_rl.study.workers import Failure
 
 
@@ -64,12 +64,12 @@ def run(options: argparse.Namespace) -> int:
 
     from moe_rl import ranks
     from moe_rl.config import parse_settings
+    from moe_rl.integrations.slurm.launcher import arguments
+    from moe_rl.integrations.trackers.listeners import target
+    from moe_rl.integrations.trackers.processes import trackers_beside
     from moe_rl.results import printed
-    from moe_rl.runs.terminal import say
-    from moe_rl.runs.trackers import target
+    from moe_rl.storage.terminal import say
     from moe_rl.study.declaration import QUICK_STEPS, load_study_file, write_declaration
-    from moe_rl.study.slurm import arguments
-    from moe_rl.study.tracking import trackers_beside
     from moe_rl.study.workers import at_a_time, checked_by, preflight, run_study, unfinished
 
     cluster, options.settings = _launcher(options)
@@ -159,7 +159,7 @@ What is committed stays: `moe-rl run STUDY --launcher slurm` submits them again.
 )
 def cancel(options: argparse.Namespace) -> int:
     """Cancel tasks, and say which."""
-    from moe_rl.study.queue import cancel as taken_out
+    from moe_rl.integrations.slurm.queue import cancel as taken_out
 
     tasks = taken_out(options.folder)
     if not tasks:
@@ -190,7 +190,7 @@ def work(options: argparse.Namespace) -> int:
 def _launcher(options: argparse.Namespace) -> tuple[Slurm | None, list[str]]:
     """The cluster that runs are for, if any, and the settings that are the study's."""
     from moe_rl import ranks
-    from moe_rl.study.slurm import launcher
+    from moe_rl.integrations.slurm.launcher import launcher
 
     its = [text for text in options.settings if text.startswith("launcher.")]
     cluster = launcher(options.launcher, its)
@@ -204,8 +204,8 @@ def _launcher(options: argparse.Namespace) -> tuple[Slurm | None, list[str]]:
 
 def _submitted(console: Console, study: Study, planned: Sequence[Planned], cluster: Slurm,
                options: argparse.Namespace) -> int:
-    from moe_rl.runs.terminal import say
-    from moe_rl.study.slurm import submit
+    from moe_rl.integrations.slurm.launcher import submit
+    from moe_rl.storage.terminal import say
 
     ids, queued = submit(study, planned, cluster, cache=options.out / ".cache", jobs=options.jobs,
                          mix_code=options.mix_code)
@@ -240,8 +240,8 @@ def _for_its_setting(study: Study, changes: Mapping[str, Any]) -> tuple[Study, l
 
 def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> list[str]:
     """Print what runs ask and are given for it; what speaks against it."""
-    from moe_rl.runs import folder as runs
-    from moe_rl.runs.terminal import say
+    from moe_rl.storage import folder as runs
+    from moe_rl.storage.terminal import say
     from moe_rl.study.rehearsal import previews
 
     found = previews(p.config for p in planned)

@@ -27,8 +27,8 @@ from moe_rl.metrics.rounding import number
 )
 def list_runs(options: argparse.Namespace) -> int:
     """A line per run. A folder of runs needs neither pandas nor torch."""
-    from moe_rl.runs.folder import run_folders, state
-    from moe_rl.runs.terminal import duration, table
+    from moe_rl.storage.folder import run_folders, state
+    from moe_rl.storage.terminal import duration, table
 
     found = [(path, state(path)) for path in run_folders(options.folder)]
     for path, now in found:
@@ -61,9 +61,9 @@ def list_runs(options: argparse.Namespace) -> int:
 )
 def show(options: argparse.Namespace) -> int:
     """The manifest, the state, and the last row of every table."""
-    from moe_rl.runs.columns import TABLES, pooled
-    from moe_rl.runs.folder import read_manifest, state
-    from moe_rl.runs.frames import NESTED, collected, read_table
+    from moe_rl.storage.columns import TABLES, pooled
+    from moe_rl.storage.folder import read_manifest, state
+    from moe_rl.storage.frames import NESTED, collected, read_table
 
     manifest, frames = read_manifest(options.run), None
     if manifest is not None:
@@ -144,8 +144,8 @@ exit code: 0 when every value is equal (seconds_* and memory_* are ignored), 1 w
 )
 def diff(options: argparse.Namespace) -> int:
     """Settings that differ, then the first row that does."""
-    from moe_rl.runs.frames import diff as first_difference
-    from moe_rl.runs.frames import settings_that_differ
+    from moe_rl.storage.frames import diff as first_difference
+    from moe_rl.storage.frames import settings_that_differ
 
     for path in (options.a, options.b):
         if not (path / "manifest.json").exists():
@@ -166,8 +166,8 @@ def diff(options: argparse.Namespace) -> int:
 
 def _submitted(folder: Path, found: Sequence[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
     """Runs that were submitted to a cluster and have not begun; those that are `found` get what its scheduler says."""
-    from moe_rl.runs.folder import ENDED, state
-    from moe_rl.study.queue import scheduled
+    from moe_rl.integrations.slurm.queue import scheduled
+    from moe_rl.storage.folder import ENDED, state
 
     try:
         waiting = scheduled(folder)
@@ -185,7 +185,7 @@ def _submitted(folder: Path, found: Sequence[tuple[Path, dict[str, Any]]]) -> li
 def _without_signal(path: Path) -> list[float]:
     """Share of groups without signal, per step. Not by `read_rows`, whose comparisons have pyarrow import pandas; a run
     whose tables are damaged is listed all the same."""
-    from moe_rl.runs.commits import read_parquet
+    from moe_rl.storage.commits import read_parquet
 
     whole, found = path / "steps.parquet", []
     for file in [whole] if whole.exists() else sorted((path / "tables" / "steps").glob("step=*.parquet")):
@@ -197,7 +197,7 @@ def _without_signal(path: Path) -> list[float]:
 
 
 def _collected_runs(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    from moe_rl.runs.frames import collected
+    from moe_rl.storage.frames import collected
 
     below = [folder] if collected(folder) else sorted(file.parent for file in folder.glob("*/runs.parquet"))
     tables = [(study, frames) for study in below if (frames := collected(study)) is not None]

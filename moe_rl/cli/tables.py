@@ -108,8 +108,8 @@ A tracker gets every number once, however often it is given them; those of unfin
 )
 def export(options: argparse.Namespace) -> int:
     """CSV files, floats with all their digits; or points."""
-    from moe_rl.runs.frames import load_study
-    from moe_rl.runs.trackers import names_a_tracker
+    from moe_rl.integrations.trackers.listeners import names_a_tracker
+    from moe_rl.storage.frames import load_study
 
     if names_a_tracker(options.to):
         return _to_tracker(options)
@@ -129,8 +129,8 @@ def export(options: argparse.Namespace) -> int:
 
 def _to_tracker(options: argparse.Namespace) -> int:
     """What a tracker lacks; then, on request, whatever is committed."""
-    from moe_rl.runs.trackers import bring_up_to_date, opened, tracked, tracked_tables
-    from moe_rl.study.tracking import follow
+    from moe_rl.integrations.trackers.listeners import bring_up_to_date, opened, tracked, tracked_tables
+    from moe_rl.integrations.trackers.processes import follow
 
     runs = list(tracked(options.folder)) or list(tracked_tables(options.folder))
     if not runs and not options.follow:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from moe_rl.config import SHIPPED, ModelConfig, folder_of
 from moe_rl.errors import ConfigError, raise_os_errors
-from moe_rl.models.kernels_cpu import use_cpu_kernels
+from moe_rl.integrations.cpu_kernels import use_cpu_kernels
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.registry import unknown
 from moe_rl.routing.balance import keep_routers_in

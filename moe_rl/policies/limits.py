@@ -10,8 +10,8 @@ from torch import nn
 from moe_rl import ranks
 from moe_rl.config import EngineConfig, Parallel, RunConfig
 from moe_rl.errors import ConfigError
+from moe_rl.integrations.megatron.layout import check_layout
 from moe_rl.models.load import hf_config
-from moe_rl.policies.megatron.layout import check_layout
 from moe_rl.registry import unknown
 from moe_rl.routing.sites import router_parameters
 

@@ -17,7 +17,7 @@ from moe_rl.results import plots, stats
 from moe_rl.results.factors import against, geometrically_spaced, name_of, numeric
 from moe_rl.results.summary import MAIN, Metric, collapsed, outcomes, pairs_of
 from moe_rl.results.training_figures import LEARNING, differences_of, draw_differences, draw_learning
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 
 VOID = "×: every run of the arm collapsed there"
 

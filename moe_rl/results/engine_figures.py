@@ -9,7 +9,7 @@ from matplotlib.ticker import PercentFormatter
 
 from moe_rl.results.plots import GREY, curves, finish, marks, new_figure, styled
 from moe_rl.results.pooling import mean_by, require_columns, windows
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 
 GAPS = {"engine_{}_natural": "engine against\npolicy", "engine_{}_replayed": "routes\nreplayed (R3)",
         "noise_floor_{}": "noise\nfloor"}

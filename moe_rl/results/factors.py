@@ -11,7 +11,7 @@ import pandas as pd
 from moe_rl.errors import RunError
 from moe_rl.results.stats import Crossing, Interval, Shift, geometric, half_lost, shift
 from moe_rl.results.summary import Metric, per_run
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 
 ACROSS = "against:"
 """How the name of a figure begins that spans all combinations of factors."""

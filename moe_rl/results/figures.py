@@ -16,7 +16,7 @@ from moe_rl.results import engine_figures, training_figures
 from moe_rl.results.comparison_figures import against_factor, learning_by_cell, survival
 from moe_rl.results.factors import ACROSS, factor_of
 from moe_rl.results.summary import metric
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 
 Draw = Callable[[Frames, Sequence[str]], Figure]
 FIGURES: dict[str, Draw] = {

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 from moe_rl.errors import RunError
 from moe_rl.results.pooling import require_columns
 from moe_rl.results.stats import Band, band, geometric_band
-from moe_rl.runs.columns import entry
+from moe_rl.storage.columns import entry
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
            "#0000FF", "#66260D", "#B34DFF", "#B3B366", "#59004D", "#FF738C", "#33594D", "#A6008C", "#806633", "#001A8C")

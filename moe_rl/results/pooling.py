@@ -9,7 +9,7 @@ import pandas as pd
 
 from moe_rl.errors import RunError
 from moe_rl.metrics.attribution import AttributionSums
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 
 POINTS = 25
 """Most points of a curve over steps: more are averaged within windows of equal length, so that bands stay readable."""

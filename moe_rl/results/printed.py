@@ -12,14 +12,14 @@ from rich.text import Text
 
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.registry import lookup
-from moe_rl.runs import folder as runs
-from moe_rl.runs.terminal import duration, say
+from moe_rl.storage import folder as runs
+from moe_rl.storage.terminal import duration, say
 from moe_rl.study.declaration import Planned, Study, folder_name, read_declaration
 from moe_rl.study.workers import Failure
 
 if TYPE_CHECKING:
     from moe_rl.results.tables import Shown
-    from moe_rl.runs.frames import Frames
+    from moe_rl.storage.frames import Frames
 
 
 def check(study: Study) -> None:
@@ -63,7 +63,7 @@ def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfin
     it to some runs."""
     from moe_rl.results.tables import study_tables, untrained
     from moe_rl.results.verdict import verdict_of
-    from moe_rl.runs.frames import load_study
+    from moe_rl.storage.frames import load_study
 
     declared = read_declaration(folder)
     frames = load_study(folder, unfinished=unfinished, mix_code=mix_code)

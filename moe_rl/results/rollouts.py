@@ -17,9 +17,9 @@ from rich.console import Console
 
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.metrics.rounding import number
-from moe_rl.runs.folder import read_manifest
-from moe_rl.runs.frames import read_table
-from moe_rl.runs.terminal import say, visible
+from moe_rl.storage.folder import read_manifest
+from moe_rl.storage.frames import read_table
+from moe_rl.storage.terminal import say, visible
 
 SORTS = ("reward", "length", "ratio", "advantage", "clipped", "flips", "step")
 MOST = 1000

@@ -25,8 +25,8 @@ from moe_rl.results import figures, plots
 from moe_rl.results.rollouts import pages
 from moe_rl.results.tables import Shown, study_tables, untrained
 from moe_rl.results.verdict import verdict_of
-from moe_rl.runs.frames import Frames, load_study
-from moe_rl.runs.versions import HARDWARE
+from moe_rl.storage.frames import Frames, load_study
+from moe_rl.storage.versions import HARDWARE
 from moe_rl.study.declaration import read_declaration
 
 ABOUT = {"hypothesis": "Hypothesis", "endpoint": "Primary endpoint", "contrasts": "Contrasts",

@@ -18,8 +18,8 @@ from moe_rl.errors import ConfigError
 from moe_rl.metrics.convergence import Collapse, collapse, second_half_mean
 from moe_rl.registry import Use, lookup
 from moe_rl.results.stats import Paired, holm, interval, log_rank, paired, rate
-from moe_rl.runs.columns import unknown
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.columns import unknown
+from moe_rl.storage.frames import Frames
 
 RUN = ["arm", "factors", "seed"]
 FATES = {"lasting": "lasting collapses", "recovered": "recovered collapses"}

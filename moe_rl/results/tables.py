@@ -26,7 +26,7 @@ from moe_rl.results.summary import (
     unlearned,
     without_value,
 )
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 
 OF_REPLAY = "replay gap std, nats"
 """What replay would do, measured in every arm."""

@@ -20,7 +20,7 @@ from moe_rl.results.plots import GREY, colour_of, curves, finish, new_figure, no
 from moe_rl.results.pooling import attribution, mean_by, windows
 from moe_rl.results.stats import band
 from moe_rl.results.summary import MAIN, Metric, gaps, pairs_of, replaying
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 
 SHARES = {"replayed": "left under replay\nVar(R)", "routes": "route changes\nVar(J)",
           "covariance": "both together\n2 Cov(R, J)"}

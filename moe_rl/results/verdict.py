@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_rl.errors import ConfigError
 from moe_rl.registry import lookup
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 
 
 def verdict_of(frames: Frames, declared: Mapping[str, Any]) -> list[str]:

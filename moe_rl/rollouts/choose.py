@@ -10,16 +10,16 @@ import torch
 
 from moe_rl.config import EngineConfig, RunConfig
 from moe_rl.errors import ConfigError
+from moe_rl.integrations.vllm.answers import ROUTES
+from moe_rl.integrations.vllm.checked import CheckedEngine, CheckpointReceiver
+from moe_rl.integrations.vllm.engine import INSTALL, VLLMEngine
+from moe_rl.integrations.vllm.push import Score, Tolerance, describe, probe_prompts
+from moe_rl.integrations.vllm.server import ServerEngine
 from moe_rl.models.load import LoadedModel
 from moe_rl.registry import Use
-from moe_rl.rollouts.answers import ROUTES
 from moe_rl.rollouts.base import RolloutEngine
-from moe_rl.rollouts.checked import CheckedEngine, CheckpointReceiver
 from moe_rl.rollouts.hf import HFEngine
-from moe_rl.rollouts.http import ServerEngine
 from moe_rl.rollouts.mismatch import MismatchedEngine
-from moe_rl.rollouts.push import Score, Tolerance, describe, probe_prompts
-from moe_rl.rollouts.vllm import INSTALL, VLLMEngine
 
 OF_HF = ("experts", "int8", "router_noise")
 EXPERTS = ("eager", "batched_mm", "grouped_mm")

@@ -23,11 +23,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moe_rl.errors import ConfigError
-from moe_rl.runs import folder as runs
-from moe_rl.runs.columns import TABLES, pooled
-from moe_rl.runs.commits import read_parquet
-from moe_rl.runs.folder import DECLARATION
-from moe_rl.runs.frames import LABELS, REPLACING, Frames, load_study
+from moe_rl.storage import folder as runs
+from moe_rl.storage.columns import TABLES, pooled
+from moe_rl.storage.commits import read_parquet
+from moe_rl.storage.folder import DECLARATION
+from moe_rl.storage.frames import LABELS, REPLACING, Frames, load_study
 from moe_rl.study.declaration import read_declaration
 
 KEPT = {

@@ -24,13 +24,13 @@ from moe_rl.config import SHIPPED, Arm, RunConfig, plain
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.objectives.methods import arm as spelled_arm
 from moe_rl.registry import Use, unknown
-from moe_rl.runs import folder as runs
-from moe_rl.runs.folder import DECLARATION
+from moe_rl.storage import folder as runs
+from moe_rl.storage.folder import DECLARATION
 
 COMES_ALONG = ("routing_replay",)
 """Studies that are part of the package, and need no file."""
 QUICK_STEPS = 3
-TRAINER = "moe_rl.execute:execute"
+TRAINER = "moe_rl.build:execute"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 ARM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,:()-]{0,119}")
 CELL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*")

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from moe_rl.metrics.rounding import number
-from moe_rl.runs import folder as runs
-from moe_rl.runs.terminal import duration, say
+from moe_rl.storage import folder as runs
+from moe_rl.storage.terminal import duration, say
 from moe_rl.study.declaration import Planned
 
 QUIET = 15.0

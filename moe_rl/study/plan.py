@@ -10,9 +10,9 @@ from typing import Any
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.runs.folder import read_json
-from moe_rl.runs.inputs import INSTALLED, changed, inputs_of
-from moe_rl.runs.versions import code_version
+from moe_rl.storage.folder import read_json
+from moe_rl.storage.inputs import INSTALLED, changed, inputs_of
+from moe_rl.storage.versions import code_version
 from moe_rl.study.declaration import Planned
 
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl import ranks
+from moe_rl.build import build
 from moe_rl.config import ColdStart, EngineConfig, Measure, ModelConfig, Optimizer, Parallel, RunConfig
 from moe_rl.errors import ConfigError, Diverged, MoeRlError
-from moe_rl.execute import build
 from moe_rl.models.load import PRESETS, hf_config, load_tokenizer, skeleton
 from moe_rl.models.tokens import byte_tokenizer, completion_tokens, demonstrated, encode_prompts
 from moe_rl.routing.sites import layout_of
-from moe_rl.runs.commits import check_rows
+from moe_rl.storage.commits import check_rows
 from moe_rl.tasks.base import AnyTask, Environment, Split, checked_reward, draw, load_task, split_of
 from moe_rl.trainer import train_step
 from moe_rl.types import Prompt

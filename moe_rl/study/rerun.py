@@ -17,13 +17,13 @@ from rich.console import Console
 
 from moe_rl.config import NAMED, RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.runs import folder as runs
-from moe_rl.runs.columns import pooled, timing
-from moe_rl.runs.folder import DECLARATION
-from moe_rl.runs.frames import LABELS, Frames, load_study, read_table
-from moe_rl.runs.inputs import changed, inputs_of, sources_of
-from moe_rl.runs.terminal import say
-from moe_rl.runs.versions import HARDWARE
+from moe_rl.storage import folder as runs
+from moe_rl.storage.columns import pooled, timing
+from moe_rl.storage.folder import DECLARATION
+from moe_rl.storage.frames import LABELS, Frames, load_study, read_table
+from moe_rl.storage.inputs import changed, inputs_of, sources_of
+from moe_rl.storage.terminal import say
+from moe_rl.storage.versions import HARDWARE
 from moe_rl.study.declaration import Planned, Study, path_of, read_declaration
 from moe_rl.study.workers import Failure, run_study
 

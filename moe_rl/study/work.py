@@ -23,8 +23,8 @@ from pathlib import Path
 
 from moe_rl import ranks
 from moe_rl.errors import Diverged, MoeRlError, Stopped
-from moe_rl.runs.folder import state
-from moe_rl.runs.lease import Held
+from moe_rl.storage.folder import state
+from moe_rl.storage.lease import Held
 from moe_rl.study.declaration import Planned
 from moe_rl.study.plan import read_plan, run_of
 from moe_rl.study.workers import carry_out, environment, unfinished

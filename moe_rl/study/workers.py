@@ -24,10 +24,10 @@ from rich.console import Console
 from moe_rl import ranks
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Diverged, RunError, Stopped
-from moe_rl.runs import folder as runs
-from moe_rl.runs.inputs import changed, inputs_of
-from moe_rl.runs.terminal import say
-from moe_rl.runs.versions import code_version
+from moe_rl.storage import folder as runs
+from moe_rl.storage.inputs import changed, inputs_of
+from moe_rl.storage.terminal import say
+from moe_rl.storage.versions import code_version
 from moe_rl.study.declaration import Planned, Study
 from moe_rl.study.display import Display
 from moe_rl.study.plan import frozen
@@ -119,8 +119,8 @@ def _require_equal_settings(planned: Sequence[Planned]) -> None:
     """Raise RunError where they and the runs that are there would be refused as the runs of one study."""
     import pandas as pd
 
-    from moe_rl.runs.comparable import require_equal_settings
-    from moe_rl.runs.frames import labels_of
+    from moe_rl.storage.comparable import require_equal_settings
+    from moe_rl.storage.frames import labels_of
 
     for root in {p.path.parents[2] for p in planned}:
         own = {p.path: p.config.to_dict() for p in planned if p.path.is_relative_to(root)}

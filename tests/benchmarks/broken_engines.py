@@ -17,13 +17,13 @@ from collections import Counter
 
 import torch
 
-from moe_rl.compare.diagnose import diagnose
-from moe_rl.compare.diagnose.diagnosis import Diagnosis
-from moe_rl.compare.diagnose.ladder import Ladder
-from moe_rl.compare.diagnose.responses import Rollouts
+from moe_rl.analysis.diagnose import diagnose
+from moe_rl.analysis.diagnose.diagnosis import Diagnosis
+from moe_rl.analysis.diagnose.ladder import Ladder
+from moe_rl.analysis.diagnose.responses import Rollouts
 from moe_rl.routing import layout_of
 from moe_rl.types import Prompt
-from tests.compare.broken_engines import (
+from tests.analysis.broken_engines import (
     ALSO,
     FAULTS,
     VOCABULARY,

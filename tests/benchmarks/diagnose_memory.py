@@ -20,15 +20,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moe_rl.compare.diagnose import diagnose
-from moe_rl.compare.diagnose.ladder import agreement
-from moe_rl.compare.diagnose.reported import Reported
-from moe_rl.compare.diagnose.responses import Rollouts
-from moe_rl.compare.diagnose.scopes import in_dtype
-from moe_rl.compare.diagnose.scoring import STATED, score
-from moe_rl.compare.diagnose.signatures import findings
+from moe_rl.analysis.diagnose import diagnose
+from moe_rl.analysis.diagnose.ladder import agreement
+from moe_rl.analysis.diagnose.reported import Reported
+from moe_rl.analysis.diagnose.responses import Rollouts
+from moe_rl.analysis.diagnose.scopes import in_dtype
+from moe_rl.analysis.diagnose.scoring import STATED, score
+from moe_rl.analysis.diagnose.signatures import findings
 from moe_rl.routing import layout_of
-from tests.compare.broken_engines import Bench
+from tests.analysis.broken_engines import Bench
 from tests.conftest import build
 
 

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 
 from moe_rl.errors import RoutingError
+from moe_rl.integrations.vllm.payloads import decode_routes
 from moe_rl.routing import Layout, RoutingTrace, Site
-from moe_rl.routing.formats import decode_routes
 
 LAYERS, TOKENS = (1, 2, 4), list(range(5))
 CODES = {"uint8": "B", "int8": "b", "uint16": "H", "int16": "h", "int32": "i", "int64": "q"}

@@ -159,9 +159,9 @@ def vllm_rate(model: torch.nn.Module, prompts: list[Prompt], asked: Sampling, co
         import vllm  # noqa: F401
     except ImportError:
         return "not run: vLLM is not installed here"
+    from moe_rl.integrations.vllm.engine import VLLMEngine
+    from moe_rl.integrations.vllm.push import checkpoint_weights, describe
     from moe_rl.models.tokens import byte_tokenizer
-    from moe_rl.rollouts.push import checkpoint_weights, describe
-    from moe_rl.rollouts.vllm import VLLMEngine
 
     tokenizer = byte_tokenizer()
     with tempfile.TemporaryDirectory() as folder:

@@ -22,7 +22,7 @@ import torch
 import workload
 
 from moe_rl.config import ModelConfig, Optimizer
-from moe_rl.models.kernels_cpu import use_cpu_kernels
+from moe_rl.integrations.cpu_kernels import use_cpu_kernels
 from moe_rl.models.load import load
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.hf import HFEngine

@@ -30,7 +30,7 @@ from moe_rl.models.load import load
 from moe_rl.objectives import objective_of
 from moe_rl.rollouts.collate import collate
 from moe_rl.types import Prompt, Rollout
-from tests.policies.megatron_layouts import of_ranks
+from tests.integrations.megatron_layouts import of_ranks
 
 SHAPE = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 32,
          "num_key_value_heads": 4, "num_local_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256,
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--family", default="qwen3_moe", choices=("qwen3_moe", "deepseek_v3"))
     args = parser.parse_args()
-    import moe_rl.policies.megatron.policy  # noqa: F401 - once for all forks
+    import moe_rl.integrations.megatron.policy  # noqa: F401 - once for all forks
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -61,7 +61,7 @@ def main() -> None:
 def one(rank: int, name: str, family: str) -> None:
     """One rank of one layout."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    from moe_rl.policies.megatron.policy import MegatronPolicy
+    from moe_rl.integrations.megatron.policy import MegatronPolicy
 
     torch.set_num_threads(1)
     ranks.join("cpu")

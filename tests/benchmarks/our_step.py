@@ -20,7 +20,7 @@ from workload import GROUP, MINI_BATCHES, NEW_TOKENS, PROMPT_TOKENS, PROMPTS  # 
 
 import moe_rl.policies.hf  # isort: skip
 from moe_rl.config import Arm, Optimizer, RunConfig  # isort: skip
-from moe_rl.models.kernels_cpu import use_cpu_kernels  # isort: skip
+from moe_rl.integrations.cpu_kernels import use_cpu_kernels  # isort: skip
 from moe_rl.objectives import advantage_of, objective_of  # isort: skip
 from moe_rl.policies.hf import HFPolicy  # isort: skip
 from moe_rl.recorder import Recorder  # isort: skip

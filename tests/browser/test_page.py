@@ -8,9 +8,9 @@ import shutil
 import pytest
 import torch
 
-from moe_rl.compare.response_page import write_response_page
+from moe_rl.analysis.response_page import write_response_page
 from moe_rl.routing import Layout, RoutingTrace, Site
-from tests.compare.test_response_page import EVIL, pair, save_tokenizer
+from tests.analysis.test_response_page import EVIL, pair, save_tokenizer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="tests in a real browser are run by `make test-browser`")
 

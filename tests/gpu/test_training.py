@@ -12,7 +12,7 @@ from moe_rl.models import vocabulary
 from moe_rl.policies import hf
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.routing.dial import Dose
-from moe_rl.runs import frames
+from moe_rl.storage import frames
 from tests.conftest import build, perturb
 from tests.gpu.conftest import DEVICE, DRY, DTYPES, NEEDS_GPU, on_device, short
 from tests.policies.test_hf import GRPO, make_batch, part_of

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from moe_rl.errors import RoutingError
+from moe_rl.integrations.vllm.payloads import RoutesRefused, decode_routes
 from moe_rl.metrics.rounding import SUMMED, rounding
 from moe_rl.metrics.volatility import load_statistics
 from moe_rl.recorder import update_row
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing import RoutingTrace, record_routing, replay_routing
-from moe_rl.routing.formats import RoutesRefused, decode_routes
 from moe_rl.routing.sources import rollout as rollout_routes
 from moe_rl.types import Sampling, response_rows
 from tests.conftest import build, perturb

@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from moe_rl.config import Arm
 from moe_rl.errors import RoutingError
+from moe_rl.integrations.vllm.payloads import decode_routes
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.losses import LOSSES
 from moe_rl.registry import Use
 from moe_rl.rollouts.collate import collate
 from moe_rl.routing import layout_of, record_routing, replay_routing
-from moe_rl.routing.formats import decode_routes
 from moe_rl.routing.intercept import recomputing
 from moe_rl.routing.selection import MAXIMUM, TOPK
 from moe_rl.routing.sites import find_sites

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_rl import execute
+from moe_rl import build as execute
 from moe_rl.config import Arm, ColdStart, ModelConfig, RunConfig
 from moe_rl.errors import ConfigError, RunError, Stopped
 from moe_rl.models import supervised
@@ -21,8 +21,8 @@ from moe_rl.models.load import load
 from moe_rl.models.supervised import ColdStartResult, _from_cache, _write, answer_logprobs
 from moe_rl.models.tokens import completion_tokens, encode_prompts
 from moe_rl.registry import Use
-from moe_rl.runs.folder import state
-from moe_rl.runs.lease import Lease
+from moe_rl.storage.folder import state
+from moe_rl.storage.lease import Lease
 from moe_rl.study.declaration import Planned
 from moe_rl.study.workers import carry_out
 from moe_rl.tasks.base import held_out, load_task
@@ -336,7 +336,7 @@ def test_a_run_that_waits_for_anothers_cold_start_can_be_told_to_stop(tmp_path, 
     planned = Planned(tmp_path / "run", run)
 
     def begin():
-        carry_out(planned, "moe_rl.execute:execute", tmp_path, stopping=lambda: True)
+        carry_out(planned, "moe_rl.build:execute", tmp_path, stopping=lambda: True)
 
     monkeypatch.setattr(supervised, "_train", lambda *rest: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
+from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import PRESETS, hf_config, load, save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer, completion_tokens, encode_prompts, plain_tokens
 from moe_rl.routing.sites import router_parameters
-from moe_rl.study.declaration import PRESET_NAMES, ModelConfig
+from moe_rl.study.declaration import PRESET_NAMES
 from moe_rl.types import Prompt
 from tests.conftest import CPU_KERNELS
 

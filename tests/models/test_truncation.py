@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_rl.build import check
 from moe_rl.config import Arm, EngineConfig
 from moe_rl.errors import ConfigError
-from moe_rl.execute import check
 from moe_rl.models.truncation import KeptTokens, entropy_of, kept
 from moe_rl.objectives import objective_of
 from moe_rl.policies import hf

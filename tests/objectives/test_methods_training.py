@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
+from moe_rl.build import build
 from moe_rl.config import ColdStart, Measure, ModelConfig, Optimizer, RunConfig
-from moe_rl.execute import build
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.objectives.methods import arm, entry, methods, presets
-from moe_rl.runs.columns import TABLES
+from moe_rl.storage.columns import TABLES
 from moe_rl.trainer import train
 
 TINY = RunConfig(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from moe_rl.execute import execute
-from moe_rl.runs.folder import RunFolder
-from moe_rl.runs.frames import read_table
+from moe_rl.build import execute
+from moe_rl.storage.folder import RunFolder
+from moe_rl.storage.frames import read_table
+from tests.integrations.test_megatron import launched_once, torchrun
 from tests.objectives.conversations_study import study as conversations
 from tests.objectives.megatron_study import study
 from tests.objectives.test_methods_training import carried_out
-from tests.policies.test_megatron import launched_once, torchrun
 
 pytest.importorskip("megatron", reason="pip install 'moe_rl[megatron]'")
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from moe_rl.build import build
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.execute import build
 from moe_rl.objectives import advantage_of
 from moe_rl.objectives.advantages import ADVANTAGES
 from moe_rl.registry import Use

@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moe_rl.build import _critic, build, check
 from moe_rl.config import Arm, Critic, Optimizer, RunConfig
 from moe_rl.errors import ConfigError, Diverged
-from moe_rl.execute import _critic, build, check
 from moe_rl.models.load import load
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.methods import arm
 from moe_rl.policies.critic import HFCritic
 from moe_rl.registry import Use
-from moe_rl.runs import frames
+from moe_rl.storage import frames
 from moe_rl.trainer import warn_void
 from tests.conftest import FAMILIES, perturb
 from tests.conftest import build as tiny

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
+from moe_rl.build import check
 from moe_rl.config import Arm, EngineConfig, ModelConfig, Parallel, RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.execute import check
+from moe_rl.integrations.megatron.layout import check_layout, normalised
 from moe_rl.models.load import hf_config
-from moe_rl.policies.megatron.layout import check_layout, normalised
 from moe_rl.registry import Use
 from moe_rl.rollouts import choose
 from moe_rl.routing.sites import find_sites
-from tests.policies.fsdp_on_ranks import ARMS, RUN
-from tests.policies.megatron_study import replay
+from tests.integrations.fsdp_on_ranks import ARMS, RUN
+from tests.integrations.megatron_study import replay
 from tests.routing import families
 
 # ---------------------------------------------------------------------- Megatron-core

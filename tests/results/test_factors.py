@@ -14,7 +14,7 @@ from moe_rl.results import figures, plots, stats
 from moe_rl.results.factors import against, geometrically_spaced, half_lost_points, settings_of
 from moe_rl.results.summary import MAIN
 from moe_rl.results.tables import half_lost_table, study_tables
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 from tests.results.test_summary import with_curves
 
 LR = (1e-4, 2e-4, 4e-4, 8e-4)

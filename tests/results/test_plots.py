@@ -14,7 +14,7 @@ from moe_rl.errors import RunError
 from moe_rl.results import figures, plots, stats, training_figures
 from moe_rl.results.pooling import attribution
 from moe_rl.results.summary import MAIN, per_run
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 from tests import fake_study
 
 ARMS = [arm.name for arm in fake_study.study.arms]

@@ -14,9 +14,9 @@ from jinja2 import Environment
 from moe_rl import cli
 from moe_rl.results import rollouts as reading
 from moe_rl.results.rollouts import load_rollouts, ordered, write_rollouts_page
-from moe_rl.runs.folder import RunFolder
-from moe_rl.runs.frames import load_study
-from moe_rl.runs.terminal import visible
+from moe_rl.storage.folder import RunFolder
+from moe_rl.storage.frames import load_study
+from moe_rl.storage.terminal import visible
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e</script><script>alert(1)</script>[red]&\r\n"
 

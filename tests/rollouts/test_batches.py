@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from moe_rl.build import build, check
 from moe_rl.config import Measure, Optimizer
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.execute import build, check
 from moe_rl.metrics.volatility import route_change
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.objectives import objective_of
@@ -23,12 +23,12 @@ from moe_rl.recorder import Recorder
 from moe_rl.rollouts.batches import Queue, joined, lag_of
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.request import sampling_of
-from moe_rl.runs import frames
 from moe_rl.seeds import NOISE, PROMPTS, derive
+from moe_rl.storage import frames
 from moe_rl.tasks.base import draw
 from moe_rl.trainer import train_step
 from moe_rl.types import Prompt, Rollout, response_rows
-from tests.runs.test_kill import forked
+from tests.storage.test_kill import forked
 from tests.test_trainer import ARMS, TINY, carry_out, weights, whole_and_cut
 
 SMALL = TINY.replace(prompts_per_step=2, mini_batches=2, eval_prompts=2, steps=6, eval_every=6,

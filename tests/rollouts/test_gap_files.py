@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_rl.compare.diagnose import diagnose
-from moe_rl.execute import build
+from moe_rl.analysis.diagnose import diagnose
+from moe_rl.build import build
 from moe_rl.rollouts import gap_files
 from moe_rl.rollouts.gap_files import FILES, GapFiles
-from moe_rl.runs import frames
-from moe_rl.runs.folder import RunFolder
+from moe_rl.storage import frames
+from moe_rl.storage.folder import RunFolder
 from moe_rl.trainer import roll_out, train
 from moe_rl.types import Sampling
 from tests.test_trainer import TINY, carry_out

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from moe_rl.build import build
 from moe_rl.config import Arm, EngineConfig
 from moe_rl.errors import ConfigError
-from moe_rl.execute import build
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.recorder import engine_row
 from moe_rl.registry import Use
@@ -126,7 +126,7 @@ def test_anchored_on_the_engine_the_first_ratio_is_the_mismatch(tmp_path):
 
 
 def test_a_resumed_run_of_another_numerics_ends_identical(tmp_path):
-    from moe_rl.runs import frames
+    from moe_rl.storage import frames
 
     run = WIDE.replace(engine=EngineConfig(router_noise=0.1, int8=True))
     carry_out(run.replace(steps=2), tmp_path / "cut")

@@ -11,15 +11,15 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from moe_rl.errors import RoutingError, RunError
+from moe_rl.integrations.vllm.server import BatchIncomplete
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
-from moe_rl.rollouts.http import BatchIncomplete
 from moe_rl.rollouts.turns import by_ids, spliced
 from moe_rl.seeds import NOISE, derive
 from moe_rl.types import Rollout, Sampling
+from tests.integrations.test_server import engine_of, loaded, server  # noqa: F401
 from tests.rollouts.fake_engine import PROMPTS as BYTES
 from tests.rollouts.test_hf import EOS, PROMPTS, full_forward, make_model, model, prompts, tokenizer  # noqa: F401
-from tests.rollouts.test_http import engine_of, loaded, server  # noqa: F401
 
 LETTERS = "abcdefghijklmnopqr"
 ENDS = {EOS}

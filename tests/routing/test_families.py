@@ -17,8 +17,8 @@ import transformers
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
-from moe_rl.models.experts_cpu import NAME as CPU_EXPERTS
-from moe_rl.models.kernels_cpu import use_cpu_kernels
+from moe_rl.integrations.cpu_kernels import use_cpu_kernels
+from moe_rl.integrations.cpu_kernels.experts import NAME as CPU_EXPERTS
 from moe_rl.routing import RoutingTrace, record_routing, replay_routing
 from moe_rl.routing.sites import SELECTS, find_sites
 from tests.routing.families import FAMILIES, REFUSED, At, Family, build, jetmoe_dispatch, older_than, table

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from moe_rl import execute as execution
+from moe_rl import build as execution
 from moe_rl.errors import RunError
 from moe_rl.models.load import LoadedModel
 from moe_rl.models.tokens import byte_tokenizer

@@ -9,9 +9,9 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, RoutingError
+from moe_rl.integrations.vllm.payloads import decode_routes
 from moe_rl.objectives import objective_of
 from moe_rl.routing import RoutingTrace, record_routing, replay_routing
-from moe_rl.routing.formats import decode_routes
 from moe_rl.routing.intercept import hooked
 from moe_rl.routing.selection import kept
 from moe_rl.routing.sites import find_sites, router_parameters

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from moe_rl import cli
-from moe_rl.runs import folder as runs
-from moe_rl.runs.folder import run_folders
-from moe_rl.runs.frames import diff
+from moe_rl.storage import folder as runs
+from moe_rl.storage.folder import run_folders
+from moe_rl.storage.frames import diff
 from moe_rl.study.declaration import load_study_file
 from moe_rl.study.workers import carry_out
 

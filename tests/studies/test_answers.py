@@ -13,7 +13,7 @@ import per_seed
 import pytest
 
 from moe_rl.results import plots
-from moe_rl.runs.frames import load_study
+from moe_rl.storage.frames import load_study
 
 BLOCKS = [(page, found[2]) for page in pages.pages() for found in pages.BLOCK.finditer(page.read_text())]
 

@@ -11,7 +11,7 @@ from lag import LAGS, study
 from lag_verdicts import ARMS, verdict
 
 from moe_rl.errors import RunError
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 
 
 def tables(fall: float, spared: tuple[str, ...] = (), gain: float = 0.1, cosine: float = 0.0,
@@ -66,7 +66,7 @@ def test_a_rule_without_its_runs_is_no_verdict():
 
 
 def test_every_run_of_the_study_can_run_within_its_budget():
-    from moe_rl.execute import check
+    from moe_rl.build import check
 
     planned = study.runs(Path("runs"))
     assert len(planned) == 7 * 5 * 8 and study.seconds_per_step * study.base.steps <= 45

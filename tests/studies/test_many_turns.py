@@ -9,7 +9,7 @@ import pytest
 from many_turns import study
 
 from moe_rl.errors import RunError
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 
 ARMS = [arm.name for arm in study.arms]
 

@@ -8,7 +8,7 @@ from functools import cache
 import pages
 import pytest
 
-from moe_rl.runs.frames import load_study
+from moe_rl.storage.frames import load_study
 
 NUMBER = r"[-−]?(?:\d+\.\d+|\.\d+|\d+)(?:e[-−]?\d+)?"
 TRIPLE = re.compile(rf"({NUMBER})\s+(?:%\s+)?\[({NUMBER}),\s+({NUMBER})\]")

@@ -8,7 +8,7 @@ import pandas as pd
 from stabilisers import study
 from stabilisers_verdicts import improvement, machinery, ranks
 
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 
 
 def test_ranks_are_means_over_seeds_with_ties_shared():
@@ -34,7 +34,7 @@ def test_grpo_must_end_above_its_cold_start_where_it_is_quiet():
 
 
 def test_every_run_of_the_study_can_run():
-    from moe_rl.execute import check
+    from moe_rl.build import check
 
     checked = {}
     for planned in study.runs(Path("runs"), seeds=study.seeds[:1]):

@@ -14,7 +14,7 @@ from volatility_dial import SIGMAS, dose
 
 from moe_rl.errors import RunError
 from moe_rl.results.stats import interval
-from moe_rl.runs.frames import Frames
+from moe_rl.storage.frames import Frames
 
 CELLS = [dose("weights", 0), *(dose(form, s) for form in dial.FORMS for s in SIGMAS)]
 

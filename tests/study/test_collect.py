@@ -19,9 +19,9 @@ from moe_rl import cli
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.results.summary import summarise
-from moe_rl.runs import folder as runs
-from moe_rl.runs.folder import RunFolder
-from moe_rl.runs.frames import Frames, load_study
+from moe_rl.storage import folder as runs
+from moe_rl.storage.folder import RunFolder
+from moe_rl.storage.frames import Frames, load_study
 from moe_rl.study import collect as collecting
 from moe_rl.study.collect import KEPT, _write, collect
 from moe_rl.study.declaration import read_declaration, write_declaration

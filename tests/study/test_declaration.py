@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from moe_rl.compare.checkpoints import measure
+from moe_rl.analysis.checkpoints import measure
 from moe_rl.config import SHIPPED, Arm, RunConfig, parse_settings
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Use

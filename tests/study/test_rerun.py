@@ -15,10 +15,10 @@ from rich.console import Console
 from moe_rl import cli
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.runs import folder as runs
-from moe_rl.runs.folder import RunFolder
-from moe_rl.runs.frames import load_study, read_table
-from moe_rl.runs.versions import HARDWARE
+from moe_rl.storage import folder as runs
+from moe_rl.storage.folder import RunFolder
+from moe_rl.storage.frames import load_study, read_table
+from moe_rl.storage.versions import HARDWARE
 from moe_rl.study.collect import collect
 from moe_rl.study.declaration import write_declaration
 from moe_rl.study.rerun import outside_code, rerun, verdict
@@ -103,14 +103,14 @@ def test_a_terminal_is_asked(results, tmp_path, elsewhere, monkeypatch, capsys):
 
 def test_every_place_that_can_name_code_is_looked_at():
     base = fake_study.study.base
-    assert outside_code([base], "moe_rl.execute:execute") == []
+    assert outside_code([base], "moe_rl.build:execute") == []
     arm = Arm(name="a", loss="mine.losses:one", routes="partial(mine:two, share=0.5)", ratio_routes="mine:three")
     own = base.replace(arm=arm, task="subprocess:Popen")
     assert outside_code([own, own], "trainers:go") == [
         "mine.losses:one", "mine:three", "mine:two", "subprocess:Popen", "trainers:go"]
     for task in ("jsonl:C:/data.jsonl", "reasoning_gym:spell_backward", "running_sums"):
-        assert outside_code([base.replace(task=task)], "moe_rl.execute:execute") == []
-    assert outside_code([base.replace(task="moe_rl_evil:Task")], "moe_rl.execute:execute") == ["moe_rl_evil:Task"]
+        assert outside_code([base.replace(task=task)], "moe_rl.build:execute") == []
+    assert outside_code([base.replace(task="moe_rl_evil:Task")], "moe_rl.build:execute") == ["moe_rl_evil:Task"]
 
 
 @pytest.mark.parametrize("label, value", [

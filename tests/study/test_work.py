@@ -14,16 +14,16 @@ import pytest
 
 from moe_rl.errors import RunError
 from moe_rl.registry import Use
-from moe_rl.runs import folder as runs
-from moe_rl.runs.frames import diff
-from moe_rl.runs.lease import is_held
+from moe_rl.storage import folder as runs
+from moe_rl.storage.frames import diff
+from moe_rl.storage.lease import is_held
 from moe_rl.study.plan import frozen, run_of
 from moe_rl.study.workers import carry_out
 from tests.fake_study import study
 
 STEPS = 12
 ELSEWHERE = """
-import sys, moe_rl.runs.lease as lease
+import sys, moe_rl.storage.lease as lease
 lease.STALE, real = 2.0, lease._identity
 lease._identity = lambda file: real(file) | {"machine": sys.argv[1], "host": sys.argv[1]}
 from moe_rl.cli import main
@@ -133,7 +133,7 @@ def test_what_would_not_be_the_planned_run_is_refused(plan, tmp_path):
         with pytest.raises(RunError, match=words):
             run_of(content | change, 0)
     changed = content["runs"][0] | {"inputs": {"my_task": "0"}}
-    from moe_rl.runs.versions import code_version
+    from moe_rl.storage.versions import code_version
 
     with pytest.raises(RunError, match="my_task changed or went since .* was planned: submit the study again"):
         run_of(content | {"mix_code": False, "code": code_version(), "runs": [changed]}, 0)

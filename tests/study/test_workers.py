@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from moe_rl.runs.folder import RunFolder
+from moe_rl.storage.folder import RunFolder
 from moe_rl.study.display import preparing
 from moe_rl.study.workers import Failure, _alike
 from tests.fake_study import study

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from moe_rl.compare.evaluation import benchmark
+from moe_rl.analysis.evaluation import benchmark
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Use

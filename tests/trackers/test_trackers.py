@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_rl.runs.folder import run_folders
-from moe_rl.runs.trackers import tracked
-from tests.runs.test_trackers import _busy, expected
+from moe_rl.integrations.trackers.listeners import tracked
+from moe_rl.storage.folder import run_folders
+from tests.integrations.test_trackers import _busy, expected
 from tests.test_cli import FAKE, fake_runs
 
 ROOT = Path(__file__).parents[2]

@@ -60,7 +60,7 @@ def make(trainer_class, folder, model=None, peft_config=None, eval_dataset=None,
 
 
 def ours(*args, **settings):
-    from moe_rl.adapters.trl import ReplayGRPOTrainer
+    from moe_rl.integrations.trl import ReplayGRPOTrainer
 
     return make(ReplayGRPOTrainer, *args, **settings)
 

@@ -45,9 +45,9 @@ class Serving:
     """One engine and the policy whose weights it serves; the tests change the weights."""
 
     def __init__(self, folder, temperature=1.0, dtype="float32", model=RUN.model):
-        from moe_rl.rollouts.checked import CheckedEngine
-        from moe_rl.rollouts.push import Tolerance, describe, probe_prompts
-        from moe_rl.rollouts.vllm import VLLMEngine
+        from moe_rl.integrations.vllm.checked import CheckedEngine
+        from moe_rl.integrations.vllm.engine import VLLMEngine
+        from moe_rl.integrations.vllm.push import Tolerance, describe, probe_prompts
 
         self.loaded = load(model, 0)
         self.folder = folder
@@ -84,7 +84,7 @@ def serving(running):
 @pytest.fixture(scope="session")
 def trained():
     """Weights that solve four running sums in about a third of the attempts."""
-    from moe_rl import execute
+    from moe_rl import build as execute
     from moe_rl.models.supervised import cold_start
     from moe_rl.tasks.base import load_task
 
@@ -107,7 +107,7 @@ ENVIRONMENT = {
 ARGUMENTS = (
     "--dtype float32 --max-model-len 256 --enforce-eager --enable-return-routed-experts --enable-scale-out "
     "--no-enable-chunked-prefill "
-    "--logprobs-mode processed_logprobs --worker-extension-cls moe_rl.rollouts.vllm.WorkerExtension"
+    "--logprobs-mode processed_logprobs --worker-extension-cls moe_rl.integrations.vllm.engine.WorkerExtension"
 )
 
 

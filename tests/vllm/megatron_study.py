@@ -8,7 +8,7 @@ two ranks of Megatron-core, or with `--policy fsdp` of FSDP2.
 from dataclasses import replace
 
 from moe_rl.config import Arm, Measure, ModelConfig
-from tests.policies.megatron_study import study
+from tests.integrations.megatron_study import study
 
 study = replace(
     study,

@@ -11,16 +11,16 @@ from dataclasses import replace
 
 import pytest
 
+from moe_rl.build import build
 from moe_rl.config import Arm, Measure, Optimizer
-from moe_rl.execute import build
+from moe_rl.integrations.vllm.checked import CheckedEngine
+from moe_rl.integrations.vllm.push import Tolerance, parity, probe_prompts
+from moe_rl.integrations.vllm.server import ServerEngine
 from moe_rl.metrics.volatility import route_change
 from moe_rl.models.load import load
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.recorder import Recorder
 from moe_rl.registry import Use
-from moe_rl.rollouts.checked import CheckedEngine
-from moe_rl.rollouts.http import ServerEngine
-from moe_rl.rollouts.push import Tolerance, parity, probe_prompts
 from moe_rl.trainer import train_step
 from moe_rl.types import Prompt, Sampling
 from tests.test_conversations import SHORT

@@ -8,19 +8,19 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from moe_rl.build import execute
 from moe_rl.config import Arm, EngineConfig, Measure, ModelConfig, Optimizer
 from moe_rl.errors import ConfigError, RoutingError, RunError
-from moe_rl.execute import execute
+from moe_rl.integrations.vllm import engine as adapter
+from moe_rl.integrations.vllm.payloads import RoutesRefused
+from moe_rl.integrations.vllm.push import parity
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.recorder import engine_row
-from moe_rl.rollouts import vllm as adapter
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
-from moe_rl.rollouts.push import parity
-from moe_rl.routing.formats import RoutesRefused
 from moe_rl.routing.sources import rollout as replay_rollout
-from moe_rl.runs import frames
-from moe_rl.runs.folder import RunFolder
+from moe_rl.storage import frames
+from moe_rl.storage.folder import RunFolder
 from moe_rl.tasks.base import draw, load_task
 from moe_rl.types import Prompt, Sampling
 from tests.conftest import perturb

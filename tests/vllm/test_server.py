@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from moe_rl.errors import RunError
+from moe_rl.integrations.vllm.checked import CheckedEngine
+from moe_rl.integrations.vllm.push import Tolerance, parity, probe_prompts
+from moe_rl.integrations.vllm.server import BatchIncomplete, ServerEngine
 from moe_rl.models.load import load
-from moe_rl.rollouts.checked import CheckedEngine
-from moe_rl.rollouts.http import BatchIncomplete, ServerEngine
-from moe_rl.rollouts.push import Tolerance, parity, probe_prompts
-from moe_rl.runs import folder as runs
-from moe_rl.runs import frames
+from moe_rl.storage import folder as runs
+from moe_rl.storage import frames
 from moe_rl.types import Prompt, Sampling
 from tests.conftest import perturb
 from tests.vllm.conftest import NEEDS_VLLM, RUN, healthy

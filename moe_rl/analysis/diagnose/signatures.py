@@ -1,0 +1,242 @@
+"""What is wrong with reported routes, from the routes alone: each known fault leaves a pattern of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.analysis.diagnose.reported import CLEAR, FEW, RIGHT, SURE, Pair, Reported, moved
+from moe_rl.analysis.diagnose.responses import Response
+from moe_rl.routing.trace import Layout
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with the routes."""
+
+    cause: str
+    says: str
+    evidence: str
+    fault: bool = True
+    repaired: Callable[[Response, Layout], NDArray] | None = None
+    """The ids as they must have been, where that can be told; to be forced as a check."""
+
+
+def findings(routes: Reported) -> list[Finding]:
+    """What is wrong, the first cause first; empty where nothing is, or nothing that is known."""
+    if not routes.pairs or np.isnan(routes.agreement):
+        return repeated(routes) or zero_rows(routes) if routes.pairs else []
+    if (shift := layer_shift(routes)) is not None:
+        return [shift]
+    found = repeated(routes) or zero_rows(routes)
+    whole = row_shift(routes) or of_another_response(routes)
+    if whole is not None:
+        return [*found, whole]
+    found += overwritten(routes) or stale_prefix(routes)
+    return found + order_and_weights(routes)
+
+
+def layer_shift(routes: Reported) -> Finding | None:
+    reach = max(3, routes.layers[0]) if routes.layers else 0
+    tried = {d: routes.match(layers=d) for d in range(-reach, reach + 1) if d and len(routes.layers) > 1}
+    best = max(tried, key=lambda d: -1.0 if np.isnan(tried[d]) else tried[d], default=0)
+    base = routes.match(inside=best)  # of the same sites: one that holds another's routes is no shift of them all
+    if not best or not routes.clear(tried[best], base):
+        return None
+    dense = f"; the model's first {routes.layers[0]} layers are dense, and it counts those that route from 0" \
+        if -best == routes.layers[0] and routes.layers[0] else ""
+    return Finding(
+        "layer_shift", f"the engine reports the routes of layer l as layer l{best:+d}{dense}",
+        f"{_share(tried[best])} of its sets are the model's own when read so, {_share(base)} as they stand",
+        repaired=lambda r, layout: moved(r, routes.layers, best))
+
+
+def repeated(routes: Reported) -> list[Finding]:
+    """Rows that name an expert twice, or miss some of their slots: no routes, and a replay leaves them free."""
+    rows = np.concatenate([p.ids[:, routes.layers] for p in routes.pairs])
+    broken = np.zeros(rows.shape[:2], dtype=bool)
+    for s, site in enumerate(routes.layout.sites):
+        ids = np.sort(rows[:, s, : site.top_k], -1)
+        some = (ids[:, -1] >= 0) & ~(ids == 0).all(-1)  # all zero is another fault
+        broken[:, s] = some & ((ids[:, 0] < 0) | (ids[:, 1:] == ids[:, :-1]).any(-1))
+    if not broken.any():
+        return []
+    return [Finding("repeated_ids", "rows of the reported routes name an expert twice, or miss some of their slots: no "
+                    "router picks so, and a replay leaves them free",
+                    f"{_share(broken.mean())} of the rows do")]
+
+
+def zero_rows(routes: Reported) -> list[Finding]:
+    """All-zero rows where k > 1: a missing route written as expert 0."""
+    zero = np.concatenate([(p.ids[:, routes.layers] == 0).all(-1) for p in routes.pairs])
+    if routes.layout.top_k == 1 or not zero.any():
+        return []
+    prompt = np.concatenate([np.arange(len(p.ids)) < p.response.prompt - 1 for p in routes.pairs])
+    sites = [str(routes.layout.sites[s].decoder_layer) for s in np.flatnonzero(zero.any(0))]
+    where = f"of the prompt {_share(zero[prompt].mean() if prompt.any() else 0.0)}, of the response " \
+            f"{_share(zero[~prompt].mean())}; layers {_several(sites)}"
+    return [Finding("zero_rows", "the engine writes missing routes as rows of zeros, which a replay takes for expert 0",
+                    f"{_share(zero.mean())} of the rows are all zero, which no top-{routes.layout.top_k} gives "
+                    f"({where})",
+                    repaired=lambda r, layout: moved(r, routes.layers, 0))]
+
+
+def row_shift(routes: Reported) -> Finding | None:
+    for prompt, where in ((None, ""), (False, " in the response")):
+        base = routes.match(prompt=prompt)
+        tried = {d: routes.match(rows=d, prompt=prompt) for d in (1, -1, 2, -2)}
+        best = max(tried, key=lambda d: -1.0 if np.isnan(tried[d]) else tried[d])
+        if not np.isnan(base) and routes.clear(tried[best], base):
+            return Finding(
+                "row_shift", f"the engine's rows are off by {abs(best)}{where}: what it reports for token "
+                f"t{best:+d} is what token t used",
+                f"{_share(tried[best])} of the sets are the model's own when read so, {_share(base)} as they stand",
+                repaired=None if prompt is False else partial(_rows_moved, routes.layers, best))
+    return None
+
+
+def _rows_moved(layers: Sequence[int], by: int, response: Response, layout: Layout) -> NDArray:
+    return moved(response, layers, 0, by)
+
+
+def of_another_response(routes: Reported) -> Finding | None:
+    """Rows that are the natural ones of another response, at the places where the two responses differ."""
+    wrong = [(p, routes.side(p)) for p in routes.pairs if routes.own(p) < RIGHT * routes.expected]
+    hits = sum(any(_is_of(mine, p, q, routes.expected) for q in routes.pairs if q is not p) for p, mine in wrong)
+    if hits < 2 or hits < 0.8 * len(wrong):
+        return None
+    return Finding("swapped_responses", "the engine hands out the routes of other responses",
+                   f"{hits} of {len(routes.pairs)} responses carry the routes of another one of the file")
+
+
+def _is_of(mine: NDArray, p: Pair, q: Pair, expected: float) -> bool:
+    """Whether the keys reported for `p` are those of `q`, and not its own, where both could tell: behind the prompt
+    that they may share."""
+    n = min(len(mine), len(q.natural_keys))
+    apart = (p.natural_keys[:n] != q.natural_keys[:n]) & (mine[:n] >= 0)
+    theirs, own = (int(((mine[:n] == keys[:n]) & apart).sum()) for keys in (q.natural_keys, p.natural_keys))
+    places = int(apart.sum())
+    return places >= FEW and theirs >= max(SURE * expected * places, own + CLEAR * places)
+
+
+def overwritten(routes: Reported) -> list[Finding]:
+    """One or a few layers that agree with nothing, while the others do."""
+    own = routes.by_site()
+    if len(own) < 2 or np.isnan(own).any():
+        return []
+    good = np.median(own[own >= np.median(own)])
+    bad = np.flatnonzero(own < min(0.5, SURE * good)).tolist()
+    rest = np.delete(own, bad)
+    if not bad or len(bad) > len(rest) or rest.min() < RIGHT * routes.expected:  # other weights grow apart with depth
+        return []
+    layers = [str(routes.layout.sites[s].decoder_layer) for s in bad]
+    copied = {s: routes.source(s) for s in bad}
+    sources = [f"layer {routes.layout.sites[s].decoder_layer} holds the routes of layer {t}"
+               for s, t in copied.items() if t is not None]
+
+    def repaired(response: Response, layout: Layout) -> NDArray:
+        ids = moved(response, routes.layers, 0)
+        ids[:, bad] = -1
+        return ids
+
+    return [Finding("overwritten_layer", f"the reported routes of layer {_several(layers)} are not this layer's: "
+                    + ("; ".join(sources) or "something else was written over them (multi-token prediction does)"),
+                    f"{_share(own[bad].mean())} of its sets are the model's own, {_share(rest.mean())} in the other "
+                    "layers", repaired=repaired)]
+
+
+def stale_prefix(routes: Reported) -> list[Finding]:
+    """Rows at the beginning that agree with nothing, up to some token from which all do."""
+    hit, rows, good, cut = 0, [], [], {}
+    for p in routes.pairs:
+        mine = routes.side(p)
+        known = mine >= 0
+        right = np.where(known.any(1), ((mine == p.natural_keys) & known).sum(1) / known.sum(1).clip(min=1), np.nan)
+        wrong = right < 0.5 * routes.expected
+        seen = ~np.isnan(right)
+        # the change that leaves most rows on the side where they belong
+        score = np.concatenate([[0], np.cumsum(np.where(seen, np.where(wrong, 1, -1), 0))])
+        at = int(score.argmax())
+        before, after = right[:at][seen[:at]], right[at:][seen[at:]]
+        if at and len(before) >= 2 and (before < 0.5 * routes.expected).mean() >= 0.8 and len(after):
+            hit, cut[p.response.line] = hit + 1, at
+            rows.append(at)
+            good.append(float(np.mean(after)))
+    enough = max(2, 0.05 * len(routes.pairs)) if len(routes.pairs) > 1 else 1
+    settled = float(np.mean(good)) if good else 0.0
+    if hit < enough or settled < RIGHT * routes.expected:
+        return []
+
+    def repaired(response: Response, layout: Layout) -> NDArray:
+        ids = moved(response, routes.layers, 0)
+        ids[: cut.get(response.line, 0)] = -1
+        return ids
+
+    return [Finding("stale_prefix", "the routes of the first tokens are stale: rows of an earlier request, as a prefix "
+                    "cache hands them out", f"in {hit} of {len(routes.pairs)} responses the first rows (median "
+                    f"{np.median(rows):.0f}) agree with nothing, while of those after {_share(settled)} of the "
+                    "sets are the model's own", repaired=repaired)]
+
+
+def order_and_weights(routes: Reported) -> list[Finding]:
+    """Ids in ascending order, and combine weights that belong to another order or another convention."""
+    ascending = natural = n = 0
+    slot, expert, sums, theirs = [], [], [], []
+    for p in routes.pairs:
+        ids = p.ids[:, routes.layers]
+        same = (routes.side(p) == p.natural_keys) & (ids[..., 0] >= 0)
+        n += int(same.sum())
+        ascending += int((np.diff(ids.astype(int)[same], axis=-1) > 0).all(-1).sum())
+        natural += int((np.diff(p.natural.astype(int)[same], axis=-1) > 0).all(-1).sum())
+        if p.gates is not None and p.natural_gates is not None and same.any():
+            own, at = p.gates[same], p.natural_gates[same]
+            order = np.argsort(p.natural[same], -1)
+            by_id = np.take_along_axis(at, order, -1)[np.arange(len(at))[:, None], np.argsort(
+                np.argsort(ids[same], -1), -1)]
+            sums.append(own.sum(-1))
+            theirs.append(at.sum(-1))
+            own, at, by_id = (x / x.sum(-1, keepdims=True).clip(min=1e-12) for x in (own, at, by_id))
+            slot.append(np.abs(own - at).mean(-1))
+            expert.append(np.abs(own - by_id).mean(-1))
+    found = []
+    is_sorted = n >= 20 and ascending == n and natural < 0.9 * n and routes.layout.top_k > 1
+    if slot and routes.agreement >= RIGHT * routes.expected:
+        by_slot, by_expert = np.concatenate(slot).mean(), np.concatenate(expert).mean()
+        ratio = np.concatenate(sums) / np.concatenate(theirs).clip(min=1e-12)
+        low, times, high = np.quantile(ratio, (0.05, 0.5, 0.95))
+        if by_expert > 0.01 and by_slot < 0.25 * by_expert:
+            found.append(Finding(
+                "sorted_ids", "the engine reports ids in ascending order, but their combine weights in the order of "
+                "the scores: each weight is paired with another expert",
+                f"weights differ from the model's by {by_expert:.2g} on average expert by expert, by {by_slot:.2g} "
+                "slot by slot"))
+        elif abs(times - 1) > 0.05 and high - low < 0.02 * times:
+            found.append(Finding(
+                "gates_scaled", f"the reported combine weights are the trainer's times {times:.3g}, as where a scaling "
+                "factor is left out, or applied twice",
+                f"of 90 % of the rows their sum is {low:.3g} to {high:.3g} times the model's"))
+        elif abs(times - 1) > 0.05:
+            raw, whole = np.median(np.concatenate(sums)), np.median(np.concatenate(theirs))
+            found.append(Finding(
+                "gates_raw" if raw < whole else "gates_renormalised", "the reported combine weights have another "
+                "normalisation than the trainer's: "
+                + ("raw where the trainer's are renormalised" if raw < whole else "renormalised, or scaled, where the "
+                   "trainer's are not"),
+                f"they add up to {raw:.3g} per token and layer, the model's to {whole:.3g}"))
+    elif is_sorted:
+        found.append(Finding("sorted_ids", "the engine reports ids in ascending order, not in that of the scores: "
+                             "harmless for a replay of ids, wrong beside weights in another order",
+                             f"all {n} rows ascend; {_share(natural / n)} of the model's own do", fault=False))
+    return found
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.3g} %"
+
+
+def _several(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:5])} and {len(names) - 5} more"

@@ -1,5 +1,0 @@
-"""Who broke the log-probs: `diagnose(rollouts, model)`."""
-
-from moe_rl.compare.diagnose.diagnosis import Diagnosis, diagnose
-
-__all__ = ["Diagnosis", "diagnose"]

@@ -1,0 +1,180 @@
+"""The Hugging Face policy spread over ranks by FSDP2: the same verbs, all of them collective.
+
+Every rank gives the same full batch and gets the same full answer. A rank computes some of its rows: as many as every
+other, in as many forwards, since each of them gathers the parameters of a layer from all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from moe_rl import ranks
+from moe_rl.config import ModelConfig, Optimizer
+from moe_rl.integrations.cpu_kernels import use_cpu_kernels
+from moe_rl.integrations.on_ranks import shared_rows
+from moe_rl.models.load import skeleton
+from moe_rl.models.vocabulary import head_is_apart
+from moe_rl.objectives import Objective
+from moe_rl.policies.hf import HFPolicy
+from moe_rl.policies.limits import layers_of
+from moe_rl.policies.micro_batches import Rows, cut, filled, join
+from moe_rl.routing.balance import keep_routers_in
+from moe_rl.routing.dial import Dose
+from moe_rl.routing.sites import find_sites
+from moe_rl.routing.trace import RoutingTrace
+from moe_rl.types import Batch, Scored, rows_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class FSDPPolicy(HFPolicy):
+    """`HFPolicy` on ranks that have met (`ranks.join`). `start` is the Hugging Face model whose weights it begins with,
+    which only rank 0 needs; it is copied, tensor by tensor, into a model of `config` of which every rank holds a part.
+
+    `compute_dtype` is that of forwards and backwards; weights, sums of gradients and moments keep the dtype of
+    `config`. Routers with a dtype of their own (`config.router_dtype`) compute in it. Further settings are those of
+    `HFPolicy`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        start: PreTrainedModel | None,
+        optimizer: Optimizer,
+        *,
+        compute_dtype: str | None = None,
+        **settings: Any,
+    ):
+        apart = ranks.from_rank_0(lambda: start is not None and head_is_apart(start))
+        super().__init__(sharded(config, start, compute_dtype), optimizer, **settings)
+        self._head_is_apart = apart  # its own way of finding out needs a head that is whole
+
+    # ------------------------------------------------------------------ the verbs
+    def score(
+        self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, dose: Dose | None = None
+    ) -> Scored:
+        """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. See `Policy.score`."""
+        if routes is not None and len(order := _order(batch)) > len(batch):
+            routes = routes.rows(order.clamp(max=len(batch) - 1))
+        found = super().score(_even(batch), routes, scores, dose)
+        return Scored(*(rows_of(x, slice(len(batch)), batch.tokens.shape[1]) for x in vars(found).values()))
+
+    def save(self, folder: Path) -> None:
+        """Write weights, moments and the number of updates with torch's distributed checkpoint, each rank its part. The
+        folder must be on a file system that all ranks see."""
+        dcp.save(self._state(), storage_writer=_Writer(folder))
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote on as many ranks (bit-exact) or on others."""
+        state = self._state()
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.updates = state["updates"]
+
+    # ------------------------------------------------------------------ how
+    def _backward(
+        self, batch: Batch, objective: Objective, dose: Dose | None = None
+    ) -> tuple[list, float, Mapping[str, float]]:
+        outputs, loss, metrics = super()._backward(_even(batch), objective, dose)
+        total = ranks.summed({"loss": loss, **metrics})
+        outputs = [rows_of(x, slice(len(batch)), batch.tokens.shape[1]) for x in outputs]
+        return outputs, total.pop("loss"), total
+
+    def _cut(self, batch: Batch, most: int) -> list[Rows]:
+        """Those of this rank; under a budget of tokens its forwards are halved until it has as many as any other."""
+        order = torch.arange(len(batch))
+        if self.micro_batch_tokens is not None:
+            order = batch.attention_mask.sum(1).argsort(descending=True, stable=True)
+        mine = order[ranks.rank() :: ranks.world()]
+        cuts = [mine[rows] for rows in cut(batch.rows(mine), most, self.micro_batch_tokens)]
+        count = max(ranks.gathered(len(cuts)))
+        while len(cuts) < count:
+            largest = max(range(len(cuts)), key=lambda i: len(cuts[i]))
+            cuts[largest : largest + 1] = cuts[largest].tensor_split(2)
+        return list(cuts)
+
+    def _joined(self, parts: list[tuple], batch: Batch, cuts: list[Rows]) -> list:
+        rows = [index for index in cuts if isinstance(index, Tensor)]  # all of them, here
+        traces = {n: shared_rows(kind, rows, batch) for n, kind in enumerate(zip(*parts, strict=True))
+                  if isinstance(kind[0], RoutingTrace)}
+        rest = [tuple(None if n in traces else x for n, x in enumerate(part)) for part in parts]
+        everywhere = ranks.gathered((rest, cuts))
+        found = join([part for parts, _ in everywhere for part in parts], batch,
+                     [rows for _, cuts in everywhere for rows in cuts])
+        return [traces.get(n, x) for n, x in enumerate(found)]
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "updates": self.updates}
+
+
+def _order(batch: Batch) -> Tensor:
+    """Rows that ranks can share evenly: those of the batch, and beyond."""
+    return torch.arange(len(batch) + -len(batch) % ranks.world())
+
+
+def _even(batch: Batch) -> Batch:
+    """The batch filled up to those, where it must be: a copy, routes and all."""
+    order = _order(batch)
+    return batch if len(order) == len(batch) else filled(batch, order)
+
+
+class _Writer(FileSystemWriter):
+    """Writes equal bytes for equal states: torch's own notes down when and where."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+
+# ---------------------------------------------------------------------- the model
+def sharded(config: ModelConfig, start: PreTrainedModel | None, compute_dtype: str | None = None) -> nn.Module:
+    """A model of which every rank holds a part of each parameter: every decoder layer is gathered by itself when it
+    runs, and what is left of the model as one. Its weights are those of `start`, on rank 0. Collective."""
+    model: Any = skeleton(config)
+    device = ranks.device(config.device)
+    # Given up after every forward, the root's too, which else would keep plain whole tensors among the parameters.
+    every: dict[str, Any] = {"mesh": init_device_mesh(device.type, (ranks.world(),)), "reshard_after_forward": True}
+    usual = dict(every)
+    if compute_dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, compute_dtype), reduce_dtype=torch.float32)
+        usual["mp_policy"] = policy
+    if config.router_dtype is not None:
+        keep_routers_in(model, getattr(torch, config.router_dtype))
+        for site in find_sites(model):  # a group has one dtype
+            fully_shard(site.module, **every)
+    for layer in layers_of(model):
+        fully_shard(layer, **usual)
+    fully_shard(model, **usual)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # the weights of a loss span the mini-batch, so ranks add up
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    model.to_empty(device=device)
+    model.tie_weights()
+    take_over(model, start)
+    use_cpu_kernels(model)
+    return model
+
+
+@torch.no_grad()
+def take_over(model: nn.Module, start: nn.Module | None) -> None:
+    """Give a sharded model the weights and buffers of a whole one on rank 0, tensor by tensor. Collective."""
+    theirs = {} if start is None else dict(start.named_buffers()) | start.state_dict()
+    for name, mine in (dict(model.named_buffers()) | model.state_dict()).items():
+        full = theirs[name].to(mine.device, mine.dtype).contiguous() if start is not None else \
+            torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
+        dist.broadcast(full, 0)
+        mine.copy_(ranks.cut_as(mine, full))

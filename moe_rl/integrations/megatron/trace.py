@@ -1,0 +1,100 @@
+"""Megatron-LM's router trace (`--moe-routing-trace-path`) → `RoutingTrace`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.errors import RoutingError
+from moe_rl.integrations.vllm.payloads import checked_trace, integers, require_policy
+from moe_rl.routing.trace import Layout, RoutingTrace
+
+Forward = dict[int, tuple[int, NDArray]]
+"""Layer → (line of the file, ids [tokens, k])."""
+
+
+def read_megatron_trace(
+    path: str | Path, layout: Layout, *, batch: int = 1, invalid: str = "raise"
+) -> Iterator[RoutingTrace]:
+    """Every forward in a `router_trace_rank<n>.jsonl` of Megatron-LM, one trace after another, with bounded memory.
+
+    The file names no tokens and no lengths: rows are [time × batch], sequence-major, as Megatron flattens them, and
+    `batch` says how many sequences ran together. Records of `block` "mtp" are skipped, as everywhere here. Layers may
+    be numbered absolutely, from 1 (`layer_number`), or by position among the routing layers (`record_indices`). A
+    layer that comes again starts the next forward. `invalid` as in `decode_routes`. Raises RoutingError, with the line,
+    for anything else. Traces of a boolean routing map are in ascending order: Megatron has lost the one of selection.
+    """
+    require_policy(invalid)
+    if not Path(path).is_file():
+        raise RoutingError(f"no Megatron router trace at {path}.")
+    found = False
+    for forward in _forwards(Path(path)):
+        found = True
+        sites = _sites(forward, layout, path)
+        rows = len(sites[0])
+        if rows % batch or any(len(site) != rows for site in sites):
+            raise RoutingError(f"{path}: layers of one forward have {[len(s) for s in sites]} rows; expected one "
+                               f"number, a multiple of batch={batch}.")
+        k = layout.top_k
+        ids = np.stack([np.pad(site, ((0, 0), (0, k - site.shape[1])), constant_values=-1) for site in sites], 1)
+        yield checked_trace(ids.reshape(-1, batch, *ids.shape[1:]).swapaxes(0, 1), layout, invalid, None)
+    if not found:
+        raise RoutingError(f"{path} holds no decoder record; expected one JSON object per (step, block, layer).")
+
+
+def _forwards(path: Path) -> Iterator[Forward]:
+    """Each forward in turn: a layer that comes again, or another step, starts the next."""
+    forward: Forward = {}
+    step = None
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for n, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            record = _record(line, f"{path}, line {n}")
+            if record["block"] != "decoder":
+                continue
+            if forward and (record["layer"] in forward or record["step"] != step):
+                yield forward
+                forward = {}
+            step = record["step"]
+            forward[record["layer"]] = n, record["top_indices"]
+    if forward:
+        yield forward
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    expected = "expected step, block, layer, num_tokens, topk and top_indices [num_tokens, topk]"
+    try:
+        record = json.loads(line)
+        sizes = (record["num_tokens"], record["topk"])
+        record["top_indices"] = integers(record["top_indices"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise RoutingError(f"{where} is not a record of a router trace ({error}); {expected}.") from error
+    shape = record["top_indices"].shape
+    if shape != sizes or not isinstance(record.get("layer"), int) or "block" not in record or "step" not in record:
+        raise RoutingError(f"{where}: indices have shape {shape}, the record says {sizes}; {expected}.")
+    return record
+
+
+def _sites(forward: Forward, layout: Layout, path: str | Path) -> list[NDArray]:
+    """The ids of each site, whichever way the layers are numbered."""
+    layers = [site.decoder_layer for site in layout.sites]
+    for numbering in (layers, [layer + 1 for layer in layers], list(range(len(layers)))):
+        if set(numbering) == set(forward):
+            break
+    else:
+        line = min(n for n, _ in forward.values())
+        raise RoutingError(f"{path}, forward from line {line}: layers {sorted(forward)}; expected {layers}, those "
+                           "that route (or the same from 1, or by position). One pipeline stage only, or cut off?")
+    sites = [forward[number][1] for number in numbering]
+    for (n, ids), site in zip((forward[number] for number in numbering), layout.sites, strict=True):
+        if ids.shape[1] != site.top_k:
+            raise RoutingError(f"{path}, line {n}: {ids.shape[1]} experts per token; {site.name} uses {site.top_k}.")
+    return sites
+
+

@@ -1,0 +1,290 @@
+"""The package's numbers in somebody else's trainer: `with monitor:` around a training step, `monitor.row()` after it.
+
+The columns are those of the data dictionary (`storage/columns.toml`), by the functions of our own runs.
+Nothing is trained, sampled or drawn at random here: a trainer's weights are the same bits with a monitor and without.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from moe_rl.errors import AuxLossSilentlyOn, ConfigError, RoutingError
+from moe_rl.integrations.forwards import Forwards, Seen, probe_of
+from moe_rl.metrics import ratios, routers, volatility
+from moe_rl.routing.balance import auxiliary_loss, named_correction_biases
+
+Row = dict[str, float]
+MARGINS = 4096
+"""Tokens of a block, per rank, whose margins are kept: quantiles cannot be pooled. A probe's are kept all."""
+PerToken = Float[Tensor, "batch time"]
+Mask = Bool[Tensor, "batch time"]
+SPREAD = ("token_n", "token_log_ratio_var", "token_ess", "token_kl_k3", "token_beyond_2")
+CHANGES = (volatility.RouteChange, volatility.ResponseChange, volatility.RouterShift)
+
+
+class Monitor:
+    """What the routers of `model` do: any Mixture-of-Experts model that `record_routing` knows, as the trainer calls
+    it (wrapped in DDP or FSDP2, with LoRA adapters, a vision-language model).
+
+        monitor = moe_rl.monitor(model, probe={"input_ids": ids, "attention_mask": mask}, every=10)
+        with monitor:                # the forwards and backwards of one step
+            ...
+        optimizer.step()
+        log(monitor.row())           # {} in nine steps of ten
+
+    `row` has, each where it was measured:
+
+    - with a `probe`, a fixed batch of what `model` is called with: `slot_change` and all other volatility of its
+      natural routes, and `load_…`, `router_confidence` and `margin_…` under the weights of now. It is read without
+      gradient, in eval mode, when `row` is called and before the first step (with `every` > 1, before each measured
+      one), so that a row says what one step did, or all since the last row; `since="start"`: all since the first step;
+    - without one, `load_…`, `router_confidence` and `margin_…` of the block's own forwards that did not replay;
+    - `pull` and `coverage` of the block's forwards inside `replay_routing`;
+    - `engine_…` of the log-probs that `engine` was given, `token_…` of those that `ratios` was.
+
+    The probe may name, as `decides`, the inputs whose *next* token is of a response; `decides` says so of the block's
+    forwards. Without it all tokens that the attention mask lets in count.
+
+    On several ranks `row` is collective: every rank of `group` (default: all) enters and asks, with rows of its own,
+    and gets the numbers of all rows together. Ranks that read the same tokens (tensor parallelism) change no share.
+    Warns (AuxLossSilentlyOn) of a load-balancing loss in the configuration, or of `router_aux_loss_coef` if the trainer
+    has its own, and of a correction bias that moves under replay.
+    Raises RoutingError for a dense model and ConfigError for settings that cannot be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        probe: Mapping[str, Any] | None = None,
+        every: int = 1,
+        since: str = "step",
+        router_aux_loss_coef: float | None = None,
+        group: Any = None,
+    ):
+        if every < 1 or since not in ("step", "start"):
+            raise ConfigError(f"every={every}, since={since!r}: every is a number of blocks, 1 at least, and since is "
+                              "'step' (before the measured step) or 'start' (before the first).")
+        self.model, self.every, self.since, self.group = model, every, since, group
+        self.router_aux_loss_coef = router_aux_loss_coef
+        self.forwards = Forwards(model)
+        self.probe, self.probe_decides = probe_of(self.forwards.readers, probe)
+        self.layers: list[Row] = []
+        """What the last row says per site, as in the table `layers`."""
+        self.blocks, self.measures = 0, False
+        self._found: dict[str, Any] = {}
+        """What was seen since the block began: sums, or values one after the other."""
+        self._before: Seen | None = None
+        """The probe under the weights that the next row compares with."""
+        self._replayed = False
+        self._scope: ExitStack | None = None
+
+    # ------------------------------------------------------------------ what a trainer calls
+    def __enter__(self) -> Monitor:
+        if self._scope is not None:
+            raise RoutingError("this monitor is in a block already: leave that first, or make a monitor for each.")
+        if self.blocks == 0 and (text := auxiliary_loss(self.model, self.router_aux_loss_coef)):
+            warnings.warn(text, AuxLossSilentlyOn, stacklevel=2)
+        self.blocks += 1
+        self.measures = self.blocks % self.every == 0
+        each = self.every > 1 and self.since == "step"
+        if self.probe is not None and (self.measures if each else self._before is None):
+            self._before = self._read_probe().without_softmax()
+        self._scope = ExitStack()
+        if self.measures:
+            self._found, self._replayed = {}, False
+            self._biases = named_correction_biases(self.model)
+            naturally = self.probe is None
+            self._scope.enter_context(self.forwards.listening(self._see, lambda replay: naturally and not replay))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._scope is not None, "it was entered"
+        scope, self._scope = self._scope, None
+        scope.close()
+
+    def decides(self, mask: Tensor) -> None:
+        """Say of the next forward in the block which inputs [batch, time] have a response token as their *next*."""
+        if self._scope is None:
+            raise RoutingError("decides was called outside of the block; it is about the next forward inside it.")
+        self.forwards.decides(mask)
+
+    def engine(self, logprobs: PerToken, engine_logprobs: PerToken, mask: Mask) -> None:
+        """Give the trainer's log-probs of response tokens (where `mask` is true) and those of the engine that sampled
+        them, in nats, at equal weights."""
+        self._log_ratio("engine", "the engine's", logprobs, engine_logprobs, mask)
+
+    def ratios(self, logprobs: PerToken, old_logprobs: PerToken, mask: Mask, *, replayed: bool = False) -> None:
+        """Give the log-probs of the last mini-batch's response tokens as the trainer's ratios have them, and π_old's,
+        in nats; all of its micro-batches. `replayed`: under another replay than `replay_routing`, which is seen."""
+        self._log_ratio("ratios", "the old ones", logprobs, old_logprobs, mask)
+        self._replayed = self._replayed or replayed
+
+    def row(self) -> Row:
+        """The numbers of the last block, and of the probe; {} where that block was not measured, or asked before.
+
+        Call it after `optimizer.step()`: warns if the routers say of the probe, bit for bit, what they said before.
+        """
+        if not self.measures:
+            return {}
+        if self._scope is not None:
+            raise RoutingError("row was called inside the block; call it after the block, and after optimizer.step().")
+        self.measures = False
+        self._warn_of_biases()
+        if self.probe is not None:
+            self._compare(self._read_probe())
+        found, self._found = self._over_ranks(), {}
+        if not found:
+            raise RoutingError("no forward of the monitored model ran inside the block, so there is nothing to say. "
+                               "Give the monitor the module that is trained, and put its forward inside the block.")
+        return self._row_of(found)
+
+    # ------------------------------------------------------------------ what is seen
+    def _see(self, seen: Seen) -> None:
+        """A forward of the block."""
+        if seen.replay is None:
+            if self.probe is None:
+                self._use(seen)
+            return
+        self._replayed = True
+        forced, preferred = (trace.ids().to(seen.routes.experts.device)
+                             for trace in (seen.replay.routes, seen.replay.preferred))
+        self._add("pull", volatility.route_change(forced, preferred, seen.routes.attention_mask))
+        real = seen.replay.routes.attention_mask.to(forced.device)
+        self._add("coverage", routers.coverage(forced[..., 0] >= 0, real))
+
+    def _use(self, seen: Seen) -> None:
+        """Natural routes by themselves."""
+        ids, mask, scores = seen.routes.ids(), seen.routes.attention_mask, seen.scores
+        experts = [site.num_experts for site in self.forwards.layout.sites]
+        self._add("load", volatility.load_statistics(ids, experts, mask))
+        if scores is not None:
+            self._add("confidence", routers.router_confidence(scores.log_probs, ids, mask))
+            room = None if self.probe is not None else MARGINS - len(self._found.get("margins", ()))
+            self._add("margins", scores.margins[mask][:room])
+
+    @torch.no_grad()
+    def _read_probe(self) -> Seen:
+        """Natural routes of the probe under the weights of now."""
+        seen: list[Seen] = []
+        training = [module for module in self.model.modules() if module.training]
+        try:
+            for module in training:
+                module.training = False
+            with self.forwards.listening(seen.append, lambda replay: not replay):
+                if self.probe_decides is not None:
+                    self.forwards.decides(self.probe_decides)
+                self.model(**self.probe or {})
+        finally:
+            for module in training:
+                module.training = True
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # else the outermost keeps its weights of now, whatever the optimizer does
+        if len(seen) != 1:
+            raise RoutingError(f"the call of the model on the probe was {len(seen)} forwards; it must be one.")
+        if seen[0].replay is not None:
+            raise RoutingError("the probe was read inside replay_routing, so its routes are not natural: enter the "
+                               "monitor before replay_routing, and ask for its row after that block.")
+        return seen[0]
+
+    def _compare(self, after: Seen) -> None:
+        assert self._before is not None, "it was read when the block began"
+        old, new, scores = self._before.routes.ids(), after.routes.ids(), self._before.scores
+        gates: Tensor | None = None
+        both: tuple[Tensor, Tensor] | None = None
+        if scores is not None and after.scores is not None:
+            gates, both = scores.gates, (scores.log_probs, after.scores.log_probs_at(old))
+            if torch.equal(scores.log_probs, after.scores.log_probs):
+                warnings.warn("the routers say of the probe, bit for bit, what they said before the block: row() was "
+                              "called before optimizer.step(), or nothing was trained.", stacklevel=3)
+        mask = after.routes.attention_mask
+        for change in routers.changes(old, new, mask, self.forwards.layout, gates, both):
+            self._add(type(change).__name__, change)
+        self._use(after)
+        if self.since == "step":
+            self._before = after.without_softmax()
+
+    def _warn_of_biases(self) -> None:
+        now = named_correction_biases(self.model) if self._replayed and self._biases else {}
+        moved = [name for name, bias in now.items() if not torch.equal(bias, self._biases[name])]
+        if moved:
+            warnings.warn(
+                f"{len(moved)} correction biases moved in a step that replayed routes, {moved[0]} first. Forced "
+                "choices do not follow a bias: an update that counts them goes on for ever, and shows once replay ends "
+                "(prime-rl, pull request 2953). Switch it off, or let it count what the routers prefer; where it does, "
+                "nothing is wrong.",
+                AuxLossSilentlyOn, stacklevel=3)  # fmt: skip
+
+    # ------------------------------------------------------------------ from what was seen to a row
+    def _log_ratio(self, name: str, whose: str, logprobs: Tensor, others: Tensor, mask: Tensor) -> None:
+        if not logprobs.shape == others.shape == mask.shape:
+            shapes = [list(x.shape) for x in (logprobs, others, mask)]
+            raise ConfigError(f"log-probs {shapes[0]}, {whose} {shapes[1]} and the mask {shapes[2]} are not of one "
+                              "shape [batch, time]")
+        if self.measures:
+            self._add(name, (logprobs.detach() - others.to(logprobs.device))[mask.bool()])
+
+    def _add(self, name: str, value: Any) -> None:
+        self._found[name] = _pooled((self._found[name], value)) if name in self._found else value
+
+    def _over_ranks(self) -> dict[str, Any]:
+        """What was found, on the CPU, of all ranks of the group together."""
+        mine = {name: _on_cpu(value) for name, value in self._found.items()}
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self.group) == 1:
+            return mine
+        parts: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(parts, mine, group=self.group)
+        names = dict.fromkeys(name for part in parts for name in part)
+        return {name: _pooled([part[name] for part in parts if name in part]) for name in names}
+
+    def _row_of(self, found: Mapping[str, Any]) -> Row:
+        row: Row = {}
+        self.layers = [{"site": i, "layer": site.decoder_layer} for i, site in enumerate(self.forwards.layout.sites)]
+        for name in (*(kind.__name__ for kind in CHANGES), "load", "confidence"):
+            if name in found:
+                row |= found[name].row()
+                self._of_sites(found[name].site_rows())
+        if "margins" in found:
+            by_site, (of_all,) = (volatility.margin_summary(x, torch.ones_like(x[..., 0], dtype=torch.bool))
+                                  for x in (found["margins"][None], found["margins"].reshape(1, -1, 1)))
+            self._of_sites(by_site)
+            row |= of_all
+        if "pull" in found:
+            row |= {"pull": found["pull"].row()["slot_change"]} | found["coverage"].row()
+        if "engine" in found:
+            gap = found["engine"][None]
+            row |= ratios.engine_gap(gap, torch.ones_like(gap, dtype=torch.bool))
+        if len(given := found.get("ratios", ())):
+            spread = ratios.ratio_statistics(given[None], torch.ones_like(given[None], dtype=torch.bool))
+            row |= {name: spread[name] for name in SPREAD}
+        return row
+
+    def _of_sites(self, rows: Iterable[Row]) -> None:
+        for mine, values in zip(self.layers, rows, strict=True):
+            mine |= values
+
+
+monitor = Monitor
+
+
+def _pooled(parts: Iterable[Any]) -> Any:
+    return reduce(lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) else a + b, parts)
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.cpu()
+    here = {f.name: getattr(value, f.name) for f in fields(value)}
+    return replace(value, **{name: x.cpu() for name, x in here.items() if isinstance(x, Tensor)})

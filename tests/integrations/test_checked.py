@@ -1,0 +1,121 @@
+"""One wrapper for every engine with weights of its own: what is pushed, what is checked, and who takes part."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_rl import ranks
+from moe_rl.config import Arm, EngineConfig, ModelConfig, RunConfig
+from moe_rl.errors import RunError
+from moe_rl.integrations.vllm.checked import CheckedEngine, CheckpointReceiver
+from moe_rl.integrations.vllm.push import Tolerance, probe_prompts, receipt
+from moe_rl.integrations.vllm.server import ServerEngine
+from moe_rl.models.load import skeleton
+from moe_rl.rollouts.choose import engine_of
+from moe_rl.rollouts.hf import HFEngine
+from tests.conftest import build, perturb
+from tests.rollouts.fake_engine import SIZES, FakeEngine, policy_of, small
+
+RUN = RunConfig(arm=Arm(name="a"))
+
+
+class Receiver:
+    """An engine elsewhere; `receipts` says whether it tells what it holds."""
+
+    name, reports_routes = "elsewhere", True
+
+    def __init__(self, folder, loaded, receipts=True):
+        self.fake, self.receipts, self.pushes = FakeEngine(folder, loaded), receipts, 0
+        self.model, self.lost = skeleton(ModelConfig(name=str(folder))), ()
+
+    def generate(self, *arguments, **settings):
+        return self.fake.engine.generate(*arguments, **settings)
+
+    def hold(self, weights):
+        return {name: weight.clone() for name, weight in weights}
+
+    def push(self, weights):
+        self.pushes += 1
+        if self.pushes not in self.lost:
+            self.fake.reload(weights)
+        shapes = {name: tuple(x.shape) for name, x in weights.items()}
+        held = receipt(self.fake.engine.model.state_dict().items(), shapes, self.fake.pushes)
+        return [held] if self.receipts else []
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def loaded():
+    return small()
+
+
+def checked(engine, loaded):
+    probes = probe_prompts(loaded.tokenizer, 258)
+    return CheckedEngine(engine, policy_of(loaded).score, probes, Tolerance.of("float32"), 1.0)
+
+
+def weights(loaded):
+    return policy_of(loaded).weights()
+
+
+@pytest.mark.parametrize("receipts", [True, False])
+def test_a_receiver_is_sent_a_checkpoint_and_answers_as_the_policy_does(loaded, tmp_path, receipts):
+    engine = checked(Receiver(tmp_path, loaded, receipts), loaded)
+    assert isinstance(engine.engine, CheckpointReceiver)
+    for seed in range(2):
+        perturb(loaded.model, 0.05, seed=seed)
+        assert engine.load(weights(loaded)) < 1e-5
+    engine.close()
+    assert engine.engine.closed
+
+
+def test_a_lost_push_is_noticed_by_its_receipt_or_else_by_its_completions(loaded, tmp_path):
+    for receipts, said in ((True, "taken over 1 pushes of weights, but 2"), (False, "push 2 to elsewhere: the engine")):
+        engine = checked(Receiver(tmp_path, loaded, receipts), loaded)
+        engine.engine.lost = (2,)
+        engine.load(weights(loaded))
+        perturb(loaded.model, 0.05)
+        with pytest.raises(RunError, match=said):
+            engine.load(weights(loaded))
+        if not receipts:
+            assert engine.load(weights(loaded)) < 1e-5, "and the next push mends it"
+
+
+def test_a_copy_of_the_module_is_loaded_under_its_own_names_and_checked_too(loaded, monkeypatch):
+    engine = checked(HFEngine(build("qwen3_moe", seed=9, **SIZES), loaded.tokenizer), loaded)
+    assert engine.load(weights(loaded)) < 1e-5
+    monkeypatch.setattr(engine.engine, "load", lambda given: list(given))
+    perturb(loaded.model, 0.05)
+    with pytest.raises(RunError, match="push 2 to the engine on rank 0: the engine does not serve"):
+        engine.load(weights(loaded))
+
+
+def test_a_rank_without_engine_gives_its_weights_and_compares_what_rank_0_drew(loaded, monkeypatch):
+    with_engine = checked(HFEngine(build("qwen3_moe", seed=9, **SIZES), loaded.tokenizer), loaded)
+    drawn = []
+    monkeypatch.setattr(ranks, "from_rank_0", lambda function: drawn.append(function()) or drawn[-1])
+    gap = with_engine.load(weights(loaded))
+    other, given = checked(None, loaded), list(weights(loaded))
+    monkeypatch.setattr(ranks, "from_rank_0", lambda function: drawn[-1])
+    left = iter(given)
+    assert other.load(left) == gap and next(left, None) is None
+    perturb(loaded.model, 0.05)
+    with pytest.raises(RunError, match="push 1 to the engine on rank 0"):
+        other.load(given)
+    other.close()
+
+
+@pytest.mark.parametrize("name", ["hf", "http://127.0.0.1:1"])
+def test_an_engine_is_checked_unless_it_shares_the_policys_module(loaded, tmp_path, name):
+    run = RUN.replace(engine=EngineConfig(name=name, dtype="bfloat16") if name != "hf" else EngineConfig())
+    score = policy_of(loaded).score
+    apart = engine_of(run, loaded, score, tmp_path, shared=False)
+    assert isinstance(apart, CheckedEngine) and isinstance(apart.engine, HFEngine if name == "hf" else ServerEngine)
+    assert apart.tolerance == Tolerance.of("float32" if name == "hf" else "bfloat16")
+    assert apart.temperature == run.temperature and len(apart.probes) == 8
+    nobody = engine_of(run, None, score, tmp_path, shared=False)
+    assert isinstance(nobody, CheckedEngine) and nobody.engine is None
+    together = engine_of(run, loaded, score, tmp_path)
+    assert type(together) is (HFEngine if name == "hf" else CheckedEngine)

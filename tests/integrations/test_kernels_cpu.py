@@ -1,0 +1,237 @@
+"""The replaced operators against transformers' own in values and gradients, and where each of them stays out."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
+
+from moe_rl.integrations.cpu_kernels import experts as experts_cpu
+from moe_rl.integrations.cpu_kernels import use_cpu_kernels
+from moe_rl.integrations.cpu_kernels.attention import attend_last, rotated
+from moe_rl.integrations.cpu_kernels.experts import Pairs
+from moe_rl.integrations.cpu_kernels.norms import replace_norms, rms_norm
+from moe_rl.metrics.rounding import SUMMED, rounding
+from moe_rl.routing import record_routing, replay_routing
+from tests.conftest import CPU_KERNELS, FAMILIES, build, perturb
+from tests.routing import families
+
+pytestmark = pytest.mark.skipif(not CPU_KERNELS, reason="the library's operators take torch 2.10 and transformers 5.7")
+
+
+def double(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.double, generator=generator, requires_grad=True)
+
+
+def gradients(model: nn.Module, tokens: torch.Tensor, **kwargs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    logits = model(input_ids=tokens, use_cache=False, **kwargs).logits
+    weight = torch.linspace(-1, 1, tokens.numel(), dtype=logits.dtype).view_as(tokens)
+    (logits.log_softmax(-1)[..., 3] * weight).sum().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_float64_a_model_agrees_with_its_own_operators(family: str, tokens: torch.Tensor) -> None:
+    """Own norms and rotations compute partly in float32 whatever the dtype (`.to(float32)`): 1e-5 is its rounding."""
+    model = build(family).double()
+    model.set_experts_implementation("eager")  # grouped_mm knows no float64
+    logits, own = gradients(model, tokens)
+    model.set_experts_implementation("grouped_mm")
+    assert use_cpu_kernels(model)
+    new_logits, new = gradients(model, tokens)
+    torch.testing.assert_close(new_logits, logits, rtol=0, atol=1e-5)
+    for name, gradient in own.items():
+        assert (new[name] - gradient).norm() / gradient.norm() < 1e-5, name
+
+
+def test_padding_and_a_growing_cache_agree_with_the_models_own(tokens: torch.Tensor) -> None:
+    model = build("qwen3_moe")
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = mask[2, :1] = 0
+
+    def decoded() -> list[torch.Tensor]:
+        found = []
+        with torch.no_grad():
+            for given in ({}, {"attention_mask": mask[:, :6]}):
+                output = model(input_ids=tokens[:, :6], use_cache=True, **given)
+                for t in range(6, 9):
+                    more = {"attention_mask": mask[:, : t + 1]} if given else {}
+                    found.append(output.logits[:, -1])
+                    cache = output.past_key_values
+                    output = model(input_ids=tokens[:, t : t + 1], past_key_values=cache, use_cache=True, **more)
+                found.append(output.logits[:, -1])
+        return found
+
+    own = decoded()
+    assert use_cpu_kernels(model)
+    for mine, theirs in zip(decoded(), own, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_replay_under_activation_checkpointing_gives_the_gradients_without(reentrant: bool, tokens) -> None:
+    model = build("qwen3_moe")
+    assert use_cpu_kernels(model)
+    with torch.no_grad(), record_routing(model) as recording:
+        model(tokens)
+    trace = recording.trace(tokens)
+    perturb(model)
+    with replay_routing(model, trace):
+        plain = gradients(model, tokens)[1]
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.train()
+    if reentrant:
+        model.enable_input_require_grads()
+    with replay_routing(model, trace):
+        again = gradients(model, tokens)[1]
+    assert all(torch.equal(again[name], gradient) for name, gradient in plain.items())
+
+
+def test_frozen_weights_get_no_gradient_and_take_none_from_others(tokens: torch.Tensor) -> None:
+    model = build("qwen3_moe")
+    assert use_cpu_kernels(model)
+    everything = gradients(model, tokens)[1]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    some = gradients(model, tokens)[1]
+    assert some and all("q_proj" in name for name in some)
+    assert all(torch.equal(gradient, everything[name]) for name, gradient in some.items())
+
+
+def test_a_copy_computes_with_its_own_weights(tokens: torch.Tensor) -> None:
+    model = build("qwen3_moe")
+    assert use_cpu_kernels(model)
+    other = copy.deepcopy(model)
+    before = other(tokens).logits
+    perturb(model)
+    assert torch.equal(other(tokens).logits, before)
+    assert not torch.equal(model(tokens).logits, before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_copy_in_another_dtype_computes_with_its_own_operators(family: str, tokens: torch.Tensor) -> None:
+    """An engine that samples in bfloat16 is such a copy: norms in bfloat16 would be a mismatch that nobody has."""
+    model = build(family)
+    own = copy.deepcopy(model)
+    assert use_cpu_kernels(model)
+    found = []
+    for twin in (copy.deepcopy(model), own):
+        for parameter in twin.parameters():
+            parameter.data = parameter.data.bfloat16()
+        found.append(gradients(twin, tokens))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(gradient, found[1][1][name]) for name, gradient in found[0][1].items())
+
+
+@pytest.mark.parametrize("family", [f for f in families.FAMILIES if f.model_type in ("hunyuan_v1_moe", "lfm2_moe")])
+def test_norms_after_heads_and_time_have_changed_places(family: families.Family, tokens: torch.Tensor) -> None:
+    model = families.build(family).eval()
+    own = gradients(model, tokens % 40)[1]
+    assert use_cpu_kernels(model)
+    new = gradients(model, tokens % 40)[1]
+    assert new.keys() == own.keys()
+    for name, gradient in own.items():
+        assert (new[name] - gradient).norm() / gradient.norm() < 1e-5, name
+
+
+def test_nothing_is_changed_on_other_devices_and_in_other_dtypes() -> None:
+    for model in (build("qwen3_moe").bfloat16(), build("qwen3_moe").to("meta")):
+        assert not use_cpu_kernels(model)
+        assert not any("forward" in module.__dict__ for module in model.modules())
+        assert model.config._experts_implementation == "grouped_mm"
+
+
+# ---------------------------------------------------------------------- experts
+def test_gradients_of_gated_experts_are_central_differences() -> None:
+    """4 experts of width 2, the last without tokens."""
+    x, up, down = double(3, 4), double(4, 4, 4, seed=1), double(4, 4, 2, seed=2)
+    weight = torch.rand(3, 2, dtype=torch.double, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    pairs = Pairs.of(torch.tensor([[2, 0], [0, 1], [2, 1]]), 4)
+    assert torch.autograd.gradcheck(
+        lambda *inputs: experts_cpu._GatedExperts.apply(*inputs, pairs), (x, up, down, weight)
+    )
+
+
+def test_pairs_are_sorted_stably_and_cut_into_blocks_that_cover_them() -> None:
+    ids = torch.tensor([[3, 0], [0, 3], [5, 0]])
+    pairs = Pairs.of(ids, 7)
+    assert pairs.order.tolist() == [1, 2, 5, 0, 3, 4]
+    assert pairs.token.tolist() == [0, 1, 2, 0, 1, 2]
+    assert pairs.ends.tolist() == [3, 3, 3, 5, 5, 6, 6]
+    assert pairs.order[pairs.place.view(-1)].tolist() == list(range(6))
+    assert list(pairs.blocks(2)) == [(slice(0, 1), slice(0, 3)), (slice(1, 5), slice(3, 5)), (slice(5, 7), slice(5, 6))]
+    assert list(pairs.blocks(100)) == [(slice(0, 7), slice(0, 6))]
+
+
+def test_blocks_of_any_size_give_what_a_forward_with_gradient_gives(monkeypatch, tokens: torch.Tensor) -> None:
+    model = build("qwen3_moe")
+    assert use_cpu_kernels(model)
+    whole = model(tokens).logits
+    for size in (1, 2**12, 2**30):
+        monkeypatch.setattr(experts_cpu, "BLOCK_BYTES", size)
+        with torch.no_grad():
+            assert torch.equal(model(tokens).logits, whole), size
+
+
+# ---------------------------------------------------------------------- norms
+def test_an_rms_norm_by_hand() -> None:
+    """[3, 4]: mean square 12.5; with ε = 12.5 the scale is 1/5."""
+    x, weight = torch.tensor([[3.0, 4.0]], requires_grad=True), torch.tensor([1.0, 10.0])
+    torch.testing.assert_close(rms_norm(x, weight, 12.5), torch.tensor([[0.6, 8.0]]))
+
+
+def test_gradients_of_an_rms_norm_are_central_differences() -> None:
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (double(2, 3, 5), double(5, seed=1)))
+
+
+def test_a_norm_that_computes_something_else_keeps_its_own() -> None:
+    class OnePlus(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.variance_epsilon = nn.Parameter(torch.zeros(4)), 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (1 + self.weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    norm = OnePlus()
+    assert replace_norms(norm) == 0 and "forward" not in norm.__dict__
+    assert torch.equal(norm.weight, torch.zeros(4))
+
+
+def test_a_forward_that_somebody_has_wrapped_stays_wrapped() -> None:
+    model = build("qwen3_moe")
+    wrapped = (model.model.norm, model.model.layers[0].self_attn)
+    for module in wrapped:
+        module.forward = lambda x: 2 * x
+    for _ in range(2):
+        assert use_cpu_kernels(model)
+        assert all(module(3) == 6 for module in wrapped)
+    assert sum("forward" in module.__dict__ for module in model.modules()) == 3 * 4 + 1 + 3
+
+
+# ---------------------------------------------------------------------- attention
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rotation_is_the_familys_own_with_its_gradient(rows: int) -> None:
+    x = double(2, 3, 4, 6)
+    angles = torch.randn(rows, 3, 3, dtype=torch.double, generator=torch.Generator().manual_seed(1)).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    own = apply_rotary_pos_emb(x.transpose(1, 2), x.transpose(1, 2), cos, sin)[0].transpose(1, 2)
+    torch.testing.assert_close(rotated(x, cos, sin), own, rtol=0, atol=1e-15)
+    assert torch.autograd.gradcheck(lambda x: rotated(x, cos, sin), (x,))
+
+
+@pytest.mark.parametrize("time", [1, 7, 40])
+def test_attention_of_the_last_token_is_the_full_one(time: int) -> None:
+    generator = torch.Generator().manual_seed(time)
+    query = 10 * torch.randn(3, 4, 1, 8, generator=generator)
+    key, value = torch.randn(2, 3, 2, time, 8, generator=generator)
+    own = F.scaled_dot_product_attention(query, key, value, scale=0.4, enable_gqa=True)[:, :, 0]
+    largest = 0.4 * (query.view(3, 2, 2, 8) @ key.mT).abs().max().item()  # a rounded score moves its weight by as much
+    bound = rounding(SUMMED, 0, largest * value.abs().max().item())
+    torch.testing.assert_close(attend_last(query, key, value, 0.4), own, rtol=0, atol=bound)

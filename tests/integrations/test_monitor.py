@@ -1,0 +1,403 @@
+"""The monitor says what the package's own recorder says, in whatever the model is wrapped, and changes nothing."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import multiprocessing
+import re
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import moe_rl
+from moe_rl.build import build as build_run
+from moe_rl.errors import AuxLossSilentlyOn, ConfigError, RoutingError
+from moe_rl.integrations.forwards import probe_of
+from moe_rl.metrics.ratios import ratio_statistics
+from moe_rl.recorder import Recorder
+from moe_rl.routing import record_routing, replay_routing
+from moe_rl.storage.columns import COLUMNS, unknown
+from moe_rl.storage.folder import RunFolder
+from moe_rl.trainer import train
+from tests.conftest import build, perturb
+from tests.test_trainer import ARMS, TINY
+
+pytestmark = pytest.mark.filterwarnings("ignore::moe_rl.errors.AuxLossSilentlyOn")
+MASK = torch.arange(9) < torch.tensor([9, 7, 9, 4])[:, None]
+DECIDES = (torch.arange(9) >= 2) & MASK & (torch.arange(9) < 8)
+
+
+def close(mine, theirs):
+    assert mine == pytest.approx(theirs, rel=0, abs=1e-6, nan_ok=True)
+
+
+def close_where_both_say(mine, theirs):
+    """The names of which both have a number."""
+    both = {name for name in mine.keys() & theirs.keys() if theirs[name] == theirs[name]}
+    close({name: mine[name] for name in both}, {name: theirs[name] for name in both})
+    return both
+
+
+# ---------------------------------------------------------------------- the recorder's own numbers, of a real run
+class Watching(Recorder):
+    """Monitors beside a run's own recorder, of the same model and tokens."""
+
+    checked: list[dict] = []
+
+    def begin(self, step, batch, natural, split):
+        super().begin(step, batch, natural, split)
+        model, probe = self.policy.model, self.probe.batch
+        inputs = {"input_ids": probe.tokens[:, :-1], "decides": probe.response_mask[:, 1:]}
+        self.of_step = moe_rl.monitor(model, probe=inputs)
+        self.of_update = moe_rl.monitor(model)
+        with self.of_step:
+            self.of_step.engine(natural.logprobs, batch.rollout_logprobs, batch.response_mask)
+
+    def before(self, update, part):
+        super().before(update, part)
+        self.of_update.__enter__()
+        self.of_update.decides(part.response_mask[:, 1:])
+
+    def after(self, update, part, updated):
+        self.of_update.__exit__(None, None, None)
+        super().after(update, part, updated)
+        row, theirs = self.of_update.row(), self.updates[-1]
+        if part.routes is not None:
+            assert row.keys() == {"pull", "coverage"}
+            close_where_both_say(row, theirs)
+
+    def end(self, push_gap):
+        rows = super().end(push_gap)
+        row, layers, (theirs,) = self.of_step.row(), self.of_step.layers, rows["steps"]
+        assert not unknown("layers", {name for layer in layers for name in layer})
+        for mine, recorded in zip(layers, rows["layers"], strict=True):
+            said = close_where_both_say(mine, recorded)
+            assert self.probe.scores is None or said == mine.keys(), "at a detail step a layer has all of it"
+        said = close_where_both_say(row, theirs)
+        alone = {name for name in row if name.startswith(("load_", "margin_", "router_confidence"))}
+        assert self.probe.scores is None or said == row.keys() - alone
+        for name in ("load_entropy", "load_max_violation", "load_dead_experts"):
+            close(row[name], sum(layer[name] for layer in rows["layers"]) / len(layers))
+        self.checked.append(row)
+        return rows
+
+
+@pytest.mark.parametrize("arm", ["grpo", "replay"])
+def test_its_numbers_are_those_of_the_recorder(arm, tmp_path):
+    run = TINY.replace(arm=ARMS[arm], steps=2, eval_every=2, mini_batches=2)
+    Watching.checked = []
+    with RunFolder.open(tmp_path / "run", run.to_dict(), run.hash) as folder:
+        parts = build_run(run, folder.path, tmp_path)
+        folder.finish(train(run, replace(parts, recorder=Watching), folder, lambda rows: None))
+    first, second = Watching.checked
+    assert first.keys() <= COLUMNS.keys() and {"slot_change", "router_confidence", "engine_kl_k3"} <= second.keys()
+    assert second["slot_change"] > 0 and second["router_shift"] > 0
+
+
+# ---------------------------------------------------------------------- worked by hand, and without a probe
+def test_the_forwards_of_a_block_are_counted_together_and_by_hand(qwen, tokens):
+    monitor = moe_rl.monitor(qwen)
+    with torch.no_grad(), monitor:
+        qwen(tokens[:2], attention_mask=MASK[:2])
+        monitor.decides(DECIDES[2:])
+        qwen(input_ids=tokens[2:], attention_mask=MASK[2:])
+    row = monitor.row()
+    with torch.no_grad(), record_routing(qwen, scores=True) as recording:
+        qwen(tokens, attention_mask=MASK)
+    counted = torch.cat([MASK[:2], DECIDES[2:]])
+    ids, scores = recording.trace(tokens).ids()[counted], recording.scores(4)
+    violation, mass = [], []
+    for site in range(3):
+        count = [ids[:, site].flatten().tolist().count(expert) for expert in range(8)]
+        violation.append(max(count) / (sum(count) / 8) - 1)
+        softmax = scores.all_log_probs[site][counted].exp()
+        mass += [softmax[t, ids[t, site]].sum().item() for t in range(len(ids))]
+    close(row["load_max_violation"], sum(violation) / 3)
+    close(row["router_confidence"], sum(mass) / len(mass))
+    assert row["margin_n"] == counted.sum() * 3 and len(monitor.layers) == 3
+    assert monitor.row() == {}, "asked before"
+
+
+def test_embeddings_have_the_padding_and_the_rows_of_their_tokens(qwen, tokens):
+    given = {"input_ids": tokens}, {"inputs_embeds": qwen.get_input_embeddings()(tokens).detach()}
+    rows = []
+    for batch in given:
+        watching, probing = moe_rl.monitor(qwen), moe_rl.monitor(qwen, probe=batch | {"attention_mask": MASK})
+        with torch.no_grad(), probing, watching:
+            qwen(**batch, attention_mask=MASK)
+        rows.append([watching.row()])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nothing was trained
+            rows[-1].append(probing.row())
+    assert repr(rows[0]) == repr(rows[1]) and rows[0][0]["margin_n"] == MASK.sum() * 3
+
+
+def test_generation_is_counted_once_per_token(qwen):
+    with moe_rl.monitor(qwen) as monitor:
+        qwen.generate(torch.tensor([[0, 0, 5, 6]]), attention_mask=torch.tensor([[0, 0, 1, 1]]), max_new_tokens=4,
+                      min_new_tokens=4, do_sample=False)  # fmt: skip
+    assert monitor.row()["margin_n"] == 3 * (2 + 3), "two real tokens of the prompt, and three that were inputs again"
+
+
+# ---------------------------------------------------------------------- in wrappers
+def drift(model):
+    """Move every weight by a function of itself, so that a shard moves as its part of the whole."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            here = getattr(parameter, "to_local", lambda parameter=parameter: parameter)()
+            here.add_(torch.sin(97 * here) * 0.05)
+
+
+def row_of(model, rows, tokens):
+    """Of a probe and of a replayed forward in between, of these rows."""
+    probe = {"input_ids": tokens[rows], "attention_mask": MASK[rows], "decides": DECIDES[rows]}
+    monitor = moe_rl.monitor(model, probe=probe)
+    with torch.no_grad(), record_routing(model) as recording:
+        model(tokens[rows], attention_mask=MASK[rows])
+    with monitor:
+        drift(model)
+        with torch.no_grad(), replay_routing(model, recording.trace(tokens[rows], MASK[rows])):
+            model(tokens[rows], attention_mask=MASK[rows])
+        monitor.engine(tokens[rows] / 50, tokens[rows] / 49, DECIDES[rows])
+    return monitor.row()
+
+
+def on_rank(rank, folder, tokens):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    rows = slice(0, 3) if rank == 0 else slice(3, 4)
+    sharded = build("qwen3_moe")
+    for layer in sharded.model.layers:
+        fully_shard(layer)
+    found = {"FSDP2": row_of(fully_shard(sharded), rows, tokens)}
+    found["DDP"] = row_of(DistributedDataParallel(build("qwen3_moe")), rows, tokens)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def test_ddp_and_fsdp2_on_two_ranks_say_what_one_process_says_of_all_rows(tmp_path, tokens):
+    ranks = [multiprocessing.get_context("fork").Process(target=on_rank, args=(r, tmp_path, tokens)) for r in (0, 1)]
+    for process in ranks:
+        process.start()
+    alone = row_of(build("qwen3_moe"), slice(None), tokens)
+    assert alone["slot_change"] > 0 and alone["pull"] > 0
+    for process in ranks:
+        process.join(120)
+    for rank in (0, 1):
+        for name, row in json.loads((tmp_path / f"{rank}.json").read_text()).items():
+            assert row.keys() == alone.keys(), name
+            close(row, alone)
+
+
+def test_an_adapted_model_says_what_the_plain_one_says(qwen, tokens):
+    plain = row_of(build("qwen3_moe"), slice(None), tokens)
+    adapted = get_peft_model(qwen, LoraConfig(r=2, target_modules=["q_proj"])).eval()
+    with pytest.warns(UserWarning, match="bit for bit"):  # b of a fresh adapter is 0, and base weights do not move
+        monitor = moe_rl.monitor(adapted, probe={"input_ids": tokens, "decides": DECIDES, "attention_mask": MASK})
+        with monitor:
+            pass
+        still = monitor.row()
+    assert still["slot_change"] == 0
+    drift(adapted.get_base_model())
+    with monitor:
+        pass
+    moved = monitor.row()
+    assert moved["slot_change"] == pytest.approx(plain["slot_change"], abs=1e-6) and plain["slot_change"] > 0
+
+
+def test_a_vision_language_model_is_seen_through_its_text_decoder(tokens):
+    from tests.routing.families import FAMILIES
+    from tests.routing.families import build as tiny
+
+    (family,) = (f for f in FAMILIES if f.model_type == "qwen3_vl_moe")
+    model = tiny(family)
+    with torch.no_grad(), moe_rl.monitor(model) as monitor:
+        model(input_ids=tokens.clamp(max=39), attention_mask=MASK)
+    assert monitor.row()["margin_n"] == MASK.sum() * len(monitor.layers)
+
+
+# ---------------------------------------------------------------------- it changes nothing
+def trained(monitor_of, tokens):
+    """Weights after two steps in train mode, with dropout, and the model."""
+    model = build("qwen3_moe", attention_dropout=0.2).train()
+    model.gradient_checkpointing_enable()
+    optimizer, monitor = torch.optim.AdamW(model.parameters(), lr=1e-3), monitor_of(model)
+    torch.manual_seed(5)
+    for _ in range(2):
+        with monitor:
+            model(tokens).logits.log_softmax(-1)[..., 3].mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.row()
+    return model
+
+
+def test_a_monitored_model_trains_to_the_same_bits_and_nothing_stays_on_it(tokens):
+    class Nothing:
+        __enter__ = __exit__ = row = lambda *_: None
+
+    plain = trained(lambda model: Nothing(), tokens)
+    watched = trained(lambda model: moe_rl.monitor(model, probe={"input_ids": tokens}, every=2), tokens)
+    for a, b in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert watched.training and all("forward" not in m.__dict__ and not m._forward_pre_hooks for m in watched.modules())
+
+
+@pytest.mark.parametrize("since", ["step", "start"])
+def test_a_row_compares_with_the_step_or_with_the_start(since, qwen, tokens):
+    probe, rows, traces = {"input_ids": tokens}, [], []
+    monitor = moe_rl.monitor(qwen, probe=probe, every=2, since=since)
+    for step in range(4):
+        with torch.no_grad(), record_routing(qwen) as recording:
+            qwen(tokens)
+        traces.append(recording.trace(tokens))
+        with monitor:
+            pass
+        perturb(qwen, seed=step)
+        rows.append(monitor.row())
+    with torch.no_grad(), record_routing(qwen) as recording:
+        qwen(tokens)
+    assert rows[0] == rows[2] == {}
+    first = traces[3] if since == "step" else traces[0]
+    same = (first.ids()[..., None] == recording.trace(tokens).ids()[..., None, :]).any(-1)
+    close(rows[3]["slot_change"], 1 - same.double().mean().item())
+
+
+# ---------------------------------------------------------------------- balancing that nobody asked for
+@pytest.mark.parametrize(
+    "family, overrides, coefficient, said",
+    [
+        ("qwen3_moe", {}, None, "0.001: TRL and NeMo Automodel add it"),
+        ("qwen3_moe", {"output_router_logits": True}, None, "its forward adds it to its loss"),
+        ("qwen3_moe", {}, 0.0, None),
+        ("qwen3_moe", {"router_aux_loss_coef": 0.0}, 0.01, "0.01: this trainer adds it"),
+        ("qwen3_moe", {"router_aux_loss_coef": 0.0}, None, None),
+        ("deepseek_v3", {}, None, None),
+    ],
+)
+def test_an_auxiliary_loss_in_the_configuration_is_said_once(family, overrides, coefficient, said):
+    monitor = moe_rl.monitor(torch.nn.ModuleDict({"model": build(family, **overrides)})["model"],
+                             router_aux_loss_coef=coefficient)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with monitor:
+                pass
+    texts = [str(w.message) for w in found if w.category is AuxLossSilentlyOn]
+    assert len(texts) == (said is not None) and all(said in text and family in text for text in texts)
+
+
+@pytest.mark.parametrize("replays, moves, warned", [(True, True, True), (True, False, False), (False, True, False)])
+def test_a_bias_that_moves_under_replay_is_named(replays, moves, warned, tokens):
+    model = build("deepseek_v3")
+    with torch.no_grad(), record_routing(model) as recording:
+        model(tokens)
+    monitor = moe_rl.monitor(model)
+    with torch.no_grad(), monitor, replay_routing(model, recording.trace(tokens) if replays else None):
+        model(tokens)
+    if moves:
+        model.model.layers[1].mlp.gate.e_score_correction_bias += 0.001
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        monitor.row()
+    texts = [str(w.message) for w in found if w.category is AuxLossSilentlyOn]
+    assert bool(texts) == warned and all("model.layers.1.mlp.gate.e_score_correction_bias" in text for text in texts)
+
+
+# ---------------------------------------------------------------------- ratios
+def test_ratios_of_all_micro_batches_have_the_names_of_the_dictionary(qwen, tokens):
+    draw = torch.Generator().manual_seed(0)
+    old, new = (torch.randn(4, 130, generator=draw) * 0.3 for _ in range(2))
+    mask = torch.rand(4, 130, generator=draw) < 0.9
+    monitor = moe_rl.monitor(qwen)
+    with torch.no_grad(), monitor:
+        qwen(tokens)
+        for part in (slice(0, 1), slice(1, 4)):
+            monitor.ratios(new[part], old[part], mask[part])
+    row = monitor.row()
+    close_where_both_say(row, ratio_statistics(new - old, mask))
+    assert {"token_n", "token_ess", "token_kl_k3"} <= row.keys() <= COLUMNS.keys() and row["token_n"] == mask.sum()
+
+
+def test_no_ratios_say_nothing_and_other_shapes_are_refused(qwen, tokens):
+    monitor, x = moe_rl.monitor(qwen), torch.full((4, 9), 0.1)
+    with torch.no_grad(), monitor:
+        qwen(tokens)
+        monitor.ratios(x, x, torch.zeros_like(MASK))
+    assert "token_ess" not in monitor.row()
+    with pytest.raises(ConfigError, match=r"the old ones \[4, 8\]"):
+        inspect.unwrap(moe_rl.monitor.ratios)(monitor, x, x[:, :8], MASK)
+
+
+# ---------------------------------------------------------------------- what cannot be is said
+def test_misuse_is_an_error_that_says_what_to_do(qwen, tokens):
+    wrong = pytest.raises
+    with wrong(ConfigError, match="1 at least"):
+        moe_rl.monitor(qwen, every=0)
+    with wrong(ConfigError, match="input_ids"):
+        moe_rl.monitor(qwen, probe={"tokens": tokens})
+    with wrong(ConfigError, match="the probe is a Tensor: it is a batch by name"):
+        inspect.unwrap(probe_of)([], tokens)  # past the check of types, which is there in tests alone
+    with wrong(ConfigError, match=r"decides has shape \(4, 9\) and is true at 0 inputs"):
+        moe_rl.monitor(qwen, probe={"input_ids": tokens, "decides": torch.zeros_like(DECIDES)})
+    for shapes in ((4, 9), (1, 9), (4, 9)), ((4, 9), (4, 8), (4, 9)), ((4, 9), (4, 9), (4, 1)), ((9,), (9,), (4, 9)):
+        given = [torch.ones(shape) for shape in shapes]
+        said = re.escape(f"log-probs {list(shapes[0])}, the engine's {list(shapes[1])} and the mask {list(shapes[2])}")
+        with wrong(ConfigError, match=said):
+            inspect.unwrap(moe_rl.monitor.engine)(moe_rl.monitor(qwen), *given)
+    with wrong(ConfigError, match=r"decides has shape \(4, 8\)"):
+        moe_rl.monitor(qwen, probe={"input_ids": tokens, "decides": DECIDES[:, :8]})
+    monitor = moe_rl.monitor(qwen)
+    with monitor, wrong(RoutingError, match="in a block already"), monitor:
+        pass
+    with wrong(RoutingError, match="no forward of the monitored model"):
+        monitor.row()
+    with wrong(RoutingError, match="outside of the block"):
+        monitor.decides(DECIDES)
+    with monitor:
+        with wrong(RoutingError, match="after the block"):
+            monitor.row()
+        monitor.decides(DECIDES[:, :8])
+        with wrong(RoutingError, match=r"shape \(4, 8\), but the forward reads 4 rows of 9"):
+            qwen(tokens)
+    with torch.no_grad(), record_routing(qwen) as recording:
+        qwen(tokens)
+    probed = moe_rl.monitor(qwen, probe={"input_ids": tokens})
+    with replay_routing(qwen, recording.trace(tokens)), wrong(RoutingError, match="inside replay_routing"), probed:
+        pass
+
+
+def test_routers_that_hand_out_no_scores_still_have_a_load(tokens):
+    from tests.routing.families import FAMILIES
+    from tests.routing.families import build as tiny
+
+    family = next(f for f in FAMILIES if f.scores_since is None)
+    model = tiny(family)
+    monitor = moe_rl.monitor(model)
+    with torch.no_grad(), pytest.warns(UserWarning, match="Left out: router_confidence"), monitor:
+        model(tokens)
+        model(tokens)
+    row = monitor.row()
+    assert "load_entropy" in row and "router_confidence" not in row
+
+
+def test_the_plain_loop_of_the_page_runs_as_it_stands(qwen, tokens, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "monitor.md").read_text()
+    block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    assert len(block.splitlines()) <= 20
+    optimizer = torch.optim.AdamW(qwen.parameters(), lr=3e-3)
+    names = {"model": qwen, "optimizer": optimizer, "probe": {"input_ids": tokens, "attention_mask": MASK},
+             "steps": [[{"input_ids": tokens[:2]}, {"input_ids": tokens[2:]}]] * 4,
+             "loss": lambda output: output.logits.log_softmax(-1)[..., 3].mean(), "log": print}  # fmt: skip
+    exec(block, names)
+    printed = [line for line in capsys.readouterr().out.splitlines() if "slot_change" in line]
+    assert len(printed) == 2 and "load_entropy" in printed[0]

@@ -1,0 +1,171 @@
+"""Weights on their way to another engine: names of a checkpoint, checksums, and parity that notices wrong weights."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from moe_rl.config import ModelConfig
+from moe_rl.errors import RunError
+from moe_rl.integrations.vllm import push as pushed
+from moe_rl.integrations.vllm.push import (
+    Parity,
+    Receipt,
+    Tolerance,
+    checkpoint_weights,
+    checksum,
+    describe,
+    one_by_one,
+    parity,
+    probe_prompts,
+    receipt,
+    require_parity,
+    require_receipt,
+)
+from moe_rl.integrations.vllm.shards import write_shards
+from moe_rl.models.load import skeleton
+from moe_rl.routing import layout_of
+from moe_rl.types import Sampling
+from tests.conftest import FAMILIES, perturb
+from tests.rollouts.fake_engine import FakeEngine, policy_of, small
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_leave_under_the_names_a_checkpoint_has_and_come_back_bit_for_bit(family, tmp_path):
+    loaded = small(family)
+    loaded.model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    describe(loaded.model, loaded.tokenizer, tmp_path / "engine")
+    served, weights = skeleton(ModelConfig(name=str(tmp_path / "engine"))), loaded.model.state_dict()
+    assert one_by_one(served, weights)
+    sent = write_shards(tmp_path / "engine", checkpoint_weights(served, weights.items()))
+    assert set(saved) <= set(sent), "a checkpoint leaves out tied weights at most"
+    assert all(torch.equal(sent[name], saved[name]) for name in saved)
+    assert layout_of(skeleton(ModelConfig(name=str(tmp_path / "engine")))) == layout_of(loaded.model)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.architectures == [type(loaded.model).__name__]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_weights_that_can_only_be_undone_together_are(family, tmp_path, monkeypatch):
+    loaded = small(family)
+    weights = dict(loaded.model.state_dict())
+    whole = dict(checkpoint_weights(loaded.model, weights.items()))
+    monkeypatch.setattr(pushed, "one_by_one", lambda model, weights: False)
+    together = dict(checkpoint_weights(loaded.model, weights.items()))
+    assert whole.keys() == together.keys() and all(torch.equal(w, together[name]) for name, w in whole.items())
+
+
+def test_files_are_written_as_weights_come_and_hold_no_more_than_they_must(tmp_path):
+    """Never alive at once: more than a file, the weight that has come, and the one before it."""
+    alive: set[int] = set()
+    most = 0
+
+    def coming():
+        nonlocal most
+        for number in range(20):
+            tensor = torch.full((2**18,), float(number))  # 1 MiB
+            alive.add(number)
+            weakref.finalize(tensor, alive.discard, number)
+            most = max(most, len(alive))
+            yield f"w{number:02d}", tensor
+
+    written = write_shards(tmp_path, coming(), most=5 * 2**20)
+    assert most <= 2
+    assert [Path(file).name for file in written.files] == [f"model-{n:05d}.safetensors" for n in (1, 2, 3, 4)]
+    assert all(Path(file).stat().st_size < 5 * 2**20 + 2**12 for file in written.files)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"]["w07"] == "model-00002.safetensors" and index["metadata"]["total_size"] == 20 * 2**20
+    assert list(written) == [f"w{n:02d}" for n in range(20)] and all(bool((written[f"w{n:02d}"] == n).all())
+                                                                   for n in range(20))
+
+
+def test_a_push_replaces_the_files_of_the_one_before_and_what_is_written_is_a_copy(tmp_path):
+    weight = torch.arange(6.0).view(2, 3)
+    tied = {"a": weight, "b": weight, "c": weight.T}
+    old = write_shards(tmp_path, tied.items(), most=30)
+    assert sorted(f.name for f in tmp_path.iterdir()) == [*(f"model-0000{n}.safetensors" for n in (1, 2, 3)),
+                                                          "model.safetensors.index.json"]
+    new = write_shards(tmp_path, {name: 2 * w for name, w in tied.items()}.items())
+    assert [f.name for f in tmp_path.iterdir()] == ["model.safetensors"]
+    assert torch.equal(new["c"], 2 * weight.T) and torch.equal(old["b"], weight), "a file that is open stays as it was"
+    assert load_file(tmp_path / "model.safetensors").keys() == {"a", "b", "c"}
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    loaded = small()
+    describe(loaded.model, loaded.tokenizer, tmp_path)
+    weights = dict(loaded.model.state_dict())
+    weights.pop("model.norm.weight")
+    with pytest.raises(RunError, match="model.norm.weight"):
+        dict(checkpoint_weights(skeleton(ModelConfig(name=str(tmp_path))), weights.items()))
+
+
+def test_a_receipt_covers_plain_weights_and_ignores_padded_rows_and_packed_ones():
+    sent = {"embed": torch.randn(5, 3), "norm": torch.randn(3), "packed": torch.randn(4, 3)}
+    held = [("embed", torch.cat([sent["embed"], torch.zeros(3, 3)])), ("norm", sent["norm"].bfloat16()),
+            ("packed", torch.zeros(0)), ("other", torch.zeros(2))]  # fmt: skip
+    found = receipt(held, {name: tuple(t.shape) for name, t in sent.items()}, 3)
+    assert set(found.checksums) == {"embed", "norm"} and found.checksums["norm"][0] == "bfloat16"
+    require_receipt(found, sent, 3)
+    with pytest.raises(RunError, match="taken over 3 pushes of weights, but 4"):
+        require_receipt(found, sent, 4)
+    sent["norm"] = sent["norm"] + 0.1
+    with pytest.raises(RunError, match="other values of 'norm'"):
+        require_receipt(found, sent, 3)
+    with pytest.raises(RunError, match="cannot be checked"):
+        require_receipt(Receipt(1, {}), sent, 1)
+
+
+def test_one_flipped_bit_changes_a_checksum():
+    weight = torch.randn(100)
+    other = weight.clone()
+    other.view(torch.int32)[50] ^= 1
+    assert checksum(weight) != checksum(other) and checksum(weight) == checksum(weight.clone())
+
+
+@pytest.fixture
+def engine(tmp_path):
+    return FakeEngine(tmp_path, small())
+
+
+def found(engine, policy, temperature=1.0):
+    prompts = probe_prompts(engine.engine.tokenizer, 258)
+    sampling = Sampling(temperature, 12)
+    return parity(engine.engine.generate(prompts, 1, key=(0,), sampling=sampling), policy.score)
+
+
+def test_parity_holds_after_a_push_and_fails_before_after_an_update_and_at_another_temperature(engine, tmp_path):
+    loaded = small()
+    policy, tolerance = policy_of(loaded), Tolerance.of("float32")
+    with pytest.raises(RunError, match="does not serve the policy's weights"):
+        require_parity(found(engine, policy), tolerance, "before")
+    engine.reload({n: w.contiguous() for n, w in checkpoint_weights(skeleton(ModelConfig(name=str(tmp_path))),
+                                                                   policy.weights())})
+    good = found(engine, policy)
+    require_parity(good, tolerance, "after")
+    assert good.tokens > 50 and good.logprob_max < 1e-5 and good.set_change == 0
+    with pytest.raises(RunError, match="temperature"):
+        require_parity(found(engine, policy, 0.7), tolerance, "another temperature")
+    perturb(loaded.model, 0.01)
+    with pytest.raises(RunError, match="after an update"):
+        require_parity(found(engine, policy), tolerance, "after an update")
+
+
+def test_parity_that_is_not_a_number_is_no_parity():
+    with pytest.raises(RunError):
+        require_parity(Parity(8, float("nan"), float("nan"), 0.0), Tolerance.of("bfloat16"), "nan")
+
+
+def test_probe_prompts_are_ordinary_tokens(engine):
+    rows = [p.tokens for p in probe_prompts(engine.engine.tokenizer, 258)]
+    assert len(rows) == 8 and all(0 <= t < 256 for row in rows for t in row) and len(set(rows)) == 8
+
+
+def test_tolerance_is_tight_only_where_both_sides_are_wide():
+    assert Tolerance.of("float32", "float32").logprob_mean < 1e-3 < Tolerance.of("bfloat16", "float32").logprob_mean

@@ -1,0 +1,84 @@
+"""What any layer would refuse later is refused before compute is spent."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from moe_rl import build as execute
+from moe_rl.config import Arm, EngineConfig, ModelConfig, Optimizer
+from moe_rl.errors import ConfigError
+from moe_rl.registry import Use
+from tests.test_trainer import TINY
+
+
+def arm(**parts) -> dict:
+    return {"arm": Arm(name="a", **parts)}
+
+
+REFUSED = [
+    (arm(loss="gpro"), "no loss is called 'gpro'"),
+    (arm(loss=Use("grpo", clip_low=-1.0)), "no range"),
+    (arm(aggregate="mean"), "no aggregation is called 'mean'"),
+    (arm(corrections=("truncate",)), "no correction is called 'truncate'"),
+    (arm(corrections=("truncated",), anchor="engine"), "every weight is 1"),
+    (arm(terms=("kl",)), "the term 'kl' needs coef"),
+    (arm(advantage="groups"), "no advantage is called 'groups'"),
+    (arm(routes="old_polcy"), "no route source is called 'old_polcy'. Did you mean old_policy"),
+    (arm(ratio_routes="old_polcy"), "no route source is called 'old_polcy'. Did you mean old_policy"),
+    (arm(ratio_routes="random_share"), "the route source 'random_share' needs share"),
+    ({"task": "runing_sums"}, "no task is called 'runing_sums'"),
+    ({"policy": "megatorn"}, "no policy is called 'megatorn'"),
+    ({"engine": EngineConfig(routes="off"), **arm(routes="rollout")}, "asks for none"),
+    ({"engine": EngineConfig(routes="off"), **arm(ratio_routes="rollout")}, "asks for none"),
+    ({"model": ModelConfig(name="no/such/checkpoint")}, "no/such/checkpoint"),
+    ({"engine": EngineConfig(routes="off"), **arm(routes=Use("soft", ratio=0.5, base="rollout"))}, "asks for none"),
+    (arm(loss=Use("rspo", base="grpo", floor=2.0)), r"rspo\(floor=2\)"),
+    (arm(terms=("z_loss",)), "the term 'z_loss' needs coef"),
+    (arm(routes="soft"), "the route source 'soft' needs ratio"),
+    ({"optimizer": Optimizer(loss_free_bias=1e-3)}, "Qwen3MoeTopKRouter.*has no e_score_correction_bias"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_cannot_be_carried_out_is_refused_before_anything_is_loaded(changes, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(execute, "load", lambda *_: pytest.fail("weights were made before the run was checked"))
+    run = TINY.replace(**changes)
+    for refuse in (lambda: execute.check(run), lambda: execute.build(run, tmp_path, tmp_path)):
+        with pytest.raises(ConfigError, match=message):
+            refuse()
+
+
+def test_an_anchor_that_is_none_is_refused_where_the_arm_is_declared():
+    with pytest.raises(ConfigError, match="arm 'a': arm.anchor='enigne': choose policy or engine"):
+        Arm(name="a", anchor="enigne")
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"engine": EngineConfig(int8=True)}, "samples with the Hugging Face engine"),
+    (arm(terms=(Use("z_loss", coef=1e-3),)), "looks at routers, which policy='megatron' cannot do"),
+    (arm(routes=Use("soft", ratio=0.5)), "routes=soft, which policy='megatron' cannot do: RouterReplay"),
+    (arm(ratio_routes="recall"), "recall.*, which policy='megatron' cannot do: RouterReplay"),
+    ({"model": ModelConfig(router_dtype="float32")}, "in float32 anyway"),
+    ({"optimizer": Optimizer(loss_free_bias=1e-3)}, "has no e_score_correction_bias"),
+])  # fmt: skip
+def test_megatron_refuses_settings_that_it_would_ignore(changes, message, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # as if it were installed
+    with pytest.raises(ConfigError, match=message):
+        execute.check(TINY.replace(policy="megatron", **changes))
+
+
+def test_megatron_that_is_not_installed_is_named_with_its_cure(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'moe_rl\[megatron\]'"):
+        execute.check(TINY.replace(policy="megatron"))
+
+
+def test_what_would_make_a_comparison_void_is_said_in_sentences():
+    wide = arm(loss=Use("gspo", clip_low=0.2, clip_high=0.27))
+    found = execute.check(TINY.replace(mini_batches=1, group_size=1, **wide))
+    assert len(found) == 3 and all("\n" not in one for one in found)
+    for one, words in zip(found, ("one update per step", "group_size=1", "never clips"), strict=True):
+        assert words in one
+    assert execute.check(TINY) == []
