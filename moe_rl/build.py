@@ -16,37 +16,48 @@ import torch
 from moe_rl import ranks
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Stopped
-from moe_rl.integrations.megatron.layout import check_routers
-from moe_rl.integrations.on_ranks import from_rank_0
-from moe_rl.integrations.vllm.push import checkpoint_weights, describe
-from moe_rl.integrations.vllm.shards import write_shards
 from moe_rl.models.load import PRESETS, LoadedModel, check_weights, load, placement, save_checkpoint, skeleton
+from moe_rl.models.shards import checkpoint_weights, describe, write_shards
 from moe_rl.models.supervised import Progress, cold_start
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.objectives.spelling import suggest_field
 from moe_rl.policies.critic import HFCritic
-from moe_rl.policies.hf import HFPolicy
-from moe_rl.policies.limits import check_critic, check_policy, layers_of
+from moe_rl.policies.hf import copy_of
 from moe_rl.recorder import Recorder, Row, Rows
-from moe_rl.registry import Part, lookup, needs_of
-from moe_rl.rollouts.choose import check_engine, engine_of
+from moe_rl.registry import Known, Part, check_component, import_component, lookup, needs_of
 from moe_rl.rollouts.gap_files import GapFiles
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.readable import readable
 from moe_rl.rollouts.request import check_request, completion_text, context_length, end_tokens, sampling_of
+from moe_rl.rollouts.sampling import Sampling
 from moe_rl.routing.balance import correction_biases, keep_routers_in
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES, RouteSource
 from moe_rl.storage.folder import RunFolder, read_json, write_json
 from moe_rl.storage.inputs import inputs_of
 from moe_rl.storage.lease import Lease
-from moe_rl.tasks.base import AnyTask, Environment, held_out, load_task, split_of
+from moe_rl.tasks.base import AnyTask, held_out, load_task, split_of
 from moe_rl.trainer import Listener, Parts, train, warn_void
 from moe_rl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from moe_rl.policies.base import Policy
+    from moe_rl.rollouts.base import RolloutEngine
+
+POLICIES: Known = {
+    "hf": "moe_rl.policies.hf:hf",
+    "fsdp": "moe_rl.integrations.fsdp:fsdp",
+    "megatron": "moe_rl.integrations.megatron:megatron",
+}
+ENGINES: Known = {
+    "hf": "moe_rl.rollouts.hf:hf",
+    "perturbed": "moe_rl.rollouts.mismatch:perturbed",
+    "vllm": "moe_rl.integrations.vllm.engine:vllm",
+    "server": "moe_rl.integrations.vllm.server:server",
+}
+CHECKED = "moe_rl.integrations.vllm.checked:check_pushes"
+BATCHES: Known = {name: f"moe_rl.rollouts.batches:{name}" for name in ("fresh", "lagged", "dynamic")}
 
 
 def execute(
@@ -58,7 +69,7 @@ def execute(
     try:
         folder.finish(train(run, parts, folder, listen))
     finally:
-        parts.engine.close()
+        parts.sampling.engine.close()
 
 
 def check(run: RunConfig) -> list[str]:
@@ -69,15 +80,15 @@ def check(run: RunConfig) -> list[str]:
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        check_policy(run)
-        check_engine(run)
+        for kind, use, known in (("policy", run.policy, POLICIES), ("engine", run.engine, ENGINES),
+                                 ("batch source", run.batches, BATCHES)):
+            check_component(lookup(kind, use, known), run)
         _check_model(run)
-        _check_task(run)
+        split_of(load_task(run.task), run.eval_prompts)
         objective = objective_of(run.arm)
-        if "values" in advantage_of(run.arm).needs:
-            check_critic(run)
-        if run.policy == "megatron":
-            check_routers(run, objective.needs)
+        if "values" in advantage_of(run.arm).needs and not run.critic.lr:
+            raise ConfigError(f"arm {run.arm.name!r} takes its advantage from a critic's values, and critic.lr=0 means "
+                              "that there is none: set critic.lr, or use returns (gae without a critic) or group.")
         if run.dial.sigma and run.dial.acts_on != "ratio" and "reference" in objective.needs:
             raise ConfigError(f"arm {run.arm.name!r} compares with a reference, which no dial moves: at equal weights "
                               "it would be pulled against the dose. Use dial.acts_on='ratio', or leave the term out.")
@@ -87,18 +98,12 @@ def check(run: RunConfig) -> list[str]:
     return [*warn_void(run), *(str(warning.message) for warning in caught)]
 
 
-def _check_task(run: RunConfig) -> None:
-    split_of(task := load_task(run.task), run.eval_prompts)
-    if run.partial_tokens is not None and isinstance(task, Environment):
-        raise ConfigError(f"partial_tokens={run.partial_tokens}: the task answers back, and its turns are drawn as a "
-                          "whole; leave partial_tokens out. A lag of whole conversations works.")
-
-
 def build(run: RunConfig, folder: Path, cache: Path, told: Callable[[], bool] = lambda: False) -> Parts:
     """The parts that `run` names, its model past the cold start; collective where there are ranks. Raises ConfigError
     before any compute is spent, Stopped where it was `told` to stop while another run makes its cold start."""
     check(run)
-    if run.policy != "hf":
+    make_policy = lookup("policy", run.policy, POLICIES)
+    if spread := "ranks" in needs_of(make_policy):
         ranks.join(run.model.device)
     task, objective = load_task(run.task), objective_of(run.arm)
     loaded = load(run.model, run.cold_start.seed) if ranks.rank() == 0 else None
@@ -106,12 +111,13 @@ def build(run: RunConfig, folder: Path, cache: Path, told: Callable[[], bool] = 
     compares, valued = "reference" in objective.needs | advantage.needs, "values" in advantage.needs
     evaluation, pad_token = ranks.from_rank_0(
         lambda: _prepare(run, task, _of_rank_0(loaded), cache, _progress(folder, told)))
-    policy = _policy(run, loaded)
+    policy = make_policy(run, loaded, False)
     # Both made now, before the policy has moved: from the weights of the cold start.
     critic = _critic(run, _of_rank_0(loaded)) if valued else None
-    reference = _policy(run, loaded, frozen=True) if compares else None
-    engine = engine_of(run, loaded, policy.score, folder / "engine", shared=run.policy == "hf")
-    given_up = run.policy != "hf" and run.engine.name != "hf"  # the model it began with is neither trained nor sampled
+    reference = make_policy(run, loaded, True) if compares else None
+    engine = build_engine(run, loaded, policy, folder / "engine", spread)
+    # The model it began with is neither trained nor sampled.
+    given_up = spread and loaded is not None and getattr(engine, "model", None) is not loaded.model
     if given_up and loaded is not None:
         torch.nn.Module.to(loaded.model, "meta")
 
@@ -128,24 +134,40 @@ def build(run: RunConfig, folder: Path, cache: Path, told: Callable[[], bool] = 
             HFEngine(loaded.model, loaded.tokenizer).load(weights)
             save_checkpoint(loaded.model, loaded.tokenizer, target)
 
-    return Parts(
+    sampling = Sampling(
+        run=run,
         task=task,
-        policy=policy,
         engine=engine,
-        objective=objective,
-        advantage=advantage,
-        source=_source(run.arm.routes, policy),
-        ratio_source=None if run.arm.ratio_routes is None else _source(run.arm.ratio_routes, policy),
         encode=lambda prompts: encode_prompts(prompts, _of_rank_0(loaded).tokenizer),
         decode=lambda tokens: _text(_of_rank_0(loaded), tokens),
         pad_token=pad_token,
         held_out=evaluation,
+    )
+    return Parts(
+        sampling=sampling,
+        policy=policy,
+        objective=objective,
+        advantage=advantage,
+        source=_source(run.arm.routes, policy),
+        ratio_source=None if run.arm.ratio_routes is None else _source(run.arm.ratio_routes, policy),
         reference=reference,
         critic=critic,
         export=export,
-        from_rank_0=from_rank_0,
+        from_rank_0=getattr(policy, "from_rank_0", lambda function: function()),
+        batches=lookup("batch source", run.batches, BATCHES)(),
         watch=_watch(run, loaded, GapFiles(folder / "rollouts", sampling_of(run))) if loaded else lambda *seen: {},
     )
+
+
+def build_engine(
+    run: RunConfig, loaded: LoadedModel | None, policy: Policy, folder: Path, spread: bool
+) -> RolloutEngine:
+    """The engine, which rank 0 alone has; `spread`: the policy runs on several processes. One that does not sample from
+    the policy's module, or from a copy that is to differ, is checked after every push."""
+    engine = lookup("engine", run.engine, ENGINES)(run, loaded, folder) if loaded else None
+    if isinstance(engine, HFEngine) and not spread:
+        return engine
+    return import_component("engine", "checked", CHECKED)(run, loaded, engine, policy.score)
 
 
 def _text(loaded: LoadedModel, tokens: Sequence[int]) -> str:
@@ -207,41 +229,10 @@ def sample(model: Any, tokenizer: Any, prompts: list[Prompt], group_size: int, *
     return HFEngine(model, tokenizer, record_routes=False).generate(prompts, group_size, **how)
 
 
-def _policy(run: RunConfig, loaded: LoadedModel | None, frozen: bool = False) -> Policy:
-    """What scores and updates; `frozen` only scores, and on one process has a model of its own."""
-    if run.policy == "megatron":
-        # Here, since Megatron-core asks for process groups when it is imported.
-        from moe_rl.integrations.megatron.policy import MegatronPolicy
-
-        return MegatronPolicy(
-            loaded.model if loaded else skeleton(run.model),
-            None if frozen else run.optimizer,
-            run.parallel,
-            temperature=run.temperature,
-            micro_batch=run.micro_batch,
-            recompute=run.activation_checkpointing and not frozen,
-            device=run.model.device,
-        )
-    settings: dict[str, Any] = {
-        "temperature": run.temperature,
-        "micro_batch": run.micro_batch,
-        "micro_batch_tokens": run.micro_batch_tokens,
-        "activation_checkpointing": run.activation_checkpointing and not frozen,
-    }
-    if run.policy == "fsdp":
-        from moe_rl.integrations.fsdp import FSDPPolicy  # here, since torch's distributed parts are slow to import
-
-        whole = loaded.model if loaded else None
-        return FSDPPolicy(run.model, whole, run.optimizer, compute_dtype=run.parallel.compute_dtype, **settings)
-    start = _of_rank_0(loaded)
-    settings["gradient_cosine"] = run.measure.gradient_cosine and not frozen
-    return HFPolicy(_copied(run, start) if frozen else start.model, run.optimizer, **settings)
-
-
 def _critic(run: RunConfig, start: LoadedModel) -> HFCritic:
     """A critic that starts as the policy does."""
     return HFCritic(
-        _copied(run, start),
+        copy_of(run, start),
         run.critic.of(run.optimizer),
         clip=run.critic.clip,
         micro_batch=run.micro_batch,
@@ -250,19 +241,10 @@ def _critic(run: RunConfig, start: LoadedModel) -> HFCritic:
     )
 
 
-def _copied(run: RunConfig, start: LoadedModel) -> Any:
-    """Another model of the same weights."""
-    model = load(run.model, run.cold_start.seed).model
-    model.load_state_dict(start.model.state_dict())
-    return model
-
-
 def _check_model(run: RunConfig) -> None:
     """Raise ConfigError or RoutingError, without reading weights, for a device that is not there, a checkpoint that is
     missing or damaged, and a model without a router."""
-    _, dtype = placement(run.model)
-    if run.policy == "megatron" and run.model.device == "cpu" and run.model.dtype != "float32":
-        raise ConfigError(f"policy='megatron' on a CPU needs dtype float32, not {dtype}.")
+    placement(run.model)
     model = skeleton(run.model)
     if run.model.name not in PRESETS:
         check_weights(run.model.name)
@@ -271,5 +253,3 @@ def _check_model(run: RunConfig) -> None:
         keep_routers_in(model, getattr(torch, run.model.router_dtype))
     if run.optimizer.loss_free_bias:
         correction_biases(model)
-    if run.policy == "fsdp":
-        layers_of(model)

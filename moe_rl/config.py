@@ -52,13 +52,14 @@ FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list)
 """For tuples, which are lists in JSON."""
 Float = Annotated[float, WrapValidator(_keep_int)]
 Named = Annotated[Part, PlainValidator(Use.of)]
+Called = Annotated[Part, PlainValidator(Use.read)]
+"""A component, which a text may give options: `megatron(ep=2)`."""
 AllNamed = Annotated[tuple[Named, ...], FromList]
 
 # A text beside a range is the end of the error message: what the value is, or why it has this range.
 AT_LEAST_ONE = "a run needs at least 1, or there is nothing to do"
 Count = Annotated[int, Field(ge=1), AT_LEAST_ONE]
 Interval = Annotated[int, Field(ge=1), "at least 1 step; an interval longer than the run means at its end, or never"]
-Ranks = Annotated[int, Field(ge=1), "a size is at least 1 process"]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1), "random streams are derived from seeds, from 0 to 2^32 - 1"]
 Steps = Annotated[int, Field(ge=0), "a number of steps"]
 LearningRate = Annotated[Float, Field(ge=0), "a learning rate must not be negative"]
@@ -111,9 +112,9 @@ class Settings(BaseModel):
                 values[name] = value
             elif isinstance(part, Mapping):
                 values[name] = {**part, below: value}
-            elif isinstance(part, str | Use) and below.startswith("options."):
+            elif isinstance(part, str | Use):
                 use = Use.of(part)
-                values[name] = Use(use.name, **{**use.options, below.removeprefix("options."): value})
+                values[name] = Use(use.name, **{**use.options, below: value})
             elif isinstance(part, Settings) and below.partition(".")[0] in type(part).model_fields:
                 values[name] = part.replace(**{below: value})
             else:
@@ -126,8 +127,7 @@ class Settings(BaseModel):
         key, known = prefix + key, [known for known, _ in fields_of(type(self), prefix)]
         group, _, word = key.rpartition(".")
         if group in known:
-            raise ConfigError(f"there is no setting {key!r}: {group} is one value; options of a part that it names are "
-                              f"{group}.options.NAME")
+            raise ConfigError(f"there is no setting {key!r}: {group} is one value")
         beside = {k.removeprefix(f"{group}."): k for k in known if k.rpartition(".")[0] == group}
         same = [k for k in known if k.rpartition(".")[2] == word]
         near = [beside[name] for name in difflib.get_close_matches(word, beside)] or difflib.get_close_matches(
@@ -324,51 +324,6 @@ class Dial(Settings):
         return self.sigma * update / (updates - 1) if updates > 1 else 0.0
 
 
-class Parallel(Settings):
-    """How `policy="megatron"` is spread over dp × tp × pp processes, one per GPU. `policy="fsdp"` has no layout: every
-    process takes rows, and holds a part of every layer."""
-
-    dp: Ranks = 1
-    """Data parallel: each rank takes part of a mini-batch's rows."""
-    tp: Ranks = 1
-    """Tensor parallel, with sequence parallelism: attention, embedding and output are cut."""
-    pp: Ranks = 1
-    """Pipeline parallel: each stage holds consecutive layers."""
-    ep: Ranks = 1
-    """Expert parallel: the experts of a layer are spread over `ep` of the dp × tp ranks."""
-    etp: Annotated[int | None, Field(ge=1), "a size is at least 1 process"] = None
-    """Ranks that share one expert. None: `tp` when ep = 1, else 1."""
-    settings: Mapping[str, Any] = {}
-    """Further settings of Megatron-core's TransformerConfig, e.g. `{"moe_token_dispatcher_type": "allgather"}`."""
-    compute_dtype: str | None = None
-    """fsdp: in which forwards and backwards compute, e.g. `bfloat16`; weights, sums of gradients and moments keep
-    `model.dtype`, and routers compute in `model.router_dtype`. None: all of it in `model.dtype`."""
-
-
-class EngineConfig(Settings):
-    """What draws the rollouts, and in which numerics. By default the policy's own module samples, so that engine and
-    policy agree to float rounding; anything else is an engine of its own, whose weights follow the policy's."""
-
-    name: str = "hf"
-    """`hf`, `vllm` (in this process), or the address of a server, e.g. `http://127.0.0.1:8000`."""
-    dtype: str | None = None
-    """In which the engine computes, e.g. `bfloat16`; None: the policy's."""
-    routes: str = "raise"
-    """Missing or impossible routes: `raise`, `unknown` (they route freely under replay, counted), `off`: not asked."""
-    experts: str | None = None
-    """hf: another of transformers' implementations of the experts, `eager`, `batched_mm` or `grouped_mm`."""
-    int8: bool = False
-    """hf: matrices rounded to 8 bits, one scale per row; embeddings and routers are kept."""
-    router_noise: Deviation = 0.0
-    """hf: noise on router weights in units of their standard deviation, new after every update."""
-    gpu_memory: Annotated[Float, Field(ge=0, le=1), "a share of the GPU's memory"] = 0.4
-    """vllm: share of the GPU's memory it may take."""
-    max_tokens: Annotated[int | None, Field(ge=1), AT_LEAST_ONE] = None
-    """vllm: prompt and completion it makes room for; None: as many as the model can take."""
-    dialect: str = "openai"
-    """Server: `openai` (vLLM's completions), `vllm` (its `--enable-scale-out` endpoint) or `sglang`."""
-
-
 class Arm(Settings):
     """One row of the comparison, made of parts: a name, or a `Use` with options, each.
 
@@ -413,11 +368,16 @@ class RunConfig(Settings):
     optimizer: InstanceOf[Optimizer] = Field(default_factory=Optimizer)
     critic: InstanceOf[Critic] = Field(default_factory=Critic)
     measure: InstanceOf[Measure] = Field(default_factory=Measure)
-    engine: InstanceOf[EngineConfig] = Field(default_factory=EngineConfig)
     dial: InstanceOf[Dial] = Field(default_factory=Dial)
-    policy: str = "hf"
-    """`hf`; on several processes `fsdp` (hf cut by FSDP2) or `megatron` (Megatron-core, laid out by `parallel`)."""
-    parallel: InstanceOf[Parallel] = Field(default_factory=Parallel)
+    policy: Called = Use("hf")
+    """What scores and updates: `hf`; on several processes `fsdp` (hf cut by FSDP2) or `megatron(tp=2)`
+    (Megatron-core); `pkg.module:name`. Their options are in docs/extend.md."""
+    engine: Called = Use("hf")
+    """What draws the rollouts: `hf` (by default the policy's own module, so that engine and policy agree to float
+    rounding), `perturbed(dtype=bfloat16)`, `vllm`, `server(url='http://…')`, `pkg.module:name`."""
+    batches: Called = Use("fresh")
+    """What every step trains on: `fresh` (drawn in the step), `lagged(lag=4)`, `dynamic(refills=4)`,
+    `pkg.module:name`."""
     steps: Count = 100
     """A step is `prompts_per_step` × `group_size` rollouts, and `mini_batches` × `epochs` updates on them."""
     prompts_per_step: Count = 32
@@ -431,18 +391,6 @@ class RunConfig(Settings):
     """Most tokens, padding included, in any forward: rows are sorted by length, and those that fit go together. A row
     that is longer goes alone. None: forwards are cut by rows alone."""
     activation_checkpointing: bool = False
-    lag: Steps = 0
-    """Steps between the weights that sample a batch and those that begin to train on it. Step s trains on a batch that
-    was drawn in step s − lag, by the weights after step s − lag − 1; in the first steps by those that the run begins
-    with. Lags share prompts and noise."""
-    lag_mode: Literal["fixed", "random"] = "fixed"
-    """`fixed`, or `random`: a batch's lag is drawn from 0 … `lag`, alike in all arms of a seed."""
-    partial_tokens: Annotated[int | None, Field(ge=1), "tokens per step; None draws each response at once"] = None
-    """Tokens that a response draws per step, from the step in which its batch is begun to the one that trains on it,
-    which draws what is left: its parts are of several weights. None: each is drawn at once. Needs a lag."""
-    refills: Annotated[int, Field(ge=0), "how often groups are exchanged, at most"] = 0
-    """Dynamic sampling: how often groups whose rewards are all equal are exchanged for those of new prompts before a
-    batch is trained on; 0: they stay. What it cost is in the columns `drawn_*`."""
     temperature: Annotated[Float, Field(gt=0), "logits are divided by it, so it must be positive"] = 1.0
     """Of sampling, and of every log-probability; above 0."""
     top_p: Annotated[Float, Field(gt=0, le=1), "a share of the probability, above 0, or nothing is drawn"] = 1.0
@@ -468,10 +416,6 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:
-        if self.partial_tokens is not None and not (self.lag and self.partial_tokens < self.max_new_tokens):
-            raise ConfigError(f"partial_tokens={self.partial_tokens} has no effect with lag={self.lag} and "
-                              f"max_new_tokens={self.max_new_tokens}: a response that waits for no step, or needs no "
-                              "second one, is drawn at once; set a lag, and fewer tokens per step, or leave it None")
         if self.model.router_dtype not in (None, "float32"):
             raise ConfigError(f"model.router_dtype={self.model.router_dtype!r}: choose float32, or None: the model's")
         rows = self.prompts_per_step * self.group_size

@@ -25,6 +25,13 @@ RENAMED = {
 """What had a name in a study's own module, to bind an option, before names took options."""
 
 
+ENGINE = {"dtype": None, "routes": "raise", "experts": None, "int8": False, "router_noise": 0.0, "gpu_memory": 0.4,
+          "max_tokens": None, "dialect": "openai"}
+PARALLEL: dict[str, Any] = {"dp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": None, "settings": {}, "compute_dtype": None}
+QUEUE = {"lag": "lag", "lag_mode": "mode", "partial_tokens": "partial_tokens", "refills": "refills"}
+"""Defaults of what had settings of its own before engines, policies and batch sources were named with options."""
+
+
 def modern(run: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a `RunConfig` as it would be written now; what is modern already stays as it is."""
     run = dict(run)
@@ -35,7 +42,28 @@ def modern(run: Mapping[str, Any]) -> dict[str, Any]:
         run["task"] = _use(Use(task.name, **task.options, match="older"))
     if "arm" in run:
         run["arm"] = _modern_arm(dict(run["arm"]))
+    engine = run.get("engine")
+    if isinstance(engine, Mapping) and "options" not in engine:
+        run["engine"] = _use(_modern_engine(dict(engine)))
+    if "parallel" in run:
+        run["policy"] = _use(Use(run["policy"], **_unlike(run.pop("parallel"), PARALLEL)))
+    queue = {new: run.pop(old) for old, new in QUEUE.items() if old in run}
+    if queue:
+        changed = _unlike(queue, {"lag": 0, "mode": "fixed", "partial_tokens": None, "refills": 0})
+        run["batches"] = _use(Use("fresh") if not changed else Use("lagged", lag=queue["lag"], **{
+            k: v for k, v in changed.items() if k != "lag"}) if queue["lag"] else Use("dynamic", **changed))
     return run
+
+
+def _unlike(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value != defaults.get(key)}
+
+
+def _modern_engine(engine: dict[str, Any]) -> Use:
+    name, options = engine.pop("name"), _unlike(engine, ENGINE)
+    if name.startswith("http"):
+        return Use("server", url=name, **options)
+    return Use("perturbed" if name == "hf" and options.keys() - {"routes"} else name, **options)
 
 
 def _modern_arm(arm: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from moe_rl.config import RunConfig
 from moe_rl.metrics import ratios, routers, volatility
 from moe_rl.policies.base import Policy
 from moe_rl.probe import CHANGE, ENGINE_CHANGE, Probe, engine_gap
+from moe_rl.registry import Use
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, Updated, prompt_rows, response_rows
 
@@ -106,7 +107,7 @@ class Recorder:
             for name in ("grad_norm", "grad_clipped", "grad_cosine"):
                 if found := [update[name] for update in self.updates if name in update]:
                     row[name] = sum(found) / len(found)
-            by_lag = self._by_lag() if self.run.lag or not self.fresh else []
+            by_lag = self._by_lag() if Use.of(self.run.batches).options.get("lag") or not self.fresh else []
             if self.lags is not None and by_lag:
                 of_tokens = self.lags[self.batch.response_mask].double()
                 row |= {"lag_mean": of_tokens.mean().item(), "lag_max": of_tokens.max().item()}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +18,9 @@ from typing import Any, NoReturn, TypeVar
 from moe_rl.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
+CALL = re.compile(r"([^\s()]+)\((.*)\)", re.DOTALL)
+WORDS = {"inf": math.inf, "nan": math.nan, "true": True, "false": False, "none": None}
+"""What words among the values of options mean; any other is a string."""
 
 
 @dataclass(frozen=True, init=False)
@@ -47,6 +52,13 @@ class Use:
             return _use_of(part)
         raise ConfigError(f'{part!r} names nothing: write "name", or Use("name", option=value)')
 
+    @staticmethod
+    def read(part: Part | Mapping[str, Any]) -> Use:
+        """As `of`; of a text, `name(option=value, …)` is read with its options."""
+        if isinstance(part, str) and (match := CALL.fullmatch(part.strip())):
+            return Use(match[1], **read_options(match[2], f"{part!r}"))
+        return Use.of(part)
+
     def __str__(self) -> str:
         """As it is written: `grpo(clip_high=0.28)`."""
         return self.name + (f"({', '.join(f'{k}={v!r}' for k, v in self.options.items())})" if self.options else "")
@@ -76,10 +88,33 @@ def _use_of(part: Callable[..., Any]) -> Use:
 
 Part = str | Use | Callable[..., Any]
 """What configurations take wherever something is named."""
+Known = Mapping[str, Callable[..., Any] | str]
+"""Components by name: functions and classes, or `pkg.module:name` of one that is imported when it is asked for."""
+
+
+def read_options(text: str, where: str) -> dict[str, Any]:
+    """`cap=2.0,level=token` as values: literals of Python, infinity, and words, which are strings. Raises ConfigError,
+    which names `where`."""
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        named = [(keyword.arg, ast.literal_eval(_Words().visit(keyword.value))) for keyword in call.keywords]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"the options of {where} cannot be read; they are name=value, where a value is a number, a "
+                          "word, 'text', a list or a dictionary") from error
+    names = [name for name, _ in named if name]
+    if call.args or len(set(names)) < len(named):
+        raise ConfigError(f"the options of {where} are name=value, each once")
+    return {name: value for name, value in named if name}
+
+
+class _Words(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
+        return ast.Constant(WORDS.get(node.id, node.id))
 
 
 def lookup(
-    kind: str, use: Part, known: Mapping[str, Callable[..., Any]],
+    kind: str, use: Part, known: Known,
     hint: Callable[[str, Collection[str]], str] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """The function or class that `use` names, one of `known` or a user's own, its options bound.
@@ -90,13 +125,25 @@ def lookup(
     """
     use = Use.of(use)
     if use.name in known:
-        found = known[use.name]
+        named = known[use.name]
+        found = import_component(kind, use.name, named) if isinstance(named, str) else named
     elif use.own:
         found = import_callable(kind, use.name)
     else:
         unknown(kind, use.name, [*known, "pkg.module:name"], hint(use.name, known) if hint else "")
     check_options(kind, use, found)
     return partial(found, **use.options) if use.options else found
+
+
+def import_component(kind: str, name: str, path: str) -> Callable[..., Any]:
+    """A component of the package, `moe_rl.module:name`. Raises ConfigError where its module, or a package that it
+    needs, is not installed."""
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the {kind} {name!r} is in {module}, which needs {error.name}, which is not installed: pip "
+                          f"install 'moe_rl[{name}]'") from error
 
 
 def import_callable(kind: str, name: str) -> Callable[..., Any]:
@@ -153,6 +200,23 @@ def needs_of(part: Callable[..., Any] | None) -> frozenset[str]:
     function, options = (part.func, part.keywords) if isinstance(part, partial) else (part, {})
     when = getattr(function, "when", None)
     return getattr(function, "needs", frozenset()) if when is None or when(**options) else frozenset()
+
+
+def checked(check: Callable[..., None]) -> Callable[[F], F]:
+    """Mark a component with what checks a run before compute: `check(run, **options)` raises ConfigError."""
+
+    def mark(function: F) -> F:
+        function.check = check  # type: ignore[attr-defined]  # they take any attribute
+        return function
+
+    return mark
+
+
+def check_component(part: Callable[..., Any], run: Any) -> None:
+    """Have a component that `lookup` gave check the run, where it brings a check."""
+    function, options = (part.func, part.keywords) if isinstance(part, partial) else (part, {})
+    if (check := getattr(function, "check", None)) is not None:
+        check(run, **options)
 
 
 def unknown(kind: str, name: str, choices: Iterable[str], other: str = "") -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
@@ -18,15 +18,14 @@ from moe_rl.objectives import Advantage, Objective
 from moe_rl.policies.base import Policy, ValueModel
 from moe_rl.recorder import Recorder, Row, Rows
 from moe_rl.registry import Use, needs_of
-from moe_rl.rollouts.base import RolloutEngine
-from moe_rl.rollouts.batches import BatchSource, Queue, fresh
+from moe_rl.rollouts.batches import BatchSource, Queue
 from moe_rl.rollouts.request import sampling_of
+from moe_rl.rollouts.sampling import Sampling
 from moe_rl.routing.dial import Dose
 from moe_rl.routing.sources import RouteSource
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import DIAL, SPLIT, derive
-from moe_rl.tasks.base import AnyTask
-from moe_rl.types import Batch, Prompt, Scored
+from moe_rl.types import Batch, Scored
 
 T = TypeVar("T")
 Listener = Callable[[Rows], None]
@@ -37,21 +36,14 @@ Listener = Callable[[Rows], None]
 class Parts:
     """What a run is made of. `build.py` builds them from a RunConfig; a user may build their own."""
 
-    task: AnyTask
+    sampling: Sampling
+    """Task and engine."""
     policy: Policy
-    engine: RolloutEngine
     objective: Objective
     advantage: Advantage
     source: RouteSource
     ratio_source: RouteSource | None = None
     """Routes of the ratio, where they are not those of the gradient."""
-    encode: Callable[[list[Prompt]], list[Prompt]]
-    """Fills in the token ids of prompts."""
-    pad_token: int
-    held_out: list[Prompt]
-    """Encoded prompts of the evaluation; never trained on."""
-    decode: Callable[[Sequence[int]], str] | None = None
-    """Token ids of a completion as text, without the token that ends it; for responses that are drawn in parts."""
     batches: BatchSource = field(default_factory=Queue)
     """What every step trains on."""
     reference: Policy | None = None
@@ -110,13 +102,13 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
         try:
             parts.policy.load(checkpoint)
             parts.advantage.load(checkpoint)
-            parts.from_rank_0(lambda: parts.batches.load(run, parts, checkpoint))
+            parts.from_rank_0(lambda: parts.batches.load(parts.sampling, checkpoint))
             if parts.critic:
                 parts.critic.load(checkpoint)
         except Exception as error:  # of safetensors, torch or Megatron: each has its own
             raise RunError(f"the checkpoint {checkpoint} cannot be read ({error}): restore it from a copy, or remove "
                            "the run and start it again") from error
-    parts.engine.load(parts.policy.weights())
+    parts.sampling.engine.load(parts.policy.weights())
     if checkpoint is None:
         if 0 in run.hf_checkpoints and parts.export:
             parts.export(0)
@@ -166,7 +158,7 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
     """One batch of rollouts and its updates; the rows that describe them."""
     policy, timed = parts.policy, recorder.timed
     with timed("sample"):
-        batch = parts.from_rank_0(lambda: earned(parts, step, parts.batches.next(run, parts, step)))
+        batch = parts.from_rank_0(lambda: earned(parts, step, parts.batches.next(parts.sampling, step)))
     with timed("score"):
         natural = policy.score(batch, scores=parts.needs_scores)
         batch = routed(run, parts, batch, natural)
@@ -188,13 +180,13 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
                 updated = replace(updated, metrics={**updated.metrics, **parts.critic.update(part)})
         recorder.after(number, part, updated)
     with timed("sample"):
-        push_gap = parts.engine.load(policy.weights())
+        push_gap = parts.sampling.engine.load(policy.weights())
     return recorder.end(push_gap)
 
 
 def roll_out(run: RunConfig, parts: Parts, step: int) -> Batch:
     """A batch of the current weights, with the prompts and the noise of a step; `earned` says what else it has."""
-    return earned(parts, step, fresh(run, parts, step))
+    return earned(parts, step, Queue().next(parts.sampling, step))
 
 
 def earned(parts: Parts, step: int, batch: Batch) -> Batch:
@@ -271,8 +263,9 @@ def mini_batches(rows: int, count: int, seed: int) -> list[Tensor]:
 
 def evaluated(run: RunConfig, parts: Parts, step: int) -> Rows:
     """The rows of the evaluation after a step; collective."""
+    its = parts.sampling
     return parts.from_rank_0(
-        lambda: evaluation(parts.engine, parts.task, parts.held_out, sampling_of(run), run.seed, step))
+        lambda: evaluation(its.engine, its.task, its.held_out, sampling_of(run), run.seed, step))
 
 
 def warn_void(run: RunConfig) -> list[str]:

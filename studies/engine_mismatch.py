@@ -28,7 +28,7 @@ and router_noise 0.05, GRPO 0.54 (10), at 3e-4 0.70 and 0.65; router_noise 0.06 
 cell differ by 0.1 and more, hence 8 seeds. Four steps of seed 0 were run to try the file, after all was chosen.
 """
 
-from moe_rl.config import Arm, ColdStart, EngineConfig, Optimizer, RunConfig
+from moe_rl.config import Arm, ColdStart, Optimizer, RunConfig
 from moe_rl.registry import Use
 from moe_rl.study import Study
 
@@ -59,7 +59,7 @@ study = Study(
         max_new_tokens=13,
         optimizer=Optimizer(lr=3e-4),
         cold_start=ColdStart(target=0.35),
-        engine=EngineConfig(int8=True, router_noise=0.05),
+        engine=Use("perturbed", int8=True, router_noise=0.05),
         eval_every=20,
         save_every=30,
     ),

@@ -9,7 +9,8 @@ from dataclasses import replace
 from engine_mismatch import grpo, r3
 from engine_mismatch import study as mismatch
 
-from moe_rl.config import EngineConfig, Measure, ModelConfig
+from moe_rl.config import Measure, ModelConfig
+from moe_rl.registry import Use
 
 study = replace(
     mismatch,
@@ -20,7 +21,7 @@ study = replace(
     "that dial a real engine is.",
     arms=(grpo, r3),
     base=mismatch.base.replace(
-        engine=EngineConfig(name="vllm", dtype="bfloat16", max_tokens=64),
+        engine=Use("vllm", dtype="bfloat16", max_tokens=64),
         model=ModelConfig(overrides={"head_dim": 32}),
         measure=Measure(detail_every=5),
         steps=30,

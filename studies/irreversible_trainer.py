@@ -163,12 +163,13 @@ def restarted(run: RunConfig, parts: Parts, checkpoint: Path, name: str, variant
 def restore(parts: Parts, checkpoint: Path) -> None:
     """Weights and moments of a checkpoint, in the policy and in the engine."""
     parts.policy.load(checkpoint)
-    parts.engine.load(parts.policy.weights())
+    parts.sampling.engine.load(parts.policy.weights())
 
 
 def held_out(run: RunConfig, parts: Parts, step: int) -> float:
     """Mean reward on the held-out prompts of the run's own task, one completion each, sampled as in training."""
-    found = evaluate(parts.engine, parts.task, parts.held_out, sampling_of(run), key=(run.seed, NOISE, 2_000 + step),
+    its = parts.sampling
+    found = evaluate(its.engine, its.task, its.held_out, sampling_of(run), key=(run.seed, NOISE, 2_000 + step),
                      greedy=False)
     return float(np.mean([row["reward"] for row, _ in found]))
 

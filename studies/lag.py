@@ -4,6 +4,7 @@ from small import BASE, DIFFERS, grpo, gspo, replay
 from volatility_dial import WARMED_UP
 
 from moe_rl.objectives.methods import arm
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 LAGS = (0, 1, 2, 4, 8)
@@ -20,7 +21,7 @@ study = Study(
     base=BASE.replace(**WARMED_UP, **{"measure.gradient_cosine": True}),
     seeds=tuple(range(400, 408)),
     own_cold_starts=True,
-    factors={"lag": LAGS},
+    cells={f"lag={lag}": {"batches": Use("lagged", lag=lag)} for lag in LAGS},
     figures=("against:lag", "against:lag:greedy exact match, second half", "against:lag:grad_cosine",
              "against:lag:token_ess"),
     endpoint="sampled exact match, second half",

@@ -47,7 +47,7 @@ class Cell:
 
     def run(self, run: RunConfig) -> RunConfig:
         """The run of this cell."""
-        return run.replace(**{"task.options.tokens": self.length, "max_new_tokens": self.length,
+        return run.replace(**{"task.tokens": self.length, "max_new_tokens": self.length,
                               "prompts_per_step": self.times * run.prompts_per_step})
 
 

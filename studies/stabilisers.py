@@ -10,6 +10,7 @@ from volatility_dial import WARMED_UP
 
 from moe_rl.config import Arm
 from moe_rl.objectives.methods import arm
+from moe_rl.registry import Use
 from moe_rl.study import Study
 
 
@@ -68,7 +69,7 @@ AGAINST_ENGINE = (
 SEEDS = tuple(range(300, 316))
 EIGHT = SEEDS[:8]
 DIAL = {"dial.sigma": 2.0}
-MISMATCH = {"engine.int8": True, "engine.router_noise": 0.05}
+MISMATCH = {"engine": Use("perturbed", int8=True, router_noise=0.05)}
 
 
 def of(arms: tuple[Arm, ...], seeds: tuple[int, ...], **settings: object) -> dict[str, object]:

@@ -6,6 +6,7 @@ each other, and a fit of `studies/early_warning.py` takes six times the CPU seco
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from importlib.metadata import version
 
@@ -101,3 +102,10 @@ def qwen():
 @pytest.fixture
 def tokens():
     return torch.randint(3, 48, (4, 9), generator=torch.Generator().manual_seed(7))
+
+
+def pretend_installed(monkeypatch, package: str) -> None:
+    """As if a package were installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: object() if name == package
+                        else find(name, *more))

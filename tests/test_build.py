@@ -7,9 +7,10 @@ import importlib.util
 import pytest
 
 from moe_rl import build as execute
-from moe_rl.config import Arm, EngineConfig, ModelConfig, Optimizer
+from moe_rl.config import Arm, ModelConfig, Optimizer
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Use
+from tests.conftest import pretend_installed
 from tests.test_trainer import TINY
 
 
@@ -30,10 +31,10 @@ REFUSED = [
     (arm(ratio_routes="random_share"), "the route source 'random_share' needs share"),
     ({"task": "runing_sums"}, "no task is called 'runing_sums'"),
     ({"policy": "megatorn"}, "no policy is called 'megatorn'"),
-    ({"engine": EngineConfig(routes="off"), **arm(routes="rollout")}, "asks for none"),
-    ({"engine": EngineConfig(routes="off"), **arm(ratio_routes="rollout")}, "asks for none"),
+    ({"engine": Use("hf", routes="off"), **arm(routes="rollout")}, "asks for none"),
+    ({"engine": Use("hf", routes="off"), **arm(ratio_routes="rollout")}, "asks for none"),
     ({"model": ModelConfig(name="no/such/checkpoint")}, "no/such/checkpoint"),
-    ({"engine": EngineConfig(routes="off"), **arm(routes=Use("soft", ratio=0.5, base="rollout"))}, "asks for none"),
+    ({"engine": Use("hf", routes="off"), **arm(routes=Use("soft", ratio=0.5, base="rollout"))}, "asks for none"),
     (arm(loss=Use("rspo", base="grpo", floor=2.0)), r"rspo\(floor=2\)"),
     (arm(terms=("z_loss",)), "the term 'z_loss' needs coef"),
     (arm(routes="soft"), "the route source 'soft' needs ratio"),
@@ -56,7 +57,7 @@ def test_an_anchor_that_is_none_is_refused_where_the_arm_is_declared():
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"engine": EngineConfig(int8=True)}, "samples with the Hugging Face engine"),
+    ({"engine": Use("perturbed", int8=True)}, "a copy of the module of policy='hf'"),
     (arm(terms=(Use("z_loss", coef=1e-3),)), "looks at routers, which policy='megatron' cannot do"),
     (arm(routes=Use("soft", ratio=0.5)), "routes=soft, which policy='megatron' cannot do: RouterReplay"),
     (arm(ratio_routes="recall"), "recall.*, which policy='megatron' cannot do: RouterReplay"),
@@ -64,7 +65,7 @@ def test_an_anchor_that_is_none_is_refused_where_the_arm_is_declared():
     ({"optimizer": Optimizer(loss_free_bias=1e-3)}, "has no e_score_correction_bias"),
 ])  # fmt: skip
 def test_megatron_refuses_settings_that_it_would_ignore(changes, message, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # as if it were installed
+    pretend_installed(monkeypatch, "megatron.core")
     with pytest.raises(ConfigError, match=message):
         execute.check(TINY.replace(policy="megatron", **changes))
 

@@ -171,7 +171,7 @@ def test_a_wrong_task_is_one_sentence_and_starts_no_more_runs(tmp_path, command)
 @pytest.mark.parametrize("at, task", [(1, "commits"), (5, "commits"), (5, "raises")])
 def test_a_run_that_diverges_is_a_result_and_the_others_go_on(tmp_path, command, at, task):
     code, out, err = command("run", FAKE, "--mix-code", "--jobs", "1", "--out", str(tmp_path), "--seeds", "0",
-                             "--steps", "6", "--task", task, "--set", f"task.options.diverges_at={at}")
+                             "--steps", "6", "--task", task, "--set", f"task.diverges_at={at}")
     assert (code, err) == (0, ""), "no failure"
     states = {p.parent.parent.name: runs.state(p) for p in run_folders(tmp_path)}
     assert {arm: now["state"] for arm, now in states.items()} == {
@@ -183,7 +183,7 @@ def test_a_run_that_diverges_is_a_result_and_the_others_go_on(tmp_path, command,
 
 def test_a_divergence_without_a_commit_is_a_failure_of_its_own_run_alone(tmp_path, command):
     code, out, err = command("run", FAKE, "--mix-code", "--jobs", "1", "--out", str(tmp_path), "--seeds", "0",
-                             "--steps", "6", "--task", "raises", "--set", "task.options.diverges_at=1")
+                             "--steps", "6", "--task", "raises", "--set", "task.diverges_at=1")
     assert code == 1 and "the gradient norm is nan" in err and "before its first commit" in err
     states = {p.parent.parent.name: runs.state(p)["state"] for p in run_folders(tmp_path)}
     assert states == {"grpo": "failed", "grpo-replay": "finished", "gspo": "finished"}
@@ -353,7 +353,8 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
     (["run", "studies/routing_replay.py", "--set", "measure.detail_every=0"], "at least 1 step"),
     (["run", FAKE, "--seeds", "-3"], "seeds are not negative"),
     (["run", "studies/routing_replay.py", "--set", "optimizer.lr=-1"], "a learning rate must not be negative"),
-    (["run", "studies/lag.py", "--set", "lag=2"], "lag is a factor of study 'lag', which gives it 0, 1, 2, 4, 8"),
+    (["run", "studies/learning_rates.py", "--set", "optimizer.lr=2"],
+     "optimizer.lr is a factor of study 'learning_rates'"),
     (["run", "studies/engine_mismatch.py", "--set", "engine.experts=fast"], "choose eager, batched_mm, grouped_mm"),
     (["export", TABLES, "--to", FAKE], "File exists"),
 ])

@@ -15,7 +15,7 @@ from moe_rl.errors import ConfigError, RunError
 from moe_rl.evaluate import evaluate
 from moe_rl.registry import Use
 from moe_rl.rollouts import hf
-from moe_rl.rollouts.batches import fresh
+from moe_rl.rollouts.batches import Queue
 from moe_rl.rollouts.request import sampling_of
 from moe_rl.storage import frames
 from moe_rl.trainer import roll_out, routed
@@ -115,13 +115,16 @@ def test_a_run_whose_environment_raises_names_the_prompt_and_goes_on_when_it_is_
     assert weights(tmp_path / "cut")[1] == weights(whole[0])[1]
 
 
-WAITS = TALK.replace(lag=2, steps=3, prompts_per_step=2, mini_batches=2, eval_every=4, eval_prompts=2,
+WAITS = TALK.replace(batches="lagged(lag=2)", steps=3, prompts_per_step=2, mini_batches=2, eval_every=4, eval_prompts=2,
                      measure=Measure(probe=2, detail_every=100))
 KILLED = {
-    "conversations": WAITS.replace(lag=0),
+    "conversations": WAITS.replace(batches="fresh"),
     "conversations that wait": WAITS,
-    "conversations that wait at random": WAITS.replace(lag_mode="random", seed=8, arm=TOKEN.replace(routes="rollout")),
-    "parts of responses": WAITS.replace(partial_tokens=2, task=TINY.task, stop=(), max_new_tokens=6),
+    "conversations that wait at random": WAITS.replace(
+        batches="lagged(lag=2, mode=random)", seed=8,
+        arm=TOKEN.replace(routes="rollout")),
+    "parts of responses": WAITS.replace(batches="lagged(lag=2, partial_tokens=2)", task=TINY.task, stop=(),
+                                        max_new_tokens=6),
 }  # fmt: skip
 """Seed 8 draws, at random, batch 5 in step 3, and batches 3 and 4 before."""
 
@@ -141,14 +144,14 @@ def test_a_run_that_is_killed_while_it_samples_ends_identical(name, tmp_path):
             if rows["steps"][0]["step"] == 2:
                 drawn, whole = itertools.count(1), hf.draw_tokens
                 Talking.calls, Talking.broken = 0, staticmethod(kill_at)
-                if run.partial_tokens:
+                if "partial_tokens" in run.batches.options:
                     hf.draw_tokens = lambda *given: (kill_at(next(drawn)), whole(*given))[1]
 
         carry_out(run, tmp_path / "cut", begin)
 
     assert forked(child, None), "killed"
     assert frames.read_table(tmp_path / "cut", "steps")["step"].tolist() == [0, 1, 2]
-    assert bool(list((tmp_path / "cut").glob("commit/step=*/checkpoint/batches.pt"))) == (run.lag > 0)
+    assert bool(list((tmp_path / "cut").glob("commit/step=*/checkpoint/batches.pt"))) == ("lag" in run.batches.options)
     carry_out(run, tmp_path / "whole")
     carry_out(run, tmp_path / "cut")
     assert frames.diff(tmp_path / "whole", tmp_path / "cut") is None
@@ -157,10 +160,10 @@ def test_a_run_that_is_killed_while_it_samples_ends_identical(name, tmp_path):
 
 def test_conversations_that_wait_are_not_drawn_on(tmp_path):
     """Those that were cut off since a reply left no room, too: at equal weights a lag changes nothing."""
-    run = TALK.replace(lag=2, prompts_per_step=2)
+    run = TALK.replace(batches="lagged(lag=2)", prompts_per_step=2)
     parts, early = build(run, tmp_path, tmp_path), 0
     for step in (1, 2, 3):
-        waited, drawn = parts.batches.next(run, parts, step), fresh(run, parts, step)
+        waited, drawn = parts.batches.next(parts.sampling, step), Queue().next(parts.sampling, step)
         for name in ("tokens", "attention_mask", "response_mask", "rewards", "finished", "turn", "turn_rewards"):
             assert torch.equal(getattr(waited, name), getattr(drawn, name)), name
         written = (waited.attention_mask.sum(1) - waited.response_mask.int().argmax(1))[~waited.finished]
@@ -170,7 +173,8 @@ def test_conversations_that_wait_are_not_drawn_on(tmp_path):
 
 def test_an_evaluation_counts_the_tokens_of_the_policy_alone(tmp_path):
     parts = build(TALK, tmp_path, tmp_path)
-    found = evaluate(parts.engine, parts.task, parts.held_out, sampling_of(TALK), key=(0, 0, 0))
+    found = evaluate(parts.sampling.engine, parts.sampling.task, parts.sampling.held_out, sampling_of(TALK),
+                     key=(0, 0, 0))
     said = [(row["response_tokens"], sum(t.end - t.start for t in r.turns), len(r.tokens)) for row, r in found]
     assert all(counted == own for counted, own, _ in said) and any(own < whole for _, own, whole in said)
 
@@ -180,5 +184,5 @@ def test_gspo_with_advantages_per_turn_and_parts_of_conversations_are_refused_be
     with pytest.raises(ConfigError, match=r"arm 'token': its advantage \(by_turn\) differs .* use gspo_token"):
         check(run)
     with pytest.raises(ConfigError, match="partial_tokens=4: the task answers back, .* A lag of whole conversations"):
-        check(TALK.replace(lag=1, partial_tokens=4))
-    assert check(TALK) == check(TALK.replace(lag=1)) == []
+        check(TALK.replace(batches="lagged(lag=1, partial_tokens=4)"))
+    assert check(TALK) == check(TALK.replace(batches="lagged(lag=1)")) == []

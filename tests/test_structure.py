@@ -18,8 +18,6 @@ LAYERS = [[re.match(r"  (\w+)(?:/|\.py) ", line).group(1) for line in block.spli
 ROOMS = [room for layer in LAYERS for room in layer]
 """Files and folders of the package, by layers."""
 REACHED_BY_IMPORT = {
-    "build": {"integrations.fsdp", "integrations.megatron.layout", "integrations.megatron.policy",
-              "integrations.on_ranks", "integrations.vllm.push", "integrations.vllm.shards"},
     "cli.checkpoints": {"analysis.benchmarks", "analysis.checkpoints.measure", "analysis.checkpoints.printed",
                         "analysis.checkpoints.series", "analysis.diagnose.command", "analysis.diagnose.report",
                         "analysis.evaluation", "analysis.response_page"},
@@ -29,19 +27,15 @@ REACHED_BY_IMPORT = {
     "cli.tables": {"integrations.trackers.listeners", "integrations.trackers.processes"},
     "evaluate": {"analysis.pass_at"},
     "models.load": {"integrations.cpu_kernels"},
-    "policies.limits": {"integrations.megatron.layout"},
     "ranks": {"storage.folder"},
-    "rollouts.batches": {"trainer"},
-    "rollouts.choose": {"integrations.vllm.answers", "integrations.vllm.checked", "integrations.vllm.engine",
-                        "integrations.vllm.push", "integrations.vllm.server"},
     "types": {"models.truncation", "routing.hooks", "routing.trace"},
 }
 """Imports from a later layer that are left; what is named here has no name in a registry yet."""
 IN_CIRCLES = {
     "routing.trace", "routing.trace_checks", "routing.trace_files", "routing.trace_parts",
-    "routing.checkpointing", "routing.hooks", "routing.intercept", "routing.selection", "objectives.methods", "objectives.methods_page", "ranks", "routing.dial",
-    "routing.sources", "storage.columns", "storage.commits", "storage.folder", "rollouts.batches", "trainer",
-    "integrations.megatron.policy", "integrations.megatron.schedule", "integrations.vllm.dialects",
+    "routing.checkpointing", "routing.hooks", "routing.intercept", "routing.selection", "objectives.methods",
+    "objectives.methods_page", "ranks", "routing.dial", "routing.sources", "storage.columns", "storage.commits",
+    "storage.folder", "integrations.megatron.policy", "integrations.megatron.schedule", "integrations.vllm.dialects",
     "integrations.vllm.server",
 }
 """Files that import each other, most for type checking: to be merged or cut apart."""

@@ -347,7 +347,7 @@ def test_mini_batches_partition_the_rows():
 
 def test_a_step_never_trains_on_held_out_prompts(tmp_path):
     parts = build(TINY, tmp_path, tmp_path)
-    evaluation = {p.tokens for p in parts.held_out}
+    evaluation = {p.tokens for p in parts.sampling.held_out}
     for step in range(5):
         batch = roll_out(TINY, parts, step)
         prompts = batch.attention_mask & ~batch.response_mask

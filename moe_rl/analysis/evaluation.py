@@ -30,14 +30,16 @@ from moe_rl.analysis.checkpoints.series import step_of
 from moe_rl.analysis.claim import claim
 from moe_rl.analysis.pass_at import GREEDY
 from moe_rl.analysis.samples import check, resumed, rows
-from moe_rl.config import EngineConfig, RunConfig, leaves, plain
+from moe_rl.build import ENGINES, build_engine
+from moe_rl.config import RunConfig, leaves, plain
 from moe_rl.errors import ConfigError
 from moe_rl.evaluate import evaluate
 from moe_rl.models.load import PRESETS, check_weights, load, no_progress_bars
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.registry import Use
-from moe_rl.rollouts.choose import check_engine, engine_of
+from moe_rl.registry import Use, check_component, lookup
+from moe_rl.rollouts.base import RolloutEngine
+from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.request import check_request, context_length
 from moe_rl.seeds import HELD_OUT
 from moe_rl.storage import folder as runs
@@ -180,11 +182,11 @@ def engine(name: str, run: RunConfig, folder: Path, trust: bool) -> Iterator[Eng
     run = run.replace(**{"model.name": name})
     with no_progress_bars():
         loaded = load(run.model, 0, trust)
-    if run.engine == EngineConfig(routes="off"):
-        sampler = engine_of(run, loaded, _never, folder)
+    if run.engine == Use("hf", routes="off"):
+        sampler: RolloutEngine = HFEngine(loaded.model, loaded.tokenizer, record_routes=False)
     else:
         policy = HFPolicy(loaded.model, run.optimizer, temperature=run.temperature)
-        sampler = engine_of(run, loaded, policy.score, folder)
+        sampler = build_engine(run, loaded, policy, folder, spread=False)
         sampler.load(policy.weights())
     try:
         yield sampler, loaded.tokenizer, context_length(loaded.model.config)
@@ -224,7 +226,7 @@ def _check(names: Sequence[str], benchmarks: Sequence[str], plan: Plan) -> None:
         if name in PRESETS:
             raise ConfigError(f"{name!r} is a preset, whose weights are random; give the folder of a checkpoint.")
         check_weights(name)
-    check_engine(plan.run)
+    check_component(lookup("engine", plan.run.engine, ENGINES), plan.run)
 
 
 def _packages(use: Use, own: bool) -> dict[str, str]:
@@ -241,17 +243,13 @@ def _packages(use: Use, own: bool) -> dict[str, str]:
 
 def _wanted(names: Sequence[str], benchmarks: Sequence[Benchmark], plan: Plan) -> dict[str, Any]:
     """What a folder must say of itself to hold this evaluation."""
-    return {"settings": plan.settings(), "versions": {"code": code_version("compare"), "packages": package_versions()},
+    return {"settings": plan.settings(), "versions": {"code": code_version("analysis"), "packages": package_versions()},
             "benchmarks": {b.name: b.entry for b in benchmarks},
             "checkpoints": {name: fingerprint(name) for name in names}}
 
 
 def _safe(name: str) -> str:
     return re.sub(r"[^\w.=-]+", "_", name)
-
-
-def _never(*_: object) -> Any:
-    raise AssertionError("an engine that is the model itself is not compared with it")
 
 
 def _progress(console: Console) -> Progress:

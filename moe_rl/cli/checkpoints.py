@@ -134,14 +134,14 @@ def evaluate(options: argparse.Namespace) -> int:
     from moe_rl.analysis.benchmarks import show
     from moe_rl.analysis.checkpoints.series import checkpoints_of, step_of
     from moe_rl.analysis.evaluation import Plan, benchmark, measure_evaluations
-    from moe_rl.config import Arm, EngineConfig, ModelConfig, RunConfig, parse_settings
+    from moe_rl.config import Arm, ModelConfig, RunConfig, parse_settings
     from moe_rl.registry import Use
 
     tasks = [Use(f"jsonl:{file}", match=options.match) for file in options.data] + [Use(task) for task in options.task]
     if not tasks:
         raise ConfigError("give the problems: --data FILE.jsonl, or --task NAME with --problems N")
     run = RunConfig(arm=Arm(name="evaluate"), seed=options.seed, temperature=options.temperature,
-                    max_new_tokens=options.max_tokens, engine=EngineConfig(routes="off"),
+                    max_new_tokens=options.max_tokens, engine=Use("hf", routes="off"),
                     model=ModelConfig(device=options.device, dtype=options.dtype))
     given = parse_settings(run, options.settings)
     if idle := [key for key in given if key not in EVALUATED and not key.startswith("engine.")]:

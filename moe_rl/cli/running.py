@@ -39,12 +39,7 @@ if TYPE_CHECKING:
     argument("--arm", action="append", default=[], metavar="ARM", help="these arms instead, see `moe-rl methods`"),
     argument("--set", action="append", default=[], metavar="K=V", dest="settings",
              help="another setting, e.g. optimizer.lr=1e-4: docs/settings.md"),
-    argument("--policy", choices=("hf", "fsdp", "megatron"), metavar="NAME",
-             help="what trains: hf; on several processes fsdp or megatron"),
-    argument("--tp", type=int, metavar="N", help="megatron: tensor parallel size"),
-    argument("--pp", type=int, metavar="N", help="megatron: pipeline parallel size"),
-    argument("--ep", type=int, metavar="N", help="megatron: expert parallel size"),
-    argument("--etp", type=int, metavar="N", help="megatron: expert-tensor parallel size"),
+    argument("--policy", metavar="NAME", help="what trains: hf; on several processes fsdp or 'megatron(ep=2)'"),
     argument("--track", action="append", default=[], metavar="NAME",
              help="tensorboard or wandb, or NAME=FOLDER (docs/trackers.md)"),
     MIX_CODE,
@@ -55,7 +50,7 @@ if TYPE_CHECKING:
   moe-rl run my_study.py --out trial --arm gspo --arm "sapo(tau_neg=1.05)"
   moe-rl run my_study.py --steps 200      longer: finished runs are extended
   torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy fsdp
-  torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy megatron --ep 2
+  torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy "megatron(ep=2)"
 Defaults are the study's; --arm and --set may be repeated.""",
 )
 def run(options: argparse.Namespace) -> int:
@@ -81,7 +76,8 @@ def run(options: argparse.Namespace) -> int:
         target(tracker)  # raises, before anything is written, where there is none
     study = load_study_file(options.study)
     changes: dict[str, Any] = {"task": options.task} if options.task else {}
-    changes |= parse_settings(study.base.replace(**changes), options.settings) | _layout(options)
+    changes |= {"policy": options.policy} if options.policy else {}
+    changes |= parse_settings(study.base.replace(**changes), options.settings)
     knows = checked_by(study) is not None  # what its runs are made of
     study, cautions = _for_its_setting(study, changes) if knows else (study.with_settings(changes), [])
     whole = study = study.quick_form() if options.quick else study
@@ -269,19 +265,6 @@ def _confirmed(code: list[str]) -> bool:
         return False
     print("the rows name code from outside moe_rl, which would run here:", *code, sep="\n  ")
     return input("run it? [y/N] ").strip().lower() in ("y", "yes")
-
-
-def _layout(options: argparse.Namespace) -> dict[str, object]:
-    """Settings that --policy, --tp, --pp, --ep and --etp stand for; data parallelism gets the processes left over."""
-    from moe_rl import ranks
-
-    sizes = {size: getattr(options, size) for size in ("tp", "pp", "ep", "etp")}
-    given = {f"parallel.{size}": n for size, n in sizes.items() if n is not None}
-    if options.policy:
-        given["policy"] = options.policy
-    if options.policy == "megatron":
-        given["parallel.dp"] = max(1, ranks.planned() // ((options.tp or 1) * (options.pp or 1)))
-    return given
 
 
 def _seeds(text: str | None, declared: Sequence[int]) -> list[int] | None:

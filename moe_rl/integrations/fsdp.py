@@ -21,23 +21,47 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from moe_rl import ranks
-from moe_rl.config import ModelConfig, Optimizer
+from moe_rl.config import ModelConfig, Optimizer, RunConfig
+from moe_rl.errors import ConfigError
 from moe_rl.integrations.cpu_kernels import use_cpu_kernels
-from moe_rl.integrations.on_ranks import shared_rows
-from moe_rl.models.load import skeleton
+from moe_rl.integrations.on_ranks import check_spread, from_rank_0, shared_rows
+from moe_rl.models.load import LoadedModel, skeleton
 from moe_rl.models.vocabulary import head_is_apart
 from moe_rl.objectives import Objective
-from moe_rl.policies.hf import HFPolicy
-from moe_rl.policies.limits import layers_of
+from moe_rl.policies.hf import HFPolicy, settings_of
 from moe_rl.policies.micro_batches import Rows, cut, filled, join
+from moe_rl.registry import checked, needs
+from moe_rl.rollouts.request import check_dtype
 from moe_rl.routing.balance import keep_routers_in
 from moe_rl.routing.dial import Dose
-from moe_rl.routing.sites import find_sites
+from moe_rl.routing.sites import find_sites, router_parameters
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def _check(run: RunConfig, *, compute_dtype: str | None = None) -> None:
+    check_spread(run, "a critic is a whole model of one process, and is not cut over ranks")
+    check_dtype("policy.compute_dtype", compute_dtype)
+    if run.dial.sigma and run.dial.form == "choice" and run.dial.direction == "last_step":
+        raise ConfigError("dial.form='choice' along dial.direction='last_step' moves a router inside its forward, "
+                          "where policy='fsdp' has whole weights, but parts of the moments: use the direction "
+                          "'random', another form, or policy='hf'.")
+    layers_of(skeleton(run.model))
+
+
+@needs("ranks")
+@checked(_check)
+def fsdp(
+    run: RunConfig, start: LoadedModel | None, frozen: bool, *, compute_dtype: str | None = None
+) -> FSDPPolicy:
+    """The policy `fsdp`: hf cut by FSDP2, each process a part of every layer. `compute_dtype`: in which forwards and
+    backwards compute, e.g. `bfloat16`; weights, sums of gradients and moments keep `model.dtype`, and routers compute
+    in `model.router_dtype` (default: all of it in `model.dtype`)."""
+    whole = start.model if start else None
+    return FSDPPolicy(run.model, whole, run.optimizer, compute_dtype=compute_dtype, **settings_of(run, frozen))
 
 
 class FSDPPolicy(HFPolicy):
@@ -48,6 +72,8 @@ class FSDPPolicy(HFPolicy):
     `config`. Routers with a dtype of their own (`config.router_dtype`) compute in it. Further settings are those of
     `HFPolicy`.
     """
+
+    from_rank_0 = staticmethod(from_rank_0)
 
     def __init__(
         self,
@@ -178,3 +204,17 @@ def take_over(model: nn.Module, start: nn.Module | None) -> None:
             torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
         dist.broadcast(full, 0)
         mine.copy_(ranks.cut_as(mine, full))
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    """The decoder's layers. Raises ConfigError for a model that cannot be cut layer by layer."""
+    layers = getattr(getattr(model, "get_decoder", lambda: None)(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ConfigError(f"policy='fsdp' gathers one layer of a decoder at a time, but {type(model).__name__} has no "
+                          "list of layers; use policy='hf'.")
+    routers = {id(p) for p in router_parameters(model)}
+    if len(dtypes := {p.dtype for p in model.parameters() if id(p) not in routers}) > 1:
+        raise ConfigError(f"policy='fsdp' gathers the parameters of a layer as one, but those of "
+                          f"{type(model).__name__} have several dtypes ({', '.join(sorted(map(str, dtypes)))}); "
+                          "use model.dtype=float32.")
+    return layers

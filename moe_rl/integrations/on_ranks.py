@@ -15,7 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_rl import ranks
+from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
+from moe_rl.objectives import advantage_of
+from moe_rl.registry import Use
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.routing.trace_parts import ROUTED
 from moe_rl.types import Batch
@@ -23,6 +26,22 @@ from moe_rl.types import Batch
 T = TypeVar("T")
 CHUNK = 2**20
 """Bytes of routes that are gathered at a time, or a row of every rank."""
+
+
+def check_spread(run: RunConfig, no_critic: str) -> None:
+    """Raise ConfigError for settings that no policy of several processes honours; `no_critic`: why it has none."""
+    policy = Use.of(run.policy).name
+    if run.truncates and run.sampling_mask:
+        raise ConfigError(
+            f"top_p={run.top_p:g}, top_k={run.top_k}, min_p={run.min_p:g}: policy={policy!r} has no log-probs over "
+            "the tokens that were kept. Use policy='hf' or, knowing that engine and trainer are then different "
+            "distributions, sampling_mask=False.")
+    if run.measure.gradient_cosine:
+        raise ConfigError(f"measure.gradient_cosine=True: policy={policy!r} spreads its gradients over ranks, and "
+                          "compares none; it is for policy='hf'.")
+    if "values" in advantage_of(run.arm).needs:
+        raise ConfigError(f"arm {run.arm.name!r} needs a critic, which policy={policy!r} cannot have: {no_critic}. Use "
+                          "policy='hf', or returns (gae without a critic).")
 
 
 def one_per_machine(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, bool]:

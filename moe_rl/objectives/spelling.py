@@ -19,7 +19,6 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
-import math
 import re
 import tomllib
 from collections.abc import Collection, Mapping
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Part, Use, unknown
+from moe_rl.registry import WORDS, Part, Use, read_options, unknown
 
 FIELD = {"loss": "loss", "aggregation": "aggregate", "correction": "corrections", "term": "terms",
          "advantage": "advantage", "routes": "routes"}
@@ -41,8 +40,6 @@ SEVERAL = ("corrections", "filters", "terms", "advantage")
 DEFAULT = Arm(name="")
 FIELDS = list(Arm.model_fields)
 SAME_COMPONENTS = {"filters": "corrections", "ratio_routes": "routes"}
-WORDS = {"inf": math.inf, "nan": math.nan, "true": True, "false": False}
-"""What words among the values of options mean; any other is a string."""
 PLAIN = re.compile(r"[\w.:-]+")
 PIECE = re.compile(r"""(?:(\w+)=)?([\w.:-]+|'[^']*'|"[^"]*")(?:\((.*)\))?""", re.DOTALL)
 
@@ -218,33 +215,13 @@ def _read_piece(text: str, piece: str) -> tuple[str | None, Use]:
     field, name, options = match.groups()
     if field is not None and field not in FIELDS:
         unknown("field of an arm", field, FIELDS)
-    use = Use(name, **_read_options(text, piece, options or ""))
+    use = Use(name, **read_options(options or "", f"{piece!r} in arm {text!r}"))
     if field not in (None, "name", "anchor") and name != "none" and not use.own and name not in _names_for(field):
         if known := _known_field(use):
             raise ConfigError(f"arm {text!r}: {name} belongs into {known}, not into {field}")
         unknown(f"part for {field}", name, [*_names_for(field), "pkg.module:name"],
                 suggest_field(name, _names_for(field)))
     return field, use
-
-
-def _read_options(text: str, piece: str, options: str) -> dict[str, Any]:
-    """`cap=2.0,level=token` as values: literals of Python, infinity, and words, which are strings."""
-    try:
-        call = ast.parse(f"f({options})", mode="eval").body
-        assert isinstance(call, ast.Call)
-        named = [(keyword.arg, ast.literal_eval(_Words().visit(keyword.value))) for keyword in call.keywords]
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"arm {text!r}: the options of {piece!r} cannot be read; they are name=value, where a value "
-                          "is a number, a word, 'text', a list or a dictionary") from error
-    names = [name for name, _ in named if name]
-    if call.args or len(set(names)) < len(named):
-        raise ConfigError(f"arm {text!r}: the options of {piece!r} are name=value, each once")
-    return {name: value for name, value in named if name}
-
-
-class _Words(ast.NodeTransformer):
-    def visit_Name(self, node: ast.Name) -> ast.Constant:
-        return ast.Constant(WORDS.get(node.id, node.id))
 
 
 # ---------------------------------------------------------------------- arm → text

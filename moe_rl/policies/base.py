@@ -17,7 +17,13 @@ from moe_rl.types import Batch, Scored, Updated
 
 @runtime_checkable
 class Policy(Protocol):
-    """π_θ: scores batches, takes optimizer steps, hands out weights. All verbs are collective where there are ranks."""
+    """π_θ: scores batches, takes optimizer steps, hands out weights. All verbs are collective where there are ranks.
+
+    A component is a function `policy(run, start, frozen, *, option=…)` that makes one: `start` is the model past its
+    cold start, None on all ranks but 0; `frozen`: it will only score, as a reference. `needs("ranks")` marks one that
+    runs on several processes, and `checked` gives it a check of the run. One on several processes may have
+    `from_rank_0`, which hands a batch of rank 0 to all.
+    """
 
     def score(
         self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, dose: Dose | None = None

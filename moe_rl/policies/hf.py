@@ -16,12 +16,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl import ranks
-from moe_rl.config import Optimizer
+from moe_rl.config import Optimizer, RunConfig
+from moe_rl.errors import ConfigError
+from moe_rl.models.load import LoadedModel, load
 from moe_rl.models.truncation import entropy_of
 from moe_rl.models.vocabulary import LOGITS, head_is_apart, head_of, log_probs_in_pieces
 from moe_rl.objectives import Objective
 from moe_rl.policies.micro_batches import Rows, cut, join, waiting
 from moe_rl.policies.optimizer import cosine_with, last_step, optimizer_of, read_state, stepped, write_state
+from moe_rl.registry import checked
 from moe_rl.routing.balance import balance, correction_biases
 from moe_rl.routing.dial import Dose, disturbed
 from moe_rl.routing.hooks import record_routing, replay_routing
@@ -32,6 +35,34 @@ from moe_rl.types import Batch, Scored, Updated
 PerToken = Float[Tensor, "batch time"]
 
 WEIGHTS, MOMENTS, GRADIENT = "model.safetensors", "optimizer.pt", "gradient.pt"
+
+
+def _check(run: RunConfig) -> None:
+    if ranks.planned() > 1:
+        raise ConfigError(f"a run of {ranks.planned()} processes, but policy='hf' runs in one: leave torchrun or "
+                          "launcher.ranks out, or add --policy fsdp or --policy megatron.")
+
+
+@checked(_check)
+def hf(run: RunConfig, start: LoadedModel, frozen: bool) -> HFPolicy:
+    """The policy `hf`, which trains `start` itself; `frozen`: a copy of it, which only scores."""
+    model = copy_of(run, start) if frozen else start.model
+    return HFPolicy(model, run.optimizer, gradient_cosine=run.measure.gradient_cosine and not frozen,
+                    **settings_of(run, frozen))
+
+
+def settings_of(run: RunConfig, frozen: bool = False) -> dict[str, Any]:
+    """The settings of a run that an `HFPolicy` takes."""
+    return {"temperature": run.temperature, "micro_batch": run.micro_batch,
+            "micro_batch_tokens": run.micro_batch_tokens,
+            "activation_checkpointing": run.activation_checkpointing and not frozen}
+
+
+def copy_of(run: RunConfig, start: LoadedModel) -> Any:
+    """Another model of the same weights."""
+    model = load(run.model, run.cold_start.seed).model
+    model.load_state_dict(start.model.state_dict())
+    return model
 
 
 class HFPolicy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,16 +12,39 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from moe_rl.config import RunConfig
 from moe_rl.errors import Diverged, RunError
+from moe_rl.models.load import LoadedModel
 from moe_rl.models.truncation import kept
+from moe_rl.registry import checked
 from moe_rl.rollouts.buffers import CompletionBuffers
-from moe_rl.rollouts.request import before_stop, check_request, context_length, end_tokens
+from moe_rl.rollouts.request import (
+    before_stop,
+    check_request,
+    check_routes,
+    context_length,
+    end_tokens,
+    warn_without_mask,
+)
 from moe_rl.rollouts.turns import Talk
 from moe_rl.routing import Recording, record_routing
 from moe_rl.types import Prompt, Reply, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def _check(run: RunConfig, *, routes: str = "raise") -> None:
+    check_routes(run, routes)
+    if not run.sampling_mask:
+        warn_without_mask(run, "sampling_mask=False")
+
+
+@checked(_check)
+def hf(run: RunConfig, start: LoadedModel, folder: Path, *, routes: str = "raise") -> HFEngine:
+    """The engine `hf`: samples from `start` itself, which is the policy's own module where one process trains.
+    `routes`: `raise`, or `off`: they are not recorded."""
+    return HFEngine(start.model, start.tokenizer, record_routes=routes != "off")
 
 
 class HFEngine:

@@ -10,15 +10,19 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moe_rl.config import EngineConfig
+from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
+from moe_rl.models.load import LoadedModel
+from moe_rl.registry import Use, checked
 from moe_rl.rollouts.hf import HFEngine
+from moe_rl.rollouts.request import check_dtype, check_routes, warn_without_mask
 from moe_rl.routing.sites import router_parameters
 
 if TYPE_CHECKING:
@@ -28,23 +32,59 @@ KEPT = ("embed", "lm_head")
 """Parts of a name of matrices that 8-bit checkpoints keep; routers are kept too."""
 
 
+EXPERTS = ("eager", "batched_mm", "grouped_mm")
+
+
+def _check(
+    run: RunConfig, *, dtype: str | None = None, experts: str | None = None, int8: bool = False,
+    router_noise: float = 0.0, routes: str = "raise",
+) -> None:  # fmt: skip
+    check_routes(run, routes)
+    check_dtype("engine.dtype", dtype)
+    if Use.of(run.policy).name != "hf":
+        raise ConfigError(f"engine='perturbed' is a copy of the module of policy='hf', and policy={str(run.policy)!r} "
+                          "has none: use hf, vllm or a server.")
+    if experts not in (None, *EXPERTS):
+        raise ConfigError(f"engine.experts={experts!r}: choose {', '.join(EXPERTS)}.")
+    if not router_noise >= 0:
+        raise ConfigError(f"engine.router_noise={router_noise} must not be negative.")
+    if not run.sampling_mask:
+        warn_without_mask(run, "sampling_mask=False")
+
+
+@checked(_check)
+def perturbed(
+    run: RunConfig, start: LoadedModel, folder: Path, *, dtype: str | None = None, experts: str | None = None,
+    int8: bool = False, router_noise: float = 0.0, routes: str = "raise",
+) -> MismatchedEngine:  # fmt: skip
+    """The engine `perturbed`. `dtype`: in which it computes, e.g. `bfloat16`; `experts`: another of transformers'
+    implementations, `eager`, `batched_mm` or `grouped_mm`; `int8`: matrices rounded to 8 bits, one scale per row,
+    embeddings and routers kept; `router_noise`: on router weights, in units of their standard deviation, new after
+    every update; `routes`: `raise`, or `off`."""
+    return MismatchedEngine(start.model, start.tokenizer, dtype=dtype, experts=experts, int8=int8,
+                            router_noise=router_noise, record_routes=routes != "off")
+
+
 class MismatchedEngine(HFEngine):
-    """Samples from a copy of `model` in the numerics that `settings` ask for; `load` keeps the copy up to date.
+    """Samples from a copy of `model` in other numerics; `load` keeps the copy up to date.
 
     What is done to weights depends on their values only, so a resumed run meets the same ones.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: EngineConfig):
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, dtype: str | None = None,
+        experts: str | None = None, int8: bool = False, router_noise: float = 0.0, record_routes: bool = True,
+    ):  # fmt: skip
         twin = copy.deepcopy(model).requires_grad_(False).eval()
-        if settings.experts is not None:
-            _set_experts(twin, settings.experts)
-        if settings.dtype is not None:
+        if experts is not None:
+            _set_experts(twin, experts)
+        if dtype is not None:
             for parameter in twin.parameters():  # buffers stay: rotary frequencies are float32 in every checkpoint
-                parameter.data = parameter.data.to(getattr(torch, settings.dtype))
+                parameter.data = parameter.data.to(getattr(torch, dtype))
         routers = {id(p) for p in router_parameters(twin)}
         self.routers = {name for name, p in twin.named_parameters() if id(p) in routers and p.dim() > 1}
-        self.settings = settings
-        super().__init__(twin, tokenizer, record_routes=settings.routes != "off")
+        self.int8, self.router_noise = int8, router_noise
+        super().__init__(twin, tokenizer, record_routes=record_routes)
         self.load(model.state_dict().items())
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -54,8 +94,8 @@ class MismatchedEngine(HFEngine):
     def _distorted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
             if name in self.routers:
-                yield name, with_noise(tensor, self.settings.router_noise)
-            elif self.settings.int8 and tensor.dim() > 1 and not any(part in name for part in KEPT):
+                yield name, with_noise(tensor, self.router_noise)
+            elif self.int8 and tensor.dim() > 1 and not any(part in name for part in KEPT):
                 yield name, to_int8_and_back(tensor)
             else:
                 yield name, tensor

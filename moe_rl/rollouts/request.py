@@ -2,23 +2,56 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
+from moe_rl.registry import Use
 from moe_rl.types import Prompt, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+ROUTES = ("raise", "unknown", "off")
+"""What becomes of routes that an engine does not report, or that are impossible: an error, or they route freely under
+replay and are counted; `off`: the engine is not asked for any."""
 
 
 def sampling_of(run: RunConfig) -> Sampling:
     """How a run draws its completions."""
     return Sampling(run.temperature, run.max_new_tokens, tuple(run.stop), top_p=run.top_p, top_k=run.top_k,
                     min_p=run.min_p, keep_mask=run.sampling_mask)
+
+
+def check_routes(run: RunConfig, routes: str) -> None:
+    """Raise ConfigError where an engine is asked for routes in a way that is none, or an arm replays routes that the
+    engine is not asked for."""
+    if routes not in ROUTES:
+        raise ConfigError(f"engine.routes={routes!r}: choose {', '.join(ROUTES)}.")
+    sources = [Use.of(use) for use in (run.arm.routes, run.arm.ratio_routes) if use is not None]
+    if routes == "off" and "rollout" in {name for use in sources for name in (use.name, use.options.get("base"))}:
+        raise ConfigError("routes='rollout' replays the engine's routes, but engine.routes='off' asks for none.")
+
+
+def warn_without_mask(run: RunConfig, why: str) -> None:
+    """Warn where a run truncates and the engine does not say which tokens it kept."""
+    if run.truncates:
+        warnings.warn(
+            f"top_p={run.top_p:g}, top_k={run.top_k}, min_p={run.min_p:g} without their mask ({why}): completions are "
+            "drawn from the kept tokens, but the trainer's log-probs are over the whole vocabulary, so that engine and "
+            "trainer, and an engine's log-probs as anchor, are different distributions. What corrects for it is "
+            "truncated, masked or another correction; the engine hf gives the mask.", stacklevel=2)
+
+
+def check_dtype(name: str, dtype: str | None) -> None:
+    """Raise ConfigError for a dtype that torch does not have, or that is not of floats."""
+    if dtype is not None and not getattr(getattr(torch, dtype, None), "is_floating_point", False):
+        raise ConfigError(f"{name}={dtype!r} is no dtype of torch for floats; use bfloat16 or float32.")
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:

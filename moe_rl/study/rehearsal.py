@@ -17,7 +17,7 @@ from typing import Any
 
 from moe_rl import ranks
 from moe_rl.build import build
-from moe_rl.config import ColdStart, EngineConfig, Measure, ModelConfig, Optimizer, Parallel, RunConfig
+from moe_rl.config import ColdStart, Measure, ModelConfig, Optimizer, RunConfig
 from moe_rl.errors import ConfigError, Diverged, MoeRlError
 from moe_rl.models.load import PRESETS, hf_config, load_tokenizer, skeleton
 from moe_rl.models.tokens import byte_tokenizer, completion_tokens, demonstrated, encode_prompts
@@ -186,7 +186,7 @@ def _toy(run: RunConfig) -> RunConfig:
         model = ModelConfig(overrides=sizes | {"max_position_embeddings": 2**20})  # bytes are more than its tokens
     return run.replace(
         model=ModelConfig(name=model.name, overrides=model.overrides, router_dtype=model.router_dtype), policy="hf",
-        parallel=Parallel(), engine=EngineConfig(), measure=Measure(probe=4, detail_every=1), steps=1, epochs=1,
+        engine="hf", batches="fresh", measure=Measure(probe=4, detail_every=1), steps=1, epochs=1,
         prompts_per_step=2, group_size=min(run.group_size, 4), mini_batches=2, micro_batch=4,
         max_new_tokens=min(run.max_new_tokens, 8), eval_prompts=1, hf_checkpoints=(), activation_checkpointing=False,
         **{"cold_start.target": 0.0, "optimizer.loss_free_bias": bias})

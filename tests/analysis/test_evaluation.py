@@ -195,7 +195,7 @@ def test_checkpoints_and_files_may_be_added_and_settings_may_not_change(there, t
     (["--data", "aime.jsonl", "--max-tokens", "2000"], "context of the model"),
     (["--data", "aime.jsonl", "--set", "temperature=0"], "must be positive"),
     (["--data", "aime.jsonl", "--set", "top_pp=1"], "no setting"),
-    (["--task", "guessing", "--problems", "2", "--set", "task.options.turns=3"], "--set task.options.turns: an eval"),
+    (["--task", "guessing", "--problems", "2", "--set", "task.turns=3"], "--set task.turns: an eval"),
     (["--data", "aime.jsonl", "--set", "model.name=other"], "--set model.name: an evaluation has settings of"),
 ])  # fmt: skip
 def test_what_cannot_be_asked_is_refused_in_a_sentence(there, tmp_path, monkeypatch, capsys, more, said):

@@ -96,7 +96,9 @@ class Bench:
             self.model.generation_config.eos_token_id = None
             tokenizer = workload.tokenizer(eos=False)
             policy = HFPolicy(self.model, Optimizer(lr=0.0))
-            self.parts = replace(our_step.parts(), policy=policy, engine=HFEngine(self.model, tokenizer))
+            parts = our_step.parts()
+            sampling = replace(parts.sampling, engine=HFEngine(self.model, tokenizer))
+            self.parts = replace(parts, policy=policy, sampling=sampling)
         self.steps += recorded
         with nullcontext() if recorded else our_step.no_recording(self.parts):
             seconds: dict[str, list[float]] = {}

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 from moe_rl import ranks
-from moe_rl.config import Arm, ModelConfig, Optimizer, Parallel
+from moe_rl.config import Arm, ModelConfig, Optimizer
+from moe_rl.integrations.megatron.layout import Parallel
 from moe_rl.models.load import load
 from moe_rl.objectives import objective_of
 from moe_rl.rollouts.collate import collate

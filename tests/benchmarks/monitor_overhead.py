@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="the probe rate that the ratio is for")
     options = parser.parse_args()
     parts = our_step.parts()
-    parts.engine.reports_routes = False
+    parts.sampling.engine.reports_routes = False
     batch = roll_out(our_step.RUN, parts, 0)
     probe = {"input_ids": batch.tokens[:32], "attention_mask": batch.attention_mask[:32]}
     idle = moe_rl.monitor(parts.policy.model, probe=probe, every=10**9, router_aux_loss_coef=0.0)

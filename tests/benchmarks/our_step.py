@@ -19,6 +19,8 @@ import workload
 from workload import GROUP, MINI_BATCHES, NEW_TOKENS, PROMPT_TOKENS, PROMPTS  # sets the environment first
 
 import moe_rl.policies.hf  # isort: skip
+from moe_rl.rollouts.sampling import Sampling
+
 from moe_rl.config import Arm, Optimizer, RunConfig  # isort: skip
 from moe_rl.integrations.cpu_kernels import use_cpu_kernels  # isort: skip
 from moe_rl.objectives import advantage_of, objective_of  # isort: skip
@@ -51,9 +53,10 @@ def parts() -> Parts:
         return [replace(prompt, tokens=tuple(tokenizer(prompt.text)["input_ids"])) for prompt in prompts]
 
     return Parts(
-        task=OddCharacters(), policy=HFPolicy(model, Optimizer(lr=workload.LR)), engine=HFEngine(model, tokenizer),
+        sampling=Sampling(run=RUN, task=OddCharacters(), engine=HFEngine(model, tokenizer), encode=encode, pad_token=0,
+                          held_out=[]),
+        policy=HFPolicy(model, Optimizer(lr=workload.LR)),
         objective=objective_of(RUN.arm), advantage=advantage_of(RUN.arm), source=live,
-        encode=encode, pad_token=0, held_out=[],
     )  # fmt: skip
 
 
@@ -101,10 +104,10 @@ def no_recording(parts: Parts) -> Iterator[None]:
     def nothing(*_: object, **__: object) -> Iterator[Nothing]:
         yield Nothing()
 
-    parts.engine.reports_routes = False
+    parts.sampling.engine.reports_routes = False
     with mock.patch.object(moe_rl.policies.hf, "record_routing", nothing):
         yield
-    parts.engine.reports_routes = True
+    parts.sampling.engine.reports_routes = True
 
 
 def main() -> None:

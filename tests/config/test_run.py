@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs import settings_page
-from moe_rl.config import Arm, EngineConfig, ModelConfig, Optimizer, Parallel, RunConfig, fields_of
+from moe_rl.config import Arm, ModelConfig, Optimizer, RunConfig, fields_of
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Use
 
@@ -19,7 +19,7 @@ CONFIGS = [
         arm=Arm(name="gspo", loss=Use("gspo", clip_low=0.01, clip_high=0.013)), seed=3,
         task=Use("running_sums", digits=12, names=["a", "b"]),
         model=ModelConfig(overrides={"num_experts": 32}), optimizer=Optimizer(lr=1e-4, betas=(0.9, 0.95)),
-        engine=EngineConfig(dtype="bfloat16"), parallel=Parallel(dp=2, etp=1), stop=("\n",), hf_checkpoints=(10, 20),
+        engine="perturbed(dtype=bfloat16)", policy="megatron(dp=2, etp=1)", stop=("\n",), hf_checkpoints=(10, 20),
     ),
 ]
 
@@ -56,7 +56,7 @@ def test_settings_that_came_later_take_their_defaults_and_lost_ones_are_named():
     ("steps", True, "steps=True: .* type int"),
     ("arm.terms", "kl", r"arm.terms='kl': .* type tuple\[str \| .*Use.*, ...\]"),
     ("arm.loss", ("grpo", 0.2), r"arm.loss: \('grpo', 0.2\) names nothing: write \"name\", or Use"),
-    ("parallel.etp", 1.0, r"parallel.etp=1.0: .* type int \| None"),
+    ("micro_batch_tokens", 1.0, r"micro_batch_tokens=1.0: .* type int \| None"),
 ])
 def test_a_value_of_another_type_is_refused_with_the_type_that_is_needed(key, value, words):
     with pytest.raises(ConfigError, match=words):
@@ -82,7 +82,7 @@ def test_changes_are_checked_together_and_in_their_order():
     assert (run.mini_batches, run.prompts_per_step) == (512, 64)
     lr = CONFIGS[0].replace(**{"optimizer.lr": 1e-3, "optimizer": Optimizer(warmup=3)}).optimizer
     assert lr == Optimizer(warmup=3)
-    task = CONFIGS[0].replace(**{"task": "guessing", "task.options.turns": 4, "task.options.a.b": 1}).task
+    task = CONFIGS[0].replace(**{"task": "guessing", "task.turns": 4, "task.a.b": 1}).task
     assert task == Use("guessing", **{"turns": 4, "a.b": 1})
     assert CONFIGS[0].replace(stop=["a"]).stop == ("a",), "JSON has lists"
 

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_rl import build as execute_module
 from moe_rl import ranks
 from moe_rl.build import execute
-from moe_rl.config import Arm, ColdStart, EngineConfig, Measure, ModelConfig, Optimizer, RunConfig
+from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig
 from moe_rl.integrations.fsdp import FSDPPolicy, take_over
 from moe_rl.integrations.on_ranks import from_rank_0
 from moe_rl.models.load import LoadedModel, load, save_checkpoint
@@ -322,7 +322,7 @@ def served(folder: Path) -> dict:
     server = Server(folder / "served", loaded) if ranks.rank() == 0 else None
     url = ranks.from_rank_0(lambda: server and server.url)
     run = RUN.replace(policy="fsdp", steps=1, model=ModelConfig(name=str(folder / "start")), hf_checkpoints=(1,),
-                      arm=Arm(name="r3", routes="rollout"), engine=EngineConfig(name=url, dialect="vllm"))
+                      arm=Arm(name="r3", routes="rollout"), engine=Use("server", url=url, dialect="vllm"))
     kept = []
     execute_module.load = lambda *given: kept.append(load(*given)) or kept[-1]
     carry_out(run, folder / "with-server", folder)

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from moe_rl import ranks
-from moe_rl.config import Optimizer, Parallel
-from moe_rl.integrations.megatron.layout import SIGMOID, SOFTMAX
+from moe_rl.config import Optimizer
+from moe_rl.integrations.megatron.layout import SIGMOID, SOFTMAX, Parallel
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.routing.trace import Layout, RoutingTrace, Site

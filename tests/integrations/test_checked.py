@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from moe_rl import ranks
-from moe_rl.config import Arm, EngineConfig, ModelConfig, RunConfig
+from moe_rl.build import build_engine
+from moe_rl.config import Arm, ModelConfig, RunConfig
 from moe_rl.errors import RunError
 from moe_rl.integrations.vllm.checked import CheckedEngine, CheckpointReceiver
 from moe_rl.integrations.vllm.push import Tolerance, probe_prompts, receipt
 from moe_rl.integrations.vllm.server import ServerEngine
 from moe_rl.models.load import skeleton
-from moe_rl.rollouts.choose import engine_of
 from moe_rl.rollouts.hf import HFEngine
 from tests.conftest import build, perturb
 from tests.rollouts.fake_engine import SIZES, FakeEngine, policy_of, small
@@ -107,15 +107,14 @@ def test_a_rank_without_engine_gives_its_weights_and_compares_what_rank_0_drew(l
     other.close()
 
 
-@pytest.mark.parametrize("name", ["hf", "http://127.0.0.1:1"])
-def test_an_engine_is_checked_unless_it_shares_the_policys_module(loaded, tmp_path, name):
-    run = RUN.replace(engine=EngineConfig(name=name, dtype="bfloat16") if name != "hf" else EngineConfig())
-    score = policy_of(loaded).score
-    apart = engine_of(run, loaded, score, tmp_path, shared=False)
-    assert isinstance(apart, CheckedEngine) and isinstance(apart.engine, HFEngine if name == "hf" else ServerEngine)
-    assert apart.tolerance == Tolerance.of("float32" if name == "hf" else "bfloat16")
+@pytest.mark.parametrize("engine", ["hf", "server(url='http://127.0.0.1:1', dtype=bfloat16)"])
+def test_an_engine_is_checked_unless_it_shares_the_policys_module(loaded, tmp_path, engine):
+    run, policy = RUN.replace(engine=engine), policy_of(loaded)
+    apart = build_engine(run, loaded, policy, tmp_path, spread=True)
+    assert isinstance(apart, CheckedEngine) and isinstance(apart.engine, HFEngine if engine == "hf" else ServerEngine)
+    assert apart.tolerance == Tolerance.of("float32" if engine == "hf" else "bfloat16")
     assert apart.temperature == run.temperature and len(apart.probes) == 8
-    nobody = engine_of(run, None, score, tmp_path, shared=False)
+    nobody = build_engine(run, None, policy, tmp_path, spread=True)
     assert isinstance(nobody, CheckedEngine) and nobody.engine is None
     together = engine_of(run, loaded, score, tmp_path)
     assert type(together) is (HFEngine if name == "hf" else CheckedEngine)

@@ -89,7 +89,7 @@ def found(layout, facts) -> dict:
 
 @pytest.fixture(scope="session")
 def command(folder) -> dict:
-    words = ("run", HERE / "megatron_study.py", "--policy", "megatron", "--ep", "2", "--out", folder / "runs")
+    words = ("run", HERE / "megatron_study.py", "--policy", "megatron(ep=2)", "--out", folder / "runs")
     return launched_once(folder, "command", *torchrun(2), "-m", "moe_rl", *words)
 
 

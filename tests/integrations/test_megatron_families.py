@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from moe_rl import ranks
-from moe_rl.config import Optimizer, Parallel
+from moe_rl.config import Optimizer
 from moe_rl.integrations.megatron import layout
+from moe_rl.integrations.megatron.layout import Parallel
 from moe_rl.policies.hf import HFPolicy
 from tests.integrations.megatron_layouts import (
     FAMILIES,

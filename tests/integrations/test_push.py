@@ -18,18 +18,15 @@ from moe_rl.integrations.vllm.push import (
     Parity,
     Receipt,
     Tolerance,
-    checkpoint_weights,
     checksum,
-    describe,
-    one_by_one,
     parity,
     probe_prompts,
     receipt,
     require_parity,
     require_receipt,
 )
-from moe_rl.integrations.vllm.shards import write_shards
 from moe_rl.models.load import skeleton
+from moe_rl.models.shards import checkpoint_weights, describe, one_by_one, write_shards
 from moe_rl.routing import layout_of
 from moe_rl.types import Sampling
 from tests.conftest import FAMILIES, perturb

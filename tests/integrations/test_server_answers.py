@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.config import Arm, EngineConfig, RunConfig
+from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.integrations.vllm.answers import Answer, Reader
 from moe_rl.integrations.vllm.payloads import RoutesRefused
 from moe_rl.objectives import objective_of
 from moe_rl.recorder import engine_row
+from moe_rl.registry import Use
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing.sources import rollout as replay_rollout
@@ -160,6 +161,6 @@ def test_without_routes_no_rollout_has_any(loaded, drawn):
 
 
 def test_an_unknown_policy_for_routes_is_refused(loaded):
-    assert EngineConfig().routes == "raise" and RunConfig(arm=Arm(name="a")).engine == EngineConfig()
+    assert Use("hf").routes == "raise" and RunConfig(arm=Arm(name="a")).engine == Use("hf")
     with pytest.raises(ConfigError, match="choose raise"):
         reader(loaded, "free")

@@ -87,5 +87,5 @@ def test_runs_of_several_ranks_are_checked_before_they_are_submitted(monkeypatch
     with pytest.raises(ConfigError, match="a run of 2 processes, but policy='hf' runs in one"):
         execute.check(run)
     pytest.importorskip("megatron", reason="pip install 'moe_rl[megatron]'")
-    execute.check(run.replace(policy="megatron", **{"parallel.dp": 2, "parallel.ep": 2}))
+    execute.check(run.replace(policy="megatron(ep=2)"))
     assert ranks.world() == 1 and not ranks.launched()

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_rl.build import check
-from moe_rl.config import Arm, EngineConfig
+from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.models.truncation import KeptTokens, entropy_of, kept
 from moe_rl.objectives import objective_of
 from moe_rl.policies import hf
+from moe_rl.registry import Use
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.mismatch import MismatchedEngine
@@ -114,7 +115,7 @@ def test_engine_and_policy_agree_on_sets_log_probs_and_entropy(model, tokenizer,
 
 
 def test_a_copy_in_other_numerics_says_what_it_kept_itself(model, tokenizer):
-    _, batch = sampled(MismatchedEngine(model, tokenizer, EngineConfig(dtype="bfloat16")), {"top_p": 0.8})
+    _, batch = sampled(MismatchedEngine(model, tokenizer, Use("perturbed", dtype="bfloat16")), {"top_p": 0.8})
     scored = policy_of(model, temperature=0.7).score(batch)
     gap = (scored.logprobs - batch.rollout_logprobs).abs()
     assert 1e-4 < gap.max() < 1 and scored.logprobs.isfinite().all()
@@ -183,7 +184,7 @@ def test_what_makes_two_distributions_of_one_is_said_or_refused():
     assert not cautions() and not cautions(top_p=0.9) and not cautions(sampling_mask=False)
     (text,) = cautions(min_p=0.1, sampling_mask=False)
     assert "min_p=0.1" in text and "(sampling_mask=False)" in text
-    (text,) = cautions(top_k=5, **{"engine.name": "http://localhost:1"})
-    assert "engine 'http://localhost:1' does not say what it kept" in text
+    (text,) = cautions(top_k=5, engine="server(url='http://localhost:1')")
+    assert "a server does not say what it kept" in text
     with pytest.raises(ConfigError, match=r"top_p=0.9.*policy='megatron' has no log-probs.*sampling_mask=False"):
         check(TINY.replace(top_p=0.9, policy="megatron"))

@@ -1,6 +1,6 @@
 """The two environments that come with the package, three steps each, from a cold start that takes seconds.
 
-    torchrun --nproc-per-node 2 -m moe_rl run tests/objectives/conversations_study.py --policy megatron --ep 2
+    torchrun --nproc-per-node 2 -m moe_rl run tests/objectives/conversations_study.py --policy 'megatron(ep=2)'
 """
 
 from moe_rl.config import Arm, ColdStart, Measure

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
 def ranks_of(name, folder):
     """What two ranks wrote of the study in a file of this folder."""
-    words = (f"tests/objectives/{name}.py", "--policy", "megatron", "--ep", "2", "--out", folder / "runs")
+    words = (f"tests/objectives/{name}.py", "--policy", "megatron(ep=2)", "--out", folder / "runs")
     said = launched_once(folder, name, *torchrun(2), "-m", "moe_rl", "run", *words)
     assert said["code"] == 0, said["err"][-5000:]
     return folder / "runs"

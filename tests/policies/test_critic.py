@@ -217,7 +217,7 @@ def test_a_critic_that_learns_nothing_is_none(tmp_path):
 def test_an_arm_that_asks_for_no_values_has_no_critic(tmp_path):
     parts = build(TINY.replace(critic=Critic(lr=1e-3)), tmp_path, tmp_path)
     assert parts.critic is None
-    parts.engine.close()
+    parts.sampling.engine.close()
 
 
 def test_a_critic_starts_from_the_cold_started_weights():

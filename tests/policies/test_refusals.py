@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
 from moe_rl.build import check
-from moe_rl.config import Arm, EngineConfig, ModelConfig, Parallel, RunConfig
+from moe_rl.config import Arm, ModelConfig, RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.integrations.megatron.layout import check_layout, normalised
+from moe_rl.integrations.megatron.layout import Parallel, check_layout, normalised
 from moe_rl.models.load import hf_config
 from moe_rl.registry import Use
-from moe_rl.rollouts import choose
 from moe_rl.routing.sites import find_sites
+from tests.conftest import pretend_installed
 from tests.integrations.fsdp_on_ranks import ARMS, RUN
 from tests.integrations.megatron_study import replay
 from tests.routing import families
@@ -94,15 +92,15 @@ def test_what_a_family_has_and_megatron_has_not_is_refused_by_name(model_type, s
         check_layout(Parallel(**parallel), config, parallel.get("tp", 1) * parallel.get("pp", 1))
 
 
-@pytest.mark.parametrize("name", ["vllm", "http://127.0.0.1:8000"])
-def test_vllm_and_servers_are_engines_of_megatrons_policy_too(name, monkeypatch):
+@pytest.mark.parametrize("engine", [Use("vllm", dtype="bfloat16"), Use("server", url="http://a:1", dtype="bfloat16")])
+def test_vllm_and_servers_are_engines_of_megatrons_policy_too(engine, monkeypatch):
     pytest.importorskip("megatron", reason="pip install 'moe_rl[megatron]'")
-    monkeypatch.setattr(choose, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=bool)))  # vLLM is there
+    pretend_installed(monkeypatch, "vllm")
     run = RunConfig(arm=replay, policy="megatron", model=TINY)
-    check(run.replace(engine=EngineConfig(name=name, dtype="bfloat16")))
-    check(run.replace(engine=EngineConfig(routes="unknown")))
-    with pytest.raises(ConfigError, match="another dtype, other experts"):
-        check(run.replace(engine=EngineConfig(dtype="bfloat16")))
+    check(run.replace(engine=engine))
+    check(run.replace(engine=Use("hf", routes="unknown")))
+    with pytest.raises(ConfigError, match="a copy of the module of policy='hf'"):
+        check(run.replace(engine=Use("perturbed", dtype="bfloat16")))
 
 
 def test_torchrun_is_refused_for_a_policy_of_one_process(monkeypatch):
@@ -116,10 +114,10 @@ def test_torchrun_is_refused_for_a_policy_of_one_process(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"parallel": Parallel(tp=2)}, "no layout"),
-        ({"parallel": Parallel(compute_dtype="int8")}, "compute_dtype='int8' is none"),
-        ({"policy": "hf", "parallel": Parallel(compute_dtype="bfloat16")}, "is for policy='fsdp'"),
-        ({"engine": EngineConfig(dtype="bfloat16")}, "another dtype, other experts"),
+        ({"policy": Use("fsdp", tp=2)}, "no option of the policy 'fsdp' is called 'tp'"),
+        ({"policy": Use("fsdp", compute_dtype="int8")}, "compute_dtype='int8' is no dtype"),
+        ({"policy": Use("hf", compute_dtype="bfloat16")}, "no option of the policy 'hf'"),
+        ({"engine": Use("perturbed", dtype="bfloat16")}, "a copy of the module of policy='hf'"),
         ({"dial.sigma": 1.0, "dial.form": "choice", "dial.direction": "last_step"}, "parts of the moments"),
         ({"arm": Arm(name="ppo", advantage=Use("gae", lam=0.95)), "critic.lr": 1e-3}, "not cut over ranks"),
         ({"model": ModelConfig(name="qwen3_moe-tiny", dtype="float33")}, "is none"),
@@ -132,9 +130,9 @@ def test_what_fsdp_cannot_do_is_refused_by_name(settings, reason):
 
 @pytest.mark.parametrize("settings", [
     {"model.name": "deepseek_v3-tiny", "model.overrides": {}, "optimizer.loss_free_bias": 1e-3},
-    {"engine": EngineConfig(name="http://127.0.0.1:8000", dtype="bfloat16"), "arm": Arm(name="r3", routes="rollout")},
+    {"engine": Use("server", url="http://127.0.0.1:8000", dtype="bfloat16"), "arm": Arm(name="r3", routes="rollout")},
     {"arm": ARMS[1], "optimizer.name": "sgd", "optimizer.warmup": 3, "micro_batch_tokens": 64, "dial.sigma": 1.0},
-    {"model.router_dtype": "float32", "parallel": Parallel(compute_dtype="bfloat16")},
+    {"model.router_dtype": "float32", "policy": Use("fsdp", compute_dtype="bfloat16")},
     {"arm": Arm(name="recall", routes="recall")},
 ])  # fmt: skip
 def test_what_fsdp_can_do_is_not(settings):

@@ -20,7 +20,7 @@ from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.recorder import Recorder
-from moe_rl.rollouts.batches import Queue, joined, lag_of
+from moe_rl.rollouts.batches import Queue, joined
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.request import sampling_of
 from moe_rl.seeds import NOISE, PROMPTS, derive
@@ -28,13 +28,14 @@ from moe_rl.storage import frames
 from moe_rl.tasks.base import draw
 from moe_rl.trainer import train_step
 from moe_rl.types import Prompt, Rollout, response_rows
+from tests.conftest import pretend_installed
 from tests.storage.test_kill import forked
 from tests.test_trainer import ARMS, TINY, carry_out, weights, whole_and_cut
 
 SMALL = TINY.replace(prompts_per_step=2, mini_batches=2, eval_prompts=2, steps=6, eval_every=6,
                      measure=Measure(probe=2, detail_every=100))
-LAGGED = SMALL.replace(lag=2)
-PARTIAL = LAGGED.replace(partial_tokens=2)
+LAGGED = SMALL.replace(batches="lagged(lag=2)")
+PARTIAL = LAGGED.replace(**{"batches.partial_tokens": 2})
 
 
 class Listening:
@@ -53,14 +54,14 @@ def trained(run, tmp_path):
     """The batch of every step as the trainer used it, what was asked of the engine in it, and the policy as it was
     before each step."""
     parts = build(run, tmp_path, tmp_path)
-    parts = replace(parts, engine=Listening(parts.engine))
+    parts = replace(parts, sampling=replace(parts.sampling, engine=Listening(parts.sampling.engine)))
     recorder, batches, asked, before = Recorder(run, parts.policy), [], [], []
     for step in range(1, run.steps + 1):
         before.append(HFPolicy(copy.deepcopy(parts.policy.model), run.optimizer))
-        parts.engine.keys.clear()
+        parts.sampling.engine.keys.clear()
         train_step(run, parts, step, recorder)
         batches.append(recorder.batch)
-        asked.append(list(parts.engine.keys))
+        asked.append(list(parts.sampling.engine.keys))
     return batches, asked, before
 
 
@@ -71,20 +72,21 @@ def lagged(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def in_parts(tmp_path_factory):
-    return trained(PARTIAL.replace(refills=0), tmp_path_factory.mktemp("parts"))
+    return trained(PARTIAL, tmp_path_factory.mktemp("parts"))
 
 
 # ---------------------------------------------------------------------- whole responses
 def test_without_a_lag_a_batch_is_what_the_engine_draws_in_its_step(tmp_path):
     """The same bits as a loop that knows no queue; only what drew them is said, too."""
     parts = build(SMALL, tmp_path, tmp_path)
+    its = parts.sampling
     for step in (1, 2, 7):
-        drawn = draw(parts.task, 2, derive(SMALL.seed, PROMPTS, step), {p.text for p in parts.held_out})
-        prompts = parts.encode(drawn)
-        rollouts = parts.engine.generate(prompts, 4, key=(SMALL.seed, NOISE, step), sampling=sampling_of(SMALL))
-        rewards = [parts.task.reward(r.prompt, r.text) for r in rollouts]
-        expected = collate(rollouts, [0, 0, 0, 0, 1, 1, 1, 1], rewards, parts.pad_token)
-        found = parts.batches.next(SMALL, parts, step)
+        drawn = draw(its.task, 2, derive(SMALL.seed, PROMPTS, step), {p.text for p in its.held_out})
+        prompts = its.encode(drawn)
+        rollouts = its.engine.generate(prompts, 4, key=(SMALL.seed, NOISE, step), sampling=sampling_of(SMALL))
+        rewards = [its.task.reward(r.prompt, r.text) for r in rollouts]
+        expected = collate(rollouts, [0, 0, 0, 0, 1, 1, 1, 1], rewards, its.pad_token)
+        found = parts.batches.next(parts.sampling, step)
         for name in ("tokens", "attention_mask", "response_mask", "prompt_index", "rollout_logprobs", "rewards",
                      "finished"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
@@ -133,11 +135,10 @@ def test_old_policy_is_rescored_or_what_sampled_as_the_arm_says(tmp_path):
 
 
 def test_random_lags_are_within_bounds_and_all_of_them_happen(tmp_path):
-    run = SMALL.replace(lag=3, lag_mode="random", steps=8)
-    lags = [lag_of(run, n) for n in range(1, 400)]
+    run, queue = SMALL.replace(batches="lagged(lag=3, mode=random)", steps=8), Queue(3, "random")
+    lags = [queue.lag_of(run.seed, n) for n in range(1, 400)]
     assert set(lags) == {0, 1, 2, 3} and min(map(lags.count, range(4))) > 70
-    assert lags == [lag_of(run.replace(arm=ARMS["gspo"]), n) for n in range(1, 400)], "alike in all arms"
-    assert lags != [lag_of(run.replace(seed=1), n) for n in range(1, 400)]
+    assert lags != [queue.lag_of(1, n) for n in range(1, 400)]
     batches, asked, _ = trained(run, tmp_path)
     begins = {n: max(1, n - lags[n - 1]) for n in range(1, 12)}
     for step, (batch, keys) in enumerate(zip(batches, asked, strict=True), 1):
@@ -148,7 +149,7 @@ def test_random_lags_are_within_bounds_and_all_of_them_happen(tmp_path):
 def test_a_source_that_is_not_asked_in_turn_says_so(tmp_path):
     parts = build(LAGGED, tmp_path, tmp_path)
     with pytest.raises(RunError, match="in step 5 the batch of step 5, to be begun in step 3, is not there"):
-        parts.batches.next(LAGGED, parts, 5)
+        parts.batches.next(parts.sampling, 5)
 
 
 # ---------------------------------------------------------------------- parts of responses
@@ -175,7 +176,7 @@ def test_parts_at_equal_weights_are_one_response(tmp_path):
     """Nothing moves: the text is that of all tokens, rewards are of it, and routes are those of one pass."""
     run = PARTIAL.replace(optimizer=Optimizer(lr=0.0))
     batches, _, before = trained(run, tmp_path)
-    task = build(run, tmp_path, tmp_path).task
+    task = build(run, tmp_path, tmp_path).sampling.task
     for batch in batches[2:]:
         scored = before[0].score(batch)
         known = batch.rollout_routes.known
@@ -262,13 +263,14 @@ class Scripted:
     (9, ("differ differ differ differ",), "differ differ differ differ", (4, 0)),
 ])
 def test_groups_without_signal_give_way_and_what_that_cost_is_counted(refills, calls, kept, counts, tmp_path):
-    run, script = TINY.replace(refills=refills), Scripted(*calls)
-    parts = replace(build(SMALL, tmp_path, tmp_path), task=script, engine=script, encode=lambda prompts: prompts)
-    batch = parts.batches.next(run, parts, 3)
+    script, queue = Scripted(*calls), Queue(refills=refills)
+    sampling = replace(build(SMALL, tmp_path, tmp_path).sampling, run=TINY, task=script, engine=script,
+                       encode=lambda prompts: prompts)
+    batch = queue.next(sampling, 3)
     rewards = {"differ": [1, 0, 0, 0], "all": [1] * 4, "none": [0] * 4}
     assert batch.rewards.tolist() == [r for word in kept.split() for r in rewards[word]]
     assert batch.prompt_index.tolist() == [i for i in range(4) for _ in range(4)] and len(batch) == 16
-    row, groups = parts.batches.row, " ".join(calls).split()
+    row, groups = queue.row, " ".join(calls).split()
     assert (row["drawn_groups"], row["drawn_groups_without_signal"]) == counts
     assert row["drawn_tokens"] == 12 * len(groups)
     assert row["drawn_reward"] == pytest.approx(np.mean([r for word in groups for r in rewards[word]]))
@@ -279,8 +281,8 @@ def test_groups_without_signal_give_way_and_what_that_cost_is_counted(refills, c
 def test_with_dynamic_sampling_no_batch_has_groups_without_signal_while_refills_last(tmp_path):
     """A reward that half of the groups share: one byte of a random model is even or odd."""
     run = SMALL.replace(max_new_tokens=1, group_size=2, steps=3)
-    plain, refilled = (carry_out(r, tmp_path / str(r.refills))["steps"].query("step > 0")
-                       for r in (run, run.replace(refills=20)))
+    plain, refilled = (carry_out(r, tmp_path / r.batches.name)["steps"].query("step > 0")
+                       for r in (run, run.replace(batches="dynamic(refills=20)")))
     assert plain["groups_without_signal"].max() > 0 == refilled["groups_without_signal"].max()
     cost = refilled["drawn_groups"] - refilled["drawn_groups_without_signal"]
     assert (cost == 2).all() and (refilled["drawn_groups"] > 2).any() and "drawn_groups" not in plain
@@ -316,7 +318,7 @@ def test_the_cosine_of_consecutive_gradients_is_that_of_the_vectors(tmp_path):
     parts = build(SMALL, tmp_path, tmp_path)
     policy = HFPolicy(parts.policy.model, SMALL.optimizer, gradient_cosine=True)
     objective = objective_of(SMALL.arm)
-    batch = parts.advantage.attach_advantages(parts.batches.next(SMALL, parts, 1))
+    batch = parts.advantage.attach_advantages(parts.batches.next(parts.sampling, 1))
     batch = replace(batch, old_logprobs=policy.score(batch).logprobs)
     vectors, said = [], []
     for rows in (slice(0, 3), slice(3, 6), slice(6, 8)):
@@ -340,15 +342,15 @@ def test_the_cosine_is_a_column_where_it_is_asked_for_and_changes_no_weight(tmp_
 
 
 # ---------------------------------------------------------------------- kills, and settings that cannot be
-EVERYTHING = PARTIAL.replace(refills=2, group_size=2, mini_batches=2, steps=5,
+EVERYTHING = PARTIAL.replace(group_size=2, mini_batches=2, steps=5, **{"batches.refills": 2},
                              measure=Measure(probe=2, detail_every=100, gradient_cosine=True))
 
 
 @pytest.mark.parametrize("mode", ["fixed", "random"])
 def test_an_interrupted_run_ends_identical_with_all_that_waited(mode, tmp_path):
-    whole_and_cut(EVERYTHING.replace(lag_mode=mode, arm=ARMS["r3"]), tmp_path)
+    whole_and_cut(EVERYTHING.replace(arm=ARMS["r3"], **{"batches.mode": mode}), tmp_path)
     lags = frames.read_table(tmp_path / "cut", "lags")
-    assert lags["lag"].max() == (2 if mode == "fixed" else max(lag_of(EVERYTHING.replace(lag_mode=mode), n)
+    assert lags["lag"].max() == (2 if mode == "fixed" else max(Queue(2, mode).lag_of(EVERYTHING.seed, n)
                                                                for n in range(3, 6)))
 
 
@@ -386,26 +388,29 @@ def test_a_queue_whose_file_is_gone_is_not_filled_anew(tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"lag": -1}, "lag=-1: a number of steps"),
-    ({"lag_mode": "uniform"}, "lag_mode='uniform': choose fixed or random"),
-    ({"partial_tokens": 2}, "partial_tokens=2 has no effect with lag=0"),
-    ({"partial_tokens": 6, "lag": 1}, "partial_tokens=6 has no effect with lag=1 and max_new_tokens=6"),
-    ({"partial_tokens": 0, "lag": 1}, "partial_tokens=0: tokens per step"),
-    ({"refills": -1}, "refills=-1: how often groups"),
+    ("lagged(lag=-1)", "batches.lag=-1 must be a whole number"),
+    ("lagged(lag=1, mode=uniform)", "mode='uniform': choose fixed or random"),
+    ("lagged(lag=0, partial_tokens=2)", "partial_tokens=2 has no effect with batches.lag=0"),
+    ("lagged(lag=1, partial_tokens=6)", "partial_tokens=6 has no effect with batches.lag=1 and max_new_tokens=6"),
+    ("lagged(lag=1, partial_tokens=0)", "partial_tokens=0 has no effect .*set a lag, and 1 or more"),
+    ("dynamic(refills=-1)", "batches.refills=-1 must be a whole number"),
+    ("fresh(lag=2)", "no option of the batch source 'fresh' is called 'lag'"),
+    ("lagged", "the batch source 'lagged' needs lag"),
 ])
 def test_settings_that_no_run_can_have_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
-        TINY.replace(**changes)
+        check(TINY.replace(batches=changes))
 
 
 def test_megatron_compares_no_gradients(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as if it were installed
+    pretend_installed(monkeypatch, "megatron.core")
     with pytest.raises(ConfigError, match="gradient_cosine=True: policy='megatron' spreads its gradients"):
         check(TINY.replace(policy="megatron", measure=Measure(gradient_cosine=True)))
 
 
 def test_a_queue_needs_to_read_what_it_joins(tmp_path):
-    parts = replace(build(PARTIAL, tmp_path, tmp_path), decode=None, batches=Queue())
-    parts.batches.next(PARTIAL, parts, 1)
-    with pytest.raises(ConfigError, match="give the trainer's Parts a `decode`"):
-        parts.batches.next(PARTIAL, parts, 2)
+    parts = build(PARTIAL, tmp_path, tmp_path)
+    parts = replace(parts, sampling=replace(parts.sampling, decode=None))
+    parts.batches.next(parts.sampling, 1)
+    with pytest.raises(ConfigError, match="give the trainer's Sampling a `decode`"):
+        parts.batches.next(parts.sampling, 2)

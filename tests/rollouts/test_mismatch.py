@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.build import build
-from moe_rl.config import Arm, EngineConfig
+from moe_rl.build import build, check
+from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.recorder import engine_row
 from moe_rl.registry import Use
-from moe_rl.rollouts.choose import check_engine
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.mismatch import MismatchedEngine, to_int8_and_back, with_noise
 from moe_rl.routing import RoutingTrace
@@ -26,9 +25,9 @@ WIDE = TINY.replace(prompts_per_step=16, max_new_tokens=12)
 
 def gap(tmp_path, **settings):
     """One batch from the engine that `settings` describe, against the policy."""
-    run = WIDE.replace(engine=EngineConfig(**settings))
+    run = WIDE.replace(engine=Use("perturbed" if settings else "hf", **settings))
     parts = build(run, tmp_path, tmp_path)
-    parts.engine.load(parts.policy.weights())
+    parts.sampling.engine.load(parts.policy.weights())
     batch = roll_out(run, parts, 1)
     row, sites = engine_row(batch, parts.policy.score(batch))
     return parts, row, sites
@@ -36,7 +35,7 @@ def gap(tmp_path, **settings):
 
 def test_without_settings_the_policys_own_module_samples(tmp_path):
     parts, row, sites = gap(tmp_path)
-    assert type(parts.engine) is HFEngine and parts.engine.model is parts.policy.model
+    assert type(parts.sampling.engine) is HFEngine and parts.sampling.engine.model is parts.policy.model
     assert row["engine_logprob_max"] < 1e-5 and row["engine_kl_k3"] < 1e-9 and row["engine_beyond_2"] == 0
     assert row["engine_set_change"] == row["engine_unknown"] == 0
     assert [site["engine_set_change"] for site in sites] == [0, 0]
@@ -71,7 +70,7 @@ DIAL = [{"dtype": "bfloat16"}, {"int8": True}, {"router_noise": 0.05}, {"dtype":
 @pytest.mark.parametrize("settings", DIAL)
 def test_every_setting_of_the_dial_is_seen_in_the_gap(tmp_path, settings):
     parts, row, sites = gap(tmp_path, **settings)
-    assert parts.engine.model is not parts.policy.model
+    assert parts.sampling.engine.model is not parts.policy.model
     assert row["engine_logprob_mean"] > 1e-4 and row["engine_kl_k3"] > 0
     assert 0 < row["engine_set_change"] < 0.5 and row["engine_unknown"] == 0
     assert sum(site["engine_set_change"] for site in sites) > 0
@@ -85,14 +84,14 @@ def test_more_noise_is_more_mismatch(tmp_path):
 
 def test_another_implementation_of_the_experts_agrees_in_float32(tmp_path):
     parts, row, _ = gap(tmp_path, experts="eager")
-    assert parts.engine.model.config._experts_implementation == "eager"
+    assert parts.sampling.engine.model.config._experts_implementation == "eager"
     assert parts.policy.model.config._experts_implementation != "eager"
     assert row["engine_logprob_max"] < 1e-5
 
 
 def test_the_copy_follows_the_policy_and_the_policy_never_follows_the_copy(tmp_path):
     parts, _, _ = gap(tmp_path, router_noise=0.5, int8=True)
-    engine: MismatchedEngine = parts.engine
+    engine: MismatchedEngine = parts.sampling.engine
     before = {name: w.clone() for name, w in parts.policy.weights()}
     with torch.no_grad():
         for parameter in parts.policy.model.parameters():
@@ -109,7 +108,7 @@ def test_the_copy_follows_the_policy_and_the_policy_never_follows_the_copy(tmp_p
 def test_replaying_the_rollouts_routes_removes_what_the_router_noise_adds(tmp_path, noise):
     """R3: the noise is on routers, whose gates still differ; forcing the ids removes most of the gap."""
     arm = Arm(name="r3", routes="rollout")
-    run = WIDE.replace(arm=arm, engine=EngineConfig(router_noise=noise), steps=2)
+    run = WIDE.replace(arm=arm, engine=Use("perturbed", router_noise=noise), steps=2)
     steps = carry_out(run, tmp_path / "run")["steps"]
     last = steps.iloc[-1]
     if noise:
@@ -121,14 +120,15 @@ def test_replaying_the_rollouts_routes_removes_what_the_router_noise_adds(tmp_pa
 
 def test_anchored_on_the_engine_the_first_ratio_is_the_mismatch(tmp_path):
     arm = Arm(name="anchored", loss=Use("gspo", clip_low=0.01, clip_high=0.013), anchor="engine")
-    steps = carry_out(WIDE.replace(arm=arm, engine=EngineConfig(dtype="bfloat16"), steps=1), tmp_path / "run")["steps"]
+    run = WIDE.replace(arm=arm, engine="perturbed(dtype=bfloat16)", steps=1)
+    steps = carry_out(run, tmp_path / "run")["steps"]
     assert steps.iloc[-1]["first_update_log_ratio_max"] > 1e-4
 
 
 def test_a_resumed_run_of_another_numerics_ends_identical(tmp_path):
     from moe_rl.storage import frames
 
-    run = WIDE.replace(engine=EngineConfig(router_noise=0.1, int8=True))
+    run = WIDE.replace(engine=Use("perturbed", router_noise=0.1, int8=True))
     carry_out(run.replace(steps=2), tmp_path / "cut")
     carry_out(run, tmp_path / "cut")
     carry_out(run, tmp_path / "whole")
@@ -138,31 +138,35 @@ def test_a_resumed_run_of_another_numerics_ends_identical(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "hff"}, "choose hf, vllm"),
-        ({"name": "vllm", "int8": True}, "no effect"),
-        ({"dialect": "sglang"}, "no effect"),
-        ({"dtype": "bf16"}, "no dtype"),
-        ({"routes": "free"}, "choose raise"),
-        ({"router_noise": -1.0}, "negative"),
+        ("hff", "no engine is called 'hff'"),
+        ("vllm(int8=true)", "no option of the engine 'vllm' is called 'int8'"),
+        ("hf(dialect=sglang)", "no option of the engine 'hf' is called 'dialect'"),
+        ("perturbed(dtype=bf16)", "no dtype"),
+        ("hf(routes=free)", "choose raise"),
+        ("perturbed(router_noise=-1.0)", "negative"),
+        ("perturbed(router_noise=nan)", "must be finite"),
+        ("perturbed(int8)", "are name=value"),
+        ("server", "the engine 'server' needs url"),
+        ("server(url=localhost)", "give the address"),
     ],
 )
 def test_engine_settings_that_cannot_be_meant_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        check_engine(TINY.replace(engine=EngineConfig(**settings)))
+        check(TINY.replace(engine=settings))
 
 
 def test_more_stop_strings_than_an_endpoint_takes_are_refused_before_anything_runs():
-    run = TINY.replace(stop=tuple("abcde"), engine=EngineConfig(name="http://127.0.0.1:1"))
+    run = TINY.replace(stop=tuple("abcde"), engine=Use("server", url="http://127.0.0.1:1"))
     with pytest.raises(ConfigError, match=r"stop has 5 texts, but /v1/completions takes at most 4: set engine.dialect"):
-        check_engine(run)
+        check(run)
     for taken in (run.replace(stop=tuple("abcd")), run.replace(**{"engine.dialect": "vllm"})):
-        check_engine(taken)
+        check(taken)
 
 
 def test_r3_needs_an_engine_that_is_asked_for_routes():
-    run = TINY.replace(arm=Arm(name="r3", routes="rollout"), engine=EngineConfig(routes="off"))
+    run = TINY.replace(arm=Arm(name="r3", routes="rollout"), engine=Use("hf", routes="off"))
     with pytest.raises(ConfigError, match="asks for none"):
-        check_engine(run)
+        check(run)
 
 
 def test_an_implementation_that_does_not_exist_is_named(tmp_path):

@@ -127,7 +127,7 @@ def test_numbers_chosen_for_another_task_or_model_are_left_out_and_said():
     assert settings == {"optimizer.lr": 2e-4, "max_new_tokens": 10}
     assert said[0].startswith("optimizer.lr=0.0008 was chosen for running_sums(digits=12) on qwen3_moe-tiny with over")
     assert "--set optimizer.lr=0.0008" in said[0] and "what the longest reference answer needs" in said[1]
-    settings, _ = elsewhere(base, {"task.options.digits": 4, "optimizer.lr": 8e-4})
+    settings, _ = elsewhere(base, {"task.digits": 4, "optimizer.lr": 8e-4})
     assert settings == {"max_new_tokens": 5}, "what is said is kept"
     settings, _ = elsewhere(base, {"model.overrides.num_experts": 8, "max_new_tokens": 13})
     assert settings == {"optimizer.lr": 2e-4}

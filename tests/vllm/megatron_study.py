@@ -1,8 +1,8 @@
 """Three steps of R3 on a model that a vLLM server on a CPU can serve, without a cold start: for `test_server.py`, on
 two ranks of Megatron-core, or with `--policy fsdp` of FSDP2.
 
-    torchrun --nproc-per-node 2 -m moe_rl run tests/vllm/megatron_study.py --policy megatron --ep 2 \\
-        --set engine.name=http://127.0.0.1:8000
+    torchrun --nproc-per-node 2 -m moe_rl run tests/vllm/megatron_study.py --policy "megatron(ep=2)" \\
+        --set engine=server --set engine.url=http://127.0.0.1:8000
 """
 
 from dataclasses import replace

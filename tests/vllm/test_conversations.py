@@ -36,7 +36,8 @@ TRAINED = RUN.replace(
     arm=Arm(name="token", loss=Use("gspo_token", clip_low=0.01, clip_high=0.013), advantage="by_turn",
             routes="rollout"),
     task="tests.talking_task:Talking", cold_start=RUN.cold_start.replace(target=0.0), optimizer=Optimizer(lr=1e-3),
-    steps=3, lag=1, prompts_per_step=4, group_size=4, mini_batches=2, measure=Measure(probe=8, detail_every=3), **SHORT)
+    steps=3, batches="lagged(lag=1)",
+    prompts_per_step=4, group_size=4, mini_batches=2, measure=Measure(probe=8, detail_every=3), **SHORT)
 
 
 def reply(row: int, text: str) -> str | None:
@@ -119,7 +120,7 @@ def check_lagged(receiver, folder):
     parts = build(TRAINED, folder, folder)
     probes = probe_prompts(receiver.reader.tokenizer, receiver.reader.vocabulary)
     engine = CheckedEngine(receiver, parts.policy.score, probes, Tolerance.of("float32"), TRAINED.temperature)
-    parts, before, moved = replace(parts, engine=engine), [], []
+    parts, before, moved = replace(parts, sampling=replace(parts.sampling, engine=engine)), [], []
     engine.load(parts.policy.weights())
     recorder = Recorder(TRAINED, parts.policy)
     for step, version in ((1, 0), (2, 0), (3, 1)):

@@ -9,13 +9,14 @@ import torch
 from scipy.stats import chisquare
 
 from moe_rl.build import execute
-from moe_rl.config import Arm, EngineConfig, Measure, ModelConfig, Optimizer
+from moe_rl.config import Arm, Measure, ModelConfig, Optimizer
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.integrations.vllm import engine as adapter
 from moe_rl.integrations.vllm.payloads import RoutesRefused
 from moe_rl.integrations.vllm.push import parity
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.recorder import engine_row
+from moe_rl.registry import Use
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing.sources import rollout as replay_rollout
@@ -267,7 +268,7 @@ def test_other_families_take_pushes_too(running, tmp_path, model):
 
 SHORT = RUN.replace(
     arm=Arm(name="r3", routes="rollout"),
-    engine=EngineConfig(name="vllm", max_tokens=64),
+    engine=Use("vllm", max_tokens=64),
     optimizer=Optimizer(lr=1e-3),
     measure=Measure(probe=8, detail_every=1),
     steps=2,

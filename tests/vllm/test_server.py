@@ -128,7 +128,7 @@ class Job:
         self.run, self.log = out / "megatron_vllm/r3/base/seed=0", out.with_suffix(".log")
         launcher = [MAIN, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command = ["-m", "moe_rl", "run", "tests/vllm/megatron_study.py", "--policy", *policy]
-        settings = ["--set", f"engine.name={server.address}", "--out", out]
+        settings = ["--set", "engine=server", "--set", f"engine.url={server.address}", "--out", out]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
@@ -154,7 +154,7 @@ class Job:
 
 
 @pytest.mark.skipif(not MAIN.exists(), reason=f"Megatron-core is in the main environment, {MAIN}: `make setup`")
-@pytest.mark.parametrize("trained_by", [("megatron", "--ep", "2"), ("fsdp",)], ids=lambda words: words[0])
+@pytest.mark.parametrize("trained_by", [("megatron(ep=2)",), ("fsdp",)], ids=lambda words: words[0])
 def test_two_ranks_train_on_its_routes_and_end_identical_after_a_kill(trained_by, server, policy, tmp_path):
     """R3. The server has seen pushes of others before, and goes on with those of the run that was killed."""
     engine = engine_of(server, policy).engine

@@ -227,7 +227,7 @@ def _layout(name: str, trust: bool) -> Layout:
 
 def identity(comparison: Comparison, digest: str) -> dict[str, Any]:
     """What a folder must say of itself to hold this comparison, of data with this digest."""
-    versions = {"code": code_version("compare"), "packages": package_versions()}
+    versions = {"code": code_version("analysis"), "packages": package_versions()}
     files = {f"{side}_files": fingerprint(getattr(comparison, side)) for side in ("before", "after")}
     return asdict(comparison) | {"data_digest": digest} | versions | files
 

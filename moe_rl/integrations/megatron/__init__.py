@@ -1,0 +1,62 @@
+"""Training with Megatron-core, which is imported when a policy is made."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from moe_rl import ranks
+from moe_rl.config import RunConfig
+from moe_rl.errors import ConfigError
+from moe_rl.integrations.megatron.layout import Parallel, check_layout, check_routers
+from moe_rl.integrations.on_ranks import check_spread
+from moe_rl.models.load import LoadedModel, hf_config, skeleton
+from moe_rl.objectives import objective_of
+from moe_rl.registry import checked, needs
+
+if TYPE_CHECKING:
+    from moe_rl.integrations.megatron.policy import MegatronPolicy
+
+
+def _check(run: RunConfig, **options: Any) -> None:
+    check_spread(run, "its schedule runs one model per process, which ends in a vocabulary")
+    if importlib.util.find_spec("megatron.core") is None:
+        raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")
+    if run.dial.sigma:
+        raise ConfigError(f"dial.sigma={run.dial.sigma:g}: the routers of policy='megatron' cannot be moved.")
+    if run.micro_batch_tokens:
+        raise ConfigError(f"micro_batch_tokens={run.micro_batch_tokens}: the schedule of policy='megatron' cuts by "
+                          "rows alone; use micro_batch.")
+    if run.model.device == "cpu" and run.model.dtype != "float32":
+        raise ConfigError(f"policy='megatron' on a CPU needs dtype float32, not {run.model.dtype}.")
+    check_layout(_layout(**options), hf_config(run.model), ranks.planned())
+    check_routers(run, objective_of(run.arm).needs)
+
+
+def _layout(dp: int | None = None, **options: Any) -> Parallel:
+    for name in ("tp", "pp"):
+        if not isinstance(size := options.get(name, 1), int) or size < 1:
+            raise ConfigError(f"policy.{name}={size!r} must be a number of processes, at least 1.")
+    return Parallel(dp or max(1, ranks.planned() // (options.get("tp", 1) * options.get("pp", 1))), **options)
+
+
+@needs("ranks")
+@checked(_check)
+def megatron(
+    run: RunConfig, start: LoadedModel | None, frozen: bool, *, dp: int | None = None, tp: int = 1, pp: int = 1,
+    ep: int = 1, etp: int | None = None, settings: Mapping[str, Any] | None = None,
+) -> MegatronPolicy:  # fmt: skip
+    """The policy `megatron` on dp × tp × pp processes, one per GPU; see `layout.Parallel`. `dp`: None takes the
+    processes that tp and pp leave."""
+    from moe_rl.integrations.megatron.policy import MegatronPolicy
+
+    return MegatronPolicy(
+        start.model if start else skeleton(run.model),
+        None if frozen else run.optimizer,
+        _layout(dp, tp=tp, pp=pp, ep=ep, etp=etp, settings=settings or {}),
+        temperature=run.temperature,
+        micro_batch=run.micro_batch,
+        recompute=run.activation_checkpointing and not frozen,
+        device=run.model.device,
+    )

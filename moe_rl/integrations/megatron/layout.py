@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from moe_rl.config import Parallel, RunConfig
+from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Use
 
@@ -42,6 +44,24 @@ HARMLESS_SETTINGS = ("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_deepe
                      "*overlap*", "tp_comm_*", "batch_p2p_*", "cpu_offloading*", "attention_backend",
                      "deterministic_mode", "deallocate_pipeline_outputs", "distribute_saved_activations")
 """What of Megatron-core's configuration may be set: how the same numbers are computed."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the model is spread over dp × tp × pp processes."""
+
+    dp: int = 1
+    """Data parallel: each rank takes part of a mini-batch's rows."""
+    tp: int = 1
+    """Tensor parallel, with sequence parallelism: attention, embedding and output are cut."""
+    pp: int = 1
+    """Pipeline parallel: each stage holds consecutive layers."""
+    ep: int = 1
+    """Expert parallel: the experts of a layer are spread over `ep` of the dp × tp ranks."""
+    etp: int | None = None
+    """Ranks that share one expert. None: `tp` when ep = 1, else 1."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of Megatron-core's TransformerConfig, e.g. `{"moe_token_dispatcher_type": "allgather"}`."""
 
 
 def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> None:
@@ -84,9 +104,9 @@ def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> No
                               "have experts), and a stage without a router records nothing. Use fewer stages.")
     for key, value in p.settings.items():
         if key in REFUSED_SETTINGS:
-            raise ConfigError(f"parallel.settings {key}={value!r} is refused: {REFUSED_SETTINGS[key]}.")
+            raise ConfigError(f"policy.settings {key}={value!r} is refused: {REFUSED_SETTINGS[key]}.")
         if not any(fnmatch.fnmatchcase(key, harmless) for harmless in HARMLESS_SETTINGS):
-            raise ConfigError(f"parallel.settings {key}={value!r} is refused: it is not known to leave the model "
+            raise ConfigError(f"policy.settings {key}={value!r} is refused: it is not known to leave the model "
                               f"and its numbers as they are, as these are: {', '.join(HARMLESS_SETTINGS)}.")
 
 

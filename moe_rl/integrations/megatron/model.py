@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from moe_rl.config import Parallel
 from moe_rl.errors import ConfigError
 from moe_rl.integrations.megatron.layout import (
     SIGMOID,
+    Parallel,
     expert_tensor,
     expert_width,
     head_dim,

@@ -18,15 +18,16 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from moe_rl import ranks
-from moe_rl.config import Optimizer, Parallel
+from moe_rl.config import Optimizer
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.integrations.megatron import optimizer as optimizers
 from moe_rl.integrations.megatron.cpu import use_cpu
-from moe_rl.integrations.megatron.layout import check_layout, expert_tensor, num_experts, sparse_layers
+from moe_rl.integrations.megatron.layout import Parallel, check_layout, expert_tensor, num_experts, sparse_layers
 from moe_rl.integrations.megatron.model import build_gpt, transformer_config
 from moe_rl.integrations.megatron.replay import Routers
 from moe_rl.integrations.megatron.schedule import Cut, SchedulePass
 from moe_rl.integrations.megatron.weights import WeightMap
+from moe_rl.integrations.on_ranks import from_rank_0
 from moe_rl.objectives import LossOutput, Objective
 from moe_rl.routing.balance import balance, correction_biases
 from moe_rl.routing.dial import Dose
@@ -42,6 +43,8 @@ class MegatronPolicy:
     `micro_batch` bounds the rows of one forward with gradient on one rank. `recompute` recomputes every layer's
     activations in the backward pass, under the routes of its forward.
     """
+
+    from_rank_0 = staticmethod(from_rank_0)
 
     def __init__(
         self,

@@ -13,15 +13,13 @@ import torch
 
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.integrations.vllm.payloads import RoutesRefused, decode_routes
-from moe_rl.rollouts.request import before_stop, completion_text, end_tokens
+from moe_rl.rollouts.request import ROUTES, before_stop, completion_text, end_tokens
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-ROUTES = ("raise", "unknown", "off")
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from torch import Tensor
 
 from moe_rl import ranks
+from moe_rl.config import RunConfig
 from moe_rl.integrations.vllm.push import (
     PROBE_KEY,
     PROBE_TOKENS,
     Receipt,
     Score,
     Tolerance,
-    checkpoint_weights,
     parity,
+    probe_prompts,
     require_parity,
     require_receipt,
 )
+from moe_rl.models.load import LoadedModel
+from moe_rl.models.shards import checkpoint_weights
+from moe_rl.registry import Use
 from moe_rl.rollouts.base import RolloutEngine, Sampler
 from moe_rl.types import Prompt, Reply, Rollout, Sampling
 
@@ -45,6 +49,15 @@ class CheckpointReceiver(Sampler, Protocol):
     def push(self, weights: Mapping[str, Tensor]) -> Sequence[Receipt]:
         """Take over what it holds. What each of its workers then has; empty where they do not say, so that the
         comparison of completions alone must do."""
+
+
+def check_pushes(run: RunConfig, start: LoadedModel | None, engine: CheckpointReceiver | RolloutEngine | None,
+                 score: Score) -> CheckedEngine:  # fmt: skip
+    """An engine of a run, with every push to it checked. `start` and `engine` are None on ranks that have none."""
+    dtypes = [Use.of(use).options.get(key) for use, key in ((run.engine, "dtype"), (run.policy, "compute_dtype"))]
+    tolerance = Tolerance.of(*(dtype or run.model.dtype for dtype in dtypes), run.model.dtype)
+    probes = probe_prompts(start.tokenizer, start.model.config.vocab_size) if start else []
+    return CheckedEngine(engine, score, probes, tolerance, run.temperature)
 
 
 class CheckedEngine:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from moe_rl.errors import RunError
 from moe_rl.integrations.vllm.answers import Answer
 from moe_rl.integrations.vllm.push import Receipt
-from moe_rl.integrations.vllm.shards import Shards
+from moe_rl.models.shards import Shards
 from moe_rl.types import Sampling
 
 if TYPE_CHECKING:

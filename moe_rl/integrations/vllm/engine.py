@@ -9,6 +9,7 @@ the version; on a GPU, with tensor parallelism, with more than 255 experts and u
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -18,14 +19,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_rl.config import ModelConfig
+from moe_rl.config import ModelConfig, RunConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.integrations.vllm.answers import Answer, Reader
 from moe_rl.integrations.vllm.dialects import vllm_settings
 from moe_rl.integrations.vllm.push import Receipt, receipt
-from moe_rl.integrations.vllm.shards import Shards
-from moe_rl.models.load import skeleton
-from moe_rl.rollouts.request import check_request, context_length
+from moe_rl.models.load import LoadedModel, skeleton
+from moe_rl.models.shards import Shards, describe
+from moe_rl.registry import checked
+from moe_rl.rollouts.request import check_dtype, check_request, check_routes, context_length, warn_without_mask
 from moe_rl.rollouts.turns import by_ids
 from moe_rl.seeds import derive
 from moe_rl.types import Prompt, Reply, Rollout, Sampling
@@ -46,6 +48,35 @@ ENVIRONMENT = {
 """Set before vLLM is imported, unless the user set them."""
 LEAST_TEMPERATURE = 0.01
 """vLLM raises lower ones to this."""
+
+
+def _check(
+    run: RunConfig, *, dtype: str | None = None, routes: str = "raise", gpu_memory: float = 0.4,
+    max_tokens: int | None = None,
+) -> None:  # fmt: skip
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(f"engine='vllm', but vLLM is not installed here; {INSTALL}")
+    if not 0 < gpu_memory <= 1:
+        raise ConfigError(f"engine.gpu_memory={gpu_memory} must be a share of the GPU's memory, above 0.")
+    if max_tokens is not None and max_tokens < 1:
+        raise ConfigError(f"engine.max_tokens={max_tokens} must be at least 1, or None: as many as the model can take.")
+    check_dtype("engine.dtype", dtype)
+    check_routes(run, routes)
+    warn_without_mask(run, "vLLM does not say what it kept")
+
+
+@checked(_check)
+def vllm(
+    run: RunConfig, start: LoadedModel, folder: Path, *, dtype: str | None = None, routes: str = "raise",
+    gpu_memory: float = 0.4, max_tokens: int | None = None,
+) -> VLLMEngine:  # fmt: skip
+    """The engine `vllm`, in this process. `dtype`: in which it computes (default: the policy's); `routes`: `raise`,
+    `unknown` or `off`; `gpu_memory`: the share it may take; `max_tokens`: prompt and completion it makes room for
+    (default: as many as the model can take)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    describe(start.model, start.tokenizer, folder)
+    return VLLMEngine(folder, start.tokenizer, dtype=dtype or run.model.dtype, routes=routes, max_tokens=max_tokens,
+                      memory=gpu_memory)
 
 
 class VLLMEngine:

@@ -7,11 +7,9 @@ log-probs and routes of a few completions against the policy's own.
 
 from __future__ import annotations
 
-import copy
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +21,7 @@ from moe_rl.rollouts.collate import collate
 from moe_rl.types import Batch, Prompt, Rollout, Scored
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 Score = Callable[[Batch], Scored]
 """`Policy.score`: natural log-probs and routes of a batch."""
@@ -31,56 +29,6 @@ PROBES, PROBE_TOKENS = 8, 12
 """Random prompts, and the length of both prompt and completion, that a push is checked with."""
 PROBE_KEY = (0,)
 """Noise of the check: the same after every push, since a resumed run counts its pushes anew."""
-
-
-# ---------------------------------------------------------------------- names
-def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write all of a checkpoint but its weights: configuration, generation settings, tokenizer."""
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]  # which a model that was never saved leaves out
-    config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def checkpoint_weights(
-    model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """A policy's weights as a checkpoint on disk names and cuts them, which is what every engine can load. Tensors of
-    the policy, or views of them.
-
-    In memory, transformers fuses the experts of a layer and renames modules; that is undone one weight after the other,
-    so that none but the last is held, or for a family that also splits weights in memory, of all at once. Raises
-    RunError when the weights are not those of `model`, once all have come.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    expected: dict[str, Tensor] = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
-    alone, given, kept = one_by_one(model, expected), set(), {}
-    for name, tensor in weights:
-        given.add(name)
-        if alone and name in expected:
-            yield from revert_weight_conversion(model, {name: tensor}).items()
-        elif name in expected:
-            kept[name] = tensor
-    if odd := sorted(expected.keys() ^ given):
-        raise RunError(
-            f"the policy gave {len(given)} weights, the engine's model has {len(expected)}; {odd[0]!r} is in one of "
-            "them only: not the same model."
-        )
-    yield from revert_weight_conversion(model, kept).items()
-
-
-def one_by_one(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> bool:
-    """Whether weights give the same when each of them is undone by itself. Tried on the meta device."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    whole = {name: tensor.shape for name, tensor in revert_weight_conversion(model, dict(weights)).items()}
-    try:
-        parts = [revert_weight_conversion(model, {name: tensor}) for name, tensor in weights.items()]
-    except (RuntimeError, ValueError, KeyError, IndexError):  # of weights that lack their other half
-        return False
-    return {name: tensor.shape for part in parts for name, tensor in part.items()} == whole
 
 
 # ---------------------------------------------------------------------- checksums

@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from moe_rl.config import ModelConfig
+from moe_rl.config import ModelConfig, RunConfig
 from moe_rl.errors import ConfigError, MoeRlError, RunError
 from moe_rl.integrations.vllm.answers import Answer, Reader
 from moe_rl.integrations.vllm.dialects import DIALECTS
 from moe_rl.integrations.vllm.push import Receipt
-from moe_rl.integrations.vllm.shards import SHARD, Shards, write_shards
-from moe_rl.models.load import skeleton
-from moe_rl.rollouts.request import check_request, context_length
+from moe_rl.models.load import LoadedModel, skeleton
+from moe_rl.models.shards import SHARD, Shards, describe, write_shards
+from moe_rl.registry import checked
+from moe_rl.rollouts.request import check_dtype, check_request, check_routes, context_length, warn_without_mask
 from moe_rl.rollouts.turns import by_ids
 from moe_rl.seeds import derive
 from moe_rl.types import Prompt, Reply, Rollout, Sampling
@@ -54,6 +55,38 @@ class BatchIncomplete(RunError):
         self.rollouts = rollouts
 
 
+STOPS_OF_OPENAI = 4
+"""Most stop strings of a request to `/v1/completions`; vLLM refuses more."""
+
+
+def _check(
+    run: RunConfig, *, url: str, dialect: str = "openai", routes: str = "raise", dtype: str | None = None
+) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"engine.url={url!r}: give the address of a server, e.g. http://127.0.0.1:8000.")
+    if dialect not in DIALECTS:
+        raise ConfigError(f"engine.dialect={dialect!r}: choose {', '.join(DIALECTS)}.")
+    if dialect == "openai" and len(run.stop) > STOPS_OF_OPENAI:
+        raise ConfigError(f"stop has {len(run.stop)} texts, but /v1/completions takes at most {STOPS_OF_OPENAI}: set "
+                          "engine.dialect=vllm (or sglang), or give fewer.")
+    check_dtype("engine.dtype", dtype)
+    check_routes(run, routes)
+    warn_without_mask(run, "a server does not say what it kept")
+
+
+@checked(_check)
+def server(
+    run: RunConfig, start: LoadedModel, folder: Path, *, url: str, dialect: str = "openai", routes: str = "raise",
+    dtype: str | None = None,
+) -> ServerEngine:  # fmt: skip
+    """The engine `server`. `url`: its address, e.g. `http://127.0.0.1:8000`; `dialect`: `openai` (vLLM's completions),
+    `vllm` (its `--enable-scale-out` endpoint) or `sglang`; `routes`: `raise`, `unknown` or `off`; `dtype`: in which it
+    computes (default: the policy's), by which pushes are checked."""
+    folder.mkdir(parents=True, exist_ok=True)
+    describe(start.model, start.tokenizer, folder)
+    return ServerEngine(url, folder, start.tokenizer, dialect=dialect, routes=routes)
+
+
 class ServerEngine:
     """A server as a `CheckpointReceiver`: one request per completion, `concurrency` at a time.
 
@@ -77,8 +110,6 @@ class ServerEngine:
         concurrency: int = 64,
         shard: int = SHARD,
     ):
-        if dialect not in DIALECTS:
-            raise ConfigError(f"engine.dialect is {dialect!r}; choose {', '.join(DIALECTS)}.")
         self.url, self.dialect = url.rstrip("/"), DIALECTS[dialect]
         self.timeout, self.retries, self.concurrency = timeout, retries, concurrency
         self.shard = shard
