@@ -38,9 +38,8 @@ REACHED_BY_IMPORT = {
 }
 """Imports from a later layer that are left; what is named here has no name in a registry yet."""
 IN_CIRCLES = {
-    "routing.trace", "routing.trace_checks", "routing.trace_files", "routing.trace_parts",
-    "routing.checkpointing", "routing.hooks", "routing.intercept", "routing.selection", "objectives.methods", "objectives.methods_page", "ranks", "routing.dial",
-    "routing.sources", "storage.columns", "storage.commits", "storage.folder", "rollouts.batches", "trainer",
+    "routing.checkpointing", "routing.hooks", "routing.intercept", "routing.selection",
+    "objectives.methods", "objectives.methods_page", "ranks", "routing.dial", "routing.sources", "storage.columns", "storage.commits", "storage.folder", "rollouts.batches", "trainer",
     "integrations.megatron.policy", "integrations.megatron.schedule", "integrations.vllm.dialects",
     "integrations.vllm.server",
 }

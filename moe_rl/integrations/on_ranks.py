@@ -16,8 +16,7 @@ from torch import Tensor
 
 from moe_rl import ranks
 from moe_rl.errors import ConfigError
-from moe_rl.routing.trace import RoutingTrace
-from moe_rl.routing.trace_parts import ROUTED
+from moe_rl.routing.trace import ROUTED, RoutingTrace
 from moe_rl.types import Batch
 
 T = TypeVar("T")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing.scores import RouterScores
-from moe_rl.routing.trace import Layout, RoutingTrace
+from moe_rl.routing.sites import Layout
+from moe_rl.routing.trace import RoutingTrace
 
 
 @dataclass
