@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +83,15 @@ class Layout:
     @property
     def unknown(self) -> int:
         return 255 if self.dtype == torch.uint8 else -1
+
+    def widen(self, x: Tensor, value: float = 0.0) -> Tensor:
+        """Widen the last axis, which has the slots of one site, to `top_k`."""
+        more = self.top_k - x.shape[-1]
+        return nn.functional.pad(x, (0, more), value=value) if more else x
+
+    def stack(self, ids: Sequence[Integer[Tensor, "tokens _"]]) -> Integer[Tensor, "tokens site k"]:
+        """The ids of every site, wherever its layer is, as one tensor in the layout's dtype."""
+        return torch.stack([self.widen(x, self.unknown).to(ids[0].device, self.dtype) for x in ids], 1)
 
     def require(self, other: Layout, what: str) -> None:
         """Raise unless `other` is this layout."""

@@ -76,30 +76,16 @@ class RoutingTrace:
         return RoutingTrace(ids.to(layout.dtype), attention_mask.bool(), layout, tokens, weight_version)
 
     @staticmethod
-    def stack(
-        traces: list[RoutingTrace], tokens: Integer[Tensor, "batch time"],
-        attention_mask: Bool[Tensor, "batch time"], *, mixed: bool = False,
-    ) -> RoutingTrace:
-        """One-row traces of unequal length as one right-padded trace over `tokens`.
-
-        A trace may be shorter than its row (the last sampled token has no route); the rest is unknown. `mixed` and
-        RoutingError as in `cat`.
-        """
-        for b, trace in enumerate(traces):
-            if trace.shape[0] != 1:
-                raise RoutingError(f"trace {b} has {trace.shape[0]} rows; stack joins traces of one, cat of several.")
-        return RoutingTrace.cat(traces, tokens, attention_mask, mixed=mixed)
-
-    @staticmethod
     def cat(
         traces: Sequence[RoutingTrace], tokens: Integer[Tensor, "batch time"],
         attention_mask: Bool[Tensor, "batch time"], *, mixed: bool = False,
     ) -> RoutingTrace:
-        """Right-padded traces of consecutive rows, micro-batches say, as one trace over `tokens`, on its device.
+        """Right-padded traces of consecutive rows, single ones or micro-batches, as one trace over `tokens`, on its
+        device.
 
-        Columns that a trace lacks are unknown. Raises RoutingError for traces of other tokens (padding aside), of more
-        columns or another number of rows than the batch, of two models, for traces that are replayed by different
-        rules and, unless they may be `mixed`, for different weight versions.
+        Columns that a trace lacks, as that of the last sampled token, are unknown. Raises RoutingError for traces of
+        other tokens (padding aside), of more columns or another number of rows than the batch, of two models, for
+        traces that are replayed by different rules and, unless they may be `mixed`, for different weight versions.
         """
         row = 0
         for number, trace in enumerate(traces):

@@ -98,8 +98,8 @@ def test_rows_of_several_versions_make_a_batch_where_they_may():
     one, two, three = (replace(rows.rows(slice(b, b + 1), n), weight_version=v)
                        for b, n, v in ((0, 4, "3"), (1, 2, "4"), (2, 1, "3")))
     with pytest.raises(RoutingError, match="mixed=True"):
-        RoutingTrace.stack([one, two, three], tokens, mask)
-    whole = RoutingTrace.stack([one, two, three], tokens, mask, mixed=True)
+        RoutingTrace.cat([one, two, three], tokens, mask)
+    whole = RoutingTrace.cat([one, two, three], tokens, mask, mixed=True)
     assert [whole.segments(b) for b in range(3)] == [[(0, 4, "3")], [(0, 2, "4")], [(0, 1, "3")]]
     assert whole.rows(torch.tensor([1])).segments(0) == [(0, 2, "4")]
     left = whole.align(mask.flip(1))
