@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from moe_rl.routing.trace import Layout, RoutingTrace
 from moe_rl.types import Batch
 
 
+@runtime_checkable
 class Model(Protocol):
     """What a pass uses of a `MegatronPolicy`."""
 

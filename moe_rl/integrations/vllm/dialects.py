@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from moe_rl.errors import RunError
 from moe_rl.integrations.vllm.answers import Answer
@@ -21,6 +21,7 @@ from moe_rl.integrations.vllm.shards import Shards
 from moe_rl.types import Sampling
 
 
+@runtime_checkable
 class Server(Protocol):
     """What a dialect uses of a `ServerEngine`."""
 
