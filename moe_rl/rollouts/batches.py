@@ -22,7 +22,7 @@ from moe_rl.models.truncation import KeptTokens
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.request import before_stop, sampling_of
 from moe_rl.rollouts.turns import spliced
-from moe_rl.routing.sites import Layout, Site
+from moe_rl.routing.layout import Layout, Site
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import LAG, NOISE, PROMPTS, derive
 from moe_rl.tasks.base import EQUAL, draw

@@ -226,12 +226,10 @@ def tokens_noted(model: nn.Module, note: Callable[[torch.Size, Tensor | None], N
         elif isinstance(embedded, Tensor) and embedded.dim() == 3:
             note(embedded.shape[:2], None)
 
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in readers]
-    try:
+    with ExitStack() as scope:
+        for module in readers:
+            scope.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def recomputing() -> bool:
