@@ -20,9 +20,9 @@ ROOMS = [room for layer in LAYERS for room in layer]
 REACHED_BY_IMPORT = {
     "build": {"integrations.fsdp", "integrations.megatron.layout", "integrations.megatron.policy",
               "integrations.on_ranks", "integrations.vllm.push", "integrations.vllm.shards"},
-    "cli.checkpoints": {"analysis.benchmarks", "analysis.checkpoints.measure", "analysis.checkpoints.printed",
-                        "analysis.checkpoints.series", "analysis.diagnose.command", "analysis.diagnose.report",
-                        "analysis.evaluation", "analysis.response_page"},
+    "cli.checkpoints": {"analysis.benchmarks", "analysis.checkpoints.measure", "analysis.checkpoints.report",
+                        "analysis.diagnose.diagnosis", "analysis.diagnose.report", "analysis.evaluation",
+                        "analysis.folders", "analysis.response_page"},
     "cli.running": {"integrations.slurm.launcher", "integrations.slurm.queue", "integrations.trackers.listeners",
                     "integrations.trackers.processes"},
     "cli.runs": {"integrations.slurm.queue"},
