@@ -19,6 +19,7 @@ from moe_rl.analysis.diagnose.places import MOST, Example, Place, begins, exampl
 from moe_rl.analysis.diagnose.responses import Rollouts, as_reported, usable
 from moe_rl.analysis.diagnose.signatures import Finding, Reported, findings
 from moe_rl.analysis.diagnose.suspects import Suspect, evaluating, runnable, suspects_of
+from moe_rl.analysis.folders import describe
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.models.load import load, load_tokenizer, no_progress_bars, placement

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int64
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moe_rl.analysis.diagnose.responses import Response, layers_of
+from moe_rl.analysis.diagnose.responses import Response, as_reported, keys, layers_of, usable
 from moe_rl.analysis.diagnose.suspects import Suspect, in_dtype
 from moe_rl.errors import ConfigError, MoeRlError, RoutingError
 from moe_rl.metrics.rounding import rounding
