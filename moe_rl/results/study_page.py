@@ -23,8 +23,8 @@ from moe_rl.errors import RunError
 from moe_rl.registry import Use
 from moe_rl.results import figures, plots
 from moe_rl.results.rollouts import pages
+from moe_rl.results.summary import verdict_of
 from moe_rl.results.tables import Shown, study_tables, untrained
-from moe_rl.results.verdict import verdict_of
 from moe_rl.storage.frames import Frames, load_study
 from moe_rl.storage.versions import HARDWARE
 from moe_rl.study.declaration import read_declaration

@@ -11,8 +11,7 @@ from matplotlib.colors import to_hex
 
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.results import figures, plots, stats
-from moe_rl.results.factors import against, geometrically_spaced, half_lost_points, settings_of
-from moe_rl.results.summary import MAIN
+from moe_rl.results.summary import MAIN, against, geometrically_spaced, half_lost_points, settings_of
 from moe_rl.results.tables import half_lost_table, study_tables
 from moe_rl.storage.frames import Frames
 from tests.results.test_summary import with_curves
