@@ -27,7 +27,6 @@ REACHED_BY_IMPORT = {
                     "integrations.trackers.processes"},
     "cli.runs": {"integrations.slurm.queue"},
     "cli.tables": {"integrations.trackers.listeners", "integrations.trackers.processes"},
-    "evaluate": {"analysis.pass_at"},
     "models.load": {"integrations.cpu_kernels"},
     "policies.limits": {"integrations.megatron.layout"},
     "ranks": {"storage.folder"},

@@ -35,10 +35,9 @@ from moe_rl.analysis.folders import (
     step_of,
     versions,
 )
-from moe_rl.analysis.pass_at import GREEDY
 from moe_rl.config import EngineConfig, RunConfig, leaves, plain
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.evaluate import evaluate
+from moe_rl.evaluate import GREEDY, evaluate
 from moe_rl.models.load import load, no_progress_bars
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.policies.hf import HFPolicy

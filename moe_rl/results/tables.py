@@ -166,8 +166,6 @@ def _half_lost_rows(one: HalfLost) -> Iterable[tuple[str, ...]]:
         yield f"{a} / {b}{where}", str(s.ratio), str(s.ratio.n), f"{s.censored} of {s.ratio.n}", _p(s.p)
 
 
-
-
 def untrained(frames: Frames) -> str:
     """What to say where no reward of a run ever differed within a group; empty where they did."""
     runs = unlearned(frames)
