@@ -167,7 +167,7 @@ def measure_evaluations(checkpoints: Sequence[str], benchmarks: Sequence[Benchma
                for name in names}
     files = {(name, b.name): folders[name] / f"{b.name}.jsonl" for name in names for b in benchmarks}
     with Lease(out / runs.LEASE), _progress(console or Console(stderr=True)) as bars:
-        left = {(name, b.name): len(b.prompts) - resumed(files[name, b.name], plan.at_once, len(b.prompts))[0]
+        left = {(name, b.name): len(b.prompts) - count_whole(files[name, b.name], plan.at_once, len(b.prompts))[0]
                 for name in names for b in benchmarks}
         claim(out, _wanted(names, benchmarks, plan), complete=not any(left.values()))
         for name in names:
@@ -218,7 +218,7 @@ def ask(sampler: Sampler, task: AnyTask, prompts: list[Prompt], plan: Plan, file
         done: Callable[[int], None]) -> None:
     """Write the lines that `file` lacks, those of `at_once` problems in one piece. The noise of a problem depends on
     its place alone: checkpoints share it, and so does whoever goes on."""
-    start, size = resumed(file, plan.at_once, len(prompts))
+    start, size = count_whole(file, plan.at_once, len(prompts))
     if file.exists():
         os.truncate(file, size)
     for first in range(start, len(prompts), plan.at_once):
@@ -280,7 +280,7 @@ def _manifest(out: Path, parts: tuple[str, ...]) -> dict[str, Any] | None:
     return there
 
 
-def resumed(file: Path, at_once: int, problems: int) -> tuple[int, int]:
+def count_whole(file: Path, at_once: int, problems: int) -> tuple[int, int]:
     """How many problems a file has to the end, and in how many bytes: the rest is what a kill left of others."""
     if not file.exists():
         return 0, 0

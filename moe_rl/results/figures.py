@@ -95,7 +95,7 @@ def learning_over_compute(frames: Frames, arms: Sequence[str]) -> Figure:
     for i, column in enumerate(spent):
         for ax, learned in zip(axes[2 * i :], ("reward", "eval_exact_greedy"), strict=False):
             frame = windows(steps, learned)[0] if learned == "reward" else steps
-            frame = over(frame, steps, column)
+            frame = add_spent(frame, steps, column)
             note = plots.curves(ax, frame, learned, column, arms, marker="" if learned == "reward" else "o")
             plots.cold_start(ax, steps, learned)
             ax.set(title=LEARNING[learned], xlabel=COMPUTE[column], ylim=(-0.02, 1.02))
@@ -459,7 +459,7 @@ def tokens_sampled(frames: Frames) -> pd.DataFrame:
     return steps.assign(tokens=steps["drawn_tokens"].fillna(kept) if "drawn_tokens" in steps else kept)
 
 
-def over(frame: pd.DataFrame, steps: pd.DataFrame, spent: str) -> pd.DataFrame:
+def add_spent(frame: pd.DataFrame, steps: pd.DataFrame, spent: str) -> pd.DataFrame:
     """`frame` with a column `spent` beside its `step`: what an arm's runs had spent by then since they began, on
     average; between steps on a straight line."""
     ordered = steps.sort_values("step").fillna({spent: 0})  # nothing before the first step
@@ -497,7 +497,7 @@ def draw(name: str, endpoint: str, contrasts: Sequence[Sequence[str]] = ()) -> D
     return partial(found, **{k: v for k, v in study.items() if k in inspect.signature(found).parameters})
 
 
-def planned(names: Sequence[str], cells: Sequence[str], *, every: bool = False) -> list[tuple[str, str | None]]:
+def plan_figures(names: Sequence[str], cells: Sequence[str], *, every: bool = False) -> list[tuple[str, str | None]]:
     """Which figures to draw of which combination of factors (None: of all together).
 
     A figure of one combination is drawn where there is only one, or of `every` one.
@@ -507,12 +507,12 @@ def planned(names: Sequence[str], cells: Sequence[str], *, every: bool = False) 
                                                 for name in names if name not in across]
 
 
-def drawn(frames: Frames, declared: Mapping[str, Any], *,
-          every: bool = False) -> Iterator[tuple[str, str | None, Figure | RunError]]:
-    """The figures that are `planned` of a study: name, combination of factors, and the figure, or why there is none:
+def draw_planned(frames: Frames, declared: Mapping[str, Any], *,
+                 every: bool = False) -> Iterator[tuple[str, str | None, Figure | RunError]]:
+    """The figures that `plan_figures` names: name, combination of factors, and the figure, or why there is none:
     nobody measured its columns, or a user's own function fails."""
     arms = [arm["name"] for arm in declared["arms"]] or sorted(frames.runs["arm"].unique())
-    for name, cell in planned(declared["figures"], frames.cells, every=every):
+    for name, cell in plan_figures(declared["figures"], frames.cells, every=every):
         own, here = Use(name).own and not name.startswith(ACROSS), frames if cell is None else frames.cell(cell)
         found: Figure | RunError
         try:

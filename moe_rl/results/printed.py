@@ -103,7 +103,7 @@ def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path,
     """
     from moe_rl.results import figures, plots
 
-    for name, cell, figure in figures.drawn(frames, declared, every=cells):
+    for name, cell, figure in figures.draw_planned(frames, declared, every=cells):
         where = folder if cell in (None, "base") else folder / folder_name("factors", cell, folder)
         if isinstance(figure, RunError):
             say(console, (f"no figure {name}", "yellow"), f": {figure}", wrap=True)

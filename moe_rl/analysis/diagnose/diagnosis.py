@@ -14,8 +14,8 @@ import scipy
 import torch
 from torch import nn
 
-from moe_rl.analysis.diagnose.ladder import STATED, Ladder, Rung, Scores, alone, partly, remaining
-from moe_rl.analysis.diagnose.places import MOST, Example, Place, begins, example_of, places
+from moe_rl.analysis.diagnose.ladder import STATED, Ladder, Rung, Scores, force_each_site, partly, remaining
+from moe_rl.analysis.diagnose.places import MOST, Example, Place, describe_start, example_of, places
 from moe_rl.analysis.diagnose.responses import Rollouts, as_reported, usable
 from moe_rl.analysis.diagnose.signatures import Finding, Reported, findings
 from moe_rl.analysis.diagnose.suspects import Suspect, evaluating, runnable, suspects_of
@@ -115,7 +115,7 @@ def diagnose(
         limit=responses, seed=seed)
     with evaluating(model), runnable(model):
         ladder = Ladder(model, read.responses, batch_tokens)
-        return _Case(ladder, Gap(ladder, *ladder.noise())).closed(read.count, tokenizer, dict(also or {}))
+        return _Case(ladder, Gap(ladder, *ladder.noise())).decide(read.count, tokenizer, dict(also or {}))
 
 
 def diagnose_checkpoint(
@@ -166,7 +166,7 @@ class _Case:
     evidence: list[str] = field(default_factory=list)
     sets: list[Place] = field(default_factory=list)
 
-    def closed(self, of: int, tokenizer: Any, also: dict[str, nn.Module]) -> Diagnosis:
+    def decide(self, of: int, tokenizer: Any, also: dict[str, nn.Module]) -> Diagnosis:
         ladder, gap = self.ladder, self.gap
         self._force()
         if not gap.agrees:
@@ -177,9 +177,9 @@ class _Case:
         where = list(places(ladder))
         if self.forced and not (gap.agrees and self._harmless()):
             where += [*self.sets, *(Place("layer", str(ladder.layout.sites[s].decoder_layer), kl, 0)
-                                    for s, kl in alone(ladder, FEW))]
+                                    for s, kl in force_each_site(ladder, FEW))]
         if not gap.agrees:
-            self.evidence.append(begins(ladder, gap.noise))
+            self.evidence.append(describe_start(ladder, gap.noise))
         rungs = [ladder.base, gap.floor, gap.rounding, *self.forced.values(),
                  *(e.rung for e in sorted(gap.tried, key=lambda e: e.rung.mean))]
         left = {} if gap.agrees else {r.name: remaining(r, ladder.base) for r in self.forced.values()} | {

@@ -242,7 +242,7 @@ def partly(prompt: bool | None = None, sites: Sequence[int] | None = None) -> Ro
     return routes
 
 
-def alone(ladder: Ladder, at: int) -> Iterator[tuple[int, float]]:
+def force_each_site(ladder: Ladder, at: int) -> Iterator[tuple[int, float]]:
     """Per site, the KL where the reported ids of this site alone are forced, on the first `at` responses with a gap."""
     worst = np.argsort(-ladder.base.kl, kind="stable")[:at]
     few = Ladder(ladder.model, [ladder.responses[i] for i in sorted(worst)], ladder.batch_tokens)

@@ -65,7 +65,7 @@ def places(ladder: Ladder, versions_shown: int | None = MOST) -> Iterator[Place]
         yield from place("prefix", "fresh", ~cached)
 
 
-def begins(ladder: Ladder, noise: float) -> str:
+def describe_start(ladder: Ladder, noise: float) -> str:
     """With which token of a response the gap begins, in words."""
     kl, position = _gaps(ladder)
     wrong = (kl > noise) & ladder.own

@@ -109,7 +109,9 @@ class Reported:
         return self.layout.sites[best].decoder_layer if best != site and hits[best] >= SURE * self.expected else None
 
 
-def moved(response: Response, layers: Sequence[int], by: int, rows: int = 0) -> Integer[NDArray, "rows site k"]:
+def move_routes(
+    response: Response, layers: Sequence[int], by: int, rows: int = 0
+) -> Integer[NDArray, "rows site k"]:
     """The ids of the sites, read `by` layers further and `rows` rows later; -1 where nothing is there."""
     assert response.ids is not None
     found = np.full((len(response.ids), len(layers), response.ids.shape[2]), -1)
@@ -158,7 +160,7 @@ def layer_shift(routes: Reported) -> Finding | None:
     return Finding(
         "layer_shift", f"the engine reports the routes of layer l as layer l{best:+d}{dense}",
         f"{_share(tried[best])} of its sets are the model's own when read so, {_share(base)} as they stand",
-        repaired=lambda r, layout: moved(r, routes.layers, best))
+        repaired=lambda r, layout: move_routes(r, routes.layers, best))
 
 
 def repeated(routes: Reported) -> list[Finding]:
@@ -188,7 +190,7 @@ def zero_rows(routes: Reported) -> list[Finding]:
     return [Finding("zero_rows", "the engine writes missing routes as rows of zeros, which a replay takes for expert 0",
                     f"{_share(zero.mean())} of the rows are all zero, which no top-{routes.layout.top_k} gives "
                     f"({where})",
-                    repaired=lambda r, layout: moved(r, routes.layers, 0))]
+                    repaired=lambda r, layout: move_routes(r, routes.layers, 0))]
 
 
 def row_shift(routes: Reported) -> Finding | None:
@@ -206,7 +208,7 @@ def row_shift(routes: Reported) -> Finding | None:
 
 
 def _rows_moved(layers: Sequence[int], by: int, response: Response, layout: Layout) -> NDArray:
-    return moved(response, layers, 0, by)
+    return move_routes(response, layers, 0, by)
 
 
 def of_another_response(routes: Reported) -> Finding | None:
@@ -245,7 +247,7 @@ def overwritten(routes: Reported) -> list[Finding]:
                for s, t in copied.items() if t is not None]
 
     def repaired(response: Response, layout: Layout) -> NDArray:
-        ids = moved(response, routes.layers, 0)
+        ids = move_routes(response, routes.layers, 0)
         ids[:, bad] = -1
         return ids
 
@@ -278,7 +280,7 @@ def stale_prefix(routes: Reported) -> list[Finding]:
         return []
 
     def repaired(response: Response, layout: Layout) -> NDArray:
-        ids = moved(response, routes.layers, 0)
+        ids = move_routes(response, routes.layers, 0)
         ids[: cut.get(response.line, 0)] = -1
         return ids
 
