@@ -38,7 +38,7 @@ from answers_of_arms import (
 from answers_of_measures import expert_volatility, gradient_quality, ratio_variance
 from per_seed import RESULTS
 
-from moe_rl.results.verdict import verdict_of
+from moe_rl.results.summary import verdict_of
 from moe_rl.storage.frames import load_study
 from moe_rl.study.declaration import read_declaration
 

@@ -13,9 +13,8 @@ from why_gspo_losses import SHRINK
 
 from moe_rl.metrics.rounding import number
 from moe_rl.results import plots
-from moe_rl.results.factors import against, half_lost_points, settings_of
 from moe_rl.results.stats import geometric, holm, interval
-from moe_rl.results.summary import MAIN, collapsed, metric, per_run
+from moe_rl.results.summary import MAIN, against, collapsed, half_lost_points, metric, per_run, settings_of
 from moe_rl.storage.frames import Frames, load_study
 from moe_rl.study.declaration import read_declaration
 

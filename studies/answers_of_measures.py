@@ -12,9 +12,8 @@ from per_seed import RESULTS, differences, own_table
 from moe_rl.metrics.attribution import AttributionSums
 from moe_rl.metrics.rounding import number
 from moe_rl.results import plots
-from moe_rl.results.factors import settings_of
 from moe_rl.results.stats import geometric, interval
-from moe_rl.results.summary import metric, per_run
+from moe_rl.results.summary import metric, per_run, settings_of
 from moe_rl.storage.frames import Frames, load_study
 
 RATES = ("#9ECAE1", "#4292C6", "#084594")

@@ -11,9 +11,8 @@ from per_seed import RESULTS, differences
 from moe_rl.errors import RunError
 from moe_rl.metrics.rounding import number
 from moe_rl.results import plots
-from moe_rl.results.factors import HalfLost, against, half_lost_points
 from moe_rl.results.stats import interval
-from moe_rl.results.summary import MAIN, Metric, metric, outcomes, per_run
+from moe_rl.results.summary import MAIN, HalfLost, Metric, against, half_lost_points, metric, outcomes, per_run
 from moe_rl.storage.frames import Frames, load_study
 
 FACTOR = "optimizer.lr"
