@@ -94,6 +94,18 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture
+def forked_workers(monkeypatch):
+    """Workers of studies that are forked from this process."""
+    import subprocess
+    from types import SimpleNamespace
+
+    from moe_rl.study import workers
+    from tests.forked import Forked
+
+    monkeypatch.setattr(workers, "subprocess", SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE))
+
+
+@pytest.fixture
 def qwen():
     return build("qwen3_moe")
 
