@@ -30,7 +30,7 @@ class Forked(subprocess.Popen):
                     if end != -1:
                         os.dup2(end, number)
                 os.closerange(3, 1024)
-                sys.stdin, sys.stdout, sys.stderr = (open(n, how, closefd=False) for n, how in enumerate("rww"))
+                sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, how, closefd=False) for n, how in enumerate("rww"))
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 os.environ.clear()
                 os.environ.update(env)

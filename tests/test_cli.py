@@ -51,9 +51,12 @@ def ended(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 @pytest.fixture
-def command(monkeypatch, capsys, forked_workers):
-    """The command in this process, which spares its imports; workers are processes all the same."""
+def command(request, monkeypatch, capsys, forked_workers):
+    """The command in this process, which spares its imports; workers are processes all the same. Only the test of
+    figures writes them."""
     monkeypatch.setenv("COLUMNS", "200")
+    if "figures" not in request.node.name:
+        monkeypatch.setattr("moe_rl.results.plots.save", lambda figure, folder, name: folder / f"{name}.png")
 
     def run(*arguments: str) -> tuple[int, str, str]:
         code = cli.main(arguments)

@@ -42,7 +42,7 @@ def test_its_own_tests_pass(folder):
     assert done.returncode == 0 and "Ran 4 tests" in done.stderr, done.stderr
 
 
-def test_it_plans_and_trains_with_its_own_parts(folder, capsys):
+def test_it_plans_and_trains_with_its_own_parts(folder, capsys, forked_workers):
     assert cli.main(["run", "other_name.py", "--dry-run"]) == 0
     assert "9 runs, 360 steps to go" in capsys.readouterr().out
     arguments = ["run", "other_name.py", "--quick", "--jobs", "1", "--arms", "mine-replayed", *TINY]
