@@ -94,15 +94,12 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture
-def forked_workers(monkeypatch):
+def forked_workers():
     """Workers of studies that are forked from this process."""
-    import subprocess
-    from types import SimpleNamespace
+    from tests.forked import forking
 
-    from moe_rl.study import workers
-    from tests.forked import Forked
-
-    monkeypatch.setattr(workers, "subprocess", SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE))
+    with forking():
+        yield
 
 
 @pytest.fixture

@@ -9,9 +9,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
 
 from moe_rl import cli
+from moe_rl.study import workers
 
 
 class Forked(subprocess.Popen):
@@ -43,3 +48,11 @@ class Forked(subprocess.Popen):
                 os._exit(code)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Studies fork their workers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "subprocess", SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE))
+        yield

@@ -195,7 +195,8 @@ def test_a_tracker_that_fails_or_hangs_is_dropped_and_the_runs_go_on(tmp_path, t
     assert given(points(tmp_path / "lines" / "fake+grpo+base+seed=0.jsonl")) == expected(path)
 
 
-def test_run_gives_a_tracker_what_it_commits_and_says_nothing_of_it_in_the_configuration(tmp_path, monkeypatch):
+def test_run_gives_a_tracker_what_it_commits_and_says_nothing_of_it_in_the_configuration(tmp_path, monkeypatch,
+                                                                                        forked_workers):
     monkeypatch.setenv("PYTHONPATH", ".:tests")
     assert cli.main(["run", FAKE, "--seeds", "0", "--arms", "grpo", "--jobs", "1", "--out", str(tmp_path),
                      "--track", f"{LINES}={tmp_path / 'lines'}"]) == 0  # fmt: skip
