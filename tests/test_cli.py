@@ -56,7 +56,7 @@ def command(request, monkeypatch, capsys, forked_workers):
     figures writes them."""
     monkeypatch.setenv("COLUMNS", "200")
     if "figures" not in request.node.name:
-        monkeypatch.setattr("moe_rl.results.plots.save", lambda figure, folder, name: folder / f"{name}.png")
+        monkeypatch.setattr("moe_rl.results.plots.save", lambda figure, folder, name: [folder / f"{name}.png"])
 
     def run(*arguments: str) -> tuple[int, str, str]:
         code = cli.main(arguments)
