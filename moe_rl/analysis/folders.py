@@ -87,7 +87,7 @@ def describe(name: str, trust: bool) -> tuple[Layout, Any]:
 
 def versions() -> dict[str, Any]:
     """Of moe_rl's own code and of the packages, as a folder stores them."""
-    return {"code": code_version("compare"), "packages": package_versions()}
+    return {"code": code_version("analysis"), "packages": package_versions()}
 
 
 def check_new(out: Path) -> None:

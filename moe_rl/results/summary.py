@@ -288,7 +288,8 @@ def compare(frames: Frames, arms: Sequence[str], contrasts: Sequence[Sequence[st
     """
     pairs, found = pairs_of(arms, contrasts), []
     for cell in frames.cells:
-        values, fates = per_run(frames.cell(cell), metric).dropna(), outcomes(frames.cell(cell))
+        here = frames.cell(cell)
+        values, fates = per_run(here, metric).dropna(), outcomes(here)
         by_arm = {arm: values.xs(arm).to_dict() for arm in dict.fromkeys(values.index.get_level_values(0))}
         times = {arm: (rows["time"], rows["fate"] != "stable") for arm, rows in fates.groupby("arm")}
         found += [Comparison(cell, a, b, paired(by_arm[a], by_arm[b]), math.nan, log_rank(times[a], times[b]))

@@ -14,21 +14,23 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parent.parent
-READERS = ("runs", "study", "results", "compare", "adapters", "cli", "__main__.py")
-"""What only reads, moves or compares finished numbers: a change there does not make another code version."""
+MAKERS = ("routing", "objectives", "metrics", "tasks", "models", "rollouts", "policies", "trainer.py", "recorder.py",
+          "probe.py", "evaluate.py", "integrations/cpu_kernels", "integrations/fsdp.py", "integrations/megatron",
+          "integrations/on_ranks.py", "integrations/vllm")
+"""Files and folders that make the numbers of a run: a change elsewhere does not make another code version."""
 HARDWARE = ("processor", "instruction_set")
 """What decides the last bits beside the packages; kept among them."""
 
 
 @cache
 def code_version(*also: str) -> str:
-    """Package version and a hash of the sources that can change a run's numbers: equal code, equal version. `also`
-    names READERS that count too, for numbers that they make."""
+    """Package version and a hash of the sources that make a run's numbers: equal code, equal version. `also` names
+    folders that count too, for numbers that they make."""
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
-        name = file.relative_to(PACKAGE)
-        if name.parts[0] not in READERS or name.parts[0] in also:
-            digest.update(name.as_posix().encode() + b"\0" + file.read_bytes())
+        name = file.relative_to(PACKAGE).as_posix()
+        if any(name == part or name.startswith(f"{part}/") for part in (*MAKERS, *also)):
+            digest.update(name.encode() + b"\0" + file.read_bytes())
     try:
         version = importlib.metadata.version("moe_rl")
     except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
