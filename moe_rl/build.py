@@ -34,7 +34,7 @@ from moe_rl.rollouts.sampling import Sampling
 from moe_rl.routing.balance import correction_biases, keep_routers_in
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES, RouteSource
-from moe_rl.storage.folder import RunFolder, read_json, write_json
+from moe_rl.storage.folder import RunFolder, SharedFolder, read_json, write_json
 from moe_rl.storage.inputs import inputs_of
 from moe_rl.storage.lease import Lease
 from moe_rl.tasks.base import AnyTask, held_out, load_task, split_of
@@ -61,10 +61,10 @@ BATCHES: Known = {name: f"moe_rl.rollouts.batches:{name}" for name in ("fresh", 
 
 
 def execute(
-    run: RunConfig, folder: RunFolder | ranks.SharedFolder, *, cache: Path, listen: Listener = lambda rows: None
+    run: RunConfig, folder: RunFolder | SharedFolder, *, cache: Path, listen: Listener = lambda rows: None
 ) -> None:
     """Carry out a run in its folder, or go on with it; cold starts are shared through `cache`."""
-    told = folder.told if isinstance(folder, ranks.SharedFolder) else folder.stopping
+    told = folder.told if isinstance(folder, SharedFolder) else folder.stopping
     parts = build(run, folder.path, cache, told)
     try:
         folder.finish(train(run, parts, folder, listen))

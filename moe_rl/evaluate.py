@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import torch
 
-from moe_rl.analysis.pass_at import GREEDY
 from moe_rl.recorder import Row, Rows, exact
 from moe_rl.rollouts.base import Sampler
 from moe_rl.seeds import NOISE
 from moe_rl.tasks.base import AnyTask, votes_of
 from moe_rl.tasks.environments import drawn, earned
 from moe_rl.types import Prompt, Rollout, Sampling
+
+GREEDY = 0
+"""The number of the greedy completion of a problem among its samples; those that are drawn count from 1."""
 
 
 def evaluate(engine: Sampler, task: AnyTask, prompts: list[Prompt], sampling: Sampling, *, key: tuple[int, ...],

@@ -1,4 +1,4 @@
-"""Several processes that carry out one run together: who is who, what rank 0 does for all, and whose folder it is.
+"""Several processes that carry out one run together: who is who, and what rank 0 does for all.
 
 Started by torchrun. Every rank goes through the same program; what draws, samples, rewards or writes happens on rank 0
 and reaches the others through `from_rank_0`. A rank that fails ends the job: torchrun stops the others.
@@ -9,15 +9,11 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from moe_rl.errors import Diverged, Stopped
-
-if TYPE_CHECKING:
-    from moe_rl.storage.folder import Row, RunFolder
+from moe_rl.errors import Diverged
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)
@@ -144,59 +140,3 @@ def summed(numbers: Mapping[str, float]) -> dict[str, float]:
     parts = gathered(dict(numbers))
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
-
-
-class SharedFolder:
-    """A run's folder as all ranks see it. Rank 0 has the real one; the others learn what it says, and take part in
-    writing checkpoints into it, so it must be on a file system that all ranks see."""
-
-    def __init__(self, folder: RunFolder | None):
-        self.folder = folder
-        self.path: Path = from_rank_0(lambda: self._real().path)
-        self.told: Callable[[], bool] = folder.stopping if folder else lambda: False
-        """Whether rank 0 was told to stop."""
-        self._stopping = False
-        if folder is not None:
-            folder.stopping = lambda: self._stopping  # what all ranks know, and not what rank 0 heard since
-
-    def latest(self) -> tuple[int, Path | None]:
-        return from_rank_0(lambda: self._real().latest())
-
-    def _real(self) -> RunFolder:
-        assert self.folder is not None, "rank 0 has it, and alone is asked"
-        return self.folder
-
-    def add(self, table: str, rows: Iterable[Row]) -> None:
-        if self.folder is not None:
-            self.folder.add(table, rows)
-
-    def diverged(self) -> str | None:
-        return from_rank_0(lambda: self._real().diverged())
-
-    def commit(self, step: int, save: Callable[[Path], None], diverged: str | None = None) -> None:
-        """Rank 0 commits; when it comes to the checkpoint, every rank saves its part."""
-        if self.folder is None:
-            if (target := from_rank_0(lambda: None)) is not None:
-                save(target)
-            if self._stopping:
-                raise Stopped(f"{self.path} was told to stop")
-            return
-        announced = []
-
-        def together(target: Path) -> None:
-            announced.append(from_rank_0(lambda: target))
-            save(target)
-
-        try:
-            self.folder.commit(step, together, diverged)
-        finally:
-            if not announced:  # this step was committed before, or the folder is somebody else's now
-                from_rank_0(lambda: None)
-
-    def stopping(self) -> bool:
-        self._stopping = from_rank_0(self.told)
-        return self._stopping
-
-    def finish(self, diverged: str | None = None) -> None:
-        if self.folder is not None:
-            self.folder.finish(diverged)

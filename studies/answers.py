@@ -36,10 +36,9 @@ from answers_of_arms import (
     why_gspo,
 )
 from answers_of_measures import expert_volatility, gradient_quality, ratio_variance
-from per_seed import RESULTS
+from per_seed import RESULTS, stored
 
-from moe_rl.results.verdict import verdict_of
-from moe_rl.storage.frames import load_study
+from moe_rl.results.summary import verdict_of
 from moe_rl.study.declaration import read_declaration
 
 ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
@@ -76,7 +75,7 @@ READS = {"early_warning": "learning_rates"}
 
 def print_verdict(name: str) -> None:
     """What the rule of a study says, by the function that its declaration names."""
-    frames, declared = load_study(RESULTS / name), read_declaration(RESULTS / name)
+    frames, declared = stored(name), read_declaration(RESULTS / name)
     for sentence in verdict_of(frames, declared):
         print(f"Verdict: {sentence}")
 

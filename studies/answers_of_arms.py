@@ -8,23 +8,21 @@ import lag_verdicts
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from per_seed import RESULTS, differences, slopes
+from per_seed import RESULTS, differences, slopes, stored
 from why_gspo_losses import SHRINK
 
 from moe_rl.metrics.rounding import number
 from moe_rl.results import plots
-from moe_rl.results.factors import against, half_lost_points, settings_of
 from moe_rl.results.stats import geometric, holm, interval
-from moe_rl.results.summary import MAIN, collapsed, metric, per_run
-from moe_rl.storage.frames import Frames, load_study
+from moe_rl.results.summary import MAIN, against, collapsed, half_lost_points, metric, per_run, settings_of
+from moe_rl.storage.frames import Frames
 from moe_rl.study.declaration import read_declaration
 
 
 # ---------------------------------------------------------------------- reward against learning rate
 def learning_rates() -> None:
     """Each arm at its own best learning rate, chosen on the other seeds; and reward at equal functional step."""
-    folder = RESULTS / "learning_rates"
-    frames, contrasts = load_study(folder), read_declaration(folder)["contrasts"]
+    frames, contrasts = stored("learning_rates"), read_declaration(RESULTS / "learning_rates")["contrasts"]
     table = against(frames, "optimizer.lr", MAIN)
     curves = {arm: rows.pivot(index="seed", columns="x", values="value") for arm, rows in table.groupby("arm")}
     best = {arm: {seed: curve.drop(index=seed).mean().idxmax() for seed in curve.index}
@@ -74,7 +72,7 @@ def at_equal_step(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 # ---------------------------------------------------------------------- clipping, and other engines
 def clip_fraction() -> None:
     """How many times as many tokens GSPO clips, seed by seed: of those with an advantage, and of all as in Fig. 2."""
-    frames = load_study(RESULTS / "clip_fraction")
+    frames = stored("clip_fraction")
     for column, of in (("clip_tokens", "tokens with an advantage"), ("clip_tokens_all", "all tokens")):
         values = per_run(frames, metric(column)).unstack(0)
         for a, b in (("gspo", "grpo"), ("gspo-wide", "grpo-narrow")):
@@ -88,7 +86,7 @@ def clip_fraction() -> None:
 
 def engine_mismatch() -> None:
     """What R3 removes of the KL, seed by seed; R3 against R2; and what mismatch costs."""
-    frames, matched = load_study(RESULTS / "engine_mismatch"), load_study(RESULTS / "engine_match")
+    frames, matched = stored("engine_mismatch"), stored("engine_match")
     steps = frames["steps"][frames["steps"]["arm"] == "grpo"]
     print("GRPO, mean over a run's detailed steps, percent of routers and tokens, nats:")
     for name, times in (("engine_set_change", 100), ("engine_any_layer_change", 100), ("engine_kl_k3", 1)):
@@ -105,7 +103,7 @@ def engine_mismatch() -> None:
 
 def engine_vllm() -> None:
     """What replay of vLLM's routes removes of the KL, of a run and step by step."""
-    steps = load_study(RESULTS / "engine_vllm")["steps"].sort_values("step")
+    steps = stored("engine_vllm")["steps"].sort_values("step")
     for arm, rows in steps.dropna(subset=["engine_kl_k3_natural"]).groupby("arm"):
         there, left = rows["engine_kl_k3_natural"], rows["engine_kl_k3_replayed"]
         whole = number(100 * (1 - left.sum() / there.sum()), ".0f")
@@ -124,7 +122,7 @@ def _listed(values: pd.Series, form: str) -> str:
 # ---------------------------------------------------------------------- updates per batch, doses, controls
 def staleness() -> None:
     """The machinery check at N = 1, and the slopes over log2 N."""
-    frames = load_study(RESULTS / "staleness")
+    frames = stored("staleness")
     part_at(frames.cell("N=1"), "grpo-replay")
     part_at(frames.cell("N=1"), "gspo")
     table = against(frames, "N", MAIN)
@@ -148,7 +146,7 @@ def part_at(frames: Frames, arm: str) -> None:
 
 def lag() -> None:
     """Levels by lag, and the differences from GRPO at the largest in both endpoints."""
-    frames = load_study(RESULTS / "lag")
+    frames = stored("lag")
     for name in (*lag_verdicts.ENDPOINTS, "token_ess", "token_kl_k3", "slot_change", "grad_cosine"):
         values = lag_verdicts.by_lag(frames, name)
         print(f"{name}{'' if ',' in name else ', second half'}; lags {', '.join(map(str, values))}:")
@@ -162,7 +160,7 @@ def lag() -> None:
 
 def many_turns() -> None:
     """How many conversations had a second turn, and how many tokens all came to."""
-    steps = load_study(RESULTS / "many_turns")["steps"]
+    steps = stored("many_turns")["steps"]
     later = steps[steps["step"] > steps["step"].max() / 2]
     for arm, rows in steps.groupby("arm"):
         turns = 100 * (rows.groupby("step")["turns"].mean() - 1)
@@ -173,7 +171,7 @@ def many_turns() -> None:
 
 def placebos() -> None:
     """Reward by the share that is replayed."""
-    values = per_run(load_study(RESULTS / "placebos"), MAIN).unstack(0)
+    values = per_run(stored("placebos"), MAIN).unstack(0)
     for arm in values:
         print(f"  {arm}: {interval(values[arm])}")
     for arm in values.columns.drop("grpo"):
@@ -184,7 +182,7 @@ def placebos() -> None:
 
 def why_gspo() -> None:
     """Weight × clip, and how near the rivals came to what they imitate, in seeds that `why_replay` has, too."""
-    frames, replays = load_study(RESULTS / "why_gspo"), load_study(RESULTS / "why_replay")
+    frames, replays = stored("why_gspo"), stored("why_replay")
     rewards = per_run(frames, MAIN).unstack(0)
     for arm in rewards:
         print(f"  {arm}: {interval(rewards[arm])}, − grpo {differences(rewards, arm, 'grpo')}")
@@ -220,7 +218,7 @@ def draw_why_gspo(rewards: pd.DataFrame, frames: Frames) -> Figure:
 
 def controls() -> None:
     """The machinery check of no-choice, and both contrasts cell by cell."""
-    frames = load_study(RESULTS / "controls")
+    frames = stored("controls")
     part_at(frames.cell("no-choice"), "grpo-replay")
     cells = sorted(frames.cells, key=lambda cell: cell != "moe")
     rewards = {cell: per_run(frames.cell(cell), MAIN).unstack(0) for cell in cells}

@@ -7,15 +7,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
-from per_seed import RESULTS, differences, own_table
+from per_seed import RESULTS, differences, own_table, stored
 
 from moe_rl.metrics.attribution import AttributionSums
 from moe_rl.metrics.rounding import number
 from moe_rl.results import plots
-from moe_rl.results.factors import settings_of
 from moe_rl.results.stats import geometric, interval
-from moe_rl.results.summary import metric, per_run
-from moe_rl.storage.frames import Frames, load_study
+from moe_rl.results.summary import metric, per_run, settings_of
+from moe_rl.storage.frames import Frames
 
 RATES = ("#9ECAE1", "#4292C6", "#084594")
 """Colours of learning rates, of one arm: shades of its own."""
@@ -26,7 +25,7 @@ CLAIMED = {"slot_change": (1, 12), "rr": (2, 1 / 12)}
 # ---------------------------------------------------------------------- expert volatility
 def expert_volatility() -> None:
     """Every definition in the base cell, and the endpoint's trends as ratios to it."""
-    frames = load_study(RESULTS / "expert_volatility")
+    frames = stored("expert_volatility")
     base = frames.cell("base")
     updates = base["updates"][base["updates"]["step"] > 20]
     print("Base cell, steps 21–40, response tokens:")

@@ -6,15 +6,14 @@ import pandas as pd
 from answers_of_arms import at_equal_step
 from dense import AGAIN, RATES, cell
 from matplotlib.figure import Figure
-from per_seed import RESULTS, differences
+from per_seed import RESULTS, differences, stored
 
 from moe_rl.errors import RunError
 from moe_rl.metrics.rounding import number
 from moe_rl.results import plots
-from moe_rl.results.factors import HalfLost, against, half_lost_points
 from moe_rl.results.stats import interval
-from moe_rl.results.summary import MAIN, Metric, metric, outcomes, per_run
-from moe_rl.storage.frames import Frames, load_study
+from moe_rl.results.summary import MAIN, HalfLost, Metric, against, half_lost_points, metric, outcomes, per_run
+from moe_rl.storage.frames import Frames
 
 FACTOR = "optimizer.lr"
 STORED, REPEATED = "MoE", "MoE, two rates again"
@@ -26,7 +25,7 @@ GREEDY = metric("greedy exact match, end")
 
 def main() -> None:
     """Every number beside the verdict, and the figure."""
-    frames = models(load_study(RESULTS / "dense"))
+    frames = models(stored("dense"))
     rewards = against(frames, FACTOR, MAIN)
     for name, table in (("Reward, second half", rewards), ("Greedy exact match at the end",
                                                            against(frames, FACTOR, GREEDY))):
@@ -84,10 +83,10 @@ def place(rate: float) -> str:
 
 def models(frames: Frames) -> Frames:
     """The runs of MODELS, models as arms, at RATES: those of this study, and GRPO's of learning_rates."""
-    stored = load_study(RESULTS / "learning_rates")
+    known = stored("learning_rates")
     parts = []
     for rate in RATES:
-        old = stored.cell(place(rate))
+        old = known.cell(place(rate))
         new = frames.cell(cell("moe", rate)) if rate in AGAIN else old
         for model, rows in zip(MODELS, (old, frames.cell(cell("dense", rate)), new), strict=True):
             parts.append([t[t["arm"] == "grpo"].assign(arm=model, factors=place(rate))

@@ -7,13 +7,14 @@ from pathlib import Path
 import pandas as pd
 from dial_elsewhere import PLACES, SIGMA, study
 from matplotlib.figure import Figure
+from per_seed import stored
 from volatility_dial_verdicts import ENDPOINTS, after_start
 
 from moe_rl.errors import RunError
 from moe_rl.results import plots
 from moe_rl.results.stats import Interval, interval
 from moe_rl.results.summary import metric, per_run
-from moe_rl.storage.frames import Frames, load_study
+from moe_rl.storage.frames import Frames
 
 FOLDER = Path(__file__).parent / "results" / study.name
 WHAT = {"grpo": f"harm of σ = {SIGMA:g}", **{a: f"{a} − {b}" for a, b in study.contrasts}}
@@ -21,7 +22,7 @@ WHAT = {"grpo": f"harm of σ = {SIGMA:g}", **{a: f"{a} − {b}" for a, b in stud
 
 
 def main() -> None:
-    frames = load_study(FOLDER)
+    frames = stored(study.name)
     for place in PLACES:
         print(f"{place}: GRPO at σ = 0 gains {gained(frames, place)} of greedy exact match over its cold start")
         for name in (*ENDPOINTS, "token_ess", "slot_change", "entropy"):

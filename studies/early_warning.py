@@ -24,19 +24,19 @@ in the baseline.
 
 from __future__ import annotations
 
+import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from per_seed import RESULTS, stored
 from scipy.optimize import minimize
 
 from moe_rl.metrics.convergence import ema
 from moe_rl.results.stats import interval
 from moe_rl.results.summary import outcomes
-from moe_rl.storage.frames import Frames, load_study
+from moe_rl.storage.frames import Frames
 
-RESULTS = Path(__file__).parent / "results"
 HORIZON = 10
 FIRST = 5
 CAUGHT = 0.8
@@ -97,13 +97,16 @@ def left_out(table: pd.DataFrame, columns: list[str], test: pd.DataFrame | None 
     Runs are predicted from all other seeds, or those of `test` from all of `table`.
     """
     found = []
-    for seed, runs in (table if test is None else test).groupby("seed"):
-        others = table if test is not None else table[table["seed"] != seed]
-        b = fit(others[columns].to_numpy(), others["soon"].to_numpy(float))
-        peaks = others.assign(p=predict(b, others[columns].to_numpy()))[others["soon"]].groupby("run")["p"].max()
+    x, y = table[columns].to_numpy(), table["soon"].to_numpy(bool)
+    groups = list((table if test is None else test).groupby(["seed", "run"]))
+    for seed, mine in itertools.groupby(groups, key=lambda group: group[0][0]):
+        others = np.ones(len(table), bool) if test is not None else (table["seed"] != seed).to_numpy()
+        b = fit(x[others], y[others].astype(float))
+        near = others & y
+        peaks = pd.Series(predict(b, x[near])).groupby(table["run"].to_numpy()[near]).max()
         threshold = peaks.quantile(1 - CAUGHT, interpolation="lower") if len(peaks) else 1.0
-        for _, mine in runs.groupby("run"):
-            p, soon = predict(b, mine[columns].to_numpy()), mine["soon"].to_numpy(bool)
+        for _, run in mine:
+            p, soon = predict(b, run[columns].to_numpy()), run["soon"].to_numpy(bool)
             loss = -np.log(np.where(soon, p, 1 - p).clip(1e-12)).mean()
             announced, begun, lasting = alarms(p, soon, threshold)
             found.append({"seed": seed, "loss": loss, "event": soon.any(), "announced": announced, "begun": begun,
@@ -113,11 +116,12 @@ def left_out(table: pd.DataFrame, columns: list[str], test: pd.DataFrame | None 
 
 def compare(table: pd.DataFrame, base: list[str], test: pd.DataFrame | None = None) -> pd.DataFrame:
     """Per candidate: by how much it lowers the baseline's log-loss, and its alarms beside the baseline's."""
-    rows = []
+    rows: list[dict] = []
+    natural = [t if t is None else t[~t["arm"].str.contains("replay")] for t in (table, test)]
+    sides = [(train, held, left_out(train, base, held)) for train, held in ((table, test), natural)]
     for candidate in CANDIDATES:
-        train, held = (t if t is None or candidate not in OF_RATIOS else t[~t["arm"].str.contains("replay")]
-                       for t in (table, test))
-        without, with_it = left_out(train, base, held), left_out(train, [*base, candidate], held)
+        train, held, without = sides[candidate in OF_RATIOS]
+        with_it = left_out(train, [*base, candidate], held)
         gains = (without["loss"] - with_it["loss"]).groupby(without["seed"]).mean()
         gain = interval(gains, 1 - 0.05 / len(CANDIDATES))
         row = {"candidate": candidate, "gain": gain, "runs": len(without), "collapses": int(without["event"].sum())}
@@ -134,14 +138,14 @@ def rates(side: pd.DataFrame) -> dict[str, float]:
 
 
 def main() -> None:
-    frames = load_study(RESULTS / "learning_rates")
+    frames = stored("learning_rates")
     table, base, fates = moments(frames), ["reward", "step", "lr"], outcomes(frames)
     early = (fates["fate"] != "stable") & (fates["time"] <= FIRST)
     print(f"{(fates['fate'] != 'stable').sum()} collapses in {len(fates)} runs; {early.sum()} before step {FIRST + 1}")
     for title, columns in (("leave one seed out", base), ("without the learning rate", base[:2])):
         print(f"\nlearning_rates, {title}\n{compare(table, columns).T.to_string()}")
     if (RESULTS / "confirmation").exists():
-        print(f"\nconfirmation\n{compare(table, base, moments(load_study(RESULTS / 'confirmation'))).T.to_string()}")
+        print(f"\nconfirmation\n{compare(table, base, moments(stored('confirmation'))).T.to_string()}")
 
 
 if __name__ == "__main__":

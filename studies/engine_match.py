@@ -5,7 +5,6 @@ from dataclasses import replace
 from engine_mismatch import grpo, gspo
 from engine_mismatch import study as mismatch
 
-from moe_rl.config import 
 from moe_rl.registry import Use
 
 study = replace(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_rl.errors import ConfigError
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.routing.scores import RouterScores
+from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.sites import find_sites
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored

@@ -8,13 +8,13 @@ import scipy.stats
 from irreversible import study
 from irreversible_trainer import LAST, STARTS, STEPS, VARIANTS
 from matplotlib.figure import Figure
-from per_seed import RESULTS, own_table
+from per_seed import RESULTS, own_table, stored
 
 from moe_rl.metrics.convergence import FRACTION
 from moe_rl.results import plots
 from moe_rl.results.stats import Interval, interval, rate
 from moe_rl.results.summary import outcomes
-from moe_rl.storage.frames import Frames, load_study
+from moe_rl.storage.frames import Frames
 
 PAPER = ("unchanged", "narrower clip", "wider clip", "longer generation", "other queries")
 ALIKE = tuple(name for name in VARIANTS if name not in ("longer generation", "other queries"))
@@ -25,7 +25,7 @@ WITHIN = 1e-6
 
 def main() -> None:
     """What the rule says, and every variant beside it."""
-    frames, rows = load_study(RESULTS / study.name), own_table(study.name, "recoveries")
+    frames, rows = stored(study.name), own_table(study.name, "recoveries")
     fates = outcomes(frames)
     print(f"Runs that collapsed: {collapsed_of(frames)}; {(fates['fate'] == 'recovered').sum()} came back by "
           f"themselves within {study.base.steps} steps")

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import pandas as pd
 from open_side import study
-from per_seed import differences
+from per_seed import differences, stored
 from volatility_dial_verdicts import ENDPOINTS, after_start, decide, effects, equivalent
 
 from moe_rl.results.stats import Paired, interval, paired
 from moe_rl.results.summary import metric, per_run
-from moe_rl.storage.frames import Frames, load_study
+from moe_rl.storage.frames import Frames
 
 DECIDED, EXPLORED = study.contrasts[:2], study.contrasts[2]
 NAMES = [" − ".join(pair) for pair in DECIDED]
 
 
 def main() -> None:
-    frames = load_study(Path(__file__).parent / "results" / study.name)
+    frames = stored(study.name)
     names = (*ENDPOINTS, "entropy", "token_ess", "grad_norm")
     tables = {name: per_run(frames, metric(name)).unstack(0) for name in names}
     decide(NAMES, tests(tables))

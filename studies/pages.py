@@ -18,13 +18,13 @@ from pathlib import Path
 
 import answers
 import pandas as pd
-from per_seed import RESULTS
+from per_seed import RESULTS, stored
 
 from moe_rl.metrics.rounding import number
 from moe_rl.results.stats import detectable, interval
 from moe_rl.results.study_page import provenance
 from moe_rl.results.summary import Metric, compare, family, metric, outcomes, per_run
-from moe_rl.storage.frames import Frames, load_study
+from moe_rl.storage.frames import Frames
 from moe_rl.study.declaration import read_declaration
 
 HERE = Path(__file__).parent
@@ -63,7 +63,7 @@ def printed(name: str) -> str:
 @cache
 def study(name: str) -> tuple[Frames, dict]:
     """The tables and the declaration of a study."""
-    return load_study(RESULTS / name), read_declaration(RESULTS / name)
+    return stored(name), read_declaration(RESULTS / name)
 
 
 # ---------------------------------------------------------------------- what every study prints
@@ -123,8 +123,9 @@ def contrasts(frames: Frames, declared: dict) -> None:
     found = compare(frames, arms, declared["contrasts"], metric(declared["endpoint"]), family(declared))
     print(f"\n{declared['endpoint']}, contrasts declared beforehand; sd: of differences over seeds; could have seen: "
           "in 4 of 5 repetitions, by a paired t-test at 5 %, and at 5 % / their number")
+    endpoints = {cell: per_run(frames.cell(cell), metric(declared["endpoint"])).unstack(0) for cell in frames.cells}
     for one in found:
-        values = per_run(frames.cell(one.cell), metric(declared["endpoint"])).unstack(0)
+        values = endpoints[one.cell]
         d = (values[one.a] - values[one.b]).dropna()
         n, sd, exact = len(d), d.std(ddof=1), one.result
         cell = f", {one.cell}" if len(frames.cells) > 1 else ""
@@ -173,8 +174,10 @@ def power() -> str:
              "|---|---|---|---|---|---|"]
     for folder in (one for one in sorted(RESULTS.iterdir()) if one.name not in OWN_FAMILY):
         frames, declared = study(folder.name)
-        for cell, (a, b) in itertools.product(SHOWN.get(folder.name, frames.cells), declared["contrasts"]):
-            values = per_run(frames.cell(cell), metric(declared["endpoint"])).unstack(0)
+        cells = SHOWN.get(folder.name, frames.cells)
+        endpoints = {cell: per_run(frames.cell(cell), metric(declared["endpoint"])).unstack(0) for cell in cells}
+        for cell, (a, b) in itertools.product(cells, declared["contrasts"]):
+            values = endpoints[cell]
             if not {a, b} <= {*values}:
                 continue
             d = (values[a] - values[b]).dropna()

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from moe_rl.results.stats import Interval, interval
+from moe_rl.storage.frames import Frames, load_study
 
 RESULTS = Path(__file__).parent / "results"
+
+
+@cache
+def stored(study: str) -> Frames:
+    """The tables of a study, read once; what reads them changes none."""
+    return load_study(RESULTS / study)
 
 
 def differences(values: pd.DataFrame, a: str, b: str, confidence: float = 0.95) -> Interval:

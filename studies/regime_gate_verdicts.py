@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
+from per_seed import stored
 from regime_gate import SETTINGS, STEPS, UPDATES, study
 
 from moe_rl.errors import RunError
 from moe_rl.results.summary import outcomes
-from moe_rl.storage.frames import Frames, load_study
+from moe_rl.storage.frames import Frames
 
 FOLDER = Path(__file__).parent / "results" / study.name
 LIVE, REPLAYED = 0.9, 0.98
@@ -18,7 +19,7 @@ GREEDY = "eval_exact_greedy"
 
 
 def main() -> None:
-    frames = load_study(FOLDER)
+    frames = stored(study.name)
     for setting in SETTINGS:
         table = measured(frames, setting)
         print(f"{setting}, seeds {' / '.join(map(str, study.seeds))}:")

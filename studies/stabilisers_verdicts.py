@@ -9,13 +9,14 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 from matplotlib.figure import Figure
+from per_seed import stored
 from stabilisers import EIGHT, NAMED, study
 from volatility_dial_verdicts import after_start, decide
 
 from moe_rl.results import plots
 from moe_rl.results.stats import interval, paired
 from moe_rl.results.summary import metric, per_run
-from moe_rl.storage.frames import Frames, load_study
+from moe_rl.storage.frames import Frames
 
 FOLDER = Path(__file__).parent / "results" / study.name
 ENDPOINTS = (study.endpoint, *study.further_endpoints)
@@ -29,7 +30,7 @@ RESAMPLES = 9999
 
 
 def main() -> None:
-    frames = load_study(FOLDER)
+    frames = stored(study.name)
     print(machinery(frames))
     for cell in (cell for planned in CONDITIONS.values() for cell in planned if cell not in frames.cells):
         print(f"{cell}: not run")

@@ -11,9 +11,8 @@ import numpy as np
 from per_seed import slopes
 
 from moe_rl.errors import RunError
-from moe_rl.results.factors import against, half_lost_points
 from moe_rl.results.stats import Interval, interval
-from moe_rl.results.summary import MAIN, Comparison, compare, metric, per_run
+from moe_rl.results.summary import MAIN, Comparison, against, compare, half_lost_points, metric, per_run
 from moe_rl.storage.frames import Frames
 
 

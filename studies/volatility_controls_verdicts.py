@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from per_seed import stored
 from volatility_controls import BESIDE_SIGMA, CONTRASTS, SIGMA, TWIN_SIGMA, study
 from volatility_dial import dose
 from volatility_dial_verdicts import ENDPOINTS, decide
-from volatility_dial_verdicts import FOLDER as DIAL
 
 from moe_rl.results import plots
 from moe_rl.results.stats import interval, paired
 from moe_rl.results.summary import metric, per_run
-from moe_rl.storage.frames import Frames, load_study
+from moe_rl.storage.frames import Frames
 
 FOLDER = Path(__file__).parent / "results" / study.name
 HARM = (("acts_on=ratio", "none"), ("acts_on=gradient", "none"), ("twin", "twin-still"))
@@ -27,7 +27,7 @@ SHOWN = ("entropy", "token_ess", "token_kl_k3")
 
 
 def main() -> None:
-    frames, dial = load_study(FOLDER), load_study(DIAL)
+    frames, dial = stored(study.name), stored("volatility_dial")
     tables = {name: by_cell(frames, dial, name) for name in (*ENDPOINTS, *SHOWN)}
     matching(tables["token_kl_k3"])
     print(machinery(frames))

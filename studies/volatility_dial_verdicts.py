@@ -9,14 +9,14 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from per_seed import differences, slopes
+from per_seed import differences, slopes, stored
 from volatility_dial import SIGMAS, dose, study
 
 from moe_rl.errors import RunError
 from moe_rl.results import plots
 from moe_rl.results.stats import Interval, Paired, holm, interval, paired
 from moe_rl.results.summary import metric, per_run
-from moe_rl.storage.frames import Frames, load_study
+from moe_rl.storage.frames import Frames
 
 FOLDER = Path(__file__).parent / "results" / study.name
 ENDPOINTS = (study.endpoint, *study.further_endpoints)
@@ -29,7 +29,7 @@ WITHIN = 0.02
 
 
 def main() -> None:
-    frames = load_study(FOLDER)
+    frames = stored(study.name)
     machinery(frames)
     values = {name: by_dose(frames, name) for name in (*ENDPOINTS, *FURTHER)}
     for form in FORMS:

@@ -95,6 +95,15 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture
+def forked_workers():
+    """Workers of studies that are forked from this process."""
+    from tests.forked import forking
+
+    with forking():
+        yield
+
+
+@pytest.fixture
 def qwen():
     return build("qwen3_moe")
 

@@ -51,9 +51,12 @@ def ended(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    """The command in this process, which spares its imports; workers are processes all the same."""
+def command(request, monkeypatch, capsys, forked_workers):
+    """The command in this process, which spares its imports; workers are processes all the same. Only the test of
+    figures writes them."""
     monkeypatch.setenv("COLUMNS", "200")
+    if "figures" not in request.node.name:
+        monkeypatch.setattr("moe_rl.results.plots.save", lambda figure, folder, name: [folder / f"{name}.png"])
 
     def run(*arguments: str) -> tuple[int, str, str]:
         code = cli.main(arguments)
@@ -212,7 +215,7 @@ def test_brackets_in_an_error_are_printed_as_they_stand_and_stop_nobody(tmp_path
 BRACKETS = "[/INST] [red] :bug:"
 
 
-def test_brackets_in_a_declaration_are_printed_as_they_stand(tmp_path, capsys):
+def test_brackets_in_a_declaration_are_printed_as_they_stand(tmp_path, capsys, forked_workers):
     file = tmp_path / "brackets_study.py"
     texts = ", ".join(f"{key}={key + BRACKETS!r}" for key in ("question", "hypothesis", "caution", "cost"))
     file.write_text(f"import dataclasses, sys\nsys.path.insert(0, {str(Path(FAKE).parent)!r})\nimport fake_study\n"
@@ -274,7 +277,8 @@ def test_one_seed_says_that_it_has_no_interval(tmp_path, capsys):
 
 
 def test_quick_is_one_seed_and_three_steps_in_a_folder_of_its_own(tmp_path):
-    assert cli.main(["run", FAKE, "--quick", "--out", str(tmp_path), "--jobs", "1"]) == 0
+    """And its worker is an interpreter of its own, which most tests here spare themselves."""
+    assert cli.main(["run", FAKE, "--quick", "--out", str(tmp_path), "--jobs", "1", "--arms", "grpo"]) == 0
     frames = load_study(tmp_path / "fake-quick")
     assert frames.runs["seed"].unique().tolist() == [0] and set(frames.runs["steps"]) == {3}
     assert not (tmp_path / "fake").exists()

@@ -19,6 +19,7 @@ from moe_rl.study.declaration import load_study_file, read_declaration, write_de
 from moe_rl.study.rerun import rerun
 from moe_rl.study.workers import run_study
 from tests.fake_study import study
+from tests.forked import forking
 from tests.test_trainer import TINY, carry_out
 
 STUDY = replace(study, seeds=(0,), trainer="tests.fake_study:train", base=study.base.replace(steps=4))
@@ -28,7 +29,8 @@ STUDY = replace(study, seeds=(0,), trainer="tests.fake_study:train", base=study.
 def ended(tmp_path_factory):
     path = tmp_path_factory.mktemp("ended")
     write_declaration(STUDY, path)
-    assert not run_study(STUDY, STUDY.runs(path), cache=path / ".cache")
+    with forking():
+        assert not run_study(STUDY, STUDY.runs(path), cache=path / ".cache")
     return path
 
 

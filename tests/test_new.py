@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
-import subprocess
 import sys
+import unittest
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,13 @@ def test_the_folder_has_a_study_its_parts_and_tests_under_the_given_name(folder)
 
 
 def test_its_own_tests_pass(folder):
-    done = subprocess.run([sys.executable, "-m", "unittest"], capture_output=True, text=True)
-    assert done.returncode == 0 and "Ran 4 tests" in done.stderr, done.stderr
+    """As `python -m unittest` finds and runs them."""
+    said = io.StringIO()
+    done = unittest.TextTestRunner(said).run(unittest.TestLoader().discover("."))
+    assert done.wasSuccessful() and "Ran 4 tests" in said.getvalue(), said.getvalue()
 
 
-def test_it_plans_and_trains_with_its_own_parts(folder, capsys):
+def test_it_plans_and_trains_with_its_own_parts(folder, capsys, forked_workers):
     assert cli.main(["run", "other_name.py", "--dry-run"]) == 0
     assert "9 runs, 360 steps to go" in capsys.readouterr().out
     arguments = ["run", "other_name.py", "--quick", "--jobs", "1", "--arms", "mine-replayed", *TINY]

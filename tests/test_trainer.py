@@ -88,9 +88,10 @@ def whole_and_cut(run, folder):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Tables of one small run of every arm."""
+    """Tables of one small run of every arm; after the first step weights have moved, and a second shows it."""
     root = tmp_path_factory.mktemp("arms")
-    return {name: carry_out(TINY.replace(arm=arm), root / name) for name, arm in ARMS.items()}
+    return {name: carry_out(TINY.replace(arm=arm, steps=4 if name == "grpo" else 2), root / name)
+            for name, arm in ARMS.items()}
 
 
 @pytest.mark.parametrize("arm", ARMS)

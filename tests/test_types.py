@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_rl.models.truncation import KeptTokens
-from moe_rl.routing.scores import RouterScores
+from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Prompt, Rollout, Turn, prompt_rows, response_rows
 from tests.conftest import build

@@ -7,7 +7,8 @@ problems that both were asked.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,8 @@ import numpy as np
 import pandas as pd
 from rich.console import Console
 
-from moe_rl.analysis.pass_at import GREEDY, majority, pass_at
+from moe_rl.errors import ConfigError
+from moe_rl.evaluate import GREEDY
 from moe_rl.results import stats
 from moe_rl.results.printed import print_table
 from moe_rl.results.tables import Shown
@@ -29,6 +31,28 @@ RIGHT = 1 - 1e-6
 """The least reward of a right completion."""
 QUANTILES = {"response_tokens_q50": 0.5, "response_tokens_q90": 0.9}
 Problems = Mapping[int, float]
+
+
+def pass_at(k: int, n: int, right: int) -> float:
+    """Probability that one of k completions is right, estimated without bias from `right` right ones of n:
+    1 − C(n − right, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374). Raises ConfigError unless 1 ≤ k ≤ n."""
+    if not (1 <= k <= n and 0 <= right <= n):
+        raise ConfigError(f"pass@{k} of {right} right ones in {n} completions is undefined: draw at least k of them")
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def majority(votes: Sequence[int | None], right: Sequence[float]) -> float:
+    """Score of the answer that most completions give (Wang et al. 2022, arXiv 2203.11171), in [0, 1].
+
+    `votes` are equal where answers are, None where there is none: such a completion does not vote, and where none does
+    the score is 0. Of answers with equally many votes one is drawn: the score is the mean over them, hence its
+    expectation. An answer's score is the mean of `right` over its completions.
+    """
+    counts = Counter(vote for vote in votes if vote is not None)
+    most = max(counts.values(), default=0)
+    scores = [sum(r for v, r in zip(votes, right, strict=True) if v == vote) / most
+              for vote, count in counts.items() if count == most]
+    return sum(scores) / len(scores) if scores else 0.0
 
 
 def of_problems(rows: pd.DataFrame) -> Mapping[str, Problems]:

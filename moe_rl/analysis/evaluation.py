@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +26,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moe_rl.analysis.benchmarks import summarise
-from moe_rl.analysis.checkpoints.measure import fingerprint, located
-from moe_rl.analysis.checkpoints.series import step_of
-from moe_rl.analysis.claim import claim
-from moe_rl.analysis.pass_at import GREEDY
-from moe_rl.analysis.samples import check, resumed, rows
+from moe_rl.analysis.folders import (
+    check_checkpoint,
+    check_new,
+    check_same,
+    fingerprint,
+    make_absolute,
+    step_of,
+    versions,
+)
 from moe_rl.build import ENGINES, build_engine
 from moe_rl.config import RunConfig, leaves, plain
-from moe_rl.errors import ConfigError
-from moe_rl.evaluate import evaluate
-from moe_rl.models.load import PRESETS, check_weights, load, no_progress_bars
+from moe_rl.errors import ConfigError, RunError
+from moe_rl.evaluate import GREEDY, evaluate
+from moe_rl.models.load import load, no_progress_bars
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.registry import Use, check_component, lookup
@@ -45,7 +50,6 @@ from moe_rl.seeds import HELD_OUT
 from moe_rl.storage import folder as runs
 from moe_rl.storage.inputs import DATA, LIBRARY, inputs_of
 from moe_rl.storage.lease import Lease
-from moe_rl.storage.versions import code_version, package_versions
 from moe_rl.tasks.base import AnyTask, held_out, load_task, once
 from moe_rl.tasks.jsonl import JsonlTask
 from moe_rl.trainer import sampling_of
@@ -58,6 +62,24 @@ if TYPE_CHECKING:
 
 Engine = tuple["Sampler", "PreTrainedTokenizerBase", int | None]
 """What samples, with its tokenizer and the length of its context."""
+MANIFEST = "evaluation.json"
+GROWING = ("benchmarks", "checkpoints")
+"""What there may be more of, by name, than a command asks for."""
+SCORING = ("scored", "inputs", "packages")
+"""What older folders do not say of a benchmark, or not all of it."""
+
+
+def _number(value: Any, most: float) -> bool:
+    return type(value) in (int, float) and 0 <= value <= most
+
+
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "reward": (lambda value: _number(value, 1), "a number in [0, 1]"),
+    "response_tokens": (lambda value: _number(value, 2**53), "a number of tokens"),
+    "truncated": (lambda value: _number(value, 1) and value in (0, 1), "0 or 1"),
+    "vote": (lambda value: value is None or type(value) is int, "a whole number or null"),
+}
+"""What a completion's row of `evaluations` has beside its place, and what is valid there."""
 
 
 @dataclass(frozen=True)
@@ -141,18 +163,18 @@ def measure_evaluations(checkpoints: Sequence[str], benchmarks: Sequence[Benchma
     does not fit, two benchmarks of one name, and a folder that holds other settings, problems, scorers or checkpoints,
     that was damaged, or that another process is writing.
     """
-    names = [located(name) for name in checkpoints]
+    names = [make_absolute(name) for name in checkpoints]
     _check(names, [b.name for b in benchmarks], plan)
     folders = {name: out / "samples" / f"{_safe(Path(name).name)}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
                for name in names}
     files = {(name, b.name): folders[name] / f"{b.name}.jsonl" for name in names for b in benchmarks}
     with Lease(out / runs.LEASE), _progress(console or Console(stderr=True)) as bars:
-        left = {(name, b.name): len(b.prompts) - resumed(files[name, b.name], plan.at_once, len(b.prompts))[0]
+        left = {(name, b.name): len(b.prompts) - count_whole(files[name, b.name], plan.at_once, len(b.prompts))[0]
                 for name in names for b in benchmarks}
         claim(out, _wanted(names, benchmarks, plan), complete=not any(left.values()))
         for name in names:
             for b in benchmarks:
-                check(files[name, b.name], len(b.prompts) - left[name, b.name], b.prompts, plan.numbers)
+                check_file(files[name, b.name], len(b.prompts) - left[name, b.name], b.prompts, plan.numbers)
         for name in names:
             todo = [b for b in benchmarks if left[name, b.name]]
             if not todo:
@@ -198,7 +220,7 @@ def ask(sampler: Sampler, task: AnyTask, prompts: list[Prompt], plan: Plan, file
         done: Callable[[int], None]) -> None:
     """Write the lines that `file` lacks, those of `at_once` problems in one piece. The noise of a problem depends on
     its place alone: checkpoints share it, and so does whoever goes on."""
-    start, size = resumed(file, plan.at_once, len(prompts))
+    start, size = count_whole(file, plan.at_once, len(prompts))
     if file.exists():
         os.truncate(file, size)
     for first in range(start, len(prompts), plan.at_once):
@@ -216,6 +238,111 @@ def ask(sampler: Sampler, task: AnyTask, prompts: list[Prompt], plan: Plan, file
         done(len(part))
 
 
+# ---------------------------------------------------------------------- the folder
+def claim(out: Path, wanted: Mapping[str, Any], complete: bool) -> None:
+    """Write what the folder holds, and will: `settings`, `versions`, `benchmarks` and `checkpoints`. Raises RunError if
+    it holds anything else; of one that is `complete`, having all that is asked for, moe_rl and packages may have been
+    others."""
+    there = _manifest(out, tuple(wanted))
+    if there is None:
+        check_new(out)
+    if not any(out.glob("samples/*/*.jsonl")):
+        there = None  # nothing was sampled under what it says
+    before: Mapping[str, Any] = there or wanted
+    for part in wanted:
+        old, new = before[part], wanted[part]
+        both = old.keys() & new.keys() if part in GROWING else new.keys()
+        if part == "benchmarks":
+            old = {name: _known(old[name], new[name], complete) for name in both}
+        if part != "versions" or not complete:
+            check_same(out, f"an evaluation with other {part}", {key: old.get(key) for key in both},
+                       {key: new[key] for key in both})
+    if there is None or not complete:
+        out.mkdir(parents=True, exist_ok=True)
+        runs.write_json(out / MANIFEST, {**wanted, **{part: before[part] | wanted[part] for part in GROWING}})
+
+
+def _known(old: Mapping[str, Any], new: Mapping[str, Any], complete: bool) -> dict[str, Any]:
+    """What a folder says of a benchmark; what it does not say, or need not, is as it is now."""
+    free = {key: new[key] for key in SCORING if key not in old or complete and key == "packages"}
+    return {**old, **free}
+
+
+def _manifest(out: Path, parts: tuple[str, ...]) -> dict[str, Any] | None:
+    """What the folder says, if anything. Raises RunError where nothing can be compared with it."""
+    there = runs.read_json(out / MANIFEST, parts)
+    if there is not None:
+        said = {part: there[part] for part in parts}
+        if isinstance(there["benchmarks"], dict):
+            said |= {f"benchmarks.{name}": entry for name, entry in there["benchmarks"].items()}
+        for name, value in said.items():
+            if not isinstance(value, dict):
+                raise RunError(f"{out / MANIFEST} is damaged: {name} is {repr(value)[:80]}, where names and their "
+                               f"values belong; restore it from a copy, or delete {out}.")
+    return there
+
+
+def count_whole(file: Path, at_once: int, problems: int) -> tuple[int, int]:
+    """How many problems a file has to the end, and in how many bytes: the rest is what a kill left of others."""
+    if not file.exists():
+        return 0, 0
+    lines = file.read_bytes().splitlines(keepends=True)
+    whole = sum(line.endswith(b"\n") for line in lines)
+    whole = whole if whole == problems else whole // at_once * at_once
+    return whole, sum(map(len, lines[:whole]))
+
+
+def check_file(file: Path, whole: int, asked: Sequence[Prompt], numbers: Sequence[int]) -> None:
+    """Raise RunError, which names the line, unless the first `whole` lines of a file are as many of the problems that
+    are `asked`, each with the completions of these numbers."""
+    for i, line in enumerate(_first(file, whole)):
+        wrong = (_wrong(line, i, asked[i], numbers) if i < len(asked) else
+                 f"is one too many, {len(asked)} problems being asked")
+        if wrong:
+            raise RunError(f"{file}, line {i + 1}, {wrong}: the file was damaged; remove it, and its problems are "
+                           "asked again")
+
+
+def rows(file: Path, problems: int) -> Iterator[dict[str, Any]]:
+    """The rows of the table `evaluations`, but for checkpoint and benchmark, of a file that is whole and was checked;
+    what a kill left behind its last problem is passed over."""
+    for line in _first(file, problems):
+        for sample in json.loads(line)["samples"]:
+            yield {key: sample[key] for key in ("problem", "sample", *FIELDS)}
+
+
+def _first(file: Path, count: int) -> Iterator[bytes]:
+    if count:
+        with file.open("rb") as lines:
+            yield from islice(lines, count)
+
+
+def _wrong(line: bytes, problem: int, prompt: Prompt, numbers: Sequence[int]) -> str | None:
+    """What a line says that one of this problem does not, as the end of a sentence."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or content.get("problem") != problem:
+        return f"is not problem {problem}"
+    for key, wanted in (("question", prompt.text), ("answer", prompt.answer)):
+        if (said := content.get(key)) != wanted:
+            return f"is of the {key} {repr(said)[:80]}, not {repr(wanted)[:80]}"
+    samples = content.get("samples")
+    if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
+        return "has no list of samples"
+    if (found := [sample.get("sample") for sample in samples]) != [*numbers]:
+        return f"has the samples {str(found)[:80]}, not {numbers[0]} to {numbers[-1]}"
+    for sample in samples:
+        if sample.get("problem") != problem:
+            return f"has a sample {sample['sample']} of the problem {sample.get('problem')!r}, not {problem}"
+        for key, (valid, form) in FIELDS.items():
+            if not valid(value := sample.get(key, "missing")):
+                return f"has a sample {sample['sample']} whose {key} is {repr(value)[:80]}, not {form}"
+    return None
+
+
+# ---------------------------------------------------------------------- small parts
 def _check(names: Sequence[str], benchmarks: Sequence[str], plan: Plan) -> None:
     for what, given in (("checkpoint", names), ("benchmark", benchmarks)):
         if twice := {name for name in given if given.count(name) > 1}:
@@ -223,9 +350,7 @@ def _check(names: Sequence[str], benchmarks: Sequence[str], plan: Plan) -> None:
     if plan.samples < 1 or plan.at_once < 1:
         raise ConfigError(f"-k {plan.samples}, --at-once {plan.at_once}: at least one of each is needed")
     for name in names:
-        if name in PRESETS:
-            raise ConfigError(f"{name!r} is a preset, whose weights are random; give the folder of a checkpoint.")
-        check_weights(name)
+        check_checkpoint(name)
     check_component(lookup("engine", plan.run.engine, ENGINES), plan.run)
 
 
@@ -243,7 +368,7 @@ def _packages(use: Use, own: bool) -> dict[str, str]:
 
 def _wanted(names: Sequence[str], benchmarks: Sequence[Benchmark], plan: Plan) -> dict[str, Any]:
     """What a folder must say of itself to hold this evaluation."""
-    return {"settings": plan.settings(), "versions": {"code": code_version("analysis"), "packages": package_versions()},
+    return {"settings": plan.settings(), "versions": versions(),
             "benchmarks": {b.name: b.entry for b in benchmarks},
             "checkpoints": {name: fingerprint(name) for name in names}}
 

@@ -75,9 +75,9 @@ def volatility(options: argparse.Namespace) -> int:
     """Compare checkpoints; tables and figures into `--out`."""
     from rich.console import Console
 
-    from moe_rl.analysis.checkpoints.measure import Comparison, measure_volatility
-    from moe_rl.analysis.checkpoints.printed import print_report, print_series
-    from moe_rl.analysis.checkpoints.series import checkpoints_of, measure_series
+    from moe_rl.analysis.checkpoints.measure import Comparison, measure_series, measure_volatility
+    from moe_rl.analysis.checkpoints.report import print_report, print_series
+    from moe_rl.analysis.folders import checkpoints_of
 
     settings = {"dtype": options.dtype, "max_tokens": options.max_tokens, "batch_tokens": options.batch_tokens,
                 "ratios": options.ratios}
@@ -132,8 +132,8 @@ def evaluate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from moe_rl.analysis.benchmarks import show
-    from moe_rl.analysis.checkpoints.series import checkpoints_of, step_of
     from moe_rl.analysis.evaluation import Plan, benchmark, measure_evaluations
+    from moe_rl.analysis.folders import checkpoints_of, step_of
     from moe_rl.config import Arm, ModelConfig, RunConfig, parse_settings
     from moe_rl.registry import Use
 
@@ -208,7 +208,7 @@ def diagnose(options: argparse.Namespace) -> int:
     """Print the verdict and its evidence; write the page."""
     from rich.console import Console
 
-    from moe_rl.analysis.diagnose.command import diagnose_checkpoint
+    from moe_rl.analysis.diagnose.diagnosis import diagnose_checkpoint
     from moe_rl.analysis.diagnose.report import print_diagnosis, write_page
 
     _require_page(options.out)

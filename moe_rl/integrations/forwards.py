@@ -15,9 +15,8 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from moe_rl.errors import ConfigError, RoutingError
-from moe_rl.routing.hooks import Recording, Replay, RouterScores
+from moe_rl.routing.hooks import Recording, Replay, RouterScores, read_scores
 from moe_rl.routing.intercept import hooked, tokens_noted
-from moe_rl.routing.scores import read_scores
 from moe_rl.routing.sites import find_sites, make_layout, token_readers
 from moe_rl.routing.trace import RoutingTrace
 

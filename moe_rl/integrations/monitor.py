@@ -6,6 +6,7 @@ Nothing is trained, sampled or drawn at random here: a trainer's weights are the
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -22,9 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 from moe_rl.errors import AuxLossSilentlyOn, ConfigError, RoutingError
 from moe_rl.integrations.forwards import Forwards, Seen, probe_of
 from moe_rl.metrics import ratios, routers, volatility
-from moe_rl.routing.balance import auxiliary_loss, named_correction_biases
+from moe_rl.routing.sites import plain_name
 
 Row = dict[str, float]
+CORRECTION_BIAS = re.compile(r"(^|\.)(e_score_correction_bias|score_correction_bias|expert_bias)$")
+"""What families and trainers call the bias with which a router chooses, and does not weigh."""
 MARGINS = 4096
 """Tokens of a block, per rank, whose margins are kept: quantiles cannot be pooled. A probe's are kept all."""
 PerToken = Float[Tensor, "batch time"]
@@ -288,3 +291,38 @@ def _on_cpu(value: Any) -> Any:
         return value.cpu()
     here = {f.name: getattr(value, f.name) for f in fields(value)}
     return replace(value, **{name: x.cpu() for name, x in here.items() if isinstance(x, Tensor)})
+
+
+# ---------------------------------------------------------------------- balancing that nobody asked for
+def auxiliary_loss(model: nn.Module, coefficient: float | None = None) -> str | None:
+    """What the load-balancing loss in a model's configuration will do in training, in words; None where there is none.
+
+    `coefficient` is the trainer's, where it has one of its own. Transformers adds the loss to its own `loss` where
+    `output_router_logits` is set; trainers that take the coefficient alone as a wish are TRL (pull request 7248) and
+    NeMo Automodel (NeMo-RL, pull request 3169: gradient norm 1.88 in place of 0.1).
+    """
+    for module in model.modules():  # the first with a configuration, inside whatever wraps it
+        if (config := getattr(module, "config", None)) is not None:
+            break
+    else:
+        return None
+    text = getattr(config, "get_text_config", lambda: config)()
+    given = getattr(text, "router_aux_loss_coef", None) if coefficient is None else coefficient
+    if not given:
+        return None
+    if coefficient is not None:
+        adds = "this trainer adds it to its loss"
+    elif any(getattr(c, "output_router_logits", False) for c in (config, text)):
+        adds = "with output_router_logits=True its forward adds it to its loss"
+    else:
+        adds = "TRL and NeMo Automodel add it to theirs, transformers where output_router_logits is set"
+    return (f"{type(module).__name__} ({text.model_type}) has a load-balancing loss, router_aux_loss_coef={given:g}: "
+            f"{adds}. It counts what routers prefer, pulls on them in every step, under replay away from the forced "
+            "experts, and is no part of the objective. To be without it: router_aux_loss_coef=0.0.")
+
+
+def named_correction_biases(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of every correction bias of a model, by name; of a sharded one this rank's part."""
+    found = (*model.named_buffers(), *model.named_parameters())
+    here = {name: getattr(x, "to_local", lambda x=x: x)() for name, x in found if CORRECTION_BIAS.search(name)}
+    return {plain_name(name): x.detach().clone() for name, x in here.items()}

@@ -19,8 +19,7 @@ from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import advantage_of
 from moe_rl.registry import Use
-from moe_rl.routing.trace import RoutingTrace
-from moe_rl.routing.trace_parts import ROUTED
+from moe_rl.routing.trace import ROUTED, RoutingTrace
 from moe_rl.types import Batch
 
 T = TypeVar("T")

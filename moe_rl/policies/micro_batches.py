@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from moe_rl.routing.scores import RouterScores
+from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch
 

@@ -1,30 +1,484 @@
-"""Figures by the names that studies give them: FIGURES, `against:<factor>[:<metric>]`, and a user's own."""
+"""Figures of a study, from its tables alone, and their names: FIGURES, `against:<factor>[:<metric>]`, and a user's own.
+
+Each figure is a function `(frames, arms) -> Figure`; `arms` is the study's order, which fixes the colours. `frames`
+holds one combination of factors, or all of them for those that are TOGETHER. A figure whose columns nobody measured
+raises RunError.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FixedLocator, NullLocator, PercentFormatter
 
 from moe_rl.errors import RunError
+from moe_rl.metrics.attribution import AttributionSums
 from moe_rl.registry import Use, lookup, unknown
-from moe_rl.results import engine_figures, training_figures
-from moe_rl.results.comparison_figures import against_factor, learning_by_cell, survival
-from moe_rl.results.factors import ACROSS, factor_of
-from moe_rl.results.summary import metric
+from moe_rl.results import plots, stats
+from moe_rl.results.summary import (
+    ACROSS,
+    MAIN,
+    Metric,
+    against,
+    collapsed,
+    factor_of,
+    gaps,
+    geometrically_spaced,
+    metric,
+    name_of,
+    numeric,
+    outcomes,
+    pairs_of,
+    replaying,
+)
 from moe_rl.storage.frames import Frames
 
 Draw = Callable[[Frames, Sequence[str]], Figure]
-FIGURES: dict[str, Draw] = {
-    **{name: getattr(training_figures, name) for name in training_figures.FIGURES},
-    **{name: getattr(engine_figures, name) for name in engine_figures.FIGURES},
-    "survival": survival,
-    "learning_by_cell": learning_by_cell,
-}
+SHARES = {"replayed": "left under replay\nVar(R)", "routes": "route changes\nVar(J)",
+          "covariance": "both together\n2 Cov(R, J)"}
+LEARNING = {"reward": "Training reward", "eval_exact_greedy": "Held-out exact match, greedy",
+            "eval_exact_sampled": "Held-out exact match, sampled"}
+COMPUTE = {"tokens": "response tokens sampled", "seconds_step": "seconds"}
+GAPS = {"engine_{}_natural": "engine against\npolicy", "engine_{}_replayed": "routes\nreplayed (R3)",
+        "noise_floor_{}": "noise\nfloor"}
+DIFFER = "token × site pairs, S ≠ S′"
+VOID = "×: every run of the arm collapsed there"
+POINTS = 25
+"""Most points of a curve over steps: more are averaged within windows of equal length, so that bands stay readable."""
+
+
+# ---------------------------------------------------------------------- training
+@plots.styled
+def learning(frames: Frames, arms: Sequence[str], *, endpoint: Metric = MAIN,
+             contrasts: Sequence[Sequence[str]] = ()) -> Figure:
+    """Training reward and held-out exact match over steps (GSPO, arXiv 2507.18071, Fig. 1 and 3, per step), and the
+    endpoint's differences within seeds."""
+    differences = differences_of(frames, arms, endpoint, contrasts)
+    figure, axes = plots.new_figure(len(LEARNING) + bool(differences), "Does it learn, and does it last?")
+    note = draw_learning(axes, LEARNING, frames, arms)
+    if differences:
+        note += draw_differences(axes[-1], differences, arms, endpoint)
+    return plots.finish(figure, axes[: len(LEARNING)], note)
+
+
+def draw_learning(axes: Sequence[Axes], panels: Mapping[str, str], frames: Frames, arms: Sequence[str]) -> str:
+    """Columns of `steps` over training, a panel each, with the cold start's level; returns what a note says of it."""
+    for ax, (column, title) in zip(axes, panels.items(), strict=False):
+        frame, window = windows(frames["steps"], column) if column == "reward" else (frames["steps"], "")
+        note = plots.curves(ax, frame, column, "step", arms, marker="o" if column != "reward" else "")
+        plots.cold_start(ax, frames["steps"], column)
+        ax.set(title=title, xlabel="step" + window, ylim=(-0.02, 1.02))
+    axes[0].set(ylabel="mean reward, share of prompts")
+    return note
+
+
+@plots.styled
+def learning_over_compute(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Training reward and held-out exact match over what training took (GSPO, arXiv 2507.18071, Fig. 1): tokens
+    sampled, and seconds of steps, evaluations aside, where the tables still have them.
+
+    A point stands where its arm's runs had come by that step on average.
+    """
+    steps = tokens_sampled(frames)
+    spent = [column for column in COMPUTE if column in steps]
+    figure, axes = plots.new_figure(2 * len(spent), "What does learning cost?")
+    for i, column in enumerate(spent):
+        for ax, learned in zip(axes[2 * i :], ("reward", "eval_exact_greedy"), strict=False):
+            frame = windows(steps, learned)[0] if learned == "reward" else steps
+            frame = add_spent(frame, steps, column)
+            note = plots.curves(ax, frame, learned, column, arms, marker="" if learned == "reward" else "o")
+            plots.cold_start(ax, steps, learned)
+            ax.set(title=LEARNING[learned], xlabel=COMPUTE[column], ylim=(-0.02, 1.02))
+            ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes[0].set(ylabel="mean reward, share of prompts")
+    return plots.finish(figure, axes, note)
+
+
+def differences_of(
+    frames: Frames, arms: Sequence[str], endpoint: Metric, contrasts: Sequence[Sequence[str]]
+) -> dict[str, pd.Series]:
+    """The endpoint's differences within seeds, by name; of many arms without contrasts each against the first."""
+    present = [arm for arm in arms if (frames.runs["arm"] == arm).any()]
+    pairs = pairs_of(present, contrasts)
+    if len(pairs) > 2 * plots.ARMS and not contrasts:
+        pairs = [(arm, present[0]) for arm in present[1:]]
+    return {f"{a} − {b}": gap for (a, b), gap in gaps(frames, pairs, endpoint).items() if len(gap)}
+
+
+def draw_differences(ax: Axes, differences: Mapping[str, pd.Series], arms: Sequence[str], endpoint: Metric) -> str:
+    """A row per difference, around 0; returns what a note says of it."""
+    colours = {name: plots.colour_of(name.partition(" − ")[0], arms) for name in differences}
+    rows = plots.rows_of(ax, differences, colours)
+    ax.axvline(0, color="black", linewidth=1)
+    ax.set(title="Differences within seeds", xlabel=endpoint.name)
+    ax.grid(axis="y", visible=False)
+    return f". Differences: {rows.removeprefix('mean over ')}"
+
+
+@plots.styled
+def clipping(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Fraction of response tokens that lose their gradient, over steps and by mini-batch (GSPO, Fig. 2), log axis."""
+    figure, axes = plots.new_figure(2, "How much does clipping take away?", sharey=True)
+    over_steps, window = windows(frames["steps"], "clip_tokens")
+    note = plots.curves(axes[0], over_steps, "clip_tokens", "step", arms)
+    axes[0].set(title="Over training", xlabel="step" + window, ylabel="clipped share of tokens with an advantage")
+    by_update = mean_by(frames["updates"], "clip_tokens", "update")
+    plots.curves(axes[1], by_update[by_update["update"] > 1], "clip_tokens", "update", arms, marker="o")
+    axes[1].set(title="By mini-batch, mean over steps", xlabel="mini-batch index (the first is 0 by construction)")
+    for ax in axes:
+        ax.set_yscale("symlog", linthresh=1e-4, linscale=0.5)
+        ax.set_ylim(0, 1)
+    return plots.finish(figure, axes, note)
+
+
+@plots.styled
+def expert_change(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Share of expert slots that change over one step, over training and per routing site (GSPO, section 5.3)."""
+    figure, axes = plots.new_figure(2, "How many experts change in one step?", sharey=True)
+    over_steps, window = windows(frames["steps"], "slot_change")
+    note = plots.curves(axes[0], over_steps, "slot_change", "step", arms)
+    axes[0].set(title="Over training, all sites", xlabel="step" + window)
+    axes[0].set_ylabel("expert slots changed, 1 − |S ∩ S′| / k")
+    plots.curves(axes[1], mean_by(frames["layers"], "slot_change", "site"), "slot_change", "site", arms, marker="o")
+    axes[1].set(title="Per routing site, mean over steps", xlabel="routing site, in forward order")
+    for ax in axes:
+        ax.axhline(0.1, color=plots.GREY, linewidth=1.2, linestyle=":", label="“roughly 10 %”: GSPO paper, 48 layers")
+        ax.yaxis.set_major_formatter(PercentFormatter(1))
+        ax.set_ylim(bottom=0)
+    return plots.finish(figure, axes, note)
+
+
+@plots.styled
+def ratio_spread(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Standard deviation of the token log-ratio by mini-batch index, natural and with the old routes replayed.
+
+    Sums are pooled over steps within a seed before dividing; tokens are measured before they are trained on. In arms
+    that do not replay, what replay would leave is counterfactual.
+    """
+    spread = attribution(frames["updates"], by=["update"])
+    present = [arm for arm in arms if (spread["arm"] == arm).any()]
+    if not present:
+        raise RunError("no run has measured attribution sums, so there is nothing to draw")
+    figure, axes = plots.new_figure(len(present), "How far do log-ratios spread as mini-batches go by?", sharey=True)
+    replay = replaying(frames)
+    for ax, arm in zip(axes, present, strict=True):
+        for column, line, name in (("natural_std", "-", "natural"), ("replayed_std", "--", "replayed")):
+            face = None if column == "natural_std" else "white"
+            what = name + (", counterfactual" if name == "replayed" and replay.get(arm) is False else "")
+            note = plots.curves(ax, spread, column, "update", [arm], order=arms, marker="o", linestyle=line, face=face,
+                          label=what, scale="log")
+        ax.set_title(arm, color=plots.colour_of(arm, arms))
+        ax.set_xlabel("mini-batch index (the first is 0)")
+        ax.legend(loc="upper left")
+    axes[0].set_ylim(bottom=0)
+    axes[0].set_ylabel("std of log-ratio, nats per token")
+    return plots.finish(figure, axes, note, legend=False)
+
+
+@plots.styled
+def variance_shares(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Which part of Var(log r) is associated with route changes: Var(R), Var(J), 2 Cov(R, J) as shares of Var(D).
+
+    They sum to 1; a share can exceed 1 and the covariance can be negative. The first mini-batch is left out.
+    """
+    figure, (ax,) = plots.new_figure(1, "What is the variance of log-ratios associated with?", width=7.5)
+    shares, found = attribution(frames["updates"][frames["updates"]["update"] > 1], by=[]), []
+    for i, arm in enumerate(arms):
+        rows = shares[shares["arm"] == arm].dropna(subset=list(SHARES))
+        if rows.empty:
+            continue
+        b = stats.band(rows[list(SHARES)].to_numpy())
+        x = np.arange(len(SHARES)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
+        found.append(b)
+        ax.bar(x, b.mean, 0.72 / len(arms), color=plots.colour_of(arm, arms), alpha=0.8, label=arm)
+        plots.whiskers(ax, x, b, "black", linewidth=1.2)
+        for seed, row in rows.set_index("seed")[list(SHARES)].iterrows():
+            ax.plot(x, row, "o", color="white", markeredgecolor="black", markersize=4, gid=f"{arm} seed={seed}")
+    if not found:
+        raise RunError("no run has attribution sums with a variance to share, so there is nothing to draw; train for "
+                       "more steps or measure in more detail (--set measure.detail_every=1)")
+    ax.axhline(0, color="black", linewidth=1)
+    ax.set_xticks(range(len(SHARES)), list(SHARES.values()))
+    ax.grid(axis="x", visible=False)
+    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.set_ylabel("share of Var(log r), natural")
+    return plots.finish(figure, [ax], plots.note_of(found, "whisker", "dots"))
+
+
+# ---------------------------------------------------------------------- engine and policy at equal weights
+@plots.styled
+def engine_mismatch(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Engine against policy at equal weights: routes per site (all response tokens), KL k3 and F(2) (on the probe).
+
+    Per arm the mean over steps, beside what is left when the policy replays the engine's routes (R3, arXiv 2510.11370)
+    and the noise floor: the policy scoring the same tokens twice.
+    """
+    figure, axes = plots.new_figure(3, "How much do engine and policy differ at equal weights?")
+    per_site = mean_by(frames["layers"], "engine_set_change", "site")
+    note = plots.curves(axes[0], per_site, "engine_set_change", "site", arms, marker="o")
+    floor = mean_by(frames["layers"], "noise_floor_set_change", "site")
+    floor = floor.groupby("site")["noise_floor_set_change"].mean()
+    axes[0].plot(floor.index, floor, color=plots.GREY, linestyle=":", label="noise floor")
+    axes[0].set(title="Routers that differ", xlabel="routing site, in forward order", ylabel=DIFFER, ylim=(0, None))
+    axes[0].yaxis.set_major_formatter(PercentFormatter(1))
+    titles = {"kl_k3": "KL k3, nats per token", "beyond_2": "F(2): tokens off by more than × 2"}
+    for ax, (measure, title) in zip(axes[1:], titles.items(), strict=True):
+        columns = [name.format(measure) for name in GAPS]
+        plots.require_columns(frames["steps"], *columns)
+        means = frames["steps"].dropna(subset=columns).groupby(["arm", "seed"])[columns].mean().reset_index()
+        present = [arm for arm in arms if (means["arm"] == arm).any()]
+        for i, arm in enumerate(present):
+            offset = (i - (len(present) - 1) / 2) * 0.7 / len(present)
+            plots.marks(ax, means[means["arm"] == arm].set_index("seed")[columns], arm, arms, offset)
+        ax.set_yscale("symlog", linthresh=1e-5, linscale=0.4)
+        ax.set(title=title, ylim=(0, max(ax.get_ylim()[1], 1e-4)), xticks=range(len(GAPS)), xticklabels=GAPS.values())
+        ax.grid(axis="x", visible=False)
+    return plots.finish(figure, axes, note)
+
+
+@plots.styled
+def engine_over_steps(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Whether engine and policy drift apart while training: routes that differ, and KL k3, over steps, log axis."""
+    figure, axes = plots.new_figure(2, "Does the mismatch grow in training?")
+    panels = {"engine_set_change": "Routers that differ", "engine_kl_k3": "KL k3, nats per token"}
+    for ax, (column, title) in zip(axes, panels.items(), strict=True):
+        over_steps, window = windows(frames["steps"], column)
+        note = plots.curves(ax, over_steps, column, "step", arms)
+        ax.set(title=title, xlabel="step" + window)
+    axes[0].set(ylabel=DIFFER, ylim=(0, None))
+    axes[0].yaxis.set_major_formatter(PercentFormatter(1))
+    axes[1].set_yscale("log", nonpositive="clip")
+    return plots.finish(figure, axes, note)
+
+
+# ---------------------------------------------------------------------- runs, and a number per run against a factor
+@plots.styled
+def survival(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Share of runs whose reward has not collapsed, by step (Kaplan–Meier); recovered collapses count, and are named.
+
+    A run that ends without collapse is censored there, or where the dip began in which it ends. Below: how many runs
+    are still looked at.
+    """
+    figure, (ax,) = plots.new_figure(1, "How long does it last?", width=7.5)
+    fates, methods = outcomes(frames), []
+    end, present = int(fates["time"].max()), [arm for arm in arms if (fates["arm"] == arm).any()]
+    ax.set(xlabel="step", ylabel="share of runs not collapsed", xlim=(0, 1.02 * end), ylim=(-0.02, 1.04))
+    plots.whole(ax)
+    for i, arm in enumerate(present):
+        rows, colour = fates[fates["arm"] == arm], plots.colour_of(arm, arms)
+        curve = stats.survival(rows["time"], rows["fate"] != "stable")
+        x = np.append(curve.times, end)
+        share, low, high = (np.append(y, y[-1]) for y in (curve.share, curve.low, curve.high))
+        recovered = int((rows["fate"] == "recovered").sum())
+        label = f"{arm}: {curve.events} of {curve.n} collapsed" + f", {recovered} recovered" * bool(recovered)
+        if curve.n >= plots.FEWEST:
+            below, above = (np.repeat(y, 2)[:-1] for y in (low, high))
+            ax.fill_between(np.repeat(x, 2)[1:], below, above, color=colour, alpha=0.12,
+                            linewidth=0)  # step="post" would lose the last step before a NaN
+            methods.append(curve.method)
+        width = 1.8 + 0.8 * (len(present) - 1 - i) * (len(present) <= plots.ARMS)  # curves that coincide are all seen
+        ax.step(x, share, where="post", color=colour, linestyle=plots.dashes_of(arm, arms), label=label,
+                linewidth=width, gid=f"{arm} survival")
+        censored = rows.loc[rows["fate"] == "stable", "time"]
+        at = share[np.searchsorted(x[:-1], censored, side="right") - 1]
+        ax.plot(censored, at, "|", color=colour, markersize=10, markeredgewidth=1.5, gid=f"{arm} censored")
+        _at_risk(ax, rows["time"], arm, colour, i, end)
+    said = [f"band: {method} interval, where defined" for method in dict.fromkeys(methods)]
+    return plots.finish(figure, [ax], "; ".join(["|: runs that ended before any collapse", *said]))
+
+
+def _at_risk(ax: Axes, times: pd.Series, arm: str, colour: str, row: int, end: int) -> None:
+    """How many runs had neither collapsed nor ended before each tick: a row of numbers under the axis."""
+    style: dict[str, Any] = {"color": colour, "fontsize": 8, "va": "top", "annotation_clip": False,
+                             "textcoords": "offset points"}
+    across = ax.get_xaxis_transform()
+    ax.annotate(f"{arm}, at risk  ", (0, 0), xytext=(-6, -36 - 11 * row), xycoords=across, ha="right", **style)
+    for tick in ax.get_xticks():
+        if 0 <= tick <= end:
+            ax.annotate(f"{int((times >= tick).sum())}", (tick, 0), xytext=(0, -36 - 11 * row), xycoords=across,
+                        ha="center", gid=f"{arm} at risk at {tick:g}", **style)
+
+
+@plots.styled
+def learning_by_cell(frames: Frames, arms: Sequence[str], *, endpoint: Metric = MAIN,
+                     contrasts: Sequence[Sequence[str]] = ()) -> Figure:
+    """Training reward and greedy held-out exact match over steps, and the endpoint's differences within seeds: a row of
+    panels per combination of factors. Where the dial injects noise, the row says so."""
+    figure, axes = plots.new_figure(3 * len(frames.cells), "Does it learn, and does it last?")
+    panels = {column: LEARNING[column] for column in ("reward", "eval_exact_greedy")}
+    notes: dict[str, str] = {}
+    for i, cell in enumerate(frames.cells):
+        row, here = axes[3 * i : 3 * i + 3], frames.cell(cell)
+        note = draw_learning(row, panels, here, arms)
+        note += draw_differences(row[2], differences_of(here, arms, endpoint, contrasts), arms, endpoint)
+        notes[note] = f"{notes[note]}, {cell}" if note in notes else cell
+        dials = [json.loads(c).get("dial", {}) for c in here.runs.get("config", ())]
+        sigma = max((dial.get("sigma", 0.0) for dial in dials), default=0.0)
+        where = "into all but" if any(dial.get("form") == "beside" for dial in dials) else "into"
+        injected = f": noise is injected {where} its routers, σ = {sigma:g}" if sigma else ""
+        row[0].set(title=f"{cell}{injected}\n{panels['reward']}")
+    limits = [ax.get_xlim() for ax in axes[2::3]]
+    for ax in axes[2::3]:  # one scale, so that rows can be compared
+        ax.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
+    said = notes if len(notes) == 1 else (f"{cells}: {note}" for note, cells in notes.items())
+    return plots.finish(figure, [ax for i, ax in enumerate(axes) if i % 3 < 2], "; ".join(said))
+
+
+@plots.styled
+def against_factor(frames: Frames, arms: Sequence[str], *, factor: str, metric: Metric = MAIN,
+                   contrasts: Sequence[Sequence[str]] = ()) -> Figure:
+    """A number per run against a factor, and beside it the differences within seeds: every seed, mean and interval.
+
+    A pair of panels per combination of the other factors; a log axis where the values are spaced like one. Where every
+    run of an arm collapsed there is no number to speak of: a cross at the foot says so.
+    """
+    table, lost = against(frames, factor, metric), collapsed(frames)
+    values = list(dict.fromkeys(table["x"]))
+    is_number = numeric(values)
+    table = table.assign(at=table["x"] if is_number else table["x"].map(values.index))
+    void = [key in lost for key in zip(table["arm"], table["cell"], strict=True)]
+    panels = list(table.assign(void=void).groupby("others", sort=False))
+    present = [arm for arm in arms if (table["arm"] == arm).any()]
+    pairs = pairs_of(present, contrasts) if len(present) > 1 else ()
+    figure, axes = plots.new_figure(len(panels) * (1 + bool(pairs)), f"{metric.name} against {name_of(factor)}")
+    for i, (others, rows) in enumerate(panels):
+        left, right = axes[i * (1 + bool(pairs))], axes[i * (1 + bool(pairs)) + 1] if pairs else None
+        for ax in filter(None, (left, right)):
+            _ticks(ax, values, is_number)
+            ax.set(xlabel=name_of(factor))
+        kept = rows[~rows["void"]]
+        scale = plots.scale_of(metric.column, kept["value"].to_numpy())
+        note = plots.curves(left, kept, "value", "at", arms, marker="o", scale=scale)
+        before = plots.before_training(frames["steps"], metric.column).groupby(level=0).mean()
+        line = before.reindex(rows["cell"]).groupby(rows["at"].to_numpy()).mean().dropna()
+        left.plot(line.index, line, **plots.BEFORE if len(line) else {}, gid=f"cold start {metric.column}")
+        _crosses(left, rows[rows["void"]], arms)
+        left.set(title=str(others), ylabel=metric.name)
+        if scale == "logit" and (metric.column in plots.COLD_START or metric.column.startswith("eval_")):
+            left.set_ylim(-0.02, 1.02)
+        if right is not None:
+            note += _differences(right, rows, pairs, arms)
+            right.set(title="Differences within seeds", ylabel=textwrap.fill(f"difference in {metric.name}", 36))
+    note += f"; {VOID}" * any(void)
+    return plots.finish(figure, axes, note)
+
+
+def _differences(ax: Axes, rows: pd.DataFrame, pairs: Sequence[Sequence[str]], arms: Sequence[str]) -> str:
+    """First minus second arm over the factor, where not both have collapsed. Says what differs in method."""
+    wide, found, firsts = rows.set_index(["arm", "at", "seed"]), [], [a for a, _ in pairs]
+    for i, (a, b) in enumerate(pairs):
+        if {a, b} <= set(rows["arm"]):
+            both = wide.loc[a].join(wide.loc[b], lsuffix="_a", rsuffix="_b", how="inner")
+            gap = (both["value_a"] - both["value_b"])[~(both["void_a"] & both["void_b"])].rename("value").reset_index()
+            line = ("-", "--", ":", "-.")[firsts[:i].count(a) % 4]  # tells it from another of the same first arm
+            found.append(plots.over(ax, gap, "at", plots.colour_of(a, arms), f"{a} − {b}", linestyle=line,
+                                    shift=0.02 * (i - (len(pairs) - 1) / 2)) if len(gap) else None)
+    bands = [b for b in found if b is not None]
+    ax.axhline(0, color="black", linewidth=1)
+    return f". Differences: {plots.note_of(bands, 'whisker', 'dots').removeprefix('mean over ')}" if bands else ""
+
+
+def _crosses(ax: Axes, void: pd.DataFrame, arms: Sequence[str]) -> None:
+    """One per arm and value of the factor, at the foot, beside each other."""
+    for arm, rows in void.groupby("arm"):
+        for at in rows["at"].unique():
+            ax.annotate("×", (at, 0), xytext=(9 * (list(arms).index(arm) - (len(arms) - 1) / 2), 3), ha="center",
+                        xycoords=ax.get_xaxis_transform(), textcoords="offset points", fontweight="bold",
+                        color=plots.colour_of(arm, arms), gid=f"{arm} void at {at:g}")
+
+
+def _ticks(ax: Axes, values: Sequence[float | str], is_number: bool) -> None:
+    """A tick at every value that was run."""
+    at: Sequence[float] = [float(v) for v in values] if is_number else range(len(values))
+    if is_number and geometrically_spaced(at):
+        ax.set_xscale("log")
+    ax.set_xlim(*_room(ax, at))
+    ax.xaxis.set_major_locator(FixedLocator(at))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xticklabels([f"{v:g}" if is_number else str(v) for v in values], rotation=30 if len(values) > 5 else 0)
+
+
+def _room(ax: Axes, at: Sequence[float]) -> tuple[float, float]:
+    """The values with a margin, also where those at the ends were not drawn."""
+    there, back = (np.log, np.exp) if ax.get_xscale() == "log" else (np.asarray, np.asarray)
+    low, high = there(min(at)), there(max(at))
+    room = 0.07 * (high - low)
+    return float(back(low - room)), float(back(high + room))
+
+
+# ---------------------------------------------------------------------- rows of many runs, pooled
+def attribution(updates: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Pool the attribution sums of each run (and each value of `by`), then divide: `AttributionSums.shares`, with
+    `natural_std` and `replayed_std`, the standard deviations of D and R in nats."""
+    sums = ["attribution_n", *(f"attribution_sum_{s}" for s in ("d", "r", "dd", "rr", "jj", "rj"))]
+    if not set(sums) <= set(updates):
+        raise RunError("no run has measured attribution sums, so there is nothing to draw; train for more steps or "
+                       "measure in more detail (--set measure.detail_every=1)")
+    pooled = updates.dropna(subset=sums).groupby(["arm", "seed", *by])[sums].sum()
+    shares = [AttributionSums(*row).shares() for row in pooled.itertuples(index=False)]
+    found = pooled.reset_index().join(pd.DataFrame(shares, columns=["variance", "replayed", "routes", "covariance"]))
+    return found.assign(natural_std=found["variance"] ** 0.5,
+                        replayed_std=(found["replayed"] * found["variance"]) ** 0.5)
+
+
+def windows(steps: pd.DataFrame, column: str) -> tuple[pd.DataFrame, str]:
+    """Means of a column within windows of steps, per run, at most POINTS of them; and how to say so on the axis.
+
+    A window stands at the middle of its steps, whichever of them a run has measured.
+    """
+    plots.require_columns(steps, column)
+    measured = steps.dropna(subset=[column])
+    width = -(-measured["step"].nunique() // POINTS) if len(measured) else 1
+    first, there = measured["step"].min(), pd.Series(measured["step"].unique())
+    window = ((measured["step"] - first) // width).rename("window")
+    middle = there.groupby((there - first) // width).mean()
+    means = measured.groupby([measured["arm"], measured["seed"], window])[column].mean().reset_index()
+    means = means.assign(step=means["window"].map(middle).astype(float))
+    return means, f" (each point: mean of {width} steps)" if width > 1 else ""
+
+
+def tokens_sampled(frames: Frames) -> pd.DataFrame:
+    """The steps, with the `tokens` of all responses that were sampled for each: their mean length times their number,
+    or, with refills, of all groups that were drawn."""
+    steps = frames["steps"]
+    plots.require_columns(steps, "response_tokens")
+    responses = {(arm, seed): (config := json.loads(text))["prompts_per_step"] * config["group_size"]
+                 for arm, seed, text in zip(*(frames.runs[c] for c in ("arm", "seed", "config")), strict=True)}
+    number = [responses[run] for run in zip(steps["arm"], steps["seed"], strict=True)]
+    kept = steps["response_tokens"] * number
+    return steps.assign(tokens=steps["drawn_tokens"].fillna(kept) if "drawn_tokens" in steps else kept)
+
+
+def add_spent(frame: pd.DataFrame, steps: pd.DataFrame, spent: str) -> pd.DataFrame:
+    """`frame` with a column `spent` beside its `step`: what an arm's runs had spent by then since they began, on
+    average; between steps on a straight line."""
+    ordered = steps.sort_values("step").fillna({spent: 0})  # nothing before the first step
+    totals = ordered.assign(total=ordered.groupby(["arm", "seed"])[spent].cumsum()).groupby(["arm", "step"])["total"]
+    by_arm = {arm: total.droplevel("arm") for arm, total in totals.mean().groupby(level="arm")}
+    points = zip(frame["arm"], frame["step"], strict=True)
+    return frame.assign(**{spent: [np.interp(step, by_arm[arm].index, by_arm[arm]) for arm, step in points]})
+
+
+def mean_by(frame: pd.DataFrame, column: str, by: str) -> pd.DataFrame:
+    """Means of a column per run and value of `by`."""
+    plots.require_columns(frame, column, by)
+    return frame.dropna(subset=[column]).groupby(["arm", "seed", by])[column].mean().reset_index()
+
+
+# ---------------------------------------------------------------------- by name
+FIGURES: dict[str, Draw] = {one.__name__: one for one in (
+    learning, learning_over_compute, clipping, expert_change, ratio_spread,
+    variance_shares, engine_mismatch, engine_over_steps, survival, learning_by_cell)}
 TOGETHER = ("learning_by_cell",)
 """Figures of all combinations of factors, as `against:…` are."""
 
@@ -43,7 +497,7 @@ def draw(name: str, endpoint: str, contrasts: Sequence[Sequence[str]] = ()) -> D
     return partial(found, **{k: v for k, v in study.items() if k in inspect.signature(found).parameters})
 
 
-def planned(names: Sequence[str], cells: Sequence[str], *, every: bool = False) -> list[tuple[str, str | None]]:
+def plan_figures(names: Sequence[str], cells: Sequence[str], *, every: bool = False) -> list[tuple[str, str | None]]:
     """Which figures to draw of which combination of factors (None: of all together).
 
     A figure of one combination is drawn where there is only one, or of `every` one.
@@ -53,12 +507,12 @@ def planned(names: Sequence[str], cells: Sequence[str], *, every: bool = False) 
                                                 for name in names if name not in across]
 
 
-def drawn(frames: Frames, declared: Mapping[str, Any], *,
-          every: bool = False) -> Iterator[tuple[str, str | None, Figure | RunError]]:
-    """The figures that are `planned` of a study: name, combination of factors, and the figure, or why there is none:
+def draw_planned(frames: Frames, declared: Mapping[str, Any], *,
+                 every: bool = False) -> Iterator[tuple[str, str | None, Figure | RunError]]:
+    """The figures that `plan_figures` names: name, combination of factors, and the figure, or why there is none:
     nobody measured its columns, or a user's own function fails."""
     arms = [arm["name"] for arm in declared["arms"]] or sorted(frames.runs["arm"].unique())
-    for name, cell in planned(declared["figures"], frames.cells, every=every):
+    for name, cell in plan_figures(declared["figures"], frames.cells, every=every):
         own, here = Use(name).own and not name.startswith(ACROSS), frames if cell is None else frames.cell(cell)
         found: Figure | RunError
         try:

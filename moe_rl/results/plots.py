@@ -22,7 +22,6 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
 from moe_rl.errors import RunError
-from moe_rl.results.pooling import require_columns
 from moe_rl.results.stats import Band, band, geometric_band
 from moe_rl.storage.columns import entry
 
@@ -153,6 +152,12 @@ def curves(ax: Axes, frame: pd.DataFrame, column: str, x: str, arms: Sequence[st
     if x in COUNTED:
         whole(ax)
     return note_of(found, "band", "thin lines" if seeds_drawn else "")
+
+
+def require_columns(frame: pd.DataFrame, *columns: str) -> None:
+    """Raise RunError for a column that no run has."""
+    if missing := [c for c in columns if c not in frame.columns]:
+        raise RunError(f"no run has measured {', '.join(missing)}, so there is nothing to draw")
 
 
 def one_by_one(n: int, arms: Sequence[str]) -> bool:

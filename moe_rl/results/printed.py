@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 def check(study: Study) -> None:
     """Raise ConfigError for a figure, a factor, a metric or a verdict that does not exist."""
     from moe_rl.results import figures
-    from moe_rl.results.factors import factor_of, settings_of
-    from moe_rl.results.summary import metric
+    from moe_rl.results.summary import factor_of, metric, settings_of
 
     for name in (study.endpoint, *study.further_endpoints, *study.metrics):
         metric(name)
@@ -61,8 +60,8 @@ def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfin
                 cells: bool = False, only: Sequence[Path] | None = None) -> None:
     """The tables of a study and its figures; with `cells`, those of every combination of factors too. `only` restricts
     it to some runs."""
+    from moe_rl.results.summary import verdict_of
     from moe_rl.results.tables import study_tables, untrained
-    from moe_rl.results.verdict import verdict_of
     from moe_rl.storage.frames import load_study
 
     declared = read_declaration(folder)
@@ -104,7 +103,7 @@ def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path,
     """
     from moe_rl.results import figures, plots
 
-    for name, cell, figure in figures.drawn(frames, declared, every=cells):
+    for name, cell, figure in figures.draw_planned(frames, declared, every=cells):
         where = folder if cell in (None, "base") else folder / folder_name("factors", cell, folder)
         if isinstance(figure, RunError):
             say(console, (f"no figure {name}", "yellow"), f": {figure}", wrap=True)

@@ -99,7 +99,7 @@ def write_page(package: str, template: str, title: str, data: Mapping[str, Any],
     out.write_text(page, encoding="utf-8")
 
 
-def pages(runs: pd.DataFrame, report: Path) -> Iterator[tuple[str, str]]:
+def write_pages(runs: pd.DataFrame, report: Path) -> Iterator[tuple[str, str]]:
     """Write a page of every run that keeps rollouts into a folder beside a report; its name, and how to link to it."""
     for run in runs.itertuples():
         path = Path(run.path)

@@ -22,9 +22,9 @@ from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
 from moe_rl.registry import Use
 from moe_rl.results import figures, plots
-from moe_rl.results.rollouts import pages
+from moe_rl.results.rollouts import write_pages
+from moe_rl.results.summary import verdict_of
 from moe_rl.results.tables import Shown, study_tables, untrained
-from moe_rl.results.verdict import verdict_of
 from moe_rl.storage.frames import Frames, load_study
 from moe_rl.storage.versions import HARDWARE
 from moe_rl.study.declaration import read_declaration
@@ -45,13 +45,13 @@ def write_study_page(folder: Path, out: Path, *, mix_code: bool = False) -> None
     out.write_text(Environment(autoescape=True).from_string(template).render(
         declared=declared, about={title: texts[key] for key, title in ABOUT.items()},
         tables=study_tables(frames, declared), figures=_figures(frames, declared), settings=_settings(frames),
-        rollouts=list(pages(frames.runs, out)), runs=_runs(frames.runs),
+        rollouts=list(write_pages(frames.runs, out)), runs=_runs(frames.runs),
         versions=_versions(frames.runs), left_out=frames.left_out, folder=folder.as_posix()))
 
 
 def _figures(frames: Frames, declared: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]:
     """Name, caption and SVG in base64 of each; for one that cannot be drawn, why."""
-    for name, _, figure in figures.drawn(frames, declared):
+    for name, _, figure in figures.draw_planned(frames, declared):
         if isinstance(figure, RunError):
             yield name, "", "", str(figure)
             continue

@@ -10,14 +10,19 @@ from typing import Any
 import pandas as pd
 
 from moe_rl.errors import RunError
-from moe_rl.results.factors import HalfLost, against, factor_of, half_lost_points, name_of, numeric
 from moe_rl.results.stats import Interval, interval
 from moe_rl.results.summary import (
     GAINED,
+    HalfLost,
     Metric,
+    against,
     compare,
+    factor_of,
     family,
+    half_lost_points,
     metric,
+    name_of,
+    numeric,
     outcomes,
     pairs_of,
     per_run,
@@ -159,8 +164,6 @@ def _half_lost_rows(one: HalfLost) -> Iterable[tuple[str, ...]]:
         yield f"{arm}{where}", point.printed(".3g"), str(point.n), f"{one.censored[arm]} of {point.n}", ""
     for (a, b), s in one.shifts.items():
         yield f"{a} / {b}{where}", str(s.ratio), str(s.ratio.n), f"{s.censored} of {s.ratio.n}", _p(s.p)
-
-
 
 
 def untrained(frames: Frames) -> str:

@@ -51,7 +51,7 @@ def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[floa
         finished=torch.tensor([r.finished for r in rollouts]),
         turn=turn if conversed else None,
         turn_rewards=turn_rewards if conversed else None,
-        rollout_routes=RoutingTrace.stack(routes, tokens, attention_mask, mixed=True) if routed else None,
+        rollout_routes=RoutingTrace.cat(routes, tokens, attention_mask, mixed=True) if routed else None,
         kept=KeptTokens.stack(kept, written) if len(kept) == len(rollouts) else None,
         sampled_at=sampled_at if all(r.sampled_at is not None for r in rollouts) else None,
     )

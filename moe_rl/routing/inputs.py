@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing.hooks import Recording, Replay
-from moe_rl.routing.trace import Layout, RoutingTrace
+from moe_rl.routing.layout import Layout
+from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch
 
 PerToken = Float[Tensor, "batch time"]

@@ -1,24 +1,80 @@
-"""How a router's forward, or the method that takes the top-k of its logits, is intercepted while scopes are open."""
+"""What takes the place of a model's methods while scopes are open: of a router's forward, or of the method that takes
+the top-k of its logits; and of the function that checkpoints a layer, so that the layer is recomputed with the experts
+of its forward.
+
+Left alone, a recomputation that is off by rounding would choose others, and one after its replay scope would choose
+freely. Recomputations of several micro-batches may come in any order, and twice where a graph is retained.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Integer
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing.selection import MaximaSelection, Selection
+from moe_rl.routing.selection import CheckpointedForward, MaximaSelection, Replay, Selection
 from moe_rl.routing.sites import SELECTS, RoutingModule, family_class, token_readers
-from moe_rl.routing.stand_in import StandIn, opened
 
-if TYPE_CHECKING:
-    from moe_rl.routing.checkpointing import CheckpointedForward
-    from moe_rl.routing.hooks import Replay
+
+class StandIn:
+    """Stands in for one attribute of a module while at least one scope is open on it."""
+
+    attribute: str
+
+    def __init__(self, owner: nn.Module):
+        self.owner, self.original = owner, getattr(owner, self.attribute)
+        self.previous = owner.__dict__.get(self.attribute)
+        self.scopes: list[Any] = []
+
+    @classmethod
+    def on(cls, owner: nn.Module, *args: Any) -> Any:
+        """The one that stands there already, or a new one."""
+        current = owner.__dict__.get(cls.attribute)
+        return current if isinstance(current, cls) else cls(owner, *args)
+
+    @property
+    def idle(self) -> bool:
+        return not self.scopes
+
+    def take_place(self) -> None:
+        setattr(self.owner, self.attribute, self)
+
+    def give_back(self) -> None:
+        """Restore what was there before, unless somebody has wrapped this one meanwhile: it then only hands on."""
+        if self.owner.__dict__.get(self.attribute) is not self:
+            return
+        delattr(self.owner, self.attribute)
+        if self.previous is not None:
+            setattr(self.owner, self.attribute, self.previous)
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        raise RoutingError(
+            "the model is inside record_routing or replay_routing, and a copy of it would go on recording or replaying "
+            "for ever; copy it outside the block."
+        )
+
+
+@contextmanager
+def opened(stand_ins: Sequence[StandIn], kind: str, what: Any) -> Iterator[None]:
+    """Put `what` last in the list `kind` of each; take it off again, come what may and in whatever order."""
+    for stand_in in stand_ins:
+        stand_in.take_place()
+        getattr(stand_in, kind).append(what)
+    try:
+        yield
+    finally:
+        for stand_in in stand_ins:
+            entries = getattr(stand_in, kind)
+            # The last of its kind: a recomputation puts the replay of its forward there a second time.
+            del entries[max(i for i, entry in enumerate(entries) if entry is what)]
+            if stand_in.idle:
+                stand_in.give_back()
 
 
 class SiteForward(StandIn):
@@ -170,14 +226,50 @@ def tokens_noted(model: nn.Module, note: Callable[[torch.Size, Tensor | None], N
         elif isinstance(embedded, Tensor) and embedded.dim() == 3:
             note(embedded.shape[:2], None)
 
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in readers]
-    try:
+    with ExitStack() as scope:
+        for module in readers:
+            scope.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def recomputing() -> bool:
     """True inside a backward pass, that is, when activation checkpointing runs a forward again."""
     return torch._C._current_graph_task_id() != -1
+
+
+# ---------------------------------------------------------------------- activation checkpointing
+class LayerCheckpoint(StandIn):
+    """Stands in for the function by which transformers checkpoints one layer."""
+
+    attribute = "_gradient_checkpointing_func"
+
+    def __init__(self, owner: nn.Module, modules: tuple[RoutingModule, ...]):
+        super().__init__(owner)
+        self.modules = modules
+
+    def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self.idle or not torch.is_grad_enabled():
+            return self.original(function, *args, **kwargs)
+        replay = SiteForward.of(self.modules[0], 0).replay
+        forward = CheckpointedForward(replay)
+        if replay is not None:
+            replay.pending.add(forward)
+
+        def run(*inner: Any, **inner_kwargs: Any) -> Any:
+            if not recomputing():
+                with hooked(self.modules, "listeners", forward.keep):
+                    return function(*inner, **inner_kwargs)
+            if replay is not None:
+                replay.pending.discard(forward)
+            with hooked(self.modules, "replays", replay), hooked(self.modules, "recomputed", forward):
+                return function(*inner, **inner_kwargs)
+
+        return self.original(run, *args, **kwargs)
+
+
+@contextmanager
+def checkpoints_bound(model: nn.Module, modules: tuple[RoutingModule, ...]) -> Iterator[None]:
+    """Recompute every layer that is checkpointed inside the block with the experts and the replay of its forward."""
+    owners = [m for m in model.modules() if LayerCheckpoint.attribute in m.__dict__]
+    with opened([LayerCheckpoint.on(owner, modules) for owner in owners], "scopes", object()):
+        yield

@@ -6,7 +6,8 @@ The family's own code makes logits, scores and combine weights; only the ids tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float, Integer
@@ -14,10 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing.sites import RoutingModule
-
-if TYPE_CHECKING:
-    from moe_rl.routing.hooks import Replay
+from moe_rl.routing.sites import RoutingModule, since
+from moe_rl.routing.trace import RoutingTrace
 
 TOPK = frozenset({torch.topk, torch.Tensor.topk})
 MASK = frozenset({torch.masked_fill, torch.Tensor.masked_fill})
@@ -25,6 +24,89 @@ MAXIMUM = frozenset({torch.max, torch.Tensor.max})
 SQUASH = frozenset({torch.softmax, torch.Tensor.softmax, nn.functional.softmax, torch.sigmoid, torch.Tensor.sigmoid,
                     nn.functional.sigmoid, nn.functional.softplus})
 """What makes positive scores of logits."""
+
+
+@dataclass(eq=False)
+class Replay:
+    """A replay scope's view of what it does."""
+
+    routes: RoutingTrace
+    coverage: float
+    """Share of (token, site) pairs that are forced; the rest routes freely."""
+    free: Integer[Tensor, " rows"]
+    """Tokens, batch-major, of which some site's route is unknown; padding among them."""
+    partial: bool
+    """Whether some of them are real tokens."""
+    pending: set[CheckpointedForward] = field(default_factory=set)
+    """Forwards of checkpointed layers whose recomputation is still to come."""
+    _own: dict[int, Tensor] = field(default_factory=dict)
+    """Per site, the [tokens, k] ids of the last forward's own top-k, in the layout's narrow dtype."""
+
+    @staticmethod
+    def of(trace: RoutingTrace) -> Replay:
+        unknown = ~trace.known.all(-1)
+        partial = bool((unknown & trace.attention_mask).any())
+        return Replay(trace, trace.coverage, unknown.flatten().nonzero()[:, 0], partial)
+
+    @property
+    def ran(self) -> bool:
+        return len(self.routes.layout.sites) - 1 in self._own
+
+    @property
+    def preferred(self) -> RoutingTrace:
+        """What each router would have picked in the last forward, given the hidden states that replay made upstream.
+
+        Not the natural routes: those need a forward without replay.
+        """
+        if not self.ran:
+            raise RoutingError("no forward has run inside the replay scope yet.")
+        layout = self.routes.layout
+        ids = layout.stack([self._own[site] for site in sorted(self._own)]).unflatten(0, self.routes.shape[:2])
+        mask = self.routes.attention_mask.to(ids.device)
+        tokens = None if self.routes.tokens is None else self.routes.tokens.to(ids.device)
+        ids = ids.masked_fill(~mask[..., None, None], layout.unknown)
+        return RoutingTrace.from_ids(ids, layout, tokens=tokens, attention_mask=mask, check=False)
+
+    # ------------------------------------------------------------------ for the sites
+    def ids(self, site: int, scores: Float[Tensor, "tokens experts"]) -> Integer[Tensor, "tokens k"]:
+        """A new tensor of the ids for the site whose choice scores these are; -1 where unknown."""
+        layout, (batch, time) = self.routes.layout, self.routes.shape[:2]
+        if scores.shape[0] != batch * time:
+            raise RoutingError(
+                f"{layout.sites[site].name}: the forward has {scores.shape[0]} tokens, "
+                f"the trace {batch} rows of {time}."
+            )
+        ids = self.routes.experts[:, :, site, : layout.sites[site].top_k].flatten(0, 1).to(scores.device).long()
+        return ids.masked_fill_(ids == layout.unknown, -1) if len(self.free) else ids
+
+    def weighed(self, site: int, output: Any, router: str) -> Any:
+        """A site's output with the trace's combine weights, where it has any. Raises RoutingError for a `router` that
+        hands out something else than (logits, combine weights, ids)."""
+        if self.routes.gates is None:
+            return output
+        spec = self.routes.layout.sites[site]
+        gates = self.routes.gates[:, :, site, : spec.top_k].flatten(0, 1)
+        if not (isinstance(output, tuple) and len(output) == 3 and output[1].shape == gates.shape):
+            raise RoutingError(f"{spec.name} ({router}) does not hand out (logits, combine weights, ids) and nothing "
+                               "else, so its combine weights cannot be recalled. Replay ids alone: routes='old_policy'"
+                               " or 'rollout', or replace(trace, gates=None)." + since(router))
+        gates = gates.to(output[1].device, output[1].dtype)
+        known = self.routes.known[:, :, site].flatten()[:, None].to(gates.device)
+        return output[0], torch.where(known, gates, output[1]) if len(self.free) else gates, output[2]
+
+    def saw(self, site: int, own: Integer[Tensor, "tokens k"]) -> None:
+        self._own[site] = own.to(self.routes.layout.dtype)
+
+
+class CheckpointedForward:
+    """The forward of one checkpointed layer, for its recomputation: under which replay it ran, the ids it used."""
+
+    def __init__(self, replay: Replay | None):
+        self.replay = replay
+        self.ids: dict[int, Tensor] = {}
+
+    def keep(self, site: int, used: Tensor, choice: Tensor, output: Any) -> None:
+        self.ids[site] = used.detach()
 
 
 class Selection(TorchFunctionMode):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing.trace import Layout, Site
+from moe_rl.routing.layout import Layout, Site
 
 ROUTER_NAME = re.compile(r"(Router|TopKGating|MoEV1Gate)$")
 WRAPPERS = re.compile(r"^(base_model\.model\.|_orig_mod\.|_fsdp_wrapped_module\.|module\.)+")

@@ -261,17 +261,7 @@ def _seed(seed: int, batch: Batch) -> int:
 BASES: dict[str, Callable[[Batch, Scored], RoutingTrace]] = {"old_policy": old_policy, "rollout": rollout}
 """Whole routes, of which other sources take a part."""
 SOURCES: dict[str, Callable[..., RoutingTrace | None]] = {
-    "live": live,
-    "old_policy": old_policy,
-    "rollout": rollout,
-    "shuffled": shuffled,
-    "random_sets": random_sets,
-    "under_noise": under_noise,
-    "random_share": random_share,
-    "by_layer": by_layer,
-    "by_margin": by_margin,
-    "by_probability": by_probability,
-    "soft": soft,
-    "recall": recall,
-    "false_flips": false_flips,
+    source.__name__: source
+    for source in (live, old_policy, rollout, shuffled, random_sets, under_noise, random_share, by_layer, by_margin,
+                   by_probability, soft, recall, false_flips)
 }

@@ -12,14 +12,15 @@ from jaxtyping import Bool, Float, Int, Int16, Integer
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing import trace_files, trace_parts
+from moe_rl.routing import trace_files
 from moe_rl.routing.layout import Layout, Site
-from moe_rl.routing.trace_checks import check_ids
 from moe_rl.routing.trace_files import ALL, unpacked
 
 __all__ = ["Layout", "RoutingTrace", "Site"]
+ROUTED = ("experts", "gates", "version_index")
 PER_TOKEN = ("experts", "attention_mask", "tokens", "gates", "version_index")
-"""What has rows and columns."""
+"""Fields with rows and columns; those of `ROUTED` come from a router."""
+CUTS = ("rows", "tokens", "zigzag", "layers")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,39 +69,34 @@ class RoutingTrace:
         if attention_mask is None:
             attention_mask = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
         if check:
-            check_ids(ids, layout)
+            layout.check_ids(ids)
             if layout.dtype == torch.uint8 and ids.dtype != torch.uint8:
                 ids = ids.masked_fill(ids < 0, layout.unknown)
         tokens = None if tokens is None else tokens.to(torch.int32)
         return RoutingTrace(ids.to(layout.dtype), attention_mask.bool(), layout, tokens, weight_version)
 
     @staticmethod
-    def stack(
-        traces: list[RoutingTrace], tokens: Integer[Tensor, "batch time"],
-        attention_mask: Bool[Tensor, "batch time"], *, mixed: bool = False,
-    ) -> RoutingTrace:
-        """One-row traces of unequal length as one right-padded trace over `tokens`.
-
-        A trace may be shorter than its row (the last sampled token has no route); the rest is unknown. `mixed` and
-        RoutingError as in `cat`.
-        """
-        for b, trace in enumerate(traces):
-            if trace.shape[0] != 1:
-                raise RoutingError(f"trace {b} has {trace.shape[0]} rows; stack joins traces of one, cat of several.")
-        return RoutingTrace.cat(traces, tokens, attention_mask, mixed=mixed)
-
-    @staticmethod
     def cat(
         traces: Sequence[RoutingTrace], tokens: Integer[Tensor, "batch time"],
         attention_mask: Bool[Tensor, "batch time"], *, mixed: bool = False,
     ) -> RoutingTrace:
-        """Right-padded traces of consecutive rows, micro-batches say, as one trace over `tokens`, on its device.
+        """Right-padded traces of consecutive rows, single ones or micro-batches, as one trace over `tokens`, on its
+        device.
 
-        Columns that a trace lacks are unknown. Raises RoutingError for traces of other tokens (padding aside), of more
-        columns or another number of rows than the batch, of two models, for traces that are replayed by different
-        rules and, unless they may be `mixed`, for different weight versions.
+        Columns that a trace lacks, as that of the last sampled token, are unknown. Raises RoutingError for traces of
+        other tokens (padding aside), of more columns or another number of rows than the batch, of two models, for
+        traces that are replayed by different rules and, unless they may be `mixed`, for different weight versions.
         """
-        return trace_parts.cat(traces, tokens, attention_mask, mixed)
+        row = 0
+        for number, trace in enumerate(traces):
+            _require_rows(trace, number, traces[0], tokens[row : row + trace.shape[0]], row, mixed)
+            row += trace.shape[0]
+        if row != tokens.shape[0]:
+            raise RoutingError(f"the traces have {row} rows, the batch has {tokens.shape[0]}.")
+        wide = _with_one_index([trace.wide(tokens.shape[1]) for trace in traces])
+        joined: dict[str, Any] = {name: [getattr(trace, name) for trace in wide] for name in ROUTED}
+        joined = {name: None if x[0] is None else torch.cat(x).to(tokens.device) for name, x in joined.items()}
+        return replace(wide[0], **joined, attention_mask=attention_mask, tokens=tokens.to(torch.int32))
 
     @staticmethod
     def splice(
@@ -118,7 +114,14 @@ class RoutingTrace:
         not for weight versions, and for no parts.
         """
         mask = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        return trace_parts.splice(parts, tokens, mask)
+        if not parts:
+            raise RoutingError("no traces to splice; for rows without routes replay None.")
+        for number, part in enumerate(parts):
+            _require_rows(part, number, parts[0], tokens, 0, mixed=True)
+        *earlier, whole = _with_one_index([RoutingTrace.cat([part], tokens, mask, mixed=True) for part in parts])
+        for part in reversed(earlier):
+            whole = _prefer(part, whole)
+        return whole
 
     # ------------------------------------------------------------------ reading it
     @property
@@ -237,7 +240,38 @@ class RoutingTrace:
         layers of a pipeline stage, of `num_layers` (without it, they end with the last that routes), which must come
         out even. Raises RoutingError for a rank that there is not, and for a stage without a layer that routes.
         """
-        return trace_parts.shard(self, rank, world, by, num_layers)
+        if not 0 <= rank < world:
+            raise RoutingError(f"rank {rank} of {world}: ranks run from 0 to one less than their number.")
+        batch, time = self.shape[:2]
+        if by == "rows":
+            return self.rows(torch.arange(batch).tensor_split(world)[rank])
+        if by in ("tokens", "zigzag"):
+            count = world if by == "tokens" else 2 * world
+            wide = self.wide(-(-time // count) * count)
+            blocks = torch.arange(wide.shape[1]).chunk(count)
+            mine = blocks[rank] if by == "tokens" else torch.cat([blocks[rank], blocks[count - 1 - rank]])
+            return wide.each(lambda _, x: x[:, mine])
+        if by == "layers":
+            return self._stage(rank, world, num_layers)
+        raise RoutingError(f"by={by!r}: cut by {', '.join(CUTS)}.")
+
+    def _stage(self, rank: int, world: int, num_layers: int | None) -> RoutingTrace:
+        layers = [site.decoder_layer for site in self.layout.sites]
+        total = num_layers or max(layers) + 1
+        if total % world or total <= max(layers):
+            raise RoutingError(f"{total} decoder layers over {world} stages; expected a number that {world} divides, "
+                               f"of more than {max(layers)}, the last that routes: give num_layers.")
+        each = total // world
+        here = [s for s, layer in enumerate(layers) if layer // each == rank]
+        if not here:
+            raise RoutingError(f"stage {rank} of {world} has layers {rank * each} to {rank * each + each - 1}, none of "
+                               "which routes: it needs no trace.")
+        layout = Layout(tuple(self.layout.sites[s] for s in here), self.layout.architecture)
+        experts = self.experts[:, :, here, : layout.top_k].contiguous().to(layout.dtype)
+        if layout.dtype != self.experts.dtype:
+            experts = experts.masked_fill(~self.known[:, :, here, None], layout.unknown)
+        gates = None if self.gates is None else self.gates[:, :, here, : layout.top_k]
+        return replace(self, layout=layout, experts=experts, gates=gates)
 
     def to(self, device: torch.device | str) -> RoutingTrace:
         return self.each(lambda _, x: x.to(device))
@@ -264,19 +298,69 @@ class RoutingTrace:
         `beside` are tensors [batch, time, …] of the same forward (gates, margins), packed alike, which the trace itself
         does not hold; `load_beside` reads them, `load` and replay ignore them.
         """
-        trace_files.save(self, path, beside)
+        trace_files.write_fields(vars(self), path, beside)
 
     @staticmethod
     def load(path: str | Path, *, rows: slice = ALL, columns: slice = ALL, sites: slice = ALL) -> RoutingTrace:
         """Read what `save` wrote, or a part of it: the file is mapped, and no more of it is read than is asked for.
 
         The whole is held against its sums; a part only against what ids can be. A file that would unpack to more than
-        1 GiB and more than 256 times its size is refused. Raises RoutingError for a missing, foreign, corrupted or
-        newer file, and for slices with a step.
+        1 GiB and more than 256 times its size is refused. Raises RoutingError for a missing, foreign or corrupted file,
+        for one of another format, and for slices with a step.
         """
-        return RoutingTrace(**trace_files.load(path, rows, columns, sites))
+        return RoutingTrace(**trace_files.read_fields(path, rows, columns, sites))
 
     @staticmethod
     def load_beside(path: str | Path) -> dict[str, Tensor]:
         """What a file holds beside its trace, padded with zeros; empty for a trace saved alone."""
-        return trace_files.load_beside(path)
+        return trace_files.read_beside(path)
+
+
+# ---------------------------------------------------------------------- small parts
+def _require_rows(
+    trace: RoutingTrace, number: int, first: RoutingTrace, tokens: Integer[Tensor, "rows time"], row: int, mixed: bool
+) -> None:
+    """Raise unless trace `number` can be joined with the first one, over these rows of a batch, from `row` on."""
+    first.layout.require(trace.layout, f"trace {number}")
+    if trace.weights != first.weights and not mixed:
+        versions = " and ".join(", ".join(map(repr, one.weights)) for one in (first, trace))
+        raise RoutingError(f"traces 0 and {number} are of two weight versions, {versions}: join them apart, or say "
+                           "mixed=True, and the result knows the one of every token.")
+    if trace.keep != first.keep or (trace.gates is None) != (first.gates is None):
+        raise RoutingError(f"traces 0 and {number} are replayed by different rules, one keeps or weighs experts "
+                           "otherwise than the other: join them apart.")
+    rows, time = trace.shape[:2]
+    if time > tokens.shape[1]:
+        raise RoutingError(f"trace {number} has {time} columns, the batch {tokens.shape[1]}: rows of other tokens?")
+    if trace.tokens is None or rows != len(tokens):  # too many rows are refused by their sum
+        return
+    other = (trace.tokens.to(tokens.device) != tokens[:, :time]) & trace.attention_mask.to(tokens.device)
+    if bool(other.any()):
+        b, t = other.nonzero()[0].tolist()
+        raise RoutingError(
+            f"trace {number} holds the routes of other tokens than row {row + b} of the batch: at position {t} token "
+            f"{int(trace.tokens[b, t])}, in the batch {int(tokens[b, t])}. Give the traces in the order of the rows."
+        )
+
+
+def _with_one_index(traces: Sequence[RoutingTrace]) -> list[RoutingTrace]:
+    """The traces, numbering the weight versions of all of them alike."""
+    names = tuple(dict.fromkeys(name for trace in traces for name in trace.weights))
+    if len(names) == 1:
+        return [replace(trace, weight_version=names[0], versions=(), version_index=None) for trace in traces]
+    found = []
+    for trace in traces:
+        own = trace.known.any(-1).short() - 1 if trace.version_index is None else trace.version_index
+        number = own.new_tensor([*(names.index(name) for name in trace.weights), -1])  # the last one is that of -1
+        found.append(replace(trace, weight_version=None, versions=names, version_index=number[own.long()]))
+    return found
+
+
+def _prefer(first: RoutingTrace, second: RoutingTrace) -> RoutingTrace:
+    """The routes of `first` at tokens of which it knows any route, else those of `second`."""
+    known = first.known.any(-1)
+
+    def choose(name: str, theirs: Tensor) -> Tensor:
+        return getattr(first, name).where(known.view(*known.shape, *(1,) * (theirs.dim() - 2)), theirs)
+
+    return second.each(choose, ROUTED)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.errors import RunError, Stopped
+from moe_rl.ranks import from_rank_0
 from moe_rl.storage import commits
 from moe_rl.storage.columns import TABLES
 from moe_rl.storage.commits import Row, fsync, last_step, latest_commit
@@ -298,3 +299,59 @@ def write_json(file: Path, content: Mapping[str, Any], durable: bool = True) -> 
     aside.rename(file)
     if durable:
         fsync(file.parent)
+
+
+class SharedFolder:
+    """A run's folder as all ranks see it. Rank 0 has the real one; the others learn what it says, and take part in
+    writing checkpoints into it, so it must be on a file system that all ranks see."""
+
+    def __init__(self, folder: RunFolder | None):
+        self.folder = folder
+        self.path: Path = from_rank_0(lambda: self._real().path)
+        self.told: Callable[[], bool] = folder.stopping if folder else lambda: False
+        """Whether rank 0 was told to stop."""
+        self._stopping = False
+        if folder is not None:
+            folder.stopping = lambda: self._stopping  # what all ranks know, and not what rank 0 heard since
+
+    def latest(self) -> tuple[int, Path | None]:
+        return from_rank_0(lambda: self._real().latest())
+
+    def _real(self) -> RunFolder:
+        assert self.folder is not None, "rank 0 has it, and alone is asked"
+        return self.folder
+
+    def add(self, table: str, rows: Iterable[Row]) -> None:
+        if self.folder is not None:
+            self.folder.add(table, rows)
+
+    def diverged(self) -> str | None:
+        return from_rank_0(lambda: self._real().diverged())
+
+    def commit(self, step: int, save: Callable[[Path], None], diverged: str | None = None) -> None:
+        """Rank 0 commits; when it comes to the checkpoint, every rank saves its part."""
+        if self.folder is None:
+            if (target := from_rank_0(lambda: None)) is not None:
+                save(target)
+            if self._stopping:
+                raise Stopped(f"{self.path} was told to stop")
+            return
+        announced = []
+
+        def together(target: Path) -> None:
+            announced.append(from_rank_0(lambda: target))
+            save(target)
+
+        try:
+            self.folder.commit(step, together, diverged)
+        finally:
+            if not announced:  # this step was committed before, or the folder is somebody else's now
+                from_rank_0(lambda: None)
+
+    def stopping(self) -> bool:
+        self._stopping = from_rank_0(self.told)
+        return self._stopping
+
+    def finish(self, diverged: str | None = None) -> None:
+        if self.folder is not None:
+            self.folder.finish(diverged)

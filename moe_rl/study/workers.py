@@ -205,7 +205,7 @@ def carry_out(planned: Planned, trainer: str, cache: Path, *, update: Callable[[
     config = planned.config
     if ranks.rank():
         with contextlib.suppress(Diverged):  # rank 0 records it
-            load(trainer)(config, ranks.SharedFolder(None), cache=cache)
+            load(trainer)(config, runs.SharedFolder(None), cache=cache)
         return
     with runs.RunFolder.open(planned.path, config.to_dict(), config.hash, trainer=trainer,
                              study_file=planned.study_file) as folder:
@@ -217,7 +217,7 @@ def carry_out(planned: Planned, trainer: str, cache: Path, *, update: Callable[[
             update()
 
         with recorded(folder, config.steps, watch):
-            load(trainer)(config, ranks.SharedFolder(folder) if ranks.launched() else folder, cache=cache,
+            load(trainer)(config, runs.SharedFolder(folder) if ranks.launched() else folder, cache=cache,
                           listen=listen)
 
 

@@ -17,20 +17,19 @@ import torch
 
 from moe_rl import cli
 from moe_rl.analysis.diagnose import diagnose
-from moe_rl.analysis.diagnose.ladder import Ladder, Rung, keys, remaining
+from moe_rl.analysis.diagnose.diagnosis import Explanation, Gap
+from moe_rl.analysis.diagnose.ladder import TEMPERATURES, Ladder, Rung, promising, remaining
 from moe_rl.analysis.diagnose.report import write_page
-from moe_rl.analysis.diagnose.responses import Rollouts
-from moe_rl.analysis.diagnose.scopes import (
+from moe_rl.analysis.diagnose.responses import Rollouts, keys
+from moe_rl.analysis.diagnose.suspects import (
     experts_by,
     in_dtype,
     routers_changed,
     runnable,
+    suspects_of,
     weights_of,
     weights_rounded,
 )
-from moe_rl.analysis.diagnose.scoring import TEMPERATURES, promising
-from moe_rl.analysis.diagnose.suspects import suspects_of
-from moe_rl.analysis.diagnose.verdict import Explanation, Gap
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer

@@ -20,13 +20,11 @@ from safetensors.torch import save_file
 
 from moe_rl import cli
 from moe_rl.analysis.checkpoints import measure
-from moe_rl.analysis.checkpoints.figures import by_layer
-from moe_rl.analysis.checkpoints.measure import Comparison, measure_volatility
-from moe_rl.analysis.checkpoints.observed import Observer
-from moe_rl.analysis.checkpoints.printed import _layers, _tenth, conclusion, print_report
-from moe_rl.analysis.checkpoints.series import checkpoints_of, measure_series, step_of
+from moe_rl.analysis.checkpoints.measure import Comparison, Observer, measure_series, measure_volatility
+from moe_rl.analysis.checkpoints.report import _layers, _tenth, by_layer, conclusion, print_report
 from moe_rl.analysis.checkpoints.tables import METRICS, RATIOS, TABLES, top_share
 from moe_rl.analysis.checkpoints.texts import Texts
+from moe_rl.analysis.folders import checkpoints_of, step_of
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.models.load import load, no_progress_bars, save_checkpoint
@@ -713,14 +711,3 @@ def test_ratios_are_printed_where_responses_were_scored(there, scored, capsys):
         assert f"{name} {summary[name]:.2g} " in out
     with pytest.raises(RunError, match="ratios: True there, False now"):
         compare(there, scored[1])
-
-
-def test_a_comparison_of_older_code_has_no_ratios(there, tmp_path, scored):
-    """Its manifest does not say so."""
-    shutil.copytree(scored[1], tmp_path / "out")
-    manifest = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert manifest.pop("ratios")
-    (tmp_path / "out" / "comparison.json").write_text(json.dumps(manifest))
-    with pytest.raises(RunError, match="ratios: False there, True now"):
-        compare(there, tmp_path / "out", ratios=True)
-    compare(there, tmp_path / "out")  # which only reads it

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from moe_rl.analysis.pass_at import majority, pass_at
+from moe_rl.analysis.benchmarks import majority, pass_at
 from moe_rl.errors import ConfigError
 
 

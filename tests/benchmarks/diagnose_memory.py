@@ -21,12 +21,10 @@ import numpy as np
 import torch
 
 from moe_rl.analysis.diagnose import diagnose
-from moe_rl.analysis.diagnose.ladder import agreement
-from moe_rl.analysis.diagnose.reported import Reported
+from moe_rl.analysis.diagnose.ladder import STATED, agreement, score
 from moe_rl.analysis.diagnose.responses import Rollouts
-from moe_rl.analysis.diagnose.scopes import in_dtype
-from moe_rl.analysis.diagnose.scoring import STATED, score
-from moe_rl.analysis.diagnose.signatures import findings
+from moe_rl.analysis.diagnose.signatures import Reported, findings
+from moe_rl.analysis.diagnose.suspects import in_dtype
 from moe_rl.routing import layout_of
 from tests.analysis.broken_engines import Bench
 from tests.conftest import build

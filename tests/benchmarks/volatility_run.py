@@ -24,7 +24,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 import torch  # noqa: E402
 
 from moe_rl import cli  # noqa: E402
-from moe_rl.analysis.checkpoints.observed import Observer  # noqa: E402
+from moe_rl.analysis.checkpoints.measure import Observer  # noqa: E402
 from moe_rl.config import ModelConfig  # noqa: E402
 from moe_rl.models.load import load, save_checkpoint  # noqa: E402
 

@@ -38,7 +38,7 @@ from moe_rl.policies.hf import HFPolicy, checkpoint_activations
 from moe_rl.registry import Use
 from moe_rl.routing import Layout, RoutingTrace, Site, record_routing, replay_routing
 from moe_rl.routing.dial import Dose
-from moe_rl.storage.folder import RunFolder, read_json
+from moe_rl.storage.folder import RunFolder, SharedFolder, read_json
 from tests.conftest import build, perturb
 from tests.integrations.megatron_layouts import far, growth, holes, weights_of, wide
 from tests.integrations.test_server import Server
@@ -275,7 +275,7 @@ def carry_out(run: RunConfig, path: Path, cache: Path) -> None:
     """Begin a run, or go on with it, all ranks together."""
     real = RunFolder.open(path, run.to_dict(), run.hash) if ranks.rank() == 0 else nullcontext()
     with real as opened:
-        execute(run, ranks.SharedFolder(opened), cache=cache)
+        execute(run, SharedFolder(opened), cache=cache)
 
 
 def killed(world: int, folder: Path, name: str, verb: str, call: int, victims: Collection[int]) -> list[int]:

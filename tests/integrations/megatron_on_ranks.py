@@ -31,7 +31,7 @@ from moe_rl.integrations.vllm.checked import CheckedEngine
 from moe_rl.integrations.vllm.push import Tolerance, probe_prompts
 from moe_rl.integrations.vllm.server import ServerEngine
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.storage.folder import RunFolder
+from moe_rl.storage.folder import RunFolder, SharedFolder
 from tests.conftest import build
 from tests.integrations.megatron_layouts import (
     LAYOUTS,
@@ -100,7 +100,7 @@ def carry_out(run: RunConfig, path: Path, cache: Path, listen: Callable[[dict], 
 
     real = RunFolder.open(path, run.to_dict(), run.hash) if ranks.rank() == 0 else nullcontext()
     with real as opened:
-        execute(run, ranks.SharedFolder(opened), cache=cache, listen=listen)
+        execute(run, SharedFolder(opened), cache=cache, listen=listen)
 
 
 def checkpoint(folder: Path, name: str, other: str) -> dict:

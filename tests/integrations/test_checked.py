@@ -116,5 +116,5 @@ def test_an_engine_is_checked_unless_it_shares_the_policys_module(loaded, tmp_pa
     assert apart.temperature == run.temperature and len(apart.probes) == 8
     nobody = build_engine(run, None, policy, tmp_path, spread=True)
     assert isinstance(nobody, CheckedEngine) and nobody.engine is None
-    together = engine_of(run, loaded, score, tmp_path)
-    assert type(together) is (HFEngine if name == "hf" else CheckedEngine)
+    together = build_engine(run, loaded, policy, tmp_path, spread=False)
+    assert type(together) is (HFEngine if engine == "hf" else CheckedEngine)

@@ -166,7 +166,7 @@ def test_a_slow_tracker_is_given_rows_less_often(tmp_path, monkeypatch):
 ])
 def test_a_tracker_that_fails_or_hangs_is_dropped_and_the_runs_go_on(tmp_path, tracker, words):
     """In a process that is made as the real one is, but looks all the time and has no patience."""
-    code = ("import sys; from moe_rl.study import tracking as t; t.EVERY, t.REST, t.LIMIT = 0.02, 0, 1.0; "
+    code = ("import sys; from moe_rl.integrations.trackers import processes as t; t.EVERY, t.REST, t.LIMIT = 0.02, 0, 1.0; "
             "sys.exit(t.main())")
     out = io.StringIO()
     real = tracking.subprocess.Popen
@@ -195,7 +195,8 @@ def test_a_tracker_that_fails_or_hangs_is_dropped_and_the_runs_go_on(tmp_path, t
     assert given(points(tmp_path / "lines" / "fake+grpo+base+seed=0.jsonl")) == expected(path)
 
 
-def test_run_gives_a_tracker_what_it_commits_and_says_nothing_of_it_in_the_configuration(tmp_path, monkeypatch):
+def test_run_gives_a_tracker_what_it_commits_and_says_nothing_of_it_in_the_configuration(tmp_path, monkeypatch,
+                                                                                        forked_workers):
     monkeypatch.setenv("PYTHONPATH", ".:tests")
     assert cli.main(["run", FAKE, "--seeds", "0", "--arms", "grpo", "--jobs", "1", "--out", str(tmp_path),
                      "--track", f"{LINES}={tmp_path / 'lines'}"]) == 0  # fmt: skip

@@ -53,7 +53,7 @@ def test_the_next_turn_keeps_the_prefix_and_routes_its_last_token_anew(qwen, tok
         turn = qwen.generate(tokens[:1], max_new_tokens=4, min_new_tokens=4, do_sample=False)
     first = recording.trace(turn)
     longer = torch.cat([turn, tokens[1:2]], 1)
-    routes = RoutingTrace.stack([first], longer, torch.ones_like(longer, dtype=torch.bool))
+    routes = RoutingTrace.cat([first], longer, torch.ones_like(longer, dtype=torch.bool))
     last = turn.shape[1] - 1
     assert routes.known[0, :last].all() and not routes.known[0, last:].any()
     perturb(qwen)
@@ -64,7 +64,7 @@ def test_the_next_turn_keeps_the_prefix_and_routes_its_last_token_anew(qwen, tok
     assert torch.equal(used.experts[:, last:], replay.preferred.experts[:, last:])
     longer[0, last] += 1
     with pytest.raises(RoutingError, match="other tokens"):
-        RoutingTrace.stack([first], longer, torch.ones_like(longer, dtype=torch.bool))
+        RoutingTrace.cat([first], longer, torch.ones_like(longer, dtype=torch.bool))
 
 
 def test_the_last_prompt_token_keeps_its_route_however_little_is_sampled():
@@ -99,9 +99,9 @@ def test_routes_of_two_weight_versions_do_not_become_one_trace(qwen, tokens):
     trace, _ = record(qwen, tokens)
     mask = torch.ones_like(tokens[:2], dtype=torch.bool)
     rows = [replace(trace.rows(slice(b, b + 1)), weight_version=f"push {b}") for b in range(2)]
-    assert RoutingTrace.stack([rows[0]], tokens[:1], mask[:1]).weight_version == "push 0"
+    assert RoutingTrace.cat([rows[0]], tokens[:1], mask[:1]).weight_version == "push 0"
     with pytest.raises(RoutingError, match="traces 0 and 1 .*'push 0' and 'push 1'"):
-        RoutingTrace.stack(rows, tokens[:2], mask)
+        RoutingTrace.cat(rows, tokens[:2], mask)
 
 
 @pytest.mark.parametrize("layers", [[1], [0, 1, 2]])
@@ -125,7 +125,7 @@ def test_experts_beyond_255_survive_recording_saving_and_replay(tokens, tmp_path
     assert (trace.ids() > 255).any()
     trace.save(tmp_path / "trace")
     loaded = RoutingTrace.load(tmp_path / "trace")
-    rows = RoutingTrace.stack([loaded.rows(slice(b, b + 1)) for b in range(4)], tokens, loaded.attention_mask)
+    rows = RoutingTrace.cat([loaded.rows(slice(b, b + 1)) for b in range(4)], tokens, loaded.attention_mask)
     assert rows == loaded == trace
     calls, _ = expert_calls(model)
     with torch.no_grad(), replay_routing(model, rows):

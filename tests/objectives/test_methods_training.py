@@ -1,4 +1,4 @@
-"""Every method trains a tiny model for three steps, every framework's default for one; draws repeat themselves."""
+"""Every method trains a tiny model for two steps, every framework's default for one; draws repeat themselves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY = RunConfig(
     cold_start=ColdStart(target=0.0),
     optimizer=Optimizer(lr=2e-3),
     measure=Measure(probe=2, detail_every=100),
-    steps=3,
+    steps=2,
     prompts_per_step=3,
     group_size=4,
     mini_batches=2,
@@ -78,7 +78,7 @@ def untrained(tmp_path_factory):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore")
 def test_it_makes_an_objective_and_trains(name, tmp_path, untrained):
-    run = TINY.replace(arm=arm(name), steps=3 if name in methods() else 1, **entry(name).run)
+    run = TINY.replace(arm=arm(name), steps=2 if name in methods() else 1, **entry(name).run)
     assert objective_of(run.arm) and advantage_of(run.arm)
     updates, weights = carried_out(run, tmp_path)
     assert len(updates) == run.steps * run.mini_batches

@@ -11,8 +11,7 @@ from matplotlib.colors import to_hex
 
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.results import figures, plots, stats
-from moe_rl.results.factors import against, geometrically_spaced, half_lost_points, settings_of
-from moe_rl.results.summary import MAIN
+from moe_rl.results.summary import MAIN, against, geometrically_spaced, half_lost_points, settings_of
 from moe_rl.results.tables import half_lost_table, study_tables
 from moe_rl.storage.frames import Frames
 from tests.results.test_summary import with_curves
@@ -163,10 +162,10 @@ def test_the_cold_start_is_drawn_at_every_value_of_the_factor():
 
 def test_a_study_of_many_combinations_draws_what_spans_them_once_and_the_rest_only_when_asked():
     names, cells = ["learning", "against:optimizer.lr"], ["a=1", "a=2"]
-    assert figures.planned(names, cells) == [("against:optimizer.lr", None)]
-    assert figures.planned(names, cells, every=True) == [("against:optimizer.lr", None), ("learning", "a=1"),
-                                                         ("learning", "a=2")]
-    assert figures.planned(["learning", "survival"], ["base"]) == [("learning", "base"), ("survival", "base")]
+    assert figures.plan_figures(names, cells) == [("against:optimizer.lr", None)]
+    assert figures.plan_figures(names, cells, every=True) == [("against:optimizer.lr", None), ("learning", "a=1"),
+                                                              ("learning", "a=2")]
+    assert figures.plan_figures(["learning", "survival"], ["base"]) == [("learning", "base"), ("survival", "base")]
     assert figures.file_name("against:optimizer.lr:reward") == "against_optimizer.lr_reward"
     assert figures.file_name("against:optimizer.lr:expert slots changed") == "against_optimizer.lr_expert_slots_changed"
 

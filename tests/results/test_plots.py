@@ -11,8 +11,8 @@ import pytest
 from matplotlib.colors import to_hex
 
 from moe_rl.errors import RunError
-from moe_rl.results import figures, plots, stats, training_figures
-from moe_rl.results.pooling import attribution
+from moe_rl.results import figures, plots, stats
+from moe_rl.results.figures import attribution
 from moe_rl.results.summary import MAIN, per_run
 from moe_rl.storage.frames import Frames
 from tests import fake_study
@@ -48,7 +48,7 @@ def line(ax, gid: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_learning_draws_every_seed_and_their_mean_from_the_table(frames):
-    figure = training_figures.learning(frames, ARMS)
+    figure = figures.learning(frames, ARMS)
     for ax, column in zip(figure.axes[:3], ("reward", "eval_exact_greedy", "eval_exact_sampled"), strict=True):
         for arm in ARMS:
             table = frames["steps"].query("arm == @arm").dropna(subset=[column]).pivot(
@@ -61,7 +61,7 @@ def test_learning_draws_every_seed_and_their_mean_from_the_table(frames):
 
 def test_the_band_is_the_interval_over_seeds_on_the_scale_of_a_share():
     four = frames_of(seeds=4, steps=12)
-    ax = training_figures.learning(four, ARMS[:1]).axes[1]
+    ax = figures.learning(four, ARMS[:1]).axes[1]
     table = four["steps"].query("arm == 'grpo'").dropna(subset=["eval_exact_greedy"])
     (band,) = [c.get_paths()[0].vertices for c in ax.collections]
     for step, rows in table.groupby("step")["eval_exact_greedy"]:
@@ -99,20 +99,20 @@ def test_the_model_before_the_first_step_is_a_line_wherever_rewards_are_drawn(fr
     before = [{"arm": arm, "seed": seed, "factors": "base", "step": 0, "eval_reward_sampled": 0.4 + 0.1 * seed,
                "eval_exact_greedy": 0.7, "eval_exact_sampled": 0.4} for arm in ARMS for seed in range(3)]
     steps = pd.concat([pd.DataFrame(before), frames["steps"]], ignore_index=True)
-    axes = training_figures.learning(dataclasses.replace(frames, tables={"steps": steps}), ARMS).axes
+    axes = figures.learning(dataclasses.replace(frames, tables={"steps": steps}), ARMS).axes
     for ax, column, height in zip(axes, ("reward", "eval_exact_greedy", "eval_exact_sampled"), (0.5, 0.7, 0.4),
                                   strict=False):
         assert line(ax, f"cold start {column}")[1] == pytest.approx([height] * 2)
 
 
 def test_differences_within_seeds_stand_beside_the_levels(frames):
-    ax = training_figures.learning(frames, ARMS, contrasts=[("gspo", "grpo")]).axes[3]
+    ax = figures.learning(frames, ARMS, contrasts=[("gspo", "grpo")]).axes[3]
     values = per_run(frames, MAIN)
     want = values["gspo"] - values["grpo"]
     assert sorted(line(ax, "gspo − grpo seeds")[0]) == pytest.approx(sorted(want))
     assert line(ax, "gspo − grpo mean")[0] == pytest.approx([want.mean()])
     assert [t.get_text() for t in ax.get_yticklabels()] == ["gspo − grpo"]
-    assert len(training_figures.learning(frames, ARMS[:1]).axes) == 3, "one arm has nothing to differ from"
+    assert len(figures.learning(frames, ARMS[:1]).axes) == 3, "one arm has nothing to differ from"
 
 
 def test_rows_of_other_arms_and_seeds_are_in_the_legend_and_in_the_note():
@@ -135,17 +135,17 @@ def test_rows_of_other_arms_and_seeds_are_in_the_legend_and_in_the_note():
 
 def test_long_curves_are_means_over_windows_and_say_so():
     long = frames_of(seeds=2, steps=60)
-    figure = training_figures.learning(long, ARMS)
+    figure = figures.learning(long, ARMS)
     table = long["steps"].query("arm == 'gspo' and seed == 1").sort_values("step")
     x, y = line(figure.axes[0], "gspo seed=1 reward")
     assert len(x) == 20 and x[0] == 2 and y[0] == pytest.approx(table["reward"][:3].mean(), abs=1e-15)
     assert y[-1] == pytest.approx(table["reward"][-3:].mean(), abs=1e-15)
     assert "mean of 3 steps" in figure.axes[0].get_xlabel()
-    assert "mean of" not in training_figures.learning(frames_of(2, 25), ARMS).axes[0].get_xlabel()
+    assert "mean of" not in figures.learning(frames_of(2, 25), ARMS).axes[0].get_xlabel()
 
 
 def test_clipping_is_drawn_on_a_log_axis_from_the_second_mini_batch_on(frames):
-    figure = training_figures.clipping(frames, ARMS)
+    figure = figures.clipping(frames, ARMS)
     assert [ax.get_yscale() for ax in figure.axes] == ["symlog"] * 2
     x, y = line(figure.axes[1], "gspo seed=2 clip_tokens")
     table = frames["updates"].query("arm == 'gspo' and seed == 2").groupby("update")["clip_tokens"].mean()
@@ -153,7 +153,7 @@ def test_clipping_is_drawn_on_a_log_axis_from_the_second_mini_batch_on(frames):
 
 
 def test_expert_change_per_site_is_the_mean_over_steps(frames):
-    x, y = line(training_figures.expert_change(frames, ARMS).axes[1], "grpo seed=0 slot_change")
+    x, y = line(figures.expert_change(frames, ARMS).axes[1], "grpo seed=0 slot_change")
     table = frames["layers"].query("arm == 'grpo' and seed == 0").groupby("site")["slot_change"].mean()
     assert x.tolist() == list(range(fake_study.SITES)) and np.allclose(y, table, rtol=0, atol=1e-15)
 
@@ -161,7 +161,7 @@ def test_expert_change_per_site_is_the_mean_over_steps(frames):
 def test_a_run_too_short_for_attribution_is_told_the_setting(frames):
     short = frames["updates"].drop(columns=[c for c in frames["updates"] if c.startswith("attribution")])
     with pytest.raises(RunError, match=r"no run has measured attribution sums.*measure\.detail_every=1"):
-        training_figures.ratio_spread(dataclasses.replace(frames, tables={**frames.tables, "updates": short}), ARMS)
+        figures.ratio_spread(dataclasses.replace(frames, tables={**frames.tables, "updates": short}), ARMS)
 
 
 def test_nothing_is_cut_off_at_the_top(frames):
@@ -169,7 +169,7 @@ def test_nothing_is_cut_off_at_the_top(frames):
     sums = [c for c in taller if c.startswith("attribution_sum")]
     taller.loc[taller["arm"] == "gspo", sums] *= 100
     more = dataclasses.replace(frames, tables={**frames.tables, "updates": taller})
-    figure = training_figures.ratio_spread(more, ARMS)
+    figure = figures.ratio_spread(more, ARMS)
     highest = max(one.get_ydata().max() for ax in figure.axes for one in ax.lines)
     assert all(ax.get_ylim()[0] == 0 and ax.get_ylim()[1] >= highest for ax in figure.axes)
 
@@ -192,15 +192,15 @@ def test_spread_and_shares_pool_sums_before_they_divide():
                             | {f"attribution_sum_{k}": float(v) for k, v in s.items()} for i, s in enumerate(sums)])
     row = attribution(updates, by=["update"]).iloc[0]
     assert row["natural_std"] == pytest.approx(9.2**0.5) and row["replayed_std"] == pytest.approx(4.6**0.5)
-    assert [row[k] for k in training_figures.SHARES] == pytest.approx([0.5, 1.5, -1.0])
+    assert [row[k] for k in figures.SHARES] == pytest.approx([0.5, 1.5, -1.0])
 
 
 def test_variance_shares_are_drawn_as_bars_that_sum_to_one(frames):
-    (ax,) = training_figures.variance_shares(frames, ARMS).axes
+    (ax,) = figures.variance_shares(frames, ARMS).axes
     heights = np.array([bar.get_height() for bar in ax.patches]).reshape(len(ARMS), 3)
     assert np.allclose(heights.sum(1), 1)
     shares = attribution(frames["updates"].query("update > 1"), by=[]).groupby("arm").mean(numeric_only=True)
-    assert np.allclose(heights, shares.loc[ARMS, list(training_figures.SHARES)], rtol=0, atol=1e-12)
+    assert np.allclose(heights, shares.loc[ARMS, list(figures.SHARES)], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -223,7 +223,7 @@ def test_an_arm_keeps_its_colour_when_others_are_missing(frames, name):
 def test_windows_stand_at_the_same_steps_whatever_a_run_has_measured():
     long = frames_of(seeds=2, steps=60)
     holes = long["steps"].query("not (arm == 'gspo' and seed == 1 and step in [1, 2, 31])")
-    ax = training_figures.learning(dataclasses.replace(long, tables={"steps": holes}), ARMS).axes[0]
+    ax = figures.learning(dataclasses.replace(long, tables={"steps": holes}), ARMS).axes[0]
     assert line(ax, "gspo mean reward")[0].tolist() == list(range(2, 60, 3))
 
 
@@ -254,7 +254,7 @@ def test_a_figure_names_n_and_interval_and_labels_its_axes(name):
 
 
 def test_the_same_tables_give_the_same_bytes(frames, tmp_path):
-    first, again = (plots.save(training_figures.clipping(frames, ARMS), tmp_path / d, "clipping") for d in "ab")
+    first, again = (plots.save(figures.clipping(frames, ARMS), tmp_path / d, "clipping") for d in "ab")
     assert [p.suffix for p in first] == [".png", ".svg"]
     assert [p.read_bytes() for p in first] == [p.read_bytes() for p in again]
 
@@ -269,7 +269,7 @@ def test_one_seed_is_drawn_without_interval_and_says_so():
 
 def test_a_seed_that_ended_early_is_drawn_to_its_end_and_the_mean_stops_there(frames):
     cut = frames["steps"].query("not (arm == 'grpo' and seed == 1 and step > 10)")
-    ax = training_figures.learning(dataclasses.replace(frames, tables={"steps": cut}), ARMS).axes[0]
+    ax = figures.learning(dataclasses.replace(frames, tables={"steps": cut}), ARMS).axes[0]
     assert line(ax, "grpo seed=1 reward")[0][-1] == 10 and line(ax, "grpo seed=0 reward")[0][-1] == 24
     assert line(ax, "grpo mean reward")[0][-1] == 10
 
@@ -279,7 +279,7 @@ def test_compute_is_what_an_arms_runs_had_spent_on_average():
     steps = frames.tables["steps"]
     length = [10 * (1 + ARMS.index(row.arm)) + row.seed if row.step else np.nan for row in steps.itertuples()]
     frames.tables["steps"] = steps.assign(response_tokens=length)
-    figure = training_figures.learning_over_compute(frames, ARMS)
+    figure = figures.learning_over_compute(frames, ARMS)
     assert [ax.get_xlabel() for ax in figure.axes[:2]] == ["response tokens sampled"] * 2
     x, y = line(figure.axes[0], f"{ARMS[1]} mean reward")
     table = steps[steps["arm"] == ARMS[1]].dropna(subset=["reward"]).pivot(index="step", columns="seed",
@@ -288,7 +288,7 @@ def test_compute_is_what_an_arms_runs_had_spent_on_average():
     assert np.allclose(y, table.mean(axis=1), rtol=0, atol=1e-15)
     frames.tables["steps"] = steps.drop(columns="response_tokens")
     with pytest.raises(RunError, match="measured response_tokens"):
-        training_figures.learning_over_compute(frames, ARMS)
+        figures.learning_over_compute(frames, ARMS)
 
 
 def test_compute_counts_all_that_was_drawn_where_groups_were_exchanged():
@@ -296,7 +296,7 @@ def test_compute_counts_all_that_was_drawn_where_groups_were_exchanged():
     frames = frames_of(seeds=2, steps=4)
     steps = frames.tables["steps"]
     frames.tables["steps"] = steps.assign(drawn_tokens=np.where(steps["arm"] == ARMS[0], 400.0, np.nan))
-    ax = training_figures.learning_over_compute(frames, ARMS).axes[0]
+    ax = figures.learning_over_compute(frames, ARMS).axes[0]
     assert line(ax, f"{ARMS[0]} mean reward")[0] == pytest.approx([400, 800, 1200, 1600])
     assert line(ax, f"{ARMS[1]} mean reward")[0] == pytest.approx([130, 260, 390, 520])
 
@@ -304,7 +304,7 @@ def test_compute_counts_all_that_was_drawn_where_groups_were_exchanged():
 def test_what_nobody_measured_is_an_error_that_names_it(frames):
     bare = dataclasses.replace(frames, tables={"updates": frames["updates"][["arm", "seed", "step", "update"]]})
     with pytest.raises(RunError, match="measured attribution sums.*detail_every=1"):
-        training_figures.variance_shares(bare, ARMS)
+        figures.variance_shares(bare, ARMS)
 
 
 def test_long_names_of_many_arms_leave_room_for_the_panels(frames, tmp_path):
@@ -313,7 +313,7 @@ def test_long_names_of_many_arms_leave_room_for_the_panels(frames, tmp_path):
     steps, layers = (pd.concat([frames[t], *(frames[t].query("arm == 'grpo'").assign(arm=name) for name in names)])
                      .query("arm in @names") for t in ("steps", "layers"))
     tables = {**frames.tables, "steps": steps, "layers": layers}
-    figure = training_figures.expert_change(dataclasses.replace(frames, tables=tables), names)
+    figure = figures.expert_change(dataclasses.replace(frames, tables=tables), names)
     plots.save(figure, tmp_path, "many")
     (legend,) = figure.legends
     assert legend.get_window_extent().width < figure.bbox.width

@@ -134,7 +134,7 @@ def test_the_report_links_the_page_of_every_run(run, tmp_path):
     odd = run_of(tmp_path / "study" / "a#b %20" / "base" / "seed=1", [[row(1, 0, 0.0)]])
     runs = load_study(tmp_path / "study", mix_code=True).runs
     report = tmp_path / "out" / "report.html"
-    links = dict(reading.pages(runs, report))
+    links = dict(reading.write_pages(runs, report))
     assert len(links) == 2 and all((report.parent / unquote(link)).is_file() for link in links.values())
     assert "#" not in "".join(links.values()) and len(load_rollouts(odd)) == 1
     text = Environment(autoescape=True).from_string('<a href="{{ page }}">').render(page=links["gspo, base, seed 0"])

@@ -23,9 +23,9 @@ from moe_rl.results.summary import (
     per_run,
     replaying,
     summarise,
+    verdict_of,
 )
 from moe_rl.results.tables import comparison_table, overview, summary_table, untrained
-from moe_rl.results.verdict import verdict_of
 from moe_rl.storage.frames import Frames
 from tests import fake_study
 from tests.results.test_plots import ARMS, frames_of

@@ -272,7 +272,7 @@ def test_the_engines_weights_are_recalled_from_what_it_sent(family):
         n = int(batch.attention_mask[b].sum())
         ids, bits = natural.routes.ids()[b, : n - 1], natural.scores.gates[b, : n - 1].float().view(torch.int32)
         rows.append(decode_routes(torch.cat([ids.int(), bits], -1), layout=layout, tokens=row[:n].tolist()))
-    engine = RoutingTrace.stack(rows, batch.tokens, batch.attention_mask)
+    engine = RoutingTrace.cat(rows, batch.tokens, batch.attention_mask)
     sampled = replace(batch, rollout_routes=engine)
     perturb(policy.model, scale=0.3)
     under = [policy.score(batch, routes).logprobs

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing import record_routing, replay_routing
+from moe_rl.routing.hooks import read_logits, read_scores
 from moe_rl.routing.intercept import in_order
-from moe_rl.routing.scores import read_logits, read_scores
 from moe_rl.routing.sites import find_sites, router_matrices, router_parameters
 
 

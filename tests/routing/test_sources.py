@@ -13,7 +13,7 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.registry import Use, needs_of
 from moe_rl.routing import RoutingTrace
-from moe_rl.routing.scores import RouterScores
+from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.sources import (
     false_flips,
     live,

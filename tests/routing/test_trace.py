@@ -156,12 +156,12 @@ def test_align_refuses_another_number_of_tokens():
 def test_stacked_rows_are_unknown_past_their_end_and_checked_against_the_tokens():
     rows = random_trace(lengths=[5, 3, 4])
     pieces = [rows.rows(slice(b, b + 1), n - 1) for b, n in enumerate([5, 3, 4])]
-    whole = RoutingTrace.stack(pieces, rows.tokens, rows.attention_mask)
+    whole = RoutingTrace.cat(pieces, rows.tokens, rows.attention_mask)
     for b, n in enumerate([5, 3, 4]):
         assert torch.equal(whole.experts[b, : n - 1], rows.experts[b, : n - 1])
         assert not whole.known[b, n - 1 :].any()
     with pytest.raises(RoutingError, match="other tokens than row 0"):
-        RoutingTrace.stack(pieces, rows.tokens + 1, rows.attention_mask)
+        RoutingTrace.cat(pieces, rows.tokens + 1, rows.attention_mask)
 
 
 def test_sites_with_fewer_experts_per_token_leave_slots_unknown():

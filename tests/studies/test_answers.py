@@ -13,7 +13,6 @@ import per_seed
 import pytest
 
 from moe_rl.results import plots
-from moe_rl.storage.frames import load_study
 
 BLOCKS = [(page, found[2]) for page in pages.pages() for found in pages.BLOCK.finditer(page.read_text())]
 
@@ -53,7 +52,7 @@ def test_the_readme_says_what_the_tables_say(name, measured):
 def test_early_warning_counts_what_became_of_the_runs_of_one_learning_rate():
     """Six of its 16 runs collapse: GRPO three of four, with replay two, GSPO with replay one; each gives at most ten
     steps before its collapse."""
-    table = early_warning.moments(load_study(per_seed.RESULTS / "learning_rates").cell("optimizer.lr=0.000566"))
+    table = early_warning.moments(per_seed.stored("learning_rates").cell("optimizer.lr=0.000566"))
     near = table.groupby("run")["soon"].sum()
     collapsed = (near > 0).groupby(near.index.str.split("/").str[0]).sum().to_dict()
     assert collapsed == {"grpo": 3, "grpo-replay": 2, "gspo": 0, "gspo-replay": 1}
@@ -69,5 +68,14 @@ def test_early_warning_counts_what_became_of_the_runs_of_one_learning_rate():
     ("placebos", "replay by dose: undetermined at n = 4 (slope -0.06 [-0.18, 0.06])"),
 ])  # fmt: skip
 def test_a_rule_gives_its_verdict_from_the_committed_tables(name, sentence):
-    folder = per_seed.RESULTS / name
-    assert sentence in answers.verdict_of(load_study(folder), answers.read_declaration(folder))
+    declared = answers.read_declaration(per_seed.RESULTS / name)
+    assert sentence in answers.verdict_of(per_seed.stored(name), declared)
+
+
+def test_runs_are_shared_where_rewards_are_equal_and_nowhere_else():
+    assert pages.shared("why_replay")["grpo with grpo of why_gspo"] == list(range(40, 48))
+    assert set(pages.shared("clip_fraction")) == {
+        "grpo with grpo in optimizer.lr=0.0004 of learning_rates",
+        "gspo with gspo in optimizer.lr=0.0004 of learning_rates"}
+    assert pages.shared("confirmation") == {} == pages.shared("engine_vllm")
+    assert per_seed.stored("why_replay").runs["created"].isna().all()

@@ -8,8 +8,6 @@ from functools import cache
 import pages
 import pytest
 
-from moe_rl.storage.frames import load_study
-
 NUMBER = r"[-−]?(?:\d+\.\d+|\.\d+|\d+)(?:e[-−]?\d+)?"
 TRIPLE = re.compile(rf"({NUMBER})\s+(?:%\s+)?\[({NUMBER}),\s+({NUMBER})\]")
 ROUNDED = re.compile(r"(?<![\w.,/§×])([-−]?\d*\.\d+)(?![\w.]*[\d/])(?!e[-−])")
@@ -60,15 +58,6 @@ def test_the_index_fits_a_screen_and_names_every_page_and_study():
     assert {folder.name for folder in pages.RESULTS.iterdir()} <= named
     for path in re.findall(r"\]\((results/[^)]+)\)", text):
         assert (pages.HERE / path).exists(), path
-
-
-def test_runs_are_shared_where_rewards_are_equal_and_nowhere_else():
-    assert pages.shared("why_replay")["grpo with grpo of why_gspo"] == list(range(40, 48))
-    assert set(pages.shared("clip_fraction")) == {
-        "grpo with grpo in optimizer.lr=0.0004 of learning_rates",
-        "gspo with gspo in optimizer.lr=0.0004 of learning_rates"}
-    assert pages.shared("confirmation") == {} == pages.shared("engine_vllm")
-    assert load_study(pages.RESULTS / "why_replay").runs["created"].isna().all()
 
 
 def test_a_page_is_refilled_between_its_markers_alone(monkeypatch):

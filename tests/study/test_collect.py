@@ -87,8 +87,9 @@ def test_the_collected_tables_are_the_rows_of_the_runs_in_float32(folder, result
 
 
 def test_summaries_of_runs_and_of_collected_tables_agree(folder, results):
-    for cell in load_study(folder, mix_code=True).cells:
-        a, b = (summarise(load_study(f, mix_code=True).cell(cell), ["grpo", "gspo"]) for f in (folder, results))
+    both = [load_study(f, mix_code=True) for f in (folder, results)]
+    for cell in both[0].cells:
+        a, b = (summarise(frames.cell(cell), ["grpo", "gspo"]) for frames in both)
         assert a.index.to_list() == b.index.to_list()
         assert all(x.mean == pytest.approx(y.mean, rel=1e-6) for x, y in zip(a["gspo"], b["gspo"], strict=True))
 
@@ -179,6 +180,7 @@ def test_unfinished_runs_are_left_out_and_named(folder, tmp_path):
 
 
 def test_every_reading_command_takes_collected_tables(results, tmp_path, monkeypatch, capsys):
+    """A sweep is drawn once, and by combination only when that is asked."""
     monkeypatch.setenv("COLUMNS", "200")
     results = shutil.copytree(results, tmp_path / "fake")
     run = results / "gspo" / "optimizer.lr=0.0002" / "seed=5"
@@ -194,18 +196,12 @@ def test_every_reading_command_takes_collected_tables(results, tmp_path, monkeyp
         assert cli.main([*arguments, *extra]) == 0, arguments
         out = capsys.readouterr().out
         assert all(word in out for word in words), (arguments, out)
+        drawn = sorted(p.name for p in (results / "figures").rglob("*.png"))
+        assert len(drawn) == 1 + 3 * 2 if "--cells" in arguments or arguments[0] != "plot" else (
+            drawn == ["against_optimizer.lr.png"])
 
 
-def test_a_sweep_is_drawn_once_and_by_combination_only_when_asked(results, tmp_path, capsys):
-    results = shutil.copytree(results, tmp_path / "fake")
-    assert cli.main(["plot", str(results), "--mix-code"]) == 0
-    assert sorted(p.name for p in (results / "figures").rglob("*.png")) == ["against_optimizer.lr.png"]
-    assert cli.main(["plot", str(results), "--mix-code", "--cells"]) == 0
-    assert len(list((results / "figures").rglob("*.png"))) == 1 + 3 * 2
-    capsys.readouterr()
-
-
-def test_a_run_made_again_from_its_row_ends_with_the_same_weights(results, tmp_path, monkeypatch):
+def test_a_run_made_again_from_its_row_ends_with_the_same_weights(results, tmp_path, monkeypatch, forked_workers):
     monkeypatch.chdir(Path(fake_study.__file__).parent)
     monkeypatch.setattr(sys, "path", list(sys.path))
     console = Console(record=True, width=200)

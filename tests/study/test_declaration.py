@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from moe_rl.analysis.checkpoints import measure
+from moe_rl.analysis.folders import make_absolute
 from moe_rl.config import SHIPPED, Arm, RunConfig, parse_settings
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Use
@@ -352,7 +352,7 @@ def test_a_row_says_where_a_checkpoint_and_a_file_are(tmp_path, monkeypatch):
     found = [located(BASE.replace(**{"model.name": name})).model.name for name in
              ("mine", str(tmp_path / "mine"), *ours, "somebody/mine")]
     assert found == [str(tmp_path / "mine")] * 2 + [*ours, "somebody/mine"]
-    assert [measure.located(name) for name in ("mine", *SHIPPED)] == [str(tmp_path / "mine"), *SHIPPED]
+    assert [make_absolute(name) for name in ("mine", *SHIPPED)] == [str(tmp_path / "mine"), *SHIPPED]
     task = located(BASE.replace(task=Use("jsonl:pairs.jsonl", seed=1))).task
     assert task == Use(f"jsonl:{tmp_path}/pairs.jsonl", match="exact", seed=1) == located(BASE.replace(task=task)).task
     assert located(BASE) == BASE and located(BASE).hash == BASE.hash

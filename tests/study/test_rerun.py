@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,11 +20,13 @@ from moe_rl.storage import folder as runs
 from moe_rl.storage.folder import RunFolder
 from moe_rl.storage.frames import load_study, read_table
 from moe_rl.storage.versions import HARDWARE
+from moe_rl.study import workers
 from moe_rl.study.collect import collect
 from moe_rl.study.declaration import write_declaration
 from moe_rl.study.rerun import outside_code, rerun, verdict
 from tests import fake_study
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 TRAINER = "import fake_study\n\n\ndef train(*arguments, **settings):\n    fake_study.train(*arguments, **settings)\n"
 
 
@@ -85,7 +88,13 @@ def test_code_from_outside_is_listed_and_runs_only_when_trusted(results, tmp_pat
         again(results, tmp_path / "again", trusted=False)
 
 
-def test_a_studys_own_modules_are_found_above_its_results(results, tmp_path, elsewhere, capsys):
+@pytest.fixture
+def new_interpreters(monkeypatch):
+    """Workers that have imported nothing yet."""
+    monkeypatch.setattr(workers, "subprocess", subprocess)
+
+
+def test_a_studys_own_modules_are_found_above_its_results(results, tmp_path, elsewhere, new_interpreters, capsys):
     assert cli.main(["rerun", str(results), "--out", str(tmp_path / "again"), "--jobs", "1", "--trust"]) == 0
     out = capsys.readouterr().out
     assert "the same weights and optimizer state, bit for bit" in out.replace("\n", " ")
@@ -166,7 +175,7 @@ def far(results, tmp_path, elsewhere) -> Path:
     return tmp_path / "tables" / "mine"
 
 
-def test_own_modules_are_found_beside_the_study_file_that_a_row_names(far, tmp_path):
+def test_own_modules_are_found_beside_the_study_file_that_a_row_names(far, tmp_path, new_interpreters):
     row = load_study(far).runs.iloc[0]
     assert json.loads(row["declared"])["file"] == "studies/mine.py"
     assert set(json.loads(row["inputs"])) == {"own_trainer", "fake_study"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,21 +14,15 @@ import pytest
 from moe_rl.errors import RunError
 from moe_rl.registry import Use
 from moe_rl.storage import folder as runs
+from moe_rl.storage import lease
 from moe_rl.storage.frames import diff
 from moe_rl.storage.lease import is_held
 from moe_rl.study.plan import frozen, run_of
-from moe_rl.study.workers import carry_out
+from moe_rl.study.workers import carry_out, environment
 from tests.fake_study import study
+from tests.forked import Forked
 
 STEPS = 12
-ELSEWHERE = """
-import sys, moe_rl.storage.lease as lease
-lease.STALE, real = 2.0, lease._identity
-lease._identity = lambda file: real(file) | {"machine": sys.argv[1], "host": sys.argv[1]}
-from moe_rl.cli import main
-sys.exit(main(sys.argv[2:]))
-"""
-"""The command on another machine, whose holders are stale after two seconds."""
 
 
 @pytest.fixture
@@ -43,10 +36,14 @@ def plan(tmp_path, monkeypatch):
 
 
 def work(plan: Path, *words: str, machine: str = "", nap: float = 0.1) -> subprocess.Popen:
-    """A worker; with `machine`, as if it were there."""
-    program = ["-c", ELSEWHERE, machine] if machine else ["-m", "moe_rl"]
-    return subprocess.Popen([sys.executable, *program, "work", str(plan), "0", *words], text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"FAKE_NAP": str(nap)})
+    """A worker; with `machine`, as if it were there, where holders are stale after two seconds."""
+    def elsewhere() -> None:
+        if machine:
+            real, lease.STALE = lease._identity, 2.0
+            lease._identity = lambda file: real(file) | {"machine": machine, "host": machine}
+
+    return Forked([sys.executable, "-m", "moe_rl", "work", str(plan), "0", *words], text=True, preexec_fn=elsewhere,
+                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment() | {"FAKE_NAP": str(nap)})
 
 
 def said(process: subprocess.Popen) -> tuple[int, str]:
@@ -140,7 +137,8 @@ def test_what_would_not_be_the_planned_run_is_refused(plan, tmp_path):
     assert run_of(content, 0).config == planned.config
     file.write_text(json.dumps(content | {"runs": []}))
     assert said(work(file)) == (2, "the plan has runs 0 to -1, and none with the number 0")
-    code, message = said(work(tmp_path / "none.json"))
+    anew = [sys.executable, "-m", "moe_rl", "work", str(tmp_path / "none.json"), "0"]  # with its own environment
+    code, message = said(subprocess.Popen(anew, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     assert code == 2 and "there is no plan" in message
 
 

@@ -3,37 +3,43 @@
 Three passes over the same batches, with one model in memory at a time. The first keeps BEFORE's routes on disk. The
 second, BEFORE still loaded, sees every eighth batch again in other company: the noise floor. The third compares AFTER's
 routes with those on disk. Each goes on where it was killed.
+
+Every pair of a series is a comparison of its own, in `out/<i>-<j>`, so that a series can grow. Its cost is two forwards
+of every text per pair of neighbours and one per pair with the first, whose routes are kept until the end.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import torch
+from jaxtyping import Bool, Int64
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
 
 from moe_rl.analysis.checkpoints import tables
-from moe_rl.analysis.checkpoints.observed import Observed, Observer
-from moe_rl.analysis.checkpoints.tally import Tally
+from moe_rl.analysis.checkpoints.tables import Observed, PerToken, Tally
 from moe_rl.analysis.checkpoints.texts import TextBatch, Texts, check_file
-from moe_rl.config import SHIPPED, ModelConfig, folder_of
-from moe_rl.errors import ConfigError, RoutingError, RunError
-from moe_rl.models.load import PRESETS, check_weights, load, load_tokenizer, no_progress_bars, placement, skeleton
-from moe_rl.routing.sites import layout_of
-from moe_rl.routing.trace import Layout
+from moe_rl.analysis.folders import check_new, check_same, describe, fingerprint, make_absolute, step_of, versions
+from moe_rl.config import ModelConfig
+from moe_rl.errors import ConfigError, RoutingError
+from moe_rl.models.load import load, load_tokenizer, no_progress_bars, placement
+from moe_rl.routing.hooks import record_routing, replay_routing
+from moe_rl.routing.trace import Layout, RoutingTrace
 from moe_rl.storage import folder as runs
 from moe_rl.storage.lease import Lease
 from moe_rl.storage.terminal import say
-from moe_rl.storage.versions import code_version, package_versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,8 +49,15 @@ NOISE_EVERY = 8
 SAVE_SECONDS = 30.0
 """Between two saves of the sums."""
 MANIFEST = "comparison.json"
+SERIES = "series.json"
 PATHS = ("before", "after", "data")
+LOGITS = 2**24
+"""Logits that are normalised at once."""
+
 Advance = Callable[[str, int], None]
+
+Ids = Int64[Tensor, "batch time"]
+Mask = Bool[Tensor, "batch time"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,7 @@ def measure_volatility(
     being written by another process.
     """
     c = comparison
-    comparison = replace(c, before=located(c.before), after=located(c.after), data=located(c.data))
+    comparison = replace(c, before=make_absolute(c.before), after=make_absolute(c.after), data=make_absolute(c.data))
     data = Path(comparison.data)
     placement(ModelConfig(device=device, dtype=comparison.dtype))
     digest = check_file(data)
@@ -115,6 +128,45 @@ def measure_volatility(
         for folder in (out / "sums", *(() if keep_traces else (out / "traces",))):
             shutil.rmtree(folder)
     return frames
+
+
+def measure_series(
+    checkpoints: Sequence[str], data: str, out: Path, *, console: Console | None = None, keep_traces: bool = False,
+    settings: dict[str, Any], **where: Any,
+) -> pd.DataFrame:
+    """Compare neighbours, and all with the first; or go on with it. Returns the table `series`, which it writes into
+    `out`: a row per checkpoint from the second on, `since` ("previous" or "first") and metric.
+
+    `settings` are those of a `Comparison`, `where` further ones of `measure_volatility`. Raises as that does, and
+    ConfigError for fewer than three checkpoints or one that comes twice.
+    """
+    names = [make_absolute(name) for name in checkpoints]
+    if len(names) < 3 or len(set(names)) < len(names):
+        raise ConfigError(f"a series is three checkpoints or more, each once, not {', '.join(names) or 'none'}")
+    if not (out / SERIES).exists():
+        check_new(out)
+    with Lease(out / runs.LEASE):
+        runs.write_json(out / SERIES, {"checkpoints": names, "data": make_absolute(data), **settings})
+        console = console or Console(stderr=True)
+        first = Comparison(names[0], names[0], make_absolute(data), **settings)
+        decided = json.dumps(identity(first, check_file(Path(first.data))), sort_keys=True)
+        shared = None if keep_traces else out / f".first-{hashlib.sha256(decided.encode()).hexdigest()[:16]}"
+        rows = []
+        for j in range(1, len(names)):
+            for i in dict.fromkeys((0, j - 1)):
+                pair = out / f"{i:02d}-{j:02d}"
+                say(console, (pair.name, "bold"), f" {names[i]} → {names[j]}", wrap=True)
+                frames = measure_volatility(Comparison(names[i], names[j], data, **settings), pair, console=console,
+                                            keep_traces=keep_traces, shared=shared if i == 0 else None, **where)
+                for since in ("first", "previous") if j == 1 else ("first" if i == 0 else "previous",):
+                    place = {"index": j, "since": since, "step": step_of(names[j]), "checkpoint": names[j]}
+                    rows.append(frames["summary"].assign(**place))
+        for folder in out.glob(".first-*"):  # what was kept of others, too
+            shutil.rmtree(folder, ignore_errors=True)
+    table = pd.concat(rows, ignore_index=True)
+    table = table[["index", "step", "checkpoint", "since", *(c for c in frames["summary"] if c in table)]]
+    table.to_parquet(out / "series.parquet", index=False)
+    return table
 
 
 class _Passes:
@@ -191,10 +243,97 @@ class _Passes:
         tally.save(self.sums[tally.name])
 
 
+class Observer:
+    """One loaded checkpoint, seen through its routers; with `ratios`, through what it says of the responses, too."""
+
+    def __init__(self, model: nn.Module, ratios: bool = False):
+        self.model, self.ratios = model, ratios
+        self.device = next(model.parameters()).device
+        self.decoder = getattr(model, "base_model", model)  # without the head: nobody reads logits
+        self.scored = self._hands_out_scores()
+
+    def observe(self, batch: TextBatch, reference: RoutingTrace | None = None) -> Observed:
+        """One forward. `reference` names the experts whose log-probabilities are wanted: those used before. With
+        `ratios` a second one replays them."""
+        asked = batch.tokens, batch.attention_mask, batch.response_mask
+        layout, found = self._forward(asked[0], asked[1], reference, asked[2])
+        if self.ratios and reference is not None:
+            with replay_routing(self.model, reference.to(self.device)):
+                found["replayed_logprobs"] = self._read(*(x.to(self.device) for x in asked)).cpu()
+        return _observed(batch, layout, found)
+
+    def observe_again(self, batch: TextBatch, reference: RoutingTrace) -> Observed:
+        """The same in other company: rows in reverse, in two forwards of unequal size, with three padded columns."""
+        order = torch.arange(len(batch.lines) - 1, -1, -1)
+        time = batch.tokens.shape[1]
+        found: dict[str, Tensor] = {}
+        for index in order.tensor_split([-(-len(order) // 3)]):
+            if not len(index):
+                continue
+            tokens, mask, response = (nn.functional.pad(x[index], (0, 3)) for x in (
+                batch.tokens, batch.attention_mask, batch.response_mask))
+            layout, part = self._forward(tokens, mask, reference.rows(index).to(tokens.device), response)
+            for name, x in part.items():
+                whole = found.setdefault(name, x.new_empty((len(order), time, *x.shape[2:])))
+                whole[index] = x[:, :time]
+        return _observed(batch, layout, found)
+
+    @torch.no_grad()
+    def _forward(
+        self, tokens: Ids, mask: Mask, reference: RoutingTrace | None, response: Mask | None = None
+    ) -> tuple[Layout, dict[str, Tensor]]:
+        """Experts, gates, log-probabilities and margins of one forward, on the CPU; log π of the `response`."""
+        tokens, mask = tokens.to(self.device), mask.to(self.device)
+        said = {}
+        with record_routing(self.model, scores=self.scored) as recording:
+            if self.ratios and response is not None:
+                said["logprobs"] = self._read(tokens, mask, response.to(self.device))
+            else:
+                self.decoder(input_ids=tokens, attention_mask=mask, use_cache=False)
+        routes = recording.trace(tokens, mask)
+        found = {"experts": routes.experts} | said
+        if self.scored:
+            scores = recording.scores(len(tokens))
+            log_probs = scores.log_probs
+            if reference is not None:
+                ids = reference.ids().to(self.device)
+                ids = nn.functional.pad(ids, (0, 0, 0, 0, 0, tokens.shape[1] - ids.shape[1]), value=-1)
+                log_probs = scores.log_probs_at(ids)
+            found |= {"gates": scores.gates.half().float(), "log_probs": log_probs, "margins": scores.margins}
+        return routes.layout, {name: x.cpu() for name, x in found.items()}
+
+    @torch.no_grad()
+    def _read(self, tokens: Ids, mask: Mask, response: Mask) -> PerToken:
+        """log π of the response tokens by one forward, head included; 0 elsewhere."""
+        first = int(response.any(0).long().argmax()) or 1  # the first token of all is nobody's
+        logits = self.model(input_ids=tokens, attention_mask=mask, use_cache=False,
+                            logits_to_keep=tokens.shape[1] - first + 1).logits[:, :-1][response[:, first:]]
+        size = max(1, LOGITS // logits.shape[-1])
+        pieces = zip(logits.split(size), tokens[response].split(size), strict=True)
+        found = [x.float().log_softmax(-1).gather(-1, chosen[:, None])[:, 0] for x, chosen in pieces]
+        return torch.zeros(tokens.shape, device=self.device).masked_scatter(response, torch.cat(found))
+
+    def _hands_out_scores(self) -> bool:
+        tokens = torch.zeros(1, 2, dtype=torch.long)
+        self.scored = True
+        try:
+            self._forward(tokens, torch.ones_like(tokens).bool(), None)
+        except RoutingError:
+            self.scored = False
+            self._forward(tokens, torch.ones_like(tokens).bool(), None)  # raises when not the scores were at fault
+        return self.scored
+
+
+def _observed(batch: TextBatch, layout: Layout, found: dict[str, Tensor]) -> Observed:
+    experts, tokens, mask = found.pop("experts"), batch.tokens, batch.attention_mask
+    routes = RoutingTrace.from_ids(experts, layout, tokens=tokens, attention_mask=mask, check=False)
+    return Observed(routes, **found)
+
+
 def _same_model(comparison: Comparison, trust: bool) -> tuple[PreTrainedTokenizerBase, Layout]:
     """The tokenizer and the routing layout that both checkpoints share, from their configurations alone."""
     names = (comparison.before, comparison.after)
-    layouts = [_layout(name, trust) for name in names]
+    layouts = [describe(name, trust)[0] for name in names]
     if layouts[0] != layouts[1]:
         before, after = (f"{len(x.sites)} routing sites of {x.sites[0].num_experts} experts, top {x.sites[0].top_k}, "
                          f"in {x.architecture}" for x in layouts)
@@ -209,68 +348,30 @@ def _same_model(comparison: Comparison, trust: bool) -> tuple[PreTrainedTokenize
     return tokenizers[0], layouts[0]
 
 
-def _layout(name: str, trust: bool) -> Layout:
-    if name in PRESETS:
-        raise ConfigError(f"{name!r} is a preset, whose weights are random; give the folder of a checkpoint.")
-    check_weights(name)
-    try:
-        model = skeleton(ModelConfig(name=name), trust)
-    except ConfigError as error:
-        if "trust_remote_code" in str(error.__cause__):
-            raise ConfigError(f"{name} brings its own code, which runs only with --trust-remote-code.") from error
-        raise
-    try:
-        return layout_of(model)
-    except RoutingError as error:
-        raise ConfigError(f"{name}: {error}") from error
-
-
 def identity(comparison: Comparison, digest: str) -> dict[str, Any]:
     """What a folder must say of itself to hold this comparison, of data with this digest."""
-    versions = {"code": code_version("analysis"), "packages": package_versions()}
     files = {f"{side}_files": fingerprint(getattr(comparison, side)) for side in ("before", "after")}
-    return asdict(comparison) | {"data_digest": digest} | versions | files
+    return asdict(comparison) | {"data_digest": digest} | versions() | files
 
 
 def _finished(out: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
     """What was counted, if the folder holds this comparison to its end. Raises RunError if it holds anything else."""
     manifest = runs.read_json(out / MANIFEST, ())
     if manifest is None:
-        if out.exists() and any(file.name != runs.LEASE for file in out.iterdir()):
-            raise RunError(f"--out {out} has other files in it; give a folder that is new or empty.")
+        check_new(out)
         return None
     finished = manifest.pop("finished", None)
-    there = {key: value for key, value in manifest.items() if not (finished and key in ("code", "packages"))}
-    there.setdefault("ratios", False)  # of older code
-    there |= {key: located(there[key]) for key in PATHS if isinstance(there.get(key), str)}
-    different = {k: v for k, v in runs.differing(there, wanted).items() if k.split(".")[0] in there}
-    if different:
-        listed = "; ".join(f"{key}: {a!r} there, {b!r} now" for key, (a, b) in different.items())
-        raise RunError(f"{out} holds another comparison ({listed}); give another --out, or delete it.")
+    there = manifest | {key: make_absolute(manifest[key]) for key in PATHS if isinstance(manifest.get(key), str)}
+    if finished:  # of the code that wrote it nothing is needed any more
+        there |= {key: wanted[key] for key in ("code", "packages")}
+    check_same(out, "another comparison", there, wanted)
     return finished
-
-
-def located(name: str) -> str:
-    """A file or folder by its absolute path, wherever it is read again; a name on the hub, or of what comes with the
-    package, as it is."""
-    path = Path(name).expanduser()
-    return str(path.absolute()) if path.exists() and name not in SHIPPED else name
 
 
 def _traced(out: Path, batches: int) -> bool:
     """Whether the folder has both traces of every batch, and what spells their tokens."""
     traces = [_file(out / "traces" / side, i) for side in ("before", "after") for i in range(batches)]
     return all(path.exists() for path in (*traces, out / "traces" / "tokenizer"))
-
-
-def fingerprint(name: str) -> str:
-    """Of the files of a checkpoint folder, by name, size and time; the name itself on the hub."""
-    folder = folder_of(name)
-    if not folder.is_dir():
-        return name
-    files = sorted(f for f in folder.iterdir() if f.is_file())
-    listed = repr([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files])
-    return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
 
 def _observer(name: str, comparison: Comparison, device: str, trust: bool) -> Observer:

@@ -14,9 +14,8 @@ from jinja2 import Environment
 from rich.console import Console
 
 from moe_rl.analysis.diagnose.diagnosis import Diagnosis
-from moe_rl.analysis.diagnose.example import write_example
 from moe_rl.analysis.diagnose.ladder import Rung
-from moe_rl.analysis.diagnose.places import Place
+from moe_rl.analysis.diagnose.places import Place, write_example
 from moe_rl.results.printed import print_table
 from moe_rl.results.tables import Shown
 from moe_rl.storage.terminal import say

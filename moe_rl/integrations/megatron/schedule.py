@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,25 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from torch import Tensor, nn
 
 from moe_rl import ranks
-from moe_rl.integrations.megatron.replay import gathered, own_targets, require_routes, scores_of, shared_trace
+from moe_rl.integrations.megatron.replay import Routers, gathered, own_targets, require_routes, scores_of, shared_trace
 from moe_rl.integrations.megatron.weights import gather
 from moe_rl.objectives import LossOutput
 from moe_rl.policies.micro_batches import filled
 from moe_rl.routing.hooks import RouterScores
-from moe_rl.routing.trace import RoutingTrace
+from moe_rl.routing.trace import Layout, RoutingTrace
 from moe_rl.types import Batch
 
-if TYPE_CHECKING:
-    from moe_rl.integrations.megatron.policy import MegatronPolicy
+
+@runtime_checkable
+class Model(Protocol):
+    """What a pass uses of a `MegatronPolicy`."""
+
+    module: nn.Module
+    routers: Routers
+    layout: Layout
+    device: torch.device
+    temperature: float
+    recompute: bool
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ class SchedulePass:
 
     def __init__(
         self,
-        policy: MegatronPolicy,
+        policy: Model,
         batch: Batch,
         routes: RoutingTrace | None,
         cut: Cut,

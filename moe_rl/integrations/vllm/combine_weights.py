@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.routing.trace_checks import check_gates
 
 NORMAL = 1 << 23
 """The bits of the smallest normal float32; ids are smaller."""
@@ -64,5 +63,5 @@ def with_weights(trace: RoutingTrace, weights: Float[NDArray, "batch time site k
     """The trace with these combine weights, which replay then forces with its ids; 0 where nothing is known."""
     slots = trace.experts != trace.layout.unknown
     gates = torch.from_numpy(np.ascontiguousarray(weights))
-    check_gates(gates, trace.known, trace.layout)
+    trace.layout.check_gates(gates, trace.known)
     return replace(trace, gates=gates.where(slots, 0))

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from moe_rl.errors import RunError
 from moe_rl.integrations.vllm.answers import Answer
@@ -19,8 +20,17 @@ from moe_rl.integrations.vllm.push import Receipt
 from moe_rl.models.shards import Shards
 from moe_rl.types import Sampling
 
-if TYPE_CHECKING:
-    from moe_rl.integrations.vllm.server import ServerEngine
+
+@runtime_checkable
+class Server(Protocol):
+    """What a dialect uses of a `ServerEngine`."""
+
+    url: str
+    folder: Path
+    pushes: int
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON that the server answers."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +40,10 @@ class Dialect:
     path: str
     request: Callable[[tuple[int, ...], Sampling, int, list[int], bool], dict[str, Any]]
     """(prompt, sampling, seed, end tokens, routes wanted) → the body."""
-    answer: Callable[[ServerEngine, Any], Answer]
-    push: Callable[[ServerEngine, Shards], list[Receipt]]
+    answer: Callable[[Server, Any], Answer]
+    push: Callable[[Server, Shards], list[Receipt]]
     """Make the server take over the files of weights; what each of its workers says of them, if anything."""
-    taken: Callable[[ServerEngine], int | None]
+    taken: Callable[[Server], int | None]
     """Pushes that the server has taken over since it started; None where it cannot say."""
 
 
@@ -65,7 +75,7 @@ def _vllm_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends: 
     return {"token_ids": list(prompt), "sampling_params": vllm_settings(sampling, seed, ends)}
 
 
-def _choice(server: ServerEngine, reply: Any) -> Answer:
+def _choice(server: Server, reply: Any) -> Answer:
     """Both of vLLM's endpoints; log-probs lie where OpenAI puts those of completions, or those of chats."""
     choice = reply["choices"][0]
     found = choice["logprobs"]
@@ -80,7 +90,7 @@ def _finished(reason: str | None) -> bool:
     return reason == "stop"
 
 
-def _vllm_push(server: ServerEngine, weights: Shards) -> list[Receipt]:
+def _vllm_push(server: Server, weights: Shards) -> list[Receipt]:
     reply = server.post("/collective_rpc", {"method": "moe_rl_push", "args": [weights.files]})
     server.post("/reset_prefix_cache", {})
     server.pushes = max(server.pushes, *(found["pushes"] for found in reply["results"]))  # sent again if no answer came
@@ -90,7 +100,7 @@ def _vllm_push(server: ServerEngine, weights: Shards) -> list[Receipt]:
     ]
 
 
-def _vllm_taken(server: ServerEngine) -> int:
+def _vllm_taken(server: Server) -> int:
     """Least over the workers, so that one that missed a push is noticed."""
     return min(int(count) for count in server.post("/collective_rpc", {"method": "moe_rl_pushes"})["results"])
 
@@ -110,7 +120,7 @@ def _sglang_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends
     }
 
 
-def _sglang_answer(server: ServerEngine, reply: Any) -> Answer:
+def _sglang_answer(server: Server, reply: Any) -> Answer:
     meta = reply["meta_info"]
     if server.pushes and meta.get("weight_version") != str(server.pushes):
         raise RunError(
@@ -122,7 +132,7 @@ def _sglang_answer(server: ServerEngine, reply: Any) -> Answer:
     return Answer([p[1] for p in pairs], [p[0] for p in pairs], _finished(meta["finish_reason"]["type"]), routes)
 
 
-def _sglang_push(server: ServerEngine, weights: Shards) -> list[Receipt]:
+def _sglang_push(server: Server, weights: Shards) -> list[Receipt]:
     body = {"model_path": str(server.folder.resolve()), "weight_version": str(server.pushes), "flush_cache": True}
     reply = server.post("/update_weights_from_disk", body)
     if not reply.get("success"):
