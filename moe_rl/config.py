@@ -193,6 +193,8 @@ def _explain_errors(kind: type[Settings], values: Mapping[str, Any], error: Vali
                    "another version of moe_rl is run with the code that its row names.")
         elif name not in values:
             yield f"{_prefix(kind)}{name} must be given"
+        elif get_origin(kind.model_fields[name].annotation) is Mapping:
+            yield f"{_prefix(kind)}{name}={values[name]!r}: set one entry at a time, {_prefix(kind)}{name}.NAME=…"
         else:
             yield f"{_prefix(kind)}{name}={_explain_value(kind.model_fields[name], values[name], detail['type'])}"
 
@@ -444,6 +446,8 @@ class RunConfig(Settings):
         """Every `pkg.module:name` that the parts of the run name, in their options too, and a mixture its tasks."""
         texts = [text for key, text in leaves(self.arm) if key != "name" and isinstance(text, str)]
         names = {name for text in texts for name in NAMED.findall(text)}
+        parts = (self.policy, self.engine, self.batches)
+        names |= {use.name for part in parts if (use := Use.of(part)).own}
         tasks = (text for _, text in leaves(self.task) if isinstance(text, str))
         return names | {text for text in tasks if Use(text).own and not text.startswith(("reasoning_gym:", "jsonl:"))}
 

@@ -19,7 +19,7 @@ from moe_rl.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 CALL = re.compile(r"([^\s()]+)\((.*)\)", re.DOTALL)
-WORDS = {"inf": math.inf, "nan": math.nan, "true": True, "false": False, "none": None}
+WORDS = {"inf": math.inf, "nan": math.nan, "true": True, "false": False}
 """What words among the values of options mean; any other is a string."""
 
 

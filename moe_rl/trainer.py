@@ -186,7 +186,9 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
 
 def roll_out(run: RunConfig, parts: Parts, step: int) -> Batch:
     """A batch of the current weights, with the prompts and the noise of a step; `earned` says what else it has."""
-    return earned(parts, step, Queue().next(parts.sampling, step))
+    its = parts.sampling
+    rollouts = its.sample(its.draw_prompts(run.prompts_per_step, step), run.group_size, (step,))
+    return earned(parts, step, its.batch(rollouts, its.rewards(rollouts)))
 
 
 def earned(parts: Parts, step: int, batch: Batch) -> Batch:

@@ -166,8 +166,8 @@ def test_a_slow_tracker_is_given_rows_less_often(tmp_path, monkeypatch):
 ])
 def test_a_tracker_that_fails_or_hangs_is_dropped_and_the_runs_go_on(tmp_path, tracker, words):
     """In a process that is made as the real one is, but looks all the time and has no patience."""
-    code = ("import sys; from moe_rl.integrations.trackers import processes as t; t.EVERY, t.REST, t.LIMIT = 0.02, 0, 1.0; "
-            "sys.exit(t.main())")
+    code = ("import sys; from moe_rl.integrations.trackers import processes as t; "
+            "t.EVERY, t.REST, t.LIMIT = 0.02, 0, 1.0; sys.exit(t.main())")
     out = io.StringIO()
     real = tracking.subprocess.Popen
 

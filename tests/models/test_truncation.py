@@ -16,7 +16,6 @@ from moe_rl.errors import ConfigError
 from moe_rl.models.truncation import KeptTokens, entropy_of, kept
 from moe_rl.objectives import objective_of
 from moe_rl.policies import hf
-from moe_rl.registry import Use
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.mismatch import MismatchedEngine
@@ -115,7 +114,7 @@ def test_engine_and_policy_agree_on_sets_log_probs_and_entropy(model, tokenizer,
 
 
 def test_a_copy_in_other_numerics_says_what_it_kept_itself(model, tokenizer):
-    _, batch = sampled(MismatchedEngine(model, tokenizer, Use("perturbed", dtype="bfloat16")), {"top_p": 0.8})
+    _, batch = sampled(MismatchedEngine(model, tokenizer, dtype="bfloat16"), {"top_p": 0.8})
     scored = policy_of(model, temperature=0.7).score(batch)
     gap = (scored.logprobs - batch.rollout_logprobs).abs()
     assert 1e-4 < gap.max() < 1 and scored.logprobs.isfinite().all()

@@ -236,7 +236,7 @@ def test_a_critic_starts_from_the_policys_weights_and_replay_leaves_it_alone(tmp
     assert body.keys() == ours.keys() and all(torch.equal(body[name], ours[name]) for name in body)
     assert all(body[name].data_ptr() != ours[name].data_ptr() for name in body)
     for one in parts.values():
-        one.engine.close()
+        one.sampling.engine.close()
     found = []
     for name in parts:
         run = PPO.replace(arm=PPO.arm.replace(routes=name), steps=1, epochs=1, mini_batches=1)

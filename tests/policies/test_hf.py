@@ -227,7 +227,7 @@ def test_sgd_steps_against_the_gradient_and_freezes_what_it_is_told_to(batch):
     routers = {id(p) for p in router_parameters(policy.model)}
     frozen = [n for n, p in policy.model.named_parameters() if id(p) in routers]
     assert frozen and not any(step[n].any() for n in frozen)
-    with pytest.raises(ConfigError, match="no optimizer 'lion'"):
+    with pytest.raises(ConfigError, match="optimizer.name='lion': choose adamw or sgd"):
         policy_of(build("qwen3_moe"), optimizer={"name": "lion"})
 
 

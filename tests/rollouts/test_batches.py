@@ -125,7 +125,7 @@ def test_what_the_engine_said_is_what_the_weights_of_that_time_say(which, reques
 
 def test_old_policy_is_rescored_or_what_sampled_as_the_arm_says(tmp_path):
     """Rescored, the first mini-batch has no ratio; against the engine it has all of the staleness, from step 2 on."""
-    tables = {anchor: carry_out(LAGGED.replace(arm=replace(ARMS["grpo"], anchor=anchor), steps=3), tmp_path / anchor)
+    tables = {anchor: carry_out(LAGGED.replace(arm=ARMS["grpo"].replace(anchor=anchor), steps=3), tmp_path / anchor)
               for anchor in ("policy", "engine")}
     steps = {anchor: t["steps"].query("step > 0").set_index("step") for anchor, t in tables.items()}
     assert (steps["policy"]["first_update_log_ratio_max"] < 1e-5).all()

@@ -147,7 +147,7 @@ def test_nan_in_an_arm_is_refused_and_an_infinite_clip_range_is_not(tmp_path):
 def test_what_every_setting_may_be_is_accepted(tmp_path):
     base = study.base.replace(**{"optimizer.lr": 1, "optimizer.grad_clip": 0.0, "stop": ("\n",),
                                  "engine": "vllm(max_tokens=9)",
-                                 "cold_start.target": 0, "policy": "megatron(etp=none)",
+                                 "cold_start.target": 0, "policy": "megatron(etp=None)",
                                  "task": Use("t", a=[1, {"b": None}]),
                                  "hf_checkpoints": (0, 1, 2)})
     assert with_changes(base=base).runs(tmp_path)
@@ -188,6 +188,7 @@ def test_settings_get_the_type_of_their_field(text, key, value):
     assert got == {key: value} and type(got[key]) is type(value)
     changed = BASE.replace(**got).to_dict()
     for part in key.split("."):
+        changed = changed.get("options", changed)
         changed = changed[part]
     assert changed == (list(value) if isinstance(value, tuple) else value)
 
