@@ -242,8 +242,9 @@ def grpo(
     require(dual >= 1 and cap >= 1, f"grpo(dual={dual:g}, cap={cap:g}): below 1 they would clip tokens that have not "
              "moved; usual are 3 for dual and 4 for cap, and inf turns them off")  # fmt: skip
     require(log_clamp > 0, f"grpo(log_clamp={log_clamp:g}): nats must be positive, usually 20; inf turns it off")
-    token = x.log_ratio
-    ratio = at_level(level, token.clamp(-log_clamp, log_clamp), x.mask)
+    token = x.log_ratio  # on the bound its gradient is kept, which torch's clamp drops since 2.15
+    bounded = torch.where(token.detach().abs() > log_clamp, token.detach().sign() * log_clamp, token)
+    ratio = at_level(level, bounded, x.mask)
     found = clip_surrogate(x, ratio, clip_low, min(clip_high, cap - 1), min(dual, max(cap, 1 + clip_high)))
     cut = (token.detach().abs() > log_clamp) & (x.advantages != 0) & (found.clipped_by == 0)
     return replace(found, clipped_by=torch.where(cut, token.detach().sign().to(torch.int8), found.clipped_by))

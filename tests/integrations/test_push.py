@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from moe_rl.config import ModelConfig
 from moe_rl.errors import RunError
-from moe_rl.integrations.vllm import push as pushed
 from moe_rl.integrations.vllm.push import (
     Parity,
     Receipt,
@@ -25,6 +24,7 @@ from moe_rl.integrations.vllm.push import (
     require_parity,
     require_receipt,
 )
+from moe_rl.models import shards
 from moe_rl.models.load import skeleton
 from moe_rl.models.shards import checkpoint_weights, describe, one_by_one, write_shards
 from moe_rl.routing import layout_of
@@ -53,7 +53,7 @@ def test_weights_that_can_only_be_undone_together_are(family, tmp_path, monkeypa
     loaded = small(family)
     weights = dict(loaded.model.state_dict())
     whole = dict(checkpoint_weights(loaded.model, weights.items()))
-    monkeypatch.setattr(pushed, "one_by_one", lambda model, weights: False)
+    monkeypatch.setattr(shards, "one_by_one", lambda model, weights: False)
     together = dict(checkpoint_weights(loaded.model, weights.items()))
     assert whole.keys() == together.keys() and all(torch.equal(w, together[name]) for name, w in whole.items())
 

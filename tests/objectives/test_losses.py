@@ -94,13 +94,16 @@ def test_a_ratio_on_its_bound_keeps_its_gradient(name, dtype):
         assert logprobs.grad[0].tolist() == [0.0, -advantage * ratio.item()]
 
 
-def test_the_tie_convention_is_that_of_torch_minimum_and_clamp():
+def test_the_tie_convention_is_that_of_torch_minimum_and_of_a_clamp_that_keeps_gradients_on_its_bounds():
+    """As torch.clamp did before torch 2.15."""
     new, old, advantages, mask = (torch.tensor(x) for x in case(1))
     new[0, 1:5] = old[0, 1:5]  # ratio 1, with the range (0, 0.15): on the lower bound
     for a in (advantages, -advantages):
         logprobs = new.clone().requires_grad_()
         ratio = (logprobs - old).exp()
-        branches = torch.minimum(ratio * a[:, None], ratio.clamp(1.0, 1.15) * a[:, None])
+        inside = (ratio >= 1.0) & (ratio <= 1.15)
+        clamped = torch.where(inside, ratio, ratio.detach().clamp(1.0, 1.15))
+        branches = torch.minimum(ratio * a[:, None], clamped * a[:, None])
         expected = torch.autograd.grad(-(seq_mean_token_mean(mask) * branches).sum(), logprobs)[0]
         output = grpo(inputs(logprobs, old, a, mask), clip_low=0.0, clip_high=0.15)
         torch.testing.assert_close(torch.autograd.grad(output.loss, logprobs)[0], expected, **TIGHT)

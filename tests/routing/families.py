@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from moe_rl.routing.sites import UNSUPPORTED, router_parameters
@@ -183,6 +184,8 @@ class Family:
     generates: bool = True
     sound_since: str = "0"
     """The release from which on the model itself computes the same in every padding, and with a cache."""
+    torch_since: str = "0"
+    """The torch in which its own code runs, as far as tried."""
     before: tuple[str, dict[str, Any]] = ("0", {})
     """A release of transformers, and the settings in place of `settings` before it."""
 
@@ -247,7 +250,7 @@ FAMILIES = [
             "qk_rope_head_dim": 0, "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
             "index_kpool": 2,
         }
-    }, "Glm5NextForConditionalGeneration"),
+    }, "Glm5NextForConditionalGeneration", torch_since="2.7"),
     Family("glm_moe_dsa", sigmoid_normalised_scaled, SPARSE, sound_since="5.11"),
     Family("gpt_oss", softmax_of_chosen, TWO),
     Family("granitemoe", softmax_of_chosen, TWO, scores_since="5.13"),
@@ -324,7 +327,7 @@ FAMILIES = [
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"], "hc_count": 2, "hc_lowrank": 8,
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
         "indexer_compress_ratio": 4,
-    }),
+    }, torch_since="2.7"),
     Family("solar_open", sigmoid_normalised_scaled, TWO),
     Family("step3p7", sigmoid_normalised, {"text_config": SPARSE}, "Step3p7ForConditionalGeneration", experts=False),
     Family("unlimited_ocr", softmax, {"text_config": SPARSE | {"topk_method": "group_limited_greedy"}},
@@ -380,6 +383,8 @@ def build(family: Family, seed: int = 0):
 
     if family.model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family.model_type}")
+    if Version(torch.__version__) < Version(family.torch_since):
+        pytest.skip(f"{family.model_type} of transformers needs torch {family.torch_since}, here {torch.__version__}")
     release, earlier = family.before
     settings = earlier if older_than(release) else family.settings
     config = tiny_config(transformers.CONFIG_MAPPING[family.model_type], settings)

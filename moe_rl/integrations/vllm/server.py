@@ -59,13 +59,17 @@ STOPS_OF_OPENAI = 4
 """Most stop strings of a request to `/v1/completions`; vLLM refuses more."""
 
 
+def _check_dialect(dialect: str) -> None:
+    if dialect not in DIALECTS:
+        raise ConfigError(f"engine.dialect is {dialect!r}; choose {', '.join(DIALECTS)}.")
+
+
 def _check(
     run: RunConfig, *, url: str, dialect: str = "openai", routes: str = "raise", dtype: str | None = None
 ) -> None:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"engine.url={url!r}: give the address of a server, e.g. http://127.0.0.1:8000.")
-    if dialect not in DIALECTS:
-        raise ConfigError(f"engine.dialect={dialect!r}: choose {', '.join(DIALECTS)}.")
+    _check_dialect(dialect)
     if dialect == "openai" and len(run.stop) > STOPS_OF_OPENAI:
         raise ConfigError(f"stop has {len(run.stop)} texts, but /v1/completions takes at most {STOPS_OF_OPENAI}: set "
                           "engine.dialect=vllm (or sglang), or give fewer.")
@@ -110,6 +114,7 @@ class ServerEngine:
         concurrency: int = 64,
         shard: int = SHARD,
     ):
+        _check_dialect(dialect)
         self.url, self.dialect = url.rstrip("/"), DIALECTS[dialect]
         self.timeout, self.retries, self.concurrency = timeout, retries, concurrency
         self.shard = shard
