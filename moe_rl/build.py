@@ -117,7 +117,8 @@ def build(run: RunConfig, folder: Path, cache: Path, told: Callable[[], bool] = 
     reference = make_policy(run, loaded, True) if compares else None
     engine = build_engine(run, loaded, policy, folder / "engine", spread)
     # The model it began with is neither trained nor sampled.
-    given_up = spread and loaded is not None and getattr(engine, "model", None) is not loaded.model
+    sampler = getattr(engine, "engine", engine)
+    given_up = spread and loaded is not None and getattr(sampler, "model", None) is not loaded.model
     if given_up and loaded is not None:
         torch.nn.Module.to(loaded.model, "meta")
 

@@ -19,6 +19,7 @@ from moe_rl.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 CALL = re.compile(r"([^\s()]+)\((.*)\)", re.DOTALL)
+SIMPLE: dict[str, Any] = {"bool": bool, "int": int, "float": float | int, "str": str, "None": type(None)}
 WORDS = {"inf": math.inf, "nan": math.nan, "true": True, "false": False}
 """What words among the values of options mean; any other is a string."""
 
@@ -184,6 +185,14 @@ def check_options(kind: str, use: Use, found: Callable[..., Any], said: Collecti
         raise ConfigError(f"the {kind} {use.name!r} needs {', '.join(missing)}: Use({use.name!r}, {missing[0]}=…)")
 
 
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether a value is of an option's type, where that is a number, a truth value, a text or None."""
+    names = str(getattr(annotation, "__name__", annotation)).split(" | ")
+    if not {*names} <= SIMPLE.keys():
+        return True
+    return isinstance(value, tuple(SIMPLE[name] for name in names)) and ("bool" in names or not isinstance(value, bool))
+
+
 def needs(*what: str, when: Callable[..., bool] | None = None) -> Callable[[F], F]:
     """Mark a part with what it must be given, e.g. `reference` or `scores`, so that nobody else pays for it; where that
     depends on its options, `when` is called with those that are given."""
@@ -213,8 +222,13 @@ def checked(check: Callable[..., None]) -> Callable[[F], F]:
 
 
 def check_component(part: Callable[..., Any], run: Any) -> None:
-    """Have a component that `lookup` gave check the run, where it brings a check."""
+    """Raise ConfigError for options of another type; then have a component that `lookup` gave check the run, where it
+    brings a check."""
     function, options = (part.func, part.keywords) if isinstance(part, partial) else (part, {})
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in options and not _fits(options[name], parameter.annotation):
+            raise ConfigError(f"{function.__name__}({name}={options[name]!r}): the option is of type "
+                              f"{getattr(parameter.annotation, '__name__', parameter.annotation)}")
     if (check := getattr(function, "check", None)) is not None:
         check(run, **options)
 

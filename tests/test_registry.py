@@ -13,7 +13,7 @@ from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.objectives.losses import grpo
 from moe_rl.objectives.spelling import suggest_field
-from moe_rl.registry import Use, lookup, needs, needs_of
+from moe_rl.registry import Use, check_component, lookup, needs, needs_of
 from moe_rl.study.declaration import located
 
 GSPO = Use("gspo", clip_low=0.01, clip_high=0.013)
@@ -219,3 +219,23 @@ def test_what_a_part_needs_is_seen_through_its_options():
     assert needs_of(lookup("part", Use("demanding", share=0.1), KNOWN)) == {"scores", "reference"}
     assert needs_of(lookup("part", Use("with_options", must=1), KNOWN)) == frozenset()
     assert needs_of(None) == needs_of(plain) == needs_of(partial(plain)) == frozenset()
+
+
+def typed(x, *, whole: int = 1, real: float = 1.0, flag: bool = False, word: str | None = None, any_of: list = ()):
+    return x
+
+
+@pytest.mark.parametrize("text, words", [
+    ("typed(whole=2.5)", r"typed\(whole=2.5\): the option is of type int"), ("typed(whole=true)", "whole=True"),
+    ("typed(real=fast)", r"real='fast'\): the option is of type float"), ("typed(real=false)", "real=False"),
+    ("typed(flag=maybe)", r"flag='maybe'\): the option is of type bool"), ("typed(flag=1)", "flag=1"),
+    ("typed(word=3)", r"word=3\): the option is of type str \| None"),
+])
+def test_an_option_of_another_type_is_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        check_component(lookup("part", Use.read(text), {"typed": typed}), None)
+
+
+def test_an_option_of_its_type_is_taken():
+    for text in ("typed(whole=2, real=3, flag=true, word=a)", "typed(real=inf, word=None, any_of=3)"):
+        check_component(lookup("part", Use.read(text), {"typed": typed}), None)

@@ -160,7 +160,7 @@ def vllm_rate(model: torch.nn.Module, prompts: list[Prompt], asked: Sampling, co
     except ImportError:
         return "not run: vLLM is not installed here"
     from moe_rl.integrations.vllm.engine import VLLMEngine
-    from moe_rl.integrations.vllm.push import checkpoint_weights, describe
+    from moe_rl.models.shards import checkpoint_weights, describe
     from moe_rl.models.tokens import byte_tokenizer
 
     tokenizer = byte_tokenizer()

@@ -47,7 +47,8 @@ class Serving:
     def __init__(self, folder, temperature=1.0, dtype="float32", model=RUN.model):
         from moe_rl.integrations.vllm.checked import CheckedEngine
         from moe_rl.integrations.vllm.engine import VLLMEngine
-        from moe_rl.integrations.vllm.push import Tolerance, describe, probe_prompts
+        from moe_rl.integrations.vllm.push import Tolerance, probe_prompts
+        from moe_rl.models.shards import describe
 
         self.loaded = load(model, 0)
         self.folder = folder
