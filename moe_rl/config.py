@@ -18,7 +18,6 @@ from pydantic.fields import FieldInfo
 from pydantic.functional_validators import BeforeValidator, InstanceOf, PlainValidator, WrapValidator, model_validator
 
 from moe_rl.errors import ConfigError
-from moe_rl.older import modern
 from moe_rl.registry import Part, Use
 
 S = TypeVar("S", bound="Settings")
@@ -40,12 +39,6 @@ def _keep_int(value: Any, check: Any) -> Any:
 
 def _make_uses(parts: Any) -> tuple[Use, ...]:
     return tuple(map(Use.of, parts if isinstance(parts, tuple | list) else (parts,)))
-
-
-def _make_task(task: Any) -> Use:
-    use = Use.of(task)
-    written_out = {"match": "exact"} if use.name.startswith("jsonl:") else {}  # rows without it are of an older scorer
-    return Use(use.name, **{**written_out, **use.options})
 
 
 FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
@@ -189,8 +182,8 @@ def _explain_errors(kind: type[Settings], values: Mapping[str, Any], error: Vali
         if isinstance(cause, ConfigError):
             yield f"{_prefix(kind)}{name}: {cause}" if name else str(cause)
         elif name not in kind.model_fields:
-            yield (f"{kind.__name__} has no setting {name}; it has {', '.join(kind.model_fields)}. A configuration of "
-                   "another version of moe_rl is run with the code that its row names.")
+            yield (f"{kind.__name__} has no setting {name}; it has {', '.join(kind.model_fields)}. "
+                   "Release 0.1.0 alone reads the configurations that it wrote.")
         elif name not in values:
             yield f"{_prefix(kind)}{name} must be given"
         elif get_origin(kind.model_fields[name].annotation) is Mapping:
@@ -362,7 +355,7 @@ class RunConfig(Settings):
     arm: InstanceOf[Arm]
     seed: Seed = 0
     """Prompts, sampling noise, mini-batch split and probe; shared by all arms of a study."""
-    task: Annotated[Part, PlainValidator(_make_task)] = Use("running_sums")
+    task: Named = Use("running_sums")
     """What is asked and rewarded: `running_sums`, `reasoning_gym:<dataset>`, `jsonl:<file>`, `pkg.module:Class`, or a
     `Use` of one with its options, e.g. `Use("running_sums", digits=12)`."""
     model: InstanceOf[ModelConfig] = Field(default_factory=ModelConfig)
@@ -435,12 +428,6 @@ class RunConfig(Settings):
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it; `from_dict` reads it back."""
         return json.loads(json.dumps(plain(self)))
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> RunConfig:
-        """The configuration that `to_dict` described, now or in an older version. Settings that came later take their
-        defaults. Raises ConfigError for a setting that no longer exists."""
-        return super().from_dict(modern(content))
 
     def own_code(self) -> set[str]:
         """Every `pkg.module:name` that the parts of the run name, in their options too, and a mixture its tasks."""

@@ -65,18 +65,10 @@ def mathematical(question: str, answer: str, completion: str) -> bool:
 
 
 MATCHES: dict[str, Match] = {"exact": exact, "math": mathematical}
-OLDER = "older"
-"""In configurations from before there was a choice."""
 
 
 def matcher(name: str) -> Match:
     """The function that a task's option `match` names. Raises ConfigError where there is none, or no package."""
-    if name == OLDER:
-        raise ConfigError(
-            "this run was scored as before tasks had an option match: math-verify took any expression anywhere in a "
-            "completion, so that 3+9, 13 12 and 12% earned 1 where the answer was 12. Its rows can be read, but new "
-            "rewards would not compare with them: choose match=exact or match=math for a run of its own, or use the "
-            "code that the row names.")
     if name not in MATCHES:
         unknown("match", name, MATCHES)
     if name == "math" and importlib.util.find_spec("math_verify") is None:

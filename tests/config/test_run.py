@@ -41,7 +41,13 @@ def test_settings_that_came_later_take_their_defaults_and_lost_ones_are_named():
     del old["engine"], old["optimizer"]["router_lr_scale"]
     assert RunConfig.from_dict(old) == CONFIGS[0]
     old["optimizer"]["nesterov"] = True
-    with pytest.raises(ConfigError, match="Optimizer has no setting nesterov"):
+    with pytest.raises(ConfigError, match="Optimizer has no setting nesterov.* Release 0.1.0"):
+        RunConfig.from_dict(old)
+
+
+def test_a_configuration_of_release_0_1_0_names_the_release_that_reads_it():
+    old = CONFIGS[0].to_dict() | {"parallel": {"dp": 1}, "lag": 2}
+    with pytest.raises(ConfigError, match="parallel.* Release 0.1.0"):
         RunConfig.from_dict(old)
 
 
@@ -100,7 +106,7 @@ def test_every_wrong_value_is_named():
         "optimizer.lr=-1: a learning rate must not be negative\n"
         "optimizer.warmup=True: the setting needs a value of type int\n"
         "Optimizer has no setting rate; it has name, lr, warmup, betas, eps, weight_decay, grad_clip, router_lr_scale, "
-        "loss_free_bias. A configuration of another version of moe_rl is run with the code that its row names.")
+        "loss_free_bias. Release 0.1.0 alone reads the configurations that it wrote.")
     with pytest.raises(ConfigError, match="^arm must be given$"):
         RunConfig()
 

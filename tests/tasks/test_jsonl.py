@@ -7,7 +7,6 @@ import json
 import pytest
 
 from moe_rl.analysis.evaluation import benchmark
-from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Use
 from moe_rl.seeds import HELD_OUT, derive
@@ -26,21 +25,6 @@ def test_an_answer_alone_is_right_unless_mathematics_is_asked_for(tmp_path):
     (prompt,) = task.prompts(1, 0)
     for completion, exact, math in ((" 12\n", 1, 1), ("it is = 12", 0, 1), ("3+9", 0, 0), ("13", 0, 0)):
         assert (task.reward(prompt, completion), by_value.reward(prompt, completion)) == (exact, math)
-
-
-def test_a_run_writes_out_how_it_is_scored_and_rows_without_it_are_refused_when_run(tmp_path):
-    file = tmp_path / "pairs.jsonl"
-    file.write_text('{"question": "q", "answer": "1"}')
-    arm = Arm(name="a")
-    now = RunConfig(arm=arm, task=f"jsonl:{file}")
-    assert now.task == Use(f"jsonl:{file}", match="exact") == RunConfig.from_dict(now.to_dict()).task
-    assert RunConfig(arm=arm, task=Use(f"jsonl:{file}", match="math")).task.options == {"match": "math"}
-    for older in (f"jsonl:{file}", {"name": f"jsonl:{file}", "options": {}}):
-        run = RunConfig.from_dict(now.to_dict() | {"task": older})
-        assert run.task.options == {"match": "older"} and run.hash != now.hash
-        assert RunConfig.from_dict(run.to_dict()) == run
-        with pytest.raises(ConfigError, match="scored as before tasks had an option match"):
-            load_task(run.task)
 
 
 def test_repeated_questions_count_once(tmp_path):
