@@ -36,7 +36,7 @@ from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES, RouteSource
 from moe_rl.storage.folder import RunFolder, SharedFolder, read_json, write_json
 from moe_rl.storage.inputs import inputs_of
-from moe_rl.storage.lease import Lease
+from moe_rl.storage.lock import Lock
 from moe_rl.tasks.base import AnyTask, held_out, load_task, split_of
 from moe_rl.trainer import Listener, Parts, train, warn_void
 from moe_rl.types import Prompt, Rollout
@@ -207,9 +207,9 @@ def _prepare(
     return evaluation, loaded.tokenizer.pad_token_id
 
 
-def alone(folder: Path, progress: Progress) -> Lease:
-    """A folder's lease, once whoever holds it is done."""
-    return Lease(folder, wait=lambda: progress({"waiting": True}))
+def alone(file: Path, progress: Progress) -> Lock:
+    """A lock, once the process that holds it is done."""
+    return Lock(file, wait=lambda: progress({"waiting": True}))
 
 
 def _progress(folder: Path, told: Callable[[], bool]) -> Progress:

@@ -143,8 +143,8 @@ def import_component(kind: str, name: str, path: str) -> Callable[..., Any]:
     try:
         return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"the {kind} {name!r} is in {module}, which needs {error.name}, which is not installed: pip "
-                          f"install 'moe_rl[{name}]'") from error
+        raise ConfigError(f"the {kind} {name!r} is in {module}, which needs {error.name}, which is not installed; the "
+                          "extras of moe_rl are in docs/your_trainer.md") from error
 
 
 def import_callable(kind: str, name: str) -> Callable[..., Any]:

@@ -1,47 +1,39 @@
-"""Trackers of one's own: one that keeps lines, one that fails, one that never answers."""
+"""Trackers of one's own: one that keeps lines, one that fails."""
 
 from __future__ import annotations
 
 import json
-import time
 
 
 class Lines:
-    """A line of JSON per step."""
+    """A line of JSON per step and time that it is given it."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, run):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file, self.closed = folder / (run.place.replace("/", "+") + ".jsonl"), False
 
-    def file(self, run):
-        return self.folder / (run.place.replace("/", "+") + ".jsonl")
+    def log(self, step, time, values):
+        with self.file.open("a") as out:
+            out.write(json.dumps({"step": step, "time": time, "values": values}) + "\n")
 
-    def last(self, run):
-        return max((p["step"] for p in points(self.file(run))), default=-1)
-
-    def write(self, run, new):
-        lines = "".join(json.dumps({"step": p.step, "time": p.time, "values": p.values}) + "\n" for p in new)
-        with self.file(run).open("a") as out:
-            out.write(lines)
+    def close(self):
+        self.file.with_suffix(".closed").touch()
 
 
 class Failing(Lines):
-    """Takes the first commit of one run and fails at the second."""
+    """Takes two steps and fails at the next."""
 
-    def write(self, run, new):
-        if self.last(run) >= 0:
+    def log(self, step, time, values):
+        if len(points(self.file)) == 2:
             raise ConnectionError("the service is down\nand says so in two lines")
-        super().write(run, new)
+        super().log(step, time, values)
 
 
-class Slow(Lines):
-    def write(self, run, new):
-        time.sleep(0.2)
-        super().write(run, new)
+class Refusing:
+    """Cannot be made."""
 
-
-class Hanging(Lines):
-    def write(self, run, new):
-        time.sleep(3600)
+    def __init__(self, folder, run):
+        raise OSError("no such service")
 
 
 def points(file):

@@ -21,10 +21,6 @@ REACHED_BY_IMPORT = {
     "cli.checkpoints": {"analysis.benchmarks", "analysis.checkpoints.measure", "analysis.checkpoints.report",
                         "analysis.diagnose.diagnosis", "analysis.diagnose.report", "analysis.evaluation",
                         "analysis.folders", "analysis.response_page"},
-    "cli.running": {"integrations.slurm.launcher", "integrations.slurm.queue", "integrations.trackers.listeners",
-                    "integrations.trackers.processes"},
-    "cli.runs": {"integrations.slurm.queue"},
-    "cli.tables": {"integrations.trackers.listeners", "integrations.trackers.processes"},
     "models.load": {"integrations.cpu_kernels"},
     "types": {"models.truncation", "routing.hooks", "routing.trace"},
 }

@@ -49,7 +49,7 @@ from moe_rl.rollouts.request import check_request, context_length
 from moe_rl.seeds import HELD_OUT
 from moe_rl.storage import folder as runs
 from moe_rl.storage.inputs import DATA, LIBRARY, inputs_of
-from moe_rl.storage.lease import Lease
+from moe_rl.storage.lock import Lock
 from moe_rl.tasks.base import AnyTask, held_out, load_task, once
 from moe_rl.tasks.jsonl import JsonlTask
 from moe_rl.trainer import sampling_of
@@ -168,7 +168,7 @@ def measure_evaluations(checkpoints: Sequence[str], benchmarks: Sequence[Benchma
     folders = {name: out / "samples" / f"{_safe(Path(name).name)}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
                for name in names}
     files = {(name, b.name): folders[name] / f"{b.name}.jsonl" for name in names for b in benchmarks}
-    with Lease(out / runs.LEASE), _progress(console or Console(stderr=True)) as bars:
+    with Lock(out / runs.LOCK), _progress(console or Console(stderr=True)) as bars:
         left = {(name, b.name): len(b.prompts) - count_whole(files[name, b.name], plan.at_once, len(b.prompts))[0]
                 for name in names for b in benchmarks}
         claim(out, _wanted(names, benchmarks, plan), complete=not any(left.values()))

@@ -91,8 +91,8 @@ def versions() -> dict[str, Any]:
 
 
 def check_new(out: Path) -> None:
-    """Raises RunError for a folder that has files in it, a lease aside."""
-    if out.exists() and any(file.name != runs.LEASE for file in out.iterdir()):
+    """Raises RunError for a folder that has files in it, a lock aside."""
+    if out.exists() and any(file.name not in (runs.LOCK, "lock.holder") for file in out.iterdir()):
         raise RunError(f"--out {out} has other files in it; give a folder that is new or empty.")
 
 

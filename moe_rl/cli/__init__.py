@@ -16,7 +16,7 @@ from moe_rl.errors import MoeRlError
 
 VERBS = [found for family in (running, new, methods, tables, runs, checkpoints) for found in vars(family).values()
          if isinstance(found, Verb)]
-STUDY = {"filelock", "jinja2", "matplotlib", "pandas", "psutil", "pyarrow", "rich", "scipy"}
+STUDY = {"filelock", "jinja2", "matplotlib", "pandas", "pyarrow", "rich", "scipy"}
 """The packages of the extra `study`, which most verbs import."""
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shlex
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from moe_rl.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moe_rl.integrations.slurm.launcher import Slurm
     from moe_rl.study.declaration import Planned, Study
     from moe_rl.study.workers import Failure
 
@@ -59,9 +57,6 @@ def run(options: argparse.Namespace) -> int:
 
     from moe_rl import ranks
     from moe_rl.config import parse_settings
-    from moe_rl.integrations.slurm.launcher import arguments
-    from moe_rl.integrations.trackers.listeners import target
-    from moe_rl.integrations.trackers.processes import trackers_beside
     from moe_rl.results import printed
     from moe_rl.storage.terminal import say
     from moe_rl.study.declaration import QUICK_STEPS, load_study_file, write_declaration
@@ -69,17 +64,14 @@ def run(options: argparse.Namespace) -> int:
 
     cluster, options.settings = _launcher(options)
     jobs, console = at_a_time(options.jobs), Console(quiet=ranks.rank() > 0)
-    if cluster is not None and options.track:
-        raise ConfigError("--track follows runs of this machine; of a cluster's, show the tables as they come: moe-rl "
-                          f"export {options.out} --to {options.track[0]}")
-    for tracker in options.track:
-        target(tracker)  # raises, before anything is written, where there is none
+    options.track = [_with_folder(tracker) for tracker in options.track]
     study = load_study_file(options.study)
     changes: dict[str, Any] = {"task": options.task} if options.task else {}
     changes |= {"policy": options.policy} if options.policy else {}
     changes |= parse_settings(study.base.replace(**changes), options.settings)
     knows = checked_by(study) is not None  # what its runs are made of
-    study, cautions = _for_its_setting(study, changes) if knows else (study.with_settings(changes), [])
+    cautions = _changed_setting(study, changes)
+    study = study.with_settings(changes)
     whole = study = study.quick_form() if options.quick else study
     chosen = [*study.own_arms(options.arms), *options.arm]
     study = study.with_arms(chosen)
@@ -98,7 +90,8 @@ def run(options: argparse.Namespace) -> int:
     ranks.from_rank_0(lambda: unfinished(planned, options.mix_code))  # what refuses, refuses before anything is written
     if options.dry_run:
         if cluster is not None:
-            say(console, f"sbatch {shlex.join(arguments(study.name, Path('…'), cluster, len(planned), options.jobs))}")
+            words = _slurm("arguments")(study.name, Path("…"), cluster, len(planned), options.jobs)
+            say(console, f"sbatch {shlex.join(words)}")
         return 0
     if changed := ranks.from_rank_0(lambda: write_declaration(
             whole if {*study.arms} <= {*whole.arms} else study, options.out, keep=bool(chosen))):
@@ -106,9 +99,8 @@ def run(options: argparse.Namespace) -> int:
             f"{', '.join(changed)}: from now on the new one is shown. Two studies need two names.", wrap=True)
     if cluster is not None:
         return _submitted(console, study, planned, cluster, options)
-    with trackers_beside(options.track if ranks.rank() == 0 else (), options.out / study.name, console):
-        failures = run_study(study, planned, cache=options.out / ".cache", jobs=jobs, mix_code=options.mix_code,
-                             console=console)
+    failures = run_study(study, planned, cache=options.out / ".cache", jobs=jobs, trackers=options.track,
+                         mix_code=options.mix_code, console=console)
     if ranks.launched():
         ranks.leave()
     code = _failed(failures)
@@ -155,9 +147,7 @@ What is committed stays: `moe-rl run STUDY --launcher slurm` submits them again.
 )
 def cancel(options: argparse.Namespace) -> int:
     """Cancel tasks, and say which."""
-    from moe_rl.integrations.slurm.queue import cancel as taken_out
-
-    tasks = taken_out(options.folder)
+    tasks = _slurm("cancel")(options.folder)
     if not tasks:
         raise ConfigError(f"no run below {options.folder} is in the queue of a cluster (see `moe-rl list`)")
     print(f"{len(tasks)} cancelled: {', '.join(tasks)}")
@@ -178,18 +168,17 @@ SIGTERM and SIGUSR1 are as --stop""",
 )
 def work(options: argparse.Namespace) -> int:
     """The worker process of a study, on any machine."""
-    from moe_rl.study.work import work as carried_out
+    from moe_rl.study.workers import work as carried_out
 
     return carried_out(options.plan, options.number, options.stop)
 
 
-def _launcher(options: argparse.Namespace) -> tuple[Slurm | None, list[str]]:
+def _launcher(options: argparse.Namespace) -> tuple[Any, list[str]]:
     """The cluster that runs are for, if any, and the settings that are the study's."""
     from moe_rl import ranks
-    from moe_rl.integrations.slurm.launcher import launcher
 
     its = [text for text in options.settings if text.startswith("launcher.")]
-    cluster = launcher(options.launcher, its)
+    cluster = _slurm("launcher")(options.launcher, its) if its or options.launcher != "local" else None
     if cluster is not None:
         if ranks.launched():
             raise ConfigError("--launcher slurm under torchrun: leave torchrun out, and say how many processes a run "
@@ -198,13 +187,26 @@ def _launcher(options: argparse.Namespace) -> tuple[Slurm | None, list[str]]:
     return cluster, [text for text in options.settings if text not in its]
 
 
-def _submitted(console: Console, study: Study, planned: Sequence[Planned], cluster: Slurm,
+def _slurm(name: str) -> Callable[..., Any]:
+    from moe_rl.registry import import_component
+
+    return import_component("launcher", "slurm", f"moe_rl.integrations.slurm:{name}")
+
+
+def _with_folder(tracker: str) -> str:
+    """`NAME=FOLDER`, by an absolute path. Raises ConfigError where there is no such tracker."""
+    from moe_rl.registry import import_component
+
+    _, folder = import_component("tracker", tracker, "moe_rl.integrations.trackers:find_tracker")(tracker)
+    return f"{tracker.partition('=')[0]}={folder.absolute()}"
+
+
+def _submitted(console: Console, study: Study, planned: Sequence[Planned], cluster: Any,
                options: argparse.Namespace) -> int:
-    from moe_rl.integrations.slurm.launcher import submit
     from moe_rl.storage.terminal import say
 
-    ids, queued = submit(study, planned, cluster, cache=options.out / ".cache", jobs=options.jobs,
-                         mix_code=options.mix_code)
+    ids, queued = _slurm("submit")(study, planned, cluster, cache=options.out / ".cache", jobs=options.jobs,
+                                   trackers=options.track, mix_code=options.mix_code)
     folder = options.out / study.name
     what = f"submitted as job {' and '.join(ids)}" if ids else "nothing to submit"
     say(console, f"{study.name}: {what}" + f"; {queued} runs are in the queue already" * bool(queued))
@@ -213,25 +215,13 @@ def _submitted(console: Console, study: Study, planned: Sequence[Planned], clust
     return 0
 
 
-def _for_its_setting(study: Study, changes: Mapping[str, Any]) -> tuple[Study, list[str]]:
-    """The study with changed settings, and without the numbers that were chosen for another task or model; what was
-    left out, in sentences."""
-    changed = study.with_settings(changes)
-    if not {"task", "model"} & {key.partition(".")[0] for key in changes}:
-        return changed, []
-    from moe_rl.config import Arm
-    from moe_rl.registry import Use
-    from moe_rl.study.rehearsal import elsewhere
-
-    varied = [*study.factors, *(key for cell in study.cells.values() for key in cell if key not in ("arms", "seeds"))]
-    if (found := elsewhere(study.base, changes, varied)) is None:
-        return changed, []
-    instead, said = found
-    chosen = [str(arm.loss) for arm in study.arms if isinstance(arm, Arm) and Use.of(arm.loss).options]
-    said += [f"{', '.join(dict.fromkeys(chosen))}: options chosen there, too, which stay."] * bool(chosen)
-    if varied:
-        said.append(f"{', '.join(dict.fromkeys(varied))}: what the study varies was chosen there, too, and stays.")
-    return dataclasses.replace(changed.with_settings(instead), seconds_per_step=None, cost=""), said
+def _changed_setting(study: Study, changes: Mapping[str, Any]) -> list[str]:
+    """A caution where `changes` ask for another task or model than the study's."""
+    run = study.base.replace(**changes)
+    if (run.task, run.model) == (study.base.task, study.base.model):
+        return []
+    return [f"the settings of {study.name} were chosen for {study.base.task} on {study.base.model.name}; "
+            "check the learning rate, max_new_tokens and the cold start with --set."]
 
 
 def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> list[str]:

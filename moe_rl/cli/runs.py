@@ -166,11 +166,11 @@ def diff(options: argparse.Namespace) -> int:
 
 def _submitted(folder: Path, found: Sequence[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
     """Runs that were submitted to a cluster and have not begun; those that are `found` get what its scheduler says."""
-    from moe_rl.integrations.slurm.queue import scheduled
+    from moe_rl.registry import import_component
     from moe_rl.storage.folder import ENDED, state
 
     try:
-        waiting = scheduled(folder)
+        waiting = import_component("launcher", "slurm", "moe_rl.integrations.slurm:scheduled")(folder)
     except RunError as error:
         print(f"moe-rl: {error}; what its scheduler says is left out", file=sys.stderr)
         return []

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import threading
 from pathlib import Path
 
 from moe_rl.cli.verbs import MIX_CODE, UNFINISHED, argument, verb
-from moe_rl.errors import ConfigError, RunError
+from moe_rl.errors import ConfigError
 
 TRUST = argument("--trust", action="store_true",
                  help="look for the study's own figures, metrics and verdict beside its tables, too; what is "
@@ -108,11 +107,15 @@ A tracker gets every number once, however often it is given them; those of unfin
 )
 def export(options: argparse.Namespace) -> int:
     """CSV files, floats with all their digits; or points."""
-    from moe_rl.integrations.trackers.listeners import names_a_tracker
+    from moe_rl.registry import import_component
     from moe_rl.storage.frames import load_study
 
-    if names_a_tracker(options.to):
-        return _to_tracker(options)
+    trackers = "moe_rl.integrations.trackers"
+    if import_component("tracker", options.to, f"{trackers}:names_a_tracker")(options.to):
+        give = import_component("tracker", options.to, f"{trackers}:export")
+        for line in give(options.folder, options.to, options.follow):
+            print(line, flush=True)
+        return 0
     if options.follow:
         raise ConfigError(f"--follow is for a tracker, and {options.to} is a folder of CSV files")
     frames = load_study(options.folder, unfinished=options.unfinished, mix_code=options.mix_code)
@@ -124,22 +127,6 @@ def export(options: argparse.Namespace) -> int:
         print(f"{file}: {len(frame)} rows")
     for text in frames.left_out:
         print(f"left out: {text}", file=sys.stderr)
-    return 0
-
-
-def _to_tracker(options: argparse.Namespace) -> int:
-    """What a tracker lacks; then, on request, whatever is committed."""
-    from moe_rl.integrations.trackers.listeners import bring_up_to_date, opened, tracked, tracked_tables
-    from moe_rl.integrations.trackers.processes import follow
-
-    runs = list(tracked(options.folder)) or list(tracked_tables(options.folder))
-    if not runs and not options.follow:
-        raise RunError(f"no run below {options.folder}")
-    with opened(options.to) as tracker:
-        for run in runs:
-            print(f"{run.place}: {bring_up_to_date(tracker, run)} steps more")
-    if options.follow:
-        follow(options.to, options.folder, threading.Event())
     return 0
 
 

@@ -229,7 +229,7 @@ def cold_start(
     identity = _identity(loaded, task, run, stop_prompts + examples) | {"inputs": dict(inputs or {})}
     folder = Path(cache_root) / "cold_starts" / _digest(identity)[:16]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with alone(folder.with_suffix(".lease"), progress):
+    with alone(folder.with_suffix(".lock"), progress):
         if folder.exists():
             return _from_cache(folder, loaded, report)
         report(f"cold start: {split}")

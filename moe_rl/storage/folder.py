@@ -6,7 +6,7 @@
         progress.json     state, step, seconds per step; replaced at every step
         commit/, tables/  rows and checkpoint of the last commit, which a kill leaves whole or absent: see `commits`
         <table>.parquet   each table of `columns.TABLES`, published when the run has finished
-        lease/            who works in the folder, and who did: see `lease`
+        lock              held by the process that works in the folder: see `lock`
 
 No torch here: listing, plotting and comparing runs stays instant.
 """
@@ -28,24 +28,24 @@ from moe_rl.storage import commits
 from moe_rl.storage.columns import TABLES
 from moe_rl.storage.commits import Row, fsync, last_step, latest_commit
 from moe_rl.storage.inputs import declared_by, digest, inputs_of, merged
-from moe_rl.storage.lease import Lease, holder, is_held
+from moe_rl.storage.lock import Lock, is_held
 from moe_rl.storage.versions import code_version, git_state, instruction_set, merged_git, package_versions, processor
 
 DIVERGED, DIGEST = "diverged", "checkpoint.sha256"
 """The files of a commit that say how the run diverged, and what its checkpoint was when it was written."""
 ENDED = ("finished", "diverged")
 """States of a run that is not run again."""
-LEASE = "lease"
-"""The folder of a run that says who works in it."""
+LOCK = "lock"
+"""The file of a run that the process at work on it locks."""
 DECLARATION = "study.json"
 """What declares a study, in its folder."""
 
 
 class RunFolder:
-    """One run's folder, whose lease this object holds while it is open. Use `with RunFolder.open(...) as folder`."""
+    """One run's folder, whose lock this object holds while it is open. Use `with RunFolder.open(...) as folder`."""
 
-    def __init__(self, path: Path, lease: Lease, manifest: dict[str, Any]) -> None:
-        self.path, self.manifest, self._lease = path, manifest, lease
+    def __init__(self, path: Path, lock: Lock, manifest: dict[str, Any]) -> None:
+        self.path, self.manifest, self._lock = path, manifest, lock
         self.stopping: Callable[[], bool] = lambda: False
         """Whether the run was told to stop: then its next step is committed, which raises Stopped."""
         self._opened = time.time()
@@ -63,7 +63,7 @@ class RunFolder:
         check(path, config, hash)
         path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as undo:
-            lease = undo.enter_context(Lease(path / LEASE))
+            lock = undo.enter_context(Lock(path / LOCK))
             for leftover in [*path.glob(".tmp-*"), *path.glob("commit/.tmp-*")]:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             manifest = read_manifest(path) or {"created": time.time(), "hash": hash, "seed": config.get("seed"),
@@ -80,7 +80,7 @@ class RunFolder:
                          "declared": declared_by(study_file, manifest.get("declared")),
                          "device": config.get("model", {}).get("device", "cpu"),
                          "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count()}
-            folder = cls(path, lease, manifest)
+            folder = cls(path, lock, manifest)
             write_json(path / "manifest.json", manifest)
             undo.pop_all()
         return folder
@@ -89,7 +89,7 @@ class RunFolder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._lease.release()
+        self._lock.release()
 
     @property
     def step(self) -> int:
@@ -137,7 +137,6 @@ class RunFolder:
         Raises RunError, and leaves the run as it is, when another process has taken it over; Stopped, after the commit,
         where the run is `stopping`.
         """
-        self._fence()
         folder = self.path / "commit"
         aside, final = folder / f".tmp-{step}", folder / f"step={step:06d}"
         if final.exists():
@@ -151,7 +150,6 @@ class RunFolder:
             fsync(file)
         fsync(aside)
         commits.add_parts(self.path, step, self._rows)
-        self._fence()
         aside.rename(final)
         fsync(folder)
         fsync(self.path)
@@ -163,16 +161,8 @@ class RunFolder:
         if self.stopping():
             raise Stopped(f"{self.path} was told to stop; step {step} is committed, and it goes on from there")
 
-    def _fence(self) -> None:
-        if not self._lease.held:
-            raise RunError(f"{self.path} was taken over by {holder(self.path / LEASE)}, since this process did not "
-                           "show for too long that it lives; the run goes on there, and nothing was written here")
-
     def progress(self, step: int, **values: Any) -> None:
-        """Where the run is, for `list` and the live display: atomically replaced, not fsynced. Nothing is said where
-        another process has taken the run over."""
-        if not self._lease.held:
-            return
+        """Where the run is, for `list` and the live display: atomically replaced, not fsynced."""
         steps, now = self.manifest["config"]["steps"], time.time()
         state = {"step": step, "steps": steps, "started": self._opened, "updated": now, "pid": os.getpid(), **values}
         write_json(self.path / "progress.json", state, durable=False)
@@ -182,7 +172,6 @@ class RunFolder:
 
         The manifest gains the step, the seconds of all steps and a digest of the final checkpoint.
         """
-        self._fence()
         commit = latest_commit(self.path)
         if commit is None:
             raise RunError(f"{self.path} has no commit, so there is nothing to finish; commit the last step first")
@@ -212,7 +201,7 @@ def check(path: Path, config: Mapping[str, Any], hash: str) -> None:
     manifest = read_manifest(path)
     if manifest is None:
         found = {p.name for p in path.iterdir() if not p.name.startswith(".tmp-")} if path.is_dir() else set()
-        if foreign := sorted(found - {LEASE, "lock", "log.txt"}):
+        if foreign := sorted(found - {LOCK, "lock.holder", "log.txt"}):
             raise RunError(f"{path} holds {', '.join(foreign[:3])} but no manifest.json, so it is not a run; "
                            "nothing was touched: choose another --out")
     elif manifest["hash"] != hash:
@@ -245,7 +234,7 @@ def state(path: Path, steps: int | None = None) -> dict[str, Any]:
     if manifest is None:
         return {**progress, "state": "waiting", "steps": steps}
     steps = steps or manifest["config"]["steps"]
-    if is_held(path / LEASE):
+    if is_held(path / LOCK):
         name = "running"
     elif manifest.get("finished", -1) >= steps:
         name, progress["step"] = "finished", manifest["finished"]

@@ -1,5 +1,5 @@
-"""What is looked at before compute is spent: what a run asks, what its reference answers earn, its own code on a toy
-batch, and which numbers of a study were chosen for another setting.
+"""What is looked at before compute is spent: what a run asks, what its reference answers earn, its own code
+on a toy batch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from moe_rl import ranks
 from moe_rl.build import build
-from moe_rl.config import ColdStart, Measure, ModelConfig, Optimizer, RunConfig
+from moe_rl.config import Measure, ModelConfig, RunConfig
 from moe_rl.errors import ConfigError, Diverged, MoeRlError
 from moe_rl.models.load import PRESETS, hf_config, load_tokenizer, skeleton
 from moe_rl.models.tokens import byte_tokenizer, completion_tokens, demonstrated, encode_prompts
@@ -27,8 +27,6 @@ from moe_rl.tasks.base import AnyTask, Environment, Split, checked_reward, draw,
 from moe_rl.trainer import train_step
 from moe_rl.types import Prompt
 
-CHECKPOINT_LR = 1e-6
-"""For checkpoints that others trained, of billions of parameters: the default of TRL's GRPO."""
 LOOKED_AT, SECONDS = 512, 5.0
 """Prompts of a preview, and the time that rewarding their answers may take."""
 
@@ -114,55 +112,8 @@ def rehearse(run: RunConfig) -> list[str]:
     return []
 
 
-def elsewhere(
-    base: RunConfig, changes: Mapping[str, Any], factors: Collection[str] = ()
-) -> tuple[dict[str, Any], list[str]] | None:
-    """Where `changes` ask for another task or model than those of `base`: settings in place of the numbers that were
-    chosen there, and a sentence about each. What `changes` say themselves, and what the study varies, stays.
-
-    The learning rate becomes the default, or CHECKPOINT_LR for a checkpoint, which also begins without a cold start;
-    max_new_tokens becomes what the longest reference answer needs. Arms stay as they are. None where task and model are
-    those of `base`.
-    """
-    run = base.replace(**changes)
-    if not another_setting(base, run):
-        return None
-    wanted: dict[str, Any] = {"optimizer.lr": Optimizer().lr, "optimizer.warmup": Optimizer().warmup}
-    if run.model.name not in PRESETS:
-        wanted |= {"optimizer.lr": CHECKPOINT_LR, "cold_start.target": 0.0}
-    elif base.model.name in PRESETS:
-        wanted |= {f"cold_start.{key}": getattr(ColdStart(), key) for key in ("lr", "max_steps", "batch_size")}
-    if "max_new_tokens" not in (*changes, *factors) and (longest := _longest(run)):
-        wanted["max_new_tokens"] = longest
-    given = {".".join(key.split(".")[:2]) for key in (*changes, *factors)}
-    settings = {key: value for key, value in wanted.items() if key not in given and value != _value(base, key)}
-    where = f"{base.task} on {base.model.name}" + (" with overrides" if base.model.overrides else "")
-    return settings, [
-        f"{key}={_value(base, key):g} was chosen for {where}; here it is {value:g}, "
-        + ("what the longest reference answer needs" if key == "max_new_tokens" else "a cautious default")
-        + f". --set {key}={_value(base, key):g} would keep it." for key, value in settings.items()]
-
-
-def another_setting(base: RunConfig, run: RunConfig) -> bool:
-    """Whether two runs differ in task or model, so that numbers chosen for one say nothing about the other."""
-    return (base.task, base.model.name, dict(base.model.overrides)) != (
-        run.task, run.model.name, dict(run.model.overrides))
-
-
-def _value(run: RunConfig, key: str) -> Any:
-    head, _, tail = key.partition(".")
-    return getattr(getattr(run, head), tail) if tail else getattr(run, head)
-
-
 def _tokenizer(model: ModelConfig) -> Any:
     return byte_tokenizer(hf_config(model).vocab_size) if model.name in PRESETS else load_tokenizer(model.name)
-
-
-def _longest(run: RunConfig) -> int | None:
-    """Tokens of the longest reference answer looked at, its end included; None where there are none."""
-    task, tokenizer = load_task(run.task), _tokenizer(run.model)
-    with _explained(run, "the prompts of the task"):
-        return max(_shown(task, split_of(task, run.eval_prompts), tokenizer)[1], default=None)
 
 
 def _shown(task: AnyTask, split: Split, tokenizer: Any) -> tuple[list[Prompt], list[int]]:

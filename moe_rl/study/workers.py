@@ -1,7 +1,13 @@
 """Carries a study out: a process per run, one thread each, or all ranks together run after run, with a live display.
 Killed at any moment, it can go on.
 
-A worker is `moe-rl work`, as on a cluster (see `work`); here it reads its plan from stdin.
+A worker is one process that carries out one run of a plan, wherever it is started: `moe-rl work PLAN NUMBER` is all
+that a scheduler has to call, on any machine that sees the files, with the variables of `environment` set. It may be
+called again at any time: a run that has ended is left alone, an interrupted one goes on from its last commit, and one
+that another worker carries out is refused. SIGTERM, SIGUSR1 or the file `--stop` end the worker after the next step,
+which is committed whatever `save_every` says. Its output goes to `log.txt` in the run's folder; how it ended is one
+line of JSON on stdout. A plan of `-` is read from stdin, a line, and the worker dies when stdin closes, so that no worker
+outlives the study that started it on one machine.
 """
 
 from __future__ import annotations
@@ -13,8 +19,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,18 +31,27 @@ from rich.console import Console
 
 from moe_rl import ranks
 from moe_rl.config import RunConfig
-from moe_rl.errors import ConfigError, Diverged, RunError, Stopped
+from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError, Stopped
+from moe_rl.registry import import_component
 from moe_rl.storage import folder as runs
-from moe_rl.storage.inputs import changed, inputs_of
+from moe_rl.storage.inputs import INSTALLED, changed, inputs_of
+from moe_rl.storage.lock import Held
 from moe_rl.storage.terminal import say
 from moe_rl.storage.versions import code_version
 from moe_rl.study.declaration import Planned, Study
 from moe_rl.study.display import Display
-from moe_rl.study.plan import frozen
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-HUGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824"
-"""Large tensors come and go at every operation; without it a sixth of a step is spent on page faults. Linux only."""
+TRACKERS = "moe_rl.integrations.trackers:Listeners"
+WORKER = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:"
+                            "glibc.malloc.trim_threshold=1073741824"}
+"""Variables of a worker. Large tensors come and go at every operation; without these a sixth of a step is spent on page
+faults. Linux only."""
+
+DONE, BUG, TO_MEND, TOLD_TO_STOP = 0, 1, 2, 75
+"""Exit codes of a worker: its run ended, divergence included; an error that may not come again, as that another worker
+is at it; one that would; stopped, and to be called again (EX_TEMPFAIL)."""
+
 
 
 @dataclass(frozen=True)
@@ -47,8 +64,10 @@ class Failure:
 
 
 def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: int | None = None,
-              mix_code: bool = False, pooled: bool = True, console: Console | None = None) -> list[Failure]:
-    """Run what is not finished, at most `jobs` (default: all cores) at a time; returns the failures.
+              trackers: Sequence[str] = (), mix_code: bool = False, pooled: bool = True,
+              console: Console | None = None) -> list[Failure]:
+    """Run what is not finished, at most `jobs` (default: all cores) at a time; returns the failures. `trackers` are
+    given the rows as they are made.
 
     Everything that can be seen to be wrong raises before a process starts, as `unfinished` says. A failing run does not
     stop the others, unless they would most likely fail alike: after an expected error before a first step, or the same
@@ -61,7 +80,7 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
     how = f"{ranks.world()} ranks each" if ranks.launched() else f"{min(jobs, len(waiting))} at a time"
     say(console, f"{study.name}: {len(planned)} runs, {len(planned) - len(waiting)} finished, {how}")
     if ranks.launched():
-        run_together(study, planned, waiting, cache, console)
+        run_together(study, planned, waiting, cache, trackers, console)
         return []
     running: dict[subprocess.Popen, Planned] = {}
     failures: list[Failure] = []
@@ -70,7 +89,7 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
             while waiting or running:
                 while waiting and len(running) < jobs:
                     p = waiting.pop(0)
-                    running[start(p, study.trainer, cache)] = p
+                    running[start(p, study.trainer, cache, trackers)] = p
                 time.sleep(0.2)
                 for process in [p for p in running if p.poll() is not None]:
                     if failure := _outcome(process, p := running.pop(process)):
@@ -136,11 +155,11 @@ def _has_rows(path: Path) -> bool:
 
 
 def run_together(study: Study, planned: Sequence[Planned], waiting: Sequence[Planned], cache: Path,
-                 console: Console) -> None:
+                 trackers: Sequence[str], console: Console) -> None:
     """Carry out the waiting runs of those planned, all ranks together; rank 0 keeps the folders and shows them."""
     with Display([] if ranks.rank() else planned, console) as display:
         for p in waiting:
-            carry_out(p, study.trainer, cache, update=display.update)
+            carry_out(p, study.trainer, cache, trackers, update=display.update)
             display.update()
 
 
@@ -180,10 +199,10 @@ def checked_by(study: Study) -> Callable[[RunConfig], list[str]] | None:
 
 def environment() -> dict[str, str]:
     """Of a worker: this process's, with one thread."""
-    return {"GLIBC_TUNABLES": HUGE_PAGES} | os.environ | ONE_THREAD
+    return WORKER | os.environ | ONE_THREAD
 
 
-def start(planned: Planned, trainer: str, cache: Path) -> subprocess.Popen:
+def start(planned: Planned, trainer: str, cache: Path, trackers: Sequence[str] = ()) -> subprocess.Popen:
     """Start the worker of one run; its output goes to `log.txt` in the run's folder."""
     planned.path.mkdir(parents=True, exist_ok=True)
     with (planned.path / "log.txt").open("ab") as log:
@@ -192,14 +211,14 @@ def start(planned: Planned, trainer: str, cache: Path) -> subprocess.Popen:
     assert process.stdin is not None, "it is a pipe"
     with contextlib.suppress(BrokenPipeError):  # a worker that died at once is reported when it is polled
         # It was checked when the study began, and is that of this process.
-        plan = frozen([planned], trainer=trainer, cache=cache, mix_code=True)
+        plan = freeze_plan([planned], trainer=trainer, cache=cache, trackers=trackers, mix_code=True)
         process.stdin.write(json.dumps(plan).encode() + b"\n")
         process.stdin.flush()
     return process
 
 
-def carry_out(planned: Planned, trainer: str, cache: Path, *, update: Callable[[], None] = lambda: None,
-              stopping: Callable[[], bool] = lambda: False) -> None:
+def carry_out(planned: Planned, trainer: str, cache: Path, trackers: Sequence[str] = (), *,
+              update: Callable[[], None] = lambda: None, stopping: Callable[[], bool] = lambda: False) -> None:
     """One run in its folder, or this rank's part in it. `update` is called after every step; once `stopping()`, the
     next step is committed, and Stopped raised. Rank 0 keeps the folder."""
     config = planned.config
@@ -211,12 +230,15 @@ def carry_out(planned: Planned, trainer: str, cache: Path, *, update: Callable[[
                              study_file=planned.study_file) as folder:
         folder.stopping = stopping
         watch = Watch(folder)
+        track = import_component("listener", "trackers", TRACKERS)(trackers, folder) if trackers else None
 
         def listen(rows: dict[str, list[dict[str, Any]]]) -> None:
             watch(rows)
+            if track:
+                track(rows)
             update()
 
-        with recorded(folder, config.steps, watch):
+        with recorded(folder, config.steps, watch), contextlib.closing(track) if track else contextlib.nullcontext():
             load(trainer)(config, runs.SharedFolder(folder) if ranks.launched() else folder, cache=cache,
                           listen=listen)
 
@@ -298,3 +320,101 @@ def _outcome(process: subprocess.Popen, planned: Planned) -> Failure | None:
         cause = {-s.value: s.name for s in signal.Signals}.get(process.returncode, f"exit code {process.returncode}")
         return Failure(planned.path, f"the worker ended by {cause}; see {planned.path / 'log.txt'}", False)
     return Failure(planned.path, **json.loads(text))
+
+
+# ---------------------------------------------------------------------- plans, for workers anywhere
+def freeze_plan(planned: Sequence[Planned], *, trainer: str, cache: Path, mix_code: bool,
+                trackers: Sequence[str] = ()) -> dict[str, Any]:
+    """The plan of runs that wait for a machine: their configurations and what these name, the code, where modules that
+    are not installed are found. A worker that finds another code or other inputs refuses, unless `mix_code`."""
+    own = [os.path.abspath(folder) for folder in sys.path if not folder.endswith((".zip", "lib-dynload"))]
+    return {
+        "trainer": trainer, "cache": str(cache), "code": code_version(), "mix_code": mix_code,
+        "search_path": [folder for folder in own if folder not in INSTALLED], "trackers": [*trackers],
+        "runs": [{"path": str(p.path), "hash": p.config.hash, "config": p.config.to_dict(),
+                  "study_file": p.study_file and str(p.study_file),
+                  "inputs": {} if mix_code else inputs_of(p.config.to_dict(), trainer)} for p in planned],
+    }  # fmt: skip
+
+
+def read_plan(file: Path) -> dict[str, Any]:
+    """What `freeze_plan` made, from a file. Raises ConfigError where there is none, RunError for another file."""
+    plan = runs.read_json(file, ("trainer", "cache", "code", "mix_code", "search_path", "trackers", "runs"))
+    if plan is None:
+        raise ConfigError(f"there is no plan {file}; `moe-rl run STUDY --launcher slurm` writes one for its job array")
+    return plan
+
+
+def read_run(plan: Mapping[str, Any], number: int) -> Planned:
+    """A run of a plan. Raises ConfigError for a number that has none, RunError for one that would not be the run that
+    was planned."""
+    if not 0 <= number < len(plan["runs"]):
+        raise ConfigError(f"the plan has runs 0 to {len(plan['runs']) - 1}, and none with the number {number}")
+    entry = plan["runs"][number]
+    config = RunConfig.from_dict(entry["config"])
+    path, again = entry["path"], "submit the study again, or put back what was there"
+    if config.hash != entry["hash"]:
+        raise RunError(f"the configuration of {path} reads differently now: {again}")
+    if not plan["mix_code"]:
+        if plan["code"] != code_version():
+            raise RunError(f"{path} was planned by code {plan['code']}, this is {code_version()}: {again}")
+        if names := changed(entry["inputs"], inputs_of(entry["config"], plan["trainer"])):
+            raise RunError(f"{', '.join(names)} changed or went since {path} was planned: {again}")
+    return Planned(Path(path), config, entry["study_file"] and Path(entry["study_file"]))
+
+
+# ---------------------------------------------------------------------- the worker process
+def work(source: str, number: int, stop: Path | None = None) -> int:
+    """The worker process: one run of a plan; its exit code."""
+    told: list[int] = []
+    for warning in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(warning, lambda received, frame: told.append(received))
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    message, code, expected = "", DONE, False
+    try:
+        planned = _carry_out_planned(source, number, lambda: bool(told) or stop is not None and stop.exists())
+        message = f"{planned.path} is {runs.state(planned.path, planned.config.steps)['state']}"
+    except Stopped as error:
+        message, code = str(error), TOLD_TO_STOP
+    except BaseException as error:  # a divergence is this run's own: other runs need not fail alike
+        expected = isinstance(error, MoeRlError) and not isinstance(error, Diverged)
+        message = str(error) if expected else traceback.format_exc()
+        code = TO_MEND if expected and not isinstance(error, Held) else BUG
+    if code:
+        print(f"moe-rl: {message}" if expected else message, file=sys.stderr)
+    if not ranks.rank():
+        json.dump({"message": message[-20_000:], "expected": expected}, report)
+        print(file=report, flush=True)
+    return code
+
+
+def _carry_out_planned(source: str, number: int, stopping: Callable[[], bool]) -> Planned:
+    """The run with a number, which has ended now."""
+    if source == "-":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+        plan = json.loads(sys.stdin.buffer.readline())
+        threading.Thread(target=_die_with_parent, daemon=True).start()
+    else:
+        plan = read_plan(Path(source))
+    sys.path[:] = list(dict.fromkeys([*plan["search_path"], *sys.path]))
+    planned = read_run(plan, number)
+    if ranks.launched():
+        ranks.join(planned.config.model.device)
+    attached = source == "-"  # whoever is there has checked, and keeps the log
+    if ranks.from_rank_0(lambda: attached or unfinished([planned], plan["mix_code"])[0]):
+        if not attached and not ranks.rank():
+            planned.path.mkdir(parents=True, exist_ok=True)
+            log = os.open(planned.path / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+        carry_out(planned, plan["trainer"], Path(plan["cache"]), plan["trackers"], stopping=stopping)
+    if ranks.launched():
+        ranks.leave()
+    return planned
+
+
+def _die_with_parent() -> None:
+    while os.read(0, 1):  # not sys.stdin: its lock would be held when the interpreter ends
+        pass
+    os._exit(1)

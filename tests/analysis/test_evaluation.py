@@ -24,8 +24,8 @@ from moe_rl.models.tokens import byte_tokenizer, encode_prompts
 from moe_rl.registry import Use
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.seeds import HELD_OUT
-from moe_rl.storage.folder import LEASE
-from moe_rl.storage.lease import Lease
+from moe_rl.storage.folder import LOCK
+from moe_rl.storage.lock import Lock
 from moe_rl.tasks.base import held_out, load_task, votes_of
 from moe_rl.types import Prompt, Sampling
 from tests.conftest import build, perturb
@@ -82,7 +82,7 @@ def done(there, tmp_path_factory):
 
 def contents(out: Path) -> dict[str, bytes]:
     return {str(f.relative_to(out)): f.read_bytes() for f in sorted(out.rglob("*"))
-            if f.is_file() and f.parent.name != LEASE}
+            if f.is_file() and f.stem != LOCK}
 
 
 def test_three_checkpoints_of_a_run_are_a_curve(done, there):
@@ -156,10 +156,10 @@ def test_a_kill_loses_at_most_the_problem_in_flight_and_the_rest_ends_identical(
 
 
 def test_two_at_once_do_not_write_into_one_folder(done, there, tmp_path, capsys):
-    with Lease(tmp_path / LEASE):  # of one that has not asked anything yet
+    with Lock(tmp_path / LOCK):  # of one that has not asked anything yet
         assert cli.main(command(there, tmp_path)) == 2
-    assert [file.name for file in tmp_path.iterdir()] == [LEASE]
-    with Lease(done / LEASE):
+    assert {file.stem for file in tmp_path.iterdir()} == {LOCK}
+    with Lock(done / LOCK):
         assert cli.main(command(there, done, "--greedy")) == 2
     assert "another process is running" in capsys.readouterr().err
     assert cli.main(command(there, done, "--greedy")) == 0

@@ -30,7 +30,7 @@ from moe_rl.errors import ConfigError, RunError
 from moe_rl.models.load import load, no_progress_bars, save_checkpoint
 from moe_rl.results.plots import save
 from moe_rl.routing import RoutingTrace, record_routing, replay_routing
-from moe_rl.storage.lease import Held, Lease
+from moe_rl.storage.lock import Held, Lock
 from tests.conftest import perturb
 
 LINES = 40
@@ -257,7 +257,7 @@ def test_a_response_that_was_cut_off_whole_has_no_change_and_is_counted(there, t
 
 def test_without_them_nothing_but_tables_is_left(there, tmp_path):
     compare(there, tmp_path / "out")
-    assert {f.suffix for f in (tmp_path / "out").iterdir() if f.name != "lease"} == {".parquet", ".json"}
+    assert {f.suffix for f in (tmp_path / "out").iterdir() if f.stem != "lock"} == {".parquet", ".json"}
 
 
 def test_a_folder_is_one_comparison(there, tmp_path, frames):
@@ -574,12 +574,12 @@ def test_sums_that_were_damaged_after_a_kill_are_named(there, tmp_path, monkeypa
 def test_a_folder_that_another_process_writes_is_refused_and_left_as_it_is(there, tmp_path):
     names = [str(there / "before"), str(there / "after"), str(tmp_path / "third")]
     shutil.copytree(there / "after", names[2])
-    with Lease(tmp_path / "pair" / "lease"), pytest.raises(Held, match="another process is running .*pair"):
+    with Lock(tmp_path / "pair" / "lock"), pytest.raises(Held, match="another process is running .*pair"):
         compare(there, tmp_path / "pair")
-    with Lease(tmp_path / "out" / "lease"), pytest.raises(Held, match="another process is running .*out"):
+    with Lock(tmp_path / "out" / "lock"), pytest.raises(Held, match="another process is running .*out"):
         measured(there, tmp_path, names)
     for folder in ("pair", "out"):
-        assert [file.name for file in (tmp_path / folder).iterdir()] == ["lease"]
+        assert {file.stem for file in (tmp_path / folder).iterdir()} == {"lock"}
 
 
 def test_what_an_engine_reads_is_no_checkpoint_of_a_run(tmp_path):

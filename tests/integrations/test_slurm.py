@@ -10,8 +10,7 @@ import pytest
 from moe_rl import build as execute
 from moe_rl import cli, ranks
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.integrations.slurm.launcher import Slurm, arguments, launcher, script
-from moe_rl.integrations.slurm.queue import cancel, scheduled
+from moe_rl.integrations.slurm import Slurm, arguments, cancel, launcher, scheduled, script
 from moe_rl.storage import folder as runs
 from tests.fake_study import study
 from tests.integrations.megatron_study import study as megatron_study

@@ -22,7 +22,7 @@ from moe_rl.models.supervised import ColdStartResult, _from_cache, _write, answe
 from moe_rl.models.tokens import completion_tokens, encode_prompts
 from moe_rl.registry import Use
 from moe_rl.storage.folder import state
-from moe_rl.storage.lease import Lease
+from moe_rl.storage.lock import Lock
 from moe_rl.study.declaration import Planned
 from moe_rl.study.workers import carry_out
 from moe_rl.tasks.base import held_out, load_task
@@ -202,7 +202,7 @@ def test_a_target_it_does_not_reach_says_the_rate_and_leaves_nothing_behind(tmp_
     run = RUN.replace(**{"cold_start.target": 1.0, "cold_start.max_steps": 2})
     with pytest.raises(RunError, match=r"reached a success rate of \d.*in 2 steps.*target of 100%.*max_steps"):
         start(tmp_path, run)
-    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.parent.suffix != ".lease"]
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix not in (".lock", ".holder")]
 
 
 @pytest.mark.parametrize("target", [1.5, -0.1])
@@ -273,7 +273,7 @@ def test_one_trains_and_those_that_wait_read_it_unless_it_is_killed_then_one_of_
     first, *others = (context.Process(target=_race, args=(tmp_path, queue, sample))
                       for sample in (_killed_at_its_end, greedy, greedy, greedy))
     first.start()
-    while first.is_alive() and not list(tmp_path.glob("cold_starts/*.lease/1")):
+    while first.is_alive() and not list(tmp_path.glob("cold_starts/*.lock")):
         time.sleep(0.01)
     for other in others:
         other.start()
@@ -320,8 +320,8 @@ def test_progress_says_step_rate_and_time_left_and_who_waits(tmp_path):
     assert first | {"rate": 0, "seconds_left": 0} == {
         "step": 1, "steps": 300, "rate": 0, "target": 0.01, "seconds_left": 0}
     assert 0 <= first["rate"] < 0.5 and first["seconds_left"] > 0
-    (lock,) = (tmp_path / "cold_starts").glob("*.lease")
-    held, heard = Lease(lock), []
+    (lock,) = (tmp_path / "cold_starts").glob("*.lock")
+    held, heard = Lock(lock), []
 
     def release(now):
         heard.append(now)
@@ -341,8 +341,8 @@ def test_a_run_that_waits_for_anothers_cold_start_can_be_told_to_stop(tmp_path, 
     monkeypatch.setattr(supervised, "_train", lambda *rest: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         begin()
-    (lease,) = (tmp_path / "cold_starts").glob("*.lease")
-    with Lease(lease), pytest.raises(Stopped, match="while it waited for the cold start that another run makes"):
+    (lock,) = (tmp_path / "cold_starts").glob("*.lock")
+    with Lock(lock), pytest.raises(Stopped, match="while it waited for the cold start that another run makes"):
         begin()
     assert state(planned.path)["state"] == "interrupted"
     with pytest.raises(ZeroDivisionError):

@@ -138,7 +138,8 @@ def test_a_study_killed_requeued_and_preempted_at_random_ends_as_on_one_machine(
         assert diff(a, b) is None, b
         assert runs.read_manifest(a)["checkpoint"] == runs.read_manifest(b)["checkpoint"], b
     shutil.rmtree(local)
-    assert sorted(path.suffix for path in out.glob(".cache/cold_starts/*")) == ["", ".lease"], "one for all, and whole"
+    suffixes = sorted(path.suffix for path in out.glob(".cache/cold_starts/*"))
+    assert suffixes == ["", ".holder", ".lock"], "one for all, and whole"
     submit(out, STUDY, "--seeds", str(seeds))
     assert not queue(), "nothing is submitted again"
 

@@ -51,7 +51,7 @@ def train(root: Path, config: RunConfig = CONFIG) -> Path:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*")
-            if p.is_file() and p.parent.name != runs.LEASE}
+            if p.is_file() and p.name not in (runs.LOCK, "lock.holder")}
 
 
 def nothing(_: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_foreign_folder_is_refused_and_not_touched(tmp_path, name, content):
     (path / name).write_text(content)
     with pytest.raises(RunError, match="nothing was touched"):
         open_run(tmp_path)
-    assert files(path) == {name: content.encode()} and not (path / runs.LEASE).exists()
+    assert files(path) == {name: content.encode()} and not (path / runs.LOCK).exists()
 
 
 def test_two_processes_cannot_run_one_folder(tmp_path):

@@ -14,11 +14,8 @@ import pytest
 from moe_rl.errors import RunError
 from moe_rl.registry import Use
 from moe_rl.storage import folder as runs
-from moe_rl.storage import lease
 from moe_rl.storage.frames import diff
-from moe_rl.storage.lease import is_held
-from moe_rl.study.plan import frozen, run_of
-from moe_rl.study.workers import carry_out, environment
+from moe_rl.study.workers import carry_out, environment, freeze_plan, read_run
 from tests.fake_study import study
 from tests.forked import Forked
 
@@ -31,18 +28,12 @@ def plan(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     base = study.base.replace(steps=STEPS, save_every=100)
     planned = study.__class__(**{**vars(study), "base": base, "arms": study.arms[:1], "seeds": (0,)}).runs(tmp_path)
-    runs.write_json(tmp_path / "plan.json", frozen(planned, trainer=study.trainer, cache=tmp_path, mix_code=True))
+    runs.write_json(tmp_path / "plan.json", freeze_plan(planned, trainer=study.trainer, cache=tmp_path, mix_code=True))
     return tmp_path / "plan.json", planned[0]
 
 
-def work(plan: Path, *words: str, machine: str = "", nap: float = 0.1) -> subprocess.Popen:
-    """A worker; with `machine`, as if it were there, where holders are stale after two seconds."""
-    def elsewhere() -> None:
-        if machine:
-            real, lease.STALE = lease._identity, 2.0
-            lease._identity = lambda file: real(file) | {"machine": machine, "host": machine}
-
-    return Forked([sys.executable, "-m", "moe_rl", "work", str(plan), "0", *words], text=True, preexec_fn=elsewhere,
+def work(plan: Path, *words: str, nap: float = 0.1) -> subprocess.Popen:
+    return Forked([sys.executable, "-m", "moe_rl", "work", str(plan), "0", *words], text=True,
                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment() | {"FAKE_NAP": str(nap)})
 
 
@@ -93,33 +84,17 @@ def test_of_two_workers_at_once_one_refuses(plan):
     assert said(first)[0] == 0
 
 
-def test_a_worker_killed_elsewhere_is_taken_over_when_its_lease_is_stale(plan, tmp_path):
+def test_a_killed_worker_is_followed_at_once(plan, tmp_path):
     file, planned = plan
-    first = work(file, machine="there", nap=5)
+    first = work(file, nap=5)
     under_way(planned.path)
-    refused = work(file, machine="here")
-    assert said(refused)[0] == 1, "while it lives"
+    assert said(work(file))[0] == 1, "while it lives"
     first.send_signal(signal.SIGKILL)
     first.wait()
-    assert is_held(planned.path / runs.LEASE), "nobody on another machine can know yet"
-    assert said(work(file, machine="here", nap=0)) == (0, f"{planned.path} is finished")
+    assert said(work(file, nap=0)) == (0, f"{planned.path} is finished")
     assert diff(whole(planned, tmp_path), planned.path) is None
     assert said(work(file)) == (0, f"{planned.path} is finished"), "and is left alone then"
     first.communicate()
-
-
-def test_a_worker_that_slept_through_a_takeover_writes_nothing_any_more(plan, tmp_path):
-    file, planned = plan
-    first = work(file, machine="there")
-    under_way(planned.path)
-    first.send_signal(signal.SIGSTOP)
-    assert said(work(file, machine="here", nap=0))[0] == 0
-    before = {p: p.read_bytes() for p in planned.path.rglob("*") if p.is_file() and p.name != "log.txt"}
-    first.send_signal(signal.SIGCONT)
-    code, message = said(first)
-    assert code == 2 and "was taken over by process" in message and "on here" in message
-    assert {p: p.read_bytes() for p in before} == before and runs.state(planned.path)["state"] == "finished"
-    assert diff(whole(planned, tmp_path), planned.path) is None
 
 
 def test_what_would_not_be_the_planned_run_is_refused(plan, tmp_path):
@@ -128,16 +103,16 @@ def test_what_would_not_be_the_planned_run_is_refused(plan, tmp_path):
     for change, words in (({"code": "0.0.1+other", "mix_code": False}, "was planned by code 0.0.1.other, this is"),
                           ({"runs": [content["runs"][0] | {"hash": "0"}]}, "reads differently now")):
         with pytest.raises(RunError, match=words):
-            run_of(content | change, 0)
+            read_run(content | change, 0)
     changed = content["runs"][0] | {"inputs": {"my_task": "0"}}
     from moe_rl.storage.versions import code_version
 
     with pytest.raises(RunError, match="my_task changed or went since .* was planned: submit the study again"):
-        run_of(content | {"mix_code": False, "code": code_version(), "runs": [changed]}, 0)
-    assert run_of(content, 0).config == planned.config
+        read_run(content | {"mix_code": False, "code": code_version(), "runs": [changed]}, 0)
+    assert read_run(content, 0).config == planned.config
     file.write_text(json.dumps(content | {"runs": []}))
     assert said(work(file)) == (2, "the plan has runs 0 to -1, and none with the number 0")
-    anew = [sys.executable, "-m", "moe_rl", "work", str(tmp_path / "none.json"), "0"]  # with its own environment
+    anew = [sys.executable, "-m", "moe_rl", "work", str(tmp_path / "none.json"), "0"]
     code, message = said(subprocess.Popen(anew, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     assert code == 2 and "there is no plan" in message
 
@@ -145,5 +120,5 @@ def test_what_would_not_be_the_planned_run_is_refused(plan, tmp_path):
 def test_an_arm_of_functions_and_options_is_planned_as_it_is(tmp_path):
     arm = study.arms[0].__class__(name="any", loss=Use("gspo", clip_low=0.01, clip_high=0.013), terms=("entropy",))
     planned = type(study)(**{**vars(study), "arms": (arm,)}).runs(tmp_path)
-    content = json.loads(json.dumps(frozen(planned, trainer=study.trainer, cache=tmp_path, mix_code=True)))
-    assert [run_of(content, n).config for n in range(2)] == [p.config for p in planned]
+    content = json.loads(json.dumps(freeze_plan(planned, trainer=study.trainer, cache=tmp_path, mix_code=True)))
+    assert [read_run(content, n).config for n in range(2)] == [p.config for p in planned]

@@ -38,7 +38,7 @@ from moe_rl.models.load import load, load_tokenizer, no_progress_bars, placement
 from moe_rl.routing.hooks import record_routing, replay_routing
 from moe_rl.routing.trace import Layout, RoutingTrace
 from moe_rl.storage import folder as runs
-from moe_rl.storage.lease import Lease
+from moe_rl.storage.lock import Lock
 from moe_rl.storage.terminal import say
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def measure_volatility(
     console = console or Console(stderr=True)
     say(console, f"reading {data}")
     texts = Texts(data, tokenizer, max_tokens=comparison.max_tokens, batch_tokens=comparison.batch_tokens)
-    with Lease(out / runs.LEASE):
+    with Lock(out / runs.LOCK):
         _finished(out, wanted)  # another process may have begun something else since
         if not (out / MANIFEST).exists():  # the folder is claimed once nothing in the request can be wrong any more
             runs.write_json(out / MANIFEST, wanted)
@@ -145,7 +145,7 @@ def measure_series(
         raise ConfigError(f"a series is three checkpoints or more, each once, not {', '.join(names) or 'none'}")
     if not (out / SERIES).exists():
         check_new(out)
-    with Lease(out / runs.LEASE):
+    with Lock(out / runs.LOCK):
         runs.write_json(out / SERIES, {"checkpoints": names, "data": make_absolute(data), **settings})
         console = console or Console(stderr=True)
         first = Comparison(names[0], names[0], make_absolute(data), **settings)

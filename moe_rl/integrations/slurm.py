@@ -1,7 +1,7 @@
 """A study on a cluster that SLURM schedules: a job array, a run per task.
 
     <out>/<study>/.jobs/<n>/
-        plan.json          the runs as they were when they were submitted, by the number of their task (`plan`)
+        plan.json          the runs as they were when they were submitted, by the number of their task
         job.sh             what a task runs: `moe-rl work`, and its requeueing
         submission.json    the job's id, sbatch's arguments, and the run of each task
         task-<k>.txt       what the task's shell said; failed-<k>: its failures, a line each
@@ -15,20 +15,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import shlex
+import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_rl.errors import ConfigError
-from moe_rl.integrations.slurm.queue import JOBS, asked_of, scheduled
+from moe_rl.errors import ConfigError, RunError
 from moe_rl.registry import unknown
-from moe_rl.storage.folder import write_json
+from moe_rl.storage.folder import read_json, write_json
 from moe_rl.study.declaration import Planned, Study
-from moe_rl.study.plan import frozen
-from moe_rl.study.workers import unfinished
+from moe_rl.study.workers import ONE_THREAD, WORKER, freeze_plan, unfinished
+
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
+         "OUT_OF_MEMORY"}  # fmt: skip
+"""SLURM's states of a task that will not run again by itself."""
+JOBS = ".jobs"
+"""The folder of a study that holds its submissions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +139,7 @@ def launcher(name: str, settings: Sequence[str]) -> Slurm | None:
 
 
 def submit(study: Study, planned: Sequence[Planned], asked: Slurm, *, cache: Path, jobs: int | None = None,
-           mix_code: bool = False) -> tuple[list[str], int]:
+           trackers: Sequence[str] = (), mix_code: bool = False) -> tuple[list[str], int]:
     """Submit the runs that have not ended and are not in the queue, at most `jobs` of them at a time; the ids of their
     jobs, and how many are in the queue already.
 
@@ -148,7 +153,8 @@ def submit(study: Study, planned: Sequence[Planned], asked: Slurm, *, cache: Pat
     for start in range(0, len(waiting), asked.array):
         part = waiting[start : start + asked.array]
         here = _new_folder(folder.absolute() / JOBS)
-        write_json(here / "plan.json", frozen(part, trainer=study.trainer, cache=cache.absolute(), mix_code=mix_code))
+        plan = freeze_plan(part, trainer=study.trainer, cache=cache.absolute(), mix_code=mix_code, trackers=trackers)
+        write_json(here / "plan.json", plan)
         (here / "job.sh").write_text(script(here, asked))
         words = arguments(study.name, here, asked, len(part), jobs)
         ids.append(asked_of("sbatch", "--parsable", *words, str(here / "job.sh")).strip().partition(";")[0])
@@ -170,9 +176,10 @@ def arguments(name: str, here: Path, asked: Slurm, runs: int, jobs: int | None) 
 def script(here: Path, asked: Slurm) -> str:
     """What a task runs."""
     torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {asked.ranks} " if asked.ranks > 1 else ""
+    exports = "export " + " ".join(f"{k}={shlex.quote(v)}" for k, v in {**WORKER, **ONE_THREAD}.items())
     values = f"here={shlex.quote(str(here))} retries={asked.retries} patience={asked.warning * 4 // 5}"
     command = f"command=({asked.container} {shlex.quote(asked.python)} {torchrun}-m moe_rl work)"
-    return "\n".join(["#!/bin/bash", asked.preamble, values, command]) + JOB
+    return "\n".join(["#!/bin/bash", exports, asked.preamble, values, command]) + JOB
 
 
 def _new_folder(jobs: Path) -> Path:
@@ -184,3 +191,67 @@ def _new_folder(jobs: Path) -> Path:
         except FileExistsError:
             continue
     raise AssertionError("numbers do not end")
+
+
+# ---------------------------------------------------------------------- the queue
+@dataclass(frozen=True)
+class Scheduled:
+    """What SLURM says of a run: its task, and the task's state, empty for one that it has forgotten."""
+
+    task: str
+    state: str
+    steps: int
+
+    @property
+    def live(self) -> bool:
+        """Whether it runs, or will without being submitted again."""
+        return bool(self.state) and self.state.partition(":")[0] not in ENDED
+
+
+def scheduled(folder: Path) -> dict[Path, Scheduled]:
+    """What SLURM says of every submitted run at or below a folder of runs, by absolute path; of the last submission,
+    or of one that lives. Empty, and nobody is asked, where nothing was submitted. Raises RunError when SLURM cannot be
+    asked."""
+    found: dict[Path, Scheduled] = {}
+    if not (submissions := [*_submissions(folder.absolute())]):
+        return {}
+    states, words = {}, ("--noheader", "--me", "--array", "--states=all", "--format=%F_%K|%T|%r")
+    for line in asked_of("squeue", *words).splitlines():
+        task, state, why = line.split("|", 2)
+        states[task] = f"{state}: {why}" if why not in ("None", "") and state not in ENDED else state
+    for study, submission in submissions:
+        for number, run in enumerate(submission["runs"]):
+            task, path = f"{submission['job']}_{number}", study / run["path"]
+            one = Scheduled(task, states.get(task, ""), run["steps"])
+            if path.is_relative_to(folder.absolute()) and not (path in found and found[path].live and not one.live):
+                found[path] = one
+    return found
+
+
+def cancel(folder: Path) -> list[str]:
+    """Cancel the tasks of all runs at or below a folder; their ids. A run commits its next step if that ends within
+    SLURM's KillWait."""
+    tasks = [one.task for one in scheduled(folder).values() if one.live]
+    for start in range(0, len(tasks), 500):
+        asked_of("scancel", *tasks[start : start + 500])
+    return tasks
+
+
+def _submissions(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Of the studies below, at, or around a folder, in order: each with the folder of its study."""
+    files = [f for study in (*sorted(folder.glob("*/")), folder, *folder.parents[:3])
+             for f in sorted(study.glob(f"{JOBS}/*/submission.json"), key=lambda f: int(f.parent.name))]
+    for file in files:
+        if found := read_json(file, ("job", "runs")):
+            yield file.parents[2], found
+
+
+def asked_of(program: str, *words: str) -> str:
+    """What a program of SLURM prints. Raises RunError with what it said when it fails or is not there."""
+    try:
+        return subprocess.run([program, *words], capture_output=True, text=True, check=True).stdout
+    except OSError as error:
+        raise RunError(f"{program} cannot be run ({error.strerror}): this machine is no part of a cluster of SLURM") \
+            from error
+    except subprocess.CalledProcessError as error:
+        raise RunError(f"{program} refused: {error.stderr.strip() or error}") from error

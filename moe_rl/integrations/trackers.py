@@ -1,0 +1,255 @@
+"""The rows of runs to TensorBoard and to Weights & Biases (`wandb`): while a run trains, or afterwards (`export`).
+
+A point is a number of a row, named `<table>/<column of the data dictionary>` and by what else names the row, as in
+`layers/slot_change/site_3`. Its place on the x axis is the row's step. Single completions are no curves and left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from moe_rl.errors import ConfigError, MoeRlError, RunError
+from moe_rl.registry import Use, lookup
+from moe_rl.storage.columns import COMPLETIONS, TABLES
+from moe_rl.storage.commits import Row, last_step, read_rows
+from moe_rl.storage.folder import RunFolder, read_manifest, run_folders
+from moe_rl.storage.frames import LABELS, collected, labels_of
+
+Tables = Mapping[str, Sequence[Row]]
+GIVEN = {name: keys for name, keys in TABLES.items() if name not in COMPLETIONS}
+"""The tables whose numbers are points."""
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """A run as a tracker sees it."""
+
+    study: str
+    arm: str
+    factors: str
+    seed: int
+    config: Mapping[str, Any]
+    created: float
+    """Seconds since 1970; tells the run from an earlier one in the same place."""
+    step: int
+    """The last step that the tracker may have already; -1: none."""
+
+    @property
+    def place(self) -> str:
+        """Where it lies: study/arm/factors/seed=n."""
+        return f"{self.study}/{self.arm}/{self.factors}/seed={self.seed}"
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """What is made of `Class(folder, run)`. Points of steps up to `run.step` were logged before; those of later steps
+    may have been, by a process that was killed, and are logged again."""
+
+    def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        """The numbers of one step; `time` in seconds since 1970."""
+
+    def close(self) -> None:
+        """The process ends, or the run."""
+
+
+class TensorBoard:
+    """Event files in `<folder>/<study>/<arm>/<factors>/seed=<n>`. Numbers are float32, as all of TensorBoard's."""
+
+    package = "tensorboard"
+
+    def __init__(self, folder: Path, run: Tracked):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / run.place), purge_step=run.step + 1)
+
+    def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step, time)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class WandB:
+    """Project: the study; group: the arm; job type: the factors; one run per seed, whose id is made of its place and
+    the time of its creation. `WANDB_MODE=offline` writes folders for `wandb sync`; else wandb's own settings say where
+    rows go. What a resumed run has there already is left out."""
+
+    package, hint = "wandb", "; WANDB_MODE=offline needs neither a login nor a network"
+
+    def __init__(self, folder: Path, run: Tracked):
+        import wandb
+
+        folder.mkdir(parents=True, exist_ok=True)
+        quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True,
+                               disable_git=True, disable_code=True)
+        known = hashlib.sha256(f"{run.place} {run.created}".encode()).hexdigest()[:16]
+        self._run = wandb.init(project=run.study, group=run.arm, job_type=run.factors, id=known, resume="allow",
+                               name=f"{run.arm}/{run.factors}/seed={run.seed}", config=dict(run.config),
+                               dir=str(folder), settings=quiet)
+
+    def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
+        if step >= self._run.starting_step:
+            self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Hand over what is left."""
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[Path, Tracked], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
+
+
+def names_a_tracker(text: str) -> bool:
+    """Whether a target begins with the name of a tracker, or with `pkg.module:Class`; else it can only be a folder."""
+    name = text.partition("=")[0]
+    return name in TRACKERS or Use(name).own
+
+
+def find_tracker(text: str) -> tuple[Callable[[Path, Tracked], Tracker], Path]:
+    """The tracker and the folder that `NAME`, `NAME=FOLDER` or `pkg.module:Class=FOLDER` means, by default a folder
+    with the tracker's name. Raises ConfigError where there is no such tracker, or it is not installed."""
+    name, _, folder = text.partition("=")
+    found = lookup("tracker", name, TRACKERS)
+    package = getattr(found, "package", None)
+    # By its metadata: a folder of that name in the working directory can be imported, too.
+    if package is not None and not any(importlib.metadata.distributions(name=package)):
+        raise ConfigError(f"{package} is not installed here: pip install 'moe_rl[trackers]'")
+    return found, Path(folder or name.rpartition(":")[2])
+
+
+class Listeners:
+    """Gives the rows of a run, as they are made, to trackers. A tracker that fails is dropped with a warning on stderr;
+    the run goes on."""
+
+    def __init__(self, targets: Sequence[str], folder: RunFolder) -> None:
+        manifest = folder.manifest
+        run = Tracked(**labels_of(folder.path), config=manifest["config"], created=manifest["created"],
+                      step=folder.step or -1)
+        self._root, self._open = folder.path.parents[2], dict[str, Tracker]()
+        for text in targets:
+            with self._dropping(text):
+                make, where = find_tracker(text)
+                self._open[text] = make(where, run)
+
+    def __call__(self, rows: Tables) -> None:
+        for step, values in values_of(rows).items():
+            for text, tracker in list(self._open.items()):
+                with self._dropping(text):
+                    tracker.log(step, time.time(), values)
+
+    def close(self) -> None:
+        """Close all of them."""
+        for text, tracker in list(self._open.items()):
+            with self._dropping(text):
+                tracker.close()
+
+    @contextlib.contextmanager
+    def _dropping(self, text: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # each tracker has its own
+            self._open.pop(text, None)
+            print(f"moe-rl: warning: the tracker {text} is dropped: {error!r}. The run goes on; moe-rl export "
+                  f"{self._root} --to {text} gives the tracker what it lacks.", file=sys.stderr, flush=True)
+
+
+def export(root: Path, target: str, follow: bool = False, wait: Callable[[float], Any] = time.sleep) -> Iterator[str]:
+    """Give a tracker every run below a folder of runs, up to its last commit, or of the tables that `collect` wrote;
+    with `follow` also what is committed from then on. Yields a line for each run and each time that it had new steps.
+
+    Raises RunError where there is no run, and for whatever the tracker raises.
+    """
+    make, folder = find_tracker(target)
+    trackers: dict[str, tuple[Tracker, int]] = {}
+    try:
+        while True:
+            for run, tables in _committed(root):
+                try:
+                    tracker, last = trackers.get(run.place) or (make(folder, run), -1)
+                    new = {step: values for step, values in values_of(tables).items() if step > last}
+                    seconds = _seconds(tables)
+                    for step, values in new.items():
+                        tracker.log(step, run.created + seconds[step], values)
+                except MoeRlError:
+                    raise
+                except Exception as error:
+                    raise RunError(f"{target} did not take the rows of {run.place}: {error!r}"
+                                   f"{getattr(make, 'hint', '')}") from error
+                if new or run.place not in trackers:
+                    yield f"{run.place}: {len(new)} steps"
+                trackers[run.place] = tracker, max(new, default=last)
+            if not follow:
+                break
+            wait(5.0)
+    finally:
+        for tracker, _ in trackers.values():
+            tracker.close()
+    if not trackers:
+        raise RunError(f"no run below {root}")
+
+
+def _committed(root: Path) -> Iterator[tuple[Tracked, Tables]]:
+    """Every run below a folder, as its last commit left it, with its rows; else every run of collected tables."""
+    paths = list(run_folders(root))
+    for path in paths:
+        manifest = read_manifest(path)
+        assert manifest is not None, "run_folders finds them by it"
+        run = Tracked(**labels_of(path), config=manifest["config"], created=manifest["created"], step=-1)
+        yield run, read_run(path)
+    if paths or (frames := collected(root)) is None:
+        return
+    for row in frames.runs.fillna({"created": 0.0, "config": "{}"}).itertuples():
+        tables = {}
+        for name, frame in frames.tables.items():
+            mine = (frame["arm"] == row.arm) & (frame["factors"] == row.factors) & (frame["seed"] == row.seed)
+            rows = frame[mine].drop(columns=LABELS).to_dict("records")
+            tables[name] = [{k: v for k, v in one.items() if v == v} for one in rows]
+        yield Tracked(row.study, row.arm, row.factors, row.seed, json.loads(row.config), row.created, -1), tables
+
+
+def read_run(path: Path) -> Tables:
+    """The rows of a run's tables up to its last commit, of one moment: the run may go on meanwhile, and what is
+    published, or left by an earlier commit, is removed as it does."""
+    def moment() -> tuple[int | None, int]:
+        return (read_manifest(path) or {}).get("finished"), last_step(path)
+
+    while True:
+        before = finished, _ = moment()
+        with contextlib.suppress(FileNotFoundError):
+            tables = {name: read_rows(path, name, finished).to_pylist() for name in GIVEN}
+            if moment() == before:
+                return tables
+
+
+def values_of(tables: Tables) -> dict[int, dict[str, float]]:
+    """The numbers of the rows by step, in order; what is no number, or was not measured, is left out."""
+    values: dict[int, dict[str, float]] = {}
+    for table, keys in GIVEN.items():
+        for row in tables.get(table, []):
+            names = "".join(f"/{key}_{row[key]}" for key in keys[1:])
+            values.setdefault(row["step"], {}).update(
+                {f"{table}/{column}{names}": float(value) for column, value in row.items()
+                 if column not in keys and isinstance(value, int | float)})
+    return dict(sorted(values.items()))
+
+
+def _seconds(tables: Tables) -> dict[int, float]:
+    """Seconds that the steps had taken by the end of each."""
+    taken = {step: 0.0 for step in values_of(tables)}
+    for row in tables.get("steps", []):
+        taken[row["step"]] = row.get("seconds_step") or 0.0
+    return dict(zip(taken, itertools.accumulate(taken.values()), strict=True))
