@@ -6,42 +6,43 @@ Nothing is imported for them, neither torch nor the code that is hashed.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from moe_rl.config import folder_of, leaves
-from moe_rl.storage.versions import PACKAGE, git_state, merged_git, path_in_checkout
+from moe_rl.storage.versions import git_state, merged_git, path_in_checkout
 
 NAMED = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 """`pkg.module:name`, as a configuration names code."""
+MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 DATA, LIBRARY = "jsonl:", "reasoning_gym:"
 """Tasks that name a file, and a dataset of an installed library, whose version says what it is."""
 INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
 
-def inputs_of(config: Mapping[str, Any], trainer: str = "") -> dict[str, str]:
+def inputs_of(config: Mapping[str, Any], trainer: str = "", also: Iterable[str] = ()) -> dict[str, str]:
     """SHA-256 of everything outside the package that a configuration, as `RunConfig.to_dict` gives it, names.
 
-    By name: a module of which it uses something, and the modules in its folder that it imports (`sources_of`), a data
-    file, which a task or one of its options names, and the folder of a checkpoint (names and bytes of its files). What
-    cannot be found is left out: whoever needs it says so. Reads every byte of a checkpoint, at the speed of the disk,
-    once per process.
+    By name: the file of a module of which it uses something, a data file, which a task or one of its options names, and
+    the folder of a checkpoint (names and bytes of its files); and the modules `also`. What cannot be found is left out:
+    the code that needs it says so. What a module imports is not followed: the commit, and whether its checkout differs
+    from it, are recorded with the study file. Reads every byte of a checkpoint, once per process.
     """
-    found: dict[str, str] = {}
+    modules = {name: _source(name) for name in also if MODULE.fullmatch(name)}
+    found = {name: _file_digest(*_stamp(source)) for name, source in modules.items() if source is not None}
     for text in [trainer, *_texts(config)]:
         if text.startswith(DATA):
             found |= _of_file(text.removeprefix(DATA))
         elif ((named := NAMED.fullmatch(text)) and not text.startswith((LIBRARY, "moe_rl."))
               and (source := _source(named[1])) is not None):
-            found |= {named[1]: _file_digest(*_stamp(source)), **_beside(named[1], source)}
+            found[named[1]] = _file_digest(*_stamp(source))
     for text in _texts(config.get("task", {})):
         found |= _of_file(text)
     name = config.get("model", {}).get("name", "")
@@ -50,31 +51,19 @@ def inputs_of(config: Mapping[str, Any], trainer: str = "") -> dict[str, str]:
     return found
 
 
-def sources_of(file: Path, folder: Path) -> dict[str, str]:
-    """SHA-256 of a Python file and of what it imports from `folder`, directly or not, by path from there.
-
-    Imports are read from the text, wherever in it they stand; those that are computed are not seen. Packages count with
-    their `__init__.py`. A file that Python cannot read is hashed, and its imports are not followed.
-    """
-    found: dict[str, str] = {}
-    waiting = [file]
-    while waiting:
-        source = waiting.pop()
-        name = source.relative_to(folder).as_posix()
-        if name not in found:
-            found[name] = _file_digest(*_stamp(source))
-            waiting += [folder / other for other in _imported(source, folder)]
-    return dict(sorted(found.items()))
-
-
 def declared_by(file: Path | None, before: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """What a run keeps of the study file that declares it: its path in its checkout, digests of it and of what it
-    imports from its folder, and the state of that checkout; `before` is what the run kept of it when it began."""
+    """What a run keeps of the study file that declares it: its path in its checkout, its digest, and the state of that
+    folder in its checkout; `before` is what the run kept of it when it began."""
     if file is None:
         return None if before is None else dict(before)
-    sources, before = sources_of(file, file.parent), before or {}
+    sources, before = digests_of([file.name], file.parent), before or {}
     return {"file": path_in_checkout(file), "sources": merged(before.get("sources", {}), sources),
-            "git": merged_git(before.get("git"), git_state(file.parent, *sources))}
+            "git": merged_git(before.get("git"), git_state(file.parent))}
+
+
+def digests_of(names: Iterable[str], folder: Path) -> dict[str, str]:
+    """SHA-256 of the files of a folder that have these names; of those that are not there, nothing."""
+    return {name: _file_digest(*_stamp(folder / name)) for name in names if (folder / name).is_file()}
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -105,36 +94,6 @@ def digest(folder: Path) -> str:
             with file.open("rb") as opened:
                 hashlib.file_digest(opened, lambda: found)  # goes on with what there is
     return found.hexdigest()
-
-
-def _beside(module: str, source: Path) -> dict[str, str]:
-    """Digests of what a module imports from where it is found itself, by module; of what is installed, none: its
-    version says what it is."""
-    folder = source.parents[module.count(".") + (source.name == "__init__.py")]
-    if source.suffix != ".py" or any(Path(place) in source.parents for place in INSTALLED):
-        return {}
-    return {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): value
-            for name, value in sources_of(source, folder).items()}
-
-
-def _imported(source: Path, folder: Path) -> set[str]:
-    """Files of the folder that a file of it imports, by path from that folder; this package is not among them."""
-    try:
-        tree = ast.parse(source.read_bytes())
-    except (SyntaxError, ValueError):
-        return set()
-    package = source.relative_to(folder).parent.parts
-    modules: set[tuple[str, ...]] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules |= {tuple(alias.name.split(".")) for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            base = (*above, *(node.module or "").split(".")) if node.module else above
-            modules |= {base, *((*base, alias.name) for alias in node.names)}
-    steps = {parts[:n] for parts in modules for n in range(1, len(parts) + 1) if parts[0] != PACKAGE.name}
-    paths = {form for parts in steps for form in ("/".join(parts) + ".py", "/".join((*parts, "__init__.py")))}
-    return {path for path in paths if (folder / path).is_file()}
 
 
 def _texts(settings: Any) -> list[str]:

@@ -21,7 +21,7 @@ from moe_rl.storage import folder as runs
 from moe_rl.storage.columns import pooled, timing
 from moe_rl.storage.folder import DECLARATION
 from moe_rl.storage.frames import LABELS, Frames, load_study, read_table
-from moe_rl.storage.inputs import changed, inputs_of, sources_of
+from moe_rl.storage.inputs import changed, digests_of, inputs_of
 from moe_rl.storage.terminal import say
 from moe_rl.storage.versions import HARDWARE
 from moe_rl.study.declaration import Planned, Study, path_of, read_declaration
@@ -113,14 +113,15 @@ def _differences(row: Any, planned: Planned, trainer: str, own: bool) -> Iterabl
     declared, here = json.loads(row.declared or "{}"), planned.study_file
     if row.inputs is None and own:
         yield f"the rows of {row.study} are older than digests: with which version of their code they ran is unknown"
-    elif names := changed(json.loads(row.inputs or "{}"), inputs_of(planned.config.to_dict(), trainer)):
+    elif names := changed(made_from := json.loads(row.inputs or "{}"),
+                          inputs_of(planned.config.to_dict(), trainer, made_from)):
         yield f"{', '.join(names)} changed or went since the rows of {row.study} ran; what follows is of what is here"
     if not declared:
         return
     if here is None:
         yield (f"the study file {declared['file']} of {row.study} is not found in or above {Path.cwd()} or the tables; "
                "rows run without it")
-    elif names := changed(declared["sources"], sources_of(here, here.parent)):
+    elif names := changed(declared["sources"], digests_of(declared["sources"], here.parent)):
         yield f"{', '.join(names)} beside {here} changed since {row.study} ran; rows run from their own configuration"
 
 

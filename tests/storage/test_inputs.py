@@ -18,7 +18,7 @@ from moe_rl.registry import Use
 from moe_rl.storage import folder as runs
 from moe_rl.storage.folder import RunFolder
 from moe_rl.storage.frames import load_study
-from moe_rl.storage.inputs import declared_by, inputs_of, sources_of
+from moe_rl.storage.inputs import declared_by, digests_of, inputs_of
 from moe_rl.storage.versions import git_state, instruction_set, merged_git, package_versions, processor
 from moe_rl.study.collect import collect
 from moe_rl.study.declaration import Planned, write_declaration
@@ -161,25 +161,6 @@ def study_file(tmp_path) -> Path:
     return checkout / "studies" / "mine.py"
 
 
-def test_what_a_file_imports_from_its_folder_counts_and_nothing_else(study_file):
-    found = sources_of(study_file, study_file.parent)
-    assert list(found) == ["deep.py", "mine.py", "parts/__init__.py", "parts/one.py", "parts/two.py", "shared.py"]
-    study_file.with_name("deep.py").write_text("import mine\n")
-    assert {n for n, v in sources_of(study_file, study_file.parent).items() if v != found[n]} == {"deep.py"}
-    study_file.write_text("this is no Python")
-    assert list(sources_of(study_file, study_file.parent)) == ["mine.py"]
-
-
-def test_a_loss_that_imports_its_neighbour_is_made_from_both_and_from_nothing_installed(config, tmp_path):
-    (tmp_path / "own" / "loss.py").write_text("import torch\nfrom own.scale import K\nimport numpy\n")
-    (tmp_path / "own" / "scale.py").write_text("K = 1\n")
-    before = inputs_of(config.to_dict())
-    assert {"own", "own.loss", "own.scale"} <= set(before) and not {"torch", "numpy"} & set(before)
-    (tmp_path / "own" / "scale.py").write_text("K = 2\n")
-    assert {n for n, v in inputs_of(config.to_dict()).items() if v != before[n]} == {"own.scale"}
-    assert list(inputs_of({"task": "subprocess:Popen"})) == ["subprocess"], "of what is installed, its own file alone"
-
-
 def test_a_run_keeps_the_commit_and_the_digests_of_its_study_file(config, study_file, tmp_path):
     commit = git_state(study_file.parent)["commit"]
     path = tmp_path / "runs" / "fake" / "mine" / "base" / "seed=0"
@@ -189,16 +170,14 @@ def test_a_run_keeps_the_commit_and_the_digests_of_its_study_file(config, study_
             return folder.manifest["declared"]
 
     first = opened()
-    assert first == {"file": "studies/mine.py", "sources": sources_of(study_file, study_file.parent),
+    assert first == {"file": "studies/mine.py", "sources": digests_of(["mine.py"], study_file.parent),
                      "git": {"commit": commit, "dirty": False}}
     git_state.cache_clear()  # what another process would see
-    study_file.with_name("other.py").write_text("# what the study does not import\n")
-    assert opened() == first
-    git_state.cache_clear()
     study_file.with_name("deep.py").write_text("# edited\n")
+    assert opened() == first | {"git": {"commit": commit, "dirty": True}}, "which the study imports, or may import"
+    study_file.write_text("# edited, too\n")
     again = opened()
-    assert again["git"] == {"commit": commit, "dirty": True}
-    assert again["sources"]["deep.py"].startswith(f"{first['sources']['deep.py']} then ")
+    assert again["sources"]["mine.py"].startswith(f"{first['sources']['mine.py']} then ")
     git_state.cache_clear()
     with RunFolder.open(path, config.to_dict(), config.hash) as folder:
         assert folder.manifest["declared"] == again, "what goes on without its study file keeps what it knows"

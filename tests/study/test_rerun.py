@@ -178,14 +178,14 @@ def far(results, tmp_path, elsewhere) -> Path:
 def test_own_modules_are_found_beside_the_study_file_that_a_row_names(far, tmp_path, new_interpreters):
     row = load_study(far).runs.iloc[0]
     assert json.loads(row["declared"])["file"] == "studies/mine.py"
-    assert set(json.loads(row["inputs"])) == {"own_trainer", "fake_study"}
+    assert set(json.loads(row["inputs"])) == {"own_trainer"}
     text = said(far, tmp_path / "again")
     assert "bit for bit" in text and "warning" not in text
 
 
 @pytest.mark.parametrize("file, words", [
-    ("fake_study.py", "warning fake_study changed or went since the rows of mine ran"),
-    ("settings.py", "warning settings.py beside"),
+    ("own_trainer.py", "warning own_trainer changed or went since the rows of mine ran"),
+    ("mine.py", "warning mine.py beside"),
 ])
 def test_what_is_not_what_the_row_ran_with_is_named(far, tmp_path, file, words):
     with (tmp_path / "studies" / file).open("a") as edited:
