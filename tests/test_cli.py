@@ -200,8 +200,15 @@ def test_a_run_that_diverges_on_ranks_is_recorded_and_the_next_one_begins(tmp_pa
     study = dataclasses.replace(fake_study.study, trainer="tests.fake_study:train", seeds=(0,))
     study = dataclasses.replace(study, base=study.base.replace(task=Use(task, diverges_at=5)))
     planned = study.runs(tmp_path)
-    workers.run_together(study, planned, planned, tmp_path, Console(quiet=True))
+    workers.run_together(study, planned, planned, tmp_path, (), Console(quiet=True))
     assert [runs.state(p.path)["state"] for p in planned] == ["diverged", "finished", "finished"]
+
+
+def test_another_task_or_model_is_a_caution_that_names_what_the_settings_were_chosen_for(tmp_path, command):
+    dry = ("run", "routing_replay", "--dry-run", "--out", str(tmp_path))
+    for words in (("--task", "guessing"), ("--set", "model.overrides={'num_experts': 8}")):
+        assert "were chosen for running_sums" in " ".join(command(*dry, *words)[1].split())
+    assert "were chosen for" not in " ".join(command(*dry, "--set", "optimizer.lr=1e-4")[1].split())
 
 
 def test_brackets_in_an_error_are_printed_as_they_stand_and_stop_nobody(tmp_path, command):

@@ -27,7 +27,6 @@ from moe_rl.errors import ConfigError, RunError
 from moe_rl.registry import unknown
 from moe_rl.storage.folder import read_json, write_json
 from moe_rl.study.declaration import Planned, Study
-from moe_rl.study.workers import ONE_THREAD, WORKER, freeze_plan, unfinished
 
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
          "OUT_OF_MEMORY"}  # fmt: skip
@@ -145,6 +144,8 @@ def submit(study: Study, planned: Sequence[Planned], asked: Slurm, *, cache: Pat
 
     Raises RunError for folders of another configuration or of other code, as on one machine, and where SLURM refuses.
     """
+    from moe_rl.study.workers import freeze_plan, unfinished
+
     folder = planned[0].path.parents[2]
     queued = {path for path, one in scheduled(folder).items() if one.live}
     left = [p for p, is_left in zip(planned, unfinished(planned, mix_code), strict=True) if is_left]
@@ -175,6 +176,8 @@ def arguments(name: str, here: Path, asked: Slurm, runs: int, jobs: int | None) 
 
 def script(here: Path, asked: Slurm) -> str:
     """What a task runs."""
+    from moe_rl.study.workers import ONE_THREAD, WORKER
+
     torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {asked.ranks} " if asked.ranks > 1 else ""
     exports = "export " + " ".join(f"{k}={shlex.quote(v)}" for k, v in {**WORKER, **ONE_THREAD}.items())
     values = f"here={shlex.quote(str(here))} retries={asked.retries} patience={asked.warning * 4 // 5}"

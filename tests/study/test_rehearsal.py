@@ -1,4 +1,4 @@
-"""Before compute is spent: what is shown of a run, what breaks on a toy batch, and whose numbers are not inherited."""
+"""Before compute is spent: what is shown of a run, and what breaks on a toy batch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from moe_rl.config import Arm, ModelConfig, Optimizer
+from moe_rl.config import Arm, ModelConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import load, save_checkpoint
 from moe_rl.registry import Use
 from moe_rl.study import rehearsal
-from moe_rl.study.rehearsal import CHECKPOINT_LR, another_setting, elsewhere, preview, rehearse
+from moe_rl.study.rehearsal import preview, rehearse
 from tests.test_trainer import TINY
 
 CODE = '''
@@ -117,27 +117,3 @@ def test_a_prompt_is_shown_in_its_chat_template_and_a_small_file_with_its_repeat
     shown = preview(run)
     assert dict(shown.lines)["prompt"].startswith("'[user] q") and "[/]'" in dict(shown.lines)["prompt"]
     assert "a step draws 7 prompts, and 6 different ones are left" in shown.cautions[0]
-
-
-def test_numbers_chosen_for_another_task_or_model_are_left_out_and_said():
-    sums = Use("running_sums", digits=12)
-    base = TINY.replace(task=sums, optimizer=Optimizer(lr=8e-4), max_new_tokens=13)
-    assert elsewhere(base, {"optimizer.lr": 1e-3, "prompts_per_step": 8, "task": sums}) is None
-    settings, said = elsewhere(base, {"task": "rehearsed:Words"})
-    assert settings == {"optimizer.lr": 2e-4, "max_new_tokens": 10}
-    assert said[0].startswith("optimizer.lr=0.0008 was chosen for running_sums(digits=12) on qwen3_moe-tiny with over")
-    assert "--set optimizer.lr=0.0008" in said[0] and "what the longest reference answer needs" in said[1]
-    settings, _ = elsewhere(base, {"task.digits": 4, "optimizer.lr": 8e-4})
-    assert settings == {"max_new_tokens": 5}, "what is said is kept"
-    settings, _ = elsewhere(base, {"model.overrides.num_experts": 8, "max_new_tokens": 13})
-    assert settings == {"optimizer.lr": 2e-4}
-
-
-def test_a_checkpoint_is_not_trained_like_a_preset(tmp_path):
-    loaded = load(TINY.model, 0)
-    save_checkpoint(loaded.model, loaded.tokenizer, tmp_path)
-    base = TINY.replace(**{"cold_start.target": 0.35, "model.overrides": {}})
-    settings, said = elsewhere(base, {"model.name": str(tmp_path), "max_new_tokens": 6})
-    assert settings == {"optimizer.lr": CHECKPOINT_LR, "cold_start.target": 0.0} and len(said) == 2
-    assert another_setting(base, base.replace(**settings, **{"model.name": str(tmp_path)}))
-    assert not another_setting(base, base.replace(**settings, steps=7))
