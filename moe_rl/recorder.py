@@ -1,7 +1,10 @@
 """What a step measures, within its budget: `begin`, `before` and `after` every update, `end` → rows per table.
 
-Everything that needs no extra forward is taken from all tokens at every update; the rest on a probe (`probe.py`). A
-study that measures more passes a subclass to the trainer and calls these methods.
+Everything that needs no extra forward is taken from all tokens at every update. The rest is measured on a *probe*: the
+first few responses of every (randomly drawn) mini-batch of the first epoch. Each step the probe is scored twice under
+the new weights, naturally and replaying the old policy's routes; every few steps the *detail* follows single updates.
+Volatility compares natural routes, in every arm. A study that measures more passes a subclass of `Recorder` to the
+trainer.
 """
 
 from __future__ import annotations
@@ -10,26 +13,33 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe_rl.config import RunConfig
+from moe_rl.config import Measure, RunConfig
 from moe_rl.metrics import ratios, routers, volatility
 from moe_rl.policies.base import Policy
-from moe_rl.probe import CHANGE, ENGINE_CHANGE, Probe, engine_gap
 from moe_rl.registry import Use
+from moe_rl.rollouts.base import Sampler
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.types import Batch, Scored, Updated, prompt_rows, response_rows
+from moe_rl.seeds import NOISE
+from moe_rl.tasks.base import AnyTask, votes_of
+from moe_rl.tasks.environments import drawn, earned
+from moe_rl.types import Batch, Prompt, Rollout, Sampling, Scored, Updated, prompt_rows, response_rows
 
 Row = dict[str, Any]
 Rows = dict[str, list[Row]]
 """Rows by the name of their table."""
+CHANGE = ("slot_change", "set_change", "any_layer_change", "layers_changed", "jaccard_distance")
+ENGINE_CHANGE = ("slot_change", "set_change", "any_layer_change")
+GREEDY = 0
+"""The number of the greedy completion of a problem among its samples; those that are drawn count from 1."""
 
 
 class Recorder:
@@ -64,18 +74,22 @@ class Recorder:
         self.clipped_by = torch.zeros(self.log_ratio.shape, dtype=torch.int8)
         self.counted = batch.response_mask.repeat(self.run.epochs, 1)
         self.routes: list[RoutingTrace] = []
-        with self.timed("measure"):
-            detail = step % self.run.measure.detail_every == 0
-            # An engine is compared with the policy at equal weights.
-            probed = batch if self.fresh else replace(batch, rollout_routes=None)
-            self.probe = Probe(self.policy, probed, natural, split, self.run.measure, detail)
 
-    def before(self, update: int, part: Batch) -> None:
-        """Before the update of a mini-batch, counted from 0."""
+    def start_probe(self) -> Probe:
+        """After `begin`: the responses of the step that are scored again. Its calls are the forwards of measuring."""
+        with self.timed("measure"):
+            detail = self.step % self.run.measure.detail_every == 0
+            # An engine is compared with the policy at equal weights.
+            probed = self.batch if self.fresh else replace(self.batch, rollout_routes=None)
+            self.probe = Probe(self.policy, probed, self.natural, self.split, self.run.measure, detail, self.timed)
+        return self.probe
+
+    def before(self, update: int, part: Batch, probed: Row) -> None:
+        """Before the update of a mini-batch, counted from 0; `probed` is what `Probe.score_before` found."""
         with self.timed("measure"):
             count = update + 1
             lr = self.run.optimizer.lr_at((self.step - 1) * len(self.split) + count)
-            self.updates.append({"step": self.step, "update": count, "lr": lr} | self.probe.before_update(update))
+            self.updates.append({"step": self.step, "update": count, "lr": lr} | probed)
             if self.run.epochs > 1:
                 self.updates[-1]["epoch"] = update // self.per_epoch + 1
             if self.run.dial.sigma:
@@ -88,20 +102,21 @@ class Recorder:
             index, width = self.split[update], part.tokens.shape[1]
             natural = self.natural.rows(index, width)
             log_ratio = (updated.logprobs if part.ratio_logprobs is None else part.ratio_logprobs) - part.old_logprobs
-            self.updates[-1] |= update_row(part, log_ratio, updated, natural) | self.probe.after_update(update)
+            self.updates[-1] |= update_row(part, log_ratio, updated, natural)
             rows = index + update // self.per_epoch * len(self.batch)
             self.log_ratio[rows, :width], self.clipped_by[rows, :width] = log_ratio, updated.clipped_by
             self.routes.append(updated.routes if updated.preferred is None else updated.preferred)
             if part.loss_mask is not None:
                 self.counted[rows, :width] = part.loss_mask
 
-    def end(self, push_gap: float | None) -> Rows:
-        """After the weights went to the engine: the rows of the step. `push_gap` is what that check found, in nats."""
+    def end(self, push_gap: float | None, probed: tuple[Row, list[Row]]) -> Rows:
+        """After the weights went to the engine: the rows of the step. `push_gap` is what that check found, in nats;
+        `probed`: what `Probe.score_at_end` says of the step and of each site."""
         with self.timed("measure"):
-            probed, sites = self.probe.after_step()
+            of_step, sites = probed
             nothing: tuple[Row, list[Row]] = {}, [{} for _ in sites]
             engine, engine_sites = engine_row(self.batch, self.natural) if self.fresh else nothing
-            row = {"step": self.step, **batch_row(self.batch, self.natural), **probed, **engine}
+            row = {"step": self.step, **batch_row(self.batch, self.natural), **of_step, **engine}
             row |= ratio_row(self.batch, self.log_ratio, self.clipped_by, self.counted)
             row |= {} if push_gap is None else {"push_gap_max": push_gap}
             for name in ("grad_norm", "grad_clipped", "grad_cosine"):
@@ -148,6 +163,136 @@ class Recorder:
         columns |= {"seconds_step": sum(self.seconds.values()), "memory_peak_mb": peak_memory_mb()}
         self.seconds = {}
         return columns
+
+
+class Probe:
+    """The responses of one step on which quantities that need an extra forward are measured."""
+
+    def __init__(
+        self, policy: Policy, batch: Batch, natural: Scored, split: list[Tensor], settings: Measure, detail: bool,
+        timed: Callable[[str], AbstractContextManager[None]],
+    ):
+        first = len(split) * len(batch) // sum(map(len, split))  # of several epochs, each of which splits all rows
+        per_mini_batch = len(batch) if settings.full else max(1, settings.probe // first)
+        self.policy, self.detail, self.timed = policy, detail or settings.full, timed
+        self.whole, self.natural = batch, natural
+        self.parts = [index[:per_mini_batch] for index in split]
+        rows = torch.cat(self.parts[:first])
+        self.batch = batch.rows(rows)
+        self.old = natural.rows(rows, self.batch.tokens.shape[1])
+        self.scores = policy.score(self.batch, scores=True).scores if self.detail else None
+        self.engine = self._engine_replayed() if self.detail else {}
+        self.routes = self.old.routes
+        """Natural routes after the last update that was followed."""
+
+    def score_before(self, update: int) -> Row:
+        """Detail: attribution on the mini-batch about to be updated (undefined at the first: nothing has moved)."""
+        if not self.detail or update == 0:
+            return {}
+        with self.timed("measure"):
+            part = self.whole.rows(self.parts[update])
+            old = self.natural.rows(self.parts[update], part.tokens.shape[1])
+            natural, replayed = self.policy.score(part), self.policy.score(part, old.routes)
+            sums = ratios.attribution(
+                natural.logprobs - old.logprobs, replayed.logprobs - old.logprobs, part.response_mask
+            )
+            return sums.row()
+
+    def score_after(self, update: int) -> Row:
+        """Detail: how many experts this one update changed, on the whole probe."""
+        if not self.detail:
+            return {}
+        with self.timed("measure"):
+            routes = self.policy.score(self.batch).routes
+            change = volatility.route_change(self.routes.ids(), routes.ids(), response_rows(self.batch)).row()
+            self.routes = routes
+            return {name: change[name] for name in CHANGE}
+
+    def score_at_end(self) -> tuple[Row, list[Row]]:
+        """What all updates of the step did together: a row for `steps`, and one per site for `layers`."""
+        with self.timed("measure"):
+            after = self.policy.score(self.batch, scores=self.detail)
+            replayed = self.policy.score(self.batch, self.old.routes)
+            row: Row = {
+                "probe_responses": len(self.batch),
+                "probe_tokens": int(self.batch.response_mask.sum()),
+                **self._replay_gap(after, replayed),
+                **self.engine,
+            }
+            sites: list[Row] = [{} for _ in after.routes.layout.sites]
+            found = [(suffix, part) for suffix, rows in (("", response_rows), ("_prompt", prompt_rows))
+                     for part in self._changes(after, rows(self.batch))]
+            found += [("", ({}, self._use(after))), *([("", self._noise_floor(after))] if self.detail else [])]
+            for suffix, (part, per_site) in found:
+                for mine, values in zip((row, *sites), (part, *per_site), strict=True):
+                    mine |= {name + suffix: value for name, value in values.items()}
+            return row, sites
+
+    # ------------------------------------------------------------------ parts of it
+    def _engine_replayed(self) -> Row:
+        """What is left of the engine's gap on the probe when the policy replays the engine's routes (R3)."""
+        if self.batch.rollout_routes is None or self.batch.rollout_routes.coverage == 0:
+            return {}
+        natural = engine_gap(self.batch, self.old)
+        replayed = engine_gap(self.batch, self.policy.score(self.batch, self.batch.rollout_routes))
+        return {f"{name}_natural": value for name, value in natural.items()} | {
+            f"{name}_replayed": value for name, value in replayed.items()
+        }
+
+    def _replay_gap(self, natural: Scored, replayed: Scored) -> Row:
+        """log π(natural) - log π(replayed) under the new weights, and what routers would pick under replay."""
+        assert replayed.preferred is not None, "a policy that replayed says what its routers preferred"
+        rows = response_rows(self.batch)
+        gap = (natural.logprobs - replayed.logprobs)[self.batch.response_mask].double()
+        pull = volatility.route_change(replayed.routes.ids(), replayed.preferred.ids(), rows).row()["slot_change"]
+        return {
+            "replay_gap_mean": gap.mean().item(),
+            "replay_gap_std": gap.std(correction=0).item(),
+            "replay_gap_max": gap.abs().max().item(),
+            "pull": pull,
+        }
+
+    def _changes(self, after: Scored, rows: Tensor) -> list[tuple[Row, list[Row]]]:
+        """Volatility of the tokens in `rows` from π_old to the new weights: overall, and per site."""
+        old, new, layout = self.old.routes.ids(), after.routes.ids(), after.routes.layout
+        gates = None if self.scores is None else self.scores.gates
+        both = None
+        if self.scores is not None and after.scores is not None:
+            both = self.scores.log_probs_at(old), after.scores.log_probs_at(old)
+        found = routers.changes(old, new, rows, layout, gates, both)
+        return [(change.row(), change.site_rows()) for change in found]
+
+    def _use(self, after: Scored) -> list[Row]:
+        """Load, and at detail confidence and margins, of the new weights' natural routing, per site."""
+        rows, sites = response_rows(self.batch), after.routes.layout.sites
+        load = volatility.load_statistics(after.routes.ids(), [s.num_experts for s in sites], rows).site_rows()
+        scores, none = after.scores, [Row() for _ in sites]
+        margins = none if scores is None else volatility.margin_summary(scores.margins, rows)
+        sure = none
+        if scores is not None:
+            sure = routers.router_confidence(scores.log_probs, after.routes.ids(), rows).site_rows()
+        keys = [{"site": i, "layer": site.decoder_layer} for i, site in enumerate(sites)]
+        return [key | use | mass | margin for key, use, mass, margin in zip(keys, load, sure, margins, strict=True)]
+
+    def _noise_floor(self, after: Scored) -> tuple[Row, list[Row]]:
+        """The same weights scored again: rows in reverse, in two calls of unequal size, with extra padding."""
+        order = torch.arange(len(self.batch) - 1, -1, -1)
+        changes, gap = [], torch.zeros_like(after.logprobs)
+        for index in filter(len, order.tensor_split([len(order) // 3])):  # a probe of two has no first third
+            part = self.batch.rows(index)
+            time = part.tokens.shape[1]
+            first, again = after.rows(index, time), self.policy.score(_padded(part, 3))
+            gap[index, :time] = again.logprobs[:, :time] - first.logprobs
+            ids = again.routes.ids()[:, :time]
+            changes.append(volatility.route_change(first.routes.ids(), ids, response_rows(part)))
+        change, found = sum(changes[1:], start=changes[0]), ratios.ratio_statistics(gap, self.batch.response_mask)
+        row = {
+            "noise_floor_logprob": found["token_log_ratio_max"],
+            "noise_floor_kl_k3": found["token_kl_k3"],
+            "noise_floor_beyond_2": found["token_beyond_2"],
+            **{f"noise_floor_{name}": change.row()[name] for name in ENGINE_CHANGE},
+        }
+        return row, [{"noise_floor_set_change": site["set_change"]} for site in change.site_rows()]
 
 
 # ---------------------------------------------------------------------- rows
@@ -222,3 +367,56 @@ def peak_memory_mb() -> float:
     """Peak resident memory of this process so far, in MB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1e6 if sys.platform == "darwin" else 1e3)
+
+
+def engine_gap(batch: Batch, scored: Scored) -> Row:
+    """How far the policy's log-probs are from the engine's, on the response tokens."""
+    return ratios.engine_gap(scored.logprobs - batch.rollout_logprobs, batch.response_mask)
+
+
+def _padded(batch: Batch, extra: int) -> Batch:
+    """The batch with `extra` more columns, which one row claims as tokens, so that no one trims them away."""
+    here = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    columns = {n: x for n, x in here.items() if isinstance(x, Tensor) and x.dim() > 1}
+    wide: dict[str, Any] = {n: nn.functional.pad(x, (0, extra)) for n, x in columns.items()}
+    wide["attention_mask"][0] = True
+    return replace(batch, **wide, rollout_routes=None, routes=None, ratio_routes=None, old_scores=None)
+
+
+# ---------------------------------------------------------------------- evaluation
+def evaluate(engine: Sampler, task: AnyTask, prompts: list[Prompt], sampling: Sampling, *, key: tuple[int, ...],
+             samples: int = 1, greedy: bool = True, first: int = 0) -> list[tuple[Row, Rollout]]:
+    """Every completion with its row of the table `evaluations`, but for step and benchmark: the greedy one of every
+    prompt, then `samples` drawn ones of each. Problems count from `first`; `key` is that of their noise."""
+    found = []
+    for is_greedy in [True] * greedy + [False]:
+        count = 1 if is_greedy else samples
+        how = replace(sampling, greedy=is_greedy, keep_mask=False)
+        rollouts = drawn(engine.generate, task, prompts, count, key=key, sampling=how)
+        for i, prompt in enumerate(prompts):
+            here = slice(i * count, (i + 1) * count)
+            votes = [None] if is_greedy else votes_of(task, prompt, [answer_of(r) for r in rollouts[here]])
+            for n, (rollout, vote) in enumerate(zip(rollouts[here], votes, strict=True)):
+                found.append(({
+                    "problem": first + i, "sample": GREEDY if is_greedy else 1 + n,
+                    "reward": earned(task, rollout),
+                    "response_tokens": float(rollout.own_tokens), "truncated": float(not rollout.finished),
+                    "vote": None if vote is None else 1 + vote,
+                }, rollout))
+    return found
+
+
+def answer_of(rollout: Rollout) -> str:
+    """What a completion answers; of a conversation its last turn."""
+    return rollout.turns[-1].text if rollout.turns else rollout.text
+
+
+def evaluation(engine: Sampler, task: AnyTask, prompts: list[Prompt], sampling: Sampling, seed: int, step: int) -> Rows:
+    """What a run measures after a step on its held-out prompts, one greedy and one drawn completion of each: a part of
+    its row of `steps`, and the rows of `evaluations`. The noise is the same at every evaluation of a seed."""
+    rows = [row for row, _ in evaluate(engine, task, prompts, sampling, key=(seed, NOISE, 0))]
+    means: Row = {"step": step, "eval_n": len(prompts)}
+    for name in ("greedy", "sampled"):
+        rewards = torch.tensor([r["reward"] for r in rows if (r["sample"] == GREEDY) == (name == "greedy")])
+        means |= {f"eval_reward_{name}": rewards.double().mean().item(), f"eval_exact_{name}": exact(rewards)}
+    return {"steps": [means], "evaluations": [{"step": step, "benchmark": "held_out", **row} for row in rows]}

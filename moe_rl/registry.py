@@ -136,6 +136,12 @@ def lookup(
     return partial(found, **use.options) if use.options else found
 
 
+STUDY = {"filelock", "jinja2", "matplotlib", "pandas", "pyarrow", "rich", "scipy"}
+"""The packages of the extra `study`, which most commands import."""
+EXTRAS = {**dict.fromkeys(STUDY, "study"), "megatron": "megatron", "trl": "trl", "vllm": "vllm"}
+"""The extra that brings a package."""
+
+
 def import_component(kind: str, name: str, path: str) -> Callable[..., Any]:
     """A component of the package, `moe_rl.module:name`. Raises ConfigError where its module, or a package that it
     needs, is not installed."""
@@ -143,8 +149,9 @@ def import_component(kind: str, name: str, path: str) -> Callable[..., Any]:
     try:
         return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"the {kind} {name!r} is in {module}, which needs {error.name}, which is not installed; the "
-                          "extras of moe_rl are in docs/your_trainer.md") from error
+        package = (error.name or module).partition(".")[0]
+        how = f": pip install 'moe_rl[{EXTRAS[package]}]'" if package in EXTRAS else ""
+        raise ConfigError(f"the {kind} {name!r} needs {error.name}, which is not installed{how}") from error
 
 
 def import_callable(kind: str, name: str) -> Callable[..., Any]:

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import Diverged, RunError
-from moe_rl.evaluate import evaluation
 from moe_rl.objectives import Advantage, Objective
 from moe_rl.policies.base import Policy, ValueModel
-from moe_rl.recorder import Recorder, Row, Rows
+from moe_rl.recorder import Recorder, Row, Rows, evaluation
 from moe_rl.registry import Use, needs_of
 from moe_rl.rollouts.batches import BatchSource, Queue
 from moe_rl.rollouts.request import sampling_of
@@ -164,9 +163,10 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
         batch = routed(run, parts, batch, natural)
     split = epochs(run, step, len(batch))
     recorder.begin(step, batch, natural, split)
+    probe = recorder.start_probe()  # its calls are the forwards that measuring needs
     for number, index in enumerate(split):
         part = parts.objective.attach_weights(without_unknown(batch.rows(index)))
-        recorder.before(number, part)
+        recorder.before(number, part, probe.score_before(number))
         with timed("update"):
             of_ratio, of_gradient = doses(run, step, number, len(split))
             if parts.ratio_source or of_ratio != of_gradient:
@@ -179,9 +179,10 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
             if parts.critic:
                 updated = replace(updated, metrics={**updated.metrics, **parts.critic.update(part)})
         recorder.after(number, part, updated)
+        recorder.updates[-1] |= probe.score_after(number)
     with timed("sample"):
         push_gap = parts.sampling.engine.load(policy.weights())
-    return recorder.end(push_gap)
+    return recorder.end(push_gap, probe.score_at_end())
 
 
 def roll_out(run: RunConfig, parts: Parts, step: int) -> Batch:

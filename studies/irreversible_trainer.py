@@ -25,11 +25,10 @@ from torch import Tensor
 from moe_rl.build import build, check  # noqa: F401  runs are checked by it before they start
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import Diverged
-from moe_rl.evaluate import evaluate
 from moe_rl.metrics.convergence import PATIENCE, SPAN, collapse, ema
 from moe_rl.objectives import objective_of
 from moe_rl.policies.optimizer import optimizer_of
-from moe_rl.recorder import Recorder, Row, Rows, batch_row
+from moe_rl.recorder import Recorder, Row, Rows, batch_row, evaluate
 from moe_rl.registry import Use, lookup
 from moe_rl.rollouts.batches import Queue
 from moe_rl.rollouts.request import sampling_of
@@ -174,19 +173,34 @@ def held_out(run: RunConfig, parts: Parts, step: int) -> float:
     return float(np.mean([row["reward"] for row, _ in found]))
 
 
+class Unprobed:
+    """In place of a `Probe`: nothing is scored again."""
+
+    def score_before(self, update: int) -> Row:
+        return {}
+
+    score_after = score_before
+
+    def score_at_end(self) -> tuple[Row, list[Row]]:
+        return {}, []
+
+
 class Brief(Recorder):
     """Of a step only what was sampled and what the updates say themselves."""
 
     def begin(self, step: int, batch: Batch, natural: Scored, split: list[Tensor]) -> None:
-        self.step, self.batch, self.natural, self.said = step, batch, natural, []
+        self.step, self.batch, self.natural, self.said, self.updates = step, batch, natural, [], [{}]
 
-    def before(self, update: int, part: Batch) -> None:
+    def start_probe(self) -> Unprobed:
+        return Unprobed()
+
+    def before(self, update: int, part: Batch, probed: Row) -> None:
         pass
 
     def after(self, update: int, part: Batch, updated: Updated) -> None:
         clipped = (updated.clipped_by != 0)[part.response_mask].double().mean()
         self.said.append({"grad_norm": updated.grad_norm, "clip_tokens": float(clipped)})
 
-    def end(self, push_gap: float | None) -> Rows:
+    def end(self, push_gap: float | None, probed: tuple[Row, list[Row]]) -> Rows:
         return {"steps": [{"step": self.step, **batch_row(self.batch, self.natural),
                            **pd.DataFrame(self.said).mean().to_dict()}]}

@@ -23,7 +23,7 @@ from torch import Tensor
 from moe_rl.build import build, check  # noqa: F401  runs are checked by it before they start
 from moe_rl.config import RunConfig
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.recorder import Recorder
+from moe_rl.recorder import Recorder, Row
 from moe_rl.storage.folder import RunFolder
 from moe_rl.trainer import Listener, Parts, roll_out, train, train_step
 from moe_rl.types import Batch, Scored, response_rows
@@ -56,9 +56,9 @@ class PromptRecorder(Recorder):
         self.old.model.load_state_dict(self.policy.model.state_dict())
         super().begin(step, batch, natural, split)
 
-    def before(self, update: int, part: Batch) -> None:
+    def before(self, update: int, part: Batch, probed: Row) -> None:
         """At the first update nothing has moved."""
-        super().before(update, part)
+        super().before(update, part, probed)
         if update:
             prompts = (
                 compare(self.old, self.policy, part)

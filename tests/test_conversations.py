@@ -12,7 +12,7 @@ import torch
 from moe_rl.build import build, check
 from moe_rl.config import Arm, Measure
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.evaluate import evaluate
+from moe_rl.recorder import evaluate
 from moe_rl.registry import Use
 from moe_rl.rollouts import hf
 from moe_rl.rollouts.batches import Queue

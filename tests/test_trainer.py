@@ -122,8 +122,8 @@ class Flips(Recorder):
 
     found: list[tuple[float, float]] = []
 
-    def end(self, push_gap):
-        rows, sites = super().end(push_gap), len(self.natural.routes.layout.sites)
+    def end(self, push_gap, probed):
+        rows, sites = super().end(push_gap, probed), len(self.natural.routes.layout.sites)
         for index, update in zip(self.split, rows["updates"], strict=True):
             flips = self.flips(index)[self.batch.response_mask[index]].sum().item() / sites
             self.found.append((flips, update["fresh_set_change"] * update["token_n"]))

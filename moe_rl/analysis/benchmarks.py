@@ -18,7 +18,7 @@ import pandas as pd
 from rich.console import Console
 
 from moe_rl.errors import ConfigError
-from moe_rl.evaluate import GREEDY
+from moe_rl.recorder import GREEDY
 from moe_rl.results import stats
 from moe_rl.results.printed import print_table
 from moe_rl.results.tables import Shown

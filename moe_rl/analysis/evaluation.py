@@ -38,10 +38,10 @@ from moe_rl.analysis.folders import (
 from moe_rl.build import ENGINES, build_engine
 from moe_rl.config import RunConfig, leaves, plain
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.evaluate import GREEDY, evaluate
 from moe_rl.models.load import load, no_progress_bars
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.policies.hf import HFPolicy
+from moe_rl.recorder import GREEDY, evaluate
 from moe_rl.registry import Use, check_component, lookup
 from moe_rl.rollouts.base import RolloutEngine
 from moe_rl.rollouts.hf import HFEngine

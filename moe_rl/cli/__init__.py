@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from moe_rl.cli import checkpoints, methods, new, running, runs, tables
 from moe_rl.cli.verbs import Verb
 from moe_rl.errors import MoeRlError
+from moe_rl.registry import STUDY
 
 VERBS = [found for family in (running, new, methods, tables, runs, checkpoints) for found in vars(family).values()
          if isinstance(found, Verb)]
-STUDY = {"filelock", "jinja2", "matplotlib", "pandas", "pyarrow", "rich", "scipy"}
-"""The packages of the extra `study`, which most verbs import."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

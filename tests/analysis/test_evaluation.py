@@ -18,9 +18,9 @@ import torch
 from moe_rl import cli
 from moe_rl.analysis.evaluation import benchmark
 from moe_rl.errors import ConfigError
-from moe_rl.evaluate import evaluate, evaluation
 from moe_rl.models.load import save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer, encode_prompts
+from moe_rl.recorder import evaluate, evaluation
 from moe_rl.registry import Use
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.seeds import HELD_OUT
@@ -307,16 +307,16 @@ def test_a_folder_has_the_rewards_of_one_scorer(there, own, capsys):
     out = own / "out"
     rest = ["--task", "own_scored:Scored", "--problems", "3", "-k", "2", "--max-tokens", "3", "--out", str(out)]
     assert cli.main(["evaluate", first, *rest]) == 0 and cli.main(["evaluate", first, *rest]) == 0
-    (own / "own_rule.py").write_text("REWARD = 1.0\n")
+    with (own / "own_scored.py").open("a") as file:
+        file.write("# edited\n")
     before = contents(out)
     for names in ([first], [first, second], [second]):
         assert cli.main(["evaluate", *names, *rest]) == 2
         heard = capsys.readouterr().err
-        assert "with other benchmarks (Scored.inputs.own_rule: '" in heard and "' now); give another --out" in heard
-        assert "inputs.own_scored" not in heard, "which nobody edited"
+        assert "with other benchmarks (Scored.inputs.own_scored: '" in heard and "' now); give another --out" in heard
     assert contents(out) == before
     said = json.loads((out / "evaluation.json").read_text())
-    assert set(said["benchmarks"]["Scored"]["inputs"]) == {"own_scored", "own_rule"}
+    assert set(said["benchmarks"]["Scored"]["inputs"]) == {"own_scored"}
     for key in ("inputs", "packages"):
         del said["benchmarks"]["Scored"][key]
     (out / "evaluation.json").write_text(json.dumps(said))
@@ -345,10 +345,10 @@ def test_a_scorer_is_recorded_with_what_it_uses(there, own):
     assert of(Use(f"jsonl:{file}", match="math")) == (set(), {"math-verify"})
     assert of(Use("reasoning_gym:gsm_symbolic")) == (set(), {"reasoning-gym"})
     both = {"math-verify", "reasoning-gym"}
-    assert of(Use("own_scored:Scored")) == ({"own_scored", "own_rule"}, both), "it may import either"
-    assert of(Use("own_scored:Lines", file=str(file)), None) == ({"own_scored", "own_rule", str(file)}, both)
+    assert of(Use("own_scored:Scored")) == ({"own_scored"}, both), "it may import either"
+    assert of(Use("own_scored:Lines", file=str(file)), None) == ({"own_scored", str(file)}, both)
     mixed = (f"jsonl:{file}", Use("own_scored:Scored"), "reasoning_gym:gsm_symbolic")
-    assert of(Use("mixture", tasks=mixed)) == ({"own_scored", "own_rule", str(file)}, both)
+    assert of(Use("mixture", tasks=mixed)) == ({"own_scored", str(file)}, both)
 
 
 def test_data_that_nobody_here_wrote(there, tmp_path):

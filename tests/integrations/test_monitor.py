@@ -55,15 +55,19 @@ class Watching(Recorder):
 
     def begin(self, step, batch, natural, split):
         super().begin(step, batch, natural, split)
-        model, probe = self.policy.model, self.probe.batch
+        self.of_update = moe_rl.monitor(self.policy.model)
+
+    def start_probe(self):
+        whole = super().start_probe()
+        model, probe, batch, natural = self.policy.model, whole.batch, self.batch, self.natural
         inputs = {"input_ids": probe.tokens[:, :-1], "decides": probe.response_mask[:, 1:]}
         self.of_step = moe_rl.monitor(model, probe=inputs)
-        self.of_update = moe_rl.monitor(model)
         with self.of_step:
             self.of_step.engine(natural.logprobs, batch.rollout_logprobs, batch.response_mask)
+        return whole
 
-    def before(self, update, part):
-        super().before(update, part)
+    def before(self, update, part, probed):
+        super().before(update, part, probed)
         self.of_update.__enter__()
         self.of_update.decides(part.response_mask[:, 1:])
 
@@ -75,8 +79,8 @@ class Watching(Recorder):
             assert row.keys() == {"pull", "coverage"}
             close_where_both_say(row, theirs)
 
-    def end(self, push_gap):
-        rows = super().end(push_gap)
+    def end(self, push_gap, probed):
+        rows = super().end(push_gap, probed)
         row, layers, (theirs,) = self.of_step.row(), self.of_step.layers, rows["steps"]
         assert not unknown("layers", {name for layer in layers for name in layer})
         for mine, recorded in zip(layers, rows["layers"], strict=True):
