@@ -89,9 +89,11 @@ def check(run: RunConfig) -> list[str]:
         if "values" in advantage_of(run.arm).needs and not run.critic.lr:
             raise ConfigError(f"arm {run.arm.name!r} takes its advantage from a critic's values, and critic.lr=0 means "
                               "that there is none: set critic.lr, or use returns (gae without a critic) or group.")
-        if run.dial.sigma and run.dial.acts_on != "ratio" and "reference" in objective.needs:
-            raise ConfigError(f"arm {run.arm.name!r} compares with a reference, which no dial moves: at equal weights "
-                              "it would be pulled against the dose. Use dial.acts_on='ratio', or leave the term out.")
+        if run.router_noise.scale and run.router_noise.applied_to != "ratio" and "reference" in objective.needs:
+            raise ConfigError(
+                f"arm {run.arm.name!r} compares with a reference, which no router noise moves: at equal weights "
+                "it would be pulled against the noise. Use router_noise.applied_to='ratio', or leave the term out."
+            )
         lookup("route source", run.arm.routes, SOURCES, suggest_field)
         if run.arm.ratio_routes is not None:
             lookup("route source", run.arm.ratio_routes, SOURCES, suggest_field)

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic.functional_validators import BeforeValidator, InstanceOf, PlainValidator, WrapValidator, model_validator
 
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Part, Use
+from moe_rl.registry import Component, Part
 
 S = TypeVar("S", bound="Settings")
 NAMED = re.compile(r"[^\s:(),=]+:[^\s:(),=]+")
@@ -37,15 +37,15 @@ def _keep_int(value: Any, check: Any) -> Any:
     return value
 
 
-def _make_uses(parts: Any) -> tuple[Use, ...]:
-    return tuple(map(Use.of, parts if isinstance(parts, tuple | list) else (parts,)))
+def _make_uses(parts: Any) -> tuple[Component, ...]:
+    return tuple(map(Component.of, parts if isinstance(parts, tuple | list) else (parts,)))
 
 
 FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 """For tuples, which are lists in JSON."""
 Float = Annotated[float, WrapValidator(_keep_int)]
-Named = Annotated[Part, PlainValidator(Use.of)]
-Called = Annotated[Part, PlainValidator(Use.read)]
+Named = Annotated[Part, PlainValidator(Component.of)]
+Called = Annotated[Part, PlainValidator(Component.read)]
 """A component, which a text may give options: `megatron(ep=2)`."""
 AllNamed = Annotated[tuple[Named, ...], FromList]
 
@@ -105,9 +105,9 @@ class Settings(BaseModel):
                 values[name] = value
             elif isinstance(part, Mapping):
                 values[name] = {**part, below: value}
-            elif isinstance(part, str | Use):
-                use = Use.of(part)
-                values[name] = Use(use.name, **{**use.options, below: value})
+            elif isinstance(part, str | Component):
+                use = Component.of(part)
+                values[name] = Component(use.name, **{**use.options, below: value})
             elif isinstance(part, Settings) and below.partition(".")[0] in type(part).model_fields:
                 values[name] = part.replace(**{below: value})
             else:
@@ -146,7 +146,7 @@ def fields_of(kind: type[Settings], prefix: str = "") -> Iterator[tuple[str, Fie
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Every value in settings or their JSON, however deep, and its dotted key, which entries of a list share."""
-    if isinstance(value, Use | Settings):
+    if isinstance(value, Component | Settings):
         value = vars(value)
     if isinstance(value, Mapping):
         for name, below in value.items():
@@ -159,10 +159,10 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """Settings as nested dictionaries; a Use without options is its name."""
-    if isinstance(value, Use) and not value.options:
+    """Settings as nested dictionaries; a Component without options is its name."""
+    if isinstance(value, Component) and not value.options:
         return value.name
-    if isinstance(value, Use | Settings):
+    if isinstance(value, Component | Settings):
         value = vars(value)
     if isinstance(value, Mapping):
         return {key: plain(below) for key, below in value.items()}
@@ -285,7 +285,7 @@ class Critic(Settings):
 class Measure(Settings):
     """The measuring budget (see "What is measured" in the README)."""
 
-    probe: Count = 32
+    responses: Count = 32
     """Responses per step on which quantities that need an extra forward are measured."""
     detail_every: Interval = 10
     """Steps between detailed measurements: per-update volatility, attribution by mini-batch index, noise floor."""
@@ -298,50 +298,51 @@ class Measure(Settings):
     size of the trainable weights. For policy='hf'."""
 
 
-class Dial(Settings):
-    """Volatility as an assigned dose (see `routing.dial`): in the j-th of N updates of a step the routers are moved by
-    sigma · (j − 1)/(N − 1) of their standard deviation along one direction, by default a random one, the same within a
-    step and for all arms of a seed. N counts the updates of all epochs. Ratios start at 1 and drift as real drift does,
-    coherently within a step."""
+class RouterNoise(Settings):
+    """Volatility as an assigned dose (see `routing.router_noise`): in the j-th of N updates of a step the routers are
+    moved by scale · (j − 1)/(N − 1) of their standard deviation along one direction, by default a random one, the same
+    within a step and for all arms of a seed. N counts the updates of all epochs. Ratios start at 1 and drift as real
+    drift does, coherently within a step."""
 
-    sigma: Deviation = 0.0
+    scale: Deviation = 0.0
     """In standard deviations of each router's weights; 0 turns it off."""
-    form: Literal["weights", "choice", "beside"] = "weights"
-    """`weights`: gates and sets move. `choice`: sets alone. `beside`: not the routers, but all other matrices of the
-    decoder's layers do, in standard deviations of each."""
+    target: Literal["weights", "choice", "other_weights"] = "weights"
+    """`weights`: gates and sets move. `choice`: sets alone. `other_weights`: not the routers, but all other matrices of
+    the decoder's layers do, in standard deviations of each."""
     direction: Literal["random", "last_step"] = "random"
     """Which way they are moved: `random`, or `last_step`, on along the optimizer's own last step."""
-    acts_on: Literal["both", "ratio", "gradient"] = "both"
+    applied_to: Literal["both", "ratio", "gradient"] = "both"
     """What the moved network gives: the `ratio`, the `gradient`, or `both`."""
 
     def size(self, update: int, updates: int) -> float:
-        """The dose of an update, counted from 0, in units of sigma's."""
-        return self.sigma * update / (updates - 1) if updates > 1 else 0.0
+        """The dose of an update, counted from 0, in units of `scale`."""
+        return self.scale * update / (updates - 1) if updates > 1 else 0.0
 
 
 class Arm(Settings):
-    """One row of the comparison, made of parts: a name, or a `Use` with options, each.
+    """One row of the comparison, made of parts: a name, or a `Component` with options, each.
 
     GRPO with Routing Replay is `Arm(name="replay", loss="grpo", routes="old_policy")`; a KL to the reference is
-    `terms=(Use("kl", coef=0.04),)`. What is there is in `moe_rl.objectives` and `moe_rl.routing.sources`; a user's own
-    function is `pkg.module:function`.
+    `terms=(Component("kl", coef=0.04),)`. What is there is in `moe_rl.objectives` and `moe_rl.routing.sources`; a
+    user's own function is `pkg.module:function`.
     """
 
     name: str
-    loss: Named = Use("grpo")
+    loss: Named = Component("grpo")
     """Ratio level and trust region: `objectives.losses`."""
-    aggregate: Named = Use("seq_mean_token_mean")
+    aggregate: Named = Component("seq_mean_token_mean")
     """How the tokens of a mini-batch weigh: `objectives.aggregate`."""
     corrections: AllNamed = ()
-    """Factors on those weights, without gradient, e.g. `Use("truncated", cap=2.0)`: `objectives.corrections`."""
+    """Factors on those weights, without gradient, e.g. `Component("truncated", cap=2.0)`: `objectives.corrections`."""
     filters: AllNamed = ()
     """Corrections whose zeros leave the loss altogether: such tokens count neither in |y| nor in the number of
     sequences, nor in the mean of a sequence's ratio; under `corrections` they keep all three."""
     terms: AllNamed = ()
-    """What is added to the loss, e.g. `Use("entropy", coef=0.01)`: `objectives.terms`."""
-    advantage: Annotated[Part | tuple[Part, ...], PlainValidator(_make_uses)] = (Use("group"),)
-    """Rewards to advantages in steps, e.g. `("overlong", "group", Use("clipped", at=2.0))`: `objectives.advantages`."""
-    routes: Named = Use("live")
+    """What is added to the loss, e.g. `Component("entropy", coef=0.01)`: `objectives.terms`."""
+    advantage: Annotated[Part | tuple[Part, ...], PlainValidator(_make_uses)] = (Component("group"),)
+    """Rewards to advantages in steps, e.g. `("overlong", "group", Component("clipped", at=2.0))`:
+    `objectives.advantages`."""
+    routes: Named = Component("live")
     """Routes of ratio and gradient: `routing.sources`."""
     ratio_routes: Named | None = None
     """Routes of the ratio alone, for one more forward per update: splits replay into its mechanisms. None: `routes`."""
@@ -355,22 +356,22 @@ class RunConfig(Settings):
     arm: InstanceOf[Arm]
     seed: Seed = 0
     """Prompts, sampling noise, mini-batch split and probe; shared by all arms of a study."""
-    task: Named = Use("running_sums")
+    task: Named = Component("running_sums")
     """What is asked and rewarded: `running_sums`, `reasoning_gym:<dataset>`, `jsonl:<file>`, `pkg.module:Class`, or a
-    `Use` of one with its options, e.g. `Use("running_sums", digits=12)`."""
+    `Component` of one with its options, e.g. `Component("running_sums", digits=12)`."""
     model: InstanceOf[ModelConfig] = Field(default_factory=ModelConfig)
     cold_start: InstanceOf[ColdStart] = Field(default_factory=ColdStart)
     optimizer: InstanceOf[Optimizer] = Field(default_factory=Optimizer)
     critic: InstanceOf[Critic] = Field(default_factory=Critic)
     measure: InstanceOf[Measure] = Field(default_factory=Measure)
-    dial: InstanceOf[Dial] = Field(default_factory=Dial)
-    policy: Called = Use("hf")
+    router_noise: InstanceOf[RouterNoise] = Field(default_factory=RouterNoise)
+    policy: Called = Component("hf")
     """What scores and updates: `hf`; on several processes `fsdp` (hf cut by FSDP2) or `megatron(tp=2)`
     (Megatron-core); `pkg.module:name`. Their options are in docs/extend.md."""
-    engine: Called = Use("hf")
+    engine: Called = Component("hf")
     """What draws the rollouts: `hf` (by default the policy's own module, so that engine and policy agree to float
     rounding), `perturbed(dtype=bfloat16)`, `vllm`, `server(url='http://…')`, `pkg.module:name`."""
-    batches: Called = Use("fresh")
+    batches: Called = Component("fresh")
     """What every step trains on: `fresh` (drawn in the step), `lagged(lag=4)`, `dynamic(refills=4)`,
     `pkg.module:name`."""
     steps: Count = 100
@@ -417,12 +418,18 @@ class RunConfig(Settings):
         if self.mini_batches > rows:
             raise ConfigError(f"mini_batches={self.mini_batches} is more than the {rows} rollouts of a step "
                               f"({self.prompts_per_step} prompts × {self.group_size}); some would be empty")
-        if self.dial.direction == "last_step" and self.dial.form != "beside" and not self.optimizer.router_lr_scale:
-            raise ConfigError("dial.direction='last_step' moves routers on along their own last step, but "
+        if (
+            self.router_noise.direction == "last_step"
+            and self.router_noise.target != "other_weights"
+            and not self.optimizer.router_lr_scale
+        ):
+            raise ConfigError("router_noise.direction='last_step' moves routers on along their own last step, but "
                               "optimizer.router_lr_scale=0 freezes them: use the direction 'random'")
-        if self.dial.direction == "last_step" and self.optimizer.name == "sgd" and not self.optimizer.betas[0]:
-            raise ConfigError("dial.direction='last_step' reads the last step off the optimizer's momentum, but "
-                              f"optimizer.betas={self.optimizer.betas} gives sgd none: use the direction 'random'")
+        if self.router_noise.direction == "last_step" and self.optimizer.name == "sgd" and not self.optimizer.betas[0]:
+            raise ConfigError(
+                "router_noise.direction='last_step' reads the last step off the optimizer's momentum, but "
+                f"optimizer.betas={self.optimizer.betas} gives sgd none: use the direction 'random'"
+            )
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -434,9 +441,11 @@ class RunConfig(Settings):
         texts = [text for key, text in leaves(self.arm) if key != "name" and isinstance(text, str)]
         names = {name for text in texts for name in NAMED.findall(text)}
         parts = (self.policy, self.engine, self.batches)
-        names |= {use.name for part in parts if (use := Use.of(part)).own}
+        names |= {use.name for part in parts if (use := Component.of(part)).own}
         tasks = (text for _, text in leaves(self.task) if isinstance(text, str))
-        return names | {text for text in tasks if Use(text).own and not text.startswith(("reasoning_gym:", "jsonl:"))}
+        return names | {
+            text for text in tasks if Component(text).own and not text.startswith(("reasoning_gym:", "jsonl:"))
+        }
 
     @property
     def truncates(self) -> bool:
@@ -454,7 +463,7 @@ class RunConfig(Settings):
 class Pretraining(Settings):
     """Supervised training from nothing until loss and load have settled: `moe-rl pretrain`."""
 
-    task: Named = Use("running_sums")
+    task: Named = Component("running_sums")
     """What it learns: answers of these prompts. Usually a `mixture`."""
     model: InstanceOf[ModelConfig] = Field(default_factory=ModelConfig)
     seed: Seed = 0

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from moe_rl.config import Measure, RunConfig
 from moe_rl.metrics import ratios, routers, volatility
 from moe_rl.policies.base import Policy
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.rollouts.base import Sampler
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import NOISE
@@ -36,8 +36,8 @@ from moe_rl.types import Batch, Prompt, Rollout, Sampling, Scored, Updated, prom
 Row = dict[str, Any]
 Rows = dict[str, list[Row]]
 """Rows by the name of their table."""
-CHANGE = ("slot_change", "set_change", "any_layer_change", "layers_changed", "jaccard_distance")
-ENGINE_CHANGE = ("slot_change", "set_change", "any_layer_change")
+CHANGE = ("expert_change_rate", "any_change_rate", "any_layer_change", "layers_changed", "jaccard_distance")
+ENGINE_CHANGE = ("expert_change_rate", "any_change_rate", "any_layer_change")
 GREEDY = 0
 """The number of the greedy completion of a problem among its samples; those that are drawn count from 1."""
 
@@ -92,8 +92,8 @@ class Recorder:
             self.updates.append({"step": self.step, "update": count, "lr": lr} | probed)
             if self.run.epochs > 1:
                 self.updates[-1]["epoch"] = update // self.per_epoch + 1
-            if self.run.dial.sigma:
-                self.updates[-1]["dial_dose"] = self.run.dial.size(update, len(self.split))
+            if self.run.router_noise.scale:
+                self.updates[-1]["noise_scale"] = self.run.router_noise.size(update, len(self.split))
 
     def after(self, update: int, part: Batch, updated: Updated) -> None:
         """After that update. `part` is what was trained on, ratios' log-probs and all."""
@@ -122,7 +122,7 @@ class Recorder:
             for name in ("grad_norm", "grad_clipped", "grad_cosine"):
                 if found := [update[name] for update in self.updates if name in update]:
                     row[name] = sum(found) / len(found)
-            by_lag = self._by_lag() if Use.of(self.run.batches).options.get("lag") or not self.fresh else []
+            by_lag = self._by_lag() if Component.of(self.run.batches).options.get("lag") or not self.fresh else []
             if self.lags is not None and by_lag:
                 of_tokens = self.lags[self.batch.response_mask].double()
                 row |= {"lag_mean": of_tokens.mean().item(), "lag_max": of_tokens.max().item()}
@@ -173,7 +173,7 @@ class Probe:
         timed: Callable[[str], AbstractContextManager[None]],
     ):
         first = len(split) * len(batch) // sum(map(len, split))  # of several epochs, each of which splits all rows
-        per_mini_batch = len(batch) if settings.full else max(1, settings.probe // first)
+        per_mini_batch = len(batch) if settings.full else max(1, settings.responses // first)
         self.policy, self.detail, self.timed = policy, detail or settings.full, timed
         self.whole, self.natural = batch, natural
         self.parts = [index[:per_mini_batch] for index in split]
@@ -214,8 +214,8 @@ class Probe:
             after = self.policy.score(self.batch, scores=self.detail)
             replayed = self.policy.score(self.batch, self.old.routes)
             row: Row = {
-                "probe_responses": len(self.batch),
-                "probe_tokens": int(self.batch.response_mask.sum()),
+                "measured_responses": len(self.batch),
+                "measured_tokens": int(self.batch.response_mask.sum()),
                 **self._replay_gap(after, replayed),
                 **self.engine,
             }
@@ -244,7 +244,9 @@ class Probe:
         assert replayed.preferred is not None, "a policy that replayed says what its routers preferred"
         rows = response_rows(self.batch)
         gap = (natural.logprobs - replayed.logprobs)[self.batch.response_mask].double()
-        pull = volatility.route_change(replayed.routes.ids(), replayed.preferred.ids(), rows).row()["slot_change"]
+        pull = volatility.route_change(replayed.routes.ids(), replayed.preferred.ids(), rows).row()[
+            "expert_change_rate"
+        ]
         return {
             "replay_gap_mean": gap.mean().item(),
             "replay_gap_std": gap.std(correction=0).item(),
@@ -292,7 +294,7 @@ class Probe:
             "noise_floor_beyond_2": found["token_beyond_2"],
             **{f"noise_floor_{name}": change.row()[name] for name in ENGINE_CHANGE},
         }
-        return row, [{"noise_floor_set_change": site["set_change"]} for site in change.site_rows()]
+        return row, [{"noise_floor_any_change_rate": site["any_change_rate"]} for site in change.site_rows()]
 
 
 # ---------------------------------------------------------------------- rows
@@ -309,7 +311,7 @@ def update_row(part: Batch, log_ratio: Tensor, updated: Updated, natural: Scored
     }
     if part.routes is not None:
         assert updated.preferred is not None, "a policy that replayed says what its routers preferred"
-        pull = volatility.route_change(part.routes.ids(), updated.preferred.ids(), rows).row()["slot_change"]
+        pull = volatility.route_change(part.routes.ids(), updated.preferred.ids(), rows).row()["expert_change_rate"]
         return row | {"pull": pull} | routers.coverage(part.routes.known, rows | prompt_rows(part)).row()
     change = volatility.route_change(natural.routes.ids(), updated.routes.ids(), rows).row()
     return row | {f"fresh_{name}": change[name] for name in CHANGE}
@@ -331,7 +333,7 @@ def batch_row(batch: Batch, natural: Scored) -> Row:
         "reward": batch.rewards.double().mean().item(),
         "exact": exact(batch.rewards),
         "reward_std": batch.rewards.double().std(correction=0).item(),
-        "groups_without_signal": (batch.advantages == 0).all(1).view_as(groups).all(1).double().mean().item(),
+        "zero_variance_groups": (batch.advantages == 0).all(1).view_as(groups).all(1).double().mean().item(),
         "response_tokens": batch.response_mask.sum(1).double().mean().item(),
         "truncated": (~batch.finished).double().mean().item(),
         "entropy": natural.entropy[batch.response_mask].double().mean().item(),
@@ -354,7 +356,7 @@ def engine_row(batch: Batch, natural: Scored) -> tuple[Row, list[Row]]:
         row |= {f"engine_{name}": mean[name] for name in ENGINE_CHANGE}
         row["engine_unknown"] = 1 - routes.known[rows | prompt_rows(batch)].double().mean().item()
         for site, values in zip(sites, change.site_rows(), strict=True):
-            site |= {f"engine_{name}": values[name] for name in ("slot_change", "set_change")}
+            site |= {f"engine_{name}": values[name] for name in ("expert_change_rate", "any_change_rate")}
     return row, sites
 
 

@@ -1,4 +1,5 @@
-"""`Use(name, **options)`: how a configuration names a function or a class, and the one importer of what it names."""
+"""`Component(name, **options)`: how a configuration names a function or a class, and the one importer of what it
+names."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ WORDS = {"inf": math.inf, "nan": math.nan, "true": True, "false": False}
 
 
 @dataclass(frozen=True, init=False)
-class Use:
-    """A name and the keyword arguments that go with it: `Use("grpo", clip_high=0.28)`.
+class Component:
+    """A name and the keyword arguments that go with it: `Component("grpo", clip_high=0.28)`.
 
-    The name is one that the package knows, or a user's own `pkg.module:name`. Where a Use is wanted, a plain string
-    stands for one without options.
+    The name is one that the package knows, or a user's own `pkg.module:name`. Where a Component is wanted, a plain
+    string stands for one without options.
     """
 
     name: str
@@ -40,25 +41,25 @@ class Use:
         object.__setattr__(self, "options", options)
 
     @staticmethod
-    def of(part: str | Use | Mapping[str, Any] | Callable[..., Any]) -> Use:
-        """A Use from any of its forms; the mapping is its JSON, and a function or class of a user's own, or a partial
-        of one, stands for its name. Raises ConfigError for anything else."""
-        if isinstance(part, Use):
+    def of(part: str | Component | Mapping[str, Any] | Callable[..., Any]) -> Component:
+        """A Component from any of its forms; the mapping is its JSON, and a function or class of a user's own, or a
+        partial of one, stands for its name. Raises ConfigError for anything else."""
+        if isinstance(part, Component):
             return part
         if isinstance(part, str) and part:
-            return Use(part)
+            return Component(part)
         if isinstance(part, Mapping) and set(part) == {"name", "options"}:
-            return Use(part["name"], **part["options"])
+            return Component(part["name"], **part["options"])
         if callable(part):
             return _use_of(part)
-        raise ConfigError(f'{part!r} names nothing: write "name", or Use("name", option=value)')
+        raise ConfigError(f'{part!r} names nothing: write "name", or Component("name", option=value)')
 
     @staticmethod
-    def read(part: Part | Mapping[str, Any]) -> Use:
+    def read(part: Part | Mapping[str, Any]) -> Component:
         """As `of`; of a text, `name(option=value, …)` is read with its options."""
         if isinstance(part, str) and (match := CALL.fullmatch(part.strip())):
-            return Use(match[1], **read_options(match[2], f"{part!r}"))
-        return Use.of(part)
+            return Component(match[1], **read_options(match[2], f"{part!r}"))
+        return Component.of(part)
 
     def __str__(self) -> str:
         """As it is written: `grpo(clip_high=0.28)`."""
@@ -71,7 +72,7 @@ class Use:
         return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def _use_of(part: Callable[..., Any]) -> Use:
+def _use_of(part: Callable[..., Any]) -> Component:
     """The `pkg.module:name` of a function or class, and the options of a partial: what a file can hold, and another
     process import. Raises ConfigError where there is no such name."""
     function, options = (part.func, part.keywords) if isinstance(part, partial) else (part, {})
@@ -83,11 +84,11 @@ def _use_of(part: Callable[..., Any]) -> Use:
                           "or a class at the top level of a module, e.g. mine.py beside the study file")
     if module.partition(".")[0] == __package__.partition(".")[0]:
         raise ConfigError(f"{module}.{name} is the package's own: give it by its name there, e.g. {name!r}, or "
-                          f"Use({name!r}, option=value)")
-    return Use(f"{module}:{name}", **options)
+                          f"Component({name!r}, option=value)")
+    return Component(f"{module}:{name}", **options)
 
 
-Part = str | Use | Callable[..., Any]
+Part = str | Component | Callable[..., Any]
 """What configurations take wherever something is named."""
 Known = Mapping[str, Callable[..., Any] | str]
 """Components by name: functions and classes, or `pkg.module:name` of one that is imported when it is asked for."""
@@ -124,7 +125,7 @@ def lookup(
     ConfigError, before anything is called, for a name that is not there, for an option that the callable does not have,
     and for one that it needs.
     """
-    use = Use.of(use)
+    use = Component.of(use)
     if use.name in known:
         named = known[use.name]
         found = import_component(kind, use.name, named) if isinstance(named, str) else named
@@ -175,7 +176,7 @@ def import_callable(kind: str, name: str) -> Callable[..., Any]:
     return found
 
 
-def check_options(kind: str, use: Use, found: Callable[..., Any], said: Collection[str] | None = None) -> None:
+def check_options(kind: str, use: Component, found: Callable[..., Any], said: Collection[str] | None = None) -> None:
     """Raise ConfigError for options that the callable does not take by keyword alone, or lacks; of a class, whose
     parameters are all options, for others than these without those `said` already."""
     parameters = inspect.signature(found).parameters.values()
@@ -189,7 +190,9 @@ def check_options(kind: str, use: Use, found: Callable[..., Any], said: Collecti
         if isinstance(use.options[name], float) and math.isnan(use.options[name]):
             raise ConfigError(f"the {kind} {use.name!r} got {name}=nan, which every comparison passes over in silence")
     if missing := [n for n, p in options.items() if p.default is p.empty and n not in use.options]:
-        raise ConfigError(f"the {kind} {use.name!r} needs {', '.join(missing)}: Use({use.name!r}, {missing[0]}=…)")
+        raise ConfigError(
+            f"the {kind} {use.name!r} needs {', '.join(missing)}: Component({use.name!r}, {missing[0]}=…)"
+        )
 
 
 def _fits(value: Any, annotation: Any) -> bool:

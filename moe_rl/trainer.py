@@ -16,11 +16,11 @@ from moe_rl.errors import Diverged, RunError
 from moe_rl.objectives import Advantage, Objective
 from moe_rl.policies.base import Policy, ValueModel
 from moe_rl.recorder import Recorder, Row, Rows, evaluation
-from moe_rl.registry import Use, needs_of
+from moe_rl.registry import Component, needs_of
 from moe_rl.rollouts.batches import BatchSource, Queue
 from moe_rl.rollouts.request import sampling_of
 from moe_rl.rollouts.sampling import Sampling
-from moe_rl.routing.dial import Dose
+from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.sources import RouteSource
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import DIAL, SPLIT, derive
@@ -168,14 +168,14 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
         part = parts.objective.attach_weights(without_unknown(batch.rows(index)))
         recorder.before(number, part, probe.score_before(number))
         with timed("update"):
-            of_ratio, of_gradient = doses(run, step, number, len(split))
+            of_ratio, of_gradient = noises(run, step, number, len(split))
             if parts.ratio_source or of_ratio != of_gradient:
                 routes = part.ratio_routes if parts.ratio_source else part.routes
-                part = replace(part, ratio_logprobs=policy.score(part, routes, dose=of_ratio).logprobs)
+                part = replace(part, ratio_logprobs=policy.score(part, routes, noise=of_ratio).logprobs)
             if "mini_batch" in parts.objective.needs:
-                whole = policy.score(part, part.routes, dose=of_gradient)
+                whole = policy.score(part, part.routes, noise=of_gradient)
                 part = parts.objective.attach_statistics(part, whole.logprobs, whole.entropy)
-            updated = policy.update(part, parts.objective, dose=of_gradient)
+            updated = policy.update(part, parts.objective, noise=of_gradient)
             if parts.critic:
                 updated = replace(updated, metrics={**updated.metrics, **parts.critic.update(part)})
         recorder.after(number, part, updated)
@@ -235,13 +235,13 @@ def routed(run: RunConfig, parts: Parts, batch: Batch, natural: Scored) -> Batch
     return parts.advantage.attach_advantages(batch) if parts.advantage.needs else batch
 
 
-def doses(run: RunConfig, step: int, update: int, updates: int) -> tuple[Dose | None, Dose | None]:
-    """Under which doses the ratio and the gradient of an update are taken; None where the dial does not act."""
-    if not (size := run.dial.size(update, updates)):
+def noises(run: RunConfig, step: int, update: int, updates: int) -> tuple[Noise | None, Noise | None]:
+    """Under which router noise the ratio and the gradient of an update are taken; None where it does not act."""
+    if not (size := run.router_noise.size(update, updates)):
         return None, None
-    dose = Dose(run.dial.form, size, derive(run.seed, DIAL, step), run.dial.direction)
-    acts_on = run.dial.acts_on
-    return dose if acts_on != "gradient" else None, dose if acts_on != "ratio" else None
+    noise = Noise(run.router_noise.target, size, derive(run.seed, DIAL, step), run.router_noise.direction)
+    applied_to = run.router_noise.applied_to
+    return noise if applied_to != "gradient" else None, noise if applied_to != "ratio" else None
 
 
 def without_unknown(part: Batch) -> Batch:
@@ -274,18 +274,18 @@ def evaluated(run: RunConfig, parts: Parts, step: int) -> Rows:
 def warn_void(run: RunConfig) -> list[str]:
     """What would make this run's comparison void, one sentence each."""
     found, one_update = [], run.mini_batches * run.epochs == 1
-    if one_update and run.dial.sigma:
-        found.append("dial.sigma has no effect with one update per step: the first is given no dose.")
+    if one_update and run.router_noise.scale:
+        found.append("router_noise.scale has no effect with one update per step: the first is given no dose.")
     whole = ("old_policy", "rollout", "under_noise", "soft", "recall")
-    if run.dial.sigma and run.dial.form == "choice" and Use.of(run.arm.routes).name in whole:
-        found.append(f"arm {run.arm.name!r} replays all routes, so a dial of the form 'choice' moves none of them: "
-                     "its runs are those without a dial.")
+    if run.router_noise.scale and run.router_noise.target == "choice" and Component.of(run.arm.routes).name in whole:
+        found.append(f"arm {run.arm.name!r} replays all routes, so router_noise.target='choice' moves none of them: "
+                     "its runs are those without router noise.")
     if one_update and run.arm.anchor == "policy":
         found.append(
             "one update per step: every importance ratio is exactly 1, so losses, clipping and replay do not differ. "
             "Use mini_batches >= 2, or epochs >= 2."
         )
     assert isinstance(run.arm.advantage, tuple), "an arm makes one of a part alone"
-    if run.group_size == 1 and "gae" not in (Use.of(step).name for step in run.arm.advantage):
+    if run.group_size == 1 and "gae" not in (Component.of(step).name for step in run.arm.advantage):
         found.append("group_size=1: group-relative advantages are all 0, so nothing is learned. Use group_size >= 2.")
     return found

@@ -14,16 +14,16 @@ import sys
 from dataclasses import replace
 
 import torch
+from moe_rl.evaluate import evaluation
 
 from moe_rl.config import Arm, ModelConfig, Optimizer
-from moe_rl.evaluate import evaluation
 from moe_rl.metrics.ratios import ratio_statistics
 from moe_rl.metrics.volatility import route_change
 from moe_rl.models.load import load
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing.sources import SOURCES
@@ -38,7 +38,7 @@ METHODS = {
     # the same loss, but every forward of the updates uses the experts that π_old used for the same token
     "replay": Arm(name="replay", loss="grpo", routes="old_policy"),
     # one ratio per response, the geometric mean of its tokens', clipped as a whole; its range is for short responses
-    "gspo": Arm(name="gspo", loss=Use("gspo", clip_low=0.01, clip_high=0.013)),
+    "gspo": Arm(name="gspo", loss=Component("gspo", clip_low=0.01, clip_high=0.013)),
 }
 
 # ---------------------------------------------------------------------- settings
@@ -112,7 +112,7 @@ def main(method: str = "grpo", steps: int = 30, seed: int = 0) -> list[dict[str,
         row = {
             "reward": batch.rewards.double().mean().item(),
             "held_out": evaluation(engine, task, test, SAMPLING, seed, step)["steps"][0]["eval_reward_greedy"],
-            "experts_changed": change["slot_change"],
+            "experts_changed": change["expert_change_rate"],
             "log_ratio_var": ratios["token_log_ratio_var"],
             "clipped": clipped,
             "entropy": natural.entropy[batch.response_mask].double().mean().item(),

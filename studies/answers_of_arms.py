@@ -22,7 +22,7 @@ from moe_rl.study.declaration import read_declaration
 # ---------------------------------------------------------------------- reward against learning rate
 def learning_rates() -> None:
     """Each arm at its own best learning rate, chosen on the other seeds; and reward at equal functional step."""
-    frames, contrasts = stored("learning_rates"), read_declaration(RESULTS / "learning_rates")["contrasts"]
+    frames, comparisons = stored("learning_rates"), read_declaration(RESULTS / "learning_rates")["comparisons"]
     table = against(frames, "optimizer.lr", MAIN)
     curves = {arm: rows.pivot(index="seed", columns="x", values="value") for arm, rows in table.groupby("arm")}
     best = {arm: {seed: curve.drop(index=seed).mean().idxmax() for seed in curve.index}
@@ -30,7 +30,7 @@ def learning_rates() -> None:
     tuned = pd.DataFrame({arm: {seed: curves[arm].loc[seed, x] for seed, x in chosen.items()}
                           for arm, chosen in best.items()})
     print("Learning rate, in 1e-4, at which half of the best reward is lost; ratios at 98.3 %:")
-    for one in half_lost_points(frames, "optimizer.lr", MAIN, contrasts):
+    for one in half_lost_points(frames, "optimizer.lr", MAIN, comparisons):
         for arm, rate in one.points.items():
             print(f"  {arm}: {1e4 * rate.mean:.1f} [{1e4 * rate.low:.1f}, {1e4 * rate.high:.1f}]")
         for pair, moved in one.shifts.items():
@@ -38,11 +38,11 @@ def learning_rates() -> None:
     print("Reward at the learning rate that is best on the other seeds:")
     for arm, chosen in best.items():
         print(f"  {arm}: {interval(tuned[arm])} at {', '.join(f'{x:g}' for x in chosen.values())}")
-    for a, b in contrasts:
+    for a, b in comparisons:
         print(f"  {a} − {b}: {differences(tuned, a, b)}")
     print("Exploratory: reward at equal functional step (mean square natural log-ratio, first half), over their range:")
     matched = at_equal_step(frames, table)
-    for a, b in contrasts:
+    for a, b in comparisons:
         print(f"  {a} − {b}: {differences(matched, a, b)}")
 
 
@@ -89,7 +89,7 @@ def engine_mismatch() -> None:
     frames, matched = stored("engine_mismatch"), stored("engine_match")
     steps = frames["steps"][frames["steps"]["arm"] == "grpo"]
     print("GRPO, mean over a run's detailed steps, percent of routers and tokens, nats:")
-    for name, times in (("engine_set_change", 100), ("engine_any_layer_change", 100), ("engine_kl_k3", 1)):
+    for name, times in (("engine_any_change_rate", 100), ("engine_any_layer_change", 100), ("engine_kl_k3", 1)):
         print(f"  {name}: {interval(times * steps.groupby('seed')[name].mean())}")
     kl = steps.groupby("seed")[["engine_kl_k3_natural", "engine_kl_k3_replayed", "noise_floor_kl_k3"]].mean()
     share = 100 * (1 - kl["engine_kl_k3_replayed"] / kl["engine_kl_k3_natural"])
@@ -110,7 +110,7 @@ def engine_vllm() -> None:
         print(f"  {arm}: removed of a run's KL {whole} percent; of single steps "
               f"{_listed(100 * (1 - left / there), '.1f')}; the largest holds {100 * there.max() / there.sum():.0f} "
               "percent of the run's")
-    for name, times in (("engine_set_change", 100), ("engine_any_layer_change", 100), ("engine_kl_k3", 1)):
+    for name, times in (("engine_any_change_rate", 100), ("engine_any_layer_change", 100), ("engine_kl_k3", 1)):
         means = times * steps.groupby("arm")[name].mean()
         print(f"  {name} (percent; nats): " + ", ".join(f"{arm} {x:.2g}" for arm, x in means.items()))
 
@@ -147,7 +147,7 @@ def part_at(frames: Frames, arm: str) -> None:
 def lag() -> None:
     """Levels by lag, and the differences from GRPO at the largest in both endpoints."""
     frames = stored("lag")
-    for name in (*lag_verdicts.ENDPOINTS, "token_ess", "token_kl_k3", "slot_change", "grad_cosine"):
+    for name in (*lag_verdicts.ENDPOINTS, "token_ess", "token_kl_k3", "expert_change_rate", "grad_cosine"):
         values = lag_verdicts.by_lag(frames, name)
         print(f"{name}{'' if ',' in name else ', second half'}; lags {', '.join(map(str, values))}:")
         for arm in lag_verdicts.ARMS:
@@ -231,7 +231,9 @@ def controls() -> None:
           + "; ".join(f"{arm} {_listed(row, '.2f')}" for arm, row in early.iterrows()))
     for arm in ("grpo", "gspo"):
         print(f"  warm-up adds to {arm} {interval(rewards['warm-up'][arm] - rewards['moe'][arm])}")
-    slots = {cell: per_run(frames.cell(cell), metric("slot_change")).unstack(0) for cell in ("moe", "frozen-router")}
+    slots = {
+        cell: per_run(frames.cell(cell), metric("expert_change_rate")).unstack(0) for cell in ("moe", "frozen-router")
+    }
     for arm in ("grpo", "grpo-replay", "gspo"):
         print(f"  slots changed per step, percent, {arm}: live router {interval(100 * slots['moe'][arm])}, frozen "
               f"{interval(100 * slots['frozen-router'][arm])}, frozen − live "

@@ -18,7 +18,7 @@ from moe_rl.storage.frames import Frames
 
 RATES = ("#9ECAE1", "#4292C6", "#084594")
 """Colours of learning rates, of one arm: shades of its own."""
-CLAIMED = {"slot_change": (1, 12), "rr": (2, 1 / 12)}
+CLAIMED = {"expert_change_rate": (1, 12), "rr": (2, 1 / 12)}
 """Log-log slopes that ratio_variance expects, and how far from the mean they are drawn."""
 
 
@@ -29,30 +29,32 @@ def expert_volatility() -> None:
     base = frames.cell("base")
     updates = base["updates"][base["updates"]["step"] > 20]
     print("Base cell, steps 21–40, response tokens:")
-    for name in ("slot_change", "set_change", "any_layer_change", "layers_changed", "jaccard_distance"):
+    for name in ("expert_change_rate", "any_change_rate", "any_layer_change", "layers_changed", "jaccard_distance"):
         one = updates.groupby("seed")[name].mean()
         print(f"  {name}: one update {interval(one)}, one step {interval(per_run(base, metric(name)))}")
     for update in (2, 8):
         fresh = updates[updates["update"] == update]
-        print(f"  slot_change, tokens not yet trained on, before update {update}: "
-              f"{interval(fresh.groupby('seed')['fresh_slot_change'].mean())}")
-    for name in ("noise_floor_slot_change", "noise_floor_set_change"):
+        print(f"  expert_change_rate, tokens not yet trained on, before update {update}: "
+              f"{interval(fresh.groupby('seed')['fresh_expert_change_rate'].mean())}")
+    for name in ("noise_floor_expert_change_rate", "noise_floor_any_change_rate"):
         print(f"  {name}: {interval(per_run(base, metric(name)))}")
     total = own_table("expert_volatility", "cumulative")
     for of, rows in total[total["factors"] == "base"].groupby("responses_of"):
-        shares = [f"{name} {interval(rows[name])}" for name in ("slot_change", "set_change", "any_layer_change")]
+        shares = [
+            f"{name} {interval(rows[name])}" for name in ("expert_change_rate", "any_change_rate", "any_layer_change")
+        ]
         print(f"  from the cold start to step 40, responses of the {of}: {', '.join(shares)}")
     print("Slots changed in one step; as times the base, paired by seed (geometric mean); from cold start to end:")
-    reference = per_run(base, metric("slot_change")).xs("grpo")
+    reference = per_run(base, metric("expert_change_rate")).xs("grpo")
     for cell in frames.cells:
-        values = per_run(frames.cell(cell), metric("slot_change")).xs("grpo")
-        sets = per_run(frames.cell(cell), metric("set_change")).xs("grpo")
+        values = per_run(frames.cell(cell), metric("expert_change_rate")).xs("grpo")
+        sets = per_run(frames.cell(cell), metric("any_change_rate")).xs("grpo")
         tokens = per_run(frames.cell(cell), metric("any_layer_change")).xs("grpo")
         times = geometric(values / reference) if cell != "base" else "1"
-        end = total[(total["factors"] == cell) & (total["responses_of"] == "end")]["slot_change"]
+        end = total[(total["factors"] == cell) & (total["responses_of"] == "end")]["expert_change_rate"]
         print(f"  {cell}: {interval(values)}, times {times}; sets {sets.mean():.3f}, tokens {tokens.mean():.3f}; "
               f"cumulative {interval(end)}")
-    sites = base["layers"][base["layers"]["step"] > 20].groupby("site")["slot_change"].mean()
+    sites = base["layers"][base["layers"]["step"] > 20].groupby("site")["expert_change_rate"].mean()
     print("  per site, base: " + ", ".join(f"{share:.3f}" for share in sites))
     plots.save(draw_expert_volatility(frames), RESULTS / "expert_volatility" / "figures", "expert_volatility")
 
@@ -60,7 +62,7 @@ def expert_volatility() -> None:
 @plots.styled
 def draw_expert_volatility(frames: Frames) -> Figure:
     """Routes changed in one step under three definitions, cell by cell."""
-    names = {"slot_change": "expert slots, 1 − |S ∩ S′| / k", "set_change": "routers, S ≠ S′",
+    names = {"expert_change_rate": "expert slots, 1 − |S ∩ S′| / k", "any_change_rate": "routers, S ≠ S′",
              "any_layer_change": "tokens with a change at any layer"}
     figure, axes = plots.new_figure(3, "How many routes change in one step?", width=13)
     colours = {cell: plots.COLOURS[0] if cell == "base" else plots.GREY for cell in frames.cells}
@@ -92,7 +94,7 @@ def ratio_variance() -> None:
         shares = [what + " {} [{}, {}]".format(*(number(row[f"{name}_{x}"], ".2f") for x in ("removed", "low", "high")))
                   for name, what in (("variance", "mean square"), ("kl", "KL"))]
         print(f"  removed at the last mini-batch, learning rate {row['rate']:g}: {', '.join(shares)}")
-    names = {"slot_change": "expert slots changed", "rr": "mean R², replayed", "jj": "mean J², route changes",
+    names = {"expert_change_rate": "expert slots changed", "rr": "mean R², replayed", "jj": "mean J², route changes",
              "dd": "mean D², natural", "kl_natural": "KL, natural", "kl_replayed": "KL, replayed"}
     print("Log-log slopes over α:")
     for name, title in names.items():
@@ -135,7 +137,7 @@ def draw_ratio_variance(table: pd.DataFrame, scaling: pd.DataFrame, names: dict[
         ax.set(title=f"{title}: share that replay removes", xlabel="mini-batch index (the first is 0)", ylim=(None, 1))
     axes[0].set_ylabel("1 − replayed / natural")
     axes[0].legend(loc="lower right")
-    for i, name in enumerate(("slot_change", "jj", "rr")):
+    for i, name in enumerate(("expert_change_rate", "jj", "rr")):
         mean = scaling[scaling[name] > 0].groupby("alpha")[name].mean()
         style = {"color": plots.COLOURS[i + 7]}
         axes[2].plot(mean.index, mean, marker="o", label=names[name], **style)

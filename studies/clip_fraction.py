@@ -2,13 +2,13 @@
 
 from small import BASE, DIFFERS, SECONDS, grpo, gspo
 
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 
-grpo_middle = grpo.replace(name="grpo-middle", loss=Use("grpo", clip_low=0.01, clip_high=0.013))
-grpo_narrow = grpo.replace(name="grpo-narrow", loss=Use("grpo", clip_low=0.001, clip_high=0.0013))
-gspo_wide = gspo.replace(name="gspo-wide", loss=Use("gspo", clip_low=0.15, clip_high=0.2))
-gspo_middle = gspo.replace(name="gspo-middle", loss=Use("gspo", clip_low=0.05, clip_high=0.065))
+grpo_middle = grpo.replace(name="grpo-middle", loss=Component("grpo", clip_low=0.01, clip_high=0.013))
+grpo_narrow = grpo.replace(name="grpo-narrow", loss=Component("grpo", clip_low=0.001, clip_high=0.0013))
+gspo_wide = gspo.replace(name="gspo-wide", loss=Component("gspo", clip_low=0.15, clip_high=0.2))
+gspo_middle = gspo.replace(name="gspo-middle", loss=Component("gspo", clip_low=0.05, clip_high=0.065))
 # By the quantiles of the pilot at this learning rate, roughly 2, 6 and 25 % of the tokens lie beyond GRPO's three
 # ranges, and about as many of the sequences beyond GSPO's, so that the two grids span equal fractions.
 
@@ -24,7 +24,7 @@ study = Study(
     own_cold_starts=True,
     figures=("clipping", "learning"),
     endpoint="clip_tokens",
-    contrasts=(("gspo", "grpo"), ("gspo-wide", "grpo-narrow")),
+    comparisons=(("gspo", "grpo"), ("gspo-wide", "grpo-narrow")),
     decision_rule="Endpoint: share of response tokens with an advantage that lose their gradient, mean over steps "
     "51–100 (all mini-batches, of which the first never clips). Reproduced if in both contrasts GSPO's share is at "
     "least ten times GRPO's on every seed; not reproduced if the second contrast has the other sign on every seed; "

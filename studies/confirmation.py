@@ -19,7 +19,7 @@ study = Study(
     seeds=tuple(range(50, 66)),
     own_cold_starts=True,
     figures=("learning", "learning_over_compute", "survival", "clipping", "expert_change"),
-    contrasts=(("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")),
+    comparisons=(("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")),
     decision_rule="Endpoint: mean reward over steps 151–300. Three contrasts, two-sided sign flips over 16 seeds, Holm "
     "at 5 %: decided above 0 in favour of the first arm is 'reproduced', below 0 'reversed' (for gspo − grpo-replay, "
     "on which the paper is silent, 'GSPO better' or 'worse'); undecided with a 95 % interval within ±.05 is 'no "

@@ -2,7 +2,7 @@
 
 from small import BASE, DIFFERS, SECONDS, grpo, gspo, replay
 
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 
 study = Study(
@@ -23,10 +23,10 @@ study = Study(
         "gradient-clip-0.3": {"optimizer.grad_clip": 0.3},
         "warm-up": {"optimizer.warmup": 160},
         "sgd": {"optimizer.name": "sgd", "optimizer.lr": 0.1},
-        "variable-length": {"task": Use("running_sums", digits=12, min_digits=4)},
+        "variable-length": {"task": Component("running_sums", digits=12, min_digits=4)},
     },
     figures=(),
-    contrasts=(("grpo-replay", "grpo"), ("gspo", "grpo")),
+    comparisons=(("grpo-replay", "grpo"), ("gspo", "grpo")),
     decision_rule="Endpoint: mean reward over steps 31–60. Machinery: in no-choice the rewards of GRPO with and "
     "without replay are equal over the first three steps (later, rounding may part them), or the study is void. All "
     "else is exploratory: differences with 95 % Student t intervals over 3 seeds, cell by cell. Stopping: 3 seeds × 27 "

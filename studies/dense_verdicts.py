@@ -61,7 +61,7 @@ def verdict(frames: Frames) -> list[str]:
     """Void or not, and dense / MoE both ways."""
     both, lines = models(frames), []
     routes = frames["steps"][frames["steps"]["factors"].str.startswith("model=dense")]
-    if (moved := routes[["slot_change", "replay_gap_std"]].abs().max()).max() > 0:
+    if (moved := routes[["expert_change_rate", "replay_gap_std"]].abs().max()).max() > 0:
         lines.append(f"void: routes of the dense model change (slots {moved.iloc[0]:.1e}, gap {moved.iloc[1]:.1e})")
     gained = per_run(frames.cell(cell("dense", RATES[0])), metric("greedy exact match, gained since the start"))
     if not (gain := interval(gained)).mean > 0:

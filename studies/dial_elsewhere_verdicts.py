@@ -17,7 +17,7 @@ from moe_rl.results.summary import metric, per_run
 from moe_rl.storage.frames import Frames
 
 FOLDER = Path(__file__).parent / "results" / study.name
-WHAT = {"grpo": f"harm of σ = {SIGMA:g}", **{a: f"{a} − {b}" for a, b in study.contrasts}}
+WHAT = {"grpo": f"harm of σ = {SIGMA:g}", **{a: f"{a} − {b}" for a, b in study.comparisons}}
 """What is compared, by the arm that it is of."""
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     frames = stored(study.name)
     for place in PLACES:
         print(f"{place}: GRPO at σ = 0 gains {gained(frames, place)} of greedy exact match over its cold start")
-        for name in (*ENDPOINTS, "token_ess", "slot_change", "entropy"):
+        for name in (*ENDPOINTS, "token_ess", "expert_change_rate", "entropy"):
             found = ", ".join(f"{WHAT[arm]} {interval(gap)}" for arm, gap in gaps(frames, place, name).items())
             moved = per_run(frames.cell(cell(frames, place, SIGMA)), metric(name)).unstack(0)
             print(f"  {name}: {found}; GRPO at σ = {SIGMA:g} {interval(moved['grpo'])}")
@@ -53,7 +53,7 @@ def gained(frames: Frames, place: str) -> Interval:
 def gaps(frames: Frames, place: str, name: str) -> dict[str, pd.Series]:
     """By seed what the dose does to GRPO, under its name, and what each cure adds to it there, under the cure's."""
     still, moved = (per_run(frames.cell(cell(frames, place, sigma)), metric(name)).unstack(0) for sigma in (0, SIGMA))
-    found = {"grpo": moved["grpo"] - still["grpo"], **{a: moved[a] - moved[b] for a, b in study.contrasts}}
+    found = {"grpo": moved["grpo"] - still["grpo"], **{a: moved[a] - moved[b] for a, b in study.comparisons}}
     return {arm: gap.dropna() for arm, gap in found.items()}
 
 

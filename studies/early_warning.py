@@ -40,7 +40,14 @@ from moe_rl.storage.frames import Frames
 HORIZON = 10
 FIRST = 5
 CAUGHT = 0.8
-CANDIDATES = ("slot_change", "any_layer_change", "replay_gap_std", "token_log_ratio_var", "token_kl_k3", "grad_norm")
+CANDIDATES = (
+    "expert_change_rate",
+    "any_layer_change",
+    "replay_gap_std",
+    "token_log_ratio_var",
+    "token_kl_k3",
+    "grad_norm",
+)
 OF_RATIOS = ("token_log_ratio_var", "token_kl_k3")
 RIDGE = 1.0
 """Of standardised coefficients, so that separable data have an answer."""

@@ -29,14 +29,14 @@ cell differ by 0.1 and more, hence 8 seeds. Four steps of seed 0 were run to try
 """
 
 from moe_rl.config import Arm, ColdStart, Optimizer, RunConfig
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 
-GSPO = Use("gspo", clip_low=0.01, clip_high=0.013)  # of sequence ratios over 13 tokens; see routing_replay.py
+GSPO = Component("gspo", clip_low=0.01, clip_high=0.013)  # of sequence ratios over 13 tokens; see routing_replay.py
 grpo = Arm(name="grpo", loss="grpo")
 r2 = Arm(name="grpo-r2", loss="grpo", routes="old_policy")
 r3 = Arm(name="grpo-r3", loss="grpo", routes="rollout")
-truncated = Arm(name="grpo-tis", loss="grpo", corrections=(Use("truncated", cap=2.0),))
+truncated = Arm(name="grpo-tis", loss="grpo", corrections=(Component("truncated", cap=2.0),))
 gspo = Arm(name="gspo", loss=GSPO)
 anchored = Arm(name="gspo-engine", loss=GSPO, anchor="engine")
 
@@ -51,7 +51,7 @@ study = Study(
     arms=(grpo, r2, r3, truncated, gspo, anchored),
     base=RunConfig(
         arm=grpo,
-        task=Use("running_sums", digits=12),
+        task=Component("running_sums", digits=12),
         steps=60,
         prompts_per_step=16,
         group_size=8,
@@ -59,14 +59,14 @@ study = Study(
         max_new_tokens=13,
         optimizer=Optimizer(lr=3e-4),
         cold_start=ColdStart(target=0.35),
-        engine=Use("perturbed", int8=True, router_noise=0.05),
+        engine=Component("perturbed", int8=True, router_noise=0.05),
         eval_every=20,
         save_every=30,
     ),
     seeds=(1, 2, 3, 4, 5, 6, 7, 8),
     own_cold_starts=True,
     figures=("engine_mismatch", "engine_over_steps", "learning", "clipping", "expert_change"),
-    contrasts=(
+    comparisons=(
         ("grpo-r3", "grpo"),
         ("grpo-r2", "grpo"),
         ("grpo-tis", "grpo"),

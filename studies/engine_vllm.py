@@ -10,7 +10,7 @@ from engine_mismatch import grpo, r3
 from engine_mismatch import study as mismatch
 
 from moe_rl.config import Measure, ModelConfig
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 
 study = replace(
     mismatch,
@@ -21,7 +21,7 @@ study = replace(
     "that dial a real engine is.",
     arms=(grpo, r3),
     base=mismatch.base.replace(
-        engine=Use("vllm", dtype="bfloat16", max_tokens=64),
+        engine=Component("vllm", dtype="bfloat16", max_tokens=64),
         model=ModelConfig(overrides={"head_dim": 32}),
         measure=Measure(detail_every=5),
         steps=30,
@@ -29,7 +29,7 @@ study = replace(
         save_every=10,
     ),
     seeds=(1,),
-    contrasts=(),
+    comparisons=(),
     figures=("engine_mismatch", "engine_over_steps", "learning"),
     decision_rule="None: exploratory. Reported are set change, tokens with a change, KL k3, F(2), KL natural and "
     "replayed, and the noise floor, as means over the run.",

@@ -17,7 +17,7 @@ study = Study(
     hypothesis="Roughly 10 % per update under some definition (GSPO, arXiv 2507.18071, section 5.3), more with the "
     "learning rate, with depth and with updates per step, and far above the noise floor.",
     arms=(grpo,),
-    base=BASE.replace(**{"optimizer.lr": 2e-4}, measure=Measure(probe=32, detail_every=5), steps=40, eval_every=20),
+    base=BASE.replace(**{"optimizer.lr": 2e-4}, measure=Measure(responses=32, detail_every=5), steps=40, eval_every=20),
     seeds=(20, 21, 22, 23),
     own_cold_starts=True,
     cells={
@@ -37,10 +37,11 @@ study = Study(
         "k=4,raw-gates": model(num_experts_per_tok=4, norm_topk_prob=False),
     },
     figures=("learning", "expert_change"),
-    endpoint="slot_change",
+    endpoint="expert_change_rate",
     decision_rule="Endpoint: share of expert slots that change over one step (all its updates), response tokens, mean "
-    "over steps 21–40. Reproduced if in the base cell the 95 % Student t interval over 4 seeds of set_change, "
-    "slot_change or any_layer_change, per update or per step, contains 10 %; which ones do is the answer. Trends are "
+    "over steps 21–40. Reproduced if in the base cell the 95 % Student t interval over 4 seeds of any_change_rate, "
+    "expert_change_rate or any_layer_change, per update or per step, contains 10 %; which ones do is the answer. "
+    "Trends are "
     "reported as ratios to the base cell with intervals, paired by seed. Stopping: 4 seeds × 13 cells × 40 steps.",
     verdict="verdicts:expert_volatility",
     differs_from_paper=DIFFERS,

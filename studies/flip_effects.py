@@ -3,7 +3,7 @@
 from small import BASE, grpo
 
 from moe_rl.config import Measure
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 
 WITHIN = 2.0
@@ -25,8 +25,8 @@ study = Study(
     "only where x is large.",
     arms=(grpo,),
     base=BASE.replace(
-        **{"optimizer.lr": 2e-4, "max_new_tokens": 7}, task=Use("running_sums", digits=6),
-        measure=Measure(probe=16, detail_every=100), steps=4, eval_every=4, save_every=4, eval_prompts=32,
+        **{"optimizer.lr": 2e-4, "max_new_tokens": 7}, task=Component("running_sums", digits=6),
+        measure=Measure(responses=16, detail_every=100), steps=4, eval_every=4, save_every=4, eval_prompts=32,
     ),
     seeds=(400, 401, 402, 403),
     own_cold_starts=True,
@@ -42,7 +42,7 @@ study = Study(
         "layers=12": model(num_hidden_layers=12),
     },
     figures=("expert_change",),
-    endpoint="slot_change",
+    endpoint="expert_change_rate",
     decision_rule="After 4 steps, θ; one more step of 8 updates, θ + u; about 5,000 response tokens sampled from θ. "
     "Law: slots changed by u per response token, site by site and prompt tokens included, times E[δ²] of a flip there, "
     "δ² summed over the response; E is over swaps weakest chosen → runner-up made at θ, weighed by Q(margin / σ), σ "

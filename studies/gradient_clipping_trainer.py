@@ -16,14 +16,14 @@ from why_gspo import cell
 
 from moe_rl.build import build, check  # noqa: F401  runs are checked by it before they start
 from moe_rl.config import Arm, RunConfig
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.storage.folder import RunFolder
 from moe_rl.trainer import Listener, Parts, mini_batches, roll_out, train
 
 UNCLIPPED = {"clip_low": 1.0, "clip_high": 1e9}
 ARMS = (
     grpo, cell("token", "none"), gspo, cell("sequence", "none"),
-    Arm(name="product-none", loss=Use("crossed", weigh="product", clip="none", **UNCLIPPED)),
+    Arm(name="product-none", loss=Component("crossed", weigh="product", clip="none", **UNCLIPPED)),
     cell("none", "none"),
 )  # fmt: skip
 """Weight and what is clipped, by `crossed`; GRPO is token-token, GSPO sequence-sequence. product: no 1/|y| in eq. 7."""

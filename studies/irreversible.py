@@ -20,7 +20,7 @@ study = Study(
     arms=(grpo,),
     base=BASE.replace(**{
         "steps": 70, "optimizer.lr": 8e-4, "optimizer.warmup": 320, "eval_every": 70, "save_every": 35,
-        "measure": Measure(probe=2, detail_every=70, rollouts=0),
+        "measure": Measure(responses=2, detail_every=70, rollouts=0),
     }),
     seeds=tuple(range(520, 528)),
     own_cold_starts=True,

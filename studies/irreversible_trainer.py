@@ -29,7 +29,7 @@ from moe_rl.metrics.convergence import PATIENCE, SPAN, collapse, ema
 from moe_rl.objectives import objective_of
 from moe_rl.policies.optimizer import optimizer_of
 from moe_rl.recorder import Recorder, Row, Rows, batch_row, evaluate
-from moe_rl.registry import Use, lookup
+from moe_rl.registry import Component, lookup
 from moe_rl.rollouts.batches import Queue
 from moe_rl.rollouts.request import sampling_of
 from moe_rl.routing.sources import SOURCES
@@ -66,10 +66,10 @@ class SmallDigits(RunningSums):
 
 VARIANTS = {
     "unchanged": Variant(),
-    "narrower clip": Variant(Arm(name="grpo", loss=Use("grpo", clip_low=0.1, clip_high=0.135))),
-    "wider clip": Variant(Arm(name="grpo", loss=Use("grpo", clip_low=0.4, clip_high=0.54))),
+    "narrower clip": Variant(Arm(name="grpo", loss=Component("grpo", clip_low=0.1, clip_high=0.135))),
+    "wider clip": Variant(Arm(name="grpo", loss=Component("grpo", clip_low=0.4, clip_high=0.54))),
     "longer generation": Variant(changes={"max_new_tokens": 26}),
-    "other queries": Variant(changes={"task": Use("irreversible_trainer:SmallDigits", digits=12)}),
+    "other queries": Variant(changes={"task": Component("irreversible_trainer:SmallDigits", digits=12)}),
     "Routing Replay": Variant(replay),
     "GSPO": Variant(gspo),
     "low rate": Variant(changes={"optimizer.lr": 2e-4, "optimizer.warmup": 0}, fresh=True),

@@ -45,7 +45,7 @@ def main() -> None:
             own = last[(last["start"] == start) & (last["variant"] == name)].groupby("seed")
             means = {said: mean_of(own[column].mean()) for column, said in (
                 ("held_out", "held-out reward"), ("reward", "reward of its own queries"),
-                ("groups_without_signal", "groups without signal"), ("clip_tokens", "tokens clipped"),
+                ("zero_variance_groups", "groups without signal"), ("clip_tokens", "tokens clipped"),
                 ("response_tokens", "tokens a response"))}
             k, n = recovered(rows, start, name)
             print(f"  {name}: {k} of {n} recover {bounds(k, n)}; "

@@ -4,7 +4,7 @@ from small import BASE, DIFFERS, grpo, gspo, replay
 from volatility_dial import WARMED_UP
 
 from moe_rl.objectives.methods import arm
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 
 LAGS = (0, 1, 2, 4, 8)
@@ -21,12 +21,12 @@ study = Study(
     base=BASE.replace(**WARMED_UP, **{"measure.gradient_cosine": True}),
     seeds=tuple(range(400, 408)),
     own_cold_starts=True,
-    cells={f"lag={lag}": {"batches": Use("lagged", lag=lag)} for lag in LAGS},
+    cells={f"lag={lag}": {"batches": Component("lagged", lag=lag)} for lag in LAGS},
     figures=("against:lag", "against:lag:greedy exact match, second half", "against:lag:grad_cosine",
              "against:lag:token_ess"),
     endpoint="sampled exact match, second half",
     further_endpoints=("greedy exact match, second half",),
-    contrasts=tuple((a.name, "grpo") for a in (replay, r3, gspo, tis, m2po, sat_r3)),
+    comparisons=tuple((a.name, "grpo") for a in (replay, r3, gspo, tis, m2po, sat_r3)),
     decision_rule="Endpoints: sampled and greedy exact match on 256 held-out prompts, each the mean of the "
     "evaluations after steps 30, 35, 40, 45, 50, of the weights of then; rewards of training are of weights that are "
     "as much older as the lag, so none is an endpoint. An effect counts only if both are decided with one sign. Harm: "

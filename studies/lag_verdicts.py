@@ -74,7 +74,7 @@ def same(frames: Frames, a: str, b: str) -> bool:
 def cures(by: Mapping[int, pd.DataFrame]) -> dict[str, Paired]:
     """The declared contrasts at the largest lag, by name."""
     table = by[max(LAGS)]
-    return {f"{a} − {b}": paired(table[a].to_dict(), table[b].to_dict()) for a, b in study.contrasts}
+    return {f"{a} − {b}": paired(table[a].to_dict(), table[b].to_dict()) for a, b in study.comparisons}
 
 
 def slope(by: Mapping[int, pd.DataFrame], arm: str) -> Interval:

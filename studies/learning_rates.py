@@ -15,7 +15,7 @@ study = Study(
     own_cold_starts=True,
     factors={"optimizer.lr": (2e-4, 2.83e-4, 4e-4, 5.66e-4, 8e-4, 1.13e-3)},
     figures=("against:optimizer.lr", "against:optimizer.lr:expert slots changed"),
-    contrasts=(("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")),
+    comparisons=(("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")),
     decision_rule="Endpoint: mean reward over steps 51–100. (1) Primary, for the three contrasts: the shift of log2 of "
     "the learning rate at which a curve falls below half of its own best, log-linearly interpolated, paired by seed; "
     "95 % Student t intervals at the Bonferroni level for three (98.3 %). Above 0: reproduced; below: reversed; else "

@@ -2,7 +2,7 @@
 
 from small import BASE, DIFFERS, grpo
 
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 
 study = Study(
@@ -13,8 +13,13 @@ study = Study(
     "arXiv 2507.18071, section 3).",
     arms=(grpo,),
     base=BASE.replace(
-        task=Use("lengths_task:ContinuedSums", tokens=160), max_new_tokens=160, steps=2, eval_every=2, eval_prompts=32,
-        **{"cold_start.target": 0.02, "cold_start.batch_size": 16, "optimizer.lr": 4e-4, "optimizer.warmup": 40}),
+        task=Component("lengths_task:ContinuedSums", tokens=160),
+        max_new_tokens=160,
+        steps=2,
+        eval_every=2,
+        eval_prompts=32,
+        **{"cold_start.target": 0.02, "cold_start.batch_size": 16, "optimizer.lr": 4e-4, "optimizer.warmup": 40},
+    ),
     seeds=tuple(range(550, 558)),
     own_cold_starts=True,
     figures=("expert_change",),
@@ -34,7 +39,8 @@ study = Study(
     "first update gradients of all objectives are within 1e-3 of GRPO's, and responses have at least .9 of their "
     "length, or the study is void. Stopping: 8 runs.",
     differs_from_paper=DIFFERS.replace("13 response tokens", "13 to 120 response tokens").replace(
-        "running sums modulo 10", "running sums modulo 10 that go on over their own answer"),
+        "running sums modulo 10", "running sums modulo 10 that go on over their own answer"
+    ),
     caution="A decade of lengths, far below the paper's; one rate and one step; the policy is one, but each cell's "
     "five steps and its reward are its own, and longer responses are right less often; GSPO's clip range shrinks with "
     "√length, from the one of 13 tokens; gradients before gradient clipping and AdamW; eight seeds; variances have "

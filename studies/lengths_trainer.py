@@ -24,7 +24,7 @@ from moe_rl.build import build, check  # noqa: F401  runs are checked by it befo
 from moe_rl.config import Arm, RunConfig
 from moe_rl.metrics.ratios import grouped_ess, ratio_statistics
 from moe_rl.recorder import Recorder
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.rollouts.batches import Queue
 from moe_rl.storage.folder import RunFolder
 from moe_rl.tasks.base import load_task
@@ -60,7 +60,7 @@ def arms(length: int) -> tuple[Arm, ...]:
     """GRPO and GSPO, and both weights unclipped. GSPO's range shrinks with √length, as the spread of a mean of
     independent tokens does; over the paper's thousands of tokens that comes near the paper's 3e-4 and 4e-4."""
     narrower = math.sqrt(13 / length)
-    gspo = Arm(name="gspo", loss=Use("gspo", **{side: narrower * x for side, x in GSPO_CLIP.items()}))
+    gspo = Arm(name="gspo", loss=Component("gspo", **{side: narrower * x for side, x in GSPO_CLIP.items()}))
     return grpo, gspo, crossed("token", "none"), crossed("sequence", "none")
 
 

@@ -4,13 +4,13 @@ from small import BASE, DIFFERS, GSPO_CLIP, grpo, gspo, replay
 from volatility_dial import WARMED_UP
 
 from moe_rl.config import Arm
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 
 DIGITS = 8
 ONE_TURN = DIGITS + 1
 """Tokens of an answer, its end included."""
-gspo_token = Arm(name="gspo-token", loss=Use("gspo_token", **GSPO_CLIP), advantage="by_turn")
+gspo_token = Arm(name="gspo-token", loss=Component("gspo_token", **GSPO_CLIP), advantage="by_turn")
 grpo_turn = Arm(name="grpo-turn", advantage="by_turn")
 
 study = Study(
@@ -22,14 +22,14 @@ study = Study(
     "it for not having been right at once.",
     arms=(grpo, replay, gspo, gspo_token, grpo_turn),
     base=BASE.replace(
-        task=Use("corrected_sums", digits=DIGITS, spoiled=0.75), max_new_tokens=2 * ONE_TURN + 2, **WARMED_UP),
+        task=Component("corrected_sums", digits=DIGITS, spoiled=0.75), max_new_tokens=2 * ONE_TURN + 2, **WARMED_UP),
     seeds=(*range(400, 407), 408),
     own_cold_starts=True,
     figures=("learning", "clipping"),
     endpoint="many_turns_verdicts:held_out_at_equal_tokens",
     further_endpoints=("greedy exact match, second half",),
     metrics=("turns", "response_tokens", "environment_tokens"),
-    contrasts=(("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo-token", "gspo")),
+    comparisons=(("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo-token", "gspo")),
     decision_rule="Endpoint: greedy reward on 256 held-out prompts (1 for an answer that is right at once, .5 for one "
     "right after the correction), over the tokens that the policy had sampled per rollout by then: the mean of the "
     f"straight lines between evaluations from {50 * ONE_TURN // 2} to {50 * ONE_TURN} tokens, which every run of full "

@@ -41,8 +41,8 @@ def verdict(frames: Frames) -> list[str]:
         lines.append(f"void: GRPO does not end above its cold start, gained {gain}")
     if (fewest := steps.loc[steps["step"] == 1, "turns"].min()) < 1.2:
         lines.append(f"void: {fewest - 1:.0%} of the conversations of a first step had a second turn")
-    tests = [paired(values[a].to_dict(), values[b].to_dict()) for a, b in study.contrasts]
-    for (a, b), test, p in zip(study.contrasts, tests, holm([t.p for t in tests]), strict=True):
+    tests = [paired(values[a].to_dict(), values[b].to_dict()) for a, b in study.comparisons]
+    for (a, b), test, p in zip(study.comparisons, tests, holm([t.p for t in tests]), strict=True):
         lines.append(f"{a} − {b}: {_said(test.difference, p)} ({test.difference}, Holm p {p:.2g})")
     turns = {loss: (values[a] - values[b]).dropna() for loss, a, b in (
         ("GRPO", "grpo-turn", "grpo"), ("GSPO", "gspo-token", "gspo"))}

@@ -7,10 +7,10 @@ from small import BASE, DIFFERS, grpo, replay
 from volatility_dial import WARMED_UP
 
 from moe_rl.config import Arm
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 
-BOUND = Use("grpo", dual=3.0)
+BOUND = Component("grpo", dual=3.0)
 """GRPO's own ranges and, alone, the bound of the dual clip (arXiv 1912.09729)."""
 bounded = Arm(name="grpo-bounded", loss=BOUND)
 bounded_replay = Arm(name="grpo-bounded-replay", loss=BOUND, routes="old_policy")
@@ -22,12 +22,12 @@ study = Study(
     hypothesis="It does, as much as replay, and adds nothing to it: the harm is done by tokens whose ratio has grown "
     "far under a negative advantage, and replay keeps ratios from it.",
     arms=(grpo, bounded, replay, bounded_replay),
-    base=BASE.replace(**WARMED_UP, **{"dial.sigma": 2.0}),
+    base=BASE.replace(**WARMED_UP, **{"router_noise.scale": 2.0}),
     seeds=tuple(range(500, 512)),
     own_cold_starts=True,
     figures=("learning",),
     further_endpoints=("greedy exact match, second half",),
-    contrasts=(("grpo-bounded", "grpo"), ("grpo-bounded-replay", "grpo-replay"), ("grpo-bounded", "grpo-replay")),
+    comparisons=(("grpo-bounded", "grpo"), ("grpo-bounded-replay", "grpo-replay"), ("grpo-bounded", "grpo-replay")),
     decision_rule="Endpoints and what counts as an effect are those of volatility_dial, at σ = 2 of its form weights: "
     "reward over steps 26–50 and greedy exact match of the five evaluations there, both decided with one sign, "
     "two-sided sign flips over 12 seeds, Holm at 5 % over two contrasts, each endpoint by itself: bounded − GRPO, and "

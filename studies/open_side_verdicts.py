@@ -13,7 +13,7 @@ from moe_rl.results.stats import Paired, interval, paired
 from moe_rl.results.summary import metric, per_run
 from moe_rl.storage.frames import Frames
 
-DECIDED, EXPLORED = study.contrasts[:2], study.contrasts[2]
+DECIDED, EXPLORED = study.comparisons[:2], study.comparisons[2]
 NAMES = [" − ".join(pair) for pair in DECIDED]
 
 

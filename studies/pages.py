@@ -81,7 +81,7 @@ def facts(name: str) -> None:
         for what, values in measured(here, endpoint):
             print(f"  {what}: " + "; ".join(f"{arm} {value}" for arm, value in values.items()))
     if name not in OWN_FAMILY:
-        contrasts(frames, declared)
+        comparisons(frames, declared)
 
 
 def measured(frames: Frames, endpoint: Metric) -> Iterator[tuple[str, dict[str, str]]]:
@@ -95,7 +95,7 @@ def measured(frames: Frames, endpoint: Metric) -> Iterator[tuple[str, dict[str, 
             arm: f"{number(e['first'].mean(), '.3f')} → {number(e['last'].mean(), '.3f')}, gained "
                  f"{interval(e['last'] - e['first'])}"
             for arm, e in evaluated.agg(["first", "last"]).groupby(level=0)}
-    for name in ("token_ess", "token_log_ratio_var", "slot_change", "clip_tokens", "clip_tokens_all"):
+    for name in ("token_ess", "token_log_ratio_var", "expert_change_rate", "clip_tokens", "clip_tokens_all"):
         if name in steps:
             yield (f"{name}, second half",
                    {arm: str(interval(values)) for arm, values in per_run(frames, Metric(name, name)).groupby(level=0)})
@@ -115,12 +115,12 @@ def measured(frames: Frames, endpoint: Metric) -> Iterator[tuple[str, dict[str, 
             "all arms": f"{dead.mean():.1f} ({dead.min():.0f} to {dead.max():.0f})"}
 
 
-def contrasts(frames: Frames, declared: dict) -> None:
+def comparisons(frames: Frames, declared: dict) -> None:
     """The declared contrasts: difference, p, and power."""
     arms = [arm["name"] for arm in declared["arms"]]
-    if not declared["contrasts"]:
+    if not declared["comparisons"]:
         return
-    found = compare(frames, arms, declared["contrasts"], metric(declared["endpoint"]), family(declared))
+    found = compare(frames, arms, declared["comparisons"], metric(declared["endpoint"]), family(declared))
     print(f"\n{declared['endpoint']}, contrasts declared beforehand; sd: of differences over seeds; could have seen: "
           "in 4 of 5 repetitions, by a paired t-test at 5 %, and at 5 % / their number")
     endpoints = {cell: per_run(frames.cell(cell), metric(declared["endpoint"])).unstack(0) for cell in frames.cells}
@@ -176,23 +176,29 @@ def power() -> str:
         frames, declared = study(folder.name)
         cells = SHOWN.get(folder.name, frames.cells)
         endpoints = {cell: per_run(frames.cell(cell), metric(declared["endpoint"])).unstack(0) for cell in cells}
-        for cell, (a, b) in itertools.product(cells, declared["contrasts"]):
+        for cell, (a, b) in itertools.product(cells, declared["comparisons"]):
             values = endpoints[cell]
             if not {a, b} <= {*values}:
                 continue
             d = (values[a] - values[b]).dropna()
-            n, sd, number = len(d), d.std(ddof=1), len(declared["contrasts"]) * len(frames.cells)
+            n, sd, number = len(d), d.std(ddof=1), len(declared["comparisons"]) * len(frames.cells)
             where = f", {cell}" if len(frames.cells) > 1 else ""
             lines.append(f"| [{folder.name}]({folder.name}.md) | {a} − {b}{where} | {n} | {sd:.2g} | "
                          f"{detectable(sd, n):.2g} | {detectable(sd, n, 0.05 / number):.2g} |")
     return "\n".join(lines) + "\n"
 
 
-SHOWN = {"volatility_dial": ["dial.form=weights,dial.sigma=0.4", "dial.form=weights,dial.sigma=2",
-                             "dial.form=choice,dial.sigma=2"],
-         "volatility_controls": ["acts_on=ratio", "acts_on=gradient", "last-step"],
-         "learning_rates": ["optimizer.lr=0.0002", "optimizer.lr=0.000566"],
-         "controls": ["moe", "no-choice", "warm-up"], "staleness": ["N=1", "N=8"]}
+SHOWN = {
+    "volatility_dial": [
+        "router_noise.target=weights,router_noise.scale=0.4",
+        "router_noise.target=weights,router_noise.scale=2",
+        "router_noise.target=choice,router_noise.scale=2",
+    ],
+    "volatility_controls": ["applied_to=ratio", "applied_to=gradient", "last-step"],
+    "learning_rates": ["optimizer.lr=0.0002", "optimizer.lr=0.000566"],
+    "controls": ["moe", "no-choice", "warm-up"],
+    "staleness": ["N=1", "N=8"],
+}
 """Of studies with many cells, those that the index shows."""
 OWN_FAMILY = ("stabilisers", "lag")
 """Studies whose answers print the contrasts of their rule, which are others than those that tables and figures show."""

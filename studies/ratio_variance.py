@@ -24,7 +24,8 @@ study = Study(
     "if both intervals at the eighth mini-batch lie above one half; not reproduced if both lie below it; else "
     "undetermined. With them: the share of Σ D² in the top 0.1 % of tokens (a lower bound: at most one token per "
     "prompt and mini-batch is known). Scaling law: log-log slopes over α in [1e-3, 1] per run, averaged over the "
-    "learning rates of a seed, Student t over 4 seeds: reproduced if the interval of slot_change's slope lies within "
+    "learning rates of a seed, Student t over 4 seeds: reproduced if the interval of expert_change_rate's slope lies "
+    "within "
     "[0.8, 1.2] and of Σ R²'s within [1.8, 2.2]. Stopping: 12 runs of 30 steps.",
     differs_from_paper=DIFFERS,
     caution="'associated': replay also holds back what smooth changes would have done through other experts.",

@@ -85,7 +85,7 @@ def compare(old: HFPolicy, new: HFPolicy, batch: Batch) -> pd.DataFrame:
     return pd.DataFrame({
         "prompt": batch.prompt_index[:, None].expand_as(mask)[mask],
         "d": d, "r": r, "dd": d * d, "rr": r * r, "jj": (d - r) ** 2, "rj": r * (d - r), **kl,
-        "slot_change": slots, "changed": (slots > 0).double(),
+        "expert_change_rate": slots, "changed": (slots > 0).double(),
     })  # fmt: skip
 
 

@@ -8,7 +8,7 @@ addition of as many digits, and its cold start slow: at the default rate success
 
 from small import BASE, grpo, replay
 
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 
 STEPS, UPDATES = 16, 8
@@ -29,7 +29,7 @@ study = Study(
     hypothesis="None: many small experts change often and move little (a pilot of such a shape had an ESS of .997).",
     arms=(grpo, replay),
     base=BASE.replace(**{
-        "model.name": "qwen3_moe-fine-pretrained", "task": Use("running_sums", digits=48, modulus=7),
+        "model.name": "qwen3_moe-fine-pretrained", "task": Component("running_sums", digits=48, modulus=7),
         "max_new_tokens": 49, "mini_batches": UPDATES, "steps": STEPS, "eval_every": STEPS // 2, "eval_prompts": 128,
         "save_every": STEPS, "optimizer.warmup": 40, "cold_start.lr": 2e-4,
     }),

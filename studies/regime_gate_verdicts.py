@@ -54,9 +54,9 @@ def measured(frames: Frames, setting: str) -> pd.DataFrame:
     updates, steps = stale["updates"], stale["steps"]
     last = updates[updates["update"] == UPDATES]
     for table, column, name in ((last, "token_ess", "ESS"), (last, "token_log_ratio_var", "variance of log-ratios"),
-                                (steps, "slot_change", "slots changed in a step"), (steps, "reward", "reward"),
+                                (steps, "expert_change_rate", "slots changed in a step"), (steps, "reward", "reward"),
                                 (steps, "entropy", "entropy"),
-                                (steps, "groups_without_signal", "groups without signal")):
+                                (steps, "zero_variance_groups", "groups without signal")):
         late = table["step"] > STEPS // 2
         for arm, said in (("grpo", "live"), ("grpo-replay", "replayed")):
             means = [table[half & (table["arm"] == arm)].groupby("seed")[column].mean() for half in (late, ~late)]

@@ -18,7 +18,7 @@ log-ratios (GRPO: 29 and 9 %, against 75, 68, 43 and 65 % with six).
 """
 
 from moe_rl.config import Arm, ColdStart, Measure, Optimizer, RunConfig
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 
 GSPO_CLIP = {"clip_low": 0.01, "clip_high": 0.013}
 """The log of the sequence ratio is a mean over tokens: over 13 it spreads wider than over the paper's thousands, whose
@@ -26,12 +26,12 @@ range of 3e-4/4e-4 would clip nearly half of everything. This one keeps the pape
 
 grpo = Arm(name="grpo", loss="grpo")
 replay = Arm(name="grpo-replay", loss="grpo", routes="old_policy")
-gspo = Arm(name="gspo", loss=Use("gspo", **GSPO_CLIP))
-gspo_replay = Arm(name="gspo-replay", loss=Use("gspo", **GSPO_CLIP), routes="old_policy")
+gspo = Arm(name="gspo", loss=Component("gspo", **GSPO_CLIP))
+gspo_replay = Arm(name="gspo-replay", loss=Component("gspo", **GSPO_CLIP), routes="old_policy")
 
 BASE = RunConfig(
     arm=grpo,
-    task=Use("running_sums", digits=12),
+    task=Component("running_sums", digits=12),
     steps=100,
     prompts_per_step=16,
     group_size=8,
@@ -39,7 +39,7 @@ BASE = RunConfig(
     max_new_tokens=13,
     optimizer=Optimizer(lr=4e-4),
     cold_start=ColdStart(target=0.35),
-    measure=Measure(probe=16),
+    measure=Measure(responses=16),
     eval_every=50,
     save_every=50,
 )

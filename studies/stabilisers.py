@@ -10,7 +10,7 @@ from volatility_dial import WARMED_UP
 
 from moe_rl.config import Arm
 from moe_rl.objectives.methods import arm
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 
 
@@ -68,8 +68,8 @@ AGAINST_ENGINE = (
 
 SEEDS = tuple(range(300, 316))
 EIGHT = SEEDS[:8]
-DIAL = {"dial.sigma": 2.0}
-MISMATCH = {"engine": Use("perturbed", int8=True, router_noise=0.05)}
+DIAL = {"router_noise.scale": 2.0}
+MISMATCH = {"engine": Component("perturbed", int8=True, router_noise=0.05)}
 
 
 def of(arms: tuple[Arm, ...], seeds: tuple[int, ...], **settings: object) -> dict[str, object]:
@@ -96,7 +96,7 @@ study = Study(
     },
     figures=(),
     further_endpoints=("greedy exact match, second half",),
-    contrasts=(("grpo-replay", "grpo"), ("gspo", "grpo")),
+    comparisons=(("grpo-replay", "grpo"), ("gspo", "grpo")),
     decision_rule="Endpoints and what counts as an effect are those of volatility_dial. The seven named arms minus "
     "GRPO, 16 seeds, two-sided sign flips, Holm at 5 % over the seven, in each of quiet and dial by itself. All else "
     "is exploratory: further arms and those against the engine, 8 seeds, differences from GRPO of the same seeds with "

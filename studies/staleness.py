@@ -20,7 +20,7 @@ study = Study(
         for n in (1, 2, 4, 8)
     },
     figures=("against:N", "against:N:expert slots changed"),
-    contrasts=(("grpo-replay", "grpo"), ("gspo", "grpo")),
+    comparisons=(("grpo-replay", "grpo"), ("gspo", "grpo")),
     decision_rule="Machinery: at N = 1 the rewards of GRPO with and without replay are equal at every step, and those "
     "of GSPO (whose gradient is rounded otherwise) over the first three steps, or the study is void. "
     "Endpoint: mean reward over the second half, of 480 updates on 7,680 responses each. Primary: the slope of "

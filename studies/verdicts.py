@@ -19,13 +19,13 @@ from moe_rl.storage.frames import Frames
 def confirmation(frames: Frames) -> list[str]:
     """Three contrasts of the reward, Holm at 5 %."""
     words = {("gspo", "grpo-replay"): ("GSPO better", "GSPO worse")}
-    found = contrasts(frames, [("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")])
+    found = comparisons(frames, [("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")])
     return [_said(c, *words.get((c.a, c.b), ("reproduced", "reversed")), within=0.05) for c in found]
 
 
 def engine_mismatch(frames: Frames) -> list[str]:
     """Five contrasts of the reward, Holm at 5 %, and whether replaying the engine's routes removes the gap."""
-    found = contrasts(frames, [("grpo-r3", "grpo"), ("grpo-r2", "grpo"), ("grpo-tis", "grpo"), ("gspo", "grpo"),
+    found = comparisons(frames, [("grpo-r3", "grpo"), ("grpo-r2", "grpo"), ("grpo-tis", "grpo"), ("gspo", "grpo"),
                                ("gspo-engine", "gspo")])
     steps = frames["steps"][frames["steps"]["arm"] == "grpo"].groupby("seed")
     natural, replayed, floor = (steps[name].mean() for name in ("engine_kl_k3_natural", "engine_kl_k3_replayed",
@@ -38,7 +38,7 @@ def engine_mismatch(frames: Frames) -> list[str]:
 
 def why_replay(frames: Frames) -> list[str]:
     """Whether there is an effect of replay, and whether it is of the ratio or of the gradient."""
-    both, ratio, gradient = (sign(c) for c in contrasts(frames, [
+    both, ratio, gradient = (sign(c) for c in comparisons(frames, [
         ("grpo-replay", "grpo"), ("replay-of-ratio", "grpo"), ("replay-of-gradient", "grpo")]))
     if not both:
         return [f"undetermined at n = {_seeds(frames)}: no effect of replay was found that could be explained"]
@@ -48,7 +48,7 @@ def why_replay(frames: Frames) -> list[str]:
 
 def why_gspo(frames: Frames) -> list[str]:
     """Weight, clipping, both, reversed, or undetermined."""
-    weight, clip, between, whole = (sign(c) for c in contrasts(frames, [
+    weight, clip, between, whole = (sign(c) for c in comparisons(frames, [
         ("sequence-token", "grpo"), ("token-sequence", "grpo"), ("sequence-token", "token-sequence"),
         ("gspo", "grpo")]))
     if whole < 0:
@@ -105,7 +105,7 @@ def staleness(frames: Frames) -> list[str]:
 
 def expert_volatility(frames: Frames) -> list[str]:
     """Which definitions put 10 % into their interval, per update or per step, in the base cell."""
-    base, names, hits = frames.cell("base"), ("set_change", "slot_change", "any_layer_change"), []
+    base, names, hits = frames.cell("base"), ("any_change_rate", "expert_change_rate", "any_layer_change"), []
     updates = base["updates"][base["updates"]["step"] > 20]
     for name in names:
         measured = {"per step": interval(per_run(base, metric(name)))}
@@ -116,7 +116,7 @@ def expert_volatility(frames: Frames) -> list[str]:
 
 
 # ---------------------------------------------------------------------- what rules are made of
-def contrasts(frames: Frames, pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
+def comparisons(frames: Frames, pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
     """The comparisons of the reward, Holm over them. Raises RunError where an arm has no runs."""
     found = compare(frames, [], pairs)
     if missing := {pair for pair in pairs} - {(c.a, c.b) for c in found}:

@@ -2,10 +2,10 @@
 
 from small import DIFFERS, grpo, gspo, replay
 from volatility_dial import SIGMAS
-from volatility_dial import study as dial
+from volatility_dial import study as router_noise
 
 from moe_rl.config import Arm
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 
 SIGMA = max(SIGMAS)
@@ -16,18 +16,18 @@ seeds 100 and 101, which take part in no study; k3 and k1: twin .24 and .23 at �
 TWIN = {"model.overrides": {"num_local_experts": 2}}
 """Two experts, both always chosen: of the MoE's active size, with gates but without a choice."""
 
-wrong = Arm(name="grpo-wrong-replay", loss="grpo", routes=Use("under_noise", sigma=SIGMA))
+wrong = Arm(name="grpo-wrong-replay", loss="grpo", routes=Component("under_noise", sigma=SIGMA))
 
 
 def moved(arms: tuple[str, ...] = ("grpo", "grpo-replay"), **settings: object) -> dict[str, object]:
     """A cell under the dial, for two arms of its own."""
-    return {"dial.sigma": SIGMA, "arms": arms, **settings}
+    return {"router_noise.scale": SIGMA, "arms": arms, **settings}
 
 
 RATIO_LEVELS = ("grpo", "gspo")
 CONTRASTS = (
-    ("acts_on=ratio", "gspo", "grpo"),
-    ("acts_on=gradient", "gspo", "grpo"),
+    ("applied_to=ratio", "gspo", "grpo"),
+    ("applied_to=gradient", "gspo", "grpo"),
     ("twin", "gspo", "grpo"),
     ("beside", "grpo-replay", "grpo"),
     ("last-step", "grpo-replay", "grpo"),
@@ -43,22 +43,22 @@ study = Study(
     hypothesis="GSPO cures a noisy ratio, not a gradient taken at another network; replay helps only where routers "
     "move, and needs π_old's own routes: constant routes that are wrong are no cure.",
     arms=(grpo, replay, gspo, wrong),
-    base=dial.base,
-    seeds=dial.seeds,
+    base=router_noise.base,
+    seeds=router_noise.seeds,
     own_cold_starts=True,
     cells={
-        "acts_on=ratio": moved(RATIO_LEVELS, **{"dial.acts_on": "ratio"}),
-        "acts_on=gradient": moved(RATIO_LEVELS, **{"dial.acts_on": "gradient"}),
+        "applied_to=ratio": moved(RATIO_LEVELS, **{"router_noise.applied_to": "ratio"}),
+        "applied_to=gradient": moved(RATIO_LEVELS, **{"router_noise.applied_to": "gradient"}),
         "twin-still": {"arms": RATIO_LEVELS, **TWIN},
-        "twin": moved(RATIO_LEVELS, **TWIN) | {"dial.sigma": TWIN_SIGMA},
-        "beside": moved(**{"dial.form": "beside"}) | {"dial.sigma": BESIDE_SIGMA},
-        "last-step": moved(**{"dial.direction": "last_step"}),
+        "twin": moved(RATIO_LEVELS, **TWIN) | {"router_noise.scale": TWIN_SIGMA},
+        "beside": moved(**{"router_noise.target": "other_weights"}) | {"router_noise.scale": BESIDE_SIGMA},
+        "last-step": moved(**{"router_noise.direction": "last_step"}),
         "no-gradient-clip": moved(**{"optimizer.grad_clip": 0.0}),
         "wrong-replay": moved(("grpo-wrong-replay",)),
     },
     figures=(),
-    further_endpoints=dial.further_endpoints,
-    contrasts=(("grpo-replay", "grpo"), ("gspo", "grpo")),
+    further_endpoints=router_noise.further_endpoints,
+    comparisons=(("grpo-replay", "grpo"), ("gspo", "grpo")),
     decision_rule="Endpoints, and what counts as an effect, are those of volatility_dial: both must be decided with "
     "the same sign, two-sided sign flips over 16 seeds, Holm at 5 % over the seven contrasts, each endpoint by itself: "
     "GSPO − GRPO where the dose acts on the ratio alone, on the gradient alone, and in the twin; replay − GRPO where "

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from per_seed import stored
 from volatility_controls import BESIDE_SIGMA, CONTRASTS, SIGMA, TWIN_SIGMA, study
-from volatility_dial import dose
+from volatility_dial import noise
 from volatility_dial_verdicts import ENDPOINTS, decide
 
 from moe_rl.results import plots
@@ -18,7 +18,7 @@ from moe_rl.results.summary import metric, per_run
 from moe_rl.storage.frames import Frames
 
 FOLDER = Path(__file__).parent / "results" / study.name
-HARM = (("acts_on=ratio", "none"), ("acts_on=gradient", "none"), ("twin", "twin-still"))
+HARM = (("applied_to=ratio", "none"), ("applied_to=gradient", "none"), ("twin", "twin-still"))
 """GRPO in a cell minus GRPO in another."""
 FIRST_RATIO = 1e-4
 """How far from 1 a ratio of wrong replay's first mini-batch may be."""
@@ -27,8 +27,8 @@ SHOWN = ("entropy", "token_ess", "token_kl_k3")
 
 
 def main() -> None:
-    frames, dial = stored(study.name), stored("volatility_dial")
-    tables = {name: by_cell(frames, dial, name) for name in (*ENDPOINTS, *SHOWN)}
+    frames, router_noise = stored(study.name), stored("volatility_dial")
+    tables = {name: by_cell(frames, router_noise, name) for name in (*ENDPOINTS, *SHOWN)}
     matching(tables["token_kl_k3"])
     print(machinery(frames))
     print("Contrasts:")
@@ -43,9 +43,9 @@ def main() -> None:
         print(f"{name}: {means}")
 
 
-def by_cell(frames: Frames, dial: Frames, name: str) -> dict[str, dict[str, pd.Series]]:
+def by_cell(frames: Frames, router_noise: Frames, name: str) -> dict[str, dict[str, pd.Series]]:
     """Cell → arm → values by seed; `none` and `dosed` are volatility_dial's at σ = 0 and at SIGMA."""
-    places = {"none": dial.cell(dose("weights", 0)), "dosed": dial.cell(dose("weights", SIGMA)),
+    places = {"none": router_noise.cell(noise("weights", 0)), "dosed": router_noise.cell(noise("weights", SIGMA)),
               **{cell: frames.cell(cell) for cell in study.cells}}
     found = {}
     for cell, rows in places.items():

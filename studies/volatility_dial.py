@@ -11,9 +11,9 @@ AdamW are young: without it the first step alone costs a third of the reward."""
 SIGMAS = (0.4, 1.0, 2.0)
 
 
-def dose(form: str, sigma: float) -> str:
+def noise(form: str, sigma: float) -> str:
     """The name of a cell, which figures are drawn against."""
-    return f"dial.form={form},dial.sigma={sigma:g}"
+    return f"router_noise.target={form},router_noise.scale={sigma:g}"
 
 
 study = Study(
@@ -26,16 +26,24 @@ study = Study(
     seeds=tuple(range(200, 216)),
     own_cold_starts=True,
     cells={
-        dose("weights", 0): {},
-        **{dose("weights", s): {"dial.sigma": s} for s in SIGMAS},
+        noise("weights", 0): {},
+        **{noise("weights", s): {"router_noise.scale": s} for s in SIGMAS},
         # Under replay the form `choice` moves nothing: its runs are those of σ = 0, so one dose shows it.
-        **{dose("choice", s): {"dial.sigma": s, "dial.form": "choice"}
-           | ({} if s == max(SIGMAS) else {"arms": ("grpo", "gspo")}) for s in SIGMAS},
+        **{
+            noise("choice", s): {"router_noise.scale": s, "router_noise.target": "choice"}
+            | ({} if s == max(SIGMAS) else {"arms": ("grpo", "gspo")})
+            for s in SIGMAS
+        },
     },
-    figures=("against:dial.sigma", "against:dial.sigma:greedy exact match, second half", "against:dial.sigma:token_ess",
-             "against:dial.sigma:entropy", "learning"),
+    figures=(
+        "against:router_noise.scale",
+        "against:router_noise.scale:greedy exact match, second half",
+        "against:router_noise.scale:token_ess",
+        "against:router_noise.scale:entropy",
+        "learning",
+    ),
     further_endpoints=("greedy exact match, second half",),
-    contrasts=(("grpo-replay", "grpo"), ("gspo", "grpo")),
+    comparisons=(("grpo-replay", "grpo"), ("gspo", "grpo")),
     decision_rule="Endpoints: mean reward over steps 26–50, and greedy exact match on 256 held-out prompts, mean of "
     "the evaluations after steps 30, 35, 40, 45, 50. An effect counts only if both are decided with the same sign: "
     "two-sided sign flips over 16 seeds, Holm at 5 % over the two contrasts at σ = 2 of each form, each endpoint by "

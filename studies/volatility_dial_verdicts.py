@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from per_seed import differences, slopes, stored
-from volatility_dial import SIGMAS, dose, study
+from volatility_dial import SIGMAS, noise, study
 
 from moe_rl.errors import RunError
 from moe_rl.results import plots
@@ -21,9 +21,9 @@ from moe_rl.storage.frames import Frames
 FOLDER = Path(__file__).parent / "results" / study.name
 ENDPOINTS = (study.endpoint, *study.further_endpoints)
 FORMS = {"weights": "gates and sets move", "choice": "sets alone move"}
-FURTHER = ("entropy", "token_ess", "token_kl_k3", "slot_change")
+FURTHER = ("entropy", "token_ess", "token_kl_k3", "expert_change_rate")
 ARMS = [arm.name for arm in study.arms]
-NAMES = [" − ".join(pair) for pair in study.contrasts]
+NAMES = [" − ".join(pair) for pair in study.comparisons]
 WITHIN = 0.02
 """Differences of reward that count as none."""
 
@@ -34,7 +34,7 @@ def main() -> None:
     values = {name: by_dose(frames, name) for name in (*ENDPOINTS, *FURTHER)}
     for form in FORMS:
         harm(values, form)
-        contrasts(values, form)
+        comparisons(values, form)
     for form in FORMS:
         at_small_doses(values[study.endpoint], form)
         levels(values, form)
@@ -43,11 +43,11 @@ def main() -> None:
 
 def by_dose(frames: Frames, name: str) -> dict[tuple[str, float], pd.DataFrame]:
     """(form, σ) → seed × arm. Both forms share σ = 0, and replay's choice, which no dose moves, its runs there."""
-    quiet = per_run(frames.cell(dose("weights", 0)), metric(name)).unstack(0)
+    quiet = per_run(frames.cell(noise("weights", 0)), metric(name)).unstack(0)
     found = {("weights", 0.0): quiet, ("choice", 0.0): quiet}
     for form in FORMS:
         for sigma in SIGMAS:
-            here = per_run(frames.cell(dose(form, sigma)), metric(name)).unstack(0)
+            here = per_run(frames.cell(noise(form, sigma)), metric(name)).unstack(0)
             found[form, sigma] = here if "grpo-replay" in here else here.assign(**{"grpo-replay": quiet["grpo-replay"]})
     return found
 
@@ -76,9 +76,9 @@ def machinery(frames: Frames) -> None:
     """The two conditions without which the study is void."""
     same, compared = same_runs(frames)
     print(f"Replay under the form choice is replay without a dial, bit for bit ({', '.join(compared)}): {same}")
-    steps = frames.cell(dose("weights", 0))["steps"]
+    steps = frames.cell(noise("weights", 0))["steps"]
     start = steps[steps["step"] == 0].pivot(index="seed", columns="arm", values="eval_exact_greedy")
-    end = per_run(frames.cell(dose("weights", 0)), metric(ENDPOINTS[1])).unstack(0)
+    end = per_run(frames.cell(noise("weights", 0)), metric(ENDPOINTS[1])).unstack(0)
     for arm in ARMS:
         print(f"  greedy exact match, σ = 0, {arm}: {interval(start[arm])} → {interval(end[arm])}, "
               f"gained {after_start(frames, arm)}")
@@ -86,14 +86,14 @@ def machinery(frames: Frames) -> None:
 
 def same_runs(frames: Frames) -> tuple[bool, list[str]]:
     """Whether replay under the form choice at the largest dose is replay without a dial, bit for bit, and in what."""
-    still, moved = (frames.cell(dose(*cell))["steps"].query("arm == 'grpo-replay'").sort_values(["seed", "step"])
+    still, moved = (frames.cell(noise(*cell))["steps"].query("arm == 'grpo-replay'").sort_values(["seed", "step"])
                     for cell in (("weights", 0), ("choice", max(SIGMAS))))
     compared = [c for c in ("reward", "eval_exact_greedy", "entropy", "token_log_ratio_var", "grad_norm") if c in still]
     same = all(np.array_equal(still[c], moved[c], equal_nan=True) for c in compared)
     return same, compared
 
 
-def after_start(frames: Frames, arm: str, cell: str = dose("weights", 0)) -> Interval:
+def after_start(frames: Frames, arm: str, cell: str = noise("weights", 0)) -> Interval:
     """How much greedy exact match an arm gains without a dose, from the cold start to the evaluations that count."""
     still = frames.cell(cell)
     steps = still["steps"]
@@ -109,7 +109,7 @@ def harm(values: dict[str, dict], form: str) -> None:
         print(f"  {name}: {test.difference}, p {test.p:.2g} (n = {test.n})")
 
 
-def contrasts(values: dict[str, dict], form: str) -> None:
+def comparisons(values: dict[str, dict], form: str) -> None:
     """The declared contrasts at the largest dose."""
     print(f"{form}, σ = {max(SIGMAS):g}:")
     decide(NAMES, tests_at(values, form))
@@ -118,7 +118,7 @@ def contrasts(values: dict[str, dict], form: str) -> None:
 def tests_at(values: dict[str, dict], form: str) -> dict[str, list[Paired]]:
     """Of each endpoint the tests of the declared contrasts at the largest dose."""
     tables = {name: values[name][form, max(SIGMAS)] for name in ENDPOINTS}
-    return {name: [paired(table[a].to_dict(), table[b].to_dict()) for a, b in study.contrasts]
+    return {name: [paired(table[a].to_dict(), table[b].to_dict()) for a, b in study.comparisons]
             for name, table in tables.items()}
 
 
@@ -145,7 +145,7 @@ def equivalence(rewards: dict[tuple[str, float], pd.DataFrame],
                 form: str) -> dict[tuple[str, str], tuple[str, Interval]]:
     """Whether a contrast at the smallest dose is small, with its 90 % interval."""
     table = rewards[form, min(SIGMAS)]
-    return {(a, b): equivalent(table, a, b) for a, b in study.contrasts}
+    return {(a, b): equivalent(table, a, b) for a, b in study.comparisons}
 
 
 def equivalent(rewards: pd.DataFrame, a: str, b: str) -> tuple[str, Interval]:
@@ -162,7 +162,7 @@ def at_small_doses(rewards: dict[tuple[str, float], pd.DataFrame], form: str) ->
     sigmas = (0.0, *SIGMAS)
     for arm in ARMS:
         print(f"{form}, slope of reward over σ, {arm}: {slope({s: rewards[form, s][arm] for s in sigmas})}")
-    for a, b in study.contrasts:
+    for a, b in study.comparisons:
         gaps = {s: rewards[form, s][a] - rewards[form, s][b] for s in sigmas}
         print(f"{form}, slope of {a} − {b} over σ: {slope(gaps)}")
 
@@ -188,7 +188,7 @@ def draw(values: dict[str, dict], steps: pd.DataFrame) -> Figure:
         by = values[study.endpoint]
         for arm in ARMS:
             whiskers(left, {s: by[form, s][arm] for s in (0.0, *SIGMAS)}, arm)
-        for a, b in study.contrasts:
+        for a, b in study.comparisons:
             found = whiskers(right, {s: by[form, s][a] - by[form, s][b] for s in (0.0, *SIGMAS)}, a, seeds=True)
         right.axhline(0, color="black", linewidth=1)
         plots.cold_start(left, steps, "reward")

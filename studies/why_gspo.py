@@ -3,7 +3,7 @@
 from small import BASE, DIFFERS, GSPO_CLIP, SECONDS, grpo, gspo
 
 from moe_rl.config import Arm, Measure
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 
 TOKEN_CLIP = {"clip_low": 0.2, "clip_high": 0.27}
@@ -12,11 +12,11 @@ TOKEN_CLIP = {"clip_low": 0.2, "clip_high": 0.27}
 def cell(weight: str, clip: str) -> Arm:
     """One cell of the table; the range is that of the ratio which is clipped."""
     ranges = {"token": TOKEN_CLIP, "sequence": GSPO_CLIP, "none": {"clip_low": 9.0, "clip_high": 9.0}}
-    return Arm(name=f"{weight}-{clip}", loss=Use("crossed", weigh=weight, clip=clip, **ranges[clip]))
+    return Arm(name=f"{weight}-{clip}", loss=Component("crossed", weigh=weight, clip=clip, **ranges[clip]))
 
 
 rivals = tuple(
-    Arm(name=name.replace("_", "-"), loss=Use(f"why_gspo_losses:{name}", **TOKEN_CLIP))
+    Arm(name=name.replace("_", "-"), loss=Component(f"why_gspo_losses:{name}", **TOKEN_CLIP))
     for name in ("dual_clip", "shrunk", "random_mask")
 )
 
@@ -30,11 +30,11 @@ study = Study(
         cell("none", "token"), cell("none", "sequence"), cell("none", "none"),
         *rivals,
     ),  # fmt: skip
-    base=BASE.replace(**{"optimizer.lr": 5.66e-4, "steps": 60, "measure": Measure(probe=8, detail_every=60)}),
+    base=BASE.replace(**{"optimizer.lr": 5.66e-4, "steps": 60, "measure": Measure(responses=8, detail_every=60)}),
     seeds=(40, 41, 42, 43, 44, 45, 46, 47),
     own_cold_starts=True,
     figures=("learning", "clipping"),
-    contrasts=(
+    comparisons=(
         ("sequence-token", "grpo"), ("token-sequence", "grpo"), ("sequence-token", "token-sequence"), ("gspo", "grpo"),
     ),  # fmt: skip
     decision_rule="Endpoint: mean reward over steps 31–60. Four contrasts, two-sided sign flips over 8 seeds, Holm at "

@@ -19,7 +19,7 @@ study = Study(
     seeds=(40, 41, 42, 43, 44, 45, 46, 47),
     own_cold_starts=True,
     figures=("learning", "clipping", "expert_change"),
-    contrasts=(("replay-of-ratio", "grpo"), ("replay-of-gradient", "grpo"), ("grpo-replay", "grpo")),
+    comparisons=(("replay-of-ratio", "grpo"), ("replay-of-gradient", "grpo"), ("grpo-replay", "grpo")),
     decision_rule="Endpoint: mean reward over steps 31–60. Three contrasts, two-sided sign flips over 8 seeds, Holm "
     "at 5 %. If grpo-replay − grpo is undecided, there is no effect to explain: undetermined at n = 8. Else the "
     "mechanism is the ratio, the gradient, or both: whichever of the two has a decided difference of the same sign; if "

@@ -15,7 +15,7 @@ import numpy as np
 
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError, Diverged
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.storage.columns import TABLES
 from moe_rl.storage.folder import Row, RunFolder
 from moe_rl.study import Study
@@ -33,7 +33,7 @@ if sys.argv[1:2] == ["work"]:
 
 GRPO = Arm(name="grpo")
 REPLAY = Arm(name="grpo-replay", routes="old_policy")
-GSPO = Arm(name="gspo", loss=Use("gspo", clip_low=0.01, clip_high=0.013))
+GSPO = Arm(name="gspo", loss=Component("gspo", clip_low=0.01, clip_high=0.013))
 SITES = 6
 
 
@@ -47,10 +47,10 @@ def fake_step(config: RunConfig, step: int, weights: np.ndarray) -> tuple[Row, l
     clip = (2e-3, 1e-3, 0.12)[arm % 3]
     row = {
         "step": step, "reward": float(np.clip(learnt + rng.normal(0, 0.03), 0, 1)), "entropy": 0.4 * np.exp(-progress),
-        "groups_without_signal": 0.1, "clip_tokens": float(clip * rng.lognormal(0, 0.3)),
+        "zero_variance_groups": 0.1, "clip_tokens": float(clip * rng.lognormal(0, 0.3)),
         "clip_sequences": float(clip * rng.lognormal(0, 0.3)), "token_log_ratio_var": 0.004 * rng.lognormal(0, 0.2),
-        "slot_change": float(0.06 + 0.05 * progress + rng.normal(0, 0.004)), "replay_gap_std": 0.03,
-        "set_change": float(0.1 + 0.08 * progress), "engine_set_change": float(0.02 * rng.lognormal(0, 0.1)),
+        "expert_change_rate": float(0.06 + 0.05 * progress + rng.normal(0, 0.004)), "replay_gap_std": 0.03,
+        "any_change_rate": float(0.1 + 0.08 * progress), "engine_any_change_rate": float(0.02 * rng.lognormal(0, 0.1)),
         "engine_kl_k3": float(2e-3 * rng.lognormal(0, 0.3)), "seconds_step": time.perf_counter() % 1,
         "memory_peak_mb": 500.0, "response_tokens": 13.0, "truncated": 0.0, "exact": learnt,
         "grad_norm": float(np.abs(weights).mean()), "grad_clipped": 0.5,
@@ -72,9 +72,18 @@ def fake_step(config: RunConfig, step: int, weights: np.ndarray) -> tuple[Row, l
             "attribution_sum_dd": d2, "attribution_sum_rr": r2,
             "attribution_sum_jj": d2 - r2 + 0.1 * d2, "attribution_sum_rj": -0.05 * d2,
         })
-    layers = [{"step": step, "site": s, "layer": s, "slot_change": float(row["slot_change"] * (0.7 + 0.1 * s)),
-               "set_change": float(row["set_change"] * (0.7 + 0.1 * s)), "noise_floor_set_change": 0.0,
-               "engine_set_change": float(row["engine_set_change"] * (0.7 + 0.1 * s))} for s in range(SITES)]
+    layers = [
+        {
+            "step": step,
+            "site": s,
+            "layer": s,
+            "expert_change_rate": float(row["expert_change_rate"] * (0.7 + 0.1 * s)),
+            "any_change_rate": float(row["any_change_rate"] * (0.7 + 0.1 * s)),
+            "noise_floor_any_change_rate": 0.0,
+            "engine_any_change_rate": float(row["engine_any_change_rate"] * (0.7 + 0.1 * s)),
+        }
+        for s in range(SITES)
+    ]
     return row, updates, layers
 
 

@@ -9,7 +9,7 @@ import pytest
 from moe_rl import build as execute
 from moe_rl.config import Arm, ModelConfig, Optimizer
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from tests.conftest import pretend_installed
 from tests.test_trainer import TINY
 
@@ -20,7 +20,7 @@ def arm(**parts) -> dict:
 
 REFUSED = [
     (arm(loss="gpro"), "no loss is called 'gpro'"),
-    (arm(loss=Use("grpo", clip_low=-1.0)), "no range"),
+    (arm(loss=Component("grpo", clip_low=-1.0)), "no range"),
     (arm(aggregate="mean"), "no aggregation is called 'mean'"),
     (arm(corrections=("truncate",)), "no correction is called 'truncate'"),
     (arm(corrections=("truncated",), anchor="engine"), "every weight is 1"),
@@ -31,11 +31,14 @@ REFUSED = [
     (arm(ratio_routes="random_share"), "the route source 'random_share' needs share"),
     ({"task": "runing_sums"}, "no task is called 'runing_sums'"),
     ({"policy": "megatorn"}, "no policy is called 'megatorn'"),
-    ({"engine": Use("hf", routes="off"), **arm(routes="rollout")}, "asks for none"),
-    ({"engine": Use("hf", routes="off"), **arm(ratio_routes="rollout")}, "asks for none"),
+    ({"engine": Component("hf", routes="off"), **arm(routes="rollout")}, "asks for none"),
+    ({"engine": Component("hf", routes="off"), **arm(ratio_routes="rollout")}, "asks for none"),
     ({"model": ModelConfig(name="no/such/checkpoint")}, "no/such/checkpoint"),
-    ({"engine": Use("hf", routes="off"), **arm(routes=Use("soft", ratio=0.5, base="rollout"))}, "asks for none"),
-    (arm(loss=Use("rspo", base="grpo", floor=2.0)), r"rspo\(floor=2\)"),
+    (
+        {"engine": Component("hf", routes="off"), **arm(routes=Component("soft", ratio=0.5, base="rollout"))},
+        "asks for none",
+    ),
+    (arm(loss=Component("rspo", base="grpo", floor=2.0)), r"rspo\(floor=2\)"),
     (arm(terms=("z_loss",)), "the term 'z_loss' needs coef"),
     (arm(routes="soft"), "the route source 'soft' needs ratio"),
     ({"optimizer": Optimizer(loss_free_bias=1e-3)}, "Qwen3MoeTopKRouter.*has no e_score_correction_bias"),
@@ -57,9 +60,9 @@ def test_an_anchor_that_is_none_is_refused_where_the_arm_is_declared():
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"engine": Use("perturbed", int8=True)}, "a copy of the module of policy='hf'"),
-    (arm(terms=(Use("z_loss", coef=1e-3),)), "looks at routers, which policy='megatron' cannot do"),
-    (arm(routes=Use("soft", ratio=0.5)), "routes=soft, which policy='megatron' cannot do: RouterReplay"),
+    ({"engine": Component("perturbed", int8=True)}, "a copy of the module of policy='hf'"),
+    (arm(terms=(Component("z_loss", coef=1e-3),)), "looks at routers, which policy='megatron' cannot do"),
+    (arm(routes=Component("soft", ratio=0.5)), "routes=soft, which policy='megatron' cannot do: RouterReplay"),
     (arm(ratio_routes="recall"), "recall.*, which policy='megatron' cannot do: RouterReplay"),
     ({"model": ModelConfig(router_dtype="float32")}, "in float32 anyway"),
     ({"optimizer": Optimizer(loss_free_bias=1e-3)}, "has no e_score_correction_bias"),
@@ -77,7 +80,7 @@ def test_megatron_that_is_not_installed_is_named_with_its_cure(monkeypatch):
 
 
 def test_what_would_make_a_comparison_void_is_said_in_sentences():
-    wide = arm(loss=Use("gspo", clip_low=0.2, clip_high=0.27))
+    wide = arm(loss=Component("gspo", clip_low=0.2, clip_high=0.27))
     found = execute.check(TINY.replace(mini_batches=1, group_size=1, **wide))
     assert len(found) == 3 and all("\n" not in one for one in found)
     for one, words in zip(found, ("one update per step", "group_size=1", "never clips"), strict=True):

@@ -21,7 +21,7 @@ from moe_rl import cli, ranks
 from moe_rl.cli import running
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.results import printed
 from moe_rl.results.tables import Shown
 from moe_rl.storage import folder as runs
@@ -198,7 +198,7 @@ def test_a_run_that_diverges_on_ranks_is_recorded_and_the_next_one_begins(tmp_pa
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     study = dataclasses.replace(fake_study.study, trainer="tests.fake_study:train", seeds=(0,))
-    study = dataclasses.replace(study, base=study.base.replace(task=Use(task, diverges_at=5)))
+    study = dataclasses.replace(study, base=study.base.replace(task=Component(task, diverges_at=5)))
     planned = study.runs(tmp_path)
     workers.run_together(study, planned, planned, tmp_path, (), Console(quiet=True))
     assert [runs.state(p.path)["state"] for p in planned] == ["diverged", "finished", "finished"]
@@ -400,7 +400,7 @@ def test_an_unknown_figure_is_noticed_before_anything_runs(tmp_path, capsys):
 @pytest.mark.parametrize("changes, words", [
     ("endpoint='rewards'", "no metric 'rewards'"),
     ("figures=('against:optimizer.lr',)", "needs optimizer.lr among the study's factors"),
-    ("contrasts=(('gspo', 'ppo'),)", "contrast gspo − ppo of study 'fake' needs two of its arms"),
+    ("comparisons=(('gspo', 'ppo'),)", "contrast gspo − ppo of study 'fake' needs two of its arms"),
 ])
 def test_a_declaration_that_cannot_be_reported_is_noticed_before_anything_runs(tmp_path, capsys, changes, words):
     file = tmp_path / f"wrong_{abs(hash(changes))}.py"
@@ -469,7 +469,7 @@ def test_a_run_whose_rewards_trained_nothing_says_so(tmp_path, capsys, monkeypat
 
     def without_signal(config, step, weights):
         row, *others = real(config, step, weights)
-        return row | ({"groups_without_signal": 1.0} if config.arm.name == "gspo" else {}), *others
+        return row | ({"zero_variance_groups": 1.0} if config.arm.name == "gspo" else {}), *others
 
     monkeypatch.setattr(fake_study, "fake_step", without_signal)
     folder = fake_runs(tmp_path, seeds=(0,))

@@ -13,7 +13,7 @@ from moe_rl.build import build, check
 from moe_rl.config import Arm, Measure
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.recorder import evaluate
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.rollouts import hf
 from moe_rl.rollouts.batches import Queue
 from moe_rl.rollouts.request import sampling_of
@@ -26,12 +26,12 @@ from tests.test_trainer import TINY, carry_out, weights
 
 SHORT = {"stop": ("A", "B", "C", "D", "E", "0", "1", "2", "3", "4", " ", "\n"), "max_new_tokens": 24}
 """An untrained model says one of these soon, so that a turn is short."""
-TOKEN = Arm(name="token", loss=Use("gspo_token", clip_low=0.01, clip_high=0.013), advantage="by_turn",
+TOKEN = Arm(name="token", loss=Component("gspo_token", clip_low=0.01, clip_high=0.013), advantage="by_turn",
             routes="old_policy")
 CALLS: list[int] = []
 """Of the environment, after every step of the whole run."""
 TALK = TINY.replace(task="tests.talking_task:Talking", arm=TOKEN, steps=3, eval_every=3, save_every=2, **SHORT,
-                    measure=Measure(probe=8, detail_every=3))
+                    measure=Measure(responses=8, detail_every=3))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_the_tables_count_turns_and_what_is_not_the_policys(whole):
     assert steps["turns"].between(1, 3).all() and (steps["environment_tokens"] > 0).all()
     assert (steps["response_tokens"] + steps["environment_tokens"] <= TALK.max_new_tokens).all()
     assert (whole[1]["steps"]["first_update_log_ratio_max"].dropna() < 1e-5).all()
-    assert steps["noise_floor_set_change"].dropna().eq(0).all()
+    assert steps["noise_floor_any_change_rate"].dropna().eq(0).all()
 
 
 def test_a_run_whose_environment_raises_names_the_prompt_and_goes_on_when_it_is_mended(whole, tmp_path, monkeypatch):
@@ -116,7 +116,7 @@ def test_a_run_whose_environment_raises_names_the_prompt_and_goes_on_when_it_is_
 
 
 WAITS = TALK.replace(batches="lagged(lag=2)", steps=3, prompts_per_step=2, mini_batches=2, eval_every=4, eval_prompts=2,
-                     measure=Measure(probe=2, detail_every=100))
+                     measure=Measure(responses=2, detail_every=100))
 KILLED = {
     "conversations": WAITS.replace(batches="fresh"),
     "conversations that wait": WAITS,
@@ -180,7 +180,7 @@ def test_an_evaluation_counts_the_tokens_of_the_policy_alone(tmp_path):
 
 
 def test_gspo_with_advantages_per_turn_and_parts_of_conversations_are_refused_before_anything_is_drawn():
-    run = TALK.replace(arm=TOKEN.replace(loss=Use("gspo", clip_low=0.01, clip_high=0.013)))
+    run = TALK.replace(arm=TOKEN.replace(loss=Component("gspo", clip_low=0.01, clip_high=0.013)))
     with pytest.raises(ConfigError, match=r"arm 'token': its advantage \(by_turn\) differs .* use gspo_token"):
         check(run)
     with pytest.raises(ConfigError, match="partial_tokens=4: the task answers back, .* A lag of whole conversations"):

@@ -105,7 +105,7 @@ def test_a_manifest_of_other_things_is_named(out):
 
 
 def test_a_study_of_another_question_under_the_same_name_is_said(out, capsys):
-    asked = replace(STUDY, question="another", arms=STUDY.arms[:1], contrasts=())
+    asked = replace(STUDY, question="another", arms=STUDY.arms[:1], comparisons=())
     assert write_declaration(asked, out) == ["question", "arms"]
     assert write_declaration(asked, out) == []
     from rich.console import Console

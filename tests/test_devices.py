@@ -15,10 +15,10 @@ from moe_rl.objectives import objective_of
 from moe_rl.policies import hf
 from moe_rl.policies.critic import HFCritic
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing import record_routing, replay_routing
-from moe_rl.routing.dial import Dose
+from moe_rl.routing.router_noise import Noise
 from moe_rl.types import Prompt, Sampling
 from tests.conftest import build
 from tests.policies.test_hf import GRPO, make_batch, part_of
@@ -97,8 +97,9 @@ def test_what_a_policy_scores_is_on_the_cpu_and_the_same(there, plain):
 
 @pytest.mark.parametrize("arm", [
     Arm(name="replay", routes="old_policy"),
-    Arm(name="router", loss=Use("rspo", base="gspo"), terms=(Use("router_kl", coef=0.1), Use("load_balance", coef=0.1),
-                                                               Use("entropy", coef=0.1))),
+    Arm(name="router", loss=Component("rspo", base="gspo"),
+        terms=(Component("router_kl", coef=0.1), Component("load_balance", coef=0.1),
+                                                               Component("entropy", coef=0.1))),
     Arm(name="marks", loss="clip_cov"),
 ], ids=lambda arm: arm.name)  # fmt: skip
 def test_updates(arm, there, monkeypatch):
@@ -119,9 +120,9 @@ def test_doses_and_the_critic(there):
     batch, policy = make_batch(), HFPolicy(there, Optimizer(lr=1e-3))
     old = policy.score(batch)
     policy.update(part_of(batch, old), GRPO)
-    for form in ("weights", "choice", "beside"):
+    for form in ("weights", "choice", "other_weights"):
         for direction in ("random", "last_step"):
-            assert policy.score(batch, dose=Dose(form, 1.0, 3, direction)).logprobs.isfinite().all()
+            assert policy.score(batch, noise=Noise(form, 1.0, 3, direction)).logprobs.isfinite().all()
     critic = HFCritic(there, Optimizer(lr=1e-3))
     values = critic.values(batch)
     assert not isinstance(values, There)

@@ -67,12 +67,12 @@ def test_commands_are_understood_with_their_settings(words, monkeypatch):
 
 def test_the_arms_of_the_readme_can_be_made():
     from moe_rl.objectives import advantage_of, objective_of
-    from moe_rl.registry import Use
+    from moe_rl.registry import Component
 
     table = re.search(r"^\| arm \| settings \|\n\|.*\n((?:\|.*\n)+)", README.read_text(), re.MULTILINE).group(1)
     found = [code for row in table.splitlines() for code in re.findall(r"`(\w+=[^`]*)`", row)]
     for code in found:
-        arm = eval(f"Arm(name='any', {code})", {"Arm": Arm, "Use": Use})
+        arm = eval(f"Arm(name='any', {code})", {"Arm": Arm, "Component": Component})
         assert objective_of(arm) and advantage_of(arm)
     assert len(found) > 10
 

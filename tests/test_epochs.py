@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from moe_rl.build import build, check
-from moe_rl.config import Arm, Dial, Measure, Optimizer, RunConfig
+from moe_rl.config import Arm, Measure, Optimizer, RouterNoise, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.recorder import ratio_row
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.seeds import SPLIT, derive
 from moe_rl.trainer import epochs, mini_batches, warn_void
 from tests.policies.test_hf import make_batch
 from tests.test_trainer import TINY, carry_out, weights, whole_and_cut
 
-TWICE = TINY.replace(epochs=2, mini_batches=2, steps=2, measure=Measure(probe=4, detail_every=1))
+TWICE = TINY.replace(epochs=2, mini_batches=2, steps=2, measure=Measure(responses=4, detail_every=1))
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +63,10 @@ def test_rows_are_per_update_and_a_step_pools_all_of_its_epochs(twice):
 
 
 def test_the_probe_is_of_the_first_epoch_and_every_later_mini_batch_has_its_attribution(twice):
-    assert (twice["steps"].query("step > 0")["probe_responses"] == 4).all(), "each response once, not once per epoch"
+    assert (twice["steps"].query("step > 0")["measured_responses"] == 4).all(), "each response once, not once per epoch"
     measured = twice["updates"].set_index(["step", "update"])["attribution_n"]
     assert measured.notna().groupby("update").all().to_dict() == {1: False, 2: True, 3: True, 4: True}
-    assert twice["updates"]["slot_change"].notna().all()
+    assert twice["updates"]["expert_change_rate"].notna().all()
 
 
 def test_attribution_is_of_the_mini_batch_about_to_be_updated(tmp_path):
@@ -94,8 +94,8 @@ def test_warm_up_counts_the_updates_of_all_epochs(tmp_path):
 
 
 def test_the_dials_dose_grows_over_all_updates_of_a_step(tmp_path):
-    updates = carry_out(TWICE.replace(dial=Dial(sigma=0.3), steps=1), tmp_path / "run")["updates"]
-    assert updates["dial_dose"].tolist() == pytest.approx([0, 0.1, 0.2, 0.3])
+    updates = carry_out(TWICE.replace(router_noise=RouterNoise(scale=0.3), steps=1), tmp_path / "run")["updates"]
+    assert updates["noise_scale"].tolist() == pytest.approx([0, 0.1, 0.2, 0.3])
 
 
 def test_an_interrupted_run_of_two_epochs_ends_identical(tmp_path):
@@ -148,7 +148,7 @@ def test_a_sequence_is_clipped_when_all_its_tokens_that_no_filter_took_out_are()
 
 def test_a_runs_clip_fractions_are_of_tokens_that_no_filter_took_out(tmp_path):
     """A clipped sequence is clipped, though its filtered tokens have lost nothing."""
-    arm = Arm(name="a", filters=(f"{__name__}:every_second",), loss=Use("gspo", clip_low=0.0, clip_high=0.0))
+    arm = Arm(name="a", filters=(f"{__name__}:every_second",), loss=Component("gspo", clip_low=0.0, clip_high=0.0))
     tables = carry_out(TINY.replace(arm=arm, steps=1, epochs=2), tmp_path / "run")
     assert tables["updates"].iloc[-1]["clip_sequences"] > 0.5
     for row in (tables["updates"].iloc[-1], tables["steps"].iloc[-1]):

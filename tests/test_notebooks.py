@@ -24,7 +24,7 @@ def run(name: str, monkeypatch) -> dict:
 
 def test_watch_routes_move(monkeypatch, capsys):
     names = run("watch_routes_move.ipynb", monkeypatch)
-    assert 0 < names["row"]["slot_change"] < names["row"]["any_layer_change"]
+    assert 0 < names["row"]["expert_change_rate"] < names["row"]["any_layer_change"]
     assert "→" in capsys.readouterr().out
     b, t, s = names["b"], names["t"], names["s"]
     assert set(names["before"].ids()[b, t, s].tolist()) != set(names["after"].ids()[b, t, s].tolist())
@@ -35,7 +35,7 @@ def test_turn_the_dial(monkeypatch, capsys):
     assert len(table) == 10 and "replayed: ESS" in capsys.readouterr().out
     for (form, sigma), row in table.items():
         kl, of_sets = row["natural"]["token_kl_k3"], row["replayed"]["token_kl_k3"]
-        assert of_sets < kl if sigma else of_sets == kl == row["slot_change"] == 0
+        assert of_sets < kl if sigma else of_sets == kl == row["expert_change_rate"] == 0
         assert of_sets == 0 or form == "weights", "replay is immune to moved sets, bit for bit"
 
 

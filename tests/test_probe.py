@@ -16,21 +16,27 @@ from tests.test_trainer import TINY, carry_out
 def test_a_probe_of_very_few_responses_measures_everything_at_a_detail_step(responses, replays, tmp_path):
     """The noise floor cuts its probe into a third and the rest: of one or two responses there is no first third."""
     arm = {"arm.routes": "rollout" if replays else "live"}
-    run = TINY.replace(mini_batches=1, steps=1, measure=Measure(probe=responses, detail_every=1), **arm)
+    run = TINY.replace(mini_batches=1, steps=1, measure=Measure(responses=responses, detail_every=1), **arm)
     tables = carry_out(run, tmp_path / "run")
     row = tables["steps"].iloc[-1]
-    assert row["probe_responses"] == responses
+    assert row["measured_responses"] == responses
     assert 0 <= row["noise_floor_logprob"] < 1e-5 and row["noise_floor_any_layer_change"] == 0
     measured = [name for name in tables["steps"].columns if name.startswith(("noise_floor", "replay_gap", "gate_mass"))]
-    measured += ["slot_change", "set_change", "router_shift", "engine_kl_k3_natural", "engine_kl_k3_replayed"]
+    measured += [
+        "expert_change_rate",
+        "any_change_rate",
+        "router_shift",
+        "engine_kl_k3_natural",
+        "engine_kl_k3_replayed",
+    ]
     assert all(math.isfinite(row[name]) for name in measured), "no column may stay empty"
-    assert (tables["updates"]["slot_change"] == row["slot_change"]).all(), "one update is the whole step"
-    assert tables["layers"]["noise_floor_set_change"].tolist() == [0.0, 0.0]
+    assert (tables["updates"]["expert_change_rate"] == row["expert_change_rate"]).all(), "one update is the whole step"
+    assert tables["layers"]["noise_floor_any_change_rate"].tolist() == [0.0, 0.0]
 
 
 def test_two_mini_batches_share_a_probe_of_one_response(tmp_path):
     """A response of every mini-batch, so that each has its attribution."""
-    run = TINY.replace(mini_batches=2, steps=1, measure=Measure(probe=1, detail_every=1))
+    run = TINY.replace(mini_batches=2, steps=1, measure=Measure(responses=1, detail_every=1))
     tables = carry_out(run, tmp_path / "run")
-    assert tables["steps"].iloc[-1]["probe_responses"] == 2
+    assert tables["steps"].iloc[-1]["measured_responses"] == 2
     assert tables["updates"].set_index("update")["attribution_n"].notna().to_dict() == {1: False, 2: True}

@@ -1,4 +1,4 @@
-"""`Use` as data, and what becomes of names and options that are not there."""
+"""`Component` as data, and what becomes of names and options that are not there."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.objectives.losses import grpo
 from moe_rl.objectives.spelling import suggest_field
-from moe_rl.registry import Use, check_component, lookup, needs, needs_of
+from moe_rl.registry import Component, check_component, lookup, needs, needs_of
 from moe_rl.study.declaration import located
 
-GSPO = Use("gspo", clip_low=0.01, clip_high=0.013)
+GSPO = Component("gspo", clip_low=0.01, clip_high=0.013)
 
 
 def plain(x):
@@ -41,16 +41,22 @@ KNOWN = {"plain": plain, "with_options": with_options, "anything": anything, "de
 
 # ---------------------------------------------------------------------- as data
 def test_uses_are_equal_and_hash_alike_whatever_the_order_of_their_options():
-    again = Use("gspo", clip_high=0.013, clip_low=0.01)
-    assert again == GSPO and hash(again) == hash(GSPO) and len({again, GSPO, Use("gspo")}) == 2
-    assert Use("gspo") != GSPO != Use("grpo", clip_low=0.01, clip_high=0.013)
-    assert hash(Use("jsonl:a", names=["a", "b"])) == hash(Use("jsonl:a", names=["c"])), "options need not be hashable"
+    again = Component("gspo", clip_high=0.013, clip_low=0.01)
+    assert again == GSPO and hash(again) == hash(GSPO) and len({again, GSPO, Component("gspo")}) == 2
+    assert Component("gspo") != GSPO != Component("grpo", clip_low=0.01, clip_high=0.013)
+    assert hash(Component("jsonl:a", names=["a", "b"])) == hash(Component("jsonl:a", names=["c"])), (
+        "options need not be hashable"
+    )
 
 
 def test_a_use_has_one_form_and_may_be_written_in_three():
-    assert Use.of("grpo") == Use("grpo") == Use.of({"name": "grpo", "options": {}})
-    assert Use.of(GSPO) is GSPO and str(GSPO) == "gspo(clip_low=0.01, clip_high=0.013)" and str(Use("grpo")) == "grpo"
-    assert Use("anything", name=3).options == {"name": 3}, "an option may be called name"
+    assert Component.of("grpo") == Component("grpo") == Component.of({"name": "grpo", "options": {}})
+    assert (
+        Component.of(GSPO) is GSPO
+        and str(GSPO) == "gspo(clip_low=0.01, clip_high=0.013)"
+        and str(Component("grpo")) == "grpo"
+    )
+    assert Component("anything", name=3).options == {"name": 3}, "an option may be called name"
 
 
 class Mine:
@@ -58,28 +64,38 @@ class Mine:
 
 
 def test_a_function_or_a_partial_of_ones_own_stands_for_its_name():
-    assert Use.of(plain) == Use(f"{__name__}:plain") and Use.of(Mine) == Use(f"{__name__}:Mine")
-    assert Use.of(partial(demanding, share=0.25)) == Use(f"{__name__}:demanding", share=0.25)
+    assert Component.of(plain) == Component(f"{__name__}:plain") and Component.of(Mine) == Component(f"{__name__}:Mine")
+    assert Component.of(partial(demanding, share=0.25)) == Component(f"{__name__}:demanding", share=0.25)
     arm = Arm(name="a", loss=plain, routes=partial(demanding, share=0.25), terms=(plain,), advantage=plain)
     again = RunConfig.from_dict(RunConfig(arm=arm, task=Mine).to_dict())
-    assert again.arm == arm and again.task == Use(f"{__name__}:Mine")
+    assert again.arm == arm and again.task == Component(f"{__name__}:Mine")
     assert again.own_code() == {f"{__name__}:{name}" for name in ("plain", "demanding", "Mine")}
 
 
 def test_code_that_a_mixture_names_is_named_by_its_run():
     """Else a table of somebody else's would have it run without being trusted."""
-    tasks = ("mine:First", Use("other.mine:Second", of="jsonl:a.jsonl"), "jsonl:b.jsonl", "reasoning_gym:spell", "sums")
-    run = RunConfig(arm=Arm(name="a"), task=Use("mixture", tasks=tasks))
+    tasks = (
+        "mine:First",
+        Component("other.mine:Second", of="jsonl:a.jsonl"),
+        "jsonl:b.jsonl",
+        "reasoning_gym:spell",
+        "sums",
+    )
+    run = RunConfig(arm=Arm(name="a"), task=Component("mixture", tasks=tasks))
     for one in (run, RunConfig.from_dict(run.to_dict())):
         assert one.own_code() == {"mine:First", "other.mine:Second"}
 
 
 def test_files_that_a_mixture_names_are_found_from_everywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tasks = ("jsonl:a.jsonl", Use("jsonl:b.jsonl", match="math"), "running_sums")
-    task = located(RunConfig(arm=Arm(name="a"), task=Use("mixture", tasks=tasks))).task
-    there = (Use(f"jsonl:{tmp_path}/a.jsonl"), Use(f"jsonl:{tmp_path}/b.jsonl", match="math"), Use("running_sums"))
-    assert task == Use("mixture", tasks=there)
+    tasks = ("jsonl:a.jsonl", Component("jsonl:b.jsonl", match="math"), "running_sums")
+    task = located(RunConfig(arm=Arm(name="a"), task=Component("mixture", tasks=tasks))).task
+    there = (
+        Component(f"jsonl:{tmp_path}/a.jsonl"),
+        Component(f"jsonl:{tmp_path}/b.jsonl", match="math"),
+        Component("running_sums"),
+    )
+    assert task == Component("mixture", tasks=there)
 
 
 @pytest.mark.parametrize("part, words", [
@@ -91,7 +107,7 @@ def test_files_that_a_mixture_names_are_found_from_everywhere(tmp_path, monkeypa
 ])
 def test_what_no_other_process_could_import_is_one_sentence(part, words):
     if words is None:
-        assert Use.of(part) == Use(f"{__name__}:demanding", share=2), "partials are flattened"
+        assert Component.of(part) == Component(f"{__name__}:demanding", share=2), "partials are flattened"
         return
     with pytest.raises(ConfigError, match=words) as error:
         Arm(name="a", loss=part)
@@ -101,7 +117,7 @@ def test_what_no_other_process_could_import_is_one_sentence(part, words):
 @pytest.mark.parametrize("wrong", ["", 3, None, {"name": "grpo"}, {"name": "grpo", "options": {}, "more": 1}, ["grpo"]])
 def test_what_names_nothing_is_refused(wrong):
     with pytest.raises(ConfigError, match="names nothing"):
-        Use.of(wrong)
+        Component.of(wrong)
 
 
 @pytest.mark.parametrize("name, own", [
@@ -109,24 +125,25 @@ def test_what_names_nothing_is_refused(wrong):
     ("a-b:c", False), (":b", False), ("a..b:c", False),
 ])  # fmt: skip
 def test_what_names_a_users_own_code(name, own):
-    assert Use(name).own == own
+    assert Component(name).own == own
 
 
 PARTS = {
-    "loss": GSPO, "aggregate": "mine:mean", "corrections": (Use("truncated", cap=2.0), "mine:other"),
-    "terms": (Use("kl", coef=0.1), "mine:term"), "advantage": Use("group"), "routes": Use("random_share", share=0.5),
+    "loss": GSPO, "aggregate": "mine:mean", "corrections": (Component("truncated", cap=2.0), "mine:other"),
+    "terms": (Component("kl", coef=0.1), "mine:term"), "advantage": Component("group"),
+    "routes": Component("random_share", share=0.5),
     "ratio_routes": "live",
 }  # fmt: skip
 
 
 def test_a_configuration_comes_back_from_json_with_its_uses():
-    run = RunConfig(arm=Arm(name="a", **PARTS), task=Use("running_sums", digits=12, names=["a", "b"]))
+    run = RunConfig(arm=Arm(name="a", **PARTS), task=Component("running_sums", digits=12, names=["a", "b"]))
     content = json.loads(json.dumps(run.to_dict()))
     again = RunConfig.from_dict(content)
     assert again == run and again.hash == run.hash and again.to_dict() == content
-    assert isinstance(again.task, Use) and again.task.options == {"digits": 12, "names": ["a", "b"]}
-    assert again.arm.corrections == (Use("truncated", cap=2.0), Use("mine:other"))
-    assert again.arm.ratio_routes == Use("live")
+    assert isinstance(again.task, Component) and again.task.options == {"digits": 12, "names": ["a", "b"]}
+    assert again.arm.corrections == (Component("truncated", cap=2.0), Component("mine:other"))
+    assert again.arm.ratio_routes == Component("live")
 
 
 def test_a_use_without_options_is_its_plain_name_in_json():
@@ -142,8 +159,8 @@ def test_a_use_without_options_is_its_plain_name_in_json():
 # ---------------------------------------------------------------------- what they name
 def test_a_known_name_is_its_function_with_the_options_bound():
     assert lookup("part", "plain", KNOWN) is plain
-    assert lookup("part", Use("with_options", must=1), KNOWN)(0) == (0, 1, 2)
-    assert lookup("part", Use("anything", b=2), KNOWN)(0) == (0, {"b": 2})
+    assert lookup("part", Component("with_options", must=1), KNOWN)(0) == (0, 1, 2)
+    assert lookup("part", Component("anything", b=2), KNOWN)(0) == (0, {"b": 2})
 
 
 def test_an_unknown_name_is_refused_with_the_closest_and_all_known_ones():
@@ -165,7 +182,9 @@ def test_a_name_of_another_kind_is_said_to_be_one(kind, name, hint):
         lookup(kind, name, KNOWN, suggest_field)
 
 
-@pytest.mark.parametrize("use", [Use("with_options", must=1, mayy=3), Use("plain", may=1), Use("with_options", x=1)])
+@pytest.mark.parametrize(
+    "use", [Component("with_options", must=1, mayy=3), Component("plain", may=1), Component("with_options", x=1)]
+)
 def test_an_unknown_option_is_refused_with_the_known_ones(use):
     with pytest.raises(ConfigError, match="no option of the part") as error:
         lookup("part", use, KNOWN)
@@ -173,8 +192,8 @@ def test_an_unknown_option_is_refused_with_the_known_ones(use):
 
 
 def test_a_missing_option_is_named_before_anything_is_called():
-    with pytest.raises(ConfigError, match=r"'with_options' needs must: Use\('with_options', must=…\)"):
-        lookup("part", Use("with_options", may=3), KNOWN)
+    with pytest.raises(ConfigError, match=r"'with_options' needs must: Component\('with_options', must=…\)"):
+        lookup("part", Component("with_options", may=3), KNOWN)
 
 
 @pytest.fixture
@@ -189,9 +208,9 @@ def package(tmp_path, monkeypatch):
 
 def test_a_users_own_function_is_found_in_the_working_directory(package):
     assert lookup("part", "own_parts_of_a_user:fine", {})(1) == 2
-    assert lookup("part", Use("own_parts_of_a_user:fine", k=5), {})(1) == 6
+    assert lookup("part", Component("own_parts_of_a_user:fine", k=5), {})(1) == 6
     with pytest.raises(ConfigError, match="no option of the part 'own_parts_of_a_user:fine' is called 'q'.*k"):
-        lookup("part", Use("own_parts_of_a_user:fine", q=5), {})
+        lookup("part", Component("own_parts_of_a_user:fine", q=5), {})
 
 
 @pytest.mark.parametrize("name", ["finee", "VALUE"])
@@ -216,8 +235,8 @@ def test_an_error_inside_a_users_module_is_its_own_and_passes(package, module, e
 # ---------------------------------------------------------------------- what they need
 def test_what_a_part_needs_is_seen_through_its_options():
     assert needs_of(demanding) == {"scores", "reference"}
-    assert needs_of(lookup("part", Use("demanding", share=0.1), KNOWN)) == {"scores", "reference"}
-    assert needs_of(lookup("part", Use("with_options", must=1), KNOWN)) == frozenset()
+    assert needs_of(lookup("part", Component("demanding", share=0.1), KNOWN)) == {"scores", "reference"}
+    assert needs_of(lookup("part", Component("with_options", must=1), KNOWN)) == frozenset()
     assert needs_of(None) == needs_of(plain) == needs_of(partial(plain)) == frozenset()
 
 
@@ -233,9 +252,9 @@ def typed(x, *, whole: int = 1, real: float = 1.0, flag: bool = False, word: str
 ])
 def test_an_option_of_another_type_is_refused(text, words):
     with pytest.raises(ConfigError, match=words):
-        check_component(lookup("part", Use.read(text), {"typed": typed}), None)
+        check_component(lookup("part", Component.read(text), {"typed": typed}), None)
 
 
 def test_an_option_of_its_type_is_taken():
     for text in ("typed(whole=2, real=3, flag=true, word=a)", "typed(real=inf, word=None, any_of=3)"):
-        check_component(lookup("part", Use.read(text), {"typed": typed}), None)
+        check_component(lookup("part", Component.read(text), {"typed": typed}), None)

@@ -47,7 +47,7 @@ def test_a_trainer_gets_the_same_numbers_from_the_small_install(capsys, monkeypa
     assert json.loads(done.stdout) == whole | {"installed": []}
     first, second = whole["rows"]
     assert first["pull"] == first["token_log_ratio_var"] == 0 and first["coverage"] == second["coverage"] == 1
-    assert second["pull"] > 0 and second["token_log_ratio_var"] > 0 and first["slot_change"] > 0
+    assert second["pull"] > 0 and second["token_log_ratio_var"] > 0 and first["expert_change_rate"] > 0
 
 
 def test_a_verb_of_studies_names_the_extra_that_it_lacks():

@@ -32,7 +32,7 @@ def test_the_loop_in_one_file_is_the_trainer(method, tmp_path, capsys):
     last = tables["updates"].query(f"update == {the_loop.MINI_BATCHES}")
     for name, column in (("reward", "reward"), ("held_out", "eval_reward_greedy"), ("entropy", "entropy")):
         assert [row[name] for row in mine] == steps[column].tolist(), name
-    assert [row["experts_changed"] for row in mine] == pytest.approx(steps["slot_change"].tolist(), rel=1e-12)
+    assert [row["experts_changed"] for row in mine] == pytest.approx(steps["expert_change_rate"].tolist(), rel=1e-12)
     assert [row["log_ratio_var"] for row in mine] == last["token_log_ratio_var"].tolist()
     assert [row["clipped"] for row in mine] == last["clip_tokens_all"].tolist()
     assert len(capsys.readouterr().out.splitlines()) == 2

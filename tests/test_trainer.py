@@ -14,7 +14,7 @@ from moe_rl.errors import ConfigError, Diverged
 from moe_rl.models.load import load
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.recorder import Recorder
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.storage import frames
 from moe_rl.storage.folder import RunFolder
 from moe_rl.trainer import mini_batches, roll_out, train
@@ -25,7 +25,7 @@ TINY = RunConfig(
     model=ModelConfig(overrides={"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 258}),
     cold_start=ColdStart(target=0.0),
     optimizer=Optimizer(lr=2e-3),
-    measure=Measure(probe=8, detail_every=2),
+    measure=Measure(responses=8, detail_every=2),
     steps=4,
     prompts_per_step=4,
     group_size=4,
@@ -42,18 +42,20 @@ ARMS = {
     "r3": Arm(name="r3", routes="rollout"),
     "shuffled": Arm(name="shuffled", routes="shuffled"),
     "random": Arm(name="random", routes="random_sets"),
-    "dose": Arm(name="dose", routes=Use("random_share", share=0.5)),
-    "false-flips": Arm(name="false-flips", routes=Use("false_flips", share=0.1)),
-    "gspo": Arm(name="gspo", loss=Use("gspo", **CLIP)),
-    "gspo_token": Arm(name="gspo_token", loss=Use("gspo_token", **CLIP)),
+    "dose": Arm(name="dose", routes=Component("random_share", share=0.5)),
+    "false-flips": Arm(name="false-flips", routes=Component("false_flips", share=0.1)),
+    "gspo": Arm(name="gspo", loss=Component("gspo", **CLIP)),
+    "gspo_token": Arm(name="gspo_token", loss=Component("gspo_token", **CLIP)),
     "ratio-replayed": Arm(name="ratio-replayed", ratio_routes="old_policy"),
     "gradient-replayed": Arm(name="gradient-replayed", routes="old_policy", ratio_routes="live"),
-    "soft": Arm(name="soft", routes=Use("soft", ratio=0.9)),
+    "soft": Arm(name="soft", routes=Component("soft", ratio=0.9)),
     "recall": Arm(name="recall", routes="recall"),
-    "undecided": Arm(name="undecided", routes=Use("by_margin", below=0.1)),
-    "rspo": Arm(name="rspo", loss=Use("rspo", base="gspo", options=CLIP), terms=(Use("load_balance", coef=0.01),)),
-    "routers": Arm(name="routers", routes="random_sets", terms=(Use("router_kl", coef=0.1),)),
-    "kl": Arm(name="kl", terms=(Use("kl", coef=0.1), Use("entropy", coef=0.01))),
+    "undecided": Arm(name="undecided", routes=Component("by_margin", below=0.1)),
+    "rspo": Arm(
+        name="rspo", loss=Component("rspo", base="gspo", options=CLIP), terms=(Component("load_balance", coef=0.01),)
+    ),
+    "routers": Arm(name="routers", routes="random_sets", terms=(Component("router_kl", coef=0.1),)),
+    "kl": Arm(name="kl", terms=(Component("kl", coef=0.1), Component("entropy", coef=0.01))),
 }
 
 
@@ -126,12 +128,12 @@ class Flips(Recorder):
         rows, sites = super().end(push_gap, probed), len(self.natural.routes.layout.sites)
         for index, update in zip(self.split, rows["updates"], strict=True):
             flips = self.flips(index)[self.batch.response_mask[index]].sum().item() / sites
-            self.found.append((flips, update["fresh_set_change"] * update["token_n"]))
+            self.found.append((flips, update["fresh_any_change_rate"] * update["token_n"]))
         return rows
 
 
 def test_flips_are_the_changes_of_sets_that_a_mini_batch_reports(tmp_path):
-    """Another way to count them: `fresh_set_change` is their mean over tokens and sites."""
+    """Another way to count them: `fresh_any_change_rate` is their mean over tokens and sites."""
     run, Flips.found = TINY.replace(steps=1), []
     with RunFolder.open(tmp_path / "run", run.to_dict(), run.hash) as folder:
         parts = build(run, folder.path, tmp_path)
@@ -160,7 +162,7 @@ def test_replay_of_the_rollout_is_replay_of_the_old_policy_when_the_engine_is_th
     """One set of weights in fp32 routes alike while sampling and while scoring, so R2 and R3 coincide."""
     for table in ("steps", "updates"):
         a, b = (finished[arm][table] for arm in ("replay", "r3"))
-        for column in ("reward", "slot_change", "token_log_ratio_var", "pull"):
+        for column in ("reward", "expert_change_rate", "token_log_ratio_var", "pull"):
             if column in a:
                 pd.testing.assert_series_equal(a[column], b[column], rtol=1e-4, atol=1e-6)
 
@@ -180,14 +182,14 @@ def test_gspo_and_gspo_token_are_the_same_run(finished):
 
 def test_details_are_measured_when_due(finished):
     steps, updates = finished["grpo"]["steps"].set_index("step"), finished["grpo"]["updates"]
-    due = steps["noise_floor_set_change"].notna()
+    due = steps["noise_floor_any_change_rate"].notna()
     assert list(steps.index[due]) == [2, 4]
-    assert (steps["noise_floor_set_change"].dropna() == 0).all()
+    assert (steps["noise_floor_any_change_rate"].dropna() == 0).all()
     assert (steps["noise_floor_logprob"].dropna() < 1e-5).all()
     measured = updates[updates["attribution_n"].notna()]
     assert set(measured["step"]) == {2, 4} and set(measured["update"]) == {2, 3, 4}
-    assert set(updates[updates["slot_change"].notna()]["step"]) == {2, 4}
-    assert steps["slot_change"].notna().sum() == 4, "the step's own volatility is measured at every step"
+    assert set(updates[updates["expert_change_rate"].notna()]["step"]) == {2, 4}
+    assert steps["expert_change_rate"].notna().sum() == 4, "the step's own volatility is measured at every step"
 
 
 def test_with_one_update_per_step_all_arms_coincide(tmp_path):
@@ -228,14 +230,14 @@ def test_what_terms_add_to_the_loss_is_in_its_row(finished):
 @pytest.mark.parametrize("routes", ["old_policy", "random_sets", "shuffled"])
 def test_the_reference_is_scored_under_the_routes_that_are_forced(routes, tmp_path):
     """Else a placebo would be pulled away from its experts at equal weights: a KL of nats instead of 0."""
-    arm = Arm(name="kl", routes=routes, terms=(Use("kl", coef=1.0),))
+    arm = Arm(name="kl", routes=routes, terms=(Component("kl", coef=1.0),))
     updates = carry_out(TINY.replace(arm=arm, steps=1), tmp_path / "run")["updates"].set_index("update")
     assert abs(updates.loc[1, "term_kl"]) < 1e-9 and updates.loc[4, "term_kl"] > 1e-6
 
 
 def test_measuring_changes_no_weight(tmp_path):
     """The same run with the least and the most measurement: identical weights."""
-    least = TINY.replace(measure=Measure(probe=4, detail_every=100))
+    least = TINY.replace(measure=Measure(responses=4, detail_every=100))
     most = TINY.replace(measure=Measure(full=True, detail_every=1))
     carry_out(least, tmp_path / "least")
     carry_out(most, tmp_path / "most")
@@ -287,7 +289,7 @@ def test_a_diverged_run_that_was_killed_before_it_said_so_is_not_trained_on(tmp_
 
 def test_a_mini_batch_of_which_the_trace_knows_nothing_is_live(tmp_path):
     """A hundredth of the pairs is replayed: some mini-batches have none."""
-    arm = Arm(name="a", routes=Use("random_share", share=0.004))
+    arm = Arm(name="a", routes=Component("random_share", share=0.004))
     updates = carry_out(TINY.replace(arm=arm), tmp_path / "run")["updates"]
     assert 0 < updates["coverage"].notna().sum() < len(updates)
     assert (updates["coverage"].dropna() > 0).all()
@@ -334,7 +336,7 @@ def test_any_step_can_be_saved_as_a_hugging_face_checkpoint(tmp_path):
 
 
 def test_a_step_whose_groups_are_all_equal_warns(tmp_path):
-    run = TINY.replace(task=Use("running_sums", digits=3), steps=1)
+    run = TINY.replace(task=Component("running_sums", digits=3), steps=1)
     with pytest.warns(UserWarning, match="step 1: all rewards of every group are equal"):
         carry_out(run, tmp_path / "run")
 

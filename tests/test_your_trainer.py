@@ -55,8 +55,8 @@ def test_the_plain_loop_replays_and_measures(capsys):
     assert variances[0] < 1e-12 < variances[1]
     decides = names["decides"]
     changed = [len(set(a) - set(b)) / 2 for a, b in zip(old[decides].tolist(), new[decides].tolist(), strict=True)]
-    slot_change = names["change"].site_rows()[1]["slot_change"]
-    assert abs(slot_change - sum(changed) / len(changed)) < 1e-12 and slot_change > 0
+    expert_change_rate = names["change"].site_rows()[1]["expert_change_rate"]
+    assert abs(expert_change_rate - sum(changed) / len(changed)) < 1e-12 and expert_change_rate > 0
 
 
 def test_the_plain_loop_gives_the_same_weights_under_activation_checkpointing(capsys):

@@ -19,7 +19,7 @@ from moe_rl.analysis.folders import checkpoints_of, step_of
 from moe_rl.analysis.response_page import write_response_page
 from moe_rl.config import Arm, ModelConfig, RunConfig, parse_settings
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 
 EVALUATED = ("temperature", "top_p", "top_k", "min_p", "sampling_mask", "max_new_tokens", "stop", "model.device",
              "model.dtype", "model.router_dtype")
@@ -46,11 +46,13 @@ def volatility(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Evaluate checkpoints; completions, tables and the curve into `--out`."""
-    tasks = [Use(f"jsonl:{file}", match=options.match) for file in options.data] + [Use(task) for task in options.task]
+    tasks = [Component(f"jsonl:{file}", match=options.match) for file in options.data] + [
+        Component(task) for task in options.task
+    ]
     if not tasks:
         raise ConfigError("give the problems: --data FILE.jsonl, or --task NAME with --problems N")
     run = RunConfig(arm=Arm(name="evaluate"), seed=options.seed, temperature=options.temperature,
-                    max_new_tokens=options.max_tokens, engine=Use("hf", routes="off"),
+                    max_new_tokens=options.max_tokens, engine=Component("hf", routes="off"),
                     model=ModelConfig(device=options.device, dtype=options.dtype))
     given = parse_settings(run, options.settings)
     if idle := [key for key in given if key not in EVALUATED and not key.startswith("engine.")]:

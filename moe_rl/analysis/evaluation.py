@@ -42,7 +42,7 @@ from moe_rl.models.load import load, no_progress_bars
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.recorder import GREEDY, evaluate
-from moe_rl.registry import Use, check_component, lookup
+from moe_rl.registry import Component, check_component, lookup
 from moe_rl.rollouts.base import RolloutEngine
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.request import check_request, context_length
@@ -135,7 +135,7 @@ class Plan:
             **({} if run.model.router_dtype is None else {"router_dtype": run.model.router_dtype})}))
 
 
-def benchmark(use: Use, problems: int | None = None) -> Benchmark:
+def benchmark(use: Component, problems: int | None = None) -> Benchmark:
     """The benchmark of a task. Of a file every question is asked, once, in the order of the lines, or with `problems`
     those that a run with as many `eval_prompts` holds out; of any other task these. Raises ConfigError for a file of
     fewer questions."""
@@ -143,7 +143,7 @@ def benchmark(use: Use, problems: int | None = None) -> Benchmark:
     inputs = {} if use.name.startswith(DATA) else inputs_of({"task": plain(use)})
     packages = _packages(use, own=bool(inputs))
     if isinstance(task, JsonlTask):
-        scored = str(Use(kind, **{"match": "exact"} | dict(use.options)))
+        scored = str(Component(kind, **{"match": "exact"} | dict(use.options)))
         if problems is not None and problems > len(task):
             raise ConfigError(f"--problems {problems}: {name} has {len(task)} different questions")
         asked = once(task.lines) if problems is None else held_out(task, problems)
@@ -204,7 +204,7 @@ def engine(name: str, run: RunConfig, folder: Path, trust: bool) -> Iterator[Eng
     run = run.replace(**{"model.name": name})
     with no_progress_bars():
         loaded = load(run.model, 0, trust)
-    if run.engine == Use("hf", routes="off"):
+    if run.engine == Component("hf", routes="off"):
         sampler: RolloutEngine = HFEngine(loaded.model, loaded.tokenizer, record_routes=False)
     else:
         policy = HFPolicy(loaded.model, run.optimizer, temperature=run.temperature)
@@ -354,7 +354,7 @@ def _check(names: Sequence[str], benchmarks: Sequence[str], plan: Plan) -> None:
     check_component(lookup("engine", plan.run.engine, ENGINES), plan.run)
 
 
-def _packages(use: Use, own: bool) -> dict[str, str]:
+def _packages(use: Component, own: bool) -> dict[str, str]:
     """Versions of the scoring packages that a task uses; of code of one's `own`, of all that it could import."""
     said = [(key, str(value)) for key, value in leaves(plain(use))]
     used = {"math-verify": any(key.endswith("match") and text == "math" for key, text in said),

@@ -29,10 +29,10 @@ def pretrain(options: argparse.Namespace) -> int:
     """Train, measure, save."""
     from moe_rl.config import ModelConfig, Pretraining, parse_settings
     from moe_rl.models.supervised import pretrain as train
-    from moe_rl.registry import Use
+    from moe_rl.registry import Component
 
     tasks = tuple(options.task)
-    task = Use("mixture", tasks=tasks) if len(tasks) > 1 else Use(*tasks or ("running_sums",))
+    task = Component("mixture", tasks=tasks) if len(tasks) > 1 else Component(*tasks or ("running_sums",))
     settings = Pretraining(task=task, model=ModelConfig(name=options.model), seed=options.seed)
     settings = settings.replace(**parse_settings(settings, options.settings))
     rows, goals = train(settings, options.folder)

@@ -191,8 +191,8 @@ def _without_signal(path: Path) -> list[float]:
     for file in [whole] if whole.exists() else sorted((path / "tables" / "steps").glob("step=*.parquet")):
         with contextlib.suppress(RunError):
             rows = read_parquet(file)
-            if "groups_without_signal" in rows.column_names:
-                found += rows["groups_without_signal"].drop_null().to_pylist()
+            if "zero_variance_groups" in rows.column_names:
+                found += rows["zero_variance_groups"].drop_null().to_pylist()
     return found
 
 
@@ -201,9 +201,9 @@ def _collected_runs(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 
     below = [folder] if collected(folder) else sorted(file.parent for file in folder.glob("*/runs.parquet"))
     tables = [(study, frames) for study in below if (frames := collected(study)) is not None]
-    shares = {study: frames["steps"].groupby(["arm", "factors", "seed"])["groups_without_signal"].apply(
+    shares = {study: frames["steps"].groupby(["arm", "factors", "seed"])["zero_variance_groups"].apply(
         lambda column: column.dropna().to_list())
-        for study, frames in tables if "groups_without_signal" in frames["steps"]}
+        for study, frames in tables if "zero_variance_groups" in frames["steps"]}
     return [(study / run.path, {"state": run.state, "step": run.step, "steps": run.steps,
                                 "without_signal": shares.get(study, {}).get((run.arm, run.factors, run.seed), ())})
             for study, frames in tables for run in frames.runs.itertuples()]

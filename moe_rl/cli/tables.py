@@ -132,12 +132,12 @@ def export(options: argparse.Namespace) -> int:
 
 def _make_importable(options: argparse.Namespace) -> None:
     """Where it is trusted, the code that a study names, which may lie beside its tables."""
-    from moe_rl.registry import Use
+    from moe_rl.registry import Component
     from moe_rl.study.declaration import read_declaration
     from moe_rl.study.rerun import make_importable
 
     if options.trust:
         declared = read_declaration(options.folder)
         listed = (*declared["figures"], *declared["metrics"], *declared["further_endpoints"])
-        names = [name for name in (declared["verdict"], declared["endpoint"], *listed) if Use(name).own]
+        names = [name for name in (declared["verdict"], declared["endpoint"], *listed) if Component(name).own]
         make_importable(names, options.folder)

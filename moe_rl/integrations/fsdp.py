@@ -33,7 +33,7 @@ from moe_rl.policies.micro_batches import Rows, cut, filled, join
 from moe_rl.registry import checked, needs
 from moe_rl.rollouts.request import check_dtype
 from moe_rl.routing.balance import keep_routers_in
-from moe_rl.routing.dial import Dose
+from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.sites import find_sites, router_parameters
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, rows_of
@@ -45,10 +45,12 @@ if TYPE_CHECKING:
 def _check(run: RunConfig, *, compute_dtype: str | None = None) -> None:
     check_spread(run, "a critic is a whole model of one process, and is not cut over ranks")
     check_dtype("policy.compute_dtype", compute_dtype)
-    if run.dial.sigma and run.dial.form == "choice" and run.dial.direction == "last_step":
-        raise ConfigError("dial.form='choice' along dial.direction='last_step' moves a router inside its forward, "
-                          "where policy='fsdp' has whole weights, but parts of the moments: use the direction "
-                          "'random', another form, or policy='hf'.")
+    if run.router_noise.scale and run.router_noise.target == "choice" and run.router_noise.direction == "last_step":
+        raise ConfigError(
+            "router_noise.target='choice' along router_noise.direction='last_step' moves a router inside its forward, "
+            "where policy='fsdp' has whole weights, but parts of the moments: use the direction "
+            "'random', another form, or policy='hf'."
+        )
     layers_of(skeleton(run.model))
 
 
@@ -90,12 +92,12 @@ class FSDPPolicy(HFPolicy):
 
     # ------------------------------------------------------------------ the verbs
     def score(
-        self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, dose: Dose | None = None
+        self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, noise: Noise | None = None
     ) -> Scored:
         """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. See `Policy.score`."""
         if routes is not None and len(order := _order(batch)) > len(batch):
             routes = routes.rows(order.clamp(max=len(batch) - 1))
-        found = super().score(_even(batch), routes, scores, dose)
+        found = super().score(_even(batch), routes, scores, noise)
         return Scored(*(rows_of(x, slice(len(batch)), batch.tokens.shape[1]) for x in vars(found).values()))
 
     def save(self, folder: Path) -> None:
@@ -112,9 +114,9 @@ class FSDPPolicy(HFPolicy):
 
     # ------------------------------------------------------------------ how
     def _backward(
-        self, batch: Batch, objective: Objective, dose: Dose | None = None
+        self, batch: Batch, objective: Objective, noise: Noise | None = None
     ) -> tuple[list, float, Mapping[str, float]]:
-        outputs, loss, metrics = super()._backward(_even(batch), objective, dose)
+        outputs, loss, metrics = super()._backward(_even(batch), objective, noise)
         total = ranks.summed({"loss": loss, **metrics})
         outputs = [rows_of(x, slice(len(batch)), batch.tokens.shape[1]) for x in outputs]
         return outputs, total.pop("loss"), total

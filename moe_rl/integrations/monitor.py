@@ -48,7 +48,7 @@ class Monitor:
 
     `row` has, each where it was measured:
 
-    - with a `probe`, a fixed batch of what `model` is called with: `slot_change` and all other volatility of its
+    - with a `probe`, a fixed batch of what `model` is called with: `expert_change_rate` and all other volatility of its
       natural routes, and `load_…`, `router_confidence` and `margin_…` under the weights of now. It is read without
       gradient, in eval mode, when `row` is called and before the first step (with `every` > 1, before each measured
       one), so that a row says what one step did, or all since the last row; `since="start"`: all since the first step;
@@ -265,7 +265,7 @@ class Monitor:
             self._of_sites(by_site)
             row |= of_all
         if "pull" in found:
-            row |= {"pull": found["pull"].row()["slot_change"]} | found["coverage"].row()
+            row |= {"pull": found["pull"].row()["expert_change_rate"]} | found["coverage"].row()
         if "engine" in found:
             gap = found["engine"][None]
             row |= ratios.engine_gap(gap, torch.ones_like(gap, dtype=torch.bool))

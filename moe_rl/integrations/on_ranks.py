@@ -18,7 +18,7 @@ from moe_rl import ranks
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import advantage_of
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.routing.trace import ROUTED, RoutingTrace
 from moe_rl.types import Batch
 
@@ -29,7 +29,7 @@ CHUNK = 2**20
 
 def check_spread(run: RunConfig, no_critic: str) -> None:
     """Raise ConfigError for settings that no policy of several processes honours; `no_critic`: why it has none."""
-    policy = Use.of(run.policy).name
+    policy = Component.of(run.policy).name
     if run.truncates and run.sampling_mask:
         raise ConfigError(
             f"top_p={run.top_p:g}, top_k={run.top_k}, min_p={run.min_p:g}: policy={policy!r} has no log-probs over "

@@ -1,7 +1,8 @@
 """The rows of runs to TensorBoard and to Weights & Biases (`wandb`): while a run trains, or afterwards (`export`).
 
 A point is a number of a row, named `<table>/<column of the data dictionary>` and by what else names the row, as in
-`layers/slot_change/site_3`. Its place on the x axis is the row's step. Single completions are no curves and left out.
+`layers/expert_change_rate/site_3`. Its place on the x axis is the row's step. Single completions are no curves and left
+out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from moe_rl.errors import ConfigError, MoeRlError, RunError
-from moe_rl.registry import Use, lookup
+from moe_rl.registry import Component, lookup
 from moe_rl.storage.columns import COMPLETIONS, TABLES
 from moe_rl.storage.commits import Row, last_step, read_rows
 from moe_rl.storage.folder import RunFolder, read_manifest, run_folders
@@ -116,7 +117,7 @@ TRACKERS: dict[str, Callable[[Path, Tracked], Tracker]] = {"tensorboard": Tensor
 def names_a_tracker(text: str) -> bool:
     """Whether a target begins with the name of a tracker, or with `pkg.module:Class`; else it can only be a folder."""
     name = text.partition("=")[0]
-    return name in TRACKERS or Use(name).own
+    return name in TRACKERS or Component(name).own
 
 
 def find_tracker(text: str) -> tuple[Callable[[Path, Tracked], Tracker], Path]:

@@ -29,7 +29,7 @@ except ImportError as error:
 
 OLD_ROUTES = "old_routes"
 """Key in TRL's inputs: the old policy's experts, [batch, prompt + completion, site, k]."""
-VOLATILITY = ("slot_change", "set_change", "any_layer_change")
+VOLATILITY = ("expert_change_rate", "any_change_rate", "any_layer_change")
 MONITORED = ("pull", "coverage", "load_entropy", "load_max_violation", "load_dead_experts", "router_confidence",
              "margin_q50")
 RATIOS = tuple(
@@ -49,7 +49,8 @@ class ReplayGRPOTrainer(GRPOTrainer):
     It logs, for completion tokens over all processes, and like all that TRL logs as means over the micro-steps since
     the last log (each by the weights *before* its update, so right after generation all are 0, or 1 for `ess`):
 
-    - `routing/slot_change`, `set_change`, `any_layer_change`: natural routes, of the old policy against now. Under
+    - `routing/expert_change_rate`, `any_change_rate`, `any_layer_change`: natural routes, of the old policy against
+    now. Under
       replay the natural routes of now take a forward of their own, without gradient, every `measure_every`-th
       micro-step, the last of each such number.
     - `routing/pull` and `routing/coverage`, under replay: share of slots where the router, given replay upstream, would

@@ -20,8 +20,8 @@ def token_levels(experts: Sequence[int], k: Sequence[int]) -> dict[str, float]:
     slots = [1 - used / there for there, used in sites]
     stay = [1 / math.comb(there, used) for there, used in sites]
     return {
-        "slot_change": float(np.mean(slots)),
-        "set_change": 1 - float(np.mean(stay)),
+        "expert_change_rate": float(np.mean(slots)),
+        "any_change_rate": 1 - float(np.mean(stay)),
         "jaccard_distance": float(np.mean([_jaccard(*site) for site in sites])),
         "gate_mass_moved": float(np.mean(slots)),  # whatever the gates: each expert leaves with that probability
         "any_layer_change": 1 - math.prod(stay),

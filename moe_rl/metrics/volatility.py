@@ -3,7 +3,7 @@
 S and S' are the expert sets of one (token, site) before and after. Ids are int tensors (batch, time, site, k) with -1
 where unknown (`RoutingTrace.ids()`); a site that uses fewer than k experts leaves its last slots -1. A row unknown in
 either trace is excluded and counted. GSPO (arXiv 2507.18071, section 5.3) says that "roughly 10% of the experts" change
-and gives no formula: `slot_change` is the natural reading, the others are what else it may mean.
+and gives no formula: `expert_change_rate` is the natural reading, the others are what else it may mean.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class RouteChange(Pooled):
     """Tokens compared at each site."""
     unknown: PerSite
     """Tokens of the mask left out because a trace does not know them."""
-    slot_change: PerSite
+    expert_change_rate: PerSite
     """Σ 1 - |S ∩ S'| / k."""
-    set_change: PerSite
+    any_change_rate: PerSite
     """Σ 1[S ≠ S']; R3, arXiv 2510.11370."""
     jaccard_distance: PerSite
     """Σ 1 - |S ∩ S'| / |S ∪ S'|."""
@@ -86,8 +86,14 @@ class RouteChange(Pooled):
                 for row, (n, unknown) in zip(super().site_rows(), counts, strict=True)]
 
     def _means(self) -> dict[str, tuple[Tensor, Tensor]]:
-        by = {"slot_change": self.n, "set_change": self.n, "jaccard_distance": self.n, "gate_mass_moved": self.gated,
-              "any_layer_change": self.tokens, "layers_changed": self.tokens}
+        by = {
+            "expert_change_rate": self.n,
+            "any_change_rate": self.n,
+            "jaccard_distance": self.n,
+            "gate_mass_moved": self.gated,
+            "any_layer_change": self.tokens,
+            "layers_changed": self.tokens,
+        }
         return {name: (getattr(self, name), n) for name, n in by.items()}
 
 
@@ -116,8 +122,8 @@ def route_change(
     return RouteChange(
         n=per_site(known),
         unknown=(~known).double().sum(0),
-        slot_change=per_site(1 - overlap.double() / largest),
-        set_change=per_site(changed),
+        expert_change_rate=per_site(1 - overlap.double() / largest),
+        any_change_rate=per_site(changed),
         jaccard_distance=per_site(1 - overlap.double() / (size + size_after - overlap).clamp(min=1)),
         gate_mass_moved=per_site(moved),
         gated=per_site(none if gates is None else known),

@@ -18,7 +18,7 @@ from moe_rl.errors import ConfigError, MoeRlError, RunError
 from moe_rl.objectives.losses import Mask, PerToken
 from moe_rl.objectives.spelling import suggest_field
 from moe_rl.objectives.terms import ESTIMATORS
-from moe_rl.registry import Use, lookup, needs, needs_of, unknown
+from moe_rl.registry import Component, lookup, needs, needs_of, unknown
 from moe_rl.tasks.base import EQUAL
 from moe_rl.types import Batch
 
@@ -129,8 +129,8 @@ def advantage_of(arm: Arm) -> Advantage:
     """What makes advantages of an arm's rewards, tried on two responses of two turns. Raises ConfigError for a name or
     option that is not there."""
     assert isinstance(arm.advantage, tuple), "an arm makes one of a part alone"
-    steps = [Use.of(part) for part in arm.advantage]
-    for one, after in zip(steps, [*steps[1:], Use("")], strict=True):
+    steps = [Component.of(part) for part in arm.advantage]
+    for one, after in zip(steps, [*steps[1:], Component("")], strict=True):
         rewards = one.name == "turn_rewards" or one.name == "kl_penalty" and one.options.get("per_token", True)
         if rewards != (after.name in ESTIMATES) and (rewards or one.name in ("whitened", "by_turn", *ESTIMATES)):
             raise ConfigError(f"arm {arm.name!r}: {one} before {after if after.name else 'the end'}: kl_penalty and "

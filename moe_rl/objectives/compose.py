@@ -26,7 +26,7 @@ from moe_rl.objectives.router import ROUTER_LOSSES, ROUTER_TERMS
 from moe_rl.objectives.spelling import suggest_field
 from moe_rl.objectives.terms import TERMS
 from moe_rl.objectives.weights import AGGREGATIONS, CORRECTIONS
-from moe_rl.registry import Part, Use, lookup, needs_of
+from moe_rl.registry import Component, Part, lookup, needs_of
 from moe_rl.routing.inputs import RouterInputs
 from moe_rl.types import Batch
 
@@ -228,11 +228,11 @@ def _check_corrections(arm: Arm, objective: Objective) -> None:
     for part, function in zip((*arm.corrections, *arm.filters), functions, strict=True):
         if arm.anchor == "engine" and "engine" in needs_of(function):
             raise ConfigError(
-                f"arm {arm.name!r}: {Use.of(part).name} weighs the trainer's π_old against the engine, but "
+                f"arm {arm.name!r}: {Component.of(part).name} weighs the trainer's π_old against the engine, but "
                 "anchor='engine' takes the engine's log-probs for π_old: every weight is 1. Choose one of the two."
             )
     for part, function in zip(arm.filters, objective.filters, strict=True):
-        if Use.of(part).name == "truncated":
+        if Component.of(part).name == "truncated":
             raise ConfigError(f"arm {arm.name!r}: truncated is never 0, so as a filter it does nothing: make it a "
                               "correction")
         if "policy" in needs_of(function):
@@ -257,7 +257,7 @@ def _check_per_token(arm: Arm, objective: Objective) -> None:
 
 
 def _warn_of_wide_range(arm: Arm, objective: Objective) -> None:
-    name = Use.of(arm.loss).name
+    name = Component.of(arm.loss).name
     options = {option: p.default for option, p in inspect.signature(objective.loss).parameters.items()}
     high, low = (options.get(bound, 0.0) for bound in ("clip_high", "clip_low"))
     level = options.get(CLIPS.get(name, ""), CLIPS.get(name, ""))
@@ -270,4 +270,4 @@ def _warn_of_wide_range(arm: Arm, objective: Objective) -> None:
 
 def _term_name(part: Part) -> str:
     """What a term is called in metrics."""
-    return Use.of(part).name.rpartition(":")[2]
+    return Component.of(part).name.rpartition(":")[2]

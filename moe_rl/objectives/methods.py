@@ -14,7 +14,7 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.objectives.spelling import FIELDS, PIECE, SEVERAL, parse, read_table, split_pieces
 from moe_rl.objectives.spelling import spell as spell_with
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 
 SENTENCE = re.compile(r"(?<!\bDr)\. (?=[A-Z])")
 REQUIRED = "…"
@@ -133,9 +133,9 @@ def read_equation(name: str) -> str:
 
 
 SAME = {
-    "group": Use("normalized"),
-    "gspo": Use("grpo", level="sequence", clip_low=3e-4, clip_high=4e-4),
-    "gspo_token": Use("grpo", level="sequence_token", clip_low=3e-4, clip_high=4e-4),
+    "group": Component("normalized"),
+    "gspo": Component("grpo", level="sequence", clip_low=3e-4, clip_high=4e-4),
+    "gspo_token": Component("grpo", level="sequence_token", clip_low=3e-4, clip_high=4e-4),
 }
 """Components that are another with these options."""
 
@@ -150,7 +150,7 @@ def differences(a: Arm, b: Arm) -> list[str]:
         if name == "anchor":
             found.append(f"anchor: {ours}, not {theirs}")
             continue
-        ours, theirs = (_general(x if name in SEVERAL else (x or Use("none"),)) for x in (ours, theirs))
+        ours, theirs = (_general(x if name in SEVERAL else (x or Component("none"),)) for x in (ours, theirs))
         for part in dict.fromkeys([*ours, *theirs]):
             if part in ours and part in theirs:
                 one, other = ({**read_options(part), **side[part].options} for side in (ours, theirs))
@@ -165,7 +165,9 @@ def differences(a: Arm, b: Arm) -> list[str]:
     return found
 
 
-def _general(uses: tuple[Use, ...]) -> dict[str, Use]:
+def _general(uses: tuple[Component, ...]) -> dict[str, Component]:
     """Components by name, each under its more general one."""
-    found = [Use(SAME[u.name].name, **{**SAME[u.name].options, **u.options}) if u.name in SAME else u for u in uses]
+    found = [
+        Component(SAME[u.name].name, **{**SAME[u.name].options, **u.options}) if u.name in SAME else u for u in uses
+    ]
     return {use.name: use for use in found}

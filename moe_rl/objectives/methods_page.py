@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moe_rl.config import Arm
 from moe_rl.objectives import methods as table
 from moe_rl.objectives.spelling import DEFAULT, FIELDS, SEVERAL, read_table
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 
 KINDS = {"loss": "Losses", "aggregation": "Aggregations", "correction": "Corrections", "term": "Terms",
          "advantage": "Steps to advantages", "routes": "Routes"}
@@ -51,12 +51,12 @@ def row(*cells: str) -> str:
 def _equations(made: Arm, form: str, *, all_components: bool) -> list[str]:
     """A line for each component of an arm; else for those that are not an arm's own defaults, or the loss where there
     are none."""
-    found: list[Use] = []
+    found: list[Component] = []
     for field in FIELDS[1:]:
         value = getattr(made, field)
         if field != "anchor" and value and (all_components or value != getattr(DEFAULT, field)):
             found += value if field in SEVERAL else [value]
-    return [form.format(use.name, table.read_equation(use.name)) for use in found or [Use.of(made.loss)]
+    return [form.format(use.name, table.read_equation(use.name)) for use in found or [Component.of(made.loss)]
             if use.name in table.components()]
 
 

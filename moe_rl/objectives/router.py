@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_rl.errors import ConfigError
 from moe_rl.objectives.losses import LOSSES, LossInputs, LossOutput
 from moe_rl.objectives.spelling import suggest_field
-from moe_rl.registry import Use, lookup, needs, needs_of
+from moe_rl.registry import Component, lookup, needs, needs_of
 from moe_rl.routing.inputs import RouterInputs
 
 PerToken = Float[Tensor, "batch time"]
@@ -38,7 +38,7 @@ def rspo(
     """
     if not 0 <= floor <= 1:
         raise ConfigError(f"rspo(floor={floor:g}): the least factor on a ratio is from 0 (no floor) to 1 (no factor)")
-    loss = lookup("loss", Use(base, **(options or {})), LOSSES, suggest_field)
+    loss = lookup("loss", Component(base, **(options or {})), LOSSES, suggest_field)
     if needs_of(loss):
         raise ConfigError(f"rspo(base={base!r}): it weighs the ratio of a loss that needs log-probs alone, not of one "
                           f"that needs {', '.join(sorted(needs_of(loss)))}")

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.registry import WORDS, Part, Use, read_options, unknown
+from moe_rl.registry import WORDS, Component, Part, read_options, unknown
 
 FIELD = {"loss": "loss", "aggregation": "aggregate", "correction": "corrections", "term": "terms",
          "advantage": "advantage", "routes": "routes"}
@@ -114,7 +114,7 @@ def parse(text: str, methods: Mapping[str, str]) -> Arm:
     return start.replace(**{"name": "".join(text.split()), **found})
 
 
-def require_options(use: Use) -> Use:
+def require_options(use: Component) -> Component:
     """The component, if it has its options. Raises ConfigError for one that is not its own, and for one it lacks."""
     if known := known_components().get(use.name):
         for name in use.options:
@@ -142,18 +142,18 @@ def split_pieces(text: str) -> list[str]:
     return found
 
 
-def _start_from(use: Use, methods: Mapping[str, str]) -> Arm:
+def _start_from(use: Component, methods: Mapping[str, str]) -> Arm:
     """What the first component of a text stands for."""
     if use.name in methods:
         method = parse(methods[use.name], {})
         field = _known_field(use) or "loss"
-        if field == "loss" and use.name.rpartition(":")[2] not in (field, Use.of(method.loss).name):
+        if field == "loss" and use.name.rpartition(":")[2] not in (field, Component.of(method.loss).name):
             _refuse_ambiguous(use, method)
 
-        def add_options(part: Part) -> Use:
-            part = Use.of(part)
+        def add_options(part: Part) -> Component:
+            part = Component.of(part)
             mine = field == "loss" or part.name == use.name
-            return require_options(Use(part.name, **{**part.options, **use.options})) if mine else part
+            return require_options(Component(part.name, **{**part.options, **use.options})) if mine else part
 
         value = getattr(method, field)
         changed: Any = tuple(map(add_options, value)) if field in SEVERAL else add_options(value)
@@ -165,24 +165,26 @@ def _start_from(use: Use, methods: Mapping[str, str]) -> Arm:
     return Arm(name="", loss=require_options(use))
 
 
-def _refuse_ambiguous(use: Use, method: Arm) -> None:
+def _refuse_ambiguous(use: Component, method: Arm) -> None:
     """Raise ConfigError for an option that a component of the method has which is not its loss: `tis(cap=5)`, where the
     loss has a `cap` of its own."""
-    loss = Use.of(method.loss).name
+    loss = Component.of(method.loss).name
     for field in SEVERAL:
         steps = getattr(method, field)
         for part in steps:
             for name in use.options if part.name in known_components() else ():
                 if name in known_components()[part.name].options:
-                    new = Use(part.name, **{**part.options, name: use.options[name]})
+                    new = Component(part.name, **{**part.options, name: use.options[name]})
                     text = "+".join(f"{field}={_spell_use(new if step is part else step)}" for step in steps)
                     mine = name in known_components()[loss].options
-                    raise ConfigError(f"{_spell_use(Use(use.name, **{name: use.options[name]}))}: {name} is an option "
-                                      f"of its {part.name}: write {use.name}+{text}"
-                                      + (f", or, for the loss, begin with {loss}(…)" if mine else ""))
+                    raise ConfigError(
+                        f"{_spell_use(Component(use.name, **{name: use.options[name]}))}: {name} is an option "
+                        f"of its {part.name}: write {use.name}+{text}"
+                        + (f", or, for the loss, begin with {loss}(…)" if mine else "")
+                    )
 
 
-def _field_of(text: str, use: Use, methods: Mapping[str, str]) -> str:
+def _field_of(text: str, use: Component, methods: Mapping[str, str]) -> str:
     """The field that a component goes into, by its kind."""
     if (field := _known_field(use)) is not None:
         return field
@@ -196,7 +198,7 @@ def _field_of(text: str, use: Use, methods: Mapping[str, str]) -> str:
     unknown("part", use.name, known_components())
 
 
-def _known_field(use: Use) -> str | None:
+def _known_field(use: Component) -> str | None:
     known = known_components().get(use.name)
     return FIELD[known.kind] if known else None
 
@@ -206,7 +208,7 @@ def _names_for(field: str) -> list[str]:
     return [n for n, known in known_components().items() if FIELD[known.kind] == SAME_COMPONENTS.get(field, field)]
 
 
-def _read_piece(text: str, piece: str) -> tuple[str | None, Use]:
+def _read_piece(text: str, piece: str) -> tuple[str | None, Component]:
     """The field that a piece names, if it does, and its component."""
     match = PIECE.fullmatch(piece)
     if match is None:
@@ -215,7 +217,7 @@ def _read_piece(text: str, piece: str) -> tuple[str | None, Use]:
     field, name, options = match.groups()
     if field is not None and field not in FIELDS:
         unknown("field of an arm", field, FIELDS)
-    use = Use(name, **read_options(options or "", f"{piece!r} in arm {text!r}"))
+    use = Component(name, **read_options(options or "", f"{piece!r} in arm {text!r}"))
     if field not in (None, "name", "anchor") and name != "none" and not use.own and name not in _names_for(field):
         if known := _known_field(use):
             raise ConfigError(f"arm {text!r}: {name} belongs into {known}, not into {field}")
@@ -227,7 +229,7 @@ def _read_piece(text: str, piece: str) -> tuple[str | None, Use]:
 # ---------------------------------------------------------------------- arm → text
 def spell(arm: Arm, methods: Mapping[str, str]) -> str:
     """The text that `parse` reads as this arm, its name included."""
-    loss = Use.of(arm.loss)
+    loss = Component.of(arm.loss)
     more = loss.name in methods and parse(loss.name, methods) != Arm(name=loss.name, loss=loss.name)
     pieces = [f"{'loss=' if more or loss.own else ''}{_spell_use(loss)}"]
     for field in FIELDS:
@@ -247,7 +249,7 @@ def spell(arm: Arm, methods: Mapping[str, str]) -> str:
 
 
 def _spell_use(use: Part) -> str:
-    use = Use.of(use)
+    use = Component.of(use)
     options = ",".join(f"{name}={_spell_value(value)}" for name, value in use.options.items())
     return f"{use.name}({options})" if options else use.name
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moe_rl.objectives import Objective
-from moe_rl.routing.dial import Dose
+from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, Updated
 
@@ -26,16 +26,16 @@ class Policy(Protocol):
     """
 
     def score(
-        self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, dose: Dose | None = None
+        self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, noise: Noise | None = None
     ) -> Scored:
         """Log-probs, entropy and routes of a batch without gradient; natural routing when `routes` is None.
 
-        `scores` asks for router scores as well, which cost memory: for probes. Under a `dose` the routers are moved.
+        `scores` asks for router scores as well, which cost memory: for probes. Under a `noise` the routers are moved.
         """
 
-    def update(self, batch: Batch, objective: Objective, dose: Dose | None = None) -> Updated:
+    def update(self, batch: Batch, objective: Objective, noise: Noise | None = None) -> Updated:
         """One optimizer step on one weighed mini-batch, live or under its routes. What it says was measured before the
-        weights moved. Under a `dose` the loss and its gradient are those of moved routers; the step moves the others.
+        weights moved. Under a `noise` the loss and its gradient are those of moved routers; the step moves the others.
         """
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:

@@ -26,9 +26,9 @@ from moe_rl.policies.micro_batches import Rows, cut, join, waiting
 from moe_rl.policies.optimizer import cosine_with, last_step, optimizer_of, read_state, stepped, write_state
 from moe_rl.registry import checked
 from moe_rl.routing.balance import balance, correction_biases
-from moe_rl.routing.dial import Dose, disturbed
 from moe_rl.routing.hooks import record_routing, replay_routing
 from moe_rl.routing.inputs import Routed, RouterInputs, load_of, token_weights
+from moe_rl.routing.router_noise import Noise, disturbed
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, Updated
 
@@ -101,7 +101,7 @@ class HFPolicy:
     # ------------------------------------------------------------------ the verbs
     @torch.no_grad()
     def score(
-        self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, dose: Dose | None = None
+        self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, noise: Noise | None = None
     ) -> Scored:
         """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. See `Policy.score`."""
         if routes is not None:
@@ -111,15 +111,15 @@ class HFPolicy:
         for rows in cuts:
             part = batch.rows(rows)
             forced, in_pieces = None if routes is None else routes.rows(rows), self._in_pieces(part)
-            with self._moved(dose), self._routed(part, forced, scores) as routed:
+            with self._moved(noise), self._routed(part, forced, scores) as routed:
                 outputs = self._forward(part, in_pieces)
             seen = routed.recording.scores(len(part)) if scores else None
             parts.append(waiting(batch, *outputs, *routed.traces, seen))
         return Scored(*self._joined(parts, batch, cuts))
 
-    def update(self, batch: Batch, objective: Objective, dose: Dose | None = None) -> Updated:
+    def update(self, batch: Batch, objective: Objective, noise: Noise | None = None) -> Updated:
         """One optimizer step on a mini-batch. Micro-batches only add: the weights of the loss span all of it."""
-        (logprobs, entropy, routes, preferred, clipped_by), loss, metrics = self._backward(batch, objective, dose)
+        (logprobs, entropy, routes, preferred, clipped_by), loss, metrics = self._backward(batch, objective, noise)
         if self.last_gradient is not None:
             cosine = cosine_with(self.last_gradient, self._trainable())
             metrics = metrics if cosine is None else {**metrics, "grad_cosine": cosine}
@@ -185,11 +185,11 @@ class HFPolicy:
         """What all forwards over a batch gave, each kind as one."""
         return join(parts, batch, cuts)
 
-    def _moved(self, dose: Dose | None) -> AbstractContextManager[None]:
-        return disturbed(self.model, dose, partial(last_step, self.optimizer))
+    def _moved(self, noise: Noise | None) -> AbstractContextManager[None]:
+        return disturbed(self.model, noise, partial(last_step, self.optimizer))
 
     def _backward(
-        self, batch: Batch, objective: Objective, dose: Dose | None = None
+        self, batch: Batch, objective: Objective, noise: Noise | None = None
     ) -> tuple[list, float, Mapping[str, float]]:
         """Fresh gradients of a mini-batch's loss; returns the outputs of its rows, the loss and its metrics."""
         if batch.routes is not None:
@@ -198,12 +198,12 @@ class HFPolicy:
         metrics: Counter[str] = Counter()
         parts, loss = [], 0.0
         looks = "router" in objective.needs
-        inputs_of = self._router_inputs(batch, objective, dose) if looks else lambda rows, part, routed: {}
+        inputs_of = self._router_inputs(batch, objective, noise) if looks else lambda rows, part, routed: {}
         cuts = self._cut(batch, self.micro_batch)
         for rows in cuts:
             part = batch.rows(rows).to(self.device)
             in_pieces = self._in_pieces(part)
-            with self._moved(dose), self._routed(part, part.routes, logits=looks) as routed:
+            with self._moved(noise), self._routed(part, part.routes, logits=looks) as routed:
                 logprobs, entropy = self._forward(part, in_pieces, entropy_gradient="entropy" in objective.needs)
                 out = objective(part, logprobs, entropy, **inputs_of(rows, part, routed))
                 out.loss.backward()
@@ -212,11 +212,11 @@ class HFPolicy:
             parts.append(waiting(batch, logprobs.detach(), entropy.detach(), *routed.traces, out.clipped_by))
         return self._joined(parts, batch, cuts), loss, dict(metrics)
 
-    def _router_inputs(self, batch: Batch, objective: Objective, dose: Dose | None) -> Callable[..., dict[str, Any]]:
+    def _router_inputs(self, batch: Batch, objective: Objective, noise: Noise | None) -> Callable[..., dict[str, Any]]:
         """What parts that look at routers are given about some rows of a mini-batch, once their forward has run."""
         weights, load = token_weights(batch), None
         if "load" in objective.needs and len(batch.tokens[self._cut(batch, self.micro_batch)[0]]) < len(batch):
-            whole = self.score(batch, batch.routes, dose=dose)
+            whole = self.score(batch, batch.routes, noise=noise)
             load = load_of(batch, whole.routes, whole.preferred)
             load = {kind: tuple(share.to(self.device) for share in sites) for kind, sites in load.items()}
 

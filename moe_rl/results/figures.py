@@ -23,7 +23,7 @@ from matplotlib.ticker import EngFormatter, FixedLocator, NullLocator, PercentFo
 
 from moe_rl.errors import RunError
 from moe_rl.metrics.attribution import AttributionSums
-from moe_rl.registry import Use, lookup, unknown
+from moe_rl.registry import Component, lookup, unknown
 from moe_rl.results import plots, stats
 from moe_rl.results.summary import (
     ACROSS,
@@ -60,10 +60,10 @@ POINTS = 25
 # ---------------------------------------------------------------------- training
 @plots.styled
 def learning(frames: Frames, arms: Sequence[str], *, endpoint: Metric = MAIN,
-             contrasts: Sequence[Sequence[str]] = ()) -> Figure:
+             comparisons: Sequence[Sequence[str]] = ()) -> Figure:
     """Training reward and held-out exact match over steps (GSPO, arXiv 2507.18071, Fig. 1 and 3, per step), and the
     endpoint's differences within seeds."""
-    differences = differences_of(frames, arms, endpoint, contrasts)
+    differences = differences_of(frames, arms, endpoint, comparisons)
     figure, axes = plots.new_figure(len(LEARNING) + bool(differences), "Does it learn, and does it last?")
     note = draw_learning(axes, LEARNING, frames, arms)
     if differences:
@@ -105,12 +105,12 @@ def learning_over_compute(frames: Frames, arms: Sequence[str]) -> Figure:
 
 
 def differences_of(
-    frames: Frames, arms: Sequence[str], endpoint: Metric, contrasts: Sequence[Sequence[str]]
+    frames: Frames, arms: Sequence[str], endpoint: Metric, comparisons: Sequence[Sequence[str]]
 ) -> dict[str, pd.Series]:
     """The endpoint's differences within seeds, by name; of many arms without contrasts each against the first."""
     present = [arm for arm in arms if (frames.runs["arm"] == arm).any()]
-    pairs = pairs_of(present, contrasts)
-    if len(pairs) > 2 * plots.ARMS and not contrasts:
+    pairs = pairs_of(present, comparisons)
+    if len(pairs) > 2 * plots.ARMS and not comparisons:
         pairs = [(arm, present[0]) for arm in present[1:]]
     return {f"{a} − {b}": gap for (a, b), gap in gaps(frames, pairs, endpoint).items() if len(gap)}
 
@@ -145,11 +145,13 @@ def clipping(frames: Frames, arms: Sequence[str]) -> Figure:
 def expert_change(frames: Frames, arms: Sequence[str]) -> Figure:
     """Share of expert slots that change over one step, over training and per routing site (GSPO, section 5.3)."""
     figure, axes = plots.new_figure(2, "How many experts change in one step?", sharey=True)
-    over_steps, window = windows(frames["steps"], "slot_change")
-    note = plots.curves(axes[0], over_steps, "slot_change", "step", arms)
+    over_steps, window = windows(frames["steps"], "expert_change_rate")
+    note = plots.curves(axes[0], over_steps, "expert_change_rate", "step", arms)
     axes[0].set(title="Over training, all sites", xlabel="step" + window)
     axes[0].set_ylabel("expert slots changed, 1 − |S ∩ S′| / k")
-    plots.curves(axes[1], mean_by(frames["layers"], "slot_change", "site"), "slot_change", "site", arms, marker="o")
+    plots.curves(
+        axes[1], mean_by(frames["layers"], "expert_change_rate", "site"), "expert_change_rate", "site", arms, marker="o"
+    )
     axes[1].set(title="Per routing site, mean over steps", xlabel="routing site, in forward order")
     for ax in axes:
         ax.axhline(0.1, color=plots.GREY, linewidth=1.2, linestyle=":", label="“roughly 10 %”: GSPO paper, 48 layers")
@@ -224,10 +226,10 @@ def engine_mismatch(frames: Frames, arms: Sequence[str]) -> Figure:
     and the noise floor: the policy scoring the same tokens twice.
     """
     figure, axes = plots.new_figure(3, "How much do engine and policy differ at equal weights?")
-    per_site = mean_by(frames["layers"], "engine_set_change", "site")
-    note = plots.curves(axes[0], per_site, "engine_set_change", "site", arms, marker="o")
-    floor = mean_by(frames["layers"], "noise_floor_set_change", "site")
-    floor = floor.groupby("site")["noise_floor_set_change"].mean()
+    per_site = mean_by(frames["layers"], "engine_any_change_rate", "site")
+    note = plots.curves(axes[0], per_site, "engine_any_change_rate", "site", arms, marker="o")
+    floor = mean_by(frames["layers"], "noise_floor_any_change_rate", "site")
+    floor = floor.groupby("site")["noise_floor_any_change_rate"].mean()
     axes[0].plot(floor.index, floor, color=plots.GREY, linestyle=":", label="noise floor")
     axes[0].set(title="Routers that differ", xlabel="routing site, in forward order", ylabel=DIFFER, ylim=(0, None))
     axes[0].yaxis.set_major_formatter(PercentFormatter(1))
@@ -250,7 +252,7 @@ def engine_mismatch(frames: Frames, arms: Sequence[str]) -> Figure:
 def engine_over_steps(frames: Frames, arms: Sequence[str]) -> Figure:
     """Whether engine and policy drift apart while training: routes that differ, and KL k3, over steps, log axis."""
     figure, axes = plots.new_figure(2, "Does the mismatch grow in training?")
-    panels = {"engine_set_change": "Routers that differ", "engine_kl_k3": "KL k3, nats per token"}
+    panels = {"engine_any_change_rate": "Routers that differ", "engine_kl_k3": "KL k3, nats per token"}
     for ax, (column, title) in zip(axes, panels.items(), strict=True):
         over_steps, window = windows(frames["steps"], column)
         note = plots.curves(ax, over_steps, column, "step", arms)
@@ -311,20 +313,22 @@ def _at_risk(ax: Axes, times: pd.Series, arm: str, colour: str, row: int, end: i
 
 @plots.styled
 def learning_by_cell(frames: Frames, arms: Sequence[str], *, endpoint: Metric = MAIN,
-                     contrasts: Sequence[Sequence[str]] = ()) -> Figure:
+                     comparisons: Sequence[Sequence[str]] = ()) -> Figure:
     """Training reward and greedy held-out exact match over steps, and the endpoint's differences within seeds: a row of
-    panels per combination of factors. Where the dial injects noise, the row says so."""
+    panels per combination of factors. Where routers get noise, the row says so."""
     figure, axes = plots.new_figure(3 * len(frames.cells), "Does it learn, and does it last?")
     panels = {column: LEARNING[column] for column in ("reward", "eval_exact_greedy")}
     notes: dict[str, str] = {}
     for i, cell in enumerate(frames.cells):
         row, here = axes[3 * i : 3 * i + 3], frames.cell(cell)
         note = draw_learning(row, panels, here, arms)
-        note += draw_differences(row[2], differences_of(here, arms, endpoint, contrasts), arms, endpoint)
+        note += draw_differences(row[2], differences_of(here, arms, endpoint, comparisons), arms, endpoint)
         notes[note] = f"{notes[note]}, {cell}" if note in notes else cell
-        dials = [json.loads(c).get("dial", {}) for c in here.runs.get("config", ())]
-        sigma = max((dial.get("sigma", 0.0) for dial in dials), default=0.0)
-        where = "into all but" if any(dial.get("form") == "beside" for dial in dials) else "into"
+        noises = [json.loads(c).get("router_noise", {}) for c in here.runs.get("config", ())]
+        sigma = max((router_noise.get("scale", 0.0) for router_noise in noises), default=0.0)
+        where = (
+            "into all but" if any(router_noise.get("target") == "other_weights" for router_noise in noises) else "into"
+        )
         injected = f": noise is injected {where} its routers, σ = {sigma:g}" if sigma else ""
         row[0].set(title=f"{cell}{injected}\n{panels['reward']}")
     limits = [ax.get_xlim() for ax in axes[2::3]]
@@ -336,7 +340,7 @@ def learning_by_cell(frames: Frames, arms: Sequence[str], *, endpoint: Metric = 
 
 @plots.styled
 def against_factor(frames: Frames, arms: Sequence[str], *, factor: str, metric: Metric = MAIN,
-                   contrasts: Sequence[Sequence[str]] = ()) -> Figure:
+                   comparisons: Sequence[Sequence[str]] = ()) -> Figure:
     """A number per run against a factor, and beside it the differences within seeds: every seed, mean and interval.
 
     A pair of panels per combination of the other factors; a log axis where the values are spaced like one. Where every
@@ -349,7 +353,7 @@ def against_factor(frames: Frames, arms: Sequence[str], *, factor: str, metric: 
     void = [key in lost for key in zip(table["arm"], table["cell"], strict=True)]
     panels = list(table.assign(void=void).groupby("others", sort=False))
     present = [arm for arm in arms if (table["arm"] == arm).any()]
-    pairs = pairs_of(present, contrasts) if len(present) > 1 else ()
+    pairs = pairs_of(present, comparisons) if len(present) > 1 else ()
     figure, axes = plots.new_figure(len(panels) * (1 + bool(pairs)), f"{metric.name} against {name_of(factor)}")
     for i, (others, rows) in enumerate(panels):
         left, right = axes[i * (1 + bool(pairs))], axes[i * (1 + bool(pairs)) + 1] if pairs else None
@@ -456,7 +460,7 @@ def tokens_sampled(frames: Frames) -> pd.DataFrame:
                  for arm, seed, text in zip(*(frames.runs[c] for c in ("arm", "seed", "config")), strict=True)}
     number = [responses[run] for run in zip(steps["arm"], steps["seed"], strict=True)]
     kept = steps["response_tokens"] * number
-    return steps.assign(tokens=steps["drawn_tokens"].fillna(kept) if "drawn_tokens" in steps else kept)
+    return steps.assign(tokens=steps["sampled_tokens"].fillna(kept) if "sampled_tokens" in steps else kept)
 
 
 def add_spent(frame: pd.DataFrame, steps: pd.DataFrame, spent: str) -> pd.DataFrame:
@@ -483,17 +487,17 @@ TOGETHER = ("learning_by_cell",)
 """Figures of all combinations of factors, as `against:…` are."""
 
 
-def draw(name: str, endpoint: str, contrasts: Sequence[Sequence[str]] = ()) -> Draw:
+def draw(name: str, endpoint: str, comparisons: Sequence[Sequence[str]] = ()) -> Draw:
     """The figure of a name: one of FIGURES, or a user's own `pkg.module:function`. `against:optimizer.lr` draws the
-    endpoint over a factor, `against:optimizer.lr:slot_change` another metric. One that has keyword parameters
-    `endpoint` or `contrasts` gets the study's. Raises ConfigError for an unknown one."""
+    endpoint over a factor, `against:optimizer.lr:expert_change_rate` another metric. One that has keyword parameters
+    `endpoint` or `comparisons` gets the study's. Raises ConfigError for an unknown one."""
     if name.startswith(ACROSS):
         factor, _, column = name.removeprefix(ACROSS).partition(":")
-        return partial(against_factor, factor=factor, metric=metric(column or endpoint), contrasts=contrasts)
-    if name not in FIGURES and not Use(name).own:
+        return partial(against_factor, factor=factor, metric=metric(column or endpoint), comparisons=comparisons)
+    if name not in FIGURES and not Component(name).own:
         unknown("figure", name, [*FIGURES, f"{ACROSS}<factor>", f"{ACROSS}<factor>:<metric>", "pkg.module:name"])
     found = lookup("figure", name, FIGURES)
-    study = {"endpoint": metric(endpoint), "contrasts": contrasts}
+    study = {"endpoint": metric(endpoint), "comparisons": comparisons}
     return partial(found, **{k: v for k, v in study.items() if k in inspect.signature(found).parameters})
 
 
@@ -513,10 +517,10 @@ def draw_planned(frames: Frames, declared: Mapping[str, Any], *,
     nobody measured its columns, or a user's own function fails."""
     arms = [arm["name"] for arm in declared["arms"]] or sorted(frames.runs["arm"].unique())
     for name, cell in plan_figures(declared["figures"], frames.cells, every=every):
-        own, here = Use(name).own and not name.startswith(ACROSS), frames if cell is None else frames.cell(cell)
+        own, here = Component(name).own and not name.startswith(ACROSS), frames if cell is None else frames.cell(cell)
         found: Figure | RunError
         try:
-            found = draw(name, declared["endpoint"], declared["contrasts"])(here, arms)
+            found = draw(name, declared["endpoint"], declared["comparisons"])(here, arms)
             if own:
                 _check(found)
         except RunError as error:

@@ -20,7 +20,7 @@ from jinja2 import Environment
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.results import figures, plots
 from moe_rl.results.rollouts import write_pages
 from moe_rl.results.summary import verdict_of
@@ -29,7 +29,7 @@ from moe_rl.storage.frames import Frames, load_study
 from moe_rl.storage.versions import HARDWARE
 from moe_rl.study.declaration import read_declaration
 
-ABOUT = {"hypothesis": "Hypothesis", "endpoint": "Primary endpoint", "contrasts": "Contrasts",
+ABOUT = {"hypothesis": "Hypothesis", "endpoint": "Primary endpoint", "comparisons": "Contrasts",
          "decision_rule": "Decision rule", "verdict": "Verdict by that rule", "untrained": "Warning",
          "differs_from_paper": "Differs from the paper", "caution": "Caution", "cost": "Cost, as planned"}
 UNRECORDED = "not recorded"
@@ -38,7 +38,7 @@ UNRECORDED = "not recorded"
 def write_study_page(folder: Path, out: Path, *, mix_code: bool = False) -> None:
     """Write the page of the finished runs of a study, from its runs or its collected tables."""
     declared, frames = read_declaration(folder), load_study(folder, mix_code=mix_code)
-    texts = dict(declared) | {"contrasts": "; ".join(f"{a} − {b}" for a, b in declared["contrasts"]),
+    texts = dict(declared) | {"comparisons": "; ".join(f"{a} − {b}" for a, b in declared["comparisons"]),
                               "verdict": "\n".join(verdict_of(frames, declared)), "untrained": untrained(frames)}
     template = resources.files("moe_rl.results").joinpath("study_page.html").read_text()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     for key, value in config.items():
         if prefix == "arm." and key != "name":  # parts, as a study writes them
             parts = value if isinstance(value, list) else [value]
-            found[prefix + key] = ", ".join(str(Use.of(part)) if part else "–" for part in parts) or "–"
+            found[prefix + key] = ", ".join(str(Component.of(part)) if part else "–" for part in parts) or "–"
         elif isinstance(value, Mapping) and value:
             found |= _flat(value, f"{prefix}{key}.")
         else:

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.metrics.convergence import Collapse, collapse, second_half_mean
-from moe_rl.registry import Use, lookup
+from moe_rl.registry import Component, lookup
 from moe_rl.results.stats import (
     Crossing,
     Interval,
@@ -93,7 +93,7 @@ METRICS = (
     Metric("greedy exact match, gained since the start", "eval_exact_greedy", gained, 0.0, since_start=True),
     Metric("sampled exact match, end", "eval_exact_sampled", last, after_divergence=0.0),
     Metric("sampled exact match, gained since the start", "eval_exact_sampled", gained, 0.0, since_start=True),
-    Metric("expert slots changed", "slot_change"),
+    Metric("expert slots changed", "expert_change_rate"),
     Metric("log-ratio variance, nats²", "token_log_ratio_var"),
     Metric("clipped tokens", "clip_tokens"),
     Metric("clipped sequences", "clip_sequences"),
@@ -109,7 +109,7 @@ ON_REQUEST = (
 )
 """Shown where a study names them."""
 ENGINE = (
-    Metric("engine: expert sets changed, run", "engine_set_change", mean),
+    Metric("engine: expert sets changed, run", "engine_any_change_rate", mean),
     Metric("engine: tokens with a change, run", "engine_any_layer_change", mean),
     Metric("engine: KL k3, nats, run", "engine_kl_k3", mean),
     Metric("engine: F(2), run", "engine_beyond_2", mean),
@@ -133,7 +133,7 @@ def metric(name: str) -> Metric:
     for known in (*METRICS, *ENGINE, *ON_REQUEST):
         if name in (known.name, known.column):
             return known
-    if Use(name).own:
+    if Component(name).own:
         return Metric(name.partition(":")[2].replace("_", " "), name, of=lookup("metric", name, {}))
     if unknown("steps", {name}):
         names = ", ".join(repr(m.name) for m in (*METRICS, *ENGINE, *ON_REQUEST))
@@ -192,16 +192,16 @@ def replaying(frames: Frames) -> dict[str, bool]:
     """Which arms replay; empty where the rows do not say what their runs were."""
     texts = frames.runs.drop_duplicates("arm").set_index("arm")["config"] if "config" in frames.runs else {}
     arms = {name: RunConfig.from_dict(json.loads(text)).arm for name, text in texts.items()}
-    return {name: any(Use.of(part).name != "live" for part in (arm.routes, arm.ratio_routes) if part)
+    return {name: any(Component.of(part).name != "live" for part in (arm.routes, arm.ratio_routes) if part)
             for name, arm in arms.items()}
 
 
 def unlearned(frames: Frames) -> list[str]:
     """The runs in which no group of any step had a reward that differs from another: no advantage was ever but 0."""
     steps = frames["steps"]
-    if "groups_without_signal" not in steps or frames.runs.empty:
+    if "zero_variance_groups" not in steps or frames.runs.empty:
         return []
-    least = steps.groupby(RUN)["groups_without_signal"].min()
+    least = steps.groupby(RUN)["zero_variance_groups"].min()
     return [f"{arm} {cell} seed={seed}".replace(" base ", " ") for (arm, cell, seed), low in least.items() if low == 1]
 
 
@@ -265,20 +265,20 @@ class Comparison:
     """Of equal times to the first collapse; unadjusted. NaN when neither arm had one."""
 
 
-def pairs_of(arms: Sequence[str], contrasts: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
+def pairs_of(arms: Sequence[str], comparisons: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
     """The contrasts; without any, all pairs, the later arm before the earlier."""
-    return contrasts or [(b, a) for a, b in itertools.combinations(arms, 2)]
+    return comparisons or [(b, a) for a, b in itertools.combinations(arms, 2)]
 
 
 def family(declared: Mapping[str, Any]) -> int:
     """How many comparisons a declaration asks for: its pairs, at each combination of factors that runs both arms."""
-    pairs = pairs_of([arm["name"] for arm in declared["arms"]], declared["contrasts"])
+    pairs = pairs_of([arm["name"] for arm in declared["arms"]], declared["comparisons"])
     cells = [set(cell.get("arms") or itertools.chain(*pairs)) for cell in (declared["cells"] or {"": {}}).values()]
     combinations = math.prod(map(len, declared["factors"].values()))
     return combinations * sum(set(pair) <= cell for pair in pairs for cell in cells)
 
 
-def compare(frames: Frames, arms: Sequence[str], contrasts: Sequence[Sequence[str]] = (),
+def compare(frames: Frames, arms: Sequence[str], comparisons: Sequence[Sequence[str]] = (),
             metric: Metric = MAIN, family: int = 0) -> list[Comparison]:
     """The contrasts (first minus second) over the seeds of which both arms have a value, at every combination of
     factors; which seeds have none is said by `without_value`.
@@ -286,7 +286,7 @@ def compare(frames: Frames, arms: Sequence[str], contrasts: Sequence[Sequence[st
     Without contrasts: all pairs, the later arm minus the earlier. Holm's adjustment is over everything returned, or
     over a `family` of more that were declared, of which some have no runs yet.
     """
-    pairs, found = pairs_of(arms, contrasts), []
+    pairs, found = pairs_of(arms, comparisons), []
     for cell in frames.cells:
         here = frames.cell(cell)
         values, fates = per_run(here, metric).dropna(), outcomes(here)
@@ -315,9 +315,16 @@ def without_value(frames: Frames, pairs: Sequence[Sequence[str]],
 # ---------------------------------------------------------------------- against a factor
 ACROSS = "against:"
 """How the name of a figure begins that spans all combinations of factors."""
-NAMES = {"optimizer.lr": "learning rate", "optimizer.router_lr_scale": "learning rate of routers, relative",
-         "dial.sigma": "dose σ", "dial.form": "form", "N": "updates per batch, N", "group_size": "responses per prompt",
-         "mini_batches": "mini-batches per step", "cold_start.seed": "cold start"}
+NAMES = {
+    "optimizer.lr": "learning rate",
+    "optimizer.router_lr_scale": "learning rate of routers, relative",
+    "router_noise.scale": "dose σ",
+    "router_noise.target": "form",
+    "N": "updates per batch, N",
+    "group_size": "responses per prompt",
+    "mini_batches": "mini-batches per step",
+    "cold_start.seed": "cold start",
+}
 
 
 def name_of(factor: str) -> str:
@@ -388,18 +395,20 @@ class HalfLost:
     shifts: dict[tuple[str, str], Shift]
 
 
-def half_lost_points(frames: Frames, factor: str, metric: Metric, contrasts: Sequence[Sequence[str]]) -> list[HalfLost]:
+def half_lost_points(
+    frames: Frames, factor: str, metric: Metric, comparisons: Sequence[Sequence[str]]
+) -> list[HalfLost]:
     """Per combination of the other factors: `stats.half_lost` of every seed's curve over the factor.
 
     Seeds count that were measured at every value of the factor and whose best is above 0. Intervals of shifts are at
     95 % for all contrasts together (Bonferroni), those of points at 95 % each. Raises RunError when no run varies the
     factor.
     """
-    found, together = [], 1 - 0.05 / max(len(contrasts), 1)
+    found, together = [], 1 - 0.05 / max(len(comparisons), 1)
     for others, table in against(frames, factor, metric).groupby("others", sort=False):
         by_arm = {str(arm): _crossings(rows) for arm, rows in table.groupby("arm", sort=False)}
         by_arm = {arm: crossings for arm, crossings in by_arm.items() if crossings}
-        pairs = [(a, b) for a, b in contrasts if set(by_arm.get(a, ())) & set(by_arm.get(b, ()))]
+        pairs = [(a, b) for a, b in comparisons if set(by_arm.get(a, ())) & set(by_arm.get(b, ()))]
         found.append(HalfLost(
             str(others),
             {arm: geometric([c.x for c in crossings.values()]) for arm, crossings in by_arm.items()},

@@ -62,11 +62,11 @@ def study_tables(frames: Frames, declared: Mapping[str, Any], *, cells: bool = F
     for cell in frames.cells if cells or not several else ():
         name = declared["name"] + (f", {cell}" if cell != "base" else "")
         tables.append(summary_table(frames.cell(cell), arms, name, declared["metrics"]))
-    if declared["contrasts"] or not several:
+    if declared["comparisons"] or not several:
         for one in (endpoint, *map(metric, declared["further_endpoints"])):
             tables += comparison_table(frames, arms, one, declared)
     for factor in dict.fromkeys(f for f in map(factor_of, declared["figures"]) if f):
-        tables += half_lost_table(frames, arms, factor, endpoint, declared["contrasts"])
+        tables += half_lost_table(frames, arms, factor, endpoint, declared["comparisons"])
     return tables
 
 
@@ -109,13 +109,13 @@ def comparison_table(frames: Frames, arms: Sequence[str], endpoint: Metric,
                      declared: Mapping[str, Any]) -> list[Shown]:
     """The contrasts, or all pairs of arms; nothing where no two arms share a seed. Of a study of which a part has run,
     p values are adjusted for all that it declares. Seeds that are left out are counted."""
-    contrasts, asked = declared["contrasts"], family(declared)
-    found, lost = compare(frames, arms, contrasts, endpoint, asked), _lost(frames, arms, contrasts, endpoint)
+    comparisons, asked = declared["comparisons"], family(declared)
+    found, lost = compare(frames, arms, comparisons, endpoint, asked), _lost(frames, arms, comparisons, endpoint)
     if not found and not lost:
         return []
     n = len(found)
     of = f"{n} rows" if n >= asked else f"{asked} comparisons declared, of which {n} are here"
-    what = "contrasts decided on beforehand" if contrasts else "all pairs of arms, exploratory"
+    what = "contrasts decided on beforehand" if comparisons else "all pairs of arms, exploratory"
     several = len(frames.cells) > 1
     header = ("difference", "mean, interval", "n", "p", "p,\nHolm", "smallest\np", "p, log-\nrank")
     rows = [(f"{c.a} − {c.b}" + f", {c.cell}" * several, str(c.result.difference), str(c.result.n),
@@ -126,9 +126,9 @@ def comparison_table(frames: Frames, arms: Sequence[str], endpoint: Metric,
     return [Shown(f"{endpoint.name}: {what}", header, rows, " ".join(filter(None, (note, lost))))]
 
 
-def _lost(frames: Frames, arms: Sequence[str], contrasts: Sequence[Sequence[str]], endpoint: Metric) -> str:
+def _lost(frames: Frames, arms: Sequence[str], comparisons: Sequence[Sequence[str]], endpoint: Metric) -> str:
     """The seeds that comparisons leave out, as a sentence; empty where there are none."""
-    found = without_value(frames, pairs_of(arms, contrasts), endpoint)
+    found = without_value(frames, pairs_of(arms, comparisons), endpoint)
     named = [f"{a} − {b}" + f", {cell}" * (len(frames.cells) > 1) + f": {lost} of {n}"
              for (cell, a, b), (lost, n) in found.items()]
     return (f"Seeds left out, because a run of the pair diverged or has no value, which favours the arm that fails "
@@ -136,7 +136,7 @@ def _lost(frames: Frames, arms: Sequence[str], contrasts: Sequence[Sequence[str]
 
 
 def half_lost_table(frames: Frames, arms: Sequence[str], factor: str, endpoint: Metric,
-                    contrasts: Sequence[Sequence[str]]) -> list[Shown]:
+                    comparisons: Sequence[Sequence[str]]) -> list[Shown]:
     """Where half of the endpoint is lost along a factor of positive numbers, three at least; else nothing."""
     try:
         values = list(set(against(frames, factor, endpoint)["x"]))
@@ -144,7 +144,7 @@ def half_lost_table(frames: Frames, arms: Sequence[str], factor: str, endpoint: 
         return []
     if not numeric(values) or min(values) <= 0 or len(values) < 3:
         return []
-    pairs = pairs_of(arms, contrasts)
+    pairs = pairs_of(arms, comparisons)
     found = half_lost_points(frames, factor, endpoint, pairs)
     rows = [row for one in found for row in _half_lost_rows(one)]
     used = [i for one in found for i in (*one.points.values(), *(s.ratio for s in one.shifts.values()))]
@@ -153,7 +153,7 @@ def half_lost_table(frames: Frames, arms: Sequence[str], factor: str, endpoint: 
             f"geometric means. A seed that never does counts at {max(values):g}, so its row is a lower bound and its "
             f"ratio one bounded. {_methods(used)} Ratios: 95 % for the {len(pairs)} together "
             "(Bonferroni); p: sign flips of the logs within seeds, not adjusted.")
-    note += "" if contrasts else " All pairs: exploratory."
+    note += "" if comparisons else " All pairs: exploratory."
     return [Shown(f"{name} at which half of the {endpoint.name} is lost", ("arm, or ratio of two", "mean, interval",
                   "n", "never lost", "p"), rows, note)] if rows else []
 

@@ -198,10 +198,10 @@ class Queue:
             found += _groups(more, sampling.rewards(more), size)
         everything = [pair for group in found for pair in group]
         row = {
-            "drawn_groups": len(found),
-            "drawn_groups_without_signal": sum(map(_silent, found)),
-            "drawn_tokens": sum(rollout.own_tokens for rollout, _ in everything),
-            "drawn_reward": sum(reward for _, reward in everything) / len(everything),
+            "sampled_groups": len(found),
+            "sampled_zero_variance_groups": sum(map(_silent, found)),
+            "sampled_tokens": sum(rollout.own_tokens for rollout, _ in everything),
+            "sampled_reward": sum(reward for _, reward in everything) / len(everything),
         }
         kept = [pair for group in sorted(found, key=_silent)[:wanted] for pair in group]
         return [rollout for rollout, _ in kept], [reward for _, reward in kept], row

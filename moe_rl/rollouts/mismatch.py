@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import LoadedModel
-from moe_rl.registry import Use, checked
+from moe_rl.registry import Component, checked
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.request import check_dtype, check_routes, warn_without_mask
 from moe_rl.routing.sites import router_parameters
@@ -41,7 +41,7 @@ def _check(
 ) -> None:  # fmt: skip
     check_routes(run, routes)
     check_dtype("engine.dtype", dtype)
-    if Use.of(run.policy).name != "hf":
+    if Component.of(run.policy).name != "hf":
         raise ConfigError(f"engine='perturbed' is a copy of the module of policy='hf', and policy={str(run.policy)!r} "
                           "has none: use hf, vllm or a server.")
     if experts not in (None, *EXPERTS):

@@ -11,7 +11,7 @@ from torch import nn
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.types import Prompt, Sampling
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def check_routes(run: RunConfig, routes: str) -> None:
     engine is not asked for."""
     if routes not in ROUTES:
         raise ConfigError(f"engine.routes={routes!r}: choose {', '.join(ROUTES)}.")
-    sources = [Use.of(use) for use in (run.arm.routes, run.arm.ratio_routes) if use is not None]
+    sources = [Component.of(use) for use in (run.arm.routes, run.arm.ratio_routes) if use is not None]
     if routes == "off" and "rollout" in {name for use in sources for name in (use.name, use.options.get("base"))}:
         raise ConfigError("routes='rollout' replays the engine's routes, but engine.routes='off' asks for none.")
 

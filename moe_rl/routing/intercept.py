@@ -96,7 +96,7 @@ class SiteForward(StandIn):
         self.recomputed: list[CheckpointedForward] = []
         """The checkpointed forward that is being recomputed, if any."""
         self.moved: list[Callable[[RoutingModule, int], AbstractContextManager[None]]] = []
-        """Scopes in which the router is moved (`dial.py`), for its choice alone."""
+        """Scopes in which the router is moved (`router_noise.py`), for its choice alone."""
 
     @property
     def idle(self) -> bool:
@@ -144,8 +144,10 @@ class SiteForward(StandIn):
     def _choice_when_moved(self, *args: Any, **kwargs: Any) -> Integer[Tensor, "tokens k"]:
         """What the moved router picks from the same hidden states."""
         if self.spec.by_maxima:
-            raise RoutingError(f"{self.spec.site.name} ({type(self.spec.module).__name__}) weighs within a band below "
-                               "its own maximum, so its choice cannot be moved alone; use dial.form='weights'.")
+            raise RoutingError(
+                f"{self.spec.site.name} ({type(self.spec.module).__name__}) weighs within a band below "
+                "its own maximum, so its choice cannot be moved alone; use router_noise.target='weights'."
+            )
         seen = self.selection(self.spec, self.index, None, None)
         with torch.no_grad(), self.moved[-1](self.spec, self.index), seen:
             self.select_again(*args, **kwargs)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.registry import needs
-from moe_rl.routing.dial import Dose
+from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored
 
@@ -79,14 +79,14 @@ def under_noise(
     batch: Batch, natural: Scored, score: Callable[..., Scored], *, sigma: float, seed: int = 0
 ) -> RoutingTrace:
     """Placebo: routes that π_old would use with its routers moved by `sigma` standard deviations along a random
-    direction, one per step (`dial.Dose`): as constant as `old_policy`'s, and about the tokens, but wrong.
+    direction, one per step (`router_noise.Noise`): as constant as `old_policy`'s, and about the tokens, but wrong.
 
-    `score` is the policy's verb. Drawn from `seed` and the batch's own tokens, so that it is independent of the dial.
-    A sigma of 0 is `old_policy`. Raises ConfigError for one that is negative or infinite.
+    `score` is the policy's verb. Drawn from `seed` and the batch's own tokens, so that it is independent of the router
+    noise. A sigma of 0 is `old_policy`. Raises ConfigError for one that is negative or infinite.
     """
     if not 0 <= sigma < torch.inf:
         raise ConfigError(f"under_noise(sigma={sigma:g}): how far routers are moved, in standard deviations, is >= 0.")
-    return score(batch, dose=Dose("weights", sigma, _seed(seed, batch))).routes if sigma else natural.routes
+    return score(batch, noise=Noise("weights", sigma, _seed(seed, batch))).routes if sigma else natural.routes
 
 
 def random_share(batch: Batch, natural: Scored, *, share: float, seed: int = 0) -> RoutingTrace | None:
@@ -99,8 +99,8 @@ def random_share(batch: Batch, natural: Scored, *, share: float, seed: int = 0) 
     routes = natural.routes
     if share == 1:
         return routes
-    dose = torch.rand(routes.shape[:3], generator=_generator(seed, batch)) < share
-    return _where(routes, dose)
+    noise = torch.rand(routes.shape[:3], generator=_generator(seed, batch)) < share
+    return _where(routes, noise)
 
 
 def by_layer(

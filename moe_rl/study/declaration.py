@@ -23,7 +23,7 @@ from typing import Any
 from moe_rl.config import SHIPPED, Arm, RunConfig, plain
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.objectives.methods import arm as spelled_arm
-from moe_rl.registry import Use, unknown
+from moe_rl.registry import Component, unknown
 from moe_rl.storage import folder as runs
 from moe_rl.storage.folder import DECLARATION
 
@@ -78,7 +78,7 @@ class Study:
     one's own, as in `metrics`."""
     further_endpoints: tuple[str, ...] = ()
     """Quantities that the arms are compared by as well, each in a table of its own: the rule says what for."""
-    contrasts: tuple[tuple[str, str], ...] = ()
+    comparisons: tuple[tuple[str, str], ...] = ()
     """The comparisons decided on beforehand, as (arm, arm): first minus second, Holm over these and all combinations of
     factors. Without any, all pairs are compared and called exploratory."""
     metrics: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ class Study:
                                   "'._+=,:()-', up to 120 of them, in a spelling as …+name=mine")
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"study {self.name!r} needs arms with names of their own, but has {names}")
-        for a, b in self.contrasts:
+        for a, b in self.comparisons:
             if a == b or not {a, b} <= set(names):
                 raise ConfigError(f"contrast {a} − {b} of study {self.name!r} needs two of its arms {names}")
         for name, settings in self.cells.items():
@@ -151,13 +151,13 @@ class Study:
         own = {arm.name: arm for arm in _made(self.arms)}
         chosen = tuple(own.get(text) or spelled_arm(text) for text in arms) or _made(self.arms)
         names = {arm.name for arm in chosen}
-        contrasts = tuple(pair for pair in self.contrasts if set(pair) <= names)
+        comparisons = tuple(pair for pair in self.comparisons if set(pair) <= names)
         cells = {name: {**cell, "arms": tuple(n for n in cell["arms"] if n in names)} if "arms" in cell else cell
                  for name, cell in self.cells.items()}
         cells = {name: cell for name, cell in cells.items() if cell.get("arms", names)}
         if self.cells and not cells:
             raise ConfigError(f"no cell of study {self.name!r} runs {', '.join(sorted(names))}")
-        return dataclasses.replace(self, arms=chosen, contrasts=contrasts, cells=cells)
+        return dataclasses.replace(self, arms=chosen, comparisons=comparisons, cells=cells)
 
     def own_arms(self, text: str | None) -> list[str]:
         """Names of its own arms, as `--arms grpo,gspo` has them; commas in brackets belong to a name. Raises
@@ -207,19 +207,21 @@ class Study:
 def located(config: RunConfig) -> RunConfig:
     """The configuration with absolute paths for the folder of a checkpoint and the file of a task, so that its row says
     where they are wherever it is read. Presets, what comes with the package and names on the hub stay as they are."""
-    changes: dict[str, Any] = {"task": _located_task(Use.of(config.task))}
+    changes: dict[str, Any] = {"task": _located_task(Component.of(config.task))}
     folder = Path(config.model.name).expanduser()
     if folder.is_dir() and config.model.name not in (*SHIPPED, *PRESET_NAMES):
         changes["model.name"] = str(folder.absolute())
     return config.replace(**changes)
 
 
-def _located_task(task: Use) -> Use:
+def _located_task(task: Component) -> Component:
     kind, _, file = task.name.partition(":")
     if kind == "jsonl" and file:
-        return Use(f"jsonl:{Path(file).expanduser().absolute()}", **task.options)
+        return Component(f"jsonl:{Path(file).expanduser().absolute()}", **task.options)
     if kind == "mixture" and isinstance(mixed := task.options.get("tasks"), list | tuple):
-        return Use(task.name, **{**task.options, "tasks": tuple(_located_task(Use.of(one)) for one in mixed)})
+        return Component(
+            task.name, **{**task.options, "tasks": tuple(_located_task(Component.of(one)) for one in mixed)}
+        )
     return task
 
 
@@ -247,20 +249,20 @@ def write_declaration(study: Study, out: Path, *, keep: bool = False) -> list[st
     """Write `study.json` beside the study's runs: what their tables alone do not say. Returns what an earlier one said
     otherwise of the question and of how it is answered. With `keep`, the arms of an earlier one stay, with its
     contrasts and cells, and those of `study` come after them: some arms more are not another study."""
-    keys = ("name", "question", "hypothesis", "figures", "endpoint", "further_endpoints", "contrasts", "decision_rule",
-            "metrics", "verdict", "differs_from_paper", "caution", "cost", "seeds", "factors", "cells", "trainer")
+    keys = ("name", "question", "hypothesis", "figures", "endpoint", "further_endpoints", "comparisons",
+            "decision_rule", "metrics", "verdict", "differs_from_paper", "caution", "cost", "seeds", "factors", "cells", "trainer")
     content = plain({k: getattr(study, k) for k in keys}) | {"arms": [{"name": a.name} for a in _made(study.arms)]}
     (out / study.name).mkdir(parents=True, exist_ok=True)
     before = content
     with contextlib.suppress(RunError):  # a damaged one is written anew
         before = runs.read_json(out / study.name / DECLARATION, ()) or content
     if keep:
-        for key in ("arms", "contrasts"):
+        for key in ("arms", "comparisons"):
             there = before.get(key, [])
             said = {_json(one) for one in there}
             content[key] = [*there, *(one for one in content[key] if _json(one) not in said)]
         content["cells"] = {**content["cells"], **before.get("cells", {})}
-    asked = ("question", "endpoint", "further_endpoints", "decision_rule", *(() if keep else ("arms", "contrasts")))
+    asked = ("question", "endpoint", "further_endpoints", "decision_rule", *(() if keep else ("arms", "comparisons")))
     changed = [k for k in asked if _json(before.get(k)) != _json(content[k])]
     runs.write_json(out / study.name / DECLARATION, content)
     return changed

@@ -137,7 +137,7 @@ def _toy(run: RunConfig) -> RunConfig:
         model = ModelConfig(overrides=sizes | {"max_position_embeddings": 2**20})  # bytes are more than its tokens
     return run.replace(
         model=ModelConfig(name=model.name, overrides=model.overrides, router_dtype=model.router_dtype), policy="hf",
-        engine="hf", batches="fresh", measure=Measure(probe=4, detail_every=1), steps=1, epochs=1,
+        engine="hf", batches="fresh", measure=Measure(responses=4, detail_every=1), steps=1, epochs=1,
         prompts_per_step=2, group_size=min(run.group_size, 4), mini_batches=2, micro_batch=4,
         max_new_tokens=min(run.max_new_tokens, 8), eval_prompts=1, hf_checkpoints=(), activation_checkpointing=False,
         **{"cold_start.target": 0.0, "optimizer.loss_free_bias": bias})

@@ -1,12 +1,12 @@
 """GRPO, GRPO with Routing Replay, and GSPO on a small Mixture-of-Experts model: the comparison of the GSPO paper."""
 
 from moe_rl.config import Arm, ColdStart, Measure, Optimizer, RunConfig
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 
 grpo = Arm(name="grpo", loss="grpo")
 replay = Arm(name="grpo-replay", loss="grpo", routes="old_policy")
-gspo = Arm(name="gspo", loss=Use("gspo", clip_low=0.01, clip_high=0.013))
+gspo = Arm(name="gspo", loss=Component("gspo", clip_low=0.01, clip_high=0.013))
 # The paper's 3e-4/4e-4 is for responses of thousands of tokens. The log of the sequence ratio is a mean over tokens, so
 # over our 13 tokens it spreads wider by the square root of the ratio of lengths: the paper's range would clip nearly
 # half of everything from the second mini-batch on. This range keeps the paper's asymmetry (4 : 3).
@@ -20,7 +20,7 @@ study = Study(
     arms=(grpo, replay, gspo),
     base=RunConfig(
         arm=grpo,
-        task=Use("running_sums", digits=12),
+        task=Component("running_sums", digits=12),
         steps=40,
         prompts_per_step=16,
         group_size=8,
@@ -30,7 +30,7 @@ study = Study(
         # first step alone costs a third of the reward. From 4e-4 on arms differ, but fall below the cold start.
         optimizer=Optimizer(lr=2e-4, warmup=40),
         cold_start=ColdStart(target=0.35),
-        measure=Measure(probe=16),
+        measure=Measure(responses=16),
         eval_every=10,
         save_every=20,
     ),
@@ -40,7 +40,7 @@ study = Study(
         # Noise in the routers of the network that is trained on, drawn anew for every step and growing within it: what
         # happens to a large model by itself, assigned. σ = 2 from pilots on seeds 100 to 103, where replay earned more
         # than GRPO on all four and no run collapsed.
-        "volatile": {"dial.sigma": 2.0},
+        "volatile": {"router_noise.scale": 2.0},
     },
     figures=("learning_by_cell", "learning", "clipping", "expert_change", "ratio_spread", "variance_shares"),
     further_endpoints=("greedy exact match, second half",),

@@ -9,7 +9,7 @@ from operator import length_hint
 from typing import Protocol, runtime_checkable
 
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Part, Use, check_options, import_callable, unknown
+from moe_rl.registry import Component, Part, check_options, import_callable, unknown
 from moe_rl.seeds import HELD_OUT, derive
 from moe_rl.types import Prompt
 
@@ -90,7 +90,7 @@ def load_task(use: Part) -> AnyTask:
     class, and the working directory is importable for it. Raises ConfigError, which lists the choices, for anything
     else, and for a class that is no task before it is called.
     """
-    use = Use.of(use)
+    use = Component.of(use)
     name, _, argument = use.name.partition(":")
     parameter = None
     if name in TASKS:

@@ -9,22 +9,22 @@ from operator import length_hint
 from typing import Any
 
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Part, Use
+from moe_rl.registry import Component, Part
 from moe_rl.seeds import derive
 from moe_rl.tasks.base import Environment, Task, load_task, votes_of
 from moe_rl.types import Prompt
 
 
 class Mixture:
-    """`tasks` in equal shares, e.g. `Use("mixture", tasks=("running_sums", "reasoning_gym:spell_backward"))`; one with
-    options may be a Use or its JSON."""
+    """`tasks` in equal shares, e.g. `Component("mixture", tasks=("running_sums", "reasoning_gym:spell_backward"))`; one
+    with options may be a Component or its JSON."""
 
     def __init__(self, tasks: Sequence[Part | Mapping[str, Any]]) -> None:
         if isinstance(tasks, str) or len(tasks) < 2:
             raise ConfigError(f"mixture: tasks={tasks!r}; name two tasks or more, in a list")
         self.tasks: list[Task] = []
         for name in tasks:
-            task = load_task(Use.of(name))
+            task = load_task(Component.of(name))
             if isinstance(task, Environment):
                 raise ConfigError(f"mixture: {name} answers back, and only completions can be mixed; leave it out")
             self.tasks.append(task)

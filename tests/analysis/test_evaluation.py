@@ -21,7 +21,7 @@ from moe_rl.errors import ConfigError
 from moe_rl.models.load import save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer, encode_prompts
 from moe_rl.recorder import evaluate, evaluation
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.seeds import HELD_OUT
 from moe_rl.storage.folder import LOCK
@@ -337,18 +337,18 @@ def test_other_versions_of_a_scoring_package_add_nothing_to_a_folder(there, tmp_
 def test_a_scorer_is_recorded_with_what_it_uses(there, own):
     file = there / "math.jsonl"
 
-    def of(use: Use, problems: int | None = 2) -> tuple[set[str], set[str]]:
+    def of(use: Component, problems: int | None = 2) -> tuple[set[str], set[str]]:
         found = benchmark(use, problems)
         return set(found.inputs), set(found.packages)
 
-    assert of(Use(f"jsonl:{file}")) == (set(), set()) == of(Use("running_sums"))
-    assert of(Use(f"jsonl:{file}", match="math")) == (set(), {"math-verify"})
-    assert of(Use("reasoning_gym:gsm_symbolic")) == (set(), {"reasoning-gym"})
+    assert of(Component(f"jsonl:{file}")) == (set(), set()) == of(Component("running_sums"))
+    assert of(Component(f"jsonl:{file}", match="math")) == (set(), {"math-verify"})
+    assert of(Component("reasoning_gym:gsm_symbolic")) == (set(), {"reasoning-gym"})
     both = {"math-verify", "reasoning-gym"}
-    assert of(Use("own_scored:Scored")) == ({"own_scored"}, both), "it may import either"
-    assert of(Use("own_scored:Lines", file=str(file)), None) == ({"own_scored", str(file)}, both)
-    mixed = (f"jsonl:{file}", Use("own_scored:Scored"), "reasoning_gym:gsm_symbolic")
-    assert of(Use("mixture", tasks=mixed)) == ({"own_scored", str(file)}, both)
+    assert of(Component("own_scored:Scored")) == ({"own_scored"}, both), "it may import either"
+    assert of(Component("own_scored:Lines", file=str(file)), None) == ({"own_scored", str(file)}, both)
+    mixed = (f"jsonl:{file}", Component("own_scored:Scored"), "reasoning_gym:gsm_symbolic")
+    assert of(Component("mixture", tasks=mixed)) == ({"own_scored", str(file)}, both)
 
 
 def test_data_that_nobody_here_wrote(there, tmp_path):
@@ -397,7 +397,7 @@ def test_answers_of_one_value_vote_together(tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps({"question": "What is half of 24?", "answer": "12"}))
     task = load_task(f"jsonl:{tmp_path / 'x.jsonl'}")
     assert task.votes(task.lines[0], ["12", "12 ", "12.0"]) == [0, 0, 2], "exact: text by text"
-    task = load_task(Use(f"jsonl:{tmp_path / 'x.jsonl'}", match="math"))
+    task = load_task(Component(f"jsonl:{tmp_path / 'x.jsonl'}", match="math"))
     texts = ["So the answer is 12.", r"\boxed{\frac{1}{2}}", "0.5", "#### 12.0", "\\boxed{}", "$1/2$", "12%", "x" * 500]
     assert task.votes(task.lines[0], texts) == [0, 1, 1, 0, None, 1, 6, 7]
 

@@ -95,15 +95,15 @@ def test_the_tables_say_what_a_loop_over_single_lines_says(there, frames):
         per_line[line] = np.mean(mine)
     summary = frames["summary"].set_index("metric")["response"]
     assert summary["tokens"] == len(slots)
-    assert summary["slot_change"] == pytest.approx(np.mean(slots)) and np.mean(slots) > 0.05
-    assert summary["set_change"] == pytest.approx(np.mean(sets))
+    assert summary["expert_change_rate"] == pytest.approx(np.mean(slots)) and np.mean(slots) > 0.05
+    assert summary["any_change_rate"] == pytest.approx(np.mean(sets))
     assert summary["gate_mass_moved"] == pytest.approx(np.mean(moved), rel=1e-3)  # gates are kept in half precision
     assert summary["layers_changed"] == pytest.approx(np.mean(layers))
     assert summary["any_layer_change"] == pytest.approx(np.mean(np.array(layers) > 0))
-    assert np.allclose(frames["layers"]["slot_change"], np.mean(slots, 0))
+    assert np.allclose(frames["layers"]["expert_change_rate"], np.mean(slots, 0))
     assert np.allclose(frames["layers"]["margin_q50_before"], np.median(margins, 0), rtol=0.05)
     assert frames["layers_changed"]["tokens"].tolist() == np.bincount(layers, minlength=7).tolist()
-    found = frames["responses"].set_index("line")["slot_change"]
+    found = frames["responses"].set_index("line")["expert_change_rate"]
     assert np.allclose(found, [per_line[line] for line in found.index]) and len(found) == LINES
 
 
@@ -113,18 +113,20 @@ def test_tables_agree_with_each_other(frames):
     use = frames["experts"]
     assert (use["before"] - use["left"] + use["entered"] == use["after"]).all()
     assert use["before"].sum() == tokens * sites * 2
-    assert use["left"].sum() / use["before"].sum() == pytest.approx(summary["slot_change"])
+    assert use["left"].sum() / use["before"].sum() == pytest.approx(summary["expert_change_rate"])
     pairs = frames["pairs"]
     assert pairs["before"].sum() == pairs["after"].sum() == tokens * sites  # k = 2: one pair per token and site
     assert (pairs["a"] < pairs["b"]).all() and pairs["b"].max() < 16
     for name in ("positions", "tokens"):
         frame = frames[name]
         assert frame["n"].sum() == tokens
-        assert np.average(frame["slot_change"], weights=frame["n"]) == pytest.approx(summary["slot_change"])
+        assert np.average(frame["expert_change_rate"], weights=frame["n"]) == pytest.approx(
+            summary["expert_change_rate"]
+        )
     assert frames["positions"]["n"].iloc[0] == LINES
     margins = frames["margins"]
     assert margins["before"].sum() == margins["after"].sum() == tokens * sites
-    assert margins["changed"].sum() / margins["before"].sum() == pytest.approx(summary["set_change"])
+    assert margins["changed"].sum() / margins["before"].sum() == pytest.approx(summary["any_change_rate"])
     small = margins["low"] < 1e-2
     rate = [part["changed"].sum() / part["before"].sum() for part in (margins[small], margins[~small])]
     assert rate[0] > rate[1]
@@ -200,7 +202,7 @@ def test_kept_traces_are_traces_with_gates_of_both(there, tmp_path, frames):
         rows = torch.nn.functional.pad(beside["response"][:, 1:], (0, 1))
         changed += int((~before.same_sets(after))[rows].sum())
         total += int(rows.sum()) * before.shape[2]
-    assert changed / total == frames["summary"].set_index("metric")["response"]["set_change"]
+    assert changed / total == frames["summary"].set_index("metric")["response"]["any_change_rate"]
 
 
 def traces_of(out):
@@ -307,24 +309,24 @@ def test_the_top_share_by_hand():
 def test_every_share_has_its_yardstick(frames):
     """16 experts, top 2, in 6 layers: what random routes would show."""
     chance = frames["summary"].set_index("metric")["chance"]
-    assert chance["slot_change"] == chance["gate_mass_moved"] == 1 - 2 / 16
-    assert chance["set_change"] == pytest.approx(1 - 1 / 120) and chance["any_layer_change"] == pytest.approx(1)
+    assert chance["expert_change_rate"] == chance["gate_mass_moved"] == 1 - 2 / 16
+    assert chance["any_change_rate"] == pytest.approx(1 - 1 / 120) and chance["any_layer_change"] == pytest.approx(1)
     assert chance[[m for m in METRICS if not m.startswith("router_shift")]].notna().all()
     measured = frames["summary"].set_index("metric")["response"]
-    assert (measured < chance)[["slot_change", "set_change", "jaccard_distance", "layers_changed"]].all()
+    assert (measured < chance)[["expert_change_rate", "any_change_rate", "jaccard_distance", "layers_changed"]].all()
 
 
 def test_a_comparison_ends_with_a_sentence(frames):
     said = conclusion(frames["summary"])
-    slots = frames["summary"].set_index("metric").loc["slot_change", "response"]
+    slots = frames["summary"].set_index("metric").loc["expert_change_rate", "response"]
     assert said.startswith(f"{100 * slots:.3g} % of the experts") and "random routes would change 87.5 %" in said
     assert "the noise floor is 0" in said and said.count(".") - said.count(" %") <= 4
     of = frames["summary"].set_index("metric")
-    of.loc["slot_change", ["response", "noise_floor"]] = 0.02, 0.01
+    of.loc["expert_change_rate", ["response", "noise_floor"]] = 0.02, 0.01
     assert "2 times the noise floor" in conclusion(of.reset_index())
-    of.loc["slot_change", "noise_floor"] = 0.03
+    of.loc["expert_change_rate", "noise_floor"] = 0.03
     assert "no more than the noise floor" in conclusion(of.reset_index())
-    of.loc["slot_change", "response"] = 0
+    of.loc["expert_change_rate", "response"] = 0
     assert conclusion(of.reset_index()) == "no expert of any response token changed."
 
 
@@ -344,8 +346,18 @@ def test_the_command_prints_a_summary_and_draws_figures(there, tmp_path, capsys)
     code, printed = run(capsys, there / "before", there / "after", "--data", there / "data.jsonl", "--out", out,
                         "--max-tokens", 25)
     assert code == 0
-    for words in ("How far routing moved", "slot_change", "noise floor", "By layer", "texts were cut at 25 tokens",
-                  "by position:", "by expert:", "by token id", "chance", "In short:"):
+    for words in (
+        "How far routing moved",
+        "expert_change_rate",
+        "noise floor",
+        "By layer",
+        "texts were cut at 25 tokens",
+        "by position:",
+        "by expert:",
+        "by token id",
+        "chance",
+        "In short:",
+    ):
         assert words in printed.out.replace("\n", " ")
     for name in ("by_layer", "concentration", "experts"):
         assert (out / f"{name}.png").stat().st_size > 1000 and (out / f"{name}.svg").exists()
@@ -507,9 +519,9 @@ def test_a_series_is_its_comparisons_of_neighbours_and_with_the_first(there, tmp
         pd.testing.assert_series_equal(at[j, since], alone[pair]["response"], check_names=False)
         floor = table.set_index(["index", "since", "metric"])["noise_floor"][j, since]
         pd.testing.assert_series_equal(floor, alone[pair]["noise_floor"], check_names=False)
-    assert at[2, "first", "slot_change"] > at[1, "first", "slot_change"] > 0
+    assert at[2, "first", "expert_change_rate"] > at[1, "first", "expert_change_rate"] > 0
     whole = frames["summary"].set_index("metric")["response"]
-    assert at[1, "first", "slot_change"] == pytest.approx(whole["slot_change"])
+    assert at[1, "first", "expert_change_rate"] == pytest.approx(whole["expert_change_rate"])
     assert not list((root / "out").glob(".first*")) and not list((root / "out").rglob("traces"))
 
 
@@ -535,7 +547,7 @@ def test_a_series_goes_on_and_grows_without_looking_again(there, series, tmp_pat
     assert grown["index"].max() == 3 and len(list((tmp_path / "again" / "out").glob("*-*"))) == 5
     batches = len(seen) // 4
     assert seen.count(True) == 2 * batches, "routes of the first and of the third, once each"
-    assert grown.set_index(["index", "since", "metric"])["response"][3, "first", "slot_change"] == 0
+    assert grown.set_index(["index", "since", "metric"])["response"][3, "first", "expert_change_rate"] == 0
 
 
 def test_what_is_kept_of_the_first_checkpoint_is_not_taken_for_another_that_came_in_its_place(
@@ -553,7 +565,7 @@ def test_what_is_kept_of_the_first_checkpoint_is_not_taken_for_another_that_came
     for pair in (tmp_path / "out").glob("00-*"):  # as the refusal of another comparison says
         shutil.rmtree(pair)
     at = measured(there, tmp_path, names).set_index(["index", "since", "metric"])["response"]
-    assert at[1, "first", "slot_change"] == 0 < at[2, "first", "slot_change"]
+    assert at[1, "first", "expert_change_rate"] == 0 < at[2, "first", "expert_change_rate"]
     assert not list((tmp_path / "out").glob(".first*"))
 
 

@@ -199,7 +199,7 @@ def deep(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, str]]:
 
     def told(found: list[dict[str, float]]) -> str:
         cells = [f"{name.replace('_', ' ')} {statistics.median(f[name] for f in found):.2%}"
-                 for name in ("slot_change", "set_change", "any_layer_change")]  # fmt: skip
+                 for name in ("expert_change_rate", "any_change_rate", "any_layer_change")]  # fmt: skip
         return ", ".join(cells)
 
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(1))

@@ -40,7 +40,7 @@ def compare(name: str, first: Scored, again: Scored, batch: Batch) -> dict[str, 
     return {
         "rescored": name,
         "tokens": int(change["volatility_tokens"]),
-        "set_change": change["set_change"],
+        "any_change_rate": change["any_change_rate"],
         "logprob_max": (first.logprobs - again.logprobs[:, :time]).abs().max().item(),
     }
 

@@ -11,13 +11,13 @@ import pytest
 from docs import settings_page
 from moe_rl.config import Arm, ModelConfig, Optimizer, RunConfig, fields_of
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 
 CONFIGS = [
     RunConfig(arm=Arm(name="grpo")),
     RunConfig(
-        arm=Arm(name="gspo", loss=Use("gspo", clip_low=0.01, clip_high=0.013)), seed=3,
-        task=Use("running_sums", digits=12, names=["a", "b"]),
+        arm=Arm(name="gspo", loss=Component("gspo", clip_low=0.01, clip_high=0.013)), seed=3,
+        task=Component("running_sums", digits=12, names=["a", "b"]),
         model=ModelConfig(overrides={"num_experts": 32}), optimizer=Optimizer(lr=1e-4, betas=(0.9, 0.95)),
         engine="perturbed(dtype=bfloat16)", policy="megatron(dp=2, etp=1)", stop=("\n",), hf_checkpoints=(10, 20),
     ),
@@ -33,7 +33,7 @@ def test_a_configuration_survives_json_with_its_hash(config):
 
 def test_what_is_kept_to_be_read_makes_no_other_run():
     assert CONFIGS[0].replace(**{"measure.rollouts": 0}).hash == CONFIGS[0].hash
-    assert CONFIGS[0].replace(**{"measure.probe": 7}).hash != CONFIGS[0].hash
+    assert CONFIGS[0].replace(**{"measure.responses": 7}).hash != CONFIGS[0].hash
 
 
 def test_settings_that_came_later_take_their_defaults_and_lost_ones_are_named():
@@ -60,7 +60,7 @@ def test_a_configuration_of_release_0_1_0_names_the_release_that_reads_it():
     ("measure.full", 1, "measure.full=1: .* type bool"),
     ("group_size", 4.0, "group_size=4.0: .* type int"),
     ("steps", True, "steps=True: .* type int"),
-    ("arm.terms", "kl", r"arm.terms='kl': .* type tuple\[str \| .*Use.*, ...\]"),
+    ("arm.terms", "kl", r"arm.terms='kl': .* type tuple\[str \| .*Component.*, ...\]"),
     ("arm.loss", ("grpo", 0.2), r"arm.loss: \('grpo', 0.2\) names nothing: write \"name\", or Use"),
     ("micro_batch_tokens", 1.0, r"micro_batch_tokens=1.0: .* type int \| None"),
 ])
@@ -80,7 +80,10 @@ def test_the_committed_page_of_settings_is_the_generated_one():
     named = set(re.findall(r"^\| `([\w.]+)`", text, re.MULTILINE))
     assert {key for key, _ in fields_of(RunConfig)} <= named
     assert "| `optimizer.lr` | `float` | `0.0002` | ≥ 0 |  |" in text
-    assert "| `dial.form` | `str` | `'weights'` | `weights` or `choice` or `beside` | `weights`: gates and" in text
+    assert (
+        "| `router_noise.target` | `str` | `'weights'` | `weights` or `choice` or `beside` | `weights`: gates and"
+        in text
+    )
 
 
 def test_changes_are_checked_together_and_in_their_order():
@@ -89,7 +92,7 @@ def test_changes_are_checked_together_and_in_their_order():
     lr = CONFIGS[0].replace(**{"optimizer.lr": 1e-3, "optimizer": Optimizer(warmup=3)}).optimizer
     assert lr == Optimizer(warmup=3)
     task = CONFIGS[0].replace(**{"task": "guessing", "task.turns": 4, "task.a.b": 1}).task
-    assert task == Use("guessing", **{"turns": 4, "a.b": 1})
+    assert task == Component("guessing", **{"turns": 4, "a.b": 1})
     assert CONFIGS[0].replace(stop=["a"]).stop == ("a",), "JSON has lists"
 
 

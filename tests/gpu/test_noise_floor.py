@@ -53,7 +53,7 @@ class Sampled:
 
     def change(self, again) -> dict[str, float]:
         row = route_change(self.first.routes.ids(), again.routes.ids(), response_rows(self.batch)).row()
-        return {"sets": row["set_change"], "logprob": (again.logprobs - self.first.logprobs).abs().max().item()}
+        return {"sets": row["any_change_rate"], "logprob": (again.logprobs - self.first.logprobs).abs().max().item()}
 
 
 @pytest.fixture(params=DTYPES, ids=short, scope="module")

@@ -11,7 +11,7 @@ from moe_rl.config import Optimizer
 from moe_rl.models import vocabulary
 from moe_rl.policies import hf
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.routing.dial import Dose
+from moe_rl.routing.router_noise import Noise
 from moe_rl.storage import frames
 from tests.conftest import build, perturb
 from tests.gpu.conftest import DEVICE, DRY, DTYPES, NEEDS_GPU, on_device, short
@@ -45,13 +45,25 @@ def test_three_steps_of_an_arm(arm, dtype, tmp_path, report):
     found = carry_out(RUN.replace(arm=ARMS[arm], **{"model.dtype": short(dtype)}), tmp_path / "run")
     steps, updates = found["steps"].query("step > 0"), found["updates"]
     assert len(steps) == 3 and len(updates) == 3 * RUN.mini_batches
-    for column in ("reward", "grad_norm", "slot_change", "replay_gap_max", "noise_floor_set_change", "engine_kl_k3"):
+    for column in (
+        "reward",
+        "grad_norm",
+        "expert_change_rate",
+        "replay_gap_max",
+        "noise_floor_any_change_rate",
+        "engine_kl_k3",
+    ):
         assert steps[column].map(math.isfinite).all(), column
     assert (updates["grad_norm"] > 0).all()
     if arm == "replay":
         assert (updates["coverage"] == 1).all()
     name = f"{arm}, {short(dtype)}"
-    for column in ("first_update_log_ratio_max", "engine_logprob_max", "noise_floor_logprob", "noise_floor_set_change"):
+    for column in (
+        "first_update_log_ratio_max",
+        "engine_logprob_max",
+        "noise_floor_logprob",
+        "noise_floor_any_change_rate",
+    ):
         report(f"{name}: {column}", float(steps[column].max()))
     if dtype == torch.float32:
         assert (steps["first_update_log_ratio_max"] < 1e-5).all()
@@ -72,34 +84,34 @@ def test_an_interrupted_run_ends_bit_identical(tmp_path):
 
 # ---------------------------------------------------------------------- the verbs of the policy
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("form", ["weights", "choice", "beside"])
+@pytest.mark.parametrize("form", ["weights", "choice", "other_weights"])
 def test_a_dose_gives_the_weights_back_bit_for_bit(form, dtype):
     policy, batch = policy_of(dtype=dtype), make_batch(**BATCH)
     natural = policy.score(batch)
     policy.update(part_of(batch, natural), GRPO)
     before, natural = copied(policy), policy.score(batch)
     for direction in ("random", "last_step"):
-        dose = Dose(form, 2.0, 5, direction)
-        moved = policy.score(batch, dose=dose)
+        noise = Noise(form, 2.0, 5, direction)
+        moved = policy.score(batch, noise=noise)
         assert moved.routes != natural.routes, "a dose that changes nothing would show nothing"
         assert_same(before, copied(policy))
         again = policy.score(batch)
         assert torch.equal(again.logprobs, natural.logprobs) and again.routes == natural.routes
-        replayed, dosed = (policy.score(batch, natural.routes, dose=d) for d in (None, dose))
+        replayed, dosed = (policy.score(batch, natural.routes, noise=d) for d in (None, noise))
         assert dosed.routes == natural.routes
         assert form != "choice" or torch.equal(dosed.logprobs, replayed.logprobs), "replay is immune to a choice"
     frozen = policy_of(dtype=dtype)
     frozen.settings = frozen.settings.replace(lr=0.0)
     before = copied(frozen)
-    frozen.update(part_of(batch, natural), GRPO, dose=Dose(form, 2.0, 5))
+    frozen.update(part_of(batch, natural), GRPO, noise=Noise(form, 2.0, 5))
     assert_same(before, copied(frozen))
 
 
 def test_on_every_device_a_dose_has_the_same_direction():
     here, there = build("qwen3_moe"), on_device(build("qwen3_moe"), torch.float32)
     batch = make_batch(**BATCH)
-    dose = Dose("weights", 1.0, 5)
-    one, two = (HFPolicy(model, Optimizer()).score(batch, dose=dose) for model in (here, there))
+    noise = Noise("weights", 1.0, 5)
+    one, two = (HFPolicy(model, Optimizer()).score(batch, noise=noise) for model in (here, there))
     torch.testing.assert_close(one.logprobs, two.logprobs, atol=1e-5, rtol=1e-5)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_rl.config import ModelConfig
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from tests.gpu.conftest import DEVICE, DRY, NEEDS_GPU
 from tests.test_trainer import ARMS, TINY, carry_out
 
@@ -26,8 +26,8 @@ def test_engine_and_policy_on_one_card(arm, tmp_path, report):
     """Every push is checked: weights, log-probs and routes of a few completions."""
     assert torch.cuda.is_available()
     model = ModelConfig(overrides={"head_dim": 64, "num_hidden_layers": 2}, device=DEVICE, dtype="bfloat16")
-    run = TINY.replace(arm=ARMS[arm], model=model, engine=Use("vllm", gpu_memory=0.3), steps=1)
+    run = TINY.replace(arm=ARMS[arm], model=model, engine=Component("vllm", gpu_memory=0.3), steps=1)
     steps = carry_out(run, tmp_path / "run")["steps"].query("step > 0")
-    for column in ("engine_logprob_max", "engine_set_change", "push_gap_max"):
+    for column in ("engine_logprob_max", "engine_any_change_rate", "push_gap_max"):
         assert steps[column].map(math.isfinite).all()
         report(f"vLLM, {arm}, bfloat16: {column}", float(steps[column].max()))

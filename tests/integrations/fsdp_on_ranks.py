@@ -35,9 +35,9 @@ from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.objectives import objective_of
 from moe_rl.policies import hf as hf_module
 from moe_rl.policies.hf import HFPolicy, checkpoint_activations
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.routing import Layout, RoutingTrace, Site, record_routing, replay_routing
-from moe_rl.routing.dial import Dose
+from moe_rl.routing.router_noise import Noise
 from moe_rl.storage.folder import RunFolder, SharedFolder, read_json
 from tests.conftest import build, perturb
 from tests.integrations.megatron_layouts import far, growth, holes, weights_of, wide
@@ -50,8 +50,18 @@ QWEN = ModelConfig(overrides=TWO)
 SETTINGS = Optimizer(lr=1e-3, grad_clip=0.5, router_lr_scale=0.5, weight_decay=0.01, eps=1e-3)
 """With an ε at which rounding does not decide the sign of a step."""
 ROWS = {"temperature": 0.8, "micro_batch": 3, "score_batch": 4}  # 7 rows: neither ranks nor forwards divide them
-PARTS = objective_of(Arm(name="parts", corrections=(Use("truncated", cap=2.0),), terms=(
-    Use("kl", coef=0.1), Use("entropy", coef=0.01), Use("load_balance", coef=0.01), Use("router_kl", coef=0.1))))
+PARTS = objective_of(
+    Arm(
+        name="parts",
+        corrections=(Component("truncated", cap=2.0),),
+        terms=(
+            Component("kl", coef=0.1),
+            Component("entropy", coef=0.01),
+            Component("load_balance", coef=0.01),
+            Component("router_kl", coef=0.1),
+        ),
+    )
+)
 GRPO = objective_of(Arm(name="grpo"))
 CASES = {
     "tied": (QWEN, SETTINGS, {}),
@@ -62,8 +72,8 @@ CASES = {
 """Configuration, optimizer and further settings of a policy."""
 ARMS = (
     Arm(name="parts", routes="old_policy", corrections=("truncated",),
-        terms=(Use("kl", coef=0.1), Use("entropy", coef=0.01))),
-    Arm(name="gspo", loss=Use("gspo", clip_low=3e-2, clip_high=4e-2), routes="rollout", anchor="engine"),
+        terms=(Component("kl", coef=0.1), Component("entropy", coef=0.01))),
+    Arm(name="gspo", loss=Component("gspo", clip_low=3e-2, clip_high=4e-2), routes="rollout", anchor="engine"),
 )
 RUN = RunConfig(
     arm=ARMS[0],
@@ -71,7 +81,7 @@ RUN = RunConfig(
     model=ModelConfig(overrides={**TWO, "num_local_experts": 8}),
     cold_start=ColdStart(target=0.0),
     optimizer=Optimizer(lr=1e-3),
-    measure=Measure(probe=2, detail_every=100),
+    measure=Measure(responses=2, detail_every=100),
     steps=3,
     prompts_per_step=3,
     group_size=3,
@@ -186,7 +196,7 @@ def case(name: str) -> dict:
     return facts
 
 
-def doses() -> dict:
+def noises() -> dict:
     """How far the log-probs of the policies are under a dose, and the dose moves them; weights are put back."""
     hf, ours = pair(QWEN, SETTINGS, {})
     batch = example()
@@ -196,7 +206,7 @@ def doses() -> dict:
     take_over(ours.model, hf.model if ranks.rank() == 0 else None)
     facts, natural = {}, hf.score(batch)
     for form, way in (("weights", "random"), ("choice", "random"), ("beside", "random"), ("weights", "last_step")):
-        a, b = (p.score(batch, dose=Dose(form, 0.5, 3, way)) for p in (hf, ours))
+        a, b = (p.score(batch, noise=Noise(form, 0.5, 3, way)) for p in (hf, ours))
         facts[f"{form}, {way}"] = [far(a.logprobs, b.logprobs), far(a.logprobs, natural.logprobs), a.routes == b.routes]
     return {"doses": facts, "put back": equal_weights(ours, hf)}
 
@@ -322,7 +332,7 @@ def served(folder: Path) -> dict:
     server = Server(folder / "served", loaded) if ranks.rank() == 0 else None
     url = ranks.from_rank_0(lambda: server and server.url)
     run = RUN.replace(policy="fsdp", steps=1, model=ModelConfig(name=str(folder / "start")), hf_checkpoints=(1,),
-                      arm=Arm(name="r3", routes="rollout"), engine=Use("server", url=url, dialect="vllm"))
+                      arm=Arm(name="r3", routes="rollout"), engine=Component("server", url=url, dialect="vllm"))
     kept = []
     execute_module.load = lambda *given: kept.append(load(*given)) or kept[-1]
     carry_out(run, folder / "with-server", folder)
@@ -408,7 +418,7 @@ def equal_everywhere() -> bool:
 def verbs(folder: Path) -> dict:
     """All that needs no run."""
     found = {name: case(name) for name in CASES}
-    return found | {"dial": doses(), "large": in_pieces(), "mixed": mixed(), "hooks": hooks(),
+    return found | {"dial": noises(), "large": in_pieces(), "mixed": mixed(), "hooks": hooks(),
                     "memory": memory(), "sent": equal_everywhere(), "nothing": from_rank_0(lambda: None) is None}
 
 

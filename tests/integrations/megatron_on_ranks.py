@@ -31,7 +31,7 @@ from moe_rl.integrations.vllm.checked import CheckedEngine
 from moe_rl.integrations.vllm.push import Tolerance, probe_prompts
 from moe_rl.integrations.vllm.server import ServerEngine
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.storage.folder import RunFolder, SharedFolder
 from tests.conftest import build
 from tests.integrations.megatron_layouts import (
@@ -82,7 +82,7 @@ def main(folder: Path) -> None:
         facts["memory"] = memory()
     else:
         for name in here:
-            run = short.replace(policy=Use("megatron", **vars(here[name])))
+            run = short.replace(policy=Component("megatron", **vars(here[name])))
             carry_out(run, folder / "runs" / name, folder)
     if ranks.rank() == 0:
         (folder / "facts.json").write_text(json.dumps(facts))
@@ -158,7 +158,7 @@ def resumed(folder: Path) -> dict:
     from moe_rl.storage.frames import diff
 
     less = {"prompts_per_step": 2, "eval_prompts": 2, "mini_batches": 2, "measure.detail_every": 10}
-    run = study.base.replace(policy=Use("megatron", **vars(LAYOUTS["ep2"])), steps=2, save_every=1, **less)
+    run = study.base.replace(policy=Component("megatron", **vars(LAYOUTS["ep2"])), steps=2, save_every=1, **less)
 
     def interrupt(rows: dict) -> None:
         if rows["steps"][0]["step"] == 1:

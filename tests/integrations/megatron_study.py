@@ -4,7 +4,7 @@
 """
 
 from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 
 replay = Arm(name="replay", loss="grpo", routes="old_policy")
@@ -12,7 +12,7 @@ parts = Arm(  # what else a loss can be made of: a reference policy, a gradient 
     name="parts",
     routes="old_policy",
     corrections=("truncated",),
-    terms=(Use("kl", coef=0.1), Use("entropy", coef=0.01)),
+    terms=(Component("kl", coef=0.1), Component("entropy", coef=0.01)),
 )
 study = Study(
     name="megatron",
@@ -28,7 +28,7 @@ study = Study(
         model=ModelConfig(overrides={"num_hidden_layers": 4, "num_local_experts": 8, "pad_token_id": None}),
         cold_start=ColdStart(target=0.0),
         optimizer=Optimizer(lr=1e-3),
-        measure=Measure(probe=8, detail_every=2),
+        measure=Measure(responses=8, detail_every=2),
         steps=3,
         prompts_per_step=4,
         group_size=4,
@@ -42,7 +42,7 @@ study = Study(
 )
 short = study.base.replace(
     arm=parts,
-    measure=Measure(probe=4, detail_every=10),
+    measure=Measure(responses=4, detail_every=10),
     steps=2,
     mini_batches=2,
     eval_prompts=4,

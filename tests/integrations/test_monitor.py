@@ -103,8 +103,10 @@ def test_its_numbers_are_those_of_the_recorder(arm, tmp_path):
         parts = build_run(run, folder.path, tmp_path)
         folder.finish(train(run, replace(parts, recorder=Watching), folder, lambda rows: None))
     first, second = Watching.checked
-    assert first.keys() <= COLUMNS.keys() and {"slot_change", "router_confidence", "engine_kl_k3"} <= second.keys()
-    assert second["slot_change"] > 0 and second["router_shift"] > 0
+    assert (
+        first.keys() <= COLUMNS.keys() and {"expert_change_rate", "router_confidence", "engine_kl_k3"} <= second.keys()
+    )
+    assert second["expert_change_rate"] > 0 and second["router_shift"] > 0
 
 
 # ---------------------------------------------------------------------- worked by hand, and without a probe
@@ -195,7 +197,7 @@ def test_ddp_and_fsdp2_on_two_ranks_say_what_one_process_says_of_all_rows(tmp_pa
     for process in ranks:
         process.start()
     alone = row_of(build("qwen3_moe"), slice(None), tokens)
-    assert alone["slot_change"] > 0 and alone["pull"] > 0
+    assert alone["expert_change_rate"] > 0 and alone["pull"] > 0
     for process in ranks:
         process.join(120)
     for rank in (0, 1):
@@ -212,12 +214,15 @@ def test_an_adapted_model_says_what_the_plain_one_says(qwen, tokens):
         with monitor:
             pass
         still = monitor.row()
-    assert still["slot_change"] == 0
+    assert still["expert_change_rate"] == 0
     drift(adapted.get_base_model())
     with monitor:
         pass
     moved = monitor.row()
-    assert moved["slot_change"] == pytest.approx(plain["slot_change"], abs=1e-6) and plain["slot_change"] > 0
+    assert (
+        moved["expert_change_rate"] == pytest.approx(plain["expert_change_rate"], abs=1e-6)
+        and plain["expert_change_rate"] > 0
+    )
 
 
 def test_a_vision_language_model_is_seen_through_its_text_decoder(tokens):
@@ -275,7 +280,7 @@ def test_a_row_compares_with_the_step_or_with_the_start(since, qwen, tokens):
     assert rows[0] == rows[2] == {}
     first = traces[3] if since == "step" else traces[0]
     same = (first.ids()[..., None] == recording.trace(tokens).ids()[..., None, :]).any(-1)
-    close(rows[3]["slot_change"], 1 - same.double().mean().item())
+    close(rows[3]["expert_change_rate"], 1 - same.double().mean().item())
 
 
 # ---------------------------------------------------------------------- balancing that nobody asked for
@@ -405,5 +410,5 @@ def test_the_plain_loop_of_the_page_runs_as_it_stands(qwen, tokens, capsys):
              "steps": [[{"input_ids": tokens[:2]}, {"input_ids": tokens[2:]}]] * 4,
              "loss": lambda output: output.logits.log_softmax(-1)[..., 3].mean(), "log": print}  # fmt: skip
     exec(block, names)
-    printed = [line for line in capsys.readouterr().out.splitlines() if "slot_change" in line]
+    printed = [line for line in capsys.readouterr().out.splitlines() if "expert_change_rate" in line]
     assert len(printed) == 2 and "load_entropy" in printed[0]

@@ -146,7 +146,7 @@ def test_parity_holds_after_a_push_and_fails_before_after_an_update_and_at_anoth
                                                                    policy.weights())})
     good = found(engine, policy)
     require_parity(good, tolerance, "after")
-    assert good.tokens > 50 and good.logprob_max < 1e-5 and good.set_change == 0
+    assert good.tokens > 50 and good.logprob_max < 1e-5 and good.any_change_rate == 0
     with pytest.raises(RunError, match="temperature"):
         require_parity(found(engine, policy, 0.7), tolerance, "another temperature")
     perturb(loaded.model, 0.01)

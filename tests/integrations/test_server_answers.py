@@ -14,7 +14,7 @@ from moe_rl.integrations.vllm.answers import Answer, Reader
 from moe_rl.integrations.vllm.payloads import RoutesRefused
 from moe_rl.objectives import objective_of
 from moe_rl.recorder import engine_row
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing.sources import rollout as replay_rollout
@@ -148,7 +148,7 @@ def test_or_they_are_unknown_and_counted_and_replay_routes_freely_there(loaded, 
     row, _ = engine_row(batch, natural)
     inputs = sum(len(r.prompt.tokens) + len(r.tokens) - 1 for r in rollouts) * 3
     assert row["engine_unknown"] == pytest.approx(rows / inputs)
-    assert row["engine_set_change"] == 0, "unknown rows are no changes"
+    assert row["engine_any_change_rate"] == 0, "unknown rows are no changes"
     routes = replay_rollout(batch, natural)
     old = policy.score(batch, routes)
     torch.testing.assert_close(old.logprobs, natural.logprobs, atol=1e-5, rtol=0)
@@ -161,6 +161,6 @@ def test_without_routes_no_rollout_has_any(loaded, drawn):
 
 
 def test_an_unknown_policy_for_routes_is_refused(loaded):
-    assert RunConfig(arm=Arm(name="a")).engine == Use("hf")
+    assert RunConfig(arm=Arm(name="a")).engine == Component("hf")
     with pytest.raises(ConfigError, match="choose raise"):
         reader(loaded, "free")

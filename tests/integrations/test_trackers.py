@@ -62,14 +62,14 @@ def test_the_points_of_two_steps_by_hand():
     tables = {"steps": [{"step": 2, "reward": math.nan, "own_note": "text", "seconds_step": 3.0},
                         {"step": 1, "reward": 0.5, "exact": None, "seconds_step": 2.0}],
               "updates": [{"step": 2, "update": 1, "loss": 1}],
-              "layers": [{"step": 2, "site": 3, "layer": 4, "slot_change": 0.25}],
+              "layers": [{"step": 2, "site": 3, "layer": 4, "expert_change_rate": 0.25}],
               "evaluations": [{"step": 2, "benchmark": "held_out", "problem": 7, "sample": 1, "reward": 1.0}],
               "rollouts": [{"step": 2, "rollout": 17, "reward": 1.0, "prompt": "?"}]}  # fmt: skip
     (first, one), (second, two) = values_of(tables).items()
     assert (first, one) == (1, {"steps/reward": 0.5, "steps/seconds_step": 2.0}) and second == 2
     assert math.isnan(two.pop("steps/reward")), "measured, and not finite"
     assert two == {"steps/seconds_step": 3.0, "updates/loss/update_1": 1.0, "layers/layer/site_3": 4.0,
-                   "layers/slot_change/site_3": 0.25}
+                   "layers/expert_change_rate/site_3": 0.25}
 
 
 def test_every_number_of_every_table_is_given_under_the_names_of_the_dictionary(tmp_path, capsys):

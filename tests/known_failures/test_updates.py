@@ -18,7 +18,7 @@ from moe_rl.errors import RoutingError
 from moe_rl.integrations.vllm.payloads import decode_routes
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.losses import LOSSES
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.rollouts.collate import collate
 from moe_rl.routing import layout_of, record_routing, replay_routing
 from moe_rl.routing.intercept import recomputing
@@ -49,7 +49,7 @@ def test_each_level_of_ratio_has_a_range_that_clips_it():
     log_ratio = 0.2 * torch.randn(64, 400, generator=torch.Generator().manual_seed(0))
     mask, old = torch.ones(64, 400, dtype=torch.bool), torch.zeros(64, 400)
     with pytest.warns(UserWarning, match="never clips the sequence-level ratio"):
-        wide = objective_of(Arm(name="wide", loss=Use("gspo", clip_low=0.2, clip_high=0.27)))
+        wide = objective_of(Arm(name="wide", loss=Component("gspo", clip_low=0.2, clip_high=0.27)))
     lost = []
     for objective in (objective_of(Arm(name="grpo")), objective_of(Arm(name="gspo", loss="gspo")), wide):
         lost.append((objective.of(inputs(log_ratio, old, torch.ones(64), mask)).clipped_by != 0).double().mean())

@@ -36,12 +36,12 @@ def random_routes():
 def test_by_hand():
     """Of 4 experts 2: 6 sets, 1 with both, 4 with one (of 3 in the union), 1 with none."""
     found = chance.token_levels([4, 4], [2, 2])
-    assert found == pytest.approx({"slot_change": 1 / 2, "set_change": 5 / 6, "any_layer_change": 35 / 36,
+    assert found == pytest.approx({"expert_change_rate": 1 / 2, "any_change_rate": 5 / 6, "any_layer_change": 35 / 36,
                                    "jaccard_distance": 1 - (1 + 4 / 3) / 6, "gate_mass_moved": 1 / 2,
                                    "layers_changed": 10 / 6})  # fmt: skip
     one = chance.response_levels([4], [1], [1])
     assert one == pytest.approx({"response_set_change": 3 / 4, "response_usage_change": 3 / 4})
-    assert chance.token_levels([3], [3])["set_change"] == chance.response_levels([3], [3], [7])[
+    assert chance.token_levels([3], [3])["any_change_rate"] == chance.response_levels([3], [3], [7])[
         "response_usage_change"] == 0, "who uses all experts cannot change"
 
 

@@ -57,13 +57,13 @@ def test_changes_by_hand():
     gates = torch.tensor([[[[0.9, 0.1], [0.7, 0.3]], [[0.6, 0.4], [0.5, 0.5]]]])
     change = route_change(before, after, ALL, gates)
     sites = change.site_rows()
-    assert [s["slot_change"] for s in sites] == [0.5, 0.25]
-    assert [s["set_change"] for s in sites] == [0.5, 0.5]
+    assert [s["expert_change_rate"] for s in sites] == [0.5, 0.25]
+    assert [s["any_change_rate"] for s in sites] == [0.5, 0.5]
     assert [s["jaccard_distance"] for s in sites] == pytest.approx([0.5, 1 / 3])
     assert [s["gate_mass_moved"] for s in sites] == pytest.approx([0.5, 0.15])
     assert change.row() == pytest.approx(
         {
-            "slot_change": 0.375, "set_change": 0.5, "jaccard_distance": 5 / 12, "gate_mass_moved": 0.325,
+            "expert_change_rate": 0.375, "any_change_rate": 0.5, "jaccard_distance": 5 / 12, "gate_mass_moved": 0.325,
             "any_layer_change": 1.0, "layers_changed": 1.0, "volatility_tokens": 2, "volatility_unknown": 0,
         }
     )  # fmt: skip
@@ -95,7 +95,7 @@ def test_a_loop_over_python_sets_agrees():
     assert unknown > 0 and len(tokens) > 5
     assert row == pytest.approx(
         {
-            "slot_change": np.mean(slot), "set_change": np.mean(sets), "jaccard_distance": np.mean(jaccard),
+            "expert_change_rate": np.mean(slot), "any_change_rate": np.mean(sets), "jaccard_distance": np.mean(jaccard),
             "gate_mass_moved": mass / n, "any_layer_change": np.mean([x > 0 for x in tokens]),
             "layers_changed": np.mean(tokens), "volatility_tokens": len(tokens), "volatility_unknown": unknown,
         },
@@ -114,14 +114,18 @@ def test_a_site_with_fewer_slots_counts_its_own_experts_only():
     before = ids([[[[0, 1], [3, -1]], [[0, 1], [3, -1]]]])
     after = ids([[[[0, 1], [4, -1]], [[0, 1], [3, -1]]]])
     change = route_change(before, after, ALL, torch.ones(1, 2, 2, 2))
-    assert [s["slot_change"] for s in change.site_rows()] == [0.0, 0.5]
+    assert [s["expert_change_rate"] for s in change.site_rows()] == [0.0, 0.5]
     assert [s["jaccard_distance"] for s in change.site_rows()] == [0.0, 0.5]
     assert [s["gate_mass_moved"] for s in change.site_rows()] == [0.0, 0.5]
 
 
 def test_a_set_that_grows_changes_but_moves_no_gate_mass():
     change = route_change(ids([[[[3, -1]]]]), ids([[[[4, 3]]]]), ALL[:, :1], torch.tensor([[[[1.0, 9.0]]]]))
-    assert (change.slot_change.item(), change.set_change.item(), change.gate_mass_moved.item()) == (0.5, 1.0, 0.0)
+    assert (change.expert_change_rate.item(), change.any_change_rate.item(), change.gate_mass_moved.item()) == (
+        0.5,
+        1.0,
+        0.0,
+    )
 
 
 def test_unknown_rows_are_left_out_and_counted():
@@ -129,7 +133,7 @@ def test_unknown_rows_are_left_out_and_counted():
     after = ids([[[[0, 2], [-1, -1]], [[2, 3], [4, 6]]]])
     change = route_change(before, after, ALL)
     assert change.n.tolist() == [1, 1] and change.unknown.tolist() == [1, 1] and change.tokens == 0
-    assert [s["slot_change"] for s in change.site_rows()] == [0.5, 0.5]
+    assert [s["expert_change_rate"] for s in change.site_rows()] == [0.5, 0.5]
     assert math.isnan(change.row()["any_layer_change"])
 
 

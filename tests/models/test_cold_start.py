@@ -20,7 +20,7 @@ from moe_rl.models import supervised
 from moe_rl.models.load import load
 from moe_rl.models.supervised import ColdStartResult, _from_cache, _write, answer_logprobs
 from moe_rl.models.tokens import completion_tokens, encode_prompts
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.storage.folder import state
 from moe_rl.storage.lock import Lock
 from moe_rl.study.declaration import Planned
@@ -102,7 +102,7 @@ def test_other_code_or_data_of_a_task_is_another_cold_start(tmp_path, monkeypatc
     """What the task's own module imports, and answers beyond those that are looked at first."""
     (tmp_path / "own_helper.py").write_text("full = 1.0")
     (tmp_path / "own_task.py").write_text("from own_helper import full")
-    run = RUN.replace(task=Use("own_task:Task", source=str(tmp_path / "pairs.jsonl")))
+    run = RUN.replace(task=Component("own_task:Task", source=str(tmp_path / "pairs.jsonl")))
     monkeypatch.chdir(tmp_path)
     seen, made = [], load(run.model, 0)
     monkeypatch.setattr(execute, "cold_start", lambda *args, inputs, **rest: seen.append(inputs))
@@ -332,7 +332,7 @@ def test_progress_says_step_rate_and_time_left_and_who_waits(tmp_path):
 
 
 def test_a_run_that_waits_for_anothers_cold_start_can_be_told_to_stop(tmp_path, monkeypatch):
-    run = RUN.replace(task=Use("running_sums", digits=3), max_new_tokens=4, **{"cold_start.target": 0.005})
+    run = RUN.replace(task=Component("running_sums", digits=3), max_new_tokens=4, **{"cold_start.target": 0.005})
     planned = Planned(tmp_path / "run", run)
 
     def begin():
@@ -350,7 +350,7 @@ def test_a_run_that_waits_for_anothers_cold_start_can_be_told_to_stop(tmp_path, 
 
 
 def test_with_the_real_engine_and_a_named_task(tmp_path):
-    run = RUN.replace(task=Use("running_sums", digits=3), max_new_tokens=4, **{"cold_start.target": 0.005})
+    run = RUN.replace(task=Component("running_sums", digits=3), max_new_tokens=4, **{"cold_start.target": 0.005})
     task = load_task(run.task)
     result = cold_start(load(run.model, 0), task, run, tmp_path, execute.sample, report=lambda line: None)
     assert result.rate >= 0.005

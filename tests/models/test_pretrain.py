@@ -17,12 +17,12 @@ from moe_rl.models.supervised import measure, pretrain
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives.losses import LossInputs
 from moe_rl.objectives.router import load_balance
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.routing.inputs import RouterInputs
 from moe_rl.tasks.base import held_out, load_task
 
 SETTINGS = Pretraining(
-    task=Use("running_sums", digits=3, modulus=3),
+    task=Component("running_sums", digits=3, modulus=3),
     model=ModelConfig(overrides={"hidden_size": 32, "num_hidden_layers": 2, "num_experts": 4}),
     lr=1e-2, batch_size=16, micro_batch=12, warmup=5, every=4, held_out=6, max_steps=12, patience=1)
 

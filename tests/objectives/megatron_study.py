@@ -5,7 +5,7 @@
 
 from moe_rl.config import ColdStart, Measure, ModelConfig, Optimizer, RunConfig
 from moe_rl.objectives.methods import arm, methods
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 
 NOT_ON_MEGATRON = {"rspo", "router_kl", "z_loss", "load_balance", "router_logits", "recall", "soft", "gae"}
@@ -15,7 +15,7 @@ NOT_ON_MEGATRON = {"rspo", "router_kl", "z_loss", "load_balance", "router_logits
 def named(made):
     """The names of an arm's parts."""
     several = (*made.corrections, *made.filters, *made.terms, *made.advantage)
-    return {Use.of(part).name for part in (made.loss, made.aggregate, made.routes, *several)} | {made.anchor}
+    return {Component.of(part).name for part in (made.loss, made.aggregate, made.routes, *several)} | {made.anchor}
 
 
 def covering():
@@ -42,7 +42,7 @@ study = Study(
         model=ModelConfig(overrides={"num_hidden_layers": 2, "num_local_experts": 8, "pad_token_id": None}),
         cold_start=ColdStart(target=0.0),
         optimizer=Optimizer(lr=1e-3),
-        measure=Measure(probe=2, detail_every=100),
+        measure=Measure(responses=2, detail_every=100),
         steps=2,
         prompts_per_step=3,
         group_size=4,

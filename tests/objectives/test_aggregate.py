@@ -13,7 +13,7 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import objective_of, policy_loss
 from moe_rl.objectives.weights import AGGREGATIONS, seq_mean_token_mean
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from tests.conftest import build
 from tests.objectives import peers
 from tests.objectives.examples import case
@@ -21,7 +21,7 @@ from tests.policies.test_hf import make_batch, policy_of
 
 HORIZON = {"seq_mean_token_sum_norm": {"horizon": 24}}
 ROWS = ("seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
-PPO = Use("grpo", clip_low=0.2, clip_high=0.28)
+PPO = Component("grpo", clip_low=0.2, clip_high=0.28)
 HOLES = np.array([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1]], dtype=bool)
 
 
@@ -63,11 +63,11 @@ def test_at_equal_lengths_three_of_them_are_one():
 
 
 @pytest.mark.parametrize("part, message", [
-    (Use("seq_mean_token_mean", rows="some"), "no way to count rows is called 'some'.*all, live"),
+    (Component("seq_mean_token_mean", rows="some"), "no way to count rows is called 'some'.*all, live"),
     ("seq_mean_token_sum_norm", "needs horizon"),
-    (Use("seq_mean_token_sum_norm", horizon=0), "horizon=0.*positive and finite"),
-    (Use("seq_mean_token_sum_norm", horizon=float("inf")), "positive and finite"),
-    (Use("token_mean", rows="all"), "no option"),
+    (Component("seq_mean_token_sum_norm", horizon=0), "horizon=0.*positive and finite"),
+    (Component("seq_mean_token_sum_norm", horizon=float("inf")), "positive and finite"),
+    (Component("token_mean", rows="all"), "no option"),
 ])  # fmt: skip
 def test_an_aggregation_that_means_nothing_is_refused(part, message):
     with pytest.raises(ConfigError, match=message):
@@ -75,11 +75,11 @@ def test_an_aggregation_that_means_nothing_is_refused(part, message):
 
 
 PEERS = {
-    "trl/grpo": Use("seq_mean_token_mean", rows="all"),
+    "trl/grpo": Component("seq_mean_token_mean", rows="all"),
     "trl/dapo": "token_mean",
     "trl/bnpo": "token_mean",
-    "trl/luspo": Use("seq_mean_token_sum", rows="all"),
-    "trl/dr_grpo": Use("seq_mean_token_sum_norm", horizon=24, rows="all"),
+    "trl/luspo": Component("seq_mean_token_sum", rows="all"),
+    "trl/dr_grpo": Component("seq_mean_token_sum_norm", horizon=24, rows="all"),
     "openrlhf/ppo_clip.token": "token_mean",
     "openrlhf/ppo_clip.sequence": "seq_mean_token_mean",
     "openinstruct/dapo": "token_mean",
@@ -140,7 +140,7 @@ def test_an_update_is_the_same_however_its_mini_batch_is_cut(name, micro_batch):
     for rows_per_forward in (64, micro_batch):
         policy = policy_of(build("qwen3_moe"), micro_batch=rows_per_forward)
         part = replace(batch, old_logprobs=policy.score(batch).logprobs)
-        objective = objective_of(Arm(name="a", aggregate=Use(name, **HORIZON.get(name, {}))))
+        objective = objective_of(Arm(name="a", aggregate=Component(name, **HORIZON.get(name, {}))))
         updated = policy.update(objective.attach_weights(part), objective)
         losses.append((updated.loss, updated.grad_norm))
     assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-7)
@@ -151,7 +151,7 @@ def test_a_filtered_row_counts_among_all_rows_and_not_among_the_live(rows_, sequ
     """Row 2 was cut off: its tokens leave the loss, |y| and, unless all rows count, N."""
     mask = torch.ones(3, 2, dtype=torch.bool)
     zeros = torch.zeros(3, 2, dtype=torch.float64)
-    arm = Arm(name="a", loss=PPO, aggregate=Use("seq_mean_token_mean", rows=rows_), filters=("finished",))
+    arm = Arm(name="a", loss=PPO, aggregate=Component("seq_mean_token_mean", rows=rows_), filters=("finished",))
     done = torch.tensor([[True], [True], [False]]).expand(3, 2)
     loss = policy_loss(arm, logprobs=zeros, old_logprobs=zeros, advantages=torch.tensor([1.0, 2.0, 50.0]).double(),
                        mask=mask, finished=done).loss  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import advantage_of, objective_of
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.types import Batch
 
 TURN = torch.tensor([[0, 1, 1, 0, 0, 2], [0, 1, 1, 1, 0, 0], [0, 1, 0, 2, 2, 0], [0, 1, 1, 0, 2, 0]])
@@ -52,7 +52,7 @@ S = math.sqrt(0.5)
                                 ((0.1, 0.1), (0.6,), (-0.4, -0.4))), (S, -S))),
 ])  # fmt: skip
 def test_a_turn_is_compared_with_turns_by_what_it_and_later_ones_earned(options, expected):
-    torch.testing.assert_close(of(Use("by_turn", **options)), expected)
+    torch.testing.assert_close(of(Component("by_turn", **options)), expected)
 
 
 def test_rows_in_another_order_get_the_same_bits():
@@ -71,10 +71,10 @@ def test_one_turn_is_the_group():
 def test_discounted_returns_of_rewards_per_turn():
     """γ per token: of row 0, .5 at its third own token; the environment's are stepped over. Without `turn_rewards` the
     whole reward is at the end."""
-    found = of("turn_rewards", Use("returns", gamma=0.5))
+    found = of("turn_rewards", Component("returns", gamma=0.5))
     torch.testing.assert_close(found[0], torch.tensor([0, 0.125, 0.25, 0, 0, 0.5]))
     torch.testing.assert_close(found[3], torch.tensor([0, 0.3, 0.6, 0, 0.8, 0]))
-    torch.testing.assert_close(of(Use("returns", gamma=0.5))[3], torch.tensor([0, 0.25, 0.5, 0, 1.0, 0]))
+    torch.testing.assert_close(of(Component("returns", gamma=0.5))[3], torch.tensor([0, 0.25, 0.5, 0, 1.0, 0]))
 
 
 def test_rewards_of_rows_go_to_every_turn():
@@ -84,9 +84,9 @@ def test_rewards_of_rows_go_to_every_turn():
 
 
 @pytest.mark.parametrize(("steps", "says"), [
-    ((Use("clipped", at=1), "by_turn"), "put it first"),
-    ((Use("by_turn", gamma=2),), "from 0 to 1"),
-    ((Use("by_turn", among="turns"),), "among of by_turn"),
+    ((Component("clipped", at=1), "by_turn"), "put it first"),
+    ((Component("by_turn", gamma=2),), "from 0 to 1"),
+    ((Component("by_turn", among="turns"),), "among of by_turn"),
     (("turn_rewards",), "rewards per token"),
     (("turn_rewards", "group"), "rewards per token"),
     (("by_turn", "returns"), "rewards per token"),
@@ -96,13 +96,13 @@ def test_steps_that_would_lose_what_turns_earned_are_refused(steps, says):
         of(*steps)
 
 
-KL = Use("kl_penalty", coef=0.1)
+KL = Component("kl_penalty", coef=0.1)
 
 
 @pytest.mark.parametrize("loss", ["gspo", "gmpo"])
 @pytest.mark.parametrize("steps", [
-    ("by_turn",), (Use("by_turn", gamma=0.0, scale="none"), "whitened"), ("turn_rewards", "returns"),
-    (Use("returns", gamma=0.9),), ("turn_rewards", "gae"), ("gae",), (KL, "returns"), (KL, "returns", "whitened"),
+    ("by_turn",), (Component("by_turn", gamma=0.0, scale="none"), "whitened"), ("turn_rewards", "returns"),
+    (Component("returns", gamma=0.9),), ("turn_rewards", "gae"), ("gae",), (KL, "returns"), (KL, "returns", "whitened"),
 ], ids=lambda steps: "+".join(map(str, steps)))  # fmt: skip
 def test_a_loss_with_one_advantage_per_sequence_refuses_others_when_the_arm_is_made(loss, steps):
     with pytest.raises(ConfigError, match=r"arm 'a': its advantage \(.* differs within a response; .* gspo_token"):
@@ -112,8 +112,9 @@ def test_a_loss_with_one_advantage_per_sequence_refuses_others_when_the_arm_is_m
 
 
 @pytest.mark.parametrize("steps", [
-    ("group",), ("group", "whitened"), (Use("normalized", center="running"),),
-    (Use("overlong", limit=9, buffer=3), "opo"), (Use("kl_penalty", coef=0.1, per_token=False), "group"), ("returns",),
+    ("group",), ("group", "whitened"), (Component("normalized", center="running"),),
+    (Component("overlong", limit=9, buffer=3), "opo"), (Component("kl_penalty", coef=0.1, per_token=False), "group"),
+    ("returns",),
 ], ids=lambda steps: "+".join(map(str, steps)))  # fmt: skip
 def test_it_takes_those_that_are_one_per_sequence(steps):
     made = Arm(name="a", loss="gspo", advantage=steps)

@@ -18,7 +18,7 @@ from moe_rl.objectives.advantages import group
 from moe_rl.objectives.compose import Objective
 from moe_rl.objectives.losses import LOSSES, grpo, gspo
 from moe_rl.objectives.weights import seq_mean_token_mean
-from moe_rl.registry import Use, needs
+from moe_rl.registry import Component, needs
 from tests import oracle
 from tests.objectives.examples import TIGHT, case, inputs, ranged, rewarded
 from tests.policies.test_hf import make_batch
@@ -46,14 +46,14 @@ def my_advantage(x: AdvantageInputs, *, shift: float = 0.0) -> torch.Tensor:
 def test_an_arm_names_its_objective():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kl = objective_of(Arm(name="a", loss="gspo", terms=(Use("kl", coef=0.1),)))
+        kl = objective_of(Arm(name="a", loss="gspo", terms=(Component("kl", coef=0.1),)))
         assert kl.loss is gspo and kl.terms["kl"].keywords == {"coef": 0.1} and set(kl.terms) == {"kl"}
         plain = objective_of(Arm(name="a"))
         assert plain.loss is grpo and plain.aggregate is seq_mean_token_mean
         assert plain.corrections == () and plain.terms == {}
-        narrow = objective_of(Arm(name="a", loss=Use("grpo", clip_low=0.1, clip_high=0.2)))
+        narrow = objective_of(Arm(name="a", loss=Component("grpo", clip_low=0.1, clip_high=0.2)))
         assert narrow.loss.func is grpo and narrow.loss.keywords == {"clip_low": 0.1, "clip_high": 0.2}
-        own = objective_of(Arm(name="a", loss=Use(MINE, clip_low=0.1, clip_high=0.2)))
+        own = objective_of(Arm(name="a", loss=Component(MINE, clip_low=0.1, clip_high=0.2)))
     assert own.loss.func.__name__ == "my_loss" and own.loss.keywords == {"clip_low": 0.1, "clip_high": 0.2}
     assert advantage_of(Arm(name="a")).steps == (("group", group),)
 
@@ -68,13 +68,16 @@ def test_the_range_of_a_loss_is_the_papers_unless_the_arm_has_one(name, low, hig
     ("loss", "message"),
     [
         ("gpro", "no loss is called 'gpro'.*Did you mean.*grpo.*gspo, gspo_token.*pkg.module:name"),
-        (Use("no_such_module_here:loss", clip_low=0.1, clip_high=0.1), "no module 'no_such_module_here'"),
-        (Use("math:no_such_loss", clip_low=0.1, clip_high=0.1), "no loss in the module math is called 'no_such_loss'"),
+        (Component("no_such_module_here:loss", clip_low=0.1, clip_high=0.1), "no module 'no_such_module_here'"),
+        (
+            Component("math:no_such_loss", clip_low=0.1, clip_high=0.1),
+            "no loss in the module math is called 'no_such_loss'",
+        ),
         (MINE, "needs clip_low, clip_high"),
-        (Use(MINE, clip_low=0.1), "needs clip_high"),
-        (Use("grpo", clip_low=-0.1, clip_high=0.1), "no range"),
-        (Use("grpo", cliphigh=0.1), "no option of the loss 'grpo' is called 'cliphigh'.*clip_high"),
-        (Use("crossed", weigh="tokens"), "each is one of token, sequence, none"),
+        (Component(MINE, clip_low=0.1), "needs clip_high"),
+        (Component("grpo", clip_low=-0.1, clip_high=0.1), "no range"),
+        (Component("grpo", cliphigh=0.1), "no option of the loss 'grpo' is called 'cliphigh'.*clip_high"),
+        (Component("crossed", weigh="tokens"), "each is one of token, sequence, none"),
     ],
 )
 def test_a_loss_that_cannot_be_used_is_one_clear_error(loss, message):
@@ -87,9 +90,9 @@ def test_a_loss_that_cannot_be_used_is_one_clear_error(loss, message):
     [
         ({"aggregate": "token_mean_"}, "no aggregation is called 'token_mean_'.*seq_mean_token_mean"),
         ({"corrections": ("trunc",)}, "no correction is called 'trunc'.*truncated"),
-        ({"terms": (Use("kll", coef=1.0),)}, "no term is called 'kll'.*kl"),
+        ({"terms": (Component("kll", coef=1.0),)}, "no term is called 'kll'.*kl"),
         ({"terms": ("kl",)}, "the term 'kl' needs coef"),
-        ({"terms": (Use("kl", coef=1.0), Use("kl", coef=2.0))}, "a term twice: kl, kl"),
+        ({"terms": (Component("kl", coef=1.0), Component("kl", coef=2.0))}, "a term twice: kl, kl"),
     ],
 )
 def test_another_part_that_cannot_be_used_is_too(parts, message):
@@ -105,14 +108,15 @@ def test_an_advantage_that_is_not_there_is_named():
 @pytest.mark.parametrize("loss", ["gspo", "gspo_token"])
 def test_a_sequence_level_loss_warns_about_a_range_that_never_clips(loss):
     with pytest.warns(UserWarning, match="never clips the sequence-level ratio"):
-        objective_of(Arm(name="a", loss=Use(loss, clip_low=0.2, clip_high=0.27)))
+        objective_of(Arm(name="a", loss=Component(loss, clip_low=0.2, clip_high=0.27)))
 
 
 def test_every_part_may_be_a_users_own():
     """A token mean: 4 response tokens of 2 responses weigh 1/4 each; the term adds 0.5 · Σ weights = 0.5."""
     arm = Arm(
-        name="a", loss=Use(MINE, clip_low=9.0, clip_high=9.0), aggregate=f"{__name__}:my_aggregate",
-        terms=(Use(f"{__name__}:my_term", coef=0.5),), advantage=Use(f"{__name__}:my_advantage", shift=0.25),
+        name="a", loss=Component(MINE, clip_low=9.0, clip_high=9.0), aggregate=f"{__name__}:my_aggregate",
+        terms=(Component(f"{__name__}:my_term", coef=0.5),),
+        advantage=Component(f"{__name__}:my_advantage", shift=0.25),
     )  # fmt: skip
     mask = torch.tensor([[True, True, True], [True, False, False]])
     zeros = torch.zeros(2, 3, dtype=torch.float64)
@@ -127,7 +131,10 @@ def test_the_loss_of_somebody_elses_loop_is_the_oracles(name):
     new, old, advantages, mask = case()
     logprobs = torch.tensor(new, requires_grad=True)
     tensors = dict(old_logprobs=torch.tensor(old), advantages=torch.tensor(advantages), mask=torch.tensor(mask))
-    for arm in (Use(name, clip_low=0.05, clip_high=0.06), Arm(name="a", loss=Use(name, clip_low=0.05, clip_high=0.06))):
+    for arm in (
+        Component(name, clip_low=0.05, clip_high=0.06),
+        Arm(name="a", loss=Component(name, clip_low=0.05, clip_high=0.06)),
+    ):
         output = policy_loss(arm, logprobs=logprobs, **tensors)
         gradient = torch.autograd.grad(output.loss, logprobs)[0]
         loss, expected, clipped = getattr(oracle, name)(new, old, advantages, mask, 0.05, 0.06)
@@ -201,10 +208,10 @@ def takes_a_column(x: LossInputs) -> LossOutput:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"terms": (Use(f"{__name__}:reads_entropy", coef=0.1),)}, r"needs\('entropy'\)"),
+        ({"terms": (Component(f"{__name__}:reads_entropy", coef=0.1),)}, r"needs\('entropy'\)"),
         ({"loss": f"{__name__}:takes_a_column"}, "the metrics loss, which could be"),
-        ({"loss": Use("grpo", clip_low="0.2")}, "an option of another type"),
-        ({"terms": (Use("kl", coef="0.2"),)}, "an option of another type"),
+        ({"loss": Component("grpo", clip_low="0.2")}, "an option of another type"),
+        ({"terms": (Component("kl", coef="0.2"),)}, "an option of another type"),
         ({"corrections": ("truncated", "truncated")}, "a correction twice"),
     ],
 )
@@ -236,7 +243,7 @@ def test_a_loss_of_another_shape_is_told_which(monkeypatch, changed, said):
 
 
 @pytest.mark.parametrize("loss", [
-    Use("grpo", clip_low=None), Use("cispo", clip_high=None), Use("clip_cov", seed=2**70)
+    Component("grpo", clip_low=None), Component("cispo", clip_high=None), Component("clip_cov", seed=2**70)
 ])  # fmt: skip
 def test_an_option_of_another_type_is_refused_whatever_it_raises(loss):
     with pytest.raises(ConfigError, match="Is an option of another type"):
@@ -244,8 +251,8 @@ def test_an_option_of_another_type_is_refused_whatever_it_raises(loss):
 
 
 @pytest.mark.parametrize("parts", [
-    {"corrections": (Use("opsm", delta=math.nan),)}, {"terms": (Use("kl", coef=math.nan),)},
-    {"loss": Use("clip_cov", low=math.nan)},
+    {"corrections": (Component("opsm", delta=math.nan),)}, {"terms": (Component("kl", coef=math.nan),)},
+    {"loss": Component("clip_cov", low=math.nan)},
 ])  # fmt: skip
 def test_an_option_that_is_no_number_is_refused(parts):
     with pytest.raises(ConfigError, match="=nan"):
@@ -258,7 +265,7 @@ def test_a_loop_of_ones_own_is_told_what_would_be_passed_over():
     for advantages in (torch.ones(1), torch.ones(3)):
         with pytest.raises(ConfigError, match=f"{len(advantages)} advantages for 4 rows"):
             inspect.unwrap(policy_loss)("grpo", advantages=advantages, **given)
-    arm = Arm(name="a", filters=(Use("masked", high=2.0),))
+    arm = Arm(name="a", filters=(Component("masked", high=2.0),))
     assert policy_loss(arm, advantages=torch.ones(4), **given).loss == -1
     with pytest.raises(ConfigError, match="filters say over a whole mini-batch"):
         policy_loss(arm, advantages=torch.ones(4), weights=zeros.double(), **given)

@@ -13,11 +13,11 @@ from moe_rl.errors import ConfigError
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.losses import grpo
 from moe_rl.objectives.weights import truncated
-from moe_rl.registry import Use, needs
+from moe_rl.registry import Component, needs
 from tests.objectives.examples import case, inputs
 from tests.policies.test_hf import make_batch
 
-WIDE = Use("grpo", clip_low=9.0, clip_high=9.0)
+WIDE = Component("grpo", clip_low=9.0, clip_high=9.0)
 
 
 def test_weights_by_hand():
@@ -43,7 +43,7 @@ def parts():
 def test_each_tokens_gradient_is_scaled_by_its_weight(parts):
     batch, logprobs = parts
     gradients = []
-    for corrections in ((), (Use("truncated", cap=1.2),)):
+    for corrections in ((), (Component("truncated", cap=1.2),)):
         objective = objective_of(Arm(name="a", loss=WIDE, corrections=corrections))
         out = objective(objective.attach_weights(batch), logprobs, torch.zeros_like(logprobs))
         gradients.append(torch.autograd.grad(out.loss, logprobs)[0])
@@ -66,8 +66,8 @@ def test_terms_keep_the_weights_that_a_correction_takes_from_the_loss(parts):
     batch, logprobs = parts
     batch = replace(batch, rollout_logprobs=batch.old_logprobs - math.log(3), ref_logprobs=batch.old_logprobs + 1)
     found = {}
-    for corrections in ((), (Use("truncated", cap=0.5),)):
-        for terms in ((), (Use("kl", coef=0.7),)):
+    for corrections in ((), (Component("truncated", cap=0.5),)):
+        for terms in ((), (Component("kl", coef=0.7),)):
             objective = objective_of(Arm(name="a", loss=WIDE, corrections=corrections, terms=terms))
             out = objective(objective.attach_weights(batch), logprobs, torch.zeros_like(logprobs))
             found[bool(corrections), bool(terms)] = out.loss.item()
@@ -87,7 +87,7 @@ def test_with_routes_of_its_own_for_the_ratio_a_token_still_weighs_what_the_old_
         logprobs, row(0.0, -1.0), row(1.0, 1.0), torch.tensor([[False, True]]),
         rollout_logprobs=row(0.0, -1.0 - math.log(1.5)), ratio_logprobs=row(0.0, -1.0 + math.log(2)),
     )  # fmt: skip
-    output = objective_of(Arm(name="a", loss=WIDE, corrections=(Use("truncated", cap=2.0),))).of(x)
+    output = objective_of(Arm(name="a", loss=WIDE, corrections=(Component("truncated", cap=2.0),))).of(x)
     output.loss.backward()
     assert output.loss.item() == pytest.approx(-3.0, rel=1e-12)
     assert logprobs.grad[0].tolist() == pytest.approx([0.0, -3.0], rel=1e-12)
@@ -96,7 +96,7 @@ def test_with_routes_of_its_own_for_the_ratio_a_token_still_weighs_what_the_old_
 @pytest.mark.parametrize(("settings", "message"), [({"anchor": "engine"}, "every weight is 1"), ({}, "positive")])
 def test_truncation_that_means_nothing_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        objective_of(Arm(name="a", corrections=(Use("truncated", cap=2.0 if settings else -1.0),), **settings))
+        objective_of(Arm(name="a", corrections=(Component("truncated", cap=2.0 if settings else -1.0),), **settings))
 
 
 def test_without_the_engines_log_probs_there_is_nothing_to_weigh():
@@ -130,7 +130,9 @@ def nan_outside(x):
 def test_where_filters_leave_nothing_a_normalised_weight_is_no_nan(level):
     batch = make_batch()
     batch = replace(batch, old_logprobs=batch.rollout_logprobs, finished=torch.zeros(len(batch), dtype=torch.bool))
-    arm = Arm(name="a", filters=("finished",), corrections=(Use("truncated", level=level, batch_normalized=True),))
+    arm = Arm(
+        name="a", filters=("finished",), corrections=(Component("truncated", level=level, batch_normalized=True),)
+    )
     objective = objective_of(arm)
     part = objective.attach_weights(batch)
     assert objective(part, batch.rollout_logprobs, 0 * batch.rollout_logprobs).loss.item() == 0

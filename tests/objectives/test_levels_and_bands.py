@@ -13,7 +13,7 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import objective_of, policy_loss
 from moe_rl.objectives.weights import CORRECTIONS, m2po, masked, opsm, rejected, truncated, vaco
-from moe_rl.registry import Use, needs, needs_of
+from moe_rl.registry import Component, needs, needs_of
 from tests.conftest import build, perturb
 from tests.objectives import peers
 from tests.objectives.examples import inputs
@@ -172,11 +172,11 @@ def test_opsm_masks_sequences_of_negative_advantage_that_the_policy_has_left(aga
 
 
 # ---------------------------------------------------------------------- how a mini-batch is cut
-STATIC = [Use(name, **OPTIONS[name]) for name in ("truncated", "masked", "rejected", "m2po", "vaco")]
-STATIC += [Use("truncated", level="product", batch_normalized=True)]
+STATIC = [Component(name, **OPTIONS[name]) for name in ("truncated", "masked", "rejected", "m2po", "vaco")]
+STATIC += [Component("truncated", level="product", batch_normalized=True)]
 
 
-@pytest.mark.parametrize("part", [*STATIC, Use("opsm", delta=-0.02)], ids=str)
+@pytest.mark.parametrize("part", [*STATIC, Component("opsm", delta=-0.02)], ids=str)
 @pytest.mark.parametrize("where", ["corrections", "filters"])
 def test_an_update_is_the_same_however_its_mini_batch_is_cut(part, where):
     if part.name in ("opsm", "truncated") and where == "filters":
@@ -205,7 +205,7 @@ def test_an_update_is_the_same_however_its_mini_batch_is_cut(part, where):
 def test_what_reads_the_policy_is_applied_at_the_update_and_once():
     """Parts of a weighed mini-batch and the whole, in a loop of one's own: the same loss, with trust or without."""
     log_rho, x = drawn()
-    arm = Arm(name="a", loss=PPO, corrections=("truncated", Use("opsm", delta=-0.1)))
+    arm = Arm(name="a", loss=PPO, corrections=("truncated", Component("opsm", delta=-0.1)))
     objective = objective_of(arm)
     expected = objective.of(x).loss
     both = truncated(x) * opsm(x, delta=-0.1)
@@ -238,7 +238,7 @@ def test_a_filter_leaves_the_lengths_and_the_sequences_and_a_correction_keeps_th
     """Ratios 1, advantages 1 and 3. Two tokens of row 0 and all of row 1 are out: 1 as filter, over 2 · 3 else."""
     log_rho = torch.tensor([[0.0, 2.0, 2.0], [2.0, 2.0, 2.0]]).double()
     zeros, mask = torch.zeros(2, 3).double(), torch.ones(2, 3, dtype=torch.bool)
-    part = Use("masked", high=2.0)
+    part = Component("masked", high=2.0)
     for where, loss in (("filters", -1.0), ("corrections", -1 / 6)):
         found = policy_loss(Arm(name="a", loss=PPO, **{where: (part,)}), logprobs=zeros, old_logprobs=zeros,
                             rollout_logprobs=-log_rho, advantages=torch.tensor([1.0, 3.0]).double(), mask=mask)
@@ -247,8 +247,9 @@ def test_a_filter_leaves_the_lengths_and_the_sequences_and_a_correction_keeps_th
 
 # ---------------------------------------------------------------------- what is refused, and what overflows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("part", [Use("truncated", cap=math.inf), Use("truncated", cap=math.inf, level="product"),
-                                  Use("masked", high=math.inf, level="product"), *STATIC], ids=str)  # fmt: skip
+@pytest.mark.parametrize("part",
+                         [Component("truncated", cap=math.inf), Component("truncated", cap=math.inf, level="product"),
+                                  Component("masked", high=math.inf, level="product"), *STATIC], ids=str)  # fmt: skip
 def test_log_ratios_that_overflow_give_no_nan(part, dtype):
     mask = torch.ones(4, 3, dtype=torch.bool)
     log_rho = torch.tensor([[2e3, 0, 0], [-2e3, 0, 0], [900.0, 900.0, 900.0], [0.0, 0.1, 0.2]], dtype=dtype)
@@ -259,15 +260,15 @@ def test_log_ratios_that_overflow_give_no_nan(part, dtype):
 
 
 @pytest.mark.parametrize("part, message", [
-    (Use("truncated", cap=2.0, level="max"), "no level of a correction is called 'max'.*geometric.*product"),
-    (Use("truncated", cap=1.0, low=2.0), "truncated: 2 to 1 is no band"),
-    (Use("masked", low=3.0, high=2.0), "masked: 3 to 2 is no band"),
-    (Use("masked", low=-1.0, high=2.0), "masked: -1 to 2 is no band"),
+    (Component("truncated", cap=2.0, level="max"), "no level of a correction is called 'max'.*geometric.*product"),
+    (Component("truncated", cap=1.0, low=2.0), "truncated: 2 to 1 is no band"),
+    (Component("masked", low=3.0, high=2.0), "masked: 3 to 2 is no band"),
+    (Component("masked", low=-1.0, high=2.0), "masked: -1 to 2 is no band"),
     ("masked", "needs high"),
-    (Use("rejected", high=2.0, statistic="k1"), "no statistic of rejected is called 'k1'.*ratio"),
-    (Use("m2po", threshold=-0.1), "m2po: -0.1 to inf"),
-    (Use("vaco", bound=math.nan), "bound=nan: numbers must be finite"),
-    (Use("opsm", delta=0.1, against="reference"), "no policy that opsm compares with"),
+    (Component("rejected", high=2.0, statistic="k1"), "no statistic of rejected is called 'k1'.*ratio"),
+    (Component("m2po", threshold=-0.1), "m2po: -0.1 to inf"),
+    (Component("vaco", bound=math.nan), "bound=nan: numbers must be finite"),
+    (Component("opsm", delta=0.1, against="reference"), "no policy that opsm compares with"),
 ])  # fmt: skip
 def test_a_correction_that_means_nothing_is_refused(part, message):
     with pytest.raises(ConfigError, match=message):
@@ -278,13 +279,13 @@ def test_a_correction_that_means_nothing_is_refused(part, message):
 @pytest.mark.parametrize("name", [name for name in CORRECTIONS if "engine" in needs_of(CORRECTIONS[name])])
 def test_with_the_engine_as_anchor_there_is_nothing_to_correct(name, where):
     with pytest.raises(ConfigError, match=f"{name} weighs.*every weight is 1"):
-        objective_of(Arm(name="a", anchor="engine", **{where: (Use(name, **OPTIONS[name]),)}))
+        objective_of(Arm(name="a", anchor="engine", **{where: (Component(name, **OPTIONS[name]),)}))
 
 
 def test_the_engine_as_anchor_may_still_be_masked_by_opsm_but_not_filtered():
-    objective_of(Arm(name="a", anchor="engine", corrections=(Use("opsm", delta=0.1),)))
+    objective_of(Arm(name="a", anchor="engine", corrections=(Component("opsm", delta=0.1),)))
     with pytest.raises(ConfigError, match="opsm.*reads π_θ.*make it a correction"):
-        objective_of(Arm(name="a", filters=(Use("opsm", delta=0.1),)))
+        objective_of(Arm(name="a", filters=(Component("opsm", delta=0.1),)))
 
 
 def test_a_filter_that_is_never_zero_is_refused():
@@ -307,11 +308,11 @@ def test_responses_that_were_cut_off_leave_the_mini_batch():
 
 # ---------------------------------------------------------------------- other frameworks
 WEIGHTS = {
-    "token_truncate.None_1.5": Use("truncated", cap=1.5),
-    "token_mask.0.7_1.5": Use("masked", low=0.7, high=1.5),
-    "sequence_truncate.None_1.5": Use("truncated", cap=1.5, level="product"),
-    "sequence_mask.None_3.0": Use("masked", high=3.0, level="product"),
-    "sequence_mask.0.5_2.0": Use("masked", low=0.5, high=2.0, level="product"),
+    "token_truncate.None_1.5": Component("truncated", cap=1.5),
+    "token_mask.0.7_1.5": Component("masked", low=0.7, high=1.5),
+    "sequence_truncate.None_1.5": Component("truncated", cap=1.5, level="product"),
+    "sequence_mask.None_3.0": Component("masked", high=3.0, level="product"),
+    "sequence_mask.0.5_2.0": Component("masked", low=0.5, high=2.0, level="product"),
 }
 
 
@@ -323,18 +324,18 @@ def test_the_weights_of_trl(mode, name):
     found = CORRECTIONS[part.name](x, **part.options)
     expected = np.broadcast_to(peers.output(name, f"trl/is.{mode}"), found.shape)
     np.testing.assert_allclose(found.numpy()[x.mask], expected[x.mask], rtol=1e-12, atol=0)
-    arm = Arm(name="a", loss=PPO, aggregate=Use("seq_mean_token_mean", rows="all"), corrections=(part,))
+    arm = Arm(name="a", loss=PPO, aggregate=Component("seq_mean_token_mean", rows="all"), corrections=(part,))
     assert_equal(of(name, arm), peers.expected(name, f"trl/grpo+is.{mode}"))
 
 
 OTHERS = {
-    "openrlhf/is.tis": (Use("truncated", low=0.7, cap=1.5),),
-    "openrlhf/is.icepop": (Use("masked", low=0.7, high=1.5),),
-    "openrlhf/is.seq-mask-tis": (Use("rejected", low=0.95, high=1.05), Use("truncated", cap=math.inf)),
-    "openinstruct/rho_clamp": (Use("truncated", cap=1.5),),
-    "openinstruct/rho_mask": (Use("masked", low=0.7, high=1.5), ),
-    "openinstruct/rho_mask.sequence": (Use("masked", low=0.95, high=1.05, level="geometric"),),
-    "openinstruct/rho_mask.tv": (Use("vaco", bound=1.05), Use("truncated", cap=math.inf)),
+    "openrlhf/is.tis": (Component("truncated", low=0.7, cap=1.5),),
+    "openrlhf/is.icepop": (Component("masked", low=0.7, high=1.5),),
+    "openrlhf/is.seq-mask-tis": (Component("rejected", low=0.95, high=1.05), Component("truncated", cap=math.inf)),
+    "openinstruct/rho_clamp": (Component("truncated", cap=1.5),),
+    "openinstruct/rho_mask": (Component("masked", low=0.7, high=1.5), ),
+    "openinstruct/rho_mask.sequence": (Component("masked", low=0.95, high=1.05, level="geometric"),),
+    "openinstruct/rho_mask.tv": (Component("vaco", bound=1.05), Component("truncated", cap=math.inf)),
 }
 
 
@@ -351,8 +352,10 @@ def test_the_corrected_loss_of_others(key, name):
 @pytest.mark.parametrize("key", ["trl/grpo.opsm", "trl/grpo.opsm.old", "trl/grpo.opsm.kl", "trl/grpo+is+kl"])
 def test_sequence_masks_and_corrections_of_trl_leave_its_kl(key, name):
     """Where TRL is given no log-probs of an engine, the sampler is π_old."""
-    kl = (Use("kl", coef=0.05),) if key.endswith("kl") else ()
-    correction = WEIGHTS["token_truncate.None_1.5"] if "+is" in key else Use(
+    kl = (Component("kl", coef=0.05),) if key.endswith("kl") else ()
+    correction = WEIGHTS["token_truncate.None_1.5"] if "+is" in key else Component(
         "opsm", delta=0.03, against="engine" if key == "trl/grpo.opsm" else "old")
-    arm = Arm(name="a", loss=PPO, aggregate=Use("seq_mean_token_mean", rows="all"), terms=kl, corrections=(correction,))
+    arm = Arm(
+        name="a", loss=PPO, aggregate=Component("seq_mean_token_mean", rows="all"), terms=kl, corrections=(correction,)
+    )
     assert_equal(of(name, arm), peers.expected(name, key))

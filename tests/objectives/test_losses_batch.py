@@ -14,16 +14,16 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.losses import LEVELS, LOSSES, clip_surrogate, find_outside
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from tests.objectives import peers
 from tests.objectives.examples import TIGHT, inputs, ranged, rewarded
 
 CHOICES = [
-    *(Use(name, **ranged(LOSSES[name])) for name in LOSSES if name not in ("clip_cov", "kl_cov", "sat")),
-    *(Use("grpo", level=level, dual=2.0, log_clamp=1.0) for level in LEVELS),
-    *(Use("clip_cov", share=share, low=0.0, high=math.inf, seed=3) for share in (0.0, 1e-9, 0.3, 1.0)),
-    *(Use("kl_cov", share=share, coef=0.5) for share in (0.0, 1e-9, 0.3, 1.0)),
-    *(Use("sat", base=base, quantile=q) for base in ("grpo", "gspo") for q in (0.5, 0.9)),
+    *(Component(name, **ranged(LOSSES[name])) for name in LOSSES if name not in ("clip_cov", "kl_cov", "sat")),
+    *(Component("grpo", level=level, dual=2.0, log_clamp=1.0) for level in LEVELS),
+    *(Component("clip_cov", share=share, low=0.0, high=math.inf, seed=3) for share in (0.0, 1e-9, 0.3, 1.0)),
+    *(Component("kl_cov", share=share, coef=0.5) for share in (0.0, 1e-9, 0.3, 1.0)),
+    *(Component("sat", base=base, quantile=q) for base in ("grpo", "gspo") for q in (0.5, 0.9)),
 ]
 CUTS = [[[0, 1, 2], [3, 4, 5, 6, 7]], [[5], [0, 3], [7, 6, 4, 2], [1]]]
 
@@ -75,7 +75,9 @@ def keeps_early(x):
     return (torch.arange(x.mask.shape[1]) % 5 != 3).expand(x.mask.shape).double()
 
 
-@pytest.mark.parametrize("loss", [Use("clip_cov", share=0.3, low=0.0), Use("kl_cov", share=0.3), "sat", "gmpo"])
+@pytest.mark.parametrize(
+    "loss", [Component("clip_cov", share=0.3, low=0.0), Component("kl_cov", share=0.3), "sat", "gmpo"]
+)
 def test_nor_does_it_where_a_filter_takes_tokens_out(loss):
     filtered = {"filters": (f"{__name__}:keeps_early",), "corrections": ("truncated",)}
     whole, parts = (in_parts(loss, "holes-wide-0", cut, **filtered) for cut in ([list(range(8))], CUTS[0]))

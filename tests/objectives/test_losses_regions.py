@@ -13,7 +13,7 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.losses import LOSSES
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from tests import oracle
 from tests.objectives import peers
 from tests.objectives.examples import TIGHT, case, inputs, ranged
@@ -380,18 +380,20 @@ def test_a_token_that_is_cut_in_a_sequence_that_is_clipped_was_clipped():
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (Use("grpo", dual=0.9), "dual=0.9.*below 1"), (Use("grpo", cap=0.5), "cap=0.5"),
-        (Use("grpo", dual=math.nan), "dual=nan"), (Use("grpo", log_clamp=0.0), "log_clamp=0.*positive"),
-        (Use("grpo", level="turn"), "level='turn'.*token, sequence, sequence_token, segment, product"),
-        (Use("gmpo", level="token"), "choose sequence or product"), (Use("gmpo", clip_low=-1.0), "clip range"),
-        (Use("sapo", tau_pos=0.0), "tau_pos=0.*positive"), (Use("sapo", level="turn"), "is no level"),
-        (Use("cispo", mask="both"), "choose none or unified"), (Use("band", low=1.1), "must hold 1"),
-        (Use("dppo", kind="js"), "choose tv or kl"), (Use("dppo", low=-0.1), "low=-0.1.*>= 0"),
-        (Use("dppo", cap=0.5), "cap >= 1"), (Use("topr", level="turn"), "is no level"),
-        (Use("vespo", k_neg=-1.0), "k_neg=-1.*negative"), (Use("vespo", lambda_pos=math.nan), "lambda_pos=nan"),
-        (Use("clip_cov", share=1.5), "share=1.5"), (Use("kl_cov", share=-0.1), "share=-0.1"),
-        (Use("kl_cov", coef=-1.0), "coef=-1"), (Use("sat", base="gmpo"), "choose grpo or gspo"),
-        (Use("sat", quantile=1.1), "quantile=1.1"), (Use("sat", exponent=0.0), "exponent=0"),
+        (Component("grpo", dual=0.9), "dual=0.9.*below 1"), (Component("grpo", cap=0.5), "cap=0.5"),
+        (Component("grpo", dual=math.nan), "dual=nan"), (Component("grpo", log_clamp=0.0), "log_clamp=0.*positive"),
+        (Component("grpo", level="turn"), "level='turn'.*token, sequence, sequence_token, segment, product"),
+        (Component("gmpo", level="token"), "choose sequence or product"),
+        (Component("gmpo", clip_low=-1.0), "clip range"),
+        (Component("sapo", tau_pos=0.0), "tau_pos=0.*positive"), (Component("sapo", level="turn"), "is no level"),
+        (Component("cispo", mask="both"), "choose none or unified"), (Component("band", low=1.1), "must hold 1"),
+        (Component("dppo", kind="js"), "choose tv or kl"), (Component("dppo", low=-0.1), "low=-0.1.*>= 0"),
+        (Component("dppo", cap=0.5), "cap >= 1"), (Component("topr", level="turn"), "is no level"),
+        (Component("vespo", k_neg=-1.0), "k_neg=-1.*negative"),
+        (Component("vespo", lambda_pos=math.nan), "lambda_pos=nan"),
+        (Component("clip_cov", share=1.5), "share=1.5"), (Component("kl_cov", share=-0.1), "share=-0.1"),
+        (Component("kl_cov", coef=-1.0), "coef=-1"), (Component("sat", base="gmpo"), "choose grpo or gspo"),
+        (Component("sat", quantile=1.1), "quantile=1.1"), (Component("sat", exponent=0.0), "exponent=0"),
     ],
 )  # fmt: skip
 def test_an_option_out_of_range_is_refused_before_a_run(loss, message):
@@ -409,8 +411,8 @@ def test_gmpo_refuses_advantages_that_differ_within_a_response():
 
 @pytest.mark.parametrize(
     "loss",
-    [Use("grpo", level="sequence"), Use("grpo", level="segment"), Use("crossed", clip="segment"),
-     Use("sat", base="gspo"), Use("crossed", clip="sequence")],
+    [Component("grpo", level="sequence"), Component("grpo", level="segment"), Component("crossed", clip="segment"),
+     Component("sat", base="gspo"), Component("crossed", clip="sequence")],
     ids=str,
 )  # fmt: skip
 def test_a_range_for_tokens_on_a_mean_of_them_is_warned_about(loss):
@@ -419,8 +421,9 @@ def test_a_range_for_tokens_on_a_mean_of_them_is_warned_about(loss):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("loss", [*(name for name in LOSSES if name != "crossed"), Use("grpo", level="product"),
-                                  Use("grpo", level="segment", clip_low=3e-4, clip_high=4e-4)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("loss", [*(name for name in LOSSES if name != "crossed"), Component("grpo", level="product"),
+                                  Component("grpo", level="segment", clip_low=3e-4, clip_high=4e-4)],
+                                  ids=str)  # fmt: skip
 def test_defaults_pass_without_a_word(loss):
     objective_of(Arm(name="a", loss=loss))
 
@@ -430,8 +433,10 @@ def test_the_peers_cases_are_what_they_say():
 
 
 @pytest.mark.parametrize("loss, beyond", [
-    ("grpo", 100), (Use("grpo", level="product"), 30), (Use("gmpo", level="product", clip_high=math.inf), 30),
-    (Use("crossed", weigh="product", clip="none"), 30), ("minirl", 100), (Use("cispo", clip_high=math.inf), 100),
+    ("grpo", 100), (Component("grpo", level="product"), 30),
+    (Component("gmpo", level="product", clip_high=math.inf), 30),
+    (Component("crossed", weigh="product", clip="none"), 30), ("minirl", 100),
+    (Component("cispo", clip_high=math.inf), 100),
     ("band", 100), ("dppo", 100), ("kl_cov", 100),
 ])  # fmt: skip
 def test_a_token_that_a_correction_takes_out_may_have_a_ratio_that_overflows(loss, beyond):

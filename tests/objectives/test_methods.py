@@ -28,7 +28,7 @@ from moe_rl.objectives.methods import (
 )
 from moe_rl.objectives.methods_page import markdown
 from moe_rl.objectives.spelling import FIELD, known_components
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 from moe_rl.types import Batch
 from tests.fake_study import study
@@ -54,15 +54,15 @@ def test_a_method_with_the_name_of_a_part_has_that_part():
     assert {"gspo", "sapo", "opsm", "recall"} <= same
     for name in same:
         value = getattr(arm(name), FIELD[known_components()[name].kind])
-        assert name in [Use.of(part).name for part in (value if isinstance(value, tuple) else (value,))]
+        assert name in [Component.of(part).name for part in (value if isinstance(value, tuple) else (value,))]
     assert not {*methods()} & {*refusals()} and not {*components()} & {*refusals()}
     for preset in presets().values():
         assert preset.name.partition(":")[0] in frameworks() and preset.of in methods()
 
 
 def test_options_of_a_method_are_those_of_the_part_that_has_its_name():
-    assert arm("opsm(delta=0.2)").corrections == (Use("opsm", delta=0.2),)
-    assert arm("dapo(clip_high=0.3)").loss == Use("grpo", clip_low=0.2, clip_high=0.3)
+    assert arm("opsm(delta=0.2)").corrections == (Component("opsm", delta=0.2),)
+    assert arm("dapo(clip_high=0.3)").loss == Component("grpo", clip_low=0.2, clip_high=0.3)
     with pytest.raises(ConfigError, match="no option of the correction 'opsm'"):
         arm("opsm(clip_high=0.2)")
 
@@ -76,8 +76,8 @@ def test_what_is_no_arm_says_why(name):
 
 
 def test_differences_are_those_of_parts_with_their_defaults():
-    a = Arm(name="a", loss=Use("grpo", clip_high=0.2), routes="old_policy", corrections=("truncated",))
-    b = Arm(name="b", loss="grpo", corrections=(Use("truncated", cap=3.0),), terms=(Use("kl", coef=0.1),),
+    a = Arm(name="a", loss=Component("grpo", clip_high=0.2), routes="old_policy", corrections=("truncated",))
+    b = Arm(name="b", loss="grpo", corrections=(Component("truncated", cap=3.0),), terms=(Component("kl", coef=0.1),),
             anchor="engine", advantage=())
     assert differences(a, b) == [
         "loss: grpo with clip_high 0.2, not 0.27",
@@ -87,7 +87,10 @@ def test_differences_are_those_of_parts_with_their_defaults():
         "routes: old_policy, not live",
         "anchor: policy, not engine",
     ]  # fmt: skip
-    assert differences(a, a) == [] and differences(Arm(name="a"), Arm(name="b", loss=Use("grpo", clip_high=0.27))) == []
+    assert (
+        differences(a, a) == []
+        and differences(Arm(name="a"), Arm(name="b", loss=Component("grpo", clip_high=0.27))) == []
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -142,13 +145,13 @@ def test_studies_take_texts_for_arms(tmp_path):
 def test_other_arms_take_the_place_of_a_studys_and_keep_its_contrasts_where_they_can():
     first, second, *_ = (a.name for a in study.arms)
     other = study.with_arms([first, "sapo"])
-    assert other.arms == (study.arms[0], arm("sapo")) and not other.contrasts
+    assert other.arms == (study.arms[0], arm("sapo")) and not other.comparisons
     assert study.with_arms([]) == study
     with pytest.raises(ConfigError, match="Did you mean"):
         study.with_arms(["sappo"])
-    contrasted = dataclasses.replace(study, contrasts=((first, second),))
-    assert contrasted.with_arms([second, first, "gspo_token"]).contrasts == ((first, second),)
-    assert contrasted.with_arms([second, "gspo_token"]).contrasts == ()
+    contrasted = dataclasses.replace(study, comparisons=((first, second),))
+    assert contrasted.with_arms([second, first, "gspo_token"]).comparisons == ((first, second),)
+    assert contrasted.with_arms([second, "gspo_token"]).comparisons == ()
 
 
 def test_the_command_line_takes_arms(tmp_path, capsys):

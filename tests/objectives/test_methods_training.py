@@ -20,7 +20,7 @@ TINY = RunConfig(
     model=ModelConfig(overrides={"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 258}),
     cold_start=ColdStart(target=0.0),
     optimizer=Optimizer(lr=2e-3),
-    measure=Measure(probe=2, detail_every=100),
+    measure=Measure(responses=2, detail_every=100),
     steps=2,
     prompts_per_step=3,
     group_size=4,

@@ -15,7 +15,7 @@ from moe_rl.errors import ConfigError
 from moe_rl.objectives import advantage_of
 from moe_rl.objectives.advantages import value_loss
 from moe_rl.objectives.weights import seq_mean_token_mean, token_mean
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from tests.objectives.examples import rewarded
 from tests.objectives.test_steps import LENGTHS, MASK, PROMPT, REWARDS, made, tight
 
@@ -58,7 +58,7 @@ def on_last(rewards, mask):
 def test_gae_by_hand():
     """γ = ½, λ = ½, a hole before the last token: δ = ½·4 − 2, ½·8 − 4, 1 − 8, and from the end A = δ + ¼ A′."""
     mask = np.array([[0, 1, 1, 0, 1]], dtype=bool)
-    advantages, returns = given(Use("gae", gamma=0.5, lam=0.5), rewards=[1.0], mask=mask,
+    advantages, returns = given(Component("gae", gamma=0.5, lam=0.5), rewards=[1.0], mask=mask,
                                 values=[[9.0, 2.0, 4.0, 9.0, 8.0]])  # fmt: skip
     assert advantages.tolist() == [[0, -7 / 16, -7 / 4, 0, -7]]
     assert returns.tolist() == [[0, 2 - 7 / 16, 4 - 7 / 4, 0, 1]]
@@ -69,7 +69,7 @@ def test_gae_by_hand():
 def test_gae_by_a_loop(mask, gamma, lam):
     rewards = RNG.normal(size=len(mask))
     values = RNG.normal(size=mask.shape)  # outside of the response, too: it must not leak
-    advantages, returns = given(Use("gae", gamma=gamma, lam=lam), rewards=rewards, mask=mask, values=values)
+    advantages, returns = given(Component("gae", gamma=gamma, lam=lam), rewards=rewards, mask=mask, values=values)
     expected = looped(on_last(rewards, mask), values, mask, gamma, lam)
     tight(advantages, expected)
     tight(returns, np.where(mask, expected + values, 0))
@@ -77,8 +77,8 @@ def test_gae_by_a_loop(mask, gamma, lam):
 
 def test_rewards_per_token_are_those_of_kl_penalty():
     policies = {name: np.where(MASK, -RNG.exponential(size=MASK.shape), 0) for name in ("old_logprobs", "ref_logprobs")}
-    penalty = Use("kl_penalty", coef=0.3)
-    advantages, returns = given(penalty, Use("gae", gamma=0.9, lam=0.8), **policies)
+    penalty = Component("kl_penalty", coef=0.3)
+    advantages, returns = given(penalty, Component("gae", gamma=0.9, lam=0.8), **policies)
     rewards = on_last(REWARDS, MASK) - 0.3 * np.where(MASK, policies["old_logprobs"] - policies["ref_logprobs"], 0)
     tight(advantages, looped(rewards, VALUES, MASK, 0.9, 0.8))
     tight(returns, advantages + VALUES)
@@ -87,23 +87,23 @@ def test_rewards_per_token_are_those_of_kl_penalty():
 def test_without_values_gae_is_returns_and_with_lambda_0_the_error_of_one_step():
     zeros = np.zeros(MASK.shape)
     for gamma in (1.0, 0.9):
-        advantages, returns = given(Use("gae", gamma=gamma), values=zeros)
-        np.testing.assert_array_equal(advantages, made(Use("returns", gamma=gamma)))
+        advantages, returns = given(Component("gae", gamma=gamma), values=zeros)
+        np.testing.assert_array_equal(advantages, made(Component("returns", gamma=gamma)))
         np.testing.assert_array_equal(advantages, returns)
-        tight(given(Use("gae", gamma=gamma))[0], made(Use("returns", gamma=gamma)) - VALUES)  # λ = 1
-    tight(given(Use("gae", gamma=0.9, lam=0.8), values=zeros)[0], made(Use("returns", gamma=0.9 * 0.8)))
+        tight(given(Component("gae", gamma=gamma))[0], made(Component("returns", gamma=gamma)) - VALUES)  # λ = 1
+    tight(given(Component("gae", gamma=0.9, lam=0.8), values=zeros)[0], made(Component("returns", gamma=0.9 * 0.8)))
     following = np.pad(VALUES, ((0, 0), (0, 1)))[:, 1:]
     error = on_last(REWARDS, MASK) + 0.9 * following - VALUES
-    tight(given(Use("gae", gamma=0.9, lam=0.0))[0], np.where(MASK, error, 0))
+    tight(given(Component("gae", gamma=0.9, lam=0.0))[0], np.where(MASK, error, 0))
 
 
 def test_the_critic_learns_what_gae_gave_whatever_becomes_of_the_advantages():
-    plain, returns = given(Use("gae", lam=0.5))
-    whitened, same = given(Use("gae", lam=0.5), "whitened", Use("clipped", at=1.0))
+    plain, returns = given(Component("gae", lam=0.5))
+    whitened, same = given(Component("gae", lam=0.5), "whitened", Component("clipped", at=1.0))
     np.testing.assert_array_equal(returns, same)
     of_tokens = plain[MASK]
     tight(whitened[MASK], np.clip((of_tokens - of_tokens.mean()) / np.sqrt(of_tokens.var(ddof=1) + 1e-8), -1, 1))
-    scaled, of_scaled = given(Use("normalized", center="none", scale="batch"), Use("gae", lam=0.5))
+    scaled, of_scaled = given(Component("normalized", center="none", scale="batch"), Component("gae", lam=0.5))
     tight(of_scaled, scaled + VALUES)
 
 

@@ -22,7 +22,7 @@ from moe_rl.objectives.router import (
     rspo,
     z_loss,
 )
-from moe_rl.registry import Use, needs_of
+from moe_rl.registry import Component, needs_of
 from moe_rl.routing.inputs import RouterInputs
 from tests.objectives import peers
 from tests.objectives.examples import TIGHT, case, inputs
@@ -187,7 +187,7 @@ def test_gamma_is_that_of_a_fork_of_verl(name):
 )
 def test_what_rspo_cannot_do_is_refused_before_a_run(options, message):
     with pytest.raises(ConfigError, match=message):
-        objective_of(Arm(name="a", loss=Use("rspo", **{"base": "grpo"} | options)))
+        objective_of(Arm(name="a", loss=Component("rspo", **{"base": "grpo"} | options)))
 
 
 def test_a_base_that_needs_more_than_log_probs_is_refused(monkeypatch):
@@ -196,12 +196,12 @@ def test_a_base_that_needs_more_than_log_probs_is_refused(monkeypatch):
     monkeypatch.setitem(LOSSES, "hungry", hungry)
     monkeypatch.setattr("moe_rl.objectives.router.needs_of", lambda loss: getattr(loss, "needs", frozenset()))
     with pytest.raises(ConfigError, match="hungry.*needs entropy"):
-        objective_of(Arm(name="a", loss=Use("rspo", base="hungry")))
+        objective_of(Arm(name="a", loss=Component("rspo", base="hungry")))
 
 
 def test_an_arm_with_router_parts_says_what_it_needs():
-    arm = Arm(name="a", loss=Use("rspo", base="gspo", options={"clip_low": 0.01}),
-              terms=(Use("z_loss", coef=1e-3), Use("router_kl", coef=0.1)))  # fmt: skip
+    arm = Arm(name="a", loss=Component("rspo", base="gspo", options={"clip_low": 0.01}),
+              terms=(Component("z_loss", coef=1e-3), Component("router_kl", coef=0.1)))  # fmt: skip
     assert objective_of(arm).needs == {"router"}
     assert needs_of(load_balance) == {"router", "load"}
     for part in (rspo, partial(z_loss, coef=1.0), partial(router_kl, coef=1.0)):

@@ -12,7 +12,7 @@ from moe_rl.config import Arm, Optimizer
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.weights import seq_mean_token_mean
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.routing import replay_routing
 from tests.conftest import build as build_tiny
 from tests.conftest import perturb
@@ -63,6 +63,8 @@ def test_with_a_ratio_of_its_own_routes_truncation_still_compares_the_old_policy
     found = [policy.gradient(part, objective_of(Arm(name="plain")))]
     for gap in (0.0, math.log(2)):
         told = replace(part, rollout_logprobs=torch.where(batch.response_mask, old.logprobs - gap, 0))
-        found.append(policy.gradient(told, objective_of(Arm(name="tis", corrections=(Use("truncated", cap=3.0),)))))
+        found.append(
+            policy.gradient(told, objective_of(Arm(name="tis", corrections=(Component("truncated", cap=3.0),))))
+        )
     assert found[0].abs().max() > 1e-4 and torch.equal(found[0], found[1])
     torch.testing.assert_close(found[2], 2 * found[0], rtol=1e-4, atol=1e-6)

@@ -13,7 +13,7 @@ from moe_rl.errors import ConfigError
 from moe_rl.objectives import spelling
 from moe_rl.objectives.methods import REQUIRED, arm, components, read_equation, read_options, registries, spell
 from moe_rl.objectives.spelling import known_components, parse
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 
 METHODS = {"gspo": "gspo", "grpo": "grpo", "replay": "grpo+old_policy", "crossed": "crossed(weigh=none)+truncated",
            "their:grpo": "grpo(clip_high=0.2)+truncated(cap=3.0)+kl(coef=0.1)"}  # fmt: skip
@@ -23,25 +23,26 @@ METHODS = {"gspo": "gspo", "grpo": "grpo", "replay": "grpo+old_policy", "crossed
     "gspo": {"loss": "gspo"},
     " gspo + old_policy ": {"loss": "gspo", "routes": "old_policy", "name": "gspo+old_policy"},
     "replay": {"routes": "old_policy"},
-    "replay(clip_high=.3)": {"loss": Use("grpo", clip_high=0.3), "routes": "old_policy"},
+    "replay(clip_high=.3)": {"loss": Component("grpo", clip_high=0.3), "routes": "old_policy"},
     "their:grpo(clip_low=inf)+entropy(coef=1e-2)": {
-        "loss": Use("grpo", clip_high=0.2, clip_low=math.inf), "corrections": (Use("truncated", cap=3.0),),
-        "terms": (Use("kl", coef=0.1), Use("entropy", coef=0.01))},
+        "loss": Component("grpo", clip_high=0.2, clip_low=math.inf), "corrections": (Component("truncated", cap=3.0),),
+        "terms": (Component("kl", coef=0.1), Component("entropy", coef=0.01))},
     "their:grpo+corrections=none+terms=entropy(coef=-1)": {
-        "loss": Use("grpo", clip_high=0.2), "terms": (Use("entropy", coef=-1),)},
+        "loss": Component("grpo", clip_high=0.2), "terms": (Component("entropy", coef=-1),)},
     "replay+routes=rollout": {"routes": "rollout"},
-    "gspo+random_share(share=0.5, seed=3)": {"loss": "gspo", "routes": Use("random_share", share=0.5, seed=3),
+    "gspo+random_share(share=0.5, seed=3)": {"loss": "gspo", "routes": Component("random_share", share=0.5, seed=3),
                                              "name": "gspo+random_share(share=0.5,seed=3)"},
-    "crossed(weigh=sequence,clip='token')": {"loss": Use("crossed", weigh="sequence", clip="token"),
+    "crossed(weigh=sequence,clip='token')": {"loss": Component("crossed", weigh="sequence", clip="token"),
                                              "corrections": ("truncated",)},
-    "loss=crossed(clip=token)": {"loss": Use("crossed", clip="token")},
+    "loss=crossed(clip=token)": {"loss": Component("crossed", clip="token")},
     "grpo+filters=truncated(cap=2)+truncated+ratio_routes=live+anchor=engine+name=mine": {
-        "filters": (Use("truncated", cap=2),), "corrections": ("truncated",), "ratio_routes": "live",
+        "filters": (Component("truncated", cap=2),), "corrections": ("truncated",), "ratio_routes": "live",
         "anchor": "engine", "name": "mine"},
     "grpo+group": {"advantage": ("group",)},
     "grpo+advantage=mine:centred(at=[1,{a:None}])+group": {
-        "advantage": (Use("mine:centred", at=[1, {"a": None}]), "group")},
-    "mine.own:loss(a=true,b=-inf)+name='a + b'": {"loss": Use("mine.own:loss", a=True, b=-math.inf), "name": "a + b"},
+        "advantage": (Component("mine:centred", at=[1, {"a": None}]), "group")},
+    "mine.own:loss(a=true,b=-inf)+name='a + b'": {"loss": Component("mine.own:loss", a=True, b=-math.inf),
+                                                  "name": "a + b"},
 }.items())  # fmt: skip
 def test_texts_are_arms(text, fields):
     assert parse(text, METHODS) == Arm(**{"name": text.strip(), **fields})
@@ -88,8 +89,8 @@ def test_what_cannot_be_an_arm_is_refused_with_what_to_do(text, words):
 def test_advantage_steps_without_a_baseline_are_refused_unless_they_are_said_to_be_all():
     with pytest.raises(ConfigError, match="write group"):
         parse("grpo+clipped(at=2.0)", METHODS)
-    assert parse("grpo+advantage=clipped(at=2.0)", METHODS).advantage == (Use("clipped", at=2.0),)
-    assert parse("grpo+group+clipped(at=2.0)", METHODS).advantage == (Use("group"), Use("clipped", at=2.0))
+    assert parse("grpo+advantage=clipped(at=2.0)", METHODS).advantage == (Component("clipped", at=2.0),)
+    assert parse("grpo+group+clipped(at=2.0)", METHODS).advantage == (Component("group"), Component("clipped", at=2.0))
 
 
 OPTIONS = st.dictionaries(
@@ -101,9 +102,9 @@ OPTIONS = st.dictionaries(
 
 def of_kind(*kinds):
     """Parts of a kind with the options they need, and somebody's own with any."""
-    known = [Use(name, **dict.fromkeys(known.required, 0.5))
+    known = [Component(name, **dict.fromkeys(known.required, 0.5))
              for name, known in known_components().items() if known.kind in kinds]  # fmt: skip
-    return st.sampled_from(known) | OPTIONS.map(lambda options: Use("mine.own:part", **options))
+    return st.sampled_from(known) | OPTIONS.map(lambda options: Component("mine.own:part", **options))
 
 
 def several(kind):
@@ -156,8 +157,8 @@ def test_an_option_that_another_part_of_a_method_has_too_is_not_taken_for_the_lo
 
 
 def test_options_that_only_the_loss_has_or_that_it_is_named_for_are_its():
-    assert arm("tis(clip_low=0.1)").loss == Use("grpo", clip_low=0.1)
-    assert arm("trl:grpo(level=sequence)").loss == Use("grpo", clip_low=0.2, clip_high=0.2, level="sequence")
+    assert arm("tis(clip_low=0.1)").loss == Component("grpo", clip_low=0.1)
+    assert arm("trl:grpo(level=sequence)").loss == Component("grpo", clip_low=0.2, clip_high=0.2, level="sequence")
 
 
 @pytest.mark.parametrize("text, words", [

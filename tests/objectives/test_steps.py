@@ -13,7 +13,7 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.objectives import advantage_of
 from moe_rl.objectives.advantages import ADVANTAGES
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from tests.objectives import peers
 from tests.objectives.examples import rewarded
 from tests.test_trainer import TINY, carry_out, whole_and_cut
@@ -46,7 +46,7 @@ def tight(found, expected):
 @pytest.mark.parametrize("center", ["group", "batch", "running", "none"])
 def test_normalised_by_loops(center, scale, eps):
     rng = np.random.default_rng(0)
-    advantage = advantage_of(Arm(name="a", advantage=Use("normalized", center=center, scale=scale, eps=eps)))
+    advantage = advantage_of(Arm(name="a", advantage=Component("normalized", center=center, scale=scale, eps=eps)))
     seen = []
     for _ in range(3):
         rewards = rng.normal(size=6)
@@ -65,7 +65,7 @@ def test_normalised_by_loops(center, scale, eps):
 @pytest.mark.parametrize("scale", ["group", "batch", "running", "none"])
 def test_equal_rewards_and_a_single_one_are_no_signal(center, scale):
     for rewards, prompt in ([0.1 + 0.2, 0.3, 0.3], [0, 0, 0]), ([0.7], [0]):
-        found = per_row(Use("normalized", center=center, scale=scale), rewards=rewards, prompt=prompt)
+        found = per_row(Component("normalized", center=center, scale=scale), rewards=rewards, prompt=prompt)
         if center == "none" and scale == "none":
             np.testing.assert_array_equal(found, rewards)
         elif scale != "none" or center != "running":
@@ -92,7 +92,7 @@ def test_leave_one_out_compares_with_the_others():
     """{.25, 1, 0}: .25 − .5, 1 − .125, 0 − .625; and n/(n − 1) times what the mean alone would give."""
     expected = [-0.25, 0.875, -0.625, -0.25, 0.125, 0.125]
     tight(per_row("leave_one_out"), expected)
-    tight(per_row(Use("normalized", scale="none")) * 1.5, expected)
+    tight(per_row(Component("normalized", scale="none")) * 1.5, expected)
     assert per_row("leave_one_out", rewards=[0.3, 0.1 + 0.2, 1.0], prompt=[0, 0, 1]).tolist() == [0, 0, 0]
 
 
@@ -100,15 +100,15 @@ def test_opo_weighs_its_baseline_by_length():
     """(3·.25 + 1·1 + 5·0) / 9 and (2·.5 + 4·.75 + 0) / 6; at equal lengths the mean."""
     found = made("opo")
     tight(found[[0, 1, 2, 3, 4], 1], REWARDS[:5] - np.repeat([1.75 / 9, 4 / 6], [3, 2]))
-    tight(per_row("opo"), per_row(Use("normalized", scale="none")))
+    tight(per_row("opo"), per_row(Component("normalized", scale="none")))
 
 
 def test_overlong_is_dapos_soft_punishment():
     """Limit 5, buffer 2: 0 up to 3 tokens, −1/2 at 4, −1 from 5 on."""
-    found = made(Use("overlong", limit=5, buffer=2))
+    found = made(Component("overlong", limit=5, buffer=2))
     tight([found[i, 1] for i in range(5)], REWARDS[:5] - [0, 0, 1, 0, 0.5])
-    tight(made(Use("overlong", limit=3, buffer=3))[2, 1], -1.0)
-    first = made(Use("overlong", limit=5, buffer=2), Use("normalized", scale="none"))
+    tight(made(Component("overlong", limit=3, buffer=3))[2, 1], -1.0)
+    first = made(Component("overlong", limit=5, buffer=2), Component("normalized", scale="none"))
     assert first[2, 1] == pytest.approx(-1 - (0.25 + 1 - 1) / 3)
 
 
@@ -116,14 +116,14 @@ def test_difficulty_mask_leaves_prompts_that_are_neither_too_easy_nor_too_hard()
     rewards, prompt = [1.0, 1, 0, 0.1, 0, 1], [0, 0, 1, 1, 2, 2]
     kept = per_row("group", "difficulty_mask", rewards=rewards, prompt=prompt) != 0
     assert kept.tolist() == [False] * 4 + [True] * 2
-    mean_on_the_bound = per_row(Use("difficulty_mask", low=0.5, high=0.95), rewards=[0.0, 1], prompt=[0, 0])
+    mean_on_the_bound = per_row(Component("difficulty_mask", low=0.5, high=0.95), rewards=[0.0, 1], prompt=[0, 0])
     assert not mean_on_the_bound.any()
 
 
 def test_clipping_comes_where_it_is_said():
-    tight(per_row(Use("clipped", at=0.5)), np.clip(REWARDS, -0.5, 0.5))
-    tight(per_row("group", Use("clipped", at=0.5)), np.clip(per_row("group"), -0.5, 0.5))
-    tight(per_row(Use("clipped", at=0.5), "group"), per_row("group", rewards=np.clip(REWARDS, -0.5, 0.5)))
+    tight(per_row(Component("clipped", at=0.5)), np.clip(REWARDS, -0.5, 0.5))
+    tight(per_row("group", Component("clipped", at=0.5)), np.clip(per_row("group"), -0.5, 0.5))
+    tight(per_row(Component("clipped", at=0.5), "group"), per_row("group", rewards=np.clip(REWARDS, -0.5, 0.5)))
 
 
 # ---------------------------------------------------------------------- per token
@@ -140,7 +140,7 @@ def test_whitening_is_over_response_tokens_so_long_responses_weigh_more():
     expected = (values - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8)
     tight(made("whitened")[MASK], expected)
     assert not made("whitened")[~MASK].any()
-    tight(made(Use("whitened", eps=0.5))[MASK], (values - values.mean()) / np.sqrt(values.var(ddof=1) + 0.5))
+    tight(made(Component("whitened", eps=0.5))[MASK], (values - values.mean()) / np.sqrt(values.var(ddof=1) + 0.5))
     assert made("whitened", rewards=[1.0], prompt=[0], mask=np.ones((1, 1), dtype=bool)).tolist() == [[0.0]]
 
 
@@ -149,54 +149,56 @@ def test_a_kl_in_the_reward(policies, estimator):
     """Per token it is rewards, of which returns makes what is still to come; per row their sum."""
     d = np.where(MASK, policies["old_logprobs"] - policies["ref_logprobs"], 0)
     k = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d, "abs": abs(d)}[estimator]
-    penalty = Use("kl_penalty", coef=0.3, estimator=estimator)
+    penalty = Component("kl_penalty", coef=0.3, estimator=estimator)
     expected = np.zeros(MASK.shape)
     for i in range(len(MASK)):
         for t in np.flatnonzero(MASK[i]):
             rest = [u for u in np.flatnonzero(MASK[i]) if u >= t]
             expected[i, t] = sum(0.9 ** (u - t) * ((u == rest[-1]) * REWARDS[i] - 0.3 * k[i, u]) for u in rest)
-    tight(made(penalty, Use("returns", gamma=0.9), **policies), expected)
-    whole = made(Use("kl_penalty", coef=0.3, estimator=estimator, per_token=False), **policies)
+    tight(made(penalty, Component("returns", gamma=0.9), **policies), expected)
+    whole = made(Component("kl_penalty", coef=0.3, estimator=estimator, per_token=False), **policies)
     tight(whole, np.where(MASK, (REWARDS - 0.3 * k.sum(1))[:, None], 0))
 
 
 def test_returns_discount_by_response_tokens_and_step_over_what_a_tool_wrote():
     mask = np.array([[0, 1, 1, 0, 0, 1], [0, 0, 1, 0, 0, 0]], dtype=bool)
-    found = made(Use("returns", gamma=0.5), rewards=[1.0, 2.0], prompt=[0, 0], mask=mask)
+    found = made(Component("returns", gamma=0.5), rewards=[1.0, 2.0], prompt=[0, 0], mask=mask)
     assert found.tolist() == [[0, 0.25, 0.5, 0, 0, 1], [0, 0, 2, 0, 0, 0]]
     np.testing.assert_array_equal(made("returns"), np.where(MASK, REWARDS[:, None], 0))
 
 
 def test_reinforce_pp_and_its_baseline_are_steps(policies):
     """Without a penalty, REINFORCE++ is the whitened reward, and its -baseline that of what the group mean leaves."""
-    free = Use("kl_penalty", coef=0.0)
+    free = Component("kl_penalty", coef=0.0)
     tight(made(free, "returns", "whitened", **policies), made("whitened"))
-    centred = Use("normalized", scale="none")
+    centred = Component("normalized", scale="none")
     tight(made(centred, free, "returns", "whitened", **policies), made(centred, "whitened"))
 
 
 @pytest.mark.parametrize("steps, message", [
     (("whitened", "group"), "normalized takes one value per row.*put whitened"),
     (("returns", "leave_one_out"), "leave_one_out takes one value per row"),
-    (("whitened", Use("overlong", limit=3, buffer=1)), "overlong takes one value per row"),
+    (("whitened", Component("overlong", limit=3, buffer=1)), "overlong takes one value per row"),
     (("whitened", "returns"), "whitened before returns"),
     (("returns", "returns"), "returns before returns"),
     (("gae", "returns"), "gae before returns"),
     (("returns", "gae"), "returns before gae"),
     (("whitened", "gae"), "whitened before gae"),
     (("gae", "group"), "normalized takes one value per row"),
-    ((Use("gae", gamma=-0.1),), "gamma=-0.1.: a discount"),
-    ((Use("gae", lam=1.1),), "lam=1.1.: a discount"),
-    (("group", Use("kl_penalty", coef=0.1)), "before the end: kl_penalty and turn_rewards make rewards per token"),
-    ((Use("kl_penalty", coef=0.1), "whitened"), "before whitened: kl_penalty and turn_rewards make rewards per token"),
-    ((Use("kl_penalty", coef=0.1), "group"), "before group: kl_penalty and turn_rewards make rewards per token"),
-    ((Use("kl_penalty", coef=0.1, estimator="k3+"), "returns"), "no estimator of a KL"),
-    ((Use("clipped", at=0.0),), "at=0.*positive"),
-    ((Use("overlong", limit=3, buffer=4),), "buffer=4.*0 < buffer <= limit"),
-    ((Use("normalized", center="prompt"),), "no set that normalized compares with is called 'prompt'"),
-    ((Use("normalized", eps=-1.0),), "eps=-1"),
-    ((Use("returns", gamma=1.1),), "gamma=1.1.: a discount"),
-    ((Use("whitened", eps=-1.0),), "eps=-1"),
+    ((Component("gae", gamma=-0.1),), "gamma=-0.1.: a discount"),
+    ((Component("gae", lam=1.1),), "lam=1.1.: a discount"),
+    (("group", Component("kl_penalty", coef=0.1)),
+     "before the end: kl_penalty and turn_rewards make rewards per token"),
+    ((Component("kl_penalty", coef=0.1), "whitened"),
+     "before whitened: kl_penalty and turn_rewards make rewards per token"),
+    ((Component("kl_penalty", coef=0.1), "group"), "before group: kl_penalty and turn_rewards make rewards per token"),
+    ((Component("kl_penalty", coef=0.1, estimator="k3+"), "returns"), "no estimator of a KL"),
+    ((Component("clipped", at=0.0),), "at=0.*positive"),
+    ((Component("overlong", limit=3, buffer=4),), "buffer=4.*0 < buffer <= limit"),
+    ((Component("normalized", center="prompt"),), "no set that normalized compares with is called 'prompt'"),
+    ((Component("normalized", eps=-1.0),), "eps=-1"),
+    ((Component("returns", gamma=1.1),), "gamma=1.1.: a discount"),
+    ((Component("whitened", eps=-1.0),), "eps=-1"),
 ])  # fmt: skip
 def test_steps_that_make_no_sense_are_refused_before_a_run(steps, message):
     with pytest.raises(ConfigError, match=message):
@@ -204,7 +206,12 @@ def test_steps_that_make_no_sense_are_refused_before_a_run(steps, message):
 
 
 def test_a_penalty_per_row_may_come_before_everything():
-    steps = (Use("kl_penalty", coef=0.1, per_token=False), "leave_one_out", Use("clipped", at=2.0), "whitened")
+    steps = (
+        Component("kl_penalty", coef=0.1, per_token=False),
+        "leave_one_out",
+        Component("clipped", at=2.0),
+        "whitened",
+    )
     assert advantage_of(Arm(name="a", advantage=steps)).needs == {"reference"}
     assert advantage_of(Arm(name="a", advantage=(*steps[:1], "returns"))).needs == {"reference"}
 
@@ -212,7 +219,7 @@ def test_a_penalty_per_row_may_come_before_everything():
 @pytest.mark.parametrize("step", ADVANTAGES)
 def test_every_step_keeps_padding_out_and_float32_in(step, policies):
     options = {"overlong": {"limit": 4, "buffer": 2}, "clipped": {"at": 1.0}, "kl_penalty": {"coef": 0.1}}.get(step, {})
-    steps = (Use(step, **options), *(["returns"] if step in ("kl_penalty", "turn_rewards") else []))
+    steps = (Component(step, **options), *(["returns"] if step in ("kl_penalty", "turn_rewards") else []))
     given = policies | {"values": policies["old_logprobs"]}
     batch = rewarded(REWARDS, PROMPT, MASK, **{k: v.astype(np.float32) for k, v in given.items()})
     found = advantage_of(Arm(name="a", advantage=steps))(batch)
@@ -222,7 +229,10 @@ def test_every_step_keeps_padding_out_and_float32_in(step, policies):
 # ---------------------------------------------------------------------- memory
 def test_two_running_steps_remember_by_themselves(tmp_path):
     """The second sees what the first made, of both batches: its statistics are not the first's."""
-    steps = (Use("normalized", center="running", scale="none"), Use("normalized", center="none", scale="running"))
+    steps = (
+        Component("normalized", center="running", scale="none"),
+        Component("normalized", center="none", scale="running"),
+    )
     advantage = advantage_of(Arm(name="a", advantage=steps))
     first, second = np.array([0.0, 1.0]), np.array([1.0, 3.0])
     for rewards in (first, second):
@@ -273,7 +283,9 @@ def test_what_keeps_nothing_writes_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-RUNNING = Arm(name="running", advantage=(Use("normalized", center="running", scale="running"), "returns", "whitened"))
+RUNNING = Arm(
+    name="running", advantage=(Component("normalized", center="running", scale="running"), "returns", "whitened")
+)
 
 
 def test_a_killed_run_with_running_statistics_ends_identical(tmp_path):
@@ -286,8 +298,8 @@ def test_a_killed_run_with_running_statistics_ends_identical(tmp_path):
 
 def test_a_kl_in_the_reward_goes_through_a_run(tmp_path):
     """At the first step π_old is the reference, so the penalty is 0; later it is not."""
-    arm = Arm(name="kl", advantage=("group", Use("kl_penalty", coef=5.0), "returns"))
-    free = arm.replace(advantage=("group", Use("kl_penalty", coef=0.0), "returns"))
+    arm = Arm(name="kl", advantage=("group", Component("kl_penalty", coef=5.0), "returns"))
+    free = arm.replace(advantage=("group", Component("kl_penalty", coef=0.0), "returns"))
     kl, none = (carry_out(TINY.replace(arm=a, steps=2), tmp_path / str(i)) for i, a in enumerate((arm, free)))
     first, later = (abs(kl["updates"]["loss"] - none["updates"]["loss"])[kl["updates"]["step"] == n] for n in (1, 2))
     assert first.max() < 1e-4 and later.max() > 1e-3
@@ -299,7 +311,7 @@ def test_a_kl_in_the_reward_goes_through_a_run(tmp_path):
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_the_advantages_of_trl(scale, name):
     x = peers.case(name)
-    found = per_row(Use("normalized", scale=scale, eps=1e-4), rewards=x["rewards"], prompt=x["groups"])
+    found = per_row(Component("normalized", scale=scale, eps=1e-4), rewards=x["rewards"], prompt=x["groups"])
     tight(found, peers.output(name, f"trl/adv.scale_{scale}"))
 
 
@@ -307,19 +319,27 @@ def test_the_advantages_of_trl(scale, name):
 def test_the_overlong_punishment_of_trl(name):
     """Rows without a response have length 0 here and there."""
     x = peers.case(name)
-    found = made(Use("overlong", limit=24, buffer=8), rewards=np.zeros(8), prompt=x["groups"], mask=x["mask"])
+    found = made(Component("overlong", limit=24, buffer=8), rewards=np.zeros(8), prompt=x["groups"], mask=x["mask"])
     tight(found.min(1), peers.output(name, "trl/overlong"))
 
 
 def test_whitening_what_does_not_differ_gives_exactly_0():
     for values in (0.0, 0.1, 0.3, 0.7):
-        found = made(Use("whitened", eps=0.0), rewards=[values] * len(REWARDS))
+        found = made(Component("whitened", eps=0.0), rewards=[values] * len(REWARDS))
         assert bool((found == 0).all())
         assert bool((made("whitened", rewards=[values] * len(REWARDS)) == 0).all())
 
 
-@pytest.mark.parametrize("step", [Use("normalized", eps="0"), Use("clipped", at=None), Use("returns", gamma="1"),
-                                  Use("overlong", limit="16", buffer=4), Use("difficulty_mask", low=None)])
+@pytest.mark.parametrize(
+    "step",
+    [
+        Component("normalized", eps="0"),
+        Component("clipped", at=None),
+        Component("returns", gamma="1"),
+        Component("overlong", limit="16", buffer=4),
+        Component("difficulty_mask", low=None),
+    ],
+)
 def test_an_option_of_another_type_is_refused_with_its_arm(step):
     with pytest.raises(ConfigError, match="(?s)arm 'a': its advantage failed.*another type"):
         advantage_of(Arm(name="a", advantage=(step,)))
@@ -328,6 +348,6 @@ def test_an_option_of_another_type_is_refused_with_its_arm(step):
 def test_what_an_earlier_version_remembered_is_refused(tmp_path):
     """Else its running mean would begin anew, and nobody would know."""
     (tmp_path / "advantage.json").write_text('{"0": {"n": 8, "mean": 0.25}}')
-    found = advantage_of(Arm(name="own", advantage=Use("normalized", center="running")))
+    found = advantage_of(Arm(name="own", advantage=Component("normalized", center="running")))
     with pytest.raises(RunError, match="of release 0.1.0 or before"):
         found.load(tmp_path)

@@ -14,12 +14,12 @@ from moe_rl.errors import ConfigError
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.losses import gspo
 from moe_rl.objectives.terms import TERMS, entropy, kl
-from moe_rl.registry import Use, needs_of
+from moe_rl.registry import Component, needs_of
 from tests.conftest import build, perturb
 from tests.objectives.examples import TIGHT, case, inputs
 from tests.policies.test_hf import make_batch, policy_of
 
-BOTH = (Use("kl", coef=0.3), Use("entropy", coef=0.02))
+BOTH = (Component("kl", coef=0.3), Component("entropy", coef=0.02))
 
 
 def test_k3_is_the_schulman_estimate_with_gradient_one_minus_the_ratio():
@@ -49,7 +49,7 @@ def test_an_entropy_bonus_lowers_the_loss_by_the_mean_over_sequences_of_the_mean
 def test_an_objective_is_policy_loss_plus_kl_minus_entropy():
     new, old, advantages, mask = (torch.tensor(x) for x in case())
     x = inputs(new, old, advantages, mask, ref_logprobs=old, entropy=new.abs())
-    objective = objective_of(Arm(name="a", loss=Use("gspo", clip_low=0.01, clip_high=0.015), terms=BOTH))
+    objective = objective_of(Arm(name="a", loss=Component("gspo", clip_low=0.01, clip_high=0.015), terms=BOTH))
     output, bare = objective.of(x), gspo(x, clip_low=0.01, clip_high=0.015)
     d = (old - new)[mask]
     k3, mean_entropy = ((w * v).sum() for w, v in ((x.weights[mask], d.exp() - 1 - d), (x.weights, new.abs())))

@@ -13,7 +13,7 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import objective_of, policy_loss
 from moe_rl.objectives.terms import TERMS, kl
-from moe_rl.registry import Use, lookup, needs_of
+from moe_rl.registry import Component, lookup, needs_of
 from tests.objectives import peers
 from tests.objectives.examples import TIGHT, case, inputs
 from tests.objectives.test_aggregate import PPO, assert_equal, of, rows
@@ -90,8 +90,8 @@ def test_by_default_it_is_what_it_was_to_the_last_bit(drawn):
 
 def test_against_the_old_policy_nobody_needs_a_reference():
     for options, expected in ({}, {"reference"}), ({"against": "old"}, set()), ({"against": "engine"}, set()):
-        assert needs_of(lookup("term", Use("kl", coef=1.0, **options), TERMS)) == expected
-    objective = objective_of(Arm(name="a", terms=(Use("kl", coef=1.0, against="old"),)))
+        assert needs_of(lookup("term", Component("kl", coef=1.0, **options), TERMS)) == expected
+    objective = objective_of(Arm(name="a", terms=(Component("kl", coef=1.0, against="old"),)))
     assert objective.needs == frozenset()
     assert objective.of(inputs(*case())).metrics["term_kl"] > 0
 
@@ -146,7 +146,7 @@ def test_it_does_not_depend_on_the_cut(drawn):
 ])  # fmt: skip
 def test_a_kl_that_means_nothing_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        objective_of(Arm(name="a", terms=(Use("kl", coef=0.1, **options),)))
+        objective_of(Arm(name="a", terms=(Component("kl", coef=0.1, **options),)))
 
 
 # ---------------------------------------------------------------------- other frameworks
@@ -160,20 +160,22 @@ OPEN_INSTRUCT = {"k1": {"estimator": "k1"}, "k2": {"estimator": "k2"}, "k3": {},
 def test_the_kl_of_trl(key, name):
     """Where a ratio is e²¹, r·k and r·k′ cancel to 1e-16 of 1e9: both gradients are rounded there."""
     within = 1e-7 if key.endswith("corrected") and "extreme" in name else 1e-12
-    arm = Arm(name="a", loss=PPO, aggregate=Use("seq_mean_token_mean", rows="all"),
-              terms=(Use("kl", coef=0.05, ratio=TRL[key]),))  # fmt: skip
+    arm = Arm(name="a", loss=PPO, aggregate=Component("seq_mean_token_mean", rows="all"),
+              terms=(Component("kl", coef=0.05, ratio=TRL[key]),))  # fmt: skip
     assert_equal(of(name, arm), peers.expected(name, key), within)
 
 
 @pytest.mark.parametrize("name", peers.CASES)
 @pytest.mark.parametrize("key", OPEN_INSTRUCT)
 def test_the_kl_of_open_instruct(key, name):
-    arm = Arm(name="a", loss=PPO, aggregate="token_mean", terms=(Use("kl", coef=0.05, **OPEN_INSTRUCT[key]),))
+    arm = Arm(name="a", loss=PPO, aggregate="token_mean", terms=(Component("kl", coef=0.05, **OPEN_INSTRUCT[key]),))
     assert_equal(of(name, arm), peers.expected(name, f"openinstruct/kl.{key}"))
 
 
 def test_at_sequence_level_trl_weighs_its_kl_by_the_sequences_ratio_and_we_by_the_tokens():
-    arm = Arm(name="a", loss=Use("gspo", clip_low=0.02, clip_high=0.03), terms=(Use("kl", coef=0.05, ratio=True),))
+    arm = Arm(
+        name="a", loss=Component("gspo", clip_low=0.02, clip_high=0.03), terms=(Component("kl", coef=0.05, ratio=True),)
+    )
     ours, theirs = of("main-wide-0", arm), peers.expected("main-wide-0", "trl/grpo.sequence.kl.bias_corrected")
     assert ours[0] != pytest.approx(theirs[0], rel=1e-3)
 
@@ -181,7 +183,9 @@ def test_at_sequence_level_trl_weighs_its_kl_by_the_sequences_ratio_and_we_by_th
 def test_prime_rls_penalty_is_twice_k2_against_the_engine():
     """kl_tau · (log r)², without the ½: k2 with twice the coefficient, π_old being the engine's."""
     x = peers.case("main-narrow-0")
-    term = Arm(name="a", loss=PPO, aggregate="token_mean", terms=(Use("kl", coef=2e-3, estimator="k2", against="old"),))
+    term = Arm(
+        name="a", loss=PPO, aggregate="token_mean", terms=(Component("kl", coef=2e-3, estimator="k2", against="old"),)
+    )
     given = dict(logprobs=torch.tensor(x["logprobs"]), old_logprobs=torch.tensor(x["rollout_logprobs"]),
                  advantages=torch.tensor(x["advantages"]), mask=torch.tensor(x["mask"]))  # fmt: skip
     found = policy_loss(term, **given).metrics["term_kl"]

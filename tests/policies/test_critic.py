@@ -17,7 +17,7 @@ from moe_rl.models.load import load
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.methods import arm
 from moe_rl.policies.critic import HFCritic
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.storage import frames
 from moe_rl.trainer import warn_void
 from tests.conftest import FAMILIES, perturb
@@ -204,7 +204,7 @@ def test_a_killed_run_ends_identical_its_critic_too(tmp_path):
 def test_a_critic_that_learns_nothing_is_none(tmp_path):
     """V = 0 for ever: PPO is then `returns`, to the last bit of every other column and of every weight."""
     never = PPO.replace(**{"steps": 2, "critic.lr": 1e-45})
-    rewards = PPO.replace(steps=2, arm=PPO.arm.replace(advantage=(Use("returns"),)))
+    rewards = PPO.replace(steps=2, arm=PPO.arm.replace(advantage=(Component("returns"),)))
     tables = {name: carry_out(run, tmp_path / name) for name, run in (("gae", never), ("returns", rewards))}
     for name, frame in tables["returns"].items():
         same = tables["gae"][name][list(frame)]

@@ -13,7 +13,7 @@ from moe_rl.models.vocabulary import head_is_apart
 from moe_rl.objectives import objective_of
 from moe_rl.policies import hf
 from moe_rl.policies.micro_batches import cut
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.rollouts.collate import collate
 from moe_rl.types import Prompt, Rollout
 from tests.conftest import FAMILIES, SMALL, build
@@ -53,7 +53,7 @@ def test_a_budget_of_tokens_changes_nothing_but_the_order_of_additions(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_piece_by_piece_give_the_same_log_probs_entropy_and_gradient(family, entropy, monkeypatch):
     batch, model = make_batch(), build(family)
-    objective = objective_of(Arm(name="a", terms=(Use("entropy", coef=0.1),) if entropy else ()))
+    objective = objective_of(Arm(name="a", terms=(Component("entropy", coef=0.1),) if entropy else ()))
     policy = policy_of(model, temperature=0.7)
     old = policy.score(batch)
     part = replace(part_of(batch, old), weights=GRPO.attach_weights(part_of(batch, old)).weights)

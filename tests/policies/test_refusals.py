@@ -10,7 +10,7 @@ from moe_rl.config import Arm, ModelConfig, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.integrations.megatron.layout import Parallel, check_layout, normalised
 from moe_rl.models.load import hf_config
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.routing.sites import find_sites
 from tests.conftest import pretend_installed
 from tests.integrations.fsdp_on_ranks import ARMS, RUN
@@ -92,15 +92,17 @@ def test_what_a_family_has_and_megatron_has_not_is_refused_by_name(model_type, s
         check_layout(Parallel(**parallel), config, parallel.get("tp", 1) * parallel.get("pp", 1))
 
 
-@pytest.mark.parametrize("engine", [Use("vllm", dtype="bfloat16"), Use("server", url="http://a:1", dtype="bfloat16")])
+@pytest.mark.parametrize(
+    "engine", [Component("vllm", dtype="bfloat16"), Component("server", url="http://a:1", dtype="bfloat16")]
+)
 def test_vllm_and_servers_are_engines_of_megatrons_policy_too(engine, monkeypatch):
     pytest.importorskip("megatron", reason="pip install 'moe_rl[megatron]'")
     pretend_installed(monkeypatch, "vllm")
     run = RunConfig(arm=replay, policy="megatron", model=TINY)
     check(run.replace(engine=engine))
-    check(run.replace(engine=Use("hf", routes="unknown")))
+    check(run.replace(engine=Component("hf", routes="unknown")))
     with pytest.raises(ConfigError, match="a copy of the module of policy='hf'"):
-        check(run.replace(engine=Use("perturbed", dtype="bfloat16")))
+        check(run.replace(engine=Component("perturbed", dtype="bfloat16")))
 
 
 def test_torchrun_is_refused_for_a_policy_of_one_process(monkeypatch):
@@ -114,12 +116,15 @@ def test_torchrun_is_refused_for_a_policy_of_one_process(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"policy": Use("fsdp", tp=2)}, "no option of the policy 'fsdp' is called 'tp'"),
-        ({"policy": Use("fsdp", compute_dtype="int8")}, "compute_dtype='int8' is no dtype"),
-        ({"policy": Use("hf", compute_dtype="bfloat16")}, "no option of the policy 'hf'"),
-        ({"engine": Use("perturbed", dtype="bfloat16")}, "a copy of the module of policy='hf'"),
-        ({"dial.sigma": 1.0, "dial.form": "choice", "dial.direction": "last_step"}, "parts of the moments"),
-        ({"arm": Arm(name="ppo", advantage=Use("gae", lam=0.95)), "critic.lr": 1e-3}, "not cut over ranks"),
+        ({"policy": Component("fsdp", tp=2)}, "no option of the policy 'fsdp' is called 'tp'"),
+        ({"policy": Component("fsdp", compute_dtype="int8")}, "compute_dtype='int8' is no dtype"),
+        ({"policy": Component("hf", compute_dtype="bfloat16")}, "no option of the policy 'hf'"),
+        ({"engine": Component("perturbed", dtype="bfloat16")}, "a copy of the module of policy='hf'"),
+        (
+            {"router_noise.scale": 1.0, "router_noise.target": "choice", "router_noise.direction": "last_step"},
+            "parts of the moments",
+        ),
+        ({"arm": Arm(name="ppo", advantage=Component("gae", lam=0.95)), "critic.lr": 1e-3}, "not cut over ranks"),
         ({"model": ModelConfig(name="qwen3_moe-tiny", dtype="float33")}, "is none"),
     ],
 )
@@ -130,9 +135,11 @@ def test_what_fsdp_cannot_do_is_refused_by_name(settings, reason):
 
 @pytest.mark.parametrize("settings", [
     {"model.name": "deepseek_v3-tiny", "model.overrides": {}, "optimizer.loss_free_bias": 1e-3},
-    {"engine": Use("server", url="http://127.0.0.1:8000", dtype="bfloat16"), "arm": Arm(name="r3", routes="rollout")},
-    {"arm": ARMS[1], "optimizer.name": "sgd", "optimizer.warmup": 3, "micro_batch_tokens": 64, "dial.sigma": 1.0},
-    {"model.router_dtype": "float32", "policy": Use("fsdp", compute_dtype="bfloat16")},
+    {"engine": Component("server", url="http://127.0.0.1:8000", dtype="bfloat16"),
+     "arm": Arm(name="r3", routes="rollout")},
+    {"arm": ARMS[1], "optimizer.name": "sgd", "optimizer.warmup": 3, "micro_batch_tokens": 64,
+     "router_noise.scale": 1.0},
+    {"model.router_dtype": "float32", "policy": Component("fsdp", compute_dtype="bfloat16")},
     {"arm": Arm(name="recall", routes="recall")},
 ])  # fmt: skip
 def test_what_fsdp_can_do_is_not(settings):

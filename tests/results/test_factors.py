@@ -19,7 +19,7 @@ from tests.results.test_summary import with_curves
 LR = (1e-4, 2e-4, 4e-4, 8e-4)
 HEIGHTS = {"grpo": (0.8, 0.8, 0.0, 0.0), "gspo": (0.8, 0.8, 0.8, 0.0)}
 """Half is lost half way from the last 0.8 to the first 0: √2 above 2e-4 and above 4e-4."""
-DECLARED = {"name": "sweep", "arms": [{"name": "grpo"}, {"name": "gspo"}], "endpoint": MAIN.name, "contrasts": [],
+DECLARED = {"name": "sweep", "arms": [{"name": "grpo"}, {"name": "gspo"}], "endpoint": MAIN.name, "comparisons": [],
             "figures": ["learning", "against:optimizer.lr"], "further_endpoints": [], "metrics": [], "cells": {},
             "factors": {"optimizer.lr": list(LR)}}
 
@@ -183,11 +183,11 @@ def test_tables_of_a_sweep_lie_side_by_side_and_pairs_are_compared_only_where_th
         "reward, second half: mean over seeds, interval", "runs that collapsed: lasting + recovered",
         "learning rate at which half of the reward, second half is lost"]
     assert [row[0] for row in tables[0].rows] == [f"optimizer.lr={lr}" for lr in LR]
-    named = study_tables(sweep(), DECLARED | {"contrasts": [["gspo", "grpo"]]})
+    named = study_tables(sweep(), DECLARED | {"comparisons": [["gspo", "grpo"]]})
     (table,) = [t for t in named if "decided on beforehand" in t.title]
     assert len(table.rows) == 4 and "Holm over the 4 rows" in table.note
     assert len(study_tables(sweep(), DECLARED, cells=True)) == 3 + len(LR)
-    both = study_tables(sweep(), DECLARED | {"contrasts": [["gspo", "grpo"]], "further_endpoints": ["reward"]})
+    both = study_tables(sweep(), DECLARED | {"comparisons": [["gspo", "grpo"]], "further_endpoints": ["reward"]})
     assert [t.rows for t in both if "decided on" in t.title] == [named[2].rows] * 2
 
 

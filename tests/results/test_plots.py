@@ -106,7 +106,7 @@ def test_the_model_before_the_first_step_is_a_line_wherever_rewards_are_drawn(fr
 
 
 def test_differences_within_seeds_stand_beside_the_levels(frames):
-    ax = figures.learning(frames, ARMS, contrasts=[("gspo", "grpo")]).axes[3]
+    ax = figures.learning(frames, ARMS, comparisons=[("gspo", "grpo")]).axes[3]
     values = per_run(frames, MAIN)
     want = values["gspo"] - values["grpo"]
     assert sorted(line(ax, "gspo − grpo seeds")[0]) == pytest.approx(sorted(want))
@@ -118,12 +118,15 @@ def test_differences_within_seeds_stand_beside_the_levels(frames):
 def test_rows_of_other_arms_and_seeds_are_in_the_legend_and_in_the_note():
     few, more = frames_of(seeds=2, steps=8), frames_of(seeds=3, steps=8)
 
-    def cell(frames: Frames, name: str, arms: list[str], dial: dict) -> list[pd.DataFrame]:
-        tables = (frames.runs.assign(config=json.dumps({"dial": dial})), *frames.tables.values())
+    def cell(frames: Frames, name: str, arms: list[str], router_noise: dict) -> list[pd.DataFrame]:
+        tables = (frames.runs.assign(config=json.dumps({"router_noise": router_noise})), *frames.tables.values())
         return [table[table["arm"].isin(arms)].assign(factors=name) for table in tables]
 
-    parts = zip(cell(few, "quiet", ARMS[:2], {}), cell(more, "moved", ARMS[2:], {"form": "beside", "sigma": 0.5}),
-                strict=True)
+    parts = zip(
+        cell(few, "quiet", ARMS[:2], {}),
+        cell(more, "moved", ARMS[2:], {"target": "other_weights", "scale": 0.5}),
+        strict=True,
+    )
     runs, *tables = (pd.concat(both, ignore_index=True) for both in parts)
     figure = figures.FIGURES["learning_by_cell"](Frames(runs, dict(zip(few.tables, tables, strict=True))), ARMS)
     legend = figure.legends[0]
@@ -153,8 +156,8 @@ def test_clipping_is_drawn_on_a_log_axis_from_the_second_mini_batch_on(frames):
 
 
 def test_expert_change_per_site_is_the_mean_over_steps(frames):
-    x, y = line(figures.expert_change(frames, ARMS).axes[1], "grpo seed=0 slot_change")
-    table = frames["layers"].query("arm == 'grpo' and seed == 0").groupby("site")["slot_change"].mean()
+    x, y = line(figures.expert_change(frames, ARMS).axes[1], "grpo seed=0 expert_change_rate")
+    table = frames["layers"].query("arm == 'grpo' and seed == 0").groupby("site")["expert_change_rate"].mean()
     assert x.tolist() == list(range(fake_study.SITES)) and np.allclose(y, table, rtol=0, atol=1e-15)
 
 
@@ -295,7 +298,7 @@ def test_compute_counts_all_that_was_drawn_where_groups_were_exchanged():
     """Of one arm: of others nothing was exchanged, and they count what they kept, 10 responses of 13 tokens."""
     frames = frames_of(seeds=2, steps=4)
     steps = frames.tables["steps"]
-    frames.tables["steps"] = steps.assign(drawn_tokens=np.where(steps["arm"] == ARMS[0], 400.0, np.nan))
+    frames.tables["steps"] = steps.assign(sampled_tokens=np.where(steps["arm"] == ARMS[0], 400.0, np.nan))
     ax = figures.learning_over_compute(frames, ARMS).axes[0]
     assert line(ax, f"{ARMS[0]} mean reward")[0] == pytest.approx([400, 800, 1200, 1600])
     assert line(ax, f"{ARMS[1]} mean reward")[0] == pytest.approx([130, 260, 390, 520])

@@ -69,7 +69,7 @@ def test_the_second_half_of_the_evaluations_is_counted_without_the_one_before_th
 
 def test_the_engines_gap_is_shown_over_the_whole_run_where_it_is_more_than_rounding(frames):
     steps, names = frames["steps"], [one.name for one in ENGINE]
-    rounding = steps.assign(engine_kl_k3=1e-13, engine_set_change=0.0)
+    rounding = steps.assign(engine_kl_k3=1e-13, engine_any_change_rate=0.0)
     near_tie = rounding.assign(engine_kl_k3=rounding["engine_kl_k3"].where(steps["step"] != 5, 1.5e-4))
     for same in (rounding, near_tie):
         assert not set(names) & set(summarise(dataclasses.replace(frames, tables={"steps": same}), ARMS).index)
@@ -117,7 +117,7 @@ def test_seeds_that_a_comparison_leaves_out_are_counted_below_it():
     died = (frames.runs["arm"] == "b") & (frames.runs["seed"] < 2)
     frames = Frames(frames.runs.assign(state=frames.runs["state"].mask(died, "diverged")),
                     {"steps": frames["steps"].assign(entropy=frames["steps"]["reward"])})
-    declared = {"arms": [{"name": "a"}, {"name": "b"}], "contrasts": [["a", "b"]], "cells": {}, "factors": {}}
+    declared = {"arms": [{"name": "a"}, {"name": "b"}], "comparisons": [["a", "b"]], "cells": {}, "factors": {}}
     (shown,) = comparison_table(frames, ["a", "b"], metric("entropy"), declared)
     assert shown.rows[0][2] == "2" and "a run of the pair diverged" in shown.note and "a − b: 2 of 4." in shown.note
     (whole,) = comparison_table(frames, ["a", "b"], MAIN, declared)
@@ -144,11 +144,11 @@ def test_only_named_contrasts_are_compared_and_holm_counts_only_these(frames):
 
 def test_a_part_of_a_study_is_adjusted_for_all_that_it_declares(frames):
     """Of three pairs in two cells one is here, at p = 0.25: Holm over six, and over four where a cell runs two arms."""
-    declared = {"arms": [{"name": arm} for arm in ARMS], "contrasts": [], "cells": {"a": {}, "b": {}}, "factors": {}}
+    declared = {"arms": [{"name": arm} for arm in ARMS], "comparisons": [], "cells": {"a": {}, "b": {}}, "factors": {}}
     two = dataclasses.replace(frames, runs=frames.runs.query("arm != 'grpo-replay'"), tables={
         "steps": frames["steps"].query("arm != 'grpo-replay'")})
     for asked, m in ((declared, 6), (declared | {"cells": {"a": {"arms": ["grpo", "gspo"]}, "b": {}}}, 4),
-                     (declared | {"contrasts": [["gspo", "grpo"]]}, 2),
+                     (declared | {"comparisons": [["gspo", "grpo"]]}, 2),
                      (declared | {"cells": {}, "factors": {"optimizer.lr": [1, 2, 3]}}, 9)):
         assert family(asked) == m
         (shown,) = comparison_table(two, ["grpo", "gspo"], MAIN, asked)
@@ -258,10 +258,10 @@ def test_runs_of_different_lengths_in_one_cell_are_named(frames):
 def test_where_no_group_ever_had_a_signal_that_is_said(frames):
     steps = frames["steps"]
     assert untrained(frames) == ""
-    none = dataclasses.replace(frames, tables={"steps": steps.assign(groups_without_signal=1.0)})
+    none = dataclasses.replace(frames, tables={"steps": steps.assign(zero_variance_groups=1.0)})
     assert untrained(none).startswith("no group ever had a signal: in every run")
     one = (steps["arm"] == "gspo") & (steps["seed"] == 1)
-    some = steps.assign(groups_without_signal=steps["groups_without_signal"].mask(one, 1.0))
+    some = steps.assign(zero_variance_groups=steps["zero_variance_groups"].mask(one, 1.0))
     assert "in 1 of 9 runs (gspo seed=1)" in untrained(dataclasses.replace(frames, tables={"steps": some}))
 
 

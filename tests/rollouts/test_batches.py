@@ -33,7 +33,7 @@ from tests.storage.test_kill import forked
 from tests.test_trainer import ARMS, TINY, carry_out, weights, whole_and_cut
 
 SMALL = TINY.replace(prompts_per_step=2, mini_batches=2, eval_prompts=2, steps=6, eval_every=6,
-                     measure=Measure(probe=2, detail_every=100))
+                     measure=Measure(responses=2, detail_every=100))
 LAGGED = SMALL.replace(batches="lagged(lag=2)")
 PARTIAL = LAGGED.replace(**{"batches.partial_tokens": 2})
 
@@ -118,7 +118,7 @@ def test_what_the_engine_said_is_what_the_weights_of_that_time_say(which, reques
             gap, moved = ((s.logprobs - batch.rollout_logprobs)[there].abs().max() for s in (scored, now))
             assert gap < 1e-5, (step, version)
             change = route_change(scored.routes.ids(), batch.rollout_routes.ids(), response_rows(part)).row()
-            assert change["set_change"] == 0, (step, version)
+            assert change["any_change_rate"] == 0, (step, version)
             stale += bool(moved > 1e-3)
     assert stale >= 3, "else old weights and new ones could not be told apart"
 
@@ -271,9 +271,9 @@ def test_groups_without_signal_give_way_and_what_that_cost_is_counted(refills, c
     assert batch.rewards.tolist() == [r for word in kept.split() for r in rewards[word]]
     assert batch.prompt_index.tolist() == [i for i in range(4) for _ in range(4)] and len(batch) == 16
     row, groups = queue.row, " ".join(calls).split()
-    assert (row["drawn_groups"], row["drawn_groups_without_signal"]) == counts
-    assert row["drawn_tokens"] == 12 * len(groups)
-    assert row["drawn_reward"] == pytest.approx(np.mean([r for word in groups for r in rewards[word]]))
+    assert (row["sampled_groups"], row["sampled_zero_variance_groups"]) == counts
+    assert row["sampled_tokens"] == 12 * len(groups)
+    assert row["sampled_reward"] == pytest.approx(np.mean([r for word in groups for r in rewards[word]]))
     assert script.keys == [(0, NOISE, 3), (0, NOISE, 3, 1, 0), (0, NOISE, 3, 2, 0)][: len(calls)]
 
 
@@ -283,9 +283,9 @@ def test_with_dynamic_sampling_no_batch_has_groups_without_signal_while_refills_
     run = SMALL.replace(max_new_tokens=1, group_size=2, steps=3)
     plain, refilled = (carry_out(r, tmp_path / r.batches.name)["steps"].query("step > 0")
                        for r in (run, run.replace(batches="dynamic(refills=20)")))
-    assert plain["groups_without_signal"].max() > 0 == refilled["groups_without_signal"].max()
-    cost = refilled["drawn_groups"] - refilled["drawn_groups_without_signal"]
-    assert (cost == 2).all() and (refilled["drawn_groups"] > 2).any() and "drawn_groups" not in plain
+    assert plain["zero_variance_groups"].max() > 0 == refilled["zero_variance_groups"].max()
+    cost = refilled["sampled_groups"] - refilled["sampled_zero_variance_groups"]
+    assert (cost == 2).all() and (refilled["sampled_groups"] > 2).any() and "sampled_groups" not in plain
 
 
 # ---------------------------------------------------------------------- what is measured
@@ -343,7 +343,7 @@ def test_the_cosine_is_a_column_where_it_is_asked_for_and_changes_no_weight(tmp_
 
 # ---------------------------------------------------------------------- kills, and settings that cannot be
 EVERYTHING = PARTIAL.replace(group_size=2, mini_batches=2, steps=5, **{"batches.refills": 2},
-                             measure=Measure(probe=2, detail_every=100, gradient_cosine=True))
+                             measure=Measure(responses=2, detail_every=100, gradient_cosine=True))
 
 
 @pytest.mark.parametrize("mode", ["fixed", "random"])

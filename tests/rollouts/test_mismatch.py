@@ -13,7 +13,7 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.recorder import engine_row
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.mismatch import MismatchedEngine, to_int8_and_back, with_noise
 from moe_rl.routing import RoutingTrace
@@ -25,7 +25,7 @@ WIDE = TINY.replace(prompts_per_step=16, max_new_tokens=12)
 
 def gap(tmp_path, **settings):
     """One batch from the engine that `settings` describe, against the policy."""
-    run = WIDE.replace(engine=Use("perturbed" if settings else "hf", **settings))
+    run = WIDE.replace(engine=Component("perturbed" if settings else "hf", **settings))
     parts = build(run, tmp_path, tmp_path)
     parts.sampling.engine.load(parts.policy.weights())
     batch = roll_out(run, parts, 1)
@@ -37,8 +37,8 @@ def test_without_settings_the_policys_own_module_samples(tmp_path):
     parts, row, sites = gap(tmp_path)
     assert type(parts.sampling.engine) is HFEngine and parts.sampling.engine.model is parts.policy.model
     assert row["engine_logprob_max"] < 1e-5 and row["engine_kl_k3"] < 1e-9 and row["engine_beyond_2"] == 0
-    assert row["engine_set_change"] == row["engine_unknown"] == 0
-    assert [site["engine_set_change"] for site in sites] == [0, 0]
+    assert row["engine_any_change_rate"] == row["engine_unknown"] == 0
+    assert [site["engine_any_change_rate"] for site in sites] == [0, 0]
 
 
 def test_eight_bits_by_hand():
@@ -72,13 +72,13 @@ def test_every_setting_of_the_dial_is_seen_in_the_gap(tmp_path, settings):
     parts, row, sites = gap(tmp_path, **settings)
     assert parts.sampling.engine.model is not parts.policy.model
     assert row["engine_logprob_mean"] > 1e-4 and row["engine_kl_k3"] > 0
-    assert 0 < row["engine_set_change"] < 0.5 and row["engine_unknown"] == 0
-    assert sum(site["engine_set_change"] for site in sites) > 0
+    assert 0 < row["engine_any_change_rate"] < 0.5 and row["engine_unknown"] == 0
+    assert sum(site["engine_any_change_rate"] for site in sites) > 0
 
 
 def test_more_noise_is_more_mismatch(tmp_path):
     rows = [gap(tmp_path, router_noise=scale)[1] for scale in (0.01, 0.1, 1.0)]
-    assert rows[0]["engine_set_change"] < rows[1]["engine_set_change"] < rows[2]["engine_set_change"]
+    assert rows[0]["engine_any_change_rate"] < rows[1]["engine_any_change_rate"] < rows[2]["engine_any_change_rate"]
     assert rows[0]["engine_kl_k3"] < rows[1]["engine_kl_k3"] < rows[2]["engine_kl_k3"]
 
 
@@ -108,7 +108,7 @@ def test_the_copy_follows_the_policy_and_the_policy_never_follows_the_copy(tmp_p
 def test_replaying_the_rollouts_routes_removes_what_the_router_noise_adds(tmp_path, noise):
     """R3: the noise is on routers, whose gates still differ; forcing the ids removes most of the gap."""
     arm = Arm(name="r3", routes="rollout")
-    run = WIDE.replace(arm=arm, engine=Use("perturbed", router_noise=noise), steps=2)
+    run = WIDE.replace(arm=arm, engine=Component("perturbed", router_noise=noise), steps=2)
     steps = carry_out(run, tmp_path / "run")["steps"]
     last = steps.iloc[-1]
     if noise:
@@ -119,7 +119,7 @@ def test_replaying_the_rollouts_routes_removes_what_the_router_noise_adds(tmp_pa
 
 
 def test_anchored_on_the_engine_the_first_ratio_is_the_mismatch(tmp_path):
-    arm = Arm(name="anchored", loss=Use("gspo", clip_low=0.01, clip_high=0.013), anchor="engine")
+    arm = Arm(name="anchored", loss=Component("gspo", clip_low=0.01, clip_high=0.013), anchor="engine")
     run = WIDE.replace(arm=arm, engine="perturbed(dtype=bfloat16)", steps=1)
     steps = carry_out(run, tmp_path / "run")["steps"]
     assert steps.iloc[-1]["first_update_log_ratio_max"] > 1e-4
@@ -128,7 +128,7 @@ def test_anchored_on_the_engine_the_first_ratio_is_the_mismatch(tmp_path):
 def test_a_resumed_run_of_another_numerics_ends_identical(tmp_path):
     from moe_rl.storage import frames
 
-    run = WIDE.replace(engine=Use("perturbed", router_noise=0.1, int8=True))
+    run = WIDE.replace(engine=Component("perturbed", router_noise=0.1, int8=True))
     carry_out(run.replace(steps=2), tmp_path / "cut")
     carry_out(run, tmp_path / "cut")
     carry_out(run, tmp_path / "whole")
@@ -156,7 +156,7 @@ def test_engine_settings_that_cannot_be_meant_are_refused(settings, message):
 
 
 def test_more_stop_strings_than_an_endpoint_takes_are_refused_before_anything_runs():
-    run = TINY.replace(stop=tuple("abcde"), engine=Use("server", url="http://127.0.0.1:1"))
+    run = TINY.replace(stop=tuple("abcde"), engine=Component("server", url="http://127.0.0.1:1"))
     with pytest.raises(ConfigError, match=r"stop has 5 texts, but /v1/completions takes at most 4: set engine.dialect"):
         check(run)
     for taken in (run.replace(stop=tuple("abcd")), run.replace(**{"engine.dialect": "vllm"})):
@@ -164,7 +164,7 @@ def test_more_stop_strings_than_an_endpoint_takes_are_refused_before_anything_ru
 
 
 def test_r3_needs_an_engine_that_is_asked_for_routes():
-    run = TINY.replace(arm=Arm(name="r3", routes="rollout"), engine=Use("hf", routes="off"))
+    run = TINY.replace(arm=Arm(name="r3", routes="rollout"), engine=Component("hf", routes="off"))
     with pytest.raises(ConfigError, match="asks for none"):
         check(run)
 
@@ -180,12 +180,12 @@ def test_the_noise_floor_is_measured_as_the_mismatch_is(tmp_path, dtype):
     sites."""
     tables = carry_out(WIDE.replace(steps=2, **{"model.dtype": dtype}), tmp_path / "run")
     step = tables["steps"].iloc[-1]
-    sites = tables["layers"].query("step == 2")["noise_floor_set_change"]
-    assert step["noise_floor_set_change"] == pytest.approx(sites.mean()) and len(sites) == 2
-    assert step["noise_floor_set_change"] <= step["noise_floor_any_layer_change"] <= sites.sum() + 1e-12
+    sites = tables["layers"].query("step == 2")["noise_floor_any_change_rate"]
+    assert step["noise_floor_any_change_rate"] == pytest.approx(sites.mean()) and len(sites) == 2
+    assert step["noise_floor_any_change_rate"] <= step["noise_floor_any_layer_change"] <= sites.sum() + 1e-12
     assert dtype == "bfloat16" or (step["noise_floor_logprob"] < 1e-5 and step["noise_floor_kl_k3"] < 1e-10
                                    and step["noise_floor_beyond_2"] == 0 and sites.max() == 0)
-    assert tables["layers"].query("step == 1")["noise_floor_set_change"].isna().all(), "measured at detail only"
+    assert tables["layers"].query("step == 1")["noise_floor_any_change_rate"].isna().all(), "measured at detail only"
 
 
 @pytest.mark.parametrize("by", [0.01, -1.0])
@@ -209,5 +209,5 @@ def test_the_noise_floor_of_a_policy_that_scores_padded_rows_otherwise_by_hand(t
     assert step["noise_floor_logprob"] == pytest.approx(abs(by), rel=1e-3)
     assert step["noise_floor_kl_k3"] == pytest.approx(np.expm1(by) - by, rel=1e-3)
     assert step["noise_floor_beyond_2"] == (abs(by) > np.log(2))
-    assert step["noise_floor_any_layer_change"] == 1 and step["noise_floor_set_change"] == 0.5
-    assert tables["layers"].query("step == 2")["noise_floor_set_change"].tolist() == [1, 0]
+    assert step["noise_floor_any_layer_change"] == 1 and step["noise_floor_any_change_rate"] == 0.5
+    assert tables["layers"].query("step == 2")["noise_floor_any_change_rate"].tolist() == [1, 0]

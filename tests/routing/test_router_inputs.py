@@ -11,7 +11,7 @@ import torch
 from moe_rl.config import Arm
 from moe_rl.errors import RoutingError
 from moe_rl.objectives import objective_of
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.routing import record_routing
 from moe_rl.routing.inputs import RouterInputs, load_of, shares, token_weights
 from moe_rl.routing.sites import find_sites, router_parameters
@@ -20,9 +20,9 @@ from tests.conftest import FAMILIES, build, perturb
 from tests.policies.test_hf import make_batch, policy_of
 from tests.routing import families
 
-TERMS = (Use("router_kl", coef=0.5), Use("router_logits", coef=0.2), Use("z_loss", coef=0.1),
-         Use("load_balance", coef=0.3))  # fmt: skip
-RSPO = objective_of(Arm(name="a", loss=Use("rspo", base="grpo", floor=0.9), terms=TERMS))
+TERMS = (Component("router_kl", coef=0.5), Component("router_logits", coef=0.2), Component("z_loss", coef=0.1),
+         Component("load_balance", coef=0.3))  # fmt: skip
+RSPO = objective_of(Arm(name="a", loss=Component("rspo", base="grpo", floor=0.9), terms=TERMS))
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_every_term_reaches_every_router(term):
 
 def test_the_gradient_is_that_of_differences():
     """Of z-loss and router KL in one router weight."""
-    objective = objective_of(Arm(name="a", terms=(Use("z_loss", coef=0.3), Use("router_kl", coef=0.7))))
+    objective = objective_of(Arm(name="a", terms=(Component("z_loss", coef=0.3), Component("router_kl", coef=0.7))))
     policy, batch, old = moved_policy()
     part = mini_batch(replace(batch, advantages=torch.zeros_like(batch.advantages)), old, objective=objective)
     weight = router_parameters(policy.model)[1]
@@ -193,7 +193,7 @@ def test_adapters_on_a_router_get_the_gradient():
     batch, policy = make_batch(), policy_of(model)
     old = policy.score(batch, scores=True)
     perturb(model, 0.3)
-    objective = objective_of(Arm(name="a", terms=(Use("z_loss", coef=0.1),)))
+    objective = objective_of(Arm(name="a", terms=(Component("z_loss", coef=0.1),)))
     part = mini_batch(replace(batch, advantages=torch.zeros_like(batch.advantages)), old, objective=objective)
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     policy.update(part, objective)

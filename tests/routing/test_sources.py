@@ -11,7 +11,7 @@ from pandas.testing import assert_frame_equal
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, RoutingError
-from moe_rl.registry import Use, needs_of
+from moe_rl.registry import Component, needs_of
 from moe_rl.routing import RoutingTrace
 from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.sources import (
@@ -129,7 +129,7 @@ def test_a_share_outside_0_to_1_is_refused(step, source, share):
 
 
 ARMS = {
-    "flipped-ratio": Arm(name="flipped-ratio", ratio_routes=Use("false_flips", share=0.1)),
+    "flipped-ratio": Arm(name="flipped-ratio", ratio_routes=Component("false_flips", share=0.1)),
     "no-dose": Arm(name="no-dose", routes="tests.routing.test_sources:no_dose"),
     "full-dose": Arm(name="full-dose", routes="tests.routing.test_sources:full_dose"),
 }
@@ -141,9 +141,9 @@ def test_the_ratios_source_gets_the_router_scores_it_needs(tmp_path):
     assert (tables["steps"]["first_update_log_ratio_max"].dropna() < 1e-5).all()
 
 
-@pytest.mark.parametrize("dose, same", [("no-dose", "grpo"), ("full-dose", "replay")])
-def test_the_ends_of_the_dose_are_the_arms_without_and_with_replay(tmp_path, dose, same):
-    arms = (ARMS[dose], TRAINED[same])
+@pytest.mark.parametrize("noise, same", [("no-dose", "grpo"), ("full-dose", "replay")])
+def test_the_ends_of_the_dose_are_the_arms_without_and_with_replay(tmp_path, noise, same):
+    arms = (ARMS[noise], TRAINED[same])
     found = [carry_out(TINY.replace(arm=arm, steps=2), tmp_path / arm.name)["updates"] for arm in arms]
     shared = [c for c in found[0].columns if not c.endswith("seconds")]
     assert_frame_equal(found[0][shared], found[1][shared])
@@ -158,7 +158,7 @@ def test_routes_under_noise_are_those_of_moved_routers_the_same_all_step_and_its
     assert under_noise(batch, natural, policy.score, sigma=0.0) is natural.routes
     with pytest.raises(ConfigError, match="sigma=-1"):
         under_noise(batch, natural, policy.score, sigma=-1.0)
-    arm = Arm(name="wrong", routes=Use("under_noise", sigma=1.0))
+    arm = Arm(name="wrong", routes=Component("under_noise", sigma=1.0))
     tables = carry_out(TINY.replace(arm=arm, steps=2), tmp_path / "run")
     assert (tables["steps"]["first_update_log_ratio_max"].dropna() < 1e-5).all()
     assert (tables["updates"]["coverage"] == 1).all() and (tables["updates"]["pull"] > 0.05).all()

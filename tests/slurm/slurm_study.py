@@ -1,7 +1,7 @@
 """24 short runs of real models, which share one cold start of some seconds."""
 
 from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, RunConfig
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import Study
 
 GRPO = Arm(name="grpo")
@@ -14,10 +14,10 @@ study = Study(
     figures=(),
     base=RunConfig(
         arm=GRPO,
-        task=Use("running_sums", digits=4, modulus=3, partial=True),
+        task=Component("running_sums", digits=4, modulus=3, partial=True),
         model=ModelConfig(overrides={"hidden_size": 32, "num_hidden_layers": 2}),
         cold_start=ColdStart(target=0.02, max_steps=300, batch_size=16, lr=1e-2),
-        measure=Measure(probe=4),
+        measure=Measure(responses=4),
         steps=6,
         save_every=2,
         prompts_per_step=2,

@@ -10,7 +10,7 @@ import pytest
 
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import RunError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.storage.folder import RunFolder
 from moe_rl.storage.frames import load_study
 from moe_rl.study.collect import collect
@@ -79,7 +79,7 @@ def test_a_run_that_failed_before_its_first_step_stops_no_other(tmp_path):
 
 def test_one_name_for_two_arms_is_refused(tmp_path):
     train(tmp_path)
-    train(tmp_path, arm=Arm(name="grpo", loss=Use("grpo", clip_high=0.28)), seed=1)
+    train(tmp_path, arm=Arm(name="grpo", loss=Component("grpo", clip_high=0.28)), seed=1)
     refused(tmp_path / "fake", "arm.loss: 'grpo' in grpo/base/seed=0, {'name': 'grpo'")
 
 

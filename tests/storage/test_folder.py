@@ -271,14 +271,16 @@ def test_diff_names_the_first_row_and_column_in_which_runs_part(tmp_path, monkey
         row, updates, layers = real(config, step, weights)
         if step >= 5:
             row["reward"] += 1e-16 + row["reward"] * 1e-15
-            layers[3]["set_change"] = 0.5
+            layers[3]["any_change_rate"] = 0.5
         return row, updates, layers
 
     monkeypatch.setattr(fake_study, "fake_step", changed)
     b = train(tmp_path / "b")
     found = diff(a, b)
-    assert (found.table, found.row, found.column) == ("layers", {"step": 5, "site": 3}, "set_change")
-    assert found.b == 0.5 and found.a == read_table(a, "layers").query("step == 5 and site == 3")["set_change"].item()
+    assert (found.table, found.row, found.column) == ("layers", {"step": 5, "site": 3}, "any_change_rate")
+    assert (
+        found.b == 0.5 and found.a == read_table(a, "layers").query("step == 5 and site == 3")["any_change_rate"].item()
+    )
 
 
 def test_diff_ignores_time_and_memory_and_sees_missing_values_and_rows(tmp_path):

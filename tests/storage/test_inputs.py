@@ -14,7 +14,7 @@ import pytest
 
 from moe_rl.config import Arm, ModelConfig, RunConfig
 from moe_rl.errors import RunError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.storage import folder as runs
 from moe_rl.storage.folder import RunFolder
 from moe_rl.storage.frames import load_study
@@ -64,7 +64,7 @@ def test_a_run_names_all_it_takes_from_outside(config, tmp_path):
     assert set(found) == {f"{tmp_path}/data.jsonl", "own.loss", "own_routes", f"{tmp_path}/model"}
     assert all(len(value) == 64 for value in found.values())
     assert inputs_of(fake_study.study.base.to_dict(), trainer="moe_rl.build:execute") == {}
-    user = config.replace(task=Use("own_routes:Task", file=str(tmp_path / "data.jsonl"), digits=3))
+    user = config.replace(task=Component("own_routes:Task", file=str(tmp_path / "data.jsonl"), digits=3))
     assert inputs_of(user.to_dict())[f"{tmp_path}/data.jsonl"] == found[f"{tmp_path}/data.jsonl"]
 
 

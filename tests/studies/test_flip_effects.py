@@ -128,7 +128,7 @@ def test_what_is_expected_of_a_step(seen):
     law = trainer.expected(table, [view], [after])
     pairs = torch.zeros(after.logprobs.shape, dtype=torch.bool)
     pairs[tuple(view.pairs.T)] = True
-    share = route_change(view.scored.routes.ids(), after.routes.ids(), pairs).row()["slot_change"]
+    share = route_change(view.scored.routes.ids(), after.routes.ids(), pairs).row()["expert_change_rate"]
     assert law["slots"].sum() / law["pairs"].sum() == pytest.approx(2 * share) and share > 0
     here = table[(table["site"] == 0) & (table["kind"] != "random")]
     weights = here["weight"] * norm.sf(here["margin"] / law["sigma"][0])

@@ -11,7 +11,7 @@ from lag import LAGS, study
 from lag_verdicts import ARMS, verdict
 
 from moe_rl.errors import RunError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.storage.frames import Frames
 
 
@@ -71,7 +71,7 @@ def test_every_run_of_the_study_can_run_within_its_budget():
 
     planned = study.runs(Path("runs"))
     assert len(planned) == 7 * 5 * 8 and study.seconds_per_step * study.base.steps <= 45
-    oldest = Use("lagged", lag=8)
+    oldest = Component("lagged", lag=8)
     checked = {p.config.arm.name: check(p.config) for p in planned
                if p.config.seed == 400 and p.config.batches == oldest}
     assert [*checked] == ARMS and not any(checked.values()), {key: texts for key, texts in checked.items() if texts}

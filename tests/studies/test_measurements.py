@@ -59,7 +59,7 @@ def test_tokens_are_compared_under_both_routes():
     np.testing.assert_allclose(tokens["dd"], tokens["rr"] + tokens["jj"] + 2 * tokens["rj"], atol=1e-12)
     assert (tokens["kl_natural"] > -1e-6).all() and tokens["kl_natural"].sum() > 0
     change = route_change(before.routes.ids(), after.routes.ids(), response_rows(batch)).row()
-    assert tokens["slot_change"].mean() == pytest.approx(change["slot_change"])
+    assert tokens["expert_change_rate"].mean() == pytest.approx(change["expert_change_rate"])
     assert tokens["changed"].mean() == pytest.approx(change["any_layer_change"])
     assert not np.allclose(tokens["kl_natural"], tokens["kl_replayed"])
     assert tokens["prompt"].value_counts().to_dict() == {

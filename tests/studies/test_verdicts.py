@@ -9,17 +9,17 @@ import pandas as pd
 import per_seed
 import pytest
 import volatility_controls_verdicts as controls
-import volatility_dial_verdicts as dial
-from volatility_dial import SIGMAS, dose
+import volatility_dial_verdicts as router_noise
+from volatility_dial import SIGMAS, noise
 
 from moe_rl.errors import RunError
 from moe_rl.results.stats import interval
 from moe_rl.storage.frames import Frames
 
-CELLS = [dose("weights", 0), *(dose(form, s) for form in dial.FORMS for s in SIGMAS)]
+CELLS = [noise("weights", 0), *(noise(form, s) for form in router_noise.FORMS for s in SIGMAS)]
 
 
-def dial_frames(hurt: float, cured: tuple[str, ...], gain: float = 0.1, arms: list[str] = dial.ARMS) -> Frames:
+def dial_frames(hurt: float, cured: tuple[str, ...], gain: float = 0.1, arms: list[str] = router_noise.ARMS) -> Frames:
     """Eight seeds; at the largest dose GRPO loses `hurt`, and so does every arm that is not `cured`."""
     rng, runs, steps = np.random.default_rng(0), [], []
     for cell in CELLS:
@@ -34,14 +34,14 @@ def dial_frames(hurt: float, cured: tuple[str, ...], gain: float = 0.1, arms: li
                 steps += [{**key, "step": t, "reward": level + noise[t] if t else np.nan,
                            "eval_exact_greedy": level + noise[t] if t else 0.6 - gain} for t in range(11)]
     frame = pd.DataFrame(steps)
-    still = (frame["arm"] == "grpo-replay") & frame["factors"].isin([dose("weights", 0), dose("choice", max(SIGMAS))])
+    still = (frame["arm"] == "grpo-replay") & frame["factors"].isin([noise("weights", 0), noise("choice", max(SIGMAS))])
     frame.loc[still & (frame["step"] > 0), ["reward", "eval_exact_greedy"]] = 0.6
     return Frames(pd.DataFrame(runs), {"steps": frame})
 
 
 def test_harm_that_replay_alone_takes_away_is_said_so():
-    said = dial.verdict(dial_frames(0.2, cured=("grpo-replay",)))
-    for form in dial.FORMS:
+    said = router_noise.verdict(dial_frames(0.2, cured=("grpo-replay",)))
+    for form in router_noise.FORMS:
         (harm,) = [line for line in said if line.startswith(f"{form}: volatility")]
         assert "volatility harms GRPO at σ = 2 (reward -0.20" in harm
         assert f"{form}: grpo-replay − grpo, an effect" in said
@@ -51,14 +51,14 @@ def test_harm_that_replay_alone_takes_away_is_said_so():
 
 
 def test_a_rate_that_damages_the_model_makes_the_study_void():
-    said = dial.verdict(dial_frames(0.0, cured=(), gain=-0.2))
-    assert [line.split(" does")[0] for line in said if "void" in line] == [f"void: {arm}" for arm in dial.ARMS]
+    said = router_noise.verdict(dial_frames(0.0, cured=(), gain=-0.2))
+    assert [line.split(" does")[0] for line in said if "void" in line] == [f"void: {arm}" for arm in router_noise.ARMS]
     assert any("volatility is not shown to harm GRPO" in line for line in said)
 
 
 def test_a_rule_without_its_runs_is_no_verdict():
     with pytest.raises(RunError, match="needs runs of grpo, grpo-replay, gspo"):
-        dial.verdict(dial_frames(0.1, cured=(), arms=["grpo", "grpo-replay"]))
+        router_noise.verdict(dial_frames(0.1, cured=(), arms=["grpo", "grpo-replay"]))
 
 
 @pytest.mark.parametrize("first, said", [

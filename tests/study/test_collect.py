@@ -30,7 +30,7 @@ from tests import fake_study
 
 STUDY = dataclasses.replace(fake_study.study, factors={"optimizer.lr": (1e-4, 2e-4, 4e-4)}, seeds=(0, 1, 5),
                             figures=("expert_change", "survival", "against:optimizer.lr"),
-                            contrasts=(("gspo", "grpo"),))
+                            comparisons=(("gspo", "grpo"),))
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +122,8 @@ def test_further_columns_are_kept_on_request_and_a_pattern_without_match_is_refu
     assert "loss" in load_study(tmp_path / "a", mix_code=True)["updates"] and "loss" not in KEPT["updates"]
     with pytest.raises(ConfigError, match="--also los: no column"):
         collect(folder, tmp_path / "b", also=["los"], mix_code=True)
-    with pytest.raises(ConfigError, match="--without lags:slot_change: no column"):
-        collect(folder, tmp_path / "b", without=["lags:slot_change"], mix_code=True)
+    with pytest.raises(ConfigError, match="--without lags:expert_change_rate: no column"):
+        collect(folder, tmp_path / "b", without=["lags:expert_change_rate"], mix_code=True)
     assert not (tmp_path / "b").exists()
 
 
@@ -137,9 +137,9 @@ def test_the_columns_of_declared_metrics_are_kept(folder, tmp_path):
 
 
 def test_columns_are_left_out_on_request_of_all_tables_or_of_one(folder, tmp_path):
-    collect(folder, tmp_path, without=["layers:slot_change", "entropy"], mix_code=True)
+    collect(folder, tmp_path, without=["layers:expert_change_rate", "entropy"], mix_code=True)
     frames = load_study(tmp_path, mix_code=True)
-    assert "slot_change" in frames["steps"] and "slot_change" not in frames["layers"]
+    assert "expert_change_rate" in frames["steps"] and "expert_change_rate" not in frames["layers"]
     assert "entropy" not in frames["steps"] and "entropy" in KEPT["steps"]
 
 

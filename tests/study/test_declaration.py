@@ -12,7 +12,7 @@ import pytest
 from moe_rl.analysis.folders import make_absolute
 from moe_rl.config import SHIPPED, Arm, RunConfig, parse_settings
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.results import printed
 from moe_rl.study.declaration import Study, _made, load_study_file, located, write_declaration
 from tests.fake_study import GRPO, GSPO, study
@@ -129,7 +129,7 @@ NAN, INF = float("nan"), float("inf")
     ("engine.router_noise", NAN, "engine.options.router_noise=nan"),
     ("stop", ("",), "stop=\\('',\\).*every completion"),
     ("eval_prompts", 0, "eval_prompts=0"),
-    ("measure.probe", 0, "measure.probe=0"),
+    ("measure.responses", 0, "measure.responses=0"),
     ("save_every", 0, "save_every=0"),
     ("hf_checkpoints", (-1,), "hf_checkpoints=\\(-1,\\).*0 is before them"),
 ])
@@ -140,15 +140,15 @@ def test_values_that_no_run_can_have_are_refused_where_runs_are_planned(tmp_path
 
 def test_nan_in_an_arm_is_refused_and_an_infinite_clip_range_is_not(tmp_path):
     with pytest.raises(ConfigError, match="arm.terms.options.coef=nan"):
-        with_changes(arms=(Arm(name="a", terms=(Use("kl", coef=NAN),)),)).runs(tmp_path)
-    assert with_changes(arms=(Arm(name="a", loss=Use("grpo", clip_low=0.2, clip_high=INF)),)).runs(tmp_path)
+        with_changes(arms=(Arm(name="a", terms=(Component("kl", coef=NAN),)),)).runs(tmp_path)
+    assert with_changes(arms=(Arm(name="a", loss=Component("grpo", clip_low=0.2, clip_high=INF)),)).runs(tmp_path)
 
 
 def test_what_every_setting_may_be_is_accepted(tmp_path):
     base = study.base.replace(**{"optimizer.lr": 1, "optimizer.grad_clip": 0.0, "stop": ("\n",),
                                  "engine": "vllm(max_tokens=9)",
                                  "cold_start.target": 0, "policy": "megatron(etp=None)",
-                                 "task": Use("t", a=[1, {"b": None}]),
+                                 "task": Component("t", a=[1, {"b": None}]),
                                  "hf_checkpoints": (0, 1, 2)})
     assert with_changes(base=base).runs(tmp_path)
 
@@ -259,7 +259,9 @@ def test_the_study_that_comes_along_is_the_declared_comparison(tmp_path, monkeyp
     assert max(gspo.loss.options[bound] for bound in ("clip_low", "clip_high")) < 0.1
     base = routing_replay.base
     assert (base.prompts_per_step, base.group_size, base.mini_batches, base.steps) == (16, 8, 8, 40)
-    assert [cell.get("dial.sigma", 0) for cell in routing_replay.cells.values()] == [0, 2], "quiet, then volatile"
+    assert [cell.get("router_noise.scale", 0) for cell in routing_replay.cells.values()] == [0, 2], (
+        "quiet, then volatile"
+    )
     assert routing_replay.seeds == (0, 1, 2) and "not evidence" in routing_replay.caution
 
 
@@ -269,7 +271,7 @@ def test_listing_runs_does_not_import_pandas():
 
 
 def test_workers_do_not_differ_from_a_restart_in_their_hash(tmp_path):
-    assert GSPO.loss == Use("gspo", clip_low=0.01, clip_high=0.013)
+    assert GSPO.loss == Component("gspo", clip_low=0.01, clip_high=0.013)
     config = study.base.replace(arm=GSPO)
     assert config.hash == config.replace(steps=99).hash != config.replace(seed=1).hash
 
@@ -321,28 +323,28 @@ def test_arms_of_ones_own_are_named_with_their_commas_and_others_are_refused():
 
 def declared(out):
     content = json.loads((out / "fake" / "study.json").read_text())
-    return [arm["name"] for arm in content["arms"]], content["contrasts"], content["cells"]
+    return [arm["name"] for arm in content["arms"]], content["comparisons"], content["cells"]
 
 
 def test_arms_that_are_added_leave_the_declaration_whole(tmp_path):
     cells = {"all": {}, "one": {"arms": ("gspo", "grpo")}}
-    whole = with_changes(contrasts=(("gspo", "grpo"),), cells=cells)
+    whole = with_changes(comparisons=(("gspo", "grpo"),), cells=cells)
     write_declaration(whole, tmp_path)
-    own, contrasts, there = declared(tmp_path)
+    own, comparisons, there = declared(tmp_path)
     assert write_declaration(whole.with_arms(["gspo", "sapo"]), tmp_path, keep=True) == []
-    assert declared(tmp_path) == ([*own, "sapo"], contrasts, there), "neither arms nor contrasts nor cells are lost"
+    assert declared(tmp_path) == ([*own, "sapo"], comparisons, there), "neither arms nor contrasts nor cells are lost"
     assert write_declaration(whole, tmp_path, keep=True) == []
     assert declared(tmp_path)[0] == [*own, "sapo"]
     assert write_declaration(with_changes(question="Another?"), tmp_path, keep=True) == ["question"]
 
 
 def test_a_part_with_options_may_be_a_cell_or_a_factor(tmp_path):
-    sums, games = Use("corrected_sums", digits=3), Use("guessing", turns=4)
+    sums, games = Component("corrected_sums", digits=3), Component("guessing", turns=4)
     study = with_changes(cells={"sums": {"task": sums}}, factors={"task": (games, "guessing")})
     write_declaration(study, tmp_path)
     said = json.loads((tmp_path / study.name / "study.json").read_text())
-    assert Use.of(said["cells"]["sums"]["task"]) == sums
-    assert [Use.of(task) for task in said["factors"]["task"]] == [games, Use("guessing")]
+    assert Component.of(said["cells"]["sums"]["task"]) == sums
+    assert [Component.of(task) for task in said["factors"]["task"]] == [games, Component("guessing")]
 
 
 def test_a_row_says_where_a_checkpoint_and_a_file_are(tmp_path, monkeypatch):
@@ -354,8 +356,8 @@ def test_a_row_says_where_a_checkpoint_and_a_file_are(tmp_path, monkeypatch):
              ("mine", str(tmp_path / "mine"), *ours, "somebody/mine")]
     assert found == [str(tmp_path / "mine")] * 2 + [*ours, "somebody/mine"]
     assert [make_absolute(name) for name in ("mine", *SHIPPED)] == [str(tmp_path / "mine"), *SHIPPED]
-    task = located(BASE.replace(task=Use("jsonl:pairs.jsonl", seed=1))).task
-    assert task == Use(f"jsonl:{tmp_path}/pairs.jsonl", seed=1) == located(BASE.replace(task=task)).task
+    task = located(BASE.replace(task=Component("jsonl:pairs.jsonl", seed=1))).task
+    assert task == Component(f"jsonl:{tmp_path}/pairs.jsonl", seed=1) == located(BASE.replace(task=task)).task
     assert located(BASE) == BASE and located(BASE).hash == BASE.hash
     moved = with_changes(base=BASE.replace(task="jsonl:pairs.jsonl"))
     assert all(p.config.task.name == f"jsonl:{tmp_path}/pairs.jsonl" for p in moved.runs(tmp_path))

@@ -10,7 +10,7 @@ import pytest
 from moe_rl.config import Arm, ModelConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import load, save_checkpoint
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study import rehearsal
 from moe_rl.study.rehearsal import preview, rehearse
 from tests.test_trainer import TINY
@@ -73,7 +73,7 @@ def test_own_parts_that_break_are_named_with_their_line(parts, words):
 
 
 def test_own_parts_that_work_are_passed_and_those_of_the_package_not_even_tried(monkeypatch):
-    assert rehearse(with_arm(terms=(Use("rehearsed:fine", scale=0.5),), routes="old_policy")) == []
+    assert rehearse(with_arm(terms=(Component("rehearsed:fine", scale=0.5),), routes="old_policy")) == []
     (caution,) = rehearse(with_arm(terms=("rehearsed:infinite",)))
     assert caution.startswith("arm 'mine' on a toy batch: the gradient norm is nan")
     monkeypatch.setattr(rehearsal, "build", lambda *_: pytest.fail("nothing here is anybody's own"))
@@ -82,11 +82,11 @@ def test_own_parts_that_work_are_passed_and_those_of_the_package_not_even_tried(
 
 def test_a_task_that_breaks_or_rewards_too_much_is_refused():
     with pytest.raises(ConfigError, match="rehearsed.py, line 24, in prompts: KeyError: 'question'"):
-        preview(TINY.replace(task=Use("rehearsed:Words", fault="prompts")))
+        preview(TINY.replace(task=Component("rehearsed:Words", fault="prompts")))
     with pytest.raises(ConfigError, match="rehearsed.py, line 29, in reward: ZeroDivisionError"):
-        preview(TINY.replace(task=Use("rehearsed:Words", fault="reward")))
+        preview(TINY.replace(task=Component("rehearsed:Words", fault="reward")))
     with pytest.raises(ConfigError, match="arm 'grpo' on a toy batch: Words.reward returned 2.0"):
-        rehearse(TINY.replace(task=Use("rehearsed:Words", fault="reward")))
+        rehearse(TINY.replace(task=Component("rehearsed:Words", fault="reward")))
 
 
 def test_a_preview_shows_prompt_answer_reward_and_what_fits():
@@ -102,7 +102,7 @@ def test_a_preview_shows_prompt_answer_reward_and_what_fits():
 
 
 def test_reference_answers_that_are_not_right_are_a_caution():
-    (caution,) = preview(TINY.replace(task=Use("rehearsed:Words", fault="low"), max_new_tokens=9)).cautions
+    (caution,) = preview(TINY.replace(task=Component("rehearsed:Words", fault="low"), max_new_tokens=9)).cautions
     assert "512 of 512 reference answers do not earn 1" in caution and "'yes' to 'word 0' earns 0.5" in caution
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.errors import RunError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.storage import folder as runs
 from moe_rl.storage.frames import diff
 from moe_rl.study.workers import carry_out, environment, freeze_plan, read_run
@@ -118,7 +118,9 @@ def test_what_would_not_be_the_planned_run_is_refused(plan, tmp_path):
 
 
 def test_an_arm_of_functions_and_options_is_planned_as_it_is(tmp_path):
-    arm = study.arms[0].__class__(name="any", loss=Use("gspo", clip_low=0.01, clip_high=0.013), terms=("entropy",))
+    arm = study.arms[0].__class__(
+        name="any", loss=Component("gspo", clip_low=0.01, clip_high=0.013), terms=("entropy",)
+    )
     planned = type(study)(**{**vars(study), "arms": (arm,)}).runs(tmp_path)
     content = json.loads(json.dumps(freeze_plan(planned, trainer=study.trainer, cache=tmp_path, mix_code=True)))
     assert [read_run(content, n).config for n in range(2)] == [p.config for p in planned]

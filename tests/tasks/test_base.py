@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.tasks.base import Split, Task, checked_reward, draw, held_out, load_task, split_of
 from moe_rl.tasks.running_sums import RunningSums
 from moe_rl.types import Prompt
@@ -49,11 +49,16 @@ def test_an_unknown_task_is_one_sentence_with_the_choices(spec, said):
 
 
 def test_a_wrong_option_is_named():
-    for use, said in ((Use("running_sums", digit=3), "no option of the task 'running_sums' is called 'digit'. Did you "
-                       "mean digits or min_digits? There are: digits, min_digits, modulus, partial."),
-                      (Use("jsonl:pairs.jsonl", mach="math"), "'mach'. Did you mean match? There are: match."),
-                      (Use("jsonl:pairs.jsonl", file="other"), "'file'. There are: match."),
-                      (Use("reasoning_gym:spell_backward", max_word_length=4), "Did you mean max_word_len")):
+    for use, said in (
+        (
+            Component("running_sums", digit=3),
+            "no option of the task 'running_sums' is called 'digit'. Did you "
+            "mean digits or min_digits? There are: digits, min_digits, modulus, partial.",
+        ),
+        (Component("jsonl:pairs.jsonl", mach="math"), "'mach'. Did you mean match? There are: match."),
+        (Component("jsonl:pairs.jsonl", file="other"), "'file'. There are: match."),
+        (Component("reasoning_gym:spell_backward", max_word_length=4), "Did you mean max_word_len"),
+    ):
         with pytest.raises(ConfigError) as error:
             load_task(use)
         assert said in str(error.value) and "__init__" not in str(error.value)
@@ -73,7 +78,7 @@ def test_a_task_of_ones_own_is_found_in_the_working_directory(tmp_path, monkeypa
     (package / "broken.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    task = load_task(Use("my_own_tasks.deep:Echo", word="b"))
+    task = load_task(Component("my_own_tasks.deep:Echo", word="b"))
     assert isinstance(task, Task)
     assert task.prompts(1, 0)[0].text == "b"
     with pytest.raises(ConfigError, match="is no task"):
@@ -85,7 +90,7 @@ def test_a_task_of_ones_own_is_found_in_the_working_directory(tmp_path, monkeypa
 def test_a_class_that_is_no_task_is_not_even_built(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="'subprocess:Popen' is no task"):
-        load_task(Use("subprocess:Popen", args=["touch", "built"]))
+        load_task(Component("subprocess:Popen", args=["touch", "built"]))
     assert not (tmp_path / "built").exists()
 
 

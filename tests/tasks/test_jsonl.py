@@ -8,7 +8,7 @@ import pytest
 
 from moe_rl.analysis.evaluation import benchmark
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.seeds import HELD_OUT, derive
 from moe_rl.tasks.base import draw, held_out, load_task
 
@@ -21,7 +21,7 @@ def task_of(tmp_path, lines):
 
 def test_an_answer_alone_is_right_unless_mathematics_is_asked_for(tmp_path):
     task = task_of(tmp_path, [{"question": "3+9=", "answer": 12}])
-    by_value = load_task(Use(f"jsonl:{tmp_path}/pairs.jsonl", match="math"))
+    by_value = load_task(Component(f"jsonl:{tmp_path}/pairs.jsonl", match="math"))
     (prompt,) = task.prompts(1, 0)
     for completion, exact, math in ((" 12\n", 1, 1), ("it is = 12", 0, 1), ("3+9", 0, 0), ("13", 0, 0)):
         assert (task.reward(prompt, completion), by_value.reward(prompt, completion)) == (exact, math)
@@ -38,7 +38,7 @@ def test_a_question_that_a_file_repeats_is_one_problem_of_an_evaluation(tmp_path
     assert len({p.text for p in draw(task, 5, derive(HELD_OUT, 0, 0))}) < 5, "drawn, some come twice"
     few, all_of_them = ([p.text for p in held_out(task, n)] for n in (5, 10))
     assert len(set(few)) == 5 and few == all_of_them[:5] and len(set(all_of_them)) == 10
-    whole = benchmark(Use(f"jsonl:{tmp_path}/pairs.jsonl")).prompts
+    whole = benchmark(Component(f"jsonl:{tmp_path}/pairs.jsonl")).prompts
     assert [(p.text, p.entry["level"]) for p in whole] == [(f"q{i}", 4 * i) for i in range(10)]
 
 

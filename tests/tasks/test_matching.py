@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.study.rehearsal import preview
 from moe_rl.tasks.base import load_task
 from moe_rl.tasks.matching import final, matcher, pieces
@@ -80,7 +80,7 @@ def test_the_file_and_the_class_of_the_page_are_tasks_whose_answers_earn_one(tmp
     more = [{"question": f"{n}+1=", "answer": n + 1} for n in range(20)]
     (tmp_path / "pairs.jsonl").write_text(lines + "\n".join(map(json.dumps, more)))
     (tmp_path / "page_mine.py").write_text(code)
-    for task in (Use("jsonl:pairs.jsonl", match="math"), Use("page_mine:Reversed", length=4)):
+    for task in (Component("jsonl:pairs.jsonl", match="math"), Component("page_mine:Reversed", length=4)):
         made = load_task(task)
         assert all(made.reward(p, p.answer) == 1 for p in made.prompts(30, 0))
         assert preview(TINY.replace(task=task, max_new_tokens=14)).cautions == ()

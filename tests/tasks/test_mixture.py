@@ -3,12 +3,12 @@
 import pytest
 
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.tasks.base import load_task, split_of
 from moe_rl.tasks.mixture import Mixture
 from moe_rl.tasks.running_sums import RunningSums
 
-MIXED = Use("mixture", tasks=("reasoning_gym:spell_backward", Use("running_sums", digits=3)))
+MIXED = Component("mixture", tasks=("reasoning_gym:spell_backward", Component("running_sums", digits=3)))
 
 
 def test_prompts_are_those_of_its_tasks_in_equal_shares():

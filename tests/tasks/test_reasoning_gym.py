@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.tasks.base import load_task
 
 
@@ -22,14 +22,14 @@ def test_any_dataset_by_name_rewards_its_own_answers(dataset):
 
 
 def test_partial_credit_is_the_scorers():
-    task = load_task(Use("reasoning_gym:spell_backward", min_word_len=4, max_word_len=4))
+    task = load_task(Component("reasoning_gym:spell_backward", min_word_len=4, max_word_len=4))
     prompt = task.prompts(1, 0)[0]
     assert len(prompt.answer) == 4
     assert task.reward(prompt, prompt.answer[:3] + "~") == 0.75
 
 
 def test_partial_credit_that_rounds_past_one_is_not_right():
-    task = load_task(Use("reasoning_gym:spell_backward", min_word_len=9, max_word_len=9))
+    task = load_task(Component("reasoning_gym:spell_backward", min_word_len=9, max_word_len=9))
     prompt = task.prompts(1, 0)[0]
     assert sum([1 / 9] * 9) > 1
     assert 0.999 < torch.tensor(task.reward(prompt, prompt.answer + "uc"), dtype=torch.float32) < 1
@@ -37,9 +37,9 @@ def test_partial_credit_that_rounds_past_one_is_not_right():
 
 def test_wrong_options_are_refused_before_anything_runs():
     with pytest.raises(ConfigError, match="max_word_length"):
-        load_task(Use("reasoning_gym:spell_backward", max_word_length=4))
+        load_task(Component("reasoning_gym:spell_backward", max_word_length=4))
     with pytest.raises(ConfigError, match="seed"):
-        load_task(Use("reasoning_gym:spell_backward", seed=4))
+        load_task(Component("reasoning_gym:spell_backward", seed=4))
     with pytest.raises(ConfigError, match="composite"):
         load_task("reasoning_gym:composite")
 

@@ -110,8 +110,8 @@ def statistics(slots, sets, anywhere, pulled, log_ratios):
     flat = np.array([x for response in log_ratios for x in response] or [np.nan])
     sequences = np.array([np.mean(response) for response in log_ratios] or [np.nan])
     return {
-        "routing/slot_change": np.mean(slots or [np.nan]),
-        "routing/set_change": np.mean(sets or [np.nan]),
+        "routing/expert_change_rate": np.mean(slots or [np.nan]),
+        "routing/any_change_rate": np.mean(sets or [np.nan]),
         "routing/any_layer_change": np.mean(anywhere or [np.nan]),
         "routing/pull": np.mean(pulled or [np.nan]),
         "ratios/token_log_ratio_mean": flat.mean(),

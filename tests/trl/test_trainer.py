@@ -51,7 +51,7 @@ def test_without_replay_losses_gradients_and_weights_are_trls_own_bit_for_bit(tm
         assert all(name.startswith(("routing/", "ratios/")) for name in set(b) - set(a))
     for a, b in zip(theirs.model.state_dict().values(), mine.model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
-    assert max(logged(mine, "routing/slot_change")) > 0
+    assert max(logged(mine, "routing/expert_change_rate")) > 0
 
 
 def test_without_replay_there_is_no_forward_beyond_trls(tmp_path):
@@ -140,7 +140,7 @@ def test_right_after_generation_every_ratio_is_one(tmp_path, rows):
     assert len(largest) == 16
     assert max(fresh) == 0 if rows == 1 else max(fresh) < 2e-6
     assert min(set(largest) - set(fresh)) > 1e-4
-    assert logged(trainer, "routing/slot_change")[::8] == [0, 0] == logged(trainer, "routing/pull")[::8]
+    assert logged(trainer, "routing/expert_change_rate")[::8] == [0, 0] == logged(trainer, "routing/pull")[::8]
 
 
 def test_adapters_that_are_switched_off_for_the_reference_do_not_lend_their_routes(tmp_path):
@@ -180,7 +180,9 @@ def test_what_is_logged_equals_a_recomputation(tmp_path, routes, truncated):
     seen = [tokens_of(step, step["train" if routes == "live" else "natural"]) for step in spy.steps]
     expected = expected_logs(seen)
     if routes == "live":
-        assert expected.pop("routing/pull") == expected["routing/slot_change"] and not logged(trainer, "routing/pull")
+        assert expected.pop("routing/pull") == expected["routing/expert_change_rate"] and not logged(
+            trainer, "routing/pull"
+        )
     for name, values in expected.items():
         assert logged(trainer, name) == pytest.approx(values, rel=1e-6, abs=1e-12), name
         assert values[-1] != 0
@@ -191,7 +193,7 @@ def test_measuring_now_and_then_measures_the_last_micro_step_of_each_stretch(tmp
     spy = Spy(trainer)
     trainer.train()
     assert [("natural" in step) for step in spy.steps] == ([False] * 7 + [True]) * 2
-    change = logged(trainer, "routing/slot_change")
+    change = logged(trainer, "routing/expert_change_rate")
     assert len(change) == 2 and min(change) > 0 and len(logged(trainer, "ratios/token_ess")) == 16
 
 
@@ -245,7 +247,10 @@ def test_the_callback_of_the_page_logs_a_probe_in_trls_own_trainer(tmp_path):
     trainer = make(GRPOTrainer, tmp_path, max_steps=2, router_aux_loss_coef=0.0)
     exec(block, {"trainer": trainer, "probe": {"input_ids": torch.arange(3, 43).view(4, 10)}})
     trainer.train()
-    assert len(logged(trainer, "routing/slot_change")) == 2 and logged(trainer, "routing/slot_change")[-1] > 0
+    assert (
+        len(logged(trainer, "routing/expert_change_rate")) == 2
+        and logged(trainer, "routing/expert_change_rate")[-1] > 0
+    )
     assert 0 < logged(trainer, "routing/router_confidence")[0] < 1
 
 
@@ -277,7 +282,7 @@ def test_one_update_per_generation_is_refused_under_replay_and_warned_of_without
     with pytest.warns(UserWarning, match="every ratio is 1"):
         trainer = ours(tmp_path, routing=LIVE, **on_policy)
     trainer.train()
-    assert not logged(trainer, "ratios/token_ess") and not logged(trainer, "routing/slot_change")
+    assert not logged(trainer, "ratios/token_ess") and not logged(trainer, "routing/expert_change_rate")
 
 
 @pytest.mark.parametrize("routes", ["old_policy", "live"])

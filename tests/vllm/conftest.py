@@ -19,7 +19,7 @@ import torch
 from moe_rl.config import Arm, ColdStart, ModelConfig, Optimizer, RunConfig
 from moe_rl.models.load import load, save_checkpoint
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 torch.set_num_threads(1)
@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 RUN = RunConfig(
     arm=Arm(name="grpo"),
     model=ModelConfig(overrides={"head_dim": 32}),  # the least that vLLM's attention takes on a CPU
-    task=Use("running_sums", digits=4),
+    task=Component("running_sums", digits=4),
     max_new_tokens=5,
     eval_prompts=8,
     cold_start=ColdStart(target=0.3, max_steps=1500),

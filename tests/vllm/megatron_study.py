@@ -16,7 +16,7 @@ study = replace(
     arms=(Arm(name="r3", routes="rollout"),),
     base=study.base.replace(
         model=ModelConfig(overrides={"head_dim": 32}),  # as conftest.py serves it
-        measure=Measure(probe=8, detail_every=1),
+        measure=Measure(responses=8, detail_every=1),
         save_every=1,
         eval_every=1,
         hf_checkpoints=(),

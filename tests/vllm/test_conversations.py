@@ -20,7 +20,7 @@ from moe_rl.metrics.volatility import route_change
 from moe_rl.models.load import load
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.recorder import Recorder
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.trainer import train_step
 from moe_rl.types import Prompt, Sampling
 from tests.test_conversations import SHORT
@@ -33,11 +33,11 @@ PROMPTS = [Prompt("", tokens=tuple(40 + (i * 7 + k) % 80 for k in range(100 + 4 
 TURNS = Sampling(0.7, 60, SHORT["stop"])
 """An untrained model says one of the stop strings soon."""
 TRAINED = RUN.replace(
-    arm=Arm(name="token", loss=Use("gspo_token", clip_low=0.01, clip_high=0.013), advantage="by_turn",
+    arm=Arm(name="token", loss=Component("gspo_token", clip_low=0.01, clip_high=0.013), advantage="by_turn",
             routes="rollout"),
     task="tests.talking_task:Talking", cold_start=RUN.cold_start.replace(target=0.0), optimizer=Optimizer(lr=1e-3),
     steps=3, batches="lagged(lag=1)",
-    prompts_per_step=4, group_size=4, mini_batches=2, measure=Measure(probe=8, detail_every=3), **SHORT)
+    prompts_per_step=4, group_size=4, mini_batches=2, measure=Measure(responses=8, detail_every=3), **SHORT)
 
 
 def reply(row: int, text: str) -> str | None:
@@ -61,7 +61,7 @@ def check_conversations(engine, score, asked, sampling=TURNS):
         assert r.routes.coverage == 1, "of what the environment said, too"
     found = parity(drawn, score)
     print(found, f"{sum(len(r.turns) for r in drawn)} turns")
-    assert found.tokens > 300 and found.logprob_max < 1e-5 and found.set_change == 0
+    assert found.tokens > 300 and found.logprob_max < 1e-5 and found.any_change_rate == 0
     again = engine.generate(PROMPTS[:3], 2, key=(4, 1, 2), sampling=sampling,
                             reply=lambda row, text: reply(row + row // 2, text))  # fmt: skip
     assert [(r.tokens, r.turns) for r in again] == [(drawn[n].tokens, drawn[n].turns) for n in (0, 1, 3, 4, 6, 7)]
@@ -133,7 +133,7 @@ def check_lagged(receiver, folder):
         then, now = before[version].score(batch), before[-1].score(batch)
         assert (then.logprobs - batch.rollout_logprobs)[own].abs().max() < 1e-5
         change = route_change(then.routes.ids(), batch.rollout_routes.ids(), batch.attention_mask)
-        assert change.set_change.sum() == 0 < change.n.sum()
+        assert change.any_change_rate.sum() == 0 < change.n.sum()
         moved.append(bool((now.logprobs - batch.rollout_logprobs)[own].abs().max() > 1e-3))
         said = batch.attention_mask & ~own & (own.cumsum(1) > 0)
         assert said.sum() > 5

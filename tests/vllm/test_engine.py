@@ -16,7 +16,7 @@ from moe_rl.integrations.vllm.payloads import RoutesRefused
 from moe_rl.integrations.vllm.push import parity
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.recorder import engine_row
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing.sources import rollout as replay_rollout
@@ -43,7 +43,7 @@ def test_float32_agrees_with_the_policy_over_thousands_of_tokens_of_random_weigh
     sampling = dataclasses.replace(LONG, temperature=temperature)
     found = parity(serving.at(temperature).engine.generate(PROMPTS, 2, key=(1,), sampling=sampling), serving.score)
     print(found)
-    assert found.tokens >= 2000 and found.logprob_max < 1e-5 and found.set_change == 0
+    assert found.tokens >= 2000 and found.logprob_max < 1e-5 and found.any_change_rate == 0
 
 
 def test_float32_agrees_with_the_policy_on_a_trained_checkpoint(serving, trained):
@@ -55,7 +55,9 @@ def test_float32_agrees_with_the_policy_on_a_trained_checkpoint(serving, trained
     found = parity(rollouts, serving.score)
     right = sum(task.reward(r.prompt, r.text) >= 1 for r in rollouts) / len(rollouts)
     print(found, f"{right:.0%} right")
-    assert found.tokens >= 2000 and found.logprob_mean < 1e-6 and found.logprob_max < 2e-4 and found.set_change == 0
+    assert (
+        found.tokens >= 2000 and found.logprob_mean < 1e-6 and found.logprob_max < 2e-4 and found.any_change_rate == 0
+    )
     assert 0.2 < right < 0.9
 
 
@@ -139,7 +141,7 @@ def test_cached_prompts_keep_their_routes(serving):
     prompts = [Prompt("", tokens=tuple((i * 7 + k) % 250 for i in range(140))) for k in range(4)]
     for key in (1, 2):
         found = parity(serving.engine.generate(prompts, 4, key=(key,), sampling=LONG), serving.score)
-        assert found.logprob_max < 1e-5 and found.set_change == 0
+        assert found.logprob_max < 1e-5 and found.any_change_rate == 0
     assert all(r.routes.coverage == 1 for r in serving.engine.generate(prompts, 1, key=(3,), sampling=LONG))
     (again,) = serving.vllm.llm.generate([{"prompt_token_ids": list(prompts[0].tokens)}], use_tqdm=False)
     assert again.num_cached_tokens == 128
@@ -171,7 +173,7 @@ def test_impossible_routes_are_refused_or_route_freely_and_are_counted(serving, 
     batch = collate(rollouts, list(range(4)), [0.0] * 4, 257)
     row, _ = engine_row(batch, serving.score(batch))
     rows = sum(len(r.prompt.tokens) + len(r.tokens) - 1 for r in rollouts) * 6
-    assert row["engine_unknown"] == pytest.approx(spoiled[-1] / rows) and row["engine_set_change"] == 0
+    assert row["engine_unknown"] == pytest.approx(spoiled[-1] / rows) and row["engine_any_change_rate"] == 0
     replayed = serving.policy.score(batch, replay_rollout(batch, serving.score(batch)))
     assert (replayed.logprobs - batch.rollout_logprobs)[batch.response_mask].abs().max() < 1e-5
 
@@ -237,7 +239,7 @@ def test_bfloat16_differs_measurably_and_replay_removes_part_of_it(serving, bflo
 
     found = parity(rollouts, bfloat16.score)
     print(weights, found, f"k3 natural {k3(natural):.3g}, replayed {k3(replayed):.3g}")
-    assert 1e-4 < found.logprob_mean < 0.2 and 1e-3 < found.set_change < 0.25
+    assert 1e-4 < found.logprob_mean < 0.2 and 1e-3 < found.any_change_rate < 0.25
     assert k3(replayed) < 0.5 * k3(natural)
 
 
@@ -263,14 +265,14 @@ def test_other_families_take_pushes_too(running, tmp_path, model):
         other.engine.load(other.policy.weights())
     found = parity(other.engine.generate(PROMPTS, 1, key=(1,), sampling=LONG), other.score)
     print(model.name, found)
-    assert found.logprob_mean < 1e-4 and found.set_change < 1e-3
+    assert found.logprob_mean < 1e-4 and found.any_change_rate < 1e-3
 
 
 SHORT = RUN.replace(
     arm=Arm(name="r3", routes="rollout"),
-    engine=Use("vllm", max_tokens=64),
+    engine=Component("vllm", max_tokens=64),
     optimizer=Optimizer(lr=1e-3),
-    measure=Measure(probe=8, detail_every=1),
+    measure=Measure(responses=8, detail_every=1),
     steps=2,
     prompts_per_step=8,
     group_size=4,
@@ -289,7 +291,7 @@ def carry_out(run, path, cache):
 def test_a_run_samples_with_vllm_pushes_every_step_and_resumes_identical(running, trained, tmp_path, monkeypatch):
     monkeypatch.setattr(adapter.VLLMEngine, "close", lambda self: None)  # it would shut vLLM down for `running` too
     steps = carry_out(SHORT, tmp_path / "whole", CACHE)
-    assert (steps["engine_logprob_max"].dropna() < 2e-4).all() and (steps["engine_set_change"].dropna() == 0).all()
+    assert (steps["engine_logprob_max"].dropna() < 2e-4).all() and (steps["engine_any_change_rate"].dropna() == 0).all()
     assert (steps["engine_unknown"].dropna() == 0).all() and (steps["first_update_log_ratio_max"].dropna() < 1e-5).all()
     assert (steps["push_gap_max"].dropna() < 2e-4).all() and steps["push_gap_max"].notna().sum() == 2
     carry_out(SHORT.replace(steps=1), tmp_path / "cut", CACHE)

@@ -64,7 +64,7 @@ def test_a_server_answers_with_the_policys_rollouts(server, policy, dialect):
     rollouts = engine_of(server, policy, dialect=dialect).generate(PROMPTS, 2, key=(1,), sampling=LONG)
     found = parity(rollouts, policy.score)
     print(dialect, found)
-    assert found.tokens > 1000 and found.logprob_max < 1e-5 and found.set_change == 0
+    assert found.tokens > 1000 and found.logprob_max < 1e-5 and found.any_change_rate == 0
     assert all(r.routes.coverage == 1 for r in rollouts)
 
 
@@ -74,7 +74,7 @@ def test_pushes_over_a_shared_folder_are_checked_like_those_in_process(server, p
         perturb(policy.model, 0.05, seed=push)
         assert engine.load(policy.weights()) < 1e-5
     found = parity(engine.generate(PROMPTS, 1, key=(1,), sampling=LONG), policy.score)
-    assert found.logprob_max < 1e-5 and found.set_change == 0
+    assert found.logprob_max < 1e-5 and found.any_change_rate == 0
     sampling = Sampling(0.7, 40, ("a",))
     stopped = [r for r in engine.generate(PROMPTS, 2, key=(2,), sampling=sampling) if r.finished]
     assert stopped and all(r.routes.coverage == 1 and "a" not in r.text for r in stopped)
@@ -168,7 +168,7 @@ def test_two_ranks_train_on_its_routes_and_end_identical_after_a_kill(trained_by
     trained = steps[steps["step"] > 0]
     print(trained.filter(regex="^(reward|push|engine)").T, updates["coverage"].describe())
     assert len(trained) == 3 and (trained["push_gap_max"] < 1e-5).all() and trained["reward"].nunique() > 1
-    assert (trained["engine_unknown"] == 0).all() and (trained["engine_set_change"] == 0).all()
+    assert (trained["engine_unknown"] == 0).all() and (trained["engine_any_change_rate"] == 0).all()
     assert (trained["engine_logprob_max"] < 1e-5).all() and (updates["coverage"] == 1).all()
     assert frames.read_table(cut, "steps")["reward"].equals(steps["reward"])
     assert frames.diff(whole, cut) is None

@@ -122,7 +122,7 @@ def test_a_trainer_of_someone_else_needs_the_small_install_alone(small):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["installed"] == [] and [row["coverage"] for row in found["rows"]] == [1, 1]
-    assert found["slot_change"] > 0
+    assert found["expert_change_rate"] > 0
 
 
 def test_a_study_names_the_extra_that_it_needs(small):

@@ -49,6 +49,6 @@ change = route_change(routes.ids(), recording.trace(inputs).ids(), mask)
 print(json.dumps({
     "installed": [name for name in sys.argv[1:] if importlib.util.find_spec(name)],
     "rows": rows,
-    "slot_change": change.row()["slot_change"],
+    "expert_change_rate": change.row()["expert_change_rate"],
     "preferred": replay.preferred.agreement(routes),
 }))

@@ -22,8 +22,17 @@ from moe_rl.analysis.checkpoints.tables import SEEN, SHOWN, Frames, top_share
 from moe_rl.results import plots
 from moe_rl.storage.terminal import say
 
-SHARES = ("slot_change", "set_change", "jaccard_distance", "gate_mass_moved", "any_layer_change", "response_set_change",
-          "response_usage_change", "router_shift_ratio_low", "coactivation_change")
+SHARES = (
+    "expert_change_rate",
+    "any_change_rate",
+    "jaccard_distance",
+    "gate_mass_moved",
+    "any_layer_change",
+    "response_set_change",
+    "response_usage_change",
+    "router_shift_ratio_low",
+    "coactivation_change",
+)
 """Metrics that are shares, to be read in percent."""
 
 BEFORE, AFTER, FLOOR = plots.COLOURS[0], plots.COLOURS[1], "#666666"
@@ -55,7 +64,12 @@ def print_report(console: Console, frames: Frames, out: Path) -> None:
 def print_series(console: Console, table: pd.DataFrame, out: Path) -> None:
     """A row per checkpoint, and the curve, which is drawn into `out`."""
     shown = _table("How far routing moved along the series")
-    titles = {"slot_change": "slots", "any_layer_change": "any layer", "router_shift": "shift", "token_kl_k3": "KL"}
+    titles = {
+        "expert_change_rate": "slots",
+        "any_layer_change": "any layer",
+        "router_shift": "shift",
+        "token_kl_k3": "KL",
+    }
     metrics = [metric for metric in titles if (table["metric"] == metric).any()]
     shown.add_column("\nchange since", overflow="fold")
     for title in (*(f"{titles[m]}\n{s}" for m in metrics for s in ("previous", "first")), "slots\nnoise"):
@@ -63,8 +77,11 @@ def print_series(console: Console, table: pd.DataFrame, out: Path) -> None:
     values = table.set_index(["index", "since", "metric"])
     for index, name in table.groupby("index")["checkpoint"].first().items():
         cells = [_cell(m, values.at[(index, s, m), "response"]) for m in metrics for s in ("previous", "first")]
-        shown.add_row(Path(name).name, *cells, _cell("slot_change", values.at[(index, "first", "slot_change"),
-                                                                              "noise_floor"]))
+        shown.add_row(
+            Path(name).name,
+            *cells,
+            _cell("expert_change_rate", values.at[(index, "first", "expert_change_rate"), "noise_floor"]),
+        )
     shown.caption = ("slots: expert slots changed; any layer: tokens whose set changed in any; shift, KL: nats. Means "
                      "over the rows that decide a response. Every pair is a comparison of its own: "
                      f"{out}/<first>-<second>/*.parquet")
@@ -77,24 +94,26 @@ def print_series(console: Console, table: pd.DataFrame, out: Path) -> None:
 def concentration(frames: Frames) -> list[str]:
     """Where change concentrates: by layer, token, position, token id and expert, one sentence each."""
     layers, spread, positions = frames["layers"], frames["layers_changed"], frames["positions"]
-    changed = (layers["set_change"] * layers["volatility_tokens"]).to_numpy()
+    changed = (layers["any_change_rate"] * layers["volatility_tokens"]).to_numpy()
     if not changed.sum():
         return ["no expert set changed anywhere"]
-    worst = layers.sort_values("set_change").iloc[-1]
-    lines = [f"by layer: decoder layer {worst['layer']:.0f} changes most, {_percent(worst['set_change'])} of its sets; "
-             f"{_tenth(len(layers), 'site')} {_percent(top_share(changed, 0.1))} of all changes"]
+    worst = layers.sort_values("any_change_rate").iloc[-1]
+    lines = [
+        f"by layer: decoder layer {worst['layer']:.0f} changes most, {_percent(worst['any_change_rate'])} of its sets; "
+        f"{_tenth(len(layers), 'site')} {_percent(top_share(changed, 0.1))} of all changes"
+    ]
     somewhere = 1 - spread["tokens"][0] / spread["tokens"].sum()
     most = top_share(spread["layers_changed"].to_numpy(), 0.1, spread["tokens"].to_numpy())
     lines.append(f"by token: {_percent(somewhere)} of tokens change somewhere; "
                  f"{_tenth(int(spread['tokens'].sum()), 'token')} {_percent(most)} of all changes")
     early, late = positions[positions["position"] < 16], positions[positions["position"] >= 16]
     if len(late):
-        rates = [np.average(part["slot_change"], weights=part["n"]) for part in (early, late)]
+        rates = [np.average(part["expert_change_rate"], weights=part["n"]) for part in (early, late)]
         lines.append(f"by position: {_percent(rates[0])} of slots change in the first 16 tokens of a response, "
                      f"{_percent(rates[1])} after")
-    common = frames["tokens"][frames["tokens"]["n"] >= SEEN].sort_values("slot_change", ascending=False)
+    common = frames["tokens"][frames["tokens"]["n"] >= SEEN].sort_values("expert_change_rate", ascending=False)
     if len(common):
-        named = ", ".join(f"{row.text!r} {_percent(row.slot_change)}" for row in common.head(5).itertuples())
+        named = ", ".join(f"{row.text!r} {_percent(row.expert_change_rate)}" for row in common.head(5).itertuples())
         lines.append(f"by token id (seen {SEEN} times or more): {named}")
     left = frames["experts"]["left"].to_numpy()
     lines.append(f"by expert: {_tenth(len(left), '(layer, expert) pair')} {_percent(top_share(left, 0.1))} of all "
@@ -105,7 +124,7 @@ def concentration(frames: Frames) -> list[str]:
 def conclusion(summary: pd.DataFrame) -> str:
     """What the numbers come to, in a sentence: slots changed, beside the noise floor and random routes."""
     by = summary.set_index("metric")
-    slots, floor = by.loc["slot_change", ["response", "noise_floor"]]
+    slots, floor = by.loc["expert_change_rate", ["response", "noise_floor"]]
     tokens = by.loc["any_layer_change", "response"]
     if math.isnan(slots):
         return "no token of a response was compared."
@@ -113,9 +132,12 @@ def conclusion(summary: pd.DataFrame) -> str:
         return "no expert of any response token changed."
     beside = ("the noise floor is 0" if not floor else "no more than the noise floor" if slots <= floor else
               f"{slots / floor:{'.2g' if slots < 10 * floor else ',.0f'}} times the noise floor")
-    return (f"{_percent(slots)} of the experts of response tokens changed ({beside}, random routes would change "
-            f"{_percent(by['chance']['slot_change'])}); {_percent(tokens)} of these tokens changed an expert in some "
-            "layer.")
+    return (
+        f"{_percent(slots)} of the experts of response tokens changed ({beside}, random routes would change "
+        f"{_percent(by['chance']['expert_change_rate'])}); {_percent(tokens)} of these tokens changed an expert in "
+        f"some "
+        "layer."
+    )
 
 
 def _metrics(summary: pd.DataFrame, counts: Mapping[str, int]) -> Table:
@@ -137,12 +159,19 @@ def _metrics(summary: pd.DataFrame, counts: Mapping[str, int]) -> Table:
 
 def _layers(layers: pd.DataFrame) -> Table:
     table = _table("By layer")
-    change = {"slots\nchanged": "slot_change", "\nnoise": "noise_slot_change", "sets\nchanged": "set_change",
-              "gates\nmoved": "gate_mass_moved", "router\nshift": "router_shift"}
+    change = {
+        "slots\nchanged": "expert_change_rate",
+        "\nnoise": "noise_expert_change_rate",
+        "sets\nchanged": "any_change_rate",
+        "gates\nmoved": "gate_mass_moved",
+        "router\nshift": "router_shift",
+    }
     both = {"margin,\nmedian": "margin_q50", "load\nentropy": "load_entropy", "\ndead": "load_dead_experts"}
     for title in ("layer", *change, *both):
         table.add_column(title, justify="right", overflow="fold")
-    shown = layers if len(layers) <= 2 * SHOWN else layers.sort_values("slot_change").tail(2 * SHOWN).sort_index()
+    shown = (
+        layers if len(layers) <= 2 * SHOWN else layers.sort_values("expert_change_rate").tail(2 * SHOWN).sort_index()
+    )
     for _, row in shown.iterrows():
         cells = [_cell(c, row.get(c, math.nan), digits=2) for c in change.values()]
         pairs = ["→".join(_cell(c, row[f"{c}_{when}"]) for when in ("before", "after")) for c in both.values()]
@@ -159,10 +188,12 @@ def by_layer(frames: Frames) -> Figure:
     layers = frames["layers"]
     figure, axes = plots.new_figure(3, "Where do routes change, and how sure were the routers?")
     ax = axes[0]
-    ax.plot(layers["site"], layers["slot_change"], "o-", color=AFTER, markersize=4, label="slots, 1 − |S ∩ S′| / k")
-    ax.plot(layers["site"], layers["set_change"], "s--", color=AFTER, markersize=3.5, markerfacecolor="white",
+    ax.plot(
+        layers["site"], layers["expert_change_rate"], "o-", color=AFTER, markersize=4, label="slots, 1 − |S ∩ S′| / k"
+    )
+    ax.plot(layers["site"], layers["any_change_rate"], "s--", color=AFTER, markersize=3.5, markerfacecolor="white",
             linewidth=1.2, label="sets, S ≠ S′")
-    ax.plot(layers["site"], layers["noise_slot_change"], ":", color=FLOOR, label="noise floor, slots")
+    ax.plot(layers["site"], layers["noise_expert_change_rate"], ":", color=FLOOR, label="noise floor, slots")
     ax.set(title="Change by site", ylabel="share of response rows", xlabel="routing site, in forward order")
     ax.yaxis.set_major_formatter(PercentFormatter(1))
     _whole(ax)
@@ -201,7 +232,9 @@ def concentration_figure(frames: Frames) -> Figure:
     figure, axes = plots.new_figure(3, "Which tokens change?")
     ax, positions = axes[0], frames["positions"]
     width = max(1, -(-len(positions) // 40))
-    groups = positions.assign(w=positions["slot_change"] * positions["n"]).groupby(positions["position"] // width)
+    groups = positions.assign(w=positions["expert_change_rate"] * positions["n"]).groupby(
+        positions["position"] // width
+    )
     pooled = groups[["w", "n"]].sum().assign(position=groups["position"].mean())
     pooled = pooled[pooled["n"] >= SEEN]
     ax.plot(pooled["position"], pooled["w"] / pooled["n"], "o-", color=AFTER, markersize=4)
@@ -215,8 +248,8 @@ def concentration_figure(frames: Frames) -> Figure:
     ax.yaxis.set_major_formatter(PercentFormatter(1))
     _whole(ax)
     ax = axes[2]
-    common = frames["tokens"][frames["tokens"]["n"] >= SEEN].sort_values("slot_change").tail(SHOWN)
-    ax.barh([_plain(text) for text in common["text"]], common["slot_change"], color=AFTER, alpha=0.8)
+    common = frames["tokens"][frames["tokens"]["n"] >= SEEN].sort_values("expert_change_rate").tail(SHOWN)
+    ax.barh([_plain(text) for text in common["text"]], common["expert_change_rate"], color=AFTER, alpha=0.8)
     ax.set(title=f"Token ids that change most (n ≥ {SEEN})", xlabel="expert slots changed where it is the input")
     ax.xaxis.set_major_formatter(PercentFormatter(1))
     ax.grid(axis="y", visible=False)
@@ -257,7 +290,7 @@ def experts_figure(frames: Frames) -> Figure:
 @styled
 def series_figure(table: pd.DataFrame) -> Figure:
     """A metric over the checkpoints of a series: since the previous one, since the first, and their noise floor."""
-    shown = [m for m in ("slot_change", "any_layer_change", "router_shift") if (table["metric"] == m).any()]
+    shown = [m for m in ("expert_change_rate", "any_layer_change", "router_shift") if (table["metric"] == m).any()]
     figure, axes = plots.new_figure(len(shown), "How far has routing moved, and how fast?")
     steps = table.groupby("index", sort=True)["step"].first()
     at = steps if steps.notna().all() and steps.is_monotonic_increasing and steps.is_unique else None
@@ -267,9 +300,14 @@ def series_figure(table: pd.DataFrame) -> Figure:
             x = rows["index"] if at is None else rows["index"].map(at)
             ax.plot(x, rows["response"], line, color=colour, markersize=4, label=f"since the {since}")
             ax.plot(x, rows["noise_floor"], ":", color=FLOOR, label="noise floor" if since == "first" else None)
-        ax.set(title={"slot_change": "Expert slots changed", "any_layer_change": "Tokens that changed in any layer",
-                      "router_shift": "Router shift, nats"}[metric],
-               xlabel="checkpoint, in the order given" if at is None else "step of the checkpoint")
+        ax.set(
+            title={
+                "expert_change_rate": "Expert slots changed",
+                "any_layer_change": "Tokens that changed in any layer",
+                "router_shift": "Router shift, nats",
+            }[metric],
+            xlabel="checkpoint, in the order given" if at is None else "step of the checkpoint",
+        )
         _whole(ax)
         ax.set_ylim(bottom=0)
         if metric != "router_shift":

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 METRICS = {
-    "slot_change": "1 − |S ∩ S′| / k",
-    "set_change": "S ≠ S′",
+    "expert_change_rate": "1 − |S ∩ S′| / k",
+    "any_change_rate": "S ≠ S′",
     "jaccard_distance": "1 − |S ∩ S′| / |S ∪ S′|",
     "gate_mass_moved": "Σ gates of S \\ S′ / Σ of S",
     "any_layer_change": "S ≠ S′ in any layer",
@@ -59,7 +59,7 @@ MARGIN_QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9}
 EDGES = 10 ** torch.linspace(-8, 4, 601, dtype=torch.float64)
 """Bins of margins: fifty per decade, so that a quantile is known to 5 %; the first and last bin are open."""
 PARTS = ("response", "prompt")
-RESPONSE = ("line", "batch", "row", "tokens", "slot_change", "any_layer_change", "layers_changed")
+RESPONSE = ("line", "batch", "row", "tokens", "expert_change_rate", "any_layer_change", "layers_changed")
 """Columns of the table of responses: where it is, and means over its known rows."""
 
 PerSlot = Float[Tensor, "batch time site k"]
@@ -404,7 +404,7 @@ def _tokens(tally: Tally, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
 def _rates(sums: dict[str, Tensor]) -> pd.DataFrame:
     n = sums["n"].numpy()
     seen = np.flatnonzero(n)
-    return pd.DataFrame({"n": n[seen].astype(int), "slot_change": sums["slot"].numpy()[seen] / n[seen],
+    return pd.DataFrame({"n": n[seen].astype(int), "expert_change_rate": sums["slot"].numpy()[seen] / n[seen],
                          "layers_changed": sums["layers"].numpy()[seen] / n[seen]}, index=seen)
 
 

@@ -11,14 +11,14 @@ from my_study_parts import Largest, responses
 from moe_rl.config import ModelConfig
 from moe_rl.models.load import load
 from moe_rl.objectives import policy_loss
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.results import printed
 from moe_rl.routing import record_routing
 from moe_rl.study.workers import preflight
 from moe_rl.types import Batch, Prompt, Scored
 
-MINE = Use("my_study_parts:clipped", bound=0.2)
-SAME = Use("grpo", clip_low=0.2, clip_high=0.2)
+MINE = Component("my_study_parts:clipped", bound=0.2)
+SAME = Component("grpo", clip_low=0.2, clip_high=0.2)
 
 
 class Parts(unittest.TestCase):

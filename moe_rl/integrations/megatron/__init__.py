@@ -23,8 +23,10 @@ def _check(run: RunConfig, **options: Any) -> None:
     check_spread(run, "its schedule runs one model per process, which ends in a vocabulary")
     if importlib.util.find_spec("megatron.core") is None:
         raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")
-    if run.dial.sigma:
-        raise ConfigError(f"dial.sigma={run.dial.sigma:g}: the routers of policy='megatron' cannot be moved.")
+    if run.router_noise.scale:
+        raise ConfigError(
+            f"router_noise.scale={run.router_noise.scale:g}: the routers of policy='megatron' cannot be moved."
+        )
     if run.micro_batch_tokens:
         raise ConfigError(f"micro_batch_tokens={run.micro_batch_tokens}: the schedule of policy='megatron' cuts by "
                           "rows alone; use micro_batch.")

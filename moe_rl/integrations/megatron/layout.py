@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -112,7 +112,7 @@ def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> No
 
 def check_routers(run: RunConfig, needs: frozenset[str]) -> None:
     """Raise ConfigError for what an arm, or a setting, asks of routers that Megatron-core's do not do here."""
-    routes = {Use.of(part).name for part in (run.arm.routes, run.arm.ratio_routes) if part is not None}
+    routes = {Component.of(part).name for part in (run.arm.routes, run.arm.ratio_routes) if part is not None}
     for asked, what, why in (
         ("router" in needs, f"arm {run.arm.name!r} looks at routers",
          "their logits do not leave the schedule's forward with a graph"),

@@ -30,7 +30,7 @@ from moe_rl.integrations.megatron.weights import WeightMap
 from moe_rl.integrations.on_ranks import from_rank_0
 from moe_rl.objectives import LossOutput, Objective
 from moe_rl.routing.balance import balance, correction_biases
-from moe_rl.routing.dial import Dose
+from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import Layout, RoutingTrace
 from moe_rl.types import Batch, Scored, Updated
@@ -87,16 +87,16 @@ class MegatronPolicy:
     # ------------------------------------------------------------------ the verbs
     @torch.no_grad()
     def score(
-        self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, dose: Dose | None = None
+        self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, noise: Noise | None = None
     ) -> Scored:
         """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. See `Policy.score`."""
-        _refuse(dose)
+        _refuse(noise)
         result = SchedulePass(self, batch, routes, Cut.of(batch, self.score_batch), scores=scores).run()
         return Scored(result.logprobs, result.entropy, result.routes, result.preferred, result.scores)
 
-    def update(self, batch: Batch, objective: Objective, dose: Dose | None = None) -> Updated:
+    def update(self, batch: Batch, objective: Objective, noise: Noise | None = None) -> Updated:
         """One step on a mini-batch. Micro-batches and ranks only add: the weights of the loss span all of it."""
-        _refuse(dose)
+        _refuse(noise)
         optimizer, settings = self._trained()
         cut = Cut.of(batch, self.micro_batch)
 
@@ -147,9 +147,9 @@ class MegatronPolicy:
         return self.optimizer, self.settings
 
 
-def _refuse(dose: Dose | None) -> None:
-    if dose is not None:
-        raise ConfigError("the routers of policy='megatron' cannot be moved: use policy='hf' with a dial.")
+def _refuse(noise: Noise | None) -> None:
+    if noise is not None:
+        raise ConfigError("the routers of policy='megatron' cannot be moved: use policy='hf' with router_noise.")
 
 
 def _sites_of_stages(config: PreTrainedConfig, pp: int, layout: Layout) -> list[int]:

@@ -22,7 +22,7 @@ from moe_rl.integrations.vllm.push import (
 )
 from moe_rl.models.load import LoadedModel
 from moe_rl.models.shards import checkpoint_weights
-from moe_rl.registry import Use
+from moe_rl.registry import Component
 from moe_rl.rollouts.base import RolloutEngine, Sampler
 from moe_rl.types import Prompt, Reply, Rollout, Sampling
 
@@ -54,7 +54,7 @@ class CheckpointReceiver(Sampler, Protocol):
 def check_pushes(run: RunConfig, start: LoadedModel | None, engine: CheckpointReceiver | RolloutEngine | None,
                  score: Score) -> CheckedEngine:  # fmt: skip
     """An engine of a run, with every push to it checked. `start` and `engine` are None on ranks that have none."""
-    dtypes = [Use.of(use).options.get(key) for use, key in ((run.engine, "dtype"), (run.policy, "compute_dtype"))]
+    dtypes = [Component.of(use).options.get(key) for use, key in ((run.engine, "dtype"), (run.policy, "compute_dtype"))]
     tolerance = Tolerance.of(*(dtype or run.model.dtype for dtype in dtypes), run.model.dtype)
     probes = probe_prompts(start.tokenizer, start.model.config.vocab_size) if start else []
     return CheckedEngine(engine, score, probes, tolerance, run.temperature)

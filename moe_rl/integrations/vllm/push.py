@@ -80,7 +80,7 @@ class Parity:
     logprob_mean: float
     """Mean |log p(engine) - log p(policy)| over the completions' tokens, in nats."""
     logprob_max: float
-    set_change: float
+    any_change_rate: float
     """Share of known (token, site) rows, prompts included, where engine and policy chose other sets of experts."""
 
 
@@ -91,7 +91,7 @@ class Tolerance:
     sets. In bfloat16 the checksums alone tell the weights of two consecutive updates apart."""
 
     logprob_mean: float
-    set_change: float
+    any_change_rate: float
 
     @staticmethod
     def of(*dtypes: str) -> Tolerance:
@@ -107,17 +107,18 @@ def parity(rollouts: list[Rollout], score: Score) -> Parity:
     changed = 0.0
     if batch.rollout_routes is not None:
         change = route_change(scored.routes.ids(), batch.rollout_routes.ids(), batch.attention_mask)
-        changed = float(change.set_change.sum() / change.n.sum().clamp(min=1))
+        changed = float(change.any_change_rate.sum() / change.n.sum().clamp(min=1))
     return Parity(len(gap), gap.mean().item(), gap.max().item(), changed)
 
 
 def require_parity(found: Parity, tolerance: Tolerance, what: str) -> None:
     """Raise RunError when engine and policy are further apart than their numerics explain. NaN is further."""
-    if not (found.logprob_mean <= tolerance.logprob_mean and found.set_change <= tolerance.set_change):
+    if not (found.logprob_mean <= tolerance.logprob_mean and found.any_change_rate <= tolerance.any_change_rate):
         raise RunError(
             f"{what}: the engine does not serve the policy's weights, or not at its temperature. Over {found.tokens} "
             f"tokens |Δ log-prob| is {found.logprob_mean:.2g} on average (at most {tolerance.logprob_mean:g} expected) "
-            f"and {found.set_change:.1%} of the expert sets differ (at most {tolerance.set_change:.1%}). Its samples "
+            f"and {found.any_change_rate:.1%} of the expert sets differ (at most {tolerance.any_change_rate:.1%}). "
+            f"Its samples "
             "would be off-policy without anyone noticing."
         )
 

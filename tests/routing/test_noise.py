@@ -1,4 +1,4 @@
-"""The dial: what a dose moves, what it leaves alone, and that nothing of it stays."""
+"""Router noise: what it moves, what it leaves alone, and that nothing of it stays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from moe_rl.errors import RoutingError
 from moe_rl.policies.optimizer import last_step
 from moe_rl.routing import record_routing, replay_routing
-from moe_rl.routing.dial import Dose, directions, disturbed, moved, steps
+from moe_rl.routing.router_noise import Noise, directions, disturbed, moved, steps
 from moe_rl.routing.sites import find_sites, router_matrices
 from tests.conftest import FAMILIES, build
 from tests.policies.test_hf import GRPO, make_batch, part_of, policy_of
@@ -33,7 +33,7 @@ def test_the_form_weights_is_a_model_whose_routers_are_moved(family, tokens):
             assert matrices and all(m.shape[0] == site.site.num_experts for m in matrices)
             for matrix, u in zip(matrices, directions(matrices, 7, index), strict=True):
                 matrix += 0.5 * matrix.std() * u
-    with disturbed(model, Dose("weights", 0.5, 7)):
+    with disturbed(model, Noise("weights", 0.5, 7)):
         logits, routes = forward(model, tokens)
     expected, expected_routes = forward(twin, tokens)
     assert torch.equal(logits, expected) and routes == expected_routes
@@ -45,10 +45,10 @@ def test_the_form_choice_takes_each_sites_ids_from_its_moved_router_and_all_else
     """Site by site, by hand: the router runs on the hidden states that it got in the forward, with moved weights; and
     the whole is what replaying the ids it picked there gives, bit for bit."""
     model = build(family) if family in FAMILIES else tiny(next(f for f in ALL if f.model_type == family))
-    dose, seen = Dose("choice", 0.5, 7), {}
+    noise, seen = Noise("choice", 0.5, 7), {}
     handles = [site.reader.register_forward_pre_hook(lambda m, a, k: seen.update({m: (a, k)}), with_kwargs=True)
                for site in find_sites(model)]  # fmt: skip
-    with disturbed(model, dose):
+    with disturbed(model, noise):
         logits, routes = forward(model, tokens)
     for handle in handles:
         handle.remove()
@@ -57,7 +57,7 @@ def test_the_form_choice_takes_each_sites_ids_from_its_moved_router_and_all_else
     assert routes != forward(model, tokens)[1]
     for index, site in enumerate(find_sites(model)):
         arguments, settings = seen[site.reader]
-        with torch.no_grad(), moved(site, index, dose=dose), record_one(model, site) as ids:
+        with torch.no_grad(), moved(site, index, noise=noise), record_one(model, site) as ids:
             site.reader(*arguments, **settings)
         used = routes.ids()[:, :, index, : site.site.top_k].flatten(0, 1)
         assert torch.equal(ids[0].sort(-1).values, used.sort(-1).values)
@@ -82,7 +82,7 @@ class record_one:  # noqa: N801
 
 def test_under_a_choice_gradient_reaches_the_routers_own_weights_through_the_gates(tokens):
     model = build("qwen3_moe")
-    with disturbed(model, Dose("choice", 0.5, 7)), record_routing(model) as recording:
+    with disturbed(model, Noise("choice", 0.5, 7)), record_routing(model) as recording:
         model(tokens).logits.square().sum().backward()
     routes, mine = recording.trace(tokens), [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
@@ -103,7 +103,7 @@ def test_the_form_beside_moves_every_matrix_of_the_layers_but_the_routers(family
         for matrix, u in zip(beside, directions(beside, 7, 0), strict=True):
             matrix += 0.1 * matrix.std() * u
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with disturbed(model, Dose("beside", 0.1, 7)):
+    with disturbed(model, Noise("other_weights", 0.1, 7)):
         logits, routes = forward(model, tokens)
         moved_names = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
     expected, expected_routes = forward(twin, tokens)
@@ -128,15 +128,15 @@ def test_the_last_step_is_where_the_optimizer_went_and_outlives_a_checkpoint(nam
         for new, old, u in zip(after, before, along, strict=True):
             step = (new - old).detach()
             torch.testing.assert_close(u, step / step.square().mean().sqrt(), rtol=1e-3, atol=1e-3)
-    dose = Dose("weights", 1.0, 0, "last_step")
-    one, other = (owner.score(batch, dose=dose).logprobs for owner in (policy, again))
+    noise = Noise("weights", 1.0, 0, "last_step")
+    one, other = (owner.score(batch, noise=noise).logprobs for owner in (policy, again))
     assert torch.equal(one, other) and not torch.equal(one, policy.score(batch).logprobs)
 
 
 def test_before_its_first_step_an_optimizer_has_no_direction():
     policy = policy_of(build("qwen3_moe"))
     with pytest.raises(RoutingError, match="has not moved these weights"):
-        policy.score(make_batch(), dose=Dose("weights", 1.0, 0, "last_step"))
+        policy.score(make_batch(), noise=Noise("weights", 1.0, 0, "last_step"))
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, "reentrant", "non-reentrant"])
@@ -147,7 +147,7 @@ def test_activation_checkpointing_recomputes_under_the_same_dose(form, activatio
         policy = policy_of(build("qwen3_moe"), activation_checkpointing=checkpointing)
         batch = make_batch()
         old = policy.score(batch)
-        updated = policy.update(part_of(batch, old), GRPO, dose=Dose(form, 1.0, 3))
+        updated = policy.update(part_of(batch, old), GRPO, noise=Noise(form, 1.0, 3))
         found.append((updated, policy.score(batch)))
     (updated, after), (again, after_again) = found
     assert torch.equal(updated.logprobs, again.logprobs) and updated.routes == again.routes
@@ -158,9 +158,9 @@ def test_activation_checkpointing_recomputes_under_the_same_dose(form, activatio
 def test_weights_are_exactly_as_before_after_a_backward_and_after_an_exception(form, tokens):
     model = build("deepseek_v3")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with disturbed(model, Dose(form, 2.0, 1)):
+    with disturbed(model, Noise(form, 2.0, 1)):
         model(tokens).logits.sum().backward()
-    with pytest.raises(ZeroDivisionError), disturbed(model, Dose(form, 2.0, 1)):
+    with pytest.raises(ZeroDivisionError), disturbed(model, Noise(form, 2.0, 1)):
         model(tokens)
         raise ZeroDivisionError
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
@@ -171,7 +171,7 @@ def test_the_step_moves_the_weights_of_before_the_dose():
     """A gradient clipped to nothing leaves them where they were, dose or not."""
     policy, batch = policy_of(build("qwen3_moe"), optimizer={"grad_clip": 1e-30, "name": "sgd"}), make_batch()
     before = {name: weight.clone() for name, weight in policy.weights()}
-    policy.update(part_of(batch, policy.score(batch)), GRPO, dose=Dose("weights", 2.0, 1))
+    policy.update(part_of(batch, policy.score(batch)), GRPO, noise=Noise("weights", 2.0, 1))
     assert all(torch.equal(weight, before[name]) for name, weight in policy.weights())
 
 
@@ -184,19 +184,19 @@ def test_a_direction_has_the_spread_of_its_weights_and_is_the_seeds_own(tokens):
 
 
 def test_a_dense_model_has_nothing_to_move():
-    with pytest.raises(RoutingError, match="routing site"), disturbed(torch.nn.Linear(2, 2), Dose("weights", 1.0, 0)):
+    with pytest.raises(RoutingError, match="routing site"), disturbed(torch.nn.Linear(2, 2), Noise("weights", 1.0, 0)):
         pass
 
 
 def test_tokens_that_route_freely_under_replay_take_the_choice_of_the_moved_router(tokens):
     """Every other token is replayed: the others' first site picks what a moved router picks without any replay."""
-    model, dose = build("qwen3_moe"), Dose("choice", 1.0, 7)
+    model, noise = build("qwen3_moe"), Noise("choice", 1.0, 7)
     _, natural = forward(model, tokens)
-    with disturbed(model, dose):
+    with disturbed(model, noise):
         _, everywhere = forward(model, tokens)
     every_other = torch.arange(tokens.shape[1]) % 2 == 0
     half = natural.only(every_other[None, :, None].expand(natural.shape[:3]))
-    with torch.no_grad(), disturbed(model, dose), replay_routing(model, half), record_routing(model) as recording:
+    with torch.no_grad(), disturbed(model, noise), replay_routing(model, half), record_routing(model) as recording:
         model(tokens)
     used, replayed, moved_ids = (trace.ids()[:, :, 0] for trace in (recording.trace(tokens), natural, everywhere))
     assert torch.equal(used[:, every_other], replayed[:, every_other])
@@ -209,7 +209,7 @@ def test_a_weight_that_two_sites_share_is_moved_once_and_biases_never(tokens):
     first, second = (site.module for site in find_sites(model)[:2])
     second.weight = first.weight
     before = first.weight.detach().clone()
-    with disturbed(model, Dose("weights", 1.0, 7)):
+    with disturbed(model, Noise("weights", 1.0, 7)):
         u = directions([before], 7, 0)[0]
         torch.testing.assert_close(first.weight.detach(), before + before.std() * u)
     assert torch.equal(first.weight, before)

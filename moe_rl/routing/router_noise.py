@@ -24,14 +24,14 @@ LastStep = Callable[[nn.Parameter], Tensor | None]
 
 
 @dataclass(frozen=True)
-class Dose:
+class Noise:
     """How far the weights are moved, which ones, and which way."""
 
-    form: str
+    target: str
     """`weights`: the routers compute with W + size · std(W) · u, so gates and sets move, and replay cuts off the sets'
     part. `choice`: the experts are those of the moved router, their gates those of W, so that sets alone move, and
-    replay is exactly immune. `beside`: every matrix of the decoder's layers moves but the routers': routes change with
-    the hidden states alone."""
+    replay is exactly immune. `other_weights`: every matrix of the decoder's layers moves but the routers': routes
+    change with the hidden states alone."""
     size: float
     """In standard deviations of each matrix; 0 is no dose. In bfloat16 doses below .01 are rounded away in part.
     Adapters on a router are matrices of their own."""
@@ -43,47 +43,47 @@ class Dose:
 
 
 @contextmanager
-def disturbed(model: nn.Module, dose: Dose | None, last_step: LastStep | None = None) -> Iterator[None]:
+def disturbed(model: nn.Module, noise: Noise | None, last_step: LastStep | None = None) -> Iterator[None]:
     """Forwards of `model` inside the block, and their backwards, under a dose; the weights are then exactly as before,
-    whatever happens in it. A forward under replay takes its routes from the trace: there the form `weights` acts
+    whatever happens in it. A forward under replay takes its routes from the trace: there the target `weights` acts
     through the gates alone, and `choice` not at all. Raises RoutingError for a model without routers, and for a
     direction `last_step` where there was none."""
-    if dose is None or not dose.size:
+    if noise is None or not noise.size:
         yield
         return
     sites = find_sites(model)
     with ExitStack() as scope:
-        if dose.form == "choice":
-            scope.enter_context(hooked(sites, "moved", partial(moved, dose=dose, last_step=last_step)))
-        elif dose.form == "beside":
-            scope.enter_context(shifted(layer_matrices(model), dose, 0, last_step))
+        if noise.target == "choice":
+            scope.enter_context(hooked(sites, "moved", partial(moved, noise=noise, last_step=last_step)))
+        elif noise.target == "other_weights":
+            scope.enter_context(shifted(layer_matrices(model), noise, 0, last_step))
         else:
             weights: set[int] = set()
             for index, site in enumerate(sites):
                 own = {id(matrix) for matrix in router_matrices(site)}
                 if not own & weights:  # sites may share theirs
-                    scope.enter_context(moved(site, index, dose=dose, last_step=last_step))
+                    scope.enter_context(moved(site, index, noise=noise, last_step=last_step))
                 weights |= own
         yield
 
 
 @contextmanager
-def moved(site: RoutingModule, index: int, *, dose: Dose, last_step: LastStep | None = None) -> Iterator[None]:
+def moved(site: RoutingModule, index: int, *, noise: Noise, last_step: LastStep | None = None) -> Iterator[None]:
     """One site's router matrices, moved inside the block and put back bit for bit."""
-    with shifted(router_matrices(site), dose, index, last_step):
+    with shifted(router_matrices(site), noise, index, last_step):
         yield
 
 
 @contextmanager
 def shifted(
-    matrices: Sequence[nn.Parameter], dose: Dose, index: int, last_step: LastStep | None = None
+    matrices: Sequence[nn.Parameter], noise: Noise, index: int, last_step: LastStep | None = None
 ) -> Iterator[None]:
     """Matrices that are moved inside the block and put back bit for bit; `index` keeps random directions apart."""
-    along = directions(matrices, dose.seed, index) if dose.direction == "random" else steps(matrices, last_step)
+    along = directions(matrices, noise.seed, index) if noise.direction == "random" else steps(matrices, last_step)
     kept = [matrix.detach().clone() for matrix in matrices]
     try:
         for matrix, u in zip(matrices, along, strict=True):
-            matrix.data.add_(ranks.cut_as(matrix, dose.size * ranks.whole(matrix.detach()).std() * u))
+            matrix.data.add_(ranks.cut_as(matrix, noise.size * ranks.whole(matrix.detach()).std() * u))
         yield
     finally:
         for matrix, weight in zip(matrices, kept, strict=True):

@@ -6,7 +6,7 @@ import pytest
 from pandas.testing import assert_frame_equal
 
 from moe_rl.build import check
-from moe_rl.config import Dial, RunConfig
+from moe_rl.config import RouterNoise, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.storage.columns import timing
 from tests.test_trainer import ARMS, TINY, carry_out, whole_and_cut
@@ -32,34 +32,44 @@ def plain(tmp_path_factory):
     return {arm: tables(tmp_path_factory.mktemp("plain") / arm, arm) for arm in ("grpo", "replay")}
 
 
-@pytest.mark.parametrize("acts_on", ["both", "ratio", "gradient"])
-@pytest.mark.parametrize("form", ["weights", "choice", "beside"])
-def test_a_dial_at_zero_is_no_dial_bit_for_bit(plain, tmp_path, form, acts_on):
-    same(tables(tmp_path / "run", dial=Dial(sigma=0.0, form=form, acts_on=acts_on)), plain["grpo"])
+@pytest.mark.parametrize("applied_to", ["both", "ratio", "gradient"])
+@pytest.mark.parametrize("form", ["weights", "choice", "other_weights"])
+def test_a_dial_at_zero_is_no_dial_bit_for_bit(plain, tmp_path, form, applied_to):
+    same(
+        tables(tmp_path / "run", router_noise=RouterNoise(scale=0.0, target=form, applied_to=applied_to)), plain["grpo"]
+    )
 
 
 def test_with_one_update_per_step_there_is_no_dose(tmp_path):
     with pytest.warns(UserWarning, match="every importance ratio is exactly 1"):
-        one, none = (tables(tmp_path / str(sigma), mini_batches=1, **{"dial.sigma": sigma}) for sigma in (2.0, 0.0))
-    same(one, none, without=["dial_dose"])
-    assert one["updates"]["dial_dose"].tolist() == [0.0, 0.0]
+        one, none = (
+            tables(tmp_path / str(sigma), mini_batches=1, **{"router_noise.scale": sigma}) for sigma in (2.0, 0.0)
+        )
+    same(one, none, without=["noise_scale"])
+    assert one["updates"]["noise_scale"].tolist() == [0.0, 0.0]
 
 
 def test_replay_is_immune_to_a_choice_bit_for_bit(plain, tmp_path):
-    same(tables(tmp_path / "run", "replay", dial=Dial(sigma=2.0, form="choice")), plain["replay"], ["dial_dose"])
+    same(
+        tables(tmp_path / "run", "replay", router_noise=RouterNoise(scale=2.0, target="choice")),
+        plain["replay"],
+        ["noise_scale"],
+    )
 
 
 @pytest.mark.parametrize(
-    "dial",
-    [Dial(sigma=2.0), Dial(sigma=2.0, form="choice"), Dial(sigma=0.4, form="beside"),
-     Dial(sigma=2.0, direction="last_step")],
+    "router_noise",
+    [RouterNoise(scale=2.0), RouterNoise(scale=2.0, target="choice"), RouterNoise(scale=0.4, target="other_weights"),
+     RouterNoise(scale=2.0, direction="last_step")],
 )  # fmt: skip
-def test_ratios_start_at_one_and_drift_with_the_dose(plain, tmp_path, dial):
-    found = tables(tmp_path / "run", dial=dial)
+def test_ratios_start_at_one_and_drift_with_the_dose(plain, tmp_path, router_noise):
+    found = tables(tmp_path / "run", router_noise=router_noise)
     updates = found["updates"].groupby("update")
-    assert updates["dial_dose"].mean().tolist() == pytest.approx([dial.sigma * share for share in (0, 1/3, 2/3, 1)])
+    assert updates["noise_scale"].mean().tolist() == pytest.approx(
+        [router_noise.scale * share for share in (0, 1 / 3, 2 / 3, 1)]
+    )
     assert updates["token_log_ratio_max"].max().iloc[0] < 1e-5
-    assert (updates["fresh_slot_change"].mean().iloc[1:] > 0.02).all()
+    assert (updates["fresh_expert_change_rate"].mean().iloc[1:] > 0.02).all()
     before = plain["grpo"]["updates"].groupby("update")["token_log_ratio_var"].mean()
     assert (updates["token_log_ratio_var"].mean().iloc[1:] > before.iloc[1:]).all()
     # What is sampled, scored under π_old and evaluated first has never met the dial.
@@ -70,7 +80,7 @@ def test_ratios_start_at_one_and_drift_with_the_dose(plain, tmp_path, dial):
 def test_the_moved_network_gives_the_ratio_or_the_gradient_or_both(tmp_path):
     """Right after the cold start: ratios of the first step's second update depend on the dose if the ratio is of the
     moved network, and the gradient's norm if the gradient is, even at equal ratios."""
-    found = {a: tables(tmp_path / a, steps=1, dial=Dial(sigma=1.0, acts_on=a))["updates"].iloc[1]
+    found = {a: tables(tmp_path / a, steps=1, router_noise=RouterNoise(scale=1.0, applied_to=a))["updates"].iloc[1]
              for a in ("both", "ratio", "gradient")}  # fmt: skip
     none = tables(tmp_path / "none", steps=1)["updates"].iloc[1]
     spread = {a: row["token_log_ratio_var"] for a, row in found.items()}
@@ -82,25 +92,25 @@ def test_the_moved_network_gives_the_ratio_or_the_gradient_or_both(tmp_path):
 
 
 def test_a_killed_run_goes_on_along_the_optimizers_last_step(tmp_path):
-    whole_and_cut(RUN.replace(steps=4, dial=Dial(sigma=1.0, direction="last_step")), tmp_path)
+    whole_and_cut(RUN.replace(steps=4, router_noise=RouterNoise(scale=1.0, direction="last_step")), tmp_path)
 
 
 def test_settings_that_no_dial_has_are_refused():
     with pytest.raises(ConfigError, match="freezes them"):
-        RUN.replace(**{"dial.direction": "last_step", "optimizer.router_lr_scale": 0.0})
+        RUN.replace(**{"router_noise.direction": "last_step", "optimizer.router_lr_scale": 0.0})
     plain = {"optimizer.name": "sgd", "optimizer.betas": (0.0, 0.9)}
     with pytest.raises(ConfigError, match="gives sgd none"):
-        RUN.replace(**plain, **{"dial.direction": "last_step"})
+        RUN.replace(**plain, **{"router_noise.direction": "last_step"})
     RUN.replace(**plain)
-    for setting, value, message in (("sigma", -1.0, "standard deviation"), ("form", "gates", "weights or choice"),
-                                    ("acts_on", "loss", "both or ratio or gradient")):
+    for setting, value, message in (("scale", -1.0, "standard deviation"), ("target", "gates", "weights or choice"),
+                                    ("applied_to", "loss", "both or ratio or gradient")):
         with pytest.raises(ConfigError, match=message):
             RUN.replace(**{f"dial.{setting}": value})
-    assert any("no effect" in text for text in check(RUN.replace(mini_batches=1, **{"dial.sigma": 1.0})))
+    assert any("no effect" in text for text in check(RUN.replace(mini_batches=1, **{"router_noise.scale": 1.0})))
     with pytest.raises(ConfigError, match="cannot be moved"):
-        check(RunConfig(arm=ARMS["grpo"], policy="megatron", dial=Dial(sigma=1.0)))
+        check(RunConfig(arm=ARMS["grpo"], policy="megatron", router_noise=RouterNoise(scale=1.0)))
     with pytest.raises(ConfigError, match="pulled against the dose"):
-        check(RUN.replace(arm=ARMS["kl"], dial=Dial(sigma=1.0)))
-    assert check(RUN.replace(arm=ARMS["kl"], dial=Dial(sigma=1.0, acts_on="ratio"))) == []
-    immune = check(RUN.replace(arm=ARMS["replay"], dial=Dial(sigma=1.0, form="choice")))
+        check(RUN.replace(arm=ARMS["kl"], router_noise=RouterNoise(scale=1.0)))
+    assert check(RUN.replace(arm=ARMS["kl"], router_noise=RouterNoise(scale=1.0, applied_to="ratio"))) == []
+    immune = check(RUN.replace(arm=ARMS["replay"], router_noise=RouterNoise(scale=1.0, target="choice")))
     assert any("replays all routes" in text for text in immune)
