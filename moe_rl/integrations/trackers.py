@@ -99,7 +99,7 @@ class WandB:
         known = hashlib.sha256(f"{run.place} {run.created}".encode()).hexdigest()[:16]
         self._run = wandb.init(project=run.study, group=run.arm, job_type=run.factors, id=known, resume="allow",
                                name=f"{run.arm}/{run.factors}/seed={run.seed}", config=dict(run.config),
-                               dir=str(folder), settings=quiet)
+                               dir=str(folder), settings=quiet, reinit="create_new")
 
     def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """See `Tracker.log`."""

@@ -250,7 +250,8 @@ def write_declaration(study: Study, out: Path, *, keep: bool = False) -> list[st
     otherwise of the question and of how it is answered. With `keep`, the arms of an earlier one stay, with its
     contrasts and cells, and those of `study` come after them: some arms more are not another study."""
     keys = ("name", "question", "hypothesis", "figures", "endpoint", "further_endpoints", "comparisons",
-            "decision_rule", "metrics", "verdict", "differs_from_paper", "caution", "cost", "seeds", "factors", "cells", "trainer")
+            "decision_rule", "metrics", "verdict", "differs_from_paper", "caution", "cost", "seeds", "factors", "cells",
+            "trainer")
     content = plain({k: getattr(study, k) for k in keys}) | {"arms": [{"name": a.name} for a in _made(study.arms)]}
     (out / study.name).mkdir(parents=True, exist_ok=True)
     before = content
@@ -273,10 +274,14 @@ def _json(value: Any) -> str:
 
 
 def read_declaration(folder: Path) -> dict[str, Any]:
-    """The `study.json` of a folder of runs or of collected tables. Raises RunError where there is none."""
+    """The `study.json` of a folder of runs or of collected tables. Raises RunError where there is none,
+    and for one of release 0.1.0."""
     declared = runs.read_json(folder / DECLARATION, ("name", "arms", "figures"))
     if declared is None:
         raise RunError(f"{folder} is not the folder of a study: it has no {DECLARATION} (e.g. runs/routing_replay)")
+    if "contrasts" in declared:
+        raise RunError(f"{folder} was written by release 0.1.0 or before, which alone reads it: columns and settings "
+                       "have other names since (CHANGELOG.md)")
     later = {f.name: f.default for f in dataclasses.fields(Study) if f.default is not dataclasses.MISSING}
     return later | {"factors": {}, "cells": {}} | declared
 

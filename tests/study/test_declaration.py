@@ -11,10 +11,10 @@ import pytest
 
 from moe_rl.analysis.folders import make_absolute
 from moe_rl.config import SHIPPED, Arm, RunConfig, parse_settings
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, RunError
 from moe_rl.registry import Component
 from moe_rl.results import printed
-from moe_rl.study.declaration import Study, _made, load_study_file, located, write_declaration
+from moe_rl.study.declaration import Study, _made, load_study_file, located, read_declaration, write_declaration
 from tests.fake_study import GRPO, GSPO, study
 
 BASE = RunConfig(arm=GRPO)
@@ -361,3 +361,13 @@ def test_a_row_says_where_a_checkpoint_and_a_file_are(tmp_path, monkeypatch):
     assert located(BASE) == BASE and located(BASE).hash == BASE.hash
     moved = with_changes(base=BASE.replace(task="jsonl:pairs.jsonl"))
     assert all(p.config.task.name == f"jsonl:{tmp_path}/pairs.jsonl" for p in moved.runs(tmp_path))
+
+
+def test_a_declaration_of_release_0_1_0_names_the_release_that_reads_it(tmp_path):
+    write_declaration(with_changes(), tmp_path)
+    file = tmp_path / with_changes().name / "study.json"
+    content = json.loads(file.read_text())
+    assert read_declaration(file.parent)["comparisons"] == content["comparisons"]
+    file.write_text(json.dumps(content | {"contrasts": content.pop("comparisons")}))
+    with pytest.raises(RunError, match="written by release 0.1.0"):
+        read_declaration(file.parent)

@@ -59,7 +59,9 @@ def of_wandb(folder, run):
     found = {}
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         here = list(records(file))
-        (about,) = (r.run for r in here if r.WhichOneof("record_type") == "run")
+        about = next((r.run for r in here if r.WhichOneof("record_type") == "run"), None)
+        if about is None:  # killed before it was written
+            continue
         if about.display_name != f"{run.arm}/{run.factors}/seed={run.seed}":
             continue
         assert (about.project, about.run_group, about.job_type) == (run.study, run.arm, run.factors)
