@@ -30,8 +30,8 @@ def test_watch_routes_move(monkeypatch, capsys):
     assert set(names["before"].ids()[b, t, s].tolist()) != set(names["after"].ids()[b, t, s].tolist())
 
 
-def test_turn_the_dial(monkeypatch, capsys):
-    table = run("turn_the_dial.ipynb", monkeypatch)["table"]
+def test_router_noise(monkeypatch, capsys):
+    table = run("router_noise.ipynb", monkeypatch)["table"]
     assert len(table) == 10 and "replayed: ESS" in capsys.readouterr().out
     for (form, sigma), row in table.items():
         kl, of_sets = row["natural"]["token_kl_k3"], row["replayed"]["token_kl_k3"]
@@ -46,7 +46,7 @@ def test_read_a_study(monkeypatch, capsys):
     assert "gspo − grpo: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["watch_routes_move.ipynb", "turn_the_dial.ipynb", "read_a_study.ipynb"])
+@pytest.mark.parametrize("name", ["watch_routes_move.ipynb", "router_noise.ipynb", "read_a_study.ipynb"])
 def test_notebooks_are_committed_with_their_outputs(name):
     cells = json.loads((ROOT / "notebooks" / name).read_text())["cells"]
     assert any(cell.get("outputs") for cell in cells)

@@ -95,7 +95,7 @@ def test_a_killed_run_goes_on_along_the_optimizers_last_step(tmp_path):
     whole_and_cut(RUN.replace(steps=4, router_noise=RouterNoise(scale=1.0, direction="last_step")), tmp_path)
 
 
-def test_settings_that_no_dial_has_are_refused():
+def test_settings_that_no_router_noise_has_are_refused():
     with pytest.raises(ConfigError, match="freezes them"):
         RUN.replace(**{"router_noise.direction": "last_step", "optimizer.router_lr_scale": 0.0})
     plain = {"optimizer.name": "sgd", "optimizer.betas": (0.0, 0.9)}
@@ -105,11 +105,11 @@ def test_settings_that_no_dial_has_are_refused():
     for setting, value, message in (("scale", -1.0, "standard deviation"), ("target", "gates", "weights or choice"),
                                     ("applied_to", "loss", "both or ratio or gradient")):
         with pytest.raises(ConfigError, match=message):
-            RUN.replace(**{f"dial.{setting}": value})
+            RUN.replace(**{f"router_noise.{setting}": value})
     assert any("no effect" in text for text in check(RUN.replace(mini_batches=1, **{"router_noise.scale": 1.0})))
     with pytest.raises(ConfigError, match="cannot be moved"):
         check(RunConfig(arm=ARMS["grpo"], policy="megatron", router_noise=RouterNoise(scale=1.0)))
-    with pytest.raises(ConfigError, match="pulled against the dose"):
+    with pytest.raises(ConfigError, match="pulled against the noise"):
         check(RUN.replace(arm=ARMS["kl"], router_noise=RouterNoise(scale=1.0)))
     assert check(RUN.replace(arm=ARMS["kl"], router_noise=RouterNoise(scale=1.0, applied_to="ratio"))) == []
     immune = check(RUN.replace(arm=ARMS["replay"], router_noise=RouterNoise(scale=1.0, target="choice")))

@@ -99,17 +99,16 @@ def test_it_stops_at_its_target_and_the_cache_returns_the_same_bits(tmp_path):
 
 
 def test_other_code_or_data_of_a_task_is_another_cold_start(tmp_path, monkeypatch):
-    """What the task's own module imports, and answers beyond those that are looked at first."""
-    (tmp_path / "own_helper.py").write_text("full = 1.0")
-    (tmp_path / "own_task.py").write_text("from own_helper import full")
+    """The module of the task, and answers beyond those that are looked at first."""
+    (tmp_path / "own_task.py").write_text("full = 1.0")
     run = RUN.replace(task=Component("own_task:Task", source=str(tmp_path / "pairs.jsonl")))
     monkeypatch.chdir(tmp_path)
     seen, made = [], load(run.model, 0)
     monkeypatch.setattr(execute, "cold_start", lambda *args, inputs, **rest: seen.append(inputs))
-    for file, text in (("pairs.jsonl", "{}"), ("pairs.jsonl", "[]"), ("own_helper.py", "full = 0.0")):
+    for file, text in (("pairs.jsonl", "{}"), ("pairs.jsonl", "[]"), ("own_task.py", "full = 0.0")):
         (tmp_path / file).write_text(text)
         execute._prepare(run, task(), made, tmp_path, print)
-    assert len({str(sorted(inputs.items())) for inputs in seen}) == 3 and "own_helper" in seen[0]
+    assert len({str(sorted(inputs.items())) for inputs in seen}) == 3 and "own_task" in seen[0]
     folders = {cold_start(load(RUN.model, 0), task(), RUN, tmp_path, greedy, print, inputs=inputs).path
                for inputs in (seen[0], seen[1], seen[0])}
     assert len(folders) == 2

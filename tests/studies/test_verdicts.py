@@ -30,9 +30,9 @@ def dial_frames(hurt: float, cured: tuple[str, ...], gain: float = 0.1, arms: li
                 level = 0.6 - hurt * (worst and arm not in cured and not still) + (0 if still else seed / 1000)
                 key = {"arm": arm, "factors": cell, "seed": seed}
                 runs.append({**key, "state": "finished", "step": 10, "steps": 10})
-                noise = np.zeros(11) if arm == "grpo-replay" else rng.normal(0, 0.002, 11)
-                steps += [{**key, "step": t, "reward": level + noise[t] if t else np.nan,
-                           "eval_exact_greedy": level + noise[t] if t else 0.6 - gain} for t in range(11)]
+                jitter = np.zeros(11) if arm == "grpo-replay" else rng.normal(0, 0.002, 11)
+                steps += [{**key, "step": t, "reward": level + jitter[t] if t else np.nan,
+                           "eval_exact_greedy": level + jitter[t] if t else 0.6 - gain} for t in range(11)]
     frame = pd.DataFrame(steps)
     still = (frame["arm"] == "grpo-replay") & frame["factors"].isin([noise("weights", 0), noise("choice", max(SIGMAS))])
     frame.loc[still & (frame["step"] > 0), ["reward", "eval_exact_greedy"]] = 0.6
