@@ -14,7 +14,6 @@ import sys
 from dataclasses import replace
 
 import torch
-from moe_rl.evaluate import evaluation
 
 from moe_rl.config import Arm, ModelConfig, Optimizer
 from moe_rl.metrics.ratios import ratio_statistics
@@ -23,6 +22,7 @@ from moe_rl.models.load import load
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.policies.hf import HFPolicy
+from moe_rl.recorder import evaluation
 from moe_rl.registry import Component
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
