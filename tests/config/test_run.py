@@ -81,7 +81,7 @@ def test_the_committed_page_of_settings_is_the_generated_one():
     assert {key for key, _ in fields_of(RunConfig)} <= named
     assert "| `optimizer.lr` | `float` | `0.0002` | ≥ 0 |  |" in text
     assert (
-        "| `router_noise.target` | `str` | `'weights'` | `weights` or `choice` or `other_weights` | `weights`: gates and"
+        "| `router_noise.target` | `str` | `'weights'` | `weights` or `choice` or `other_weights` | `weights`: gates"
         in text
     )
 
