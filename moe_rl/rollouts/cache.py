@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -50,6 +51,11 @@ class RoomyLayer(DynamicLayer):
 
     def _show(self, end: int) -> None:
         self.keys, self.values = (room[:, :, :end] for room in self.rooms)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """What a model calls its cache, as an argument and in its output: `cache` since transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 def make_room(cache: Cache, new: int) -> None:

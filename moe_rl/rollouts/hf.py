@@ -133,7 +133,7 @@ class HFEngine:
         talk: Talk | None,
     ) -> CompletionBuffers:
         """Prefill every prompt once, repeat the cache per sample, then decode until every row has ended."""
-        from moe_rl.rollouts.cache import make_room
+        from moe_rl.rollouts.cache import cache_argument, make_room
 
         padded, mask = _pad_left(prompts, self.device)
         start = padded.shape[1]
@@ -144,7 +144,8 @@ class HFEngine:
         inputs = {"attention_mask": mask.long(), "position_ids": positions} if ragged else {}
         output = self.model(input_ids=padded, use_cache=True, logits_to_keep=1, **inputs)
         drawn.keep_routes(slice(None), slice(0, start), recording, group_size)
-        cache = output.past_key_values
+        kept_as = cache_argument(self.model)
+        cache = getattr(output, kept_as)
         sample = torch.arange(len(prompts), device=self.device).repeat_interleave(group_size)
         cache.reorder_cache(sample)
         make_room(cache, sampling.max_new_tokens)
@@ -177,7 +178,7 @@ class HFEngine:
                 rows, token = rows[alive], token[alive]
                 cache.reorder_cache(alive)
             inputs = drawn.decode_inputs(rows, start + t + 1) if ragged else {}
-            output = self.model(input_ids=token[:, None], past_key_values=cache, use_cache=True, **inputs)
+            output = self.model(input_ids=token[:, None], use_cache=True, **{kept_as: cache}, **inputs)
             drawn.keep_routes(rows, slice(start + t, start + t + 1), recording)
             logits = output.logits[:, -1]
         return drawn

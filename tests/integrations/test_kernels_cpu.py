@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
+from transformers import DynamicCache
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, apply_rotary_pos_emb
 
 from moe_rl.integrations.cpu_kernels import experts as experts_cpu
 from moe_rl.integrations.cpu_kernels import use_cpu_kernels
-from moe_rl.integrations.cpu_kernels.attention import attend_last, rotated
+from moe_rl.integrations.cpu_kernels.attention import CACHE, attend_last, replace_attention, rotated
 from moe_rl.integrations.cpu_kernels.experts import Pairs
 from moe_rl.integrations.cpu_kernels.norms import replace_norms, rms_norm
 from moe_rl.metrics.rounding import SUMMED, rounding
@@ -72,6 +73,33 @@ def test_padding_and_a_growing_cache_agree_with_the_models_own(tokens: torch.Ten
     assert use_cpu_kernels(model)
     for mine, theirs in zip(decoded(), own, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CACHE)
+def test_attention_reads_the_cache_under_the_name_of_either_release(name: str) -> None:
+    """A layer that missed it would attend to the newest token alone, and say nothing."""
+    model = build("qwen3_moe")
+    assert replace_attention(model) == len(model.model.layers)
+    layer, cache = model.model.layers[0].self_attn, DynamicCache()
+    hidden = torch.randn(2, 5, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        cos, sin = model.model.rotary_emb(hidden, torch.arange(5)[None])
+        whole = layer(hidden, (cos, sin), torch.ones(5, 5, dtype=torch.bool).tril()[None, None])[0]
+        for t in range(5):
+            last = layer(hidden[:, t : t + 1], (cos[:, t : t + 1], sin[:, t : t + 1]), None, **{name: cache})[0]
+    torch.testing.assert_close(last, whole[:, -1:], rtol=0, atol=1e-6)
+
+
+def test_attention_with_an_argument_that_nobody_here_knows_stays_the_familys_own(monkeypatch, tokens) -> None:
+    own = Qwen3MoeAttention.forward
+
+    def newer(self, hidden_states, position_embeddings, attention_mask, memory=None, **kwargs):
+        return own(self, hidden_states, position_embeddings, attention_mask, **kwargs)
+
+    monkeypatch.setattr(Qwen3MoeAttention, "forward", newer)
+    model = build("qwen3_moe")
+    assert use_cpu_kernels(model) and replace_attention(model) == 0
+    assert "forward" not in model.model.layers[0].self_attn.__dict__
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

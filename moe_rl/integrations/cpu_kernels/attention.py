@@ -6,6 +6,7 @@ halves in the backward. Here both run over [batch, time, heads · dim] as projec
 
 from __future__ import annotations
 
+import inspect
 from functools import lru_cache
 from types import MethodType
 from typing import Any
@@ -17,12 +18,21 @@ from torch.autograd.function import once_differentiable
 
 from moe_rl.integrations.cpu_kernels.experts import suited
 
+CACHE = ("cache", "past_key_values")
+"""The argument that holds keys and values of earlier tokens, since transformers 5.24 and before."""
+_KNOWN = {"self", "hidden_states", "position_embeddings", "attention_mask", "cache_position", "kwargs", *CACHE}
+
 
 def replace_attention(model: nn.Module) -> int:
     """Give every `Qwen3MoeAttention` of a model, but for those that somebody has wrapped, the forward of this file;
-    returns how many were found."""
+    returns how many were found.
+
+    0 with a release of transformers whose layer has an argument that this forward does not know and would ignore.
+    """
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
+    if not inspect.signature(Qwen3MoeAttention.forward).parameters.keys() <= _KNOWN:
+        return 0
     layers = [module for module in model.modules() if type(module) is Qwen3MoeAttention]
     layers = [m for m in layers if "forward" not in m.__dict__ or getattr(m.forward, "__func__", None) is _forward]
     for layer in layers:
@@ -35,7 +45,6 @@ def _forward(
     hidden_states: Float[Tensor, "batch time hidden"],
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch time hidden"], Tensor | None]:
     """As `Qwen3MoeAttention.forward`, but for the rotation."""
@@ -43,14 +52,15 @@ def _forward(
     from transformers.models.qwen3_moe.modeling_qwen3_moe import eager_attention_forward
 
     if not suited(hidden_states, self.q_norm.weight, *position_embeddings):
-        return type(self).forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        return type(self).forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
+    cache = next((kwargs.pop(name) for name in CACHE if name in kwargs), None)
     shape = hidden_states.shape[:-1]
     heads = (*shape, -1, self.head_dim)
     query = rotated(self.q_norm(self.q_proj(hidden_states).view(heads)), *position_embeddings).transpose(1, 2)
     key = rotated(self.k_norm(self.k_proj(hidden_states).view(heads)), *position_embeddings).transpose(1, 2)
     value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, self.layer_idx)
+    if cache is not None:
+        key, value = cache.update(key, value, self.layer_idx)
     if query.shape[2] == 1 and attention_mask is None and _plain(self):
         return self.o_proj(attend_last(query, key, value, self.scaling).reshape(*shape, -1)), None
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
