@@ -35,6 +35,7 @@ UNSUPPORTED = {
     "SwitchTransformersTop1Router": "it selects by argmax and drops tokens beyond an expert's capacity",
     "Ernie4_5_VLMoeMoeBlock": "it has two routers per layer, each of which reads a part of the tokens only",
     "DiffusionGemmaTextRouter": "it denoises blocks of tokens in several passes, so a token has no one route",
+    "Inkling2LoopSparseMoeBlock": "it runs some layers several times per forward, so a token has several routes there",
     "Qwen3OmniMoeTalkerForConditionalGeneration": "it has two decoders that read different tokens; hook model.thinker",
 }
 """Classes that cannot be recorded or replayed, and why."""

@@ -176,7 +176,8 @@ class Family:
     experts: bool = True
     """Whether the experts can be computed in other ways than eagerly."""
     checkpointing: str = "exact"
-    """Gradients with and without: exact; rounded (the model itself rounds otherwise); none (it cannot)."""
+    """Gradients with and without: exact; rounded (the model itself rounds otherwise); none (it cannot); not re-entrant
+    (exact, but for a part with weights outside of the checkpointed layers, which the re-entrant kind cannot take)."""
     scores_since: str | None = "0"
     """The release of transformers from which on router scores can be read."""
     padding: bool = True
@@ -261,6 +262,9 @@ FAMILIES = [
     Family("hunyuan_v1_moe", softmax_normalised, TWO),
     Family("hy_v3", sigmoid_normalised_scaled),
     Family("hy_v4", sigmoid_normalised_scaled),
+    Family("hy_v4_vl", sigmoid_normalised_scaled, {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    }, "HYV4VLForConditionalGeneration"),
     Family("inkling2_text", sigmoid_normalised_scaled, {
         "num_hidden_layers": 2, "d_rel": 4, "rel_extent": 32, "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 2, "swa_head_dim": 8, "unpadded_vocab_size": 48,
@@ -277,6 +281,9 @@ FAMILIES = [
     Family("kimi_linear", sigmoid_normalised_scaled, HYBRID),
     Family("kolibri1", sigmoid_normalised_scaled, TWO),
     Family("laguna", sigmoid_normalised),
+    Family("lara_mini", softmax_normalised, {
+        "layer_types": ["linear_attention", "full_attention", "sliding_attention"],
+    }),
     Family("lfm2_moe", sigmoid_normalised_scaled, {"layer_types": ["conv", "full_attention", "conv"]}),
     Family("llama4_text", sigmoid, TWO, dispatch=llama4_dispatch, experts=False, scores_since=None),
     Family("longcat_flash", softmax, {"num_layers": 2, "zero_expert_num": 4}, experts=False,
@@ -298,7 +305,7 @@ FAMILIES = [
             "model_type": "pixtral", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32,
             "num_attention_heads": 4, "head_dim": 8,
         },
-    }, "MistralLarge4ForConditionalGeneration"),
+    }, "MistralLarge4ForConditionalGeneration", checkpointing="not re-entrant"),
     Family("mixtral", softmax_normalised, TWO),
     Family("muse_spark", sigmoid_normalised_scaled, {
         "text_config": SPARSE,
@@ -349,6 +356,7 @@ REFUSED = [
     Refused("diffusion_gemma", "DiffusionGemmaTextRouter", "denoises blocks of tokens"),
     Refused("doge", "DogeCDMoE", "product keys"),
     Refused("ernie4_5_vl_moe", "Ernie4_5_VLMoeMoeBlock", "reads a part of the tokens"),
+    Refused("inkling2_loop", "Inkling2LoopSparseMoeBlock", "several times"),
     Refused("nllb_moe", "NllbMoeTop2Router", "drops tokens"),
     Refused("qwen3_omni_moe", "Qwen3OmniMoeTalkerForConditionalGeneration", "hook model.thinker"),
     Refused("switch_transformers", "SwitchTransformersTop1Router", "drops tokens"),
@@ -407,7 +415,7 @@ def build(family: Family, seed: int = 0):
 HEADER = """\
 # Families
 
-What `record_routing` and `replay_routing` do with the decoder MoE families of transformers 5.23. Written by
+What `record_routing` and `replay_routing` do with the decoder MoE families of transformers 5.24. Written by
 `python -m tests.routing.families`; every cell is held by `tests/routing/test_families.py`, on a tiny random model in
 float32. For every row:
 
@@ -415,7 +423,7 @@ float32. For every row:
 - after a weight change the recorded ids reach the experts, with the combine weights that the formula in the table
   (written out again in the test) gives for them, and gradient reaches every router;
 - under activation checkpointing, re-entrant or not, gradients are equal bit for bit ("rounded": to 1e-6, as the
-  model's own are without any hook);
+  model's own are without any hook; "not re-entrant": that kind fails in transformers 5.24, with or without hooks);
 - generation with a KV cache from left-padded prompts records what one forward over the whole text does;
 - left- and right-padded batches have the same routes, and those of one replay in the other bit for bit;
 - all of this with every implementation of the experts that the family has on this machine: eager, grouped_mm,

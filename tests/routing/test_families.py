@@ -250,9 +250,13 @@ def test_checkpointing_recomputes_each_micro_batch_under_its_own_routes(case, mo
         with pytest.raises(ValueError, match="not support"):
             case.model.gradient_checkpointing_enable()
         return
+    if mode == "reentrant" and case.family.checkpointing == "not re-entrant" and not older_than("5.24"):
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            gradients(build(case.family), case.tokens, case.trace, mode)
+        return
     plain, checkpointed = case.moved_gradients, gradients(case.moved, case.tokens, case.trace, mode)
     assert plain.keys() == checkpointed.keys()
-    tolerance = 0 if case.family.checkpointing == "exact" else 1e-6
+    tolerance = 1e-6 if case.family.checkpointing == "rounded" else 0
     for name in plain:
         assert (plain[name] - checkpointed[name]).abs().max() <= tolerance * plain[name].abs().max(), name
 
