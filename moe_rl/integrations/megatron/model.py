@@ -44,11 +44,50 @@ YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", 
 """Settings of scaled rotary embeddings that have one name on both sides, and one default."""
 
 
+FUSIONS = ("bias_activation", "bias_dropout", "masked_softmax", "apply_rope", "gradient_accumulation")
+PLAIN: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": nn.functional.silu,
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_enable_routing_replay": True,
+    "moe_token_dispatcher_type": "alltoall",
+    # Losses are weighted sums: with this, and a count of 0 tokens, nothing divides them.
+    "calculate_per_token_loss": True,
+    "finalize_model_grads_func": finalize_model_grads,
+    # Without it parameters never get the marks that the global gradient norm needs under tensor parallelism.
+    "perform_initialization": True,
+    **{f"{name}_fusion": False for name in FUSIONS},
+}
+"""Settings of every model: unfused, without dropout, jitter or load-balancing loss."""
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
 def transformer_config(
     config: PreTrainedConfig, parallel: Parallel, dtype: torch.dtype, recompute: bool
 ) -> TransformerConfig:
-    """Megatron-core's configuration of the model: unfused, without dropout, jitter or load-balancing loss."""
-    settings: dict[str, Any] = {
+    """Megatron-core's configuration of the model. `parallel.settings` win over what the model says."""
+    settings = PLAIN | _layers(config) | _experts(config) | _ranks(parallel, dtype)
+    if latent(config):
+        settings |= _latent_attention(config)
+    if recompute:
+        settings |= RECOMPUTED
+    kind: type[TransformerConfig] = MLATransformerConfig if latent(config) else TransformerConfig
+    try:
+        return kind(**settings | dict(parallel.settings))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"Megatron-core refuses this model or layout: {error}") from error
+
+
+def _layers(config: PreTrainedConfig) -> dict[str, Any]:
+    """Depth, widths and attention heads."""
+    return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
@@ -57,6 +96,13 @@ def transformer_config(
         "qk_layernorm": head_norm(config),
         "add_qkv_bias": getattr(config, "qkv_bias", False) or getattr(config, "attention_bias", False),
         "ffn_hidden_size": config.intermediate_size,
+        "layernorm_epsilon": config.rms_norm_eps,
+    }
+
+
+def _experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """The experts, and how the router scores and chooses them."""
+    settings = {
         # A list names the layers of a checkpoint one by one, where they could be alike.
         "moe_layer_freq": 1 if all(sparse := sparse_layers(config)) else [int(here) for here in sparse],
         "num_moe_experts": num_experts(config),
@@ -66,36 +112,7 @@ def transformer_config(
         "moe_router_topk": config.num_experts_per_tok,
         # A softmax over the chosen logits is the renormalised softmax over all of them.
         "moe_router_pre_softmax": not normalised(config),
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_enable_routing_replay": True,
-        "moe_token_dispatcher_type": "alltoall",
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": config.rms_norm_eps,
-        "gated_linear_unit": True,
-        "activation_func": nn.functional.silu,
-        "add_bias_linear": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "attention_softmax_in_fp32": True,
-        # Losses are weighted sums: with this, and a count of 0 tokens, nothing divides them.
-        "calculate_per_token_loss": True,
-        "finalize_model_grads_func": finalize_model_grads,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        # Without it parameters never get the marks that the global gradient norm needs under tensor parallelism.
-        "perform_initialization": True,
-        "use_cpu_initialization": not torch.cuda.is_available(),
-        "tensor_model_parallel_size": parallel.tp,
-        "pipeline_model_parallel_size": parallel.pp,
-        "expert_model_parallel_size": parallel.ep,
-        "expert_tensor_parallel_size": expert_tensor(parallel),
-        "sequence_parallel": parallel.tp > 1,
     }
-    fusions = ("bias_activation", "bias_dropout", "masked_softmax", "apply_rope", "gradient_accumulation")
-    settings |= {f"{name}_fusion": False for name in fusions}
     if config.model_type in SIGMOID:
         settings |= {
             "moe_router_score_function": "sigmoid",
@@ -105,29 +122,41 @@ def transformer_config(
         }
         if config.topk_group < config.n_group:
             settings |= {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
-    kind: type[TransformerConfig] = TransformerConfig
-    if latent(config):
-        rope = config.rope_parameters
-        kind = MLATransformerConfig
-        settings |= {
-            "num_query_groups": config.num_attention_heads,
-            "q_lora_rank": config.q_lora_rank,
-            "kv_lora_rank": config.kv_lora_rank,
-            "qk_head_dim": config.qk_nope_head_dim,
-            "qk_pos_emb_head_dim": config.qk_rope_head_dim,
-            "v_head_dim": config.v_head_dim,
-            "rope_type": "rope",
-            "rotary_base": rope["rope_theta"],
-        }
-        if rope.get("rope_type") == "yarn":
-            given = {"rotary_scaling_factor": rope["factor"]} | {name: rope[name] for name in YARN if rope.get(name)}
-            settings |= {"rope_type": "yarn", **given}
-    if recompute:
-        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    try:
-        return kind(**settings | dict(parallel.settings))
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"Megatron-core refuses this model or layout: {error}") from error
+    return settings
+
+
+def _latent_attention(config: PreTrainedConfig) -> dict[str, Any]:
+    """Multi-head latent attention, and its rotary embeddings."""
+    rope = config.rope_parameters
+    settings = {
+        "num_query_groups": config.num_attention_heads,
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "rope_type": "rope",
+        "rotary_base": rope["rope_theta"],
+    }
+    if rope.get("rope_type") == "yarn":
+        settings |= {"rope_type": "yarn", "rotary_scaling_factor": rope["factor"]}
+        settings |= {name: rope[name] for name in YARN if rope.get(name)}
+    return settings
+
+
+def _ranks(parallel: Parallel, dtype: torch.dtype) -> dict[str, Any]:
+    """How the model is cut over ranks, and the type of its numbers."""
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": expert_tensor(parallel),
+        "sequence_parallel": parallel.tp > 1,
+    }
 
 
 class RMSNorm(nn.RMSNorm):
