@@ -56,7 +56,7 @@ ENGINES: Known = {
     "vllm": "moe_rl.integrations.vllm.engine:vllm",
     "server": "moe_rl.integrations.vllm.server:server",
 }
-CHECKED = "moe_rl.integrations.vllm.checked:check_pushes"
+CHECKED = "moe_rl.integrations.vllm.push:check_pushes"
 BATCHES: Known = {name: f"moe_rl.rollouts.batches:{name}" for name in ("fresh", "lagged", "dynamic")}
 
 

@@ -27,8 +27,7 @@ import torch
 
 from moe_rl import ranks
 from moe_rl.config import RunConfig
-from moe_rl.integrations.vllm.checked import CheckedEngine
-from moe_rl.integrations.vllm.push import Tolerance, probe_prompts
+from moe_rl.integrations.vllm.push import CheckedEngine, Tolerance, probe_prompts
 from moe_rl.integrations.vllm.server import ServerEngine
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.registry import Component

@@ -8,8 +8,7 @@ from moe_rl import ranks
 from moe_rl.build import build_engine
 from moe_rl.config import Arm, ModelConfig, RunConfig
 from moe_rl.errors import RunError
-from moe_rl.integrations.vllm.checked import CheckedEngine, CheckpointReceiver
-from moe_rl.integrations.vllm.push import Tolerance, probe_prompts, receipt
+from moe_rl.integrations.vllm.push import CheckedEngine, CheckpointReceiver, Tolerance, probe_prompts, receipt
 from moe_rl.integrations.vllm.server import ServerEngine
 from moe_rl.models.load import skeleton
 from moe_rl.rollouts.hf import HFEngine

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import moe_rl
 from moe_rl.build import build as build_run
 from moe_rl.errors import AuxLossSilentlyOn, ConfigError, RoutingError
-from moe_rl.integrations.forwards import probe_of
+from moe_rl.integrations.monitor import probe_of
 from moe_rl.metrics.ratios import ratio_statistics
 from moe_rl.recorder import Recorder
 from moe_rl.routing import record_routing, replay_routing

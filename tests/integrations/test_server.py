@@ -21,8 +21,7 @@ from safetensors.torch import load_file
 
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.integrations.vllm import server as http
-from moe_rl.integrations.vllm.checked import CheckedEngine
-from moe_rl.integrations.vllm.push import Tolerance, probe_prompts, receipt
+from moe_rl.integrations.vllm.push import CheckedEngine, Tolerance, probe_prompts, receipt
 from moe_rl.integrations.vllm.server import DIALECTS, BatchIncomplete, ServerEngine
 from moe_rl.types import Sampling
 from tests.rollouts.fake_engine import PROMPTS, FakeEngine, as_base64, policy_of, routes_of, small

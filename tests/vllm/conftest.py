@@ -45,9 +45,8 @@ class Serving:
     """One engine and the policy whose weights it serves; the tests change the weights."""
 
     def __init__(self, folder, temperature=1.0, dtype="float32", model=RUN.model):
-        from moe_rl.integrations.vllm.checked import CheckedEngine
         from moe_rl.integrations.vllm.engine import VLLMEngine
-        from moe_rl.integrations.vllm.push import Tolerance, probe_prompts
+        from moe_rl.integrations.vllm.push import CheckedEngine, Tolerance, probe_prompts
         from moe_rl.models.shards import describe
 
         self.loaded = load(model, 0)

@@ -13,8 +13,7 @@ import pytest
 
 from moe_rl.build import build
 from moe_rl.config import Arm, Measure, Optimizer
-from moe_rl.integrations.vllm.checked import CheckedEngine
-from moe_rl.integrations.vllm.push import Tolerance, parity, probe_prompts
+from moe_rl.integrations.vllm.push import CheckedEngine, Tolerance, parity, probe_prompts
 from moe_rl.integrations.vllm.server import ServerEngine
 from moe_rl.metrics.volatility import route_change
 from moe_rl.models.load import load

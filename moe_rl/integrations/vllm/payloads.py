@@ -14,6 +14,7 @@ import io
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 
 from moe_rl.errors import RoutingError
-from moe_rl.integrations.vllm.combine_weights import is_packed, reported_weights, unpacked_weights, with_weights
 from moe_rl.routing.trace import Layout, RoutingTrace
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")
@@ -32,6 +32,8 @@ START_KEYS = ("start", "routed_experts_start_len")
 NPY = b"\x93NUMPY"
 NO_ROUTE = (-1, 255, 65535)
 """-1, also as unsigned dtypes carry it."""
+NORMAL = 1 << 23
+"""The bits of the smallest normal float32; ids are smaller."""
 
 
 class RoutesRefused(UserWarning):
@@ -77,7 +79,7 @@ def decode_routes(
         return trace
     layers = [site.decoder_layer for site in layout.sites]
     here = weights if weights.shape[1] != _layer_counts(layout, num_layers)[0] else weights[:, layers]
-    return with_weights(trace, here[None])
+    return _with_weights(trace, here[None])
 
 
 # ---------------------------------------------------------------------- payload → array
@@ -101,7 +103,7 @@ def reported_routes(
     array, start = _read(payload, start, dtype)
     if len(tokens) < 2 or not 0 <= start < len(tokens):
         raise RoutingError(f"{len(tokens)} tokens from start {start} have no routes: rows are inputs, one token less.")
-    packed = is_packed(array, layout.top_k)
+    packed = _is_packed(array, layout.top_k)
     k = array.shape[2] if packed or any_k and array.ndim == 3 else layout.top_k
     array, start = _shaped(array, layout, len(tokens), start, num_layers, k)
     array = array[: len(tokens) - 1 - start]
@@ -110,8 +112,8 @@ def reported_routes(
     if packed + (gates is not None) + (beside is not None) > 1:
         raise RoutingError("combine weights come twice: packed with the ids, beside them or apart; which are meant?")
     if packed or (gates is None and beside is None):
-        return unpacked_weights(array) if packed else (array, None)
-    return array, reported_weights(beside if gates is None else gates, array.shape, start)
+        return _unpacked_weights(array) if packed else (array, None)
+    return array, _reported_weights(beside if gates is None else gates, array.shape, start)
 
 
 def _read(payload: Any, start: int, dtype: str | None) -> tuple[NDArray, int]:
@@ -288,6 +290,55 @@ def checked_trace(
         counts = ", ".join(f"{count} {reason}" for reason, count in refused.items() if count)
         warnings.warn(f"{total} rows are not routes and became unknown: {counts}.", RoutesRefused, stacklevel=3)
     return RoutingTrace.from_ids(torch.from_numpy(ids), layout, tokens=tokens)
+
+
+# ---------------------------------------------------------------------- combine weights
+def _is_packed(array: NDArray, k: int) -> bool:
+    """Whether ids [rows, layers, 2k] are those of prime-rl's Total Router Recall (pull request 3523): k ids, then the
+    bits of k float32 weights, all as int32."""
+    return array.ndim == 3 and array.shape[2] == 2 * k and array.size > 0 and int(array[..., k:].max()) >= NORMAL
+
+
+def _unpacked_weights(array: Integer[NDArray, "rows layers two_k"]) -> tuple[NDArray, NDArray]:
+    """Ids and weights of what `_is_packed`; 0 where an id is -1. Raises RoutingError for what is no weight."""
+    ids, bits = np.split(array, 2, axis=2)
+    if (bits != bits.astype(np.int32)).any():
+        raise RoutingError("the second half of the ids holds combine weights, but some are no bits of a float32.")
+    weights = np.where(ids < 0, np.float32(0), bits.astype(np.int32).view(np.float32))  # -1 is the bits of a NaN
+    if not np.isfinite(weights).all():
+        raise RoutingError("the second half of the ids holds combine weights some NaN or infinite; expected finite.")
+    return ids, weights
+
+
+def _reported_weights(payload: Any, shape: Sequence[int], start: int = 0) -> Float[NDArray, "rows layers k"]:
+    """Weights of a payload of their own, of ids of this `shape`: an array, nested lists, or {"data": base64, "dtype":
+    "float32"}. Rows may begin at `start`, those before it then weigh 0; a row more, of the last token, is dropped.
+    Raises RoutingError for whatever does not fit."""
+    rows, inner = shape[0], tuple(shape[1:])
+    try:
+        if isinstance(payload, Mapping):
+            dtype = np.dtype(str(payload.get("dtype", "float32"))).newbyteorder("<")
+            if dtype.kind != "f":
+                raise ValueError(f"they are {dtype}")
+            values = np.frombuffer(base64.b64decode(payload["data"], validate=True), dtype)
+            values = values.reshape(values.size // max(1, inner[0] * inner[1]), *inner).astype(np.float32)
+        else:
+            values = np.asarray(payload.cpu() if isinstance(payload, torch.Tensor) else payload, dtype=np.float32)
+        if values.shape[1:] != inner or len(values) not in (rows - start, rows, rows + 1):
+            raise ValueError(f"they have shape {values.shape}")
+    except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
+        raise RoutingError(f"gates do not fit the ids ({error}); expected a weight for each, {list(shape)}.") from error
+    if not np.isfinite(values).all():
+        raise RoutingError("gates hold NaN or infinite weights.")
+    return np.concatenate([np.zeros((max(0, rows - len(values)), *inner), np.float32), values[:rows]])
+
+
+def _with_weights(trace: RoutingTrace, weights: Float[NDArray, "batch time site k"]) -> RoutingTrace:
+    """The trace with these combine weights, which replay then forces with its ids; 0 where nothing is known."""
+    slots = trace.experts != trace.layout.unknown
+    gates = torch.from_numpy(np.ascontiguousarray(weights))
+    trace.layout.check_gates(gates, trace.known)
+    return replace(trace, gates=gates.where(slots, 0))
 
 
 # ---------------------------------------------------------------------- small parts
