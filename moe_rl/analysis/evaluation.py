@@ -65,8 +65,6 @@ Engine = tuple["Sampler", "PreTrainedTokenizerBase", int | None]
 MANIFEST = "evaluation.json"
 GROWING = ("benchmarks", "checkpoints")
 """What there may be more of, by name, than a command asks for."""
-SCORING = ("scored", "inputs", "packages")
-"""What older folders do not say of a benchmark, or not all of it."""
 
 
 def _number(value: Any, most: float) -> bool:
@@ -174,7 +172,7 @@ def measure_evaluations(checkpoints: Sequence[str], benchmarks: Sequence[Benchma
         claim(out, _wanted(names, benchmarks, plan), complete=not any(left.values()))
         for name in names:
             for b in benchmarks:
-                check_file(files[name, b.name], len(b.prompts) - left[name, b.name], b.prompts, plan.numbers)
+                read_rows(files[name, b.name], len(b.prompts) - left[name, b.name], b.prompts, plan.numbers)
         for name in names:
             todo = [b for b in benchmarks if left[name, b.name]]
             if not todo:
@@ -190,7 +188,7 @@ def measure_evaluations(checkpoints: Sequence[str], benchmarks: Sequence[Benchma
                     ask(sampler, b.task, prompts, plan, files[name, b.name], partial(bars.advance, bar))
         found = pd.DataFrame([{"checkpoint": name, "step": step_of(name), "benchmark": b.name, **row}
                               for b in benchmarks for name in names
-                              for row in rows(files[name, b.name], len(b.prompts))])
+                              for row in read_rows(files[name, b.name], len(b.prompts), b.prompts, plan.numbers)])
         found["vote"] = found["vote"].astype("float64")
         summary = summarise(found)
         for table, frame in (("evaluations", found), ("summary", summary)):
@@ -252,20 +250,14 @@ def claim(out: Path, wanted: Mapping[str, Any], complete: bool) -> None:
     for part in wanted:
         old, new = before[part], wanted[part]
         both = old.keys() & new.keys() if part in GROWING else new.keys()
-        if part == "benchmarks":
-            old = {name: _known(old[name], new[name], complete) for name in both}
+        if part == "benchmarks" and complete:
+            old = {name: {**old[name], "packages": new[name]["packages"]} for name in both}
         if part != "versions" or not complete:
             check_same(out, f"an evaluation with other {part}", {key: old.get(key) for key in both},
                        {key: new[key] for key in both})
     if there is None or not complete:
         out.mkdir(parents=True, exist_ok=True)
         runs.write_json(out / MANIFEST, {**wanted, **{part: before[part] | wanted[part] for part in GROWING}})
-
-
-def _known(old: Mapping[str, Any], new: Mapping[str, Any], complete: bool) -> dict[str, Any]:
-    """What a folder says of a benchmark; what it does not say, or need not, is as it is now."""
-    free = {key: new[key] for key in SCORING if key not in old or complete and key == "packages"}
-    return {**old, **free}
 
 
 def _manifest(out: Path, parts: tuple[str, ...]) -> dict[str, Any] | None:
@@ -292,23 +284,19 @@ def count_whole(file: Path, at_once: int, problems: int) -> tuple[int, int]:
     return whole, sum(map(len, lines[:whole]))
 
 
-def check_file(file: Path, whole: int, asked: Sequence[Prompt], numbers: Sequence[int]) -> None:
-    """Raise RunError, which names the line, unless the first `whole` lines of a file are as many of the problems that
-    are `asked`, each with the completions of these numbers."""
-    for i, line in enumerate(_first(file, whole)):
+def read_rows(file: Path, count: int, asked: Sequence[Prompt], numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """The rows of the table `evaluations`, but for checkpoint and benchmark, of the first `count` lines of a file; what
+    a kill left behind them is passed over. Raises RunError, which names the line, unless these are as many of the
+    problems that are `asked`, each with the completions of these numbers."""
+    rows = []
+    for i, line in enumerate(_first(file, count)):
         wrong = (_wrong(line, i, asked[i], numbers) if i < len(asked) else
                  f"is one too many, {len(asked)} problems being asked")
         if wrong:
             raise RunError(f"{file}, line {i + 1}, {wrong}: the file was damaged; remove it, and its problems are "
                            "asked again")
-
-
-def rows(file: Path, problems: int) -> Iterator[dict[str, Any]]:
-    """The rows of the table `evaluations`, but for checkpoint and benchmark, of a file that is whole and was checked;
-    what a kill left behind its last problem is passed over."""
-    for line in _first(file, problems):
-        for sample in json.loads(line)["samples"]:
-            yield {key: sample[key] for key in ("problem", "sample", *FIELDS)}
+        rows += [{key: sample[key] for key in ("problem", "sample", *FIELDS)} for sample in json.loads(line)["samples"]]
+    return rows
 
 
 def _first(file: Path, count: int) -> Iterator[bytes]:

@@ -122,10 +122,7 @@ def test_the_same_command_again_samples_nothing_and_one_from_scratch_is_equal(do
     before = contents(done)
     assert cli.main(command(there, done, "--greedy")) == 0 and contents(done) == before
     said = json.loads((again / "evaluation.json").read_text())
-    for entry in said["benchmarks"].values():
-        assert entry.pop("scored") == "jsonl(match='exact')"
-    (again / "evaluation.json").write_text(json.dumps(said))
-    assert cli.main(command(there, again, "--greedy")) == 0, "a folder from before this was said"
+    assert {entry["scored"] for entry in said["benchmarks"].values()} == {"jsonl(match='exact')"}
 
 
 def test_a_kill_loses_at_most_the_problem_in_flight_and_the_rest_ends_identical(done, there, tmp_path):
@@ -317,10 +314,6 @@ def test_a_folder_has_the_rewards_of_one_scorer(there, own, capsys):
     assert contents(out) == before
     said = json.loads((out / "evaluation.json").read_text())
     assert set(said["benchmarks"]["Scored"]["inputs"]) == {"own_scored"}
-    for key in ("inputs", "packages"):
-        del said["benchmarks"]["Scored"][key]
-    (out / "evaluation.json").write_text(json.dumps(said))
-    assert cli.main(["evaluate", first, *rest]) == 0, "a folder from before this was said"
 
 
 def test_other_versions_of_a_scoring_package_add_nothing_to_a_folder(there, tmp_path, monkeypatch, capsys):

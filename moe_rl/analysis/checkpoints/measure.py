@@ -50,7 +50,6 @@ SAVE_SECONDS = 30.0
 """Between two saves of the sums."""
 MANIFEST = "comparison.json"
 SERIES = "series.json"
-PATHS = ("before", "after", "data")
 LOGITS = 2**24
 """Logits that are normalised at once."""
 
@@ -361,10 +360,9 @@ def _finished(out: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
         check_new(out)
         return None
     finished = manifest.pop("finished", None)
-    there = manifest | {key: make_absolute(manifest[key]) for key in PATHS if isinstance(manifest.get(key), str)}
     if finished:  # of the code that wrote it nothing is needed any more
-        there |= {key: wanted[key] for key in ("code", "packages")}
-    check_same(out, "another comparison", there, wanted)
+        manifest |= {key: wanted[key] for key in ("code", "packages")}
+    check_same(out, "another comparison", manifest, wanted)
     return finished
 
 

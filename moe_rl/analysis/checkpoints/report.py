@@ -22,19 +22,14 @@ from moe_rl.analysis.checkpoints.tables import SEEN, SHOWN, Frames, top_share
 from moe_rl.results import plots
 from moe_rl.storage.terminal import say
 
-SHARES = (
-    "expert_change_rate",
-    "any_change_rate",
-    "jaccard_distance",
-    "gate_mass_moved",
-    "any_layer_change",
-    "response_set_change",
-    "response_usage_change",
-    "router_shift_ratio_low",
-    "coactivation_change",
-)
+SHARES = ("expert_change_rate", "any_change_rate", "jaccard_distance", "gate_mass_moved", "any_layer_change",
+          "response_set_change", "response_usage_change", "router_shift_ratio_low", "coactivation_change")
 """Metrics that are shares, to be read in percent."""
-
+SERIES = {"expert_change_rate": ("slots", "Expert slots changed"),
+          "any_layer_change": ("any layer", "Tokens that changed in any layer"),
+          "router_shift": ("shift", "Router shift, nats"), "token_kl_k3": ("KL", "")}
+"""Metrics of a series: the head of a column, and the title of a panel, where there is one."""
+SITE = "routing site, in forward order"
 BEFORE, AFTER, FLOOR = plots.COLOURS[0], plots.COLOURS[1], "#666666"
 styled = matplotlib.rc_context(plots.STYLE)
 
@@ -64,24 +59,15 @@ def print_report(console: Console, frames: Frames, out: Path) -> None:
 def print_series(console: Console, table: pd.DataFrame, out: Path) -> None:
     """A row per checkpoint, and the curve, which is drawn into `out`."""
     shown = _table("How far routing moved along the series")
-    titles = {
-        "expert_change_rate": "slots",
-        "any_layer_change": "any layer",
-        "router_shift": "shift",
-        "token_kl_k3": "KL",
-    }
-    metrics = [metric for metric in titles if (table["metric"] == metric).any()]
+    metrics = [metric for metric in SERIES if (table["metric"] == metric).any()]
     shown.add_column("\nchange since", overflow="fold")
-    for title in (*(f"{titles[m]}\n{s}" for m in metrics for s in ("previous", "first")), "slots\nnoise"):
+    for title in (*(f"{SERIES[m][0]}\n{s}" for m in metrics for s in ("previous", "first")), "slots\nnoise"):
         shown.add_column(title, justify="right", overflow="fold")
     values = table.set_index(["index", "since", "metric"])
     for index, name in table.groupby("index")["checkpoint"].first().items():
         cells = [_cell(m, values.at[(index, s, m), "response"]) for m in metrics for s in ("previous", "first")]
-        shown.add_row(
-            Path(name).name,
-            *cells,
-            _cell("expert_change_rate", values.at[(index, "first", "expert_change_rate"), "noise_floor"]),
-        )
+        floor = values.at[(index, "first", "expert_change_rate"), "noise_floor"]
+        shown.add_row(Path(name).name, *cells, _cell("expert_change_rate", floor))
     shown.caption = ("slots: expert slots changed; any layer: tokens whose set changed in any; shift, KL: nats. Means "
                      "over the rows that decide a response. Every pair is a comparison of its own: "
                      f"{out}/<first>-<second>/*.parquet")
@@ -132,12 +118,9 @@ def conclusion(summary: pd.DataFrame) -> str:
         return "no expert of any response token changed."
     beside = ("the noise floor is 0" if not floor else "no more than the noise floor" if slots <= floor else
               f"{slots / floor:{'.2g' if slots < 10 * floor else ',.0f'}} times the noise floor")
-    return (
-        f"{_percent(slots)} of the experts of response tokens changed ({beside}, random routes would change "
-        f"{_percent(by['chance']['expert_change_rate'])}); {_percent(tokens)} of these tokens changed an expert in "
-        f"some "
-        "layer."
-    )
+    return (f"{_percent(slots)} of the experts of response tokens changed ({beside}, random routes would change "
+            f"{_percent(by['chance']['expert_change_rate'])}); {_percent(tokens)} of these tokens changed an expert "
+            "in some layer.")
 
 
 def _metrics(summary: pd.DataFrame, counts: Mapping[str, int]) -> Table:
@@ -194,10 +177,9 @@ def by_layer(frames: Frames) -> Figure:
     ax.plot(layers["site"], layers["any_change_rate"], "s--", color=AFTER, markersize=3.5, markerfacecolor="white",
             linewidth=1.2, label="sets, S ≠ S′")
     ax.plot(layers["site"], layers["noise_expert_change_rate"], ":", color=FLOOR, label="noise floor, slots")
-    ax.set(title="Change by site", ylabel="share of response rows", xlabel="routing site, in forward order")
-    ax.yaxis.set_major_formatter(PercentFormatter(1))
+    ax.set(title="Change by site", ylabel="share of response rows", xlabel=SITE)
+    _share_axis(ax)
     _whole(ax)
-    ax.set_ylim(bottom=0)
     ax.legend()
     ax = axes[1]
     for when, colour in (("before", BEFORE), ("after", AFTER)):
@@ -206,7 +188,7 @@ def by_layer(frames: Frames) -> Figure:
         ax.plot(layers["site"], middle, "o-", color=colour, markersize=4, label=f"{when}: median, 10–90 % band")
     margins = layers.filter(regex="^margin_q").to_numpy()
     known = bool(((margins > 0) & (margins < math.inf)).any())  # none where routers hand out no scores, or use all
-    ax.set(title="Router margin" if known else "Router margin: none known", xlabel="routing site, in forward order",
+    ax.set(title="Router margin" if known else "Router margin: none known", xlabel=SITE,
            yscale="log" if known else "linear", ylabel="k-th minus next choice score")
     _whole(ax)
     ax.legend()
@@ -222,8 +204,8 @@ def _margin_panel(ax: Axes, margins: pd.DataFrame) -> None:
            align="edge", color=AFTER, edgecolor="white", alpha=0.8)
     ax.set(title="Change by margin", xscale="log", xlabel="margin before, two bins per decade",
            ylabel="share of sets changed")
-    ax.set_ylim(0, 1)
-    ax.yaxis.set_major_formatter(PercentFormatter(1))
+    _share_axis(ax)
+    ax.set_ylim(top=1)
 
 
 @styled
@@ -240,8 +222,7 @@ def concentration_figure(frames: Frames) -> Figure:
     ax.plot(pooled["position"], pooled["w"] / pooled["n"], "o-", color=AFTER, markersize=4)
     ax.set(title="By position in the response", ylabel="expert slots changed",
            xlabel="token of the response" + (f" (each point: {width} tokens)" if width > 1 else ""))
-    ax.yaxis.set_major_formatter(PercentFormatter(1))
-    ax.set_ylim(bottom=0)
+    _share_axis(ax)
     ax, spread = axes[1], frames["layers_changed"]
     ax.bar(spread["layers_changed"], spread["tokens"] / spread["tokens"].sum(), color=AFTER, alpha=0.8, width=0.85)
     ax.set(title="By token", xlabel="layers in which a token's set changed", ylabel="share of response tokens")
@@ -271,7 +252,7 @@ def experts_figure(frames: Frames) -> Figure:
         image = ax.imshow(frame, aspect="auto", origin="lower", cmap=colours, vmin=low, vmax=high,
                           interpolation="nearest")
         figure.colorbar(image, ax=ax, label="1 = fair share, slots · E / all slots")
-        ax.set(title=title, xlabel="expert", ylabel="routing site, in forward order")
+        ax.set(title=title, xlabel="expert", ylabel=SITE)
         ax.grid(visible=False)
         _whole(ax)
         ax.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -279,9 +260,8 @@ def experts_figure(frames: Frames) -> Figure:
     ax.plot(layers["site"], layers["coactivation_change"], "o-", color=AFTER, markersize=4,
             label="co-activation, ½ Σ |q − q′|")
     ax.plot(layers["site"], layers["noise_coactivation_change"], ":", color=FLOOR, label="its noise floor")
-    ax.set(title="Pairs of experts", xlabel="routing site, in forward order", ylabel="share of pairs that moved")
-    ax.yaxis.set_major_formatter(PercentFormatter(1))
-    ax.set_ylim(bottom=0)
+    ax.set(title="Pairs of experts", xlabel=SITE, ylabel="share of pairs that moved")
+    _share_axis(ax)
     _whole(ax)
     ax.legend()
     return figure
@@ -290,7 +270,7 @@ def experts_figure(frames: Frames) -> Figure:
 @styled
 def series_figure(table: pd.DataFrame) -> Figure:
     """A metric over the checkpoints of a series: since the previous one, since the first, and their noise floor."""
-    shown = [m for m in ("expert_change_rate", "any_layer_change", "router_shift") if (table["metric"] == m).any()]
+    shown = [metric for metric, (_, title) in SERIES.items() if title and (table["metric"] == metric).any()]
     figure, axes = plots.new_figure(len(shown), "How far has routing moved, and how fast?")
     steps = table.groupby("index", sort=True)["step"].first()
     at = steps if steps.notna().all() and steps.is_monotonic_increasing and steps.is_unique else None
@@ -300,14 +280,8 @@ def series_figure(table: pd.DataFrame) -> Figure:
             x = rows["index"] if at is None else rows["index"].map(at)
             ax.plot(x, rows["response"], line, color=colour, markersize=4, label=f"since the {since}")
             ax.plot(x, rows["noise_floor"], ":", color=FLOOR, label="noise floor" if since == "first" else None)
-        ax.set(
-            title={
-                "expert_change_rate": "Expert slots changed",
-                "any_layer_change": "Tokens that changed in any layer",
-                "router_shift": "Router shift, nats",
-            }[metric],
-            xlabel="checkpoint, in the order given" if at is None else "step of the checkpoint",
-        )
+        ax.set(title=SERIES[metric][1],
+               xlabel="checkpoint, in the order given" if at is None else "step of the checkpoint")
         _whole(ax)
         ax.set_ylim(bottom=0)
         if metric != "router_shift":
@@ -323,6 +297,11 @@ FIGURES = {"by_layer": by_layer, "concentration": concentration_figure, "experts
 # ---------------------------------------------------------------------- small parts
 def _whole(ax: Axes) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _share_axis(ax: Axes) -> None:
+    ax.yaxis.set_major_formatter(PercentFormatter(1))
+    ax.set_ylim(bottom=0)
 
 
 def _plain(text: str) -> str:
