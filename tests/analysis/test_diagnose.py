@@ -18,18 +18,18 @@ import torch
 from moe_rl import cli
 from moe_rl.analysis.diagnose import diagnose
 from moe_rl.analysis.diagnose.diagnosis import Explanation, Gap
-from moe_rl.analysis.diagnose.ladder import TEMPERATURES, Ladder, Rung, promising, remaining
-from moe_rl.analysis.diagnose.report import write_page
-from moe_rl.analysis.diagnose.responses import Rollouts, keys
-from moe_rl.analysis.diagnose.suspects import (
-    experts_by,
-    in_dtype,
-    routers_changed,
-    runnable,
-    suspects_of,
-    weights_of,
-    weights_rounded,
+from moe_rl.analysis.diagnose.hypotheses import (
+    cast_to,
+    change_routers,
+    list_hypotheses,
+    make_runnable,
+    round_routers,
+    switch_experts,
+    take_weights,
 )
+from moe_rl.analysis.diagnose.report import write_page
+from moe_rl.analysis.diagnose.responses import Rollouts, hash_sets
+from moe_rl.analysis.diagnose.scoring import TEMPERATURES, Fit, Scorer, choose_temperatures, compute_left
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer
@@ -58,7 +58,7 @@ def test_a_broken_engine_is_named(bench, fault):
     also = {"older": engine.older()} if fault in ALSO else None
     found = answer(engine, getattr(engine, fault)(), also=also)
     assert found.causes[0] == expected(fault, engine) and found.fault and not found.equally, found.verdict
-    assert found.evidence and found.rungs[0].name == "natural"
+    assert found.evidence and found.fits[0].name == "natural"
 
 
 def test_the_response_furthest_apart_is_shown_token_by_token(bench, tmp_path):
@@ -82,7 +82,7 @@ def test_the_response_furthest_apart_is_shown_token_by_token(bench, tmp_path):
 def test_an_honest_engine_is_not_accused(bench, family, temperature):
     engine = bench(family)
     found = answer(engine, engine.honest(temperature))
-    assert found.causes == () and not found.fault and found.rungs[0].mean < 1e-9
+    assert found.causes == () and not found.fault and found.fits[0].mean < 1e-9
 
 
 @pytest.mark.parametrize("temperature", [0.25, 0.75, 0.85, 0.97, 1.8, 2.5])
@@ -97,18 +97,19 @@ def test_further_temperatures_are_tried_where_a_parabola_in_their_inverse_is_low
     def gaps(*, lowest, rest):
         return {t: 3 * (1 / t - 1 / lowest) ** 2 + rest for t in TEMPERATURES}
 
-    assert promising(gaps(lowest=0.87, rest=0.01), most=0.02) == [0.85, 0.86, 0.87, 0.88, 0.89]
-    assert promising(gaps(lowest=2, rest=0.0), most=0.1) == [1.98, 1.99, 2.0, 2.01, 2.02]
-    assert promising(gaps(lowest=0.25, rest=0.0), most=0.1) == [0.23, 0.24, 0.25, 0.26, 0.27]
-    assert promising(gaps(lowest=0.9, rest=0.0), most=0.1) == [0.88, 0.89, 0.91, 0.92], "0.9 is known"
-    assert promising(gaps(lowest=0.87, rest=0.03), most=0.02) == []
-    assert promising({t: 1 / t**0.5 for t in TEMPERATURES[:3]} | {1.0: -3.0}, most=9.0) == [], "no lowest point"
+    assert choose_temperatures(gaps(lowest=0.87, rest=0.01), most=0.02) == [0.85, 0.86, 0.87, 0.88, 0.89]
+    assert choose_temperatures(gaps(lowest=2, rest=0.0), most=0.1) == [1.98, 1.99, 2.0, 2.01, 2.02]
+    assert choose_temperatures(gaps(lowest=0.25, rest=0.0), most=0.1) == [0.23, 0.24, 0.25, 0.26, 0.27]
+    assert choose_temperatures(gaps(lowest=0.9, rest=0.0), most=0.1) == [0.88, 0.89, 0.91, 0.92], "0.9 is known"
+    assert choose_temperatures(gaps(lowest=0.87, rest=0.03), most=0.02) == []
+    falling = {t: 1 / t**0.5 for t in TEMPERATURES[:3]} | {1.0: -3.0}
+    assert choose_temperatures(falling, most=9.0) == [], "no lowest point"
 
 
 def test_an_honest_engine_in_bfloat16_is_rounding():
     engine = Bench("qwen3_moe", count=8, dtype=torch.bfloat16)
     found = answer(engine, engine.honest())
-    assert not found.fault and found.causes in (("rounding",), ("dtype",)) and found.rungs[0].mean > 1e-6
+    assert not found.fault and found.causes in (("rounding",), ("dtype",)) and found.fits[0].mean > 1e-6
 
 
 def test_a_fault_that_is_larger_than_rounding_is_named_beside_it():
@@ -116,7 +117,7 @@ def test_a_fault_that_is_larger_than_rounding_is_named_beside_it():
     where the gap is several times that."""
     engine = Bench("olmoe", dtype=torch.bfloat16)
     found = answer(engine, engine.top_k())
-    natural, _, rounding = found.rungs[:3]
+    natural, _, rounding = found.fits[:3]
     assert 4 < natural.mean / rounding.mean < 8 and natural.distance.mean() < 3 * rounding.distance.mean()
     assert found.causes == ("top_k",) and not found.equally
 
@@ -125,10 +126,10 @@ def test_a_router_in_fp8_is_named_within_rounding():
     """An engine in bfloat16, whose gap is no larger than rounding can make it: tokens that come nearer tell."""
     engine = Bench("qwen3_moe", dtype=torch.bfloat16)
     found = answer(engine, engine.router_fp8())
-    natural, _, rounding = found.rungs[:3]
+    natural, _, rounding = found.fits[:3]
     assert natural.mean < 8 * rounding.mean and found.causes == ("router_fp8",) and found.fault
-    (best,) = [r for r in found.rungs if r.name == "routers in fp8, by tensor"]
-    others = [r.nearer.mean() for r in found.rungs if "fp8, by row" in r.name or "unscaled" in r.name]
+    (best,) = [r for r in found.fits if r.name == "routers in fp8, by tensor"]
+    others = [r.nearer.mean() for r in found.fits if "fp8, by row" in r.name or "unscaled" in r.name]
     assert best.nearer.mean() > 0.3 and max(others) < 0 and "nearer to the engine's" in " ".join(found.evidence)
 
 
@@ -147,7 +148,7 @@ def test_a_tie_that_the_engine_breaks_otherwise_is_no_fault_of_its_routes():
         if not tied and (tied := scores.margins[0, t, site] == 0):
             e["routes"][t, site] = scores.all_log_probs[site][0, t].argsort(descending=True)[[0, 2]].numpy()
     found = diagnose(entries, trainer, tokenizer=engine.tokenizer)
-    kl = {r.name: r.mean for r in found.rungs}
+    kl = {r.name: r.mean for r in found.fits}
     assert 10 * 4 * kl["noise floor"] < kl["ids of the prompt forced"] < kl["rounding"]
     assert found.causes == () and not found.fault, found.verdict
 
@@ -205,12 +206,12 @@ def test_the_model_is_as_before(bench):
     before = {n: x.clone() for n, x in engine.model.state_dict().items()}
     modules, implementation = dict(engine.model.named_modules()), engine.model.config._experts_implementation
     older = {"older": engine.older()}
-    for suspect in suspects_of(engine.model, [], engine.tokenizer, older):
-        with suspect.model(engine.model):
+    for hypothesis in list_hypotheses(engine.model, [], engine.tokenizer, older):
+        with hypothesis.model(engine.model):
             pass
         after = engine.model.state_dict()
-        assert all(torch.equal(before[n], after[n]) for n in before), suspect.rung
-        assert dict(engine.model.named_modules()) == modules, suspect.rung
+        assert all(torch.equal(before[n], after[n]) for n in before), hypothesis.name
+        assert dict(engine.model.named_modules()) == modules, hypothesis.name
     assert engine.model.config._experts_implementation == implementation
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules.values())
 
@@ -222,16 +223,16 @@ def test_a_scope_does_what_it_says(bench):
     tokens = torch.tensor([entry["tokens"]])
     with torch.no_grad():
         natural = model(tokens).logits
-        with weights_rounded(torch.zeros_like)(model), record_routing(model, scores=True) as recording:
+        with round_routers(torch.zeros_like)(model), record_routing(model, scores=True) as recording:
             model(tokens)
             assert torch.allclose(recording.scores(1).gates, torch.tensor(0.5)), "equal logits, equal weights"
-        with routers_changed(lambda spec: setattr(spec.module, "top_k", 3))(model):
+        with change_routers(lambda spec: setattr(spec.module, "top_k", 3))(model):
             assert layout_of(model).top_k == 3
-        with in_dtype(torch.bfloat16)(model) as twin:
+        with cast_to(torch.bfloat16)(model) as twin:
             assert twin(tokens).logits.dtype == torch.bfloat16 and model(tokens).logits.dtype == torch.float32
-        with weights_of(engine.older(), lambda n: n.startswith("lm_head."))(model):
+        with take_weights(engine.older(), lambda n: n.startswith("lm_head."))(model):
             assert model.lm_head.weight is not model.model.embed_tokens.weight
-        with experts_by("eager")(model):
+        with switch_experts("eager")(model):
             assert torch.allclose(model(tokens).logits, natural, atol=1e-5)
         assert torch.equal(model(tokens).logits, natural)
 
@@ -240,11 +241,11 @@ def test_experts_too_narrow_for_grouped_products_run_one_by_one():
     """Rows of 20 numbers are 80 bytes in float32 and 40 in bfloat16; of 6, never a multiple of 16."""
     engine, narrow = (Bench("qwen3_moe", count=2, moe_intermediate_size=width) for width in (20, 6))
     found = answer(engine, engine.honest())
-    assert found.causes == () and found.rungs[2].name == "rounding" and found.rungs[2].mean > 1e-7
+    assert found.causes == () and found.fits[2].name == "rounding" and found.fits[2].mean > 1e-7
     tokens = torch.tensor([[5, 6, 7]])
-    with runnable(narrow.model) as model, torch.no_grad():
+    with make_runnable(narrow.model) as model, torch.no_grad():
         assert torch.isfinite(model(tokens).logits).all()
-        with pytest.raises(ConfigError, match="multiple of 16 bytes"), experts_by("grouped_mm")(model):
+        with pytest.raises(ConfigError, match="multiple of 16 bytes"), switch_experts("grouped_mm")(model):
             pass
     assert narrow.model.config._experts_implementation == engine.model.config._experts_implementation == "grouped_mm"
 
@@ -255,24 +256,24 @@ def test_k3_by_hand(bench):
     for entry in honest:
         entry["logprobs"] = [x - 0.1 for x in picked(logits_of(engine.model, entry), entry)]
     found = answer(engine, honest)
-    assert found.rungs[0].mean == pytest.approx(np.expm1(0.1) - 0.1, rel=1e-4)
-    assert found.rungs[0].beyond_2.max() == 0 and found.tokens == sum(len(e["logprobs"]) for e in honest)
+    assert found.fits[0].mean == pytest.approx(np.expm1(0.1) - 0.1, rel=1e-4)
+    assert found.fits[0].beyond_2.max() == 0 and found.tokens == sum(len(e["logprobs"]) for e in honest)
 
 
 def test_what_is_left_is_a_ratio_of_means_with_an_interval():
     base, half = np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.5, 1.0, 1.5, 2.0])
-    rungs = [Rung("", x, x, x, x, x) for x in (half, base, half[:1], base[:1])]
-    assert remaining(*rungs[:2]) == (0.5, pytest.approx(0.5), pytest.approx(0.5)), "paired: every resample halves"
-    assert remaining(*rungs[2:]) == (0.5, 0.5, 0.5)
+    fits = [Fit("", x, x, x, x, x) for x in (half, base, half[:1], base[:1])]
+    assert compute_left(*fits[:2]) == (0.5, pytest.approx(0.5), pytest.approx(0.5)), "paired: every resample halves"
+    assert compute_left(*fits[2:]) == (0.5, 0.5, 0.5)
 
 
 def test_what_hides_within_rounding_brings_many_responses_nearer_by_hand():
     """Of 16 responses 75 to 85 % of the tokens come nearer; left is half of what rounding makes, or 30 times."""
-    half, much = (Rung("", *np.full((4, 16), x), nearer=0.5 + 0.1 * (np.arange(16) % 3)) for x in (5e-5, 3e-3))
-    gap = Gap(object.__new__(Ladder), half, Rung("", *np.full((5, 16), 1e-4)))
+    half, much = (Fit("", *np.full((4, 16), x), nearer=0.5 + 0.1 * (np.arange(16) % 3)) for x in (5e-5, 3e-3))
+    gap = Gap(object.__new__(Scorer), half, Fit("", *np.full((5, 16), 1e-4)))
 
-    def named(rung, *causes):
-        return gap.nearer(Explanation(causes, "", rung, (0, 0, 0), True))
+    def named(fit, *causes):
+        return gap.moves_nearer(Explanation(causes, "", fit, (0, 0, 0), True))
 
     assert named(half, "router_fp8") and named(half, "router_int8")
     assert not named(half, "lost_bias") and not named(half, "router_fp8", "temperature")
@@ -285,7 +286,7 @@ def test_what_hides_within_rounding_brings_many_responses_nearer_by_hand():
 
 def test_keys_are_those_of_sets():
     ids = np.array([[[0, 3]], [[3, 0]], [[1, 2]], [[-1, -1]]], dtype=np.int8)
-    a, b, c, none = keys(ids)[:, 0]
+    a, b, c, none = hash_sets(ids)[:, 0]
     assert a == b != c and none == -1
 
 
@@ -434,6 +435,6 @@ def test_combine_weights_are_forced_with_the_ids(bench):
     twin = engine.engine(lambda m: [r.weight.mul_(0.9) for r in engine.routers(m)])
     found = answer(engine, with_gates(twin, engine.honest(change=lambda m: [
         r.weight.mul_(0.9) for r in engine.routers(m)])))
-    kl = {r.name: r.mean for r in found.rungs}
+    kl = {r.name: r.mean for r in found.fits}
     assert kl["ids and combine weights forced"] < 1e-9 < kl["ids forced"] < kl["natural"]
     assert found.causes == ("combine_weights",)

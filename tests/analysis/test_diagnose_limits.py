@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from moe_rl.analysis.diagnose import diagnose
-from moe_rl.analysis.diagnose.ladder import Ladder
 from moe_rl.analysis.diagnose.report import write_page
 from moe_rl.analysis.diagnose.responses import Rollouts
+from moe_rl.analysis.diagnose.scoring import Scorer
 from moe_rl.routing import layout_of
 from tests.analysis.broken_engines import Bench, with_gates
 
@@ -58,15 +58,15 @@ def test_a_single_token_names_nothing(bench):
 def test_a_lone_token_of_the_engine_has_no_neighbour_to_be_off_by_one_from(bench, honest):
     """All but the last token are an environment's: there the shifted reading is the natural one, bit for bit."""
     alone = [e | {"logprobs": [None] * (len(e["logprobs"]) - 1) + [-1.0]} for e in without_routes(honest)]
-    ladder = Ladder(bench.model, Rollouts(alone, layout_of(bench.model), vocabulary=48).responses)
-    assert ladder.shifted(1).kl.tolist() == ladder.base.kl.tolist()
+    scorer = Scorer(bench.model, Rollouts(alone, layout_of(bench.model), vocabulary=48).responses)
+    assert scorer.compare_shifted(1).kl.tolist() == scorer.base.kl.tolist()
 
 
 def test_versions_that_differ_by_chance_are_not_the_cause(bench):
     """A gap that all responses have, of one token and of a version each: some are small, and none is absent."""
     other = [cut(e, 1) | {"weight_version": i} for i, e in enumerate(bench.weight_version())]
     found = answer(bench, without_routes(other))
-    versions = [p.value for p in found.places if p.kind == "weight version"]
+    versions = [p.value for p in found.locations if p.kind == "weight version"]
     assert min(versions) < 0.1 * max(versions) and found.causes == ("unexplained",)
 
 

@@ -19,8 +19,8 @@ import torch
 
 from moe_rl.analysis.diagnose import diagnose
 from moe_rl.analysis.diagnose.diagnosis import Diagnosis
-from moe_rl.analysis.diagnose.ladder import Ladder
 from moe_rl.analysis.diagnose.responses import Rollouts
+from moe_rl.analysis.diagnose.scoring import Scorer
 from moe_rl.routing import layout_of
 from moe_rl.types import Prompt
 from tests.analysis.broken_engines import (
@@ -144,7 +144,7 @@ def faults(which: tuple[str, ...], families: tuple[str, ...], seed: int, engine:
             table[fault][family] = {"named": "✓", "not named": answer or "no gap"}.get(what, f"WRONG: {answer}")
             if answer != wanted and what == "named":
                 table[fault][family] += f" {answer.removeprefix(wanted)}"
-            print(family, fault, what, answer, f"KL {found.rungs[0].mean:.2g}", f"rounding {found.rungs[2].mean:.2g}",
+            print(family, fault, what, answer, f"KL {found.fits[0].mean:.2g}", f"rounding {found.fits[2].mean:.2g}",
                   nearest(found), sep="\t", flush=True)
     print(f"\nengine in {engine or torch.float32}, trainer in {trainer}: {dict(counts)}\n")
     print("| fault |", " | ".join(families), "|\n|" + "---|" * (1 + len(families)))
@@ -154,7 +154,7 @@ def faults(which: tuple[str, ...], families: tuple[str, ...], seed: int, engine:
 
 
 def nearest(found: Diagnosis) -> str:
-    """The three suspects that leave least of the gap, and how much, with the upper end of its interval."""
+    """The three hypotheses that leave least of the gap, and how much, with the upper end of its interval."""
     left = sorted((x, name) for name, x in found.left.items() if "forced" not in name)[:3]
     return "; ".join(f"{name} {100 * x[0]:.2g} % [{100 * x[2]:.2g}]" for x, name in left)
 
@@ -187,7 +187,7 @@ def pairs(families: tuple[str, ...], seed: int) -> None:
 def gap(bench: Bench, entries: list[dict]) -> float:
     """The natural KL, nats per token."""
     read = Rollouts(entries, layout_of(bench.model), vocabulary=VOCABULARY)
-    return Ladder(bench.model, read.responses).base.mean
+    return Scorer(bench.model, read.responses).base.mean
 
 
 # ---------------------------------------------------------------------- nothing to name
@@ -231,7 +231,7 @@ def honest(files: int, start: int) -> None:
             seen[key] += 1
             alarms[key] += found.fault
         print(n, family, numerics, variant, temperature, found.responses, "+".join(found.causes),
-              f"{found.rungs[0].mean:.2g}", found.verdict if found.fault else nearest(found), sep="\t", flush=True)
+              f"{found.fits[0].mean:.2g}", found.verdict if found.fault else nearest(found), sep="\t", flush=True)
     columns = list(dict.fromkeys(numerics for _, numerics in sorted(seen)))
     print("\nfalse alarms / honest files\n")
     print("| |", " | ".join(columns), "|\n|" + "---|" * (1 + len(columns)))

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from moe_rl.analysis.diagnose import diagnose
-from moe_rl.analysis.diagnose.ladder import STATED, agreement, score
+from moe_rl.analysis.diagnose.hypotheses import cast_to
 from moe_rl.analysis.diagnose.responses import Rollouts
-from moe_rl.analysis.diagnose.signatures import Reported, findings
-from moe_rl.analysis.diagnose.suspects import in_dtype
+from moe_rl.analysis.diagnose.route_faults import Reported, find_faults
+from moe_rl.analysis.diagnose.scoring import STATED, measure_agreement, score
 from moe_rl.routing import layout_of
 from tests.analysis.broken_engines import Bench
 from tests.conftest import build
@@ -105,9 +105,9 @@ def main() -> None:
         read = Rollouts(options.file, layout, vocabulary=16).responses
         natural = [r.ids.copy() for r in read]
         for dtype in (torch.float32, torch.bfloat16) if options.forwards else ():
-            with in_dtype(dtype)(model) as twin:
+            with cast_to(dtype)(model) as twin:
                 score(twin, read[:2], keep_routes=True)
-        findings(Reported(read, natural, [], layout, agreement(natural, natural)))
+        find_faults(Reported(read, natural, [], layout, measure_agreement(natural, natural)))
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
 
 

@@ -73,7 +73,7 @@ def test_a_kept_file_is_read_by_diagnose(parts, tmp_path):
         GapFiles(tmp_path, Sampling())(1, batch, {"engine_kl_k3": 1.0})
     found = diagnose(tmp_path / "step=000001.jsonl", parts.policy.model)
     assert found.causes == () and found.of == len(batch) and found.tokens == int(batch.response_mask.sum())
-    assert any(r.name == "ids forced" for r in found.rungs)
+    assert any(r.name == "ids forced" for r in found.fits)
 
 
 def test_a_file_is_bounded_and_says_what_is_not_the_policys_own(parts, tmp_path, monkeypatch):

@@ -14,11 +14,11 @@ import scipy
 import torch
 from torch import nn
 
-from moe_rl.analysis.diagnose.ladder import STATED, Ladder, Rung, Scores, force_each_site, partly, remaining
-from moe_rl.analysis.diagnose.places import MOST, Example, Place, describe_start, example_of, places
-from moe_rl.analysis.diagnose.responses import Rollouts, as_reported, usable
-from moe_rl.analysis.diagnose.signatures import Finding, Reported, findings
-from moe_rl.analysis.diagnose.suspects import Suspect, evaluating, runnable, suspects_of
+from moe_rl.analysis.diagnose.hypotheses import Hypothesis, list_hypotheses, make_runnable, set_to_eval
+from moe_rl.analysis.diagnose.locations import MOST, Example, Location, choose_example, describe_start, locate_gap
+from moe_rl.analysis.diagnose.responses import Rollouts, has_routes, select_ids
+from moe_rl.analysis.diagnose.route_faults import Fault, Reported, find_faults
+from moe_rl.analysis.diagnose.scoring import STATED, Fit, Scorer, Scores, compute_left, force_each_site, mask_ids
 from moe_rl.analysis.folders import describe
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RoutingError
@@ -72,12 +72,12 @@ class Diagnosis:
     evidence: tuple[str, ...]
     """Sentences, each with its numbers."""
     notes: tuple[str, ...]
-    """What else is worth knowing: missing routes, skipped rungs."""
-    rungs: tuple[Rung, ...]
-    """The ladder: natural first, then the noise floor, forced routes, and every suspect, the best first."""
+    """What else is worth knowing: missing routes, skipped forwards."""
+    fits: tuple[Fit, ...]
+    """One per forward: natural first, then the noise floor, forced routes, and every hypothesis, the best first."""
     left: Mapping[str, tuple[float, float, float]]
-    """By rung: what is left of the natural KL, with its 95 % interval; empty where there is no gap."""
-    places: tuple[Place, ...]
+    """By forward: what is left of the natural KL, with its 95 % interval; empty where there is no gap."""
+    locations: tuple[Location, ...]
     """Where the gap is."""
     responses: int
     """Looked at."""
@@ -113,9 +113,9 @@ def diagnose(
     read = rollouts if isinstance(rollouts, Rollouts) else Rollouts(
         rollouts, layout, vocabulary=config.vocab_size, tokenizer=tokenizer, num_layers=config.num_hidden_layers,
         limit=responses, seed=seed)
-    with evaluating(model), runnable(model):
-        ladder = Ladder(model, read.responses, batch_tokens)
-        return _Case(ladder, Gap(ladder, *ladder.noise())).decide(read.count, tokenizer, dict(also or {}))
+    with set_to_eval(model), make_runnable(model):
+        scorer = Scorer(model, read.responses, batch_tokens)
+        return _Case(scorer, Gap(scorer, *scorer.measure_noise())).decide(read.count, tokenizer, dict(also or {}))
 
 
 def diagnose_checkpoint(
@@ -159,111 +159,111 @@ def diagnose_checkpoint(
 class _Case:
     """One diagnosis on its way."""
 
-    ladder: Ladder
+    scorer: Scorer
     gap: Gap
-    forced: dict[str, Rung] = field(default_factory=dict)
+    forced: dict[str, Fit] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     evidence: list[str] = field(default_factory=list)
-    sets: list[Place] = field(default_factory=list)
+    sets: list[Location] = field(default_factory=list)
 
     def decide(self, of: int, tokenizer: Any, also: dict[str, nn.Module]) -> Diagnosis:
-        ladder, gap = self.ladder, self.gap
-        self._force()
+        scorer, gap = self.scorer, self.gap
+        self._force_routes()
         if not gap.agrees:
-            gap.attempt(suspects_of(ladder.model, ladder.responses, tokenizer, also))
-        found = [] if gap.agrees else gap.explanations()
-        findings = self._routes(found[0] if found else None)
-        causes, says, fault = self._verdict(found, findings)
-        where = list(places(ladder))
-        if self.forced and not (gap.agrees and self._harmless()):
-            where += [*self.sets, *(Place("layer", str(ladder.layout.sites[s].decoder_layer), kl, 0)
-                                    for s, kl in force_each_site(ladder, FEW))]
+            gap.try_all(list_hypotheses(scorer.model, scorer.responses, tokenizer, also))
+        found = [] if gap.agrees else gap.find_explanations()
+        findings = self._find_faults(found[0] if found else None)
+        causes, says, fault = self._conclude(found, findings)
+        where = list(locate_gap(scorer))
+        if self.forced and not (gap.agrees and self._is_harmless()):
+            where += [*self.sets, *(Location("layer", str(scorer.layout.sites[s].decoder_layer), kl, 0)
+                                    for s, kl in force_each_site(scorer, FEW))]
         if not gap.agrees:
-            self.evidence.append(describe_start(ladder, gap.noise))
-        rungs = [ladder.base, gap.floor, gap.rounding, *self.forced.values(),
-                 *(e.rung for e in sorted(gap.tried, key=lambda e: e.rung.mean))]
-        left = {} if gap.agrees else {r.name: remaining(r, ladder.base) for r in self.forced.values()} | {
-            e.rung.name: e.left for e in gap.tried}
+            self.evidence.append(describe_start(scorer, gap.noise))
+        fits = [scorer.base, gap.floor, gap.rounding, *self.forced.values(),
+                *(e.fit for e in sorted(gap.tried, key=lambda e: e.fit.mean))]
+        left = {} if gap.agrees else {r.name: compute_left(r, scorer.base) for r in self.forced.values()} | {
+            e.fit.name: e.left for e in gap.tried}
         equally = [c for c in dict.fromkeys("+".join(e.causes) for e in found) if c != "+".join(found[0].causes)]
         if equally:
             says += f" As good an explanation: {'; or '.join(e.says for e in found if e.causes != found[0].causes)}."
-        return Diagnosis(causes, says, fault, tuple(equally), tuple(self.evidence), (*self.notes, *ladder.skipped),
-                         tuple(rungs), left, tuple(where), len(ladder.responses), of, int(ladder.own.sum()),
-                         None if gap.agrees else example_of(ladder, tokenizer))
+        return Diagnosis(causes, says, fault, tuple(equally), tuple(self.evidence), (*self.notes, *scorer.skipped),
+                         tuple(fits), left, tuple(where), len(scorer.responses), of, int(scorer.own.sum()),
+                         None if gap.agrees else choose_example(scorer, tokenizer))
 
     # ------------------------------------------------------------------ forced routes
-    def _force(self) -> None:
-        """The rungs of replay: all ids, those of prompt or response alone, combine weights too."""
-        ladder = self.ladder
-        without = sum(not usable(r, ladder.layout) for r in ladder.responses)
+    def _force_routes(self) -> None:
+        """The forwards under replay: all ids, those of prompt or response alone, combine weights too."""
+        scorer = self.scorer
+        without = sum(not has_routes(r, scorer.layout) for r in scorer.responses)
         if without:
-            self.notes.append(f"{without} of {len(ladder.responses)} responses carry no routes of this model's top-"
-                              f"{ladder.layout.top_k}: a replay has nothing to replay there.")
-        if not ladder.routed:
+            self.notes.append(f"{without} of {len(scorer.responses)} responses carry no routes of this model's top-"
+                              f"{scorer.layout.top_k}: a replay has nothing to replay there.")
+        if not scorer.routed:
             return
-        tried = [("ids forced", as_reported, False), ("ids of the prompt forced", partly(prompt=True), False),
-                 ("ids of the response forced", partly(prompt=False), False)]
-        if all(r.gates is not None for r in ladder.responses if usable(r, ladder.layout)):
-            tried.append(("ids and combine weights forced", as_reported, True))
+        tried = [("ids forced", select_ids, False), ("ids of the prompt forced", mask_ids(prompt=True), False),
+                 ("ids of the response forced", mask_ids(prompt=False), False)]
+        if all(r.gates is not None for r in scorer.responses if has_routes(r, scorer.layout)):
+            tried.append(("ids and combine weights forced", select_ids, True))
         for name, routes, gates in tried:
-            if (rung := ladder.forced(name, routes, gates)) is not None:
-                self.forced[name] = rung
+            if (fit := scorer.force(name, routes, gates)) is not None:
+                self.forced[name] = fit
 
-    def _harmless(self) -> bool:
+    def _is_harmless(self) -> bool:
         """Whether forced routes leave log-probs that agree where they are, and others within rounding. A trainer in
         less than float32 picks other experts at ties by itself, and so may an honest engine."""
-        gap, ties = self.gap, next(self.ladder.model.parameters()).dtype != torch.float32
-        return all((gap.agrees and r.mean <= FORCED * gap.noise) or ((ties or not gap.agrees) and gap.rounded(r))
+        gap, ties = self.gap, next(self.scorer.model.parameters()).dtype != torch.float32
+        return all((gap.agrees and r.mean <= FORCED * gap.noise) or ((ties or not gap.agrees) and gap.is_rounding(r))
                    for r in self.forced.values())
 
     # ------------------------------------------------------------------ reported routes
-    def _routes(self, best: Explanation | None) -> list[Finding]:
+    def _find_faults(self, best: Explanation | None) -> list[Fault]:
         """What is wrong with the reported routes, held against those of what explains the gap."""
-        ladder = self.ladder
-        found = self._other_k()
-        if not ladder.routed:
+        scorer = self.scorer
+        found = self._find_other_k()
+        if not scorer.routed:
             return found
-        scores = ladder.natural
-        if best is not None and best.suspects and all(s.tokens is None for s in best.suspects):
-            under = ladder.under(best.suspects, keep_routes=True, keep_gates=bool(ladder.natural.gates))
-            scores = under if under is not None and under.routes[0].shape == ladder.natural.routes[0].shape else scores
-        reported = Reported(ladder.responses, scores.routes, scores.gates, ladder.layout, ladder.expected)
+        scores = scorer.natural
+        if best is not None and best.hypotheses and all(s.tokens is None for s in best.hypotheses):
+            under = scorer.score_under(best.hypotheses, keep_routes=True, keep_gates=bool(scorer.natural.gates))
+            scores = under if under is not None and under.routes[0].shape == scorer.natural.routes[0].shape else scores
+        reported = Reported(scorer.responses, scores.routes, scores.gates, scorer.layout, scorer.expected)
         if not reported.pairs:
             return found
-        whose = "" if scores is ladder.natural else " under what explains the gap"
+        whose = "" if scores is scorer.natural else " under what explains the gap"
         if math.isnan(reported.agreement):
             self.notes.append("Of the reported routes next to none is known: there is nothing to compare or to replay.")
-            return [*found, *findings(reported)]
+            return [*found, *find_faults(reported)]
         self.evidence.append(f"{100 * reported.agreement:.3g} % of the reported sets of experts are those that the "
                              f"checkpoint picks itself{whose}; "
-                             f"between its float32 and its bfloat16 {100 * ladder.expected:.3g} %.")
-        self.sets = [Place("sets", str(site.decoder_layer), float(1 - own), 0)
-                     for site, own in zip(ladder.layout.sites, reported.by_site(), strict=True)]
-        apart = [p.name for p in self.sets if p.value > 1 - CLEARLY * ladder.expected]
+                             f"between its float32 and its bfloat16 {100 * scorer.expected:.3g} %.")
+        self.sets = [Location("sets", str(site.decoder_layer), float(1 - own), 0)
+                     for site, own in zip(scorer.layout.sites, reported.measure_by_site(), strict=True)]
+        apart = [p.name for p in self.sets if p.value > 1 - CLEARLY * scorer.expected]
         if apart:
             self.evidence.append(f"The first layer that uses other experts, by more than rounding, is {apart[0]} "
                                  f"({len(apart)} of {len(self.sets)} do).")
-        for finding in findings(reported):
+        for finding in find_faults(reported):
             found.append(finding)
-            repaired = finding.repaired and scores is ladder.natural and ladder.forced(
-                f"ids forced, {finding.cause} mended", self._mended(finding))
+            repaired = finding.repair and scores is scorer.natural and scorer.force(
+                f"ids forced, {finding.cause} mended", self._repaired_ids(finding))
             if repaired:
                 self.forced[repaired.name] = repaired
         return found
 
-    def _mended(self, finding: Finding) -> Any:
-        assert finding.repaired is not None
-        return lambda r, layout: finding.repaired(r, layout) if usable(r, layout) else as_reported(r, layout)
+    def _repaired_ids(self, finding: Fault) -> Any:
+        assert finding.repair is not None
+        return lambda r, layout: finding.repair(r, layout) if has_routes(r, layout) else select_ids(r, layout)
 
-    def _other_k(self) -> list[Finding]:
-        k = self.ladder.layout.top_k
-        others = {r.ids.shape[2] for r in self.ladder.responses if r.ids is not None} - {k}
-        return [Finding("top_k", f"the engine reports {' or '.join(map(str, sorted(others)))} experts per token, the "
-                        f"model uses {k}", f"routes have {sorted(others)} slots")] if others else []
+    def _find_other_k(self) -> list[Fault]:
+        k = self.scorer.layout.top_k
+        others = {r.ids.shape[2] for r in self.scorer.responses if r.ids is not None} - {k}
+        return [Fault("top_k", f"the engine reports {' or '.join(map(str, sorted(others)))} experts per token, the "
+                      f"model uses {k}", f"routes have {sorted(others)} slots")] if others else []
 
     # ------------------------------------------------------------------ the sentence
-    def _verdict(self, found: Sequence[Explanation], findings: Sequence[Finding]) -> tuple[tuple[str, ...], str, bool]:
-        gap, base = self.gap, self.ladder.base
+    def _conclude(self, found: Sequence[Explanation], findings: Sequence[Fault]) -> tuple[tuple[str, ...], str, bool]:
+        gap, base = self.gap, self.scorer.base
         faults = [f for f in findings if f.fault]
         for f in findings:
             self.evidence.append(f"{f.says[0].upper()}{f.says[1:]}: {f.evidence}.")
@@ -271,11 +271,11 @@ class _Case:
         routes = "; ".join(f.says for f in faults)
         if found:
             best = found[0]
-            self._explain(best)
+            self._add_evidence(best)
             causes = (*best.causes, *(f.cause for f in faults if f.cause not in best.causes))
             causes = causes if best.fault else (*causes[len(best.causes):], *best.causes)
             also = f" Its routes are wrong too: {routes}." if any(f.cause not in best.causes for f in faults) else ""
-            says = f"{_sentence(best.says)} ({size}, {best.rung.mean:.2g} when the trainer does the same).{also}"
+            says = f"{_sentence(best.says)} ({size}, {best.fit.mean:.2g} when the trainer does the same).{also}"
             return causes, says, best.fault or bool(faults)
         quiet = gap.agrees or gap.small
         if faults:
@@ -284,11 +284,11 @@ class _Case:
                 f"There is a gap ({size}) that nothing tried explains, and the reported routes are wrong"
             causes = tuple(f.cause for f in faults)
             return causes if quiet else (*causes, UNEXPLAINED), f"{start}: {routes}.", True
-        if not gap.agrees and (routed := self._by_routes()) is not None:
-            self._explain(routed)
+        if not gap.agrees and (routed := self._explain_by_routes()) is not None:
+            self._add_evidence(routed)
             return routed.causes, (f"{_sentence(routed.says)}, for a reason that is none of those tried: with what it "
-                                   f"reports forced, the gap goes ({size}, {routed.rung.mean:.2g} forced)."), True
-        if quiet and self.forced and not self._harmless():
+                                   f"reports forced, the gap goes ({size}, {routed.fit.mean:.2g} forced)."), True
+        if quiet and self.forced and not self._is_harmless():
             worst = max(self.forced.values(), key=lambda r: r.mean)
             return (UNEXPLAINED,), (f"The engine's log-probs are those of the checkpoint ({size}), but replaying what "
                                     f"it reports moves them ({worst.name}: KL {worst.mean:.2g}), in no way that is "
@@ -299,25 +299,25 @@ class _Case:
         if quiet:
             return ("rounding",), (f"The gap is what rounding makes ({size}; the checkpoint in float32 and in bfloat16 "
                                    f"differ by {gap.rounding.mean:.2g}). Nothing to mend."), False
-        return self._unexplained(size)
+        return self._explain_by_group(size)
 
-    def _by_routes(self) -> Explanation | None:
+    def _explain_by_routes(self) -> Explanation | None:
         """Whether the gap goes where what the engine reports of its routers is forced."""
         for name, cause, words in (("ids forced", "routing", "the engine chooses other experts"),
                                    ("ids and combine weights forced", "combine_weights",
                                     "the engine weighs its experts otherwise")):
-            if (rung := self.forced.get(name)) is not None:
-                found = Explanation((cause,), words, rung, remaining(rung, self.ladder.base), True)
-                if self.gap.enough(found):
+            if (fit := self.forced.get(name)) is not None:
+                found = Explanation((cause,), words, fit, compute_left(fit, self.scorer.base), True)
+                if self.gap.explains(found):
                     return found
         return None
 
-    def _unexplained(self, size: str) -> tuple[tuple[str, ...], str, bool]:
+    def _explain_by_group(self, size: str) -> tuple[tuple[str, ...], str, bool]:
         """A gap that nothing takes away: whether only some of the responses have it."""
         for kind, cause, words in (("weight version", "weight_version", "other weights sampled some of the responses"),
                                    ("prefix", "stale_cache", "responses after a cached prefix have the gap: its "
                                     "entries are of other weights or positions")):
-            groups = sorted((p for p in places(self.ladder, None) if p.kind == kind), key=lambda p: p.value)
+            groups = sorted((p for p in locate_gap(self.scorer, None) if p.kind == kind), key=lambda p: p.value)
             shown = groups if len(groups) <= MOST else [*groups[: MOST // 2], *groups[-MOST // 2 :]]
             if len(groups) < 2 or groups[-1].name == "fresh":
                 continue
@@ -328,37 +328,38 @@ class _Case:
                 return (cause,), (f"{_sentence(words)} ({kind} {high.name}: KL {high.value:.2g}; {low.name}: "
                                   f"{low.value:.2g})."), True
         if self.gap.few:
-            return (UNEXPLAINED,), (f"There is a gap ({size}), but of tokens there are {int(self.ladder.own.sum())}, "
+            return (UNEXPLAINED,), (f"There is a gap ({size}), but of tokens there are {int(self.scorer.own.sum())}, "
                                     f"too few to tell one reason from another: {TOKENS} are needed."), True
         best = min(self.gap.tried, key=lambda e: e.left[0], default=None)
-        near = f" The nearest, {best.rung.name}, leaves {100 * best.left[0]:.3g} % of it." if best else ""
+        near = f" The nearest, {best.fit.name}, leaves {100 * best.left[0]:.3g} % of it." if best else ""
         return (UNEXPLAINED,), (f"There is a gap ({size}) that nothing tried explains: other weights, perhaps (--also "
-                                f"names a checkpoint to try), or something this ladder does not know.{near}"), True
+                                f"names a checkpoint to try), or something that is not among the tests.{near}"), True
 
-    def _explain(self, e: Explanation) -> None:
+    def _add_evidence(self, e: Explanation) -> None:
         ratio, low, high = e.left
         self.evidence.append(
-            f"With {e.rung.name or e.says} the KL goes from {self.ladder.base.mean:.2g} to {e.rung.mean:.2g} nats per "
+            f"With {e.fit.name or e.says} the KL goes from {self.scorer.base.mean:.2g} to {e.fit.mean:.2g} nats per "
             f"token: {100 * ratio:.2g} % of it is left [{100 * low:.2g}, {100 * high:.2g}]; noise floor "
             f"{self.gap.floor.mean:.2g}, rounding {self.gap.rounding.mean:.2g}"
-            + (f"; in {e.responses} of {int((self.ladder.base.kl > self.gap.noise).sum())} responses with a gap."
+            + (f"; in {e.responses} of {int((self.scorer.base.kl > self.gap.noise).sum())} responses with a gap."
                if e.responses else ".")
-            + (f" Of the tokens of a response it brings {50 + 50 * e.rung.nearer.mean():.0f} % nearer to the engine's, "
-               "where another router than the engine's takes more away than it brings." if self.gap.nearer(e) else ""))
+            + (f" Of the tokens of a response it brings {50 + 50 * e.fit.nearer.mean():.0f} % nearer to the engine's, "
+               "where another router than the engine's takes more away than it brings."
+               if self.gap.moves_nearer(e) else ""))
 
 
-# ---------------------------------------------------------------------- from rungs to explanations
+# ---------------------------------------------------------------------- from fits to explanations
 @dataclass(frozen=True)
 class Explanation:
     """One thing, or two together, that the engine may do otherwise."""
 
     causes: tuple[str, ...]
     says: str
-    rung: Rung
+    fit: Fit
     left: tuple[float, float, float]
     """Of the natural KL, with its 95 % interval."""
     fault: bool
-    suspects: tuple[Suspect, ...] = ()
+    hypotheses: tuple[Hypothesis, ...] = ()
     """What changes the model or its inputs; readings of log-probs are none."""
     responses: int = 0
     """Of how many responses with a gap it takes the gap away."""
@@ -368,16 +369,16 @@ class Explanation:
 class Gap:
     """The engine's gap and everything that was tried on it."""
 
-    ladder: Ladder
-    floor: Rung
-    rounding: Rung
+    scorer: Scorer
+    floor: Fit
+    rounding: Fit
     tried: list[Explanation] = field(default_factory=list)
 
     @property
     def least(self) -> float:
         """KL up to which log-probs agree whatever the noise floor is: that was measured in two orders of summation, and
         the engine's is a third."""
-        return max(NOTHING, self.ladder.rounded**2 / 2)
+        return max(NOTHING, self.scorer.rounded**2 / 2)
 
     @property
     def noise(self) -> float:
@@ -386,121 +387,121 @@ class Gap:
 
     @property
     def agrees(self) -> bool:
-        return self.ladder.base.mean <= self.noise
+        return self.scorer.base.mean <= self.noise
 
-    def rounded(self, rung: Rung) -> bool:
+    def is_rounding(self, fit: Fit) -> bool:
         """Whether a gap is no larger than rounding makes it. Few tokens with heavy tails make a mean of KL an accident;
         the mean |log r| is none, so the larger gap has to be larger in both, unless its KL is out of all proportion."""
-        kl = rung.mean / max(self.rounding.mean, NOTHING / ROUNDINGS)
-        distance = rung.distance.mean() / max(self.rounding.distance.mean(), 1e-12)
+        kl = fit.mean / max(self.rounding.mean, NOTHING / ROUNDINGS)
+        distance = fit.distance.mean() / max(self.rounding.distance.mean(), 1e-12)
         return bool(kl <= ROUNDINGS or (kl <= 25 * ROUNDINGS and distance <= DISTANCES))
 
     @property
     def small(self) -> bool:
         """Whether the engine's gap is one of rounding: no larger on average, and not a larger one of a few responses,
         while most of those that rounding would have moved are as the checkpoint has them."""
-        base, rounding = self.ladder.base, self.rounding
+        base, rounding = self.scorer.base, self.rounding
         moved, gap = rounding.kl > SPARED * self.noise, base.kl > self.noise
         few = moved.any() and gap.any() and gap[moved].mean() <= 0.5
         larger = few and (base.kl[gap].mean() > ROUNDINGS * rounding.mean
                           and base.distance[gap].mean() > DISTANCES * rounding.distance.mean())
-        return self.rounded(base) and not larger
+        return self.is_rounding(base) and not larger
 
     # ------------------------------------------------------------------ trying
-    def attempt(self, suspects: Sequence[Suspect]) -> None:
-        """Try every suspect alone, each under every reading of the log-probs too; then pairs, if none is enough."""
-        natural = self.ladder.natural
-        self._take((), natural)
+    def try_all(self, hypotheses: Sequence[Hypothesis]) -> None:
+        """Try every hypothesis alone, each under every reading of the log-probs too; then pairs, if none is enough."""
+        natural = self.scorer.natural
+        self._add_readings((), natural)
         for by in (1, -1):
             self._add(("logprob_shift",), f"the engine's log-probs are off by one: that of token t is token t{by:+d}'s",
-                      self.ladder.shifted(by), True)
-        for suspect in suspects:
-            if (found := self.ladder.under([suspect])) is not None:
-                self._take((suspect,), found)
-        if not self.few and not self.small and not self.explanations():
-            best = sorted((e for e in self.tried if len(e.suspects) == 1 and e.left[0] < 0.7), key=lambda e: e.left[0])
-            leading = list(dict.fromkeys(e.suspects[0] for e in best))[:2]
+                      self.scorer.compare_shifted(by), True)
+        for hypothesis in hypotheses:
+            if (found := self.scorer.score_under([hypothesis])) is not None:
+                self._add_readings((hypothesis,), found)
+        if not self.few and not self.small and not self.find_explanations():
+            near = [e for e in self.tried if len(e.hypotheses) == 1 and e.left[0] < 0.7]
+            leading = list(dict.fromkeys(e.hypotheses[0] for e in sorted(near, key=lambda e: e.left[0])))[:2]
             done = set()
             for first in leading:
-                for second in suspects:
-                    if first.place != second.place and (pair := frozenset({first.rung, second.rung})) not in done:
+                for second in hypotheses:
+                    if first.target != second.target and (pair := frozenset({first.name, second.name})) not in done:
                         done.add(pair)
-                        if (found := self.ladder.under([first, second])) is not None:
-                            self._take((first, second), found)
+                        if (found := self.scorer.score_under([first, second])) is not None:
+                            self._add_readings((first, second), found)
 
-    def _take(self, suspects: tuple[Suspect, ...], scores: Scores) -> None:
+    def _add_readings(self, hypotheses: tuple[Hypothesis, ...], scores: Scores) -> None:
         for reading, logprobs in scores.logprobs.items():
-            if not suspects and reading == STATED:
+            if not hypotheses and reading == STATED:
                 continue
-            parts = [(s.cause, s.rung, s.says, s.fault) for s in suspects]
+            parts = [(s.cause, s.name, s.says, s.fault) for s in hypotheses]
             if reading != STATED:
                 kept = reading == "kept set"
                 parts.append(("kept_set" if kept else "temperature",
                               "log-probs over the kept set" if kept else f"log-probs at {reading}",
-                              self.ladder.readings[reading], True))
+                              self.scorer.readings[reading], True))
             parts.sort(key=lambda part: not part[3])  # what is to be mended comes first
-            causes, rungs, says, faults = zip(*parts, strict=True)
-            rung = self.ladder.rung(" + ".join(rungs), logprobs, scores.best)
-            self._add(causes, "; and ".join(says), rung, any(faults), suspects)
+            causes, fits, says, faults = zip(*parts, strict=True)
+            fit = self.scorer.compare(" + ".join(fits), logprobs, scores.best)
+            self._add(causes, "; and ".join(says), fit, any(faults), hypotheses)
 
-    def _add(self, causes: tuple[str, ...], says: str, rung: Rung, fault: bool,
-             suspects: tuple[Suspect, ...] = ()) -> None:
-        base = self.ladder.base
+    def _add(self, causes: tuple[str, ...], says: str, fit: Fit, fault: bool,
+             hypotheses: tuple[Hypothesis, ...] = ()) -> None:
+        base = self.scorer.base
         # Where only some responses have the fault, the others are as they are.
-        helped = rung.kl < base.kl
-        mixed = replace(rung, **{name: np.where(helped, getattr(rung, name), getattr(base, name))
-                                 for name in ("kl", "distance", "beyond_2", "flips")})
-        whole = rung.mean <= mixed.mean * APART or helped.all()
-        kept = rung if whole else mixed
-        left = remaining(kept, base)
+        helped = fit.kl < base.kl
+        mixed = replace(fit, **{name: np.where(helped, getattr(fit, name), getattr(base, name))
+                                for name in ("kl", "distance", "beyond_2", "flips")})
+        whole = fit.mean <= mixed.mean * APART or helped.all()
+        kept = fit if whole else mixed
+        left = compute_left(kept, base)
         if len(causes) == 1 or left[0] < WORTH:
             helped &= base.kl > self.noise
-            self.tried.append(Explanation(causes, says, kept, left, fault, suspects, int(helped.sum())))
+            self.tried.append(Explanation(causes, says, kept, left, fault, hypotheses, int(helped.sum())))
 
     # ------------------------------------------------------------------ deciding
     @property
     def few(self) -> bool:
         """Whether too few tokens were looked at to tell one reason from another."""
-        return int(self.ladder.own.sum()) < TOKENS
+        return int(self.scorer.own.sum()) < TOKENS
 
-    def explanations(self) -> list[Explanation]:
+    def find_explanations(self) -> list[Explanation]:
         """What explains the gap, the best first, then what fits equally well; nothing where tokens are few. A pair only
         where it is needed: either of its parts alone leaves much more."""
         if self.few:
             return []
-        enough = [e for e in self.tried if self.enough(e)]
+        enough = [e for e in self.tried if self.explains(e)]
         single = [e for e in enough if len(e.causes) == 1]
-        found = single or [e for e in enough if self._needs_both(e)] or [e for e in self.tried if self.nearer(e)]
+        found = single or [e for e in enough if self._needs_both(e)] or [e for e in self.tried if self.moves_nearer(e)]
         if not found:
             return []
-        found.sort(key=lambda e: (max(e.rung.mean, self.noise), len(e.suspects), e.rung.mean))
-        limit = APART * max(found[0].rung.mean, self.noise)
-        return [e for e in found if e.rung.mean <= limit]
+        found.sort(key=lambda e: (max(e.fit.mean, self.noise), len(e.hypotheses), e.fit.mean))
+        limit = APART * max(found[0].fit.mean, self.noise)
+        return [e for e in found if e.fit.mean <= limit]
 
-    def enough(self, e: Explanation) -> bool:
+    def explains(self, e: Explanation) -> bool:
         """Whether an explanation takes the gap away: all but little of it, in KL and in distance; or a gap whose KL is
         beyond what rounding makes, down to that or to the noise floor. Any other has to go nearly whole."""
-        base, rung, rounding = self.ladder.base, e.rung, self.rounding
-        distance = float(rung.distance.mean() / base.distance.mean())
+        base, fit, rounding = self.scorer.base, e.fit, self.rounding
+        distance = float(fit.distance.mean() / base.distance.mean())
         if base.mean <= max(ROUNDINGS * rounding.mean, NOTHING):
             return e.left[2] <= LITTLE / 5 and distance <= CLOSE / 2
         if e.left[2] <= LITTLE and distance <= CLOSE:
             return True
-        quiet = rung.mean <= 2 * rounding.mean and rung.distance.mean() <= 2 * rounding.distance.mean()
-        return bool(e.left[2] <= 1 / 3 and (quiet or rung.mean <= self.noise))
+        quiet = fit.mean <= 2 * rounding.mean and fit.distance.mean() <= 2 * rounding.distance.mean()
+        return bool(e.left[2] <= 1 / 3 and (quiet or fit.mean <= self.noise))
 
-    def nearer(self, e: Explanation) -> bool:
+    def moves_nearer(self, e: Explanation) -> bool:
         """Whether a quantised router is what rounding hides: what it leaves is rounding, and it brings more tokens of a
         response nearer to the engine's than it takes away. A router that is not the engine's moves them at random,
         most of them away from where they only were rounded to."""
-        votes = e.rung.nearer
-        if e.causes[1:] or e.causes[0] not in QUANTISED or votes.mean() < NEARER or not self.rounded(e.rung):
+        votes = e.fit.nearer
+        if e.causes[1:] or e.causes[0] not in QUANTISED or votes.mean() < NEARER or not self.is_rounding(e.fit):
             return False
         return bool(np.ptp(votes) and scipy.stats.ttest_1samp(votes, 0, alternative="greater").pvalue < CHANCE)
 
     def _needs_both(self, e: Explanation) -> bool:
-        alone = [x.rung.mean for x in self.tried if len(x.causes) < len(e.causes) and set(x.causes) <= set(e.causes)]
-        return min(alone, default=np.inf) > 3 * max(e.rung.mean, self.noise)
+        alone = [x.fit.mean for x in self.tried if len(x.causes) < len(e.causes) and set(x.causes) <= set(e.causes)]
+        return min(alone, default=np.inf) > 3 * max(e.fit.mean, self.noise)
 
 
 def _sentence(text: str) -> str:

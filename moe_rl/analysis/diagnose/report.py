@@ -1,4 +1,4 @@
-"""A diagnosis as a command prints it and as a web page: verdict, evidence, the ladder, where the gap is.
+"""A diagnosis as a command prints it and as a web page: verdict, evidence, a table of forwards, where the gap is.
 
 The page is one file that loads nothing and runs no script; all text that comes from outside is escaped.
 """
@@ -14,21 +14,21 @@ from jinja2 import Environment
 from rich.console import Console
 
 from moe_rl.analysis.diagnose.diagnosis import Diagnosis
-from moe_rl.analysis.diagnose.ladder import Rung
-from moe_rl.analysis.diagnose.places import Place, write_example
+from moe_rl.analysis.diagnose.locations import Location, write_example
+from moe_rl.analysis.diagnose.scoring import Fit
 from moe_rl.results.printed import print_table
 from moe_rl.results.tables import Shown
 from moe_rl.storage.terminal import say
 
 SHOWN = 12
-"""Suspects that a terminal shows; the page shows all."""
+"""Hypotheses that a terminal shows; the page shows all."""
 KINDS = {"position": "by token of the response, from 0", "length": "by length of the response, in tokens",
          "weight version": "by weight version", "prefix": "by prefix", "layer": "by layer, its ids alone forced",
          "sets": "sets of experts that the checkpoint would not pick itself, by layer"}
 
 
 def print_diagnosis(console: Console, found: Diagnosis) -> None:
-    """Verdict, evidence, ladder and places."""
+    """Verdict, evidence, the table of forwards, and where the gap is."""
     say(console, (found.verdict, "bold"), wrap=True)
     for text in found.evidence:
         say(console, f"• {text}", wrap=True)
@@ -39,7 +39,7 @@ def print_diagnosis(console: Console, found: Diagnosis) -> None:
 
 
 def write_page(found: Diagnosis, out: Path, *, rollouts: str, checkpoint: str) -> None:
-    """The same as one page to open in a browser, with every rung, and beside it the page of a response, to which it
+    """The same as one page to open in a browser, with every forward, and beside it the page of a response, to which it
     links, where there is one to show."""
     template = resources.files("moe_rl.analysis.diagnose").joinpath("page.html").read_text(encoding="utf-8")
     bars = {kind: [(p.name, _value(p), _tokens(p), _width(p.value, places)) for p in places]
@@ -47,7 +47,7 @@ def write_page(found: Diagnosis, out: Path, *, rollouts: str, checkpoint: str) -
     out.parent.mkdir(parents=True, exist_ok=True)
     view = found.example and write_example(found.example, out).name
     out.write_text(Environment(autoescape=True).from_string(template).render(
-        found=found, tables=[ladder_table(found)], bars={KINDS[kind]: rows for kind, rows in bars.items()},
+        found=found, tables=[tabulate_fits(found)], bars={KINDS[kind]: rows for kind, rows in bars.items()},
         rollouts=rollouts, checkpoint=checkpoint, counts=counts(found), view=view), encoding="utf-8")
 
 
@@ -58,53 +58,53 @@ def counts(found: Diagnosis) -> str:
 
 
 def tables(found: Diagnosis, most: int) -> Iterator[Shown]:
-    """The ladder, and where the gap is."""
-    yield ladder_table(found, most)
+    """The table of forwards, and where the gap is."""
+    yield tabulate_fits(found, most)
     for kind, places in _by_kind(found):
         if len(places) > 1:
             yield Shown(f"Where: {KINDS[kind]}", ("", "share" if kind == "sets" else "KL, nats", "tokens"),
                         [(p.name, _value(p), _tokens(p)) for p in places])
 
 
-def ladder_table(found: Diagnosis, most: int | None = None) -> Shown:
-    """A row per rung: natural, noise, rounding and forced routes first, then suspects, the best first."""
-    known = [r for r in found.rungs if r.name in ("natural", "noise floor", "rounding") or "forced" in r.name]
-    rest = [r for r in found.rungs if r not in known]
+def tabulate_fits(found: Diagnosis, most: int | None = None) -> Shown:
+    """A row per forward: natural, noise, rounding and forced routes first, then hypotheses, the best first."""
+    known = [r for r in found.fits if r.name in ("natural", "noise floor", "rounding") or "forced" in r.name]
+    rest = [r for r in found.fits if r not in known]
     rows = [_row(r, found) for r in [*known, *rest[:most]]]
-    left = f" {len(rest) - most} more suspects are on the page." if most is not None and len(rest) > most else ""
+    left = f" {len(rest) - most} more hypotheses are on the page." if most is not None and len(rest) > most else ""
     return Shown(
-        "The ladder", ("forward", "KL to the engine,\nnats per token", "left of the\nnatural KL", "beyond a\nfactor 2",
-                       "top-1\nflips"), rows,
+        "The tests", ("forward", "KL to the engine,\nnats per token", "left of the\nnatural KL", "beyond a\nfactor 2",
+                      "top-1\nflips"), rows,
         "KL: k3 = r − 1 − log r, r = p(forward)/p(engine), mean over responses with its 95 % interval; the noise floor "
         "(other company, padding) and rounding (float32 against bfloat16) are the checkpoint against itself. Flips: "
         f"most likely token other than in the natural forward. {counts(found)}.{left}")
 
 
-def _row(rung: Rung, found: Diagnosis) -> tuple[str, ...]:
-    interval, left = rung.interval, found.left.get(rung.name)
+def _row(fit: Fit, found: Diagnosis) -> tuple[str, ...]:
+    interval, left = fit.interval, found.left.get(fit.name)
     bounds = "" if math.isnan(interval.low) else f" [{interval.low:.2g}, {interval.high:.2g}]"
     share = "" if left is None else f"{100 * left[0]:.3g} %"
     if left is not None and left[1] < left[2]:
         share += f" [{100 * left[1]:.2g}, {100 * left[2]:.2g}]"
-    return (rung.name, f"{rung.mean:.2g}{bounds}", share, f"{100 * rung.beyond_2.mean():.2g} %",
-            f"{100 * rung.flips.mean():.2g} %")
+    return (fit.name, f"{fit.mean:.2g}{bounds}", share, f"{100 * fit.beyond_2.mean():.2g} %",
+            f"{100 * fit.flips.mean():.2g} %")
 
 
-def _by_kind(found: Diagnosis) -> Iterator[tuple[str, Sequence[Place]]]:
+def _by_kind(found: Diagnosis) -> Iterator[tuple[str, Sequence[Location]]]:
     for kind in KINDS:
-        if places := [p for p in found.places if p.kind == kind]:
+        if places := [p for p in found.locations if p.kind == kind]:
             yield kind, places
 
 
-def _value(place: Place) -> str:
+def _value(place: Location) -> str:
     return f"{100 * place.value:.3g} %" if place.kind == "sets" else f"{place.value:.2g}"
 
 
-def _tokens(place: Place) -> str:
+def _tokens(place: Location) -> str:
     return f"{place.tokens:,}" if place.tokens else ""
 
 
-def _width(value: float, places: Sequence[Place]) -> int:
+def _width(value: float, places: Sequence[Location]) -> int:
     """Of a bar, in per cent of the largest."""
     most = max((p.value for p in places if not math.isnan(p.value)), default=0.0)
     return round(100 * value / most) if most > 0 and not math.isnan(value) else 0

@@ -177,7 +177,7 @@ class Rollouts:
         most = max(site.num_experts for site in self.layout.sites)
         marks = [mark for mark in NO_ROUTE if not 0 <= mark < most]
         ids[np.isin(ids[..., 0], marks) & (ids == ids[..., :1]).all(-1)] = -1
-        here = ids[:, layers_of(ids.shape[1], self.layout)]
+        here = ids[:, match_layers(ids.shape[1], self.layout)]
         limits = np.array([site.num_experts for site in self.layout.sites])[:, None]
         wrong = ((here < -1) | (here >= limits)).any(-1)
         if wrong.any():
@@ -189,7 +189,7 @@ class Rollouts:
         return ids.astype(np.int16 if most > 128 else np.int8)
 
 
-def keys(ids: Integer[NDArray, "rows layer k"]) -> Integer[NDArray, "rows layer"]:
+def hash_sets(ids: Integer[NDArray, "rows layer k"]) -> Integer[NDArray, "rows layer"]:
     """One number per set, whatever its order, as int32; -1 where there is no route. Sets of equal numbers are equal but
     for a chance of about 2^-31."""
     table = np.random.default_rng(0).integers(1, 2**31, size=int(max(ids.max(initial=0), 0)) + 1)
@@ -198,21 +198,21 @@ def keys(ids: Integer[NDArray, "rows layer k"]) -> Integer[NDArray, "rows layer"
     return np.where(used[..., 0], found, -1).astype(np.int32)
 
 
-def usable(response: Response, layout: Layout) -> bool:
+def has_routes(response: Response, layout: Layout) -> bool:
     """Whether it has routes of the model's own k."""
     return response.ids is not None and response.ids.shape[2] == layout.top_k
 
 
-def as_reported(response: Response, layout: Layout) -> Integer[NDArray, "rows site k"]:
+def select_ids(response: Response, layout: Layout) -> Integer[NDArray, "rows site k"]:
     """The ids of the sites, as the engine numbers its layers; all -1 for a response without routes of this k."""
-    if not usable(response, layout):
+    if not has_routes(response, layout):
         return np.full((len(response.tokens) - 1, len(layout.sites), layout.top_k), -1)
     assert response.ids is not None
-    return response.ids[:, layers_of(response.ids.shape[1], layout)]
+    return response.ids[:, match_layers(response.ids.shape[1], layout)]
 
 
 # ---------------------------------------------------------------------- small parts
-def layers_of(reported: int, layout: Layout) -> list[int]:
+def match_layers(reported: int, layout: Layout) -> list[int]:
     """Which of so many reported layers is which site: all layers, or those that route."""
     sites = layout.sites
     return list(range(reported)) if reported == len(sites) else [site.decoder_layer for site in sites]

@@ -1,11 +1,11 @@
-"""Rungs: forwards of the responses, each under one condition, and how far the engine's log-probs are from each.
+"""Fits: forwards of the responses, each under one condition, and how far the engine's log-probs are from each.
 
 A forward is read at several temperatures at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +17,8 @@ from jaxtyping import Bool, Float, Int64
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moe_rl.analysis.diagnose.responses import Response, as_reported, keys, layers_of, usable
-from moe_rl.analysis.diagnose.suspects import Suspect, in_dtype
+from moe_rl.analysis.diagnose.hypotheses import Hypothesis, cast_to
+from moe_rl.analysis.diagnose.responses import Response, has_routes, hash_sets, match_layers, select_ids
 from moe_rl.errors import ConfigError, MoeRlError, RoutingError
 from moe_rl.metrics.rounding import rounding
 from moe_rl.models.truncation import kept
@@ -41,7 +41,7 @@ LARGEST = 60.0
 
 
 @dataclass(frozen=True, eq=False)
-class Rung:
+class Fit:
     """How far the engine's log-probs are from one forward; a value per response, tokens of a response averaged."""
 
     name: str
@@ -66,16 +66,16 @@ class Rung:
         return interval(self.kl)
 
 
-def distances(log_ratio: Float[NDArray, " token"]) -> tuple[NDArray, NDArray, NDArray]:
-    """Of every token k3, |log r|, and whether r or 1/r is above 2: what the fields of a rung are means of."""
+def compute_distances(log_ratio: Float[NDArray, " token"]) -> tuple[NDArray, NDArray, NDArray]:
+    """Of every token k3, |log r|, and whether r or 1/r is above 2: what the fields of a fit are means of."""
     log_ratio = np.clip(log_ratio, -LARGEST, LARGEST)
     return np.expm1(log_ratio) - log_ratio, np.abs(log_ratio), np.abs(log_ratio) > np.log(2)
 
 
-def remaining(rung: Rung, base: Rung) -> tuple[float, float, float]:
+def compute_left(fit: Fit, base: Fit) -> tuple[float, float, float]:
     """What is left of the KL of `base`, as a ratio of means, with the bounds of its 95 % interval over responses (both
     resampled together); of one response, and where nothing is gained, the ratio alone."""
-    a, b = rung.kl, base.kl
+    a, b = fit.kl, base.kl
     ratio = float(a.sum() / b.sum()) if b.sum() > 0 else 1.0
     if len(a) < 2 or np.ptp(a) == np.ptp(b) == 0 or ratio > 0.9:
         return ratio, ratio, ratio
@@ -86,14 +86,14 @@ def remaining(rung: Rung, base: Rung) -> tuple[float, float, float]:
 
 
 @dataclass
-class Ladder:
+class Scorer:
     """The responses, the model, and the forwards run so far."""
 
     model: nn.Module
     responses: Sequence[Response]
     batch_tokens: int = 4096
     skipped: list[str] = field(default_factory=list)
-    """Rungs that this model cannot run, and why."""
+    """Forwards that this model cannot run, and why."""
 
     expected: float = 1.0
     """Share of sets of experts that rounding leaves, once `noise` has measured it."""
@@ -104,14 +104,14 @@ class Ladder:
         self.owner = np.repeat(np.arange(len(self.responses)), [len(r.logprobs) for r in self.responses])
         self.own: Bool[NDArray, " token"] = np.isfinite(self.engine)
         self.counts = np.bincount(self.owner[self.own], minlength=len(self.responses))
-        self.readings: Mapping[str, str] = readings_of(self.responses)
+        self.readings: Mapping[str, str] = list_readings(self.responses)
         self.natural = score(
             self.model, self.responses, (STATED, *self.readings), batch_tokens=self.batch_tokens, keep_routes=True,
             keep_gates=any(r.gates is not None for r in self.responses) and hands_out_gates(self.model))
         if not np.isfinite(self.natural.logprobs[STATED]).all():
             raise ConfigError("the checkpoint's own log-probs of these tokens are not finite, so there is nothing to "
                               "compare with: are its weights whole, and is the dtype wide enough?")
-        self.base = self.rung("natural", self.natural.logprobs[STATED])
+        self.base = self.compare("natural", self.natural.logprobs[STATED])
         self._read_between()
 
     def _read_between(self) -> None:
@@ -120,33 +120,33 @@ class Ladder:
         stated = {r.temperature for r in self.responses}
         read = {float(name[2:]): x for name, x in self.natural.logprobs.items() if name.startswith("T=")}
         read |= {t: self.natural.logprobs[STATED] for t in stated if len(stated) == 1}
-        gaps = {t: self.rung("", x).mean for t, x in read.items()}
+        gaps = {t: self.compare("", x).mean for t, x in read.items()}
         for _ in range(ROUNDS):
-            names = {f"T={t:g}": t for t in promising(gaps, self.base.mean / 2)}
+            names = {f"T={t:g}": t for t in choose_temperatures(gaps, self.base.mean / 2)}
             if not names:
                 break
             found = score(self.model, self.responses, list(names), batch_tokens=self.batch_tokens).logprobs
             read |= {t: found[name] for name, t in names.items()}
-            gaps |= {t: self.rung("", read[t]).mean for t in names.values()}
+            gaps |= {t: self.compare("", read[t]).mean for t in names.values()}
         best = min(gaps, key=gaps.__getitem__)
         if best not in stated and f"T={best:g}" not in self.readings:
-            self.readings = {**self.readings, f"T={best:g}": at_temperature(best, stated)}
+            self.readings = {**self.readings, f"T={best:g}": describe_temperature(best, stated)}
             self.natural.logprobs[f"T={best:g}"] = read[best]
 
-    # ------------------------------------------------------------------ from scores to a rung
-    def rung(self, name: str, logprobs: Float[NDArray, " token"], best: NDArray | None = None,
-             against: NDArray | None = None) -> Rung:
+    # ------------------------------------------------------------------ from scores to a fit
+    def compare(self, name: str, logprobs: Float[NDArray, " token"], best: NDArray | None = None,
+                against: NDArray | None = None) -> Fit:
         """Of the log-probs of all response tokens, compared with the engine's or with those of `against`."""
-        found = distances(logprobs - (self.engine if against is None else against))
+        found = compute_distances(logprobs - (self.engine if against is None else against))
         flips = np.zeros(len(logprobs)) if best is None else best != self.natural.best
         nearer = np.sign(np.abs(self.natural.logprobs[STATED] - self.engine) - np.abs(logprobs - self.engine))
-        return Rung(name, *(self.per_response(x) for x in (*found, flips, nearer)))
+        return Fit(name, *(self.average_by_response(x) for x in (*found, flips, nearer)))
 
-    def per_response(self, values: NDArray) -> NDArray:
+    def average_by_response(self, values: NDArray) -> NDArray:
         """Means over the engine's own tokens of each response."""
         return np.bincount(self.owner[self.own], values[self.own], len(self.responses)) / self.counts
 
-    def shifted(self, by: int) -> Rung:
+    def compare_shifted(self, by: int) -> Fit:
         """The engine's log-prob of a token beside the natural one of the token `by` later, where a response has both; a
         response that has no such pair is taken as it is."""
         index = np.arange(len(self.engine)) + by
@@ -161,38 +161,38 @@ class Ladder:
         def mean(values: NDArray) -> NDArray:
             return np.bincount(self.owner[inside], values[inside], len(pairs)) / pairs
 
-        kl, distance, beyond_2 = map(mean, distances(moved - self.engine))
-        return Rung(f"log-probs {by:+d} token", kl, distance, beyond_2, *np.zeros((2, len(pairs))))
+        kl, distance, beyond_2 = map(mean, compute_distances(moved - self.engine))
+        return Fit(f"log-probs {by:+d} token", kl, distance, beyond_2, *np.zeros((2, len(pairs))))
 
     # ------------------------------------------------------------------ forwards
-    def under(self, suspects: Iterable[Suspect], keep_routes: bool = False, keep_gates: bool = False) -> Scores | None:
+    def score_under(self, hypotheses: Sequence[Hypothesis], keep_routes: bool = False,
+                    keep_gates: bool = False) -> Scores | None:
         """Scores where all of these hold; None, with the reason noted, where the model cannot do so."""
         responses, shift = list(self.responses), 0
-        suspects = list(suspects)
         try:
             with ExitStack() as stack:
                 model = self.model
-                for suspect in suspects:
-                    model = stack.enter_context(suspect.model(model))
-                    shift += suspect.shift
-                    responses = [suspect.tokens(r) for r in responses] if suspect.tokens else responses
+                for hypothesis in hypotheses:
+                    model = stack.enter_context(hypothesis.model(model))
+                    shift += hypothesis.shift
+                    responses = [hypothesis.tokens(r) for r in responses] if hypothesis.tokens else responses
                 return score(model, responses, (STATED, *self.readings), batch_tokens=self.batch_tokens, shift=shift,
                              keep_routes=keep_routes, keep_gates=keep_gates)
         except Exception as error:  # a family's code, with settings that it never had, may raise anything
             why = "" if isinstance(error, MoeRlError) else f"{type(error).__name__}: "
-            self.skipped.append(f"{' and '.join(s.rung for s in suspects)}: {why}{error}")
+            self.skipped.append(f"{' and '.join(s.name for s in hypotheses)}: {why}{error}")
             return None
 
-    def forced(self, name: str, routes: Routes, gates: bool = False) -> Rung | None:
+    def force(self, name: str, routes: Routes, gates: bool = False) -> Fit | None:
         """With ids forced, and on request the reported combine weights."""
         try:
             found = score(self.model, self.responses, batch_tokens=self.batch_tokens, routes=routes, gates=gates)
         except RoutingError as error:
             self.skipped.append(f"{name}: {error}")
             return None
-        return self.rung(name, found.logprobs[STATED], found.best)
+        return self.compare(name, found.logprobs[STATED], found.best)
 
-    def noise(self) -> tuple[Rung, Rung]:
+    def measure_noise(self) -> tuple[Fit, Fit]:
         """The model against itself: each response alone and padded, rows in another order and company; and rounding,
         against a copy in the other of float32 and bfloat16, as an honest engine may differ."""
         natural = self.natural.logprobs[STATED]
@@ -200,12 +200,12 @@ class Ladder:
         fewer = max(1, self.batch_tokens // 3)
         backwards = score(self.model, self.responses[::-1], batch_tokens=fewer).logprobs[STATED]
         parts = np.split(backwards, np.cumsum([len(r.logprobs) for r in self.responses[::-1]])[:-1])
-        floors = [self.rung("noise floor", x, against=natural) for x in (alone, np.concatenate(parts[::-1]))]
+        floors = [self.compare("noise floor", x, against=natural) for x in (alone, np.concatenate(parts[::-1]))]
         other = torch.bfloat16 if next(self.model.parameters()).dtype == torch.float32 else torch.float32
-        with in_dtype(other)(self.model) as twin:
+        with cast_to(other)(self.model) as twin:
             found = score(twin, self.responses, batch_tokens=self.batch_tokens, keep_routes=True)
-        self.expected = agreement(found.routes, self.natural.routes)
-        return max(floors, key=lambda r: r.mean), self.rung("rounding", found.logprobs[STATED], against=natural)
+        self.expected = measure_agreement(found.routes, self.natural.routes)
+        return max(floors, key=lambda r: r.mean), self.compare("rounding", found.logprobs[STATED], against=natural)
 
     @property
     def rounded(self) -> float:
@@ -219,19 +219,19 @@ class Ladder:
     @property
     def routed(self) -> bool:
         """Whether some response has routes of the model's own k, so that they can be forced."""
-        return any(usable(r, self.layout) for r in self.responses)
+        return any(has_routes(r, self.layout) for r in self.responses)
 
 
-def agreement(a: Sequence[NDArray], b: Sequence[NDArray]) -> float:
+def measure_agreement(a: Sequence[NDArray], b: Sequence[NDArray]) -> float:
     """Share of (token, site) pairs at which both chose the same experts, in whatever order."""
-    return float(np.mean(np.concatenate([(keys(x) == keys(y)).ravel() for x, y in zip(a, b, strict=True)])))
+    return float(np.mean(np.concatenate([(hash_sets(x) == hash_sets(y)).ravel() for x, y in zip(a, b, strict=True)])))
 
 
-def partly(prompt: bool | None = None, sites: Sequence[int] | None = None) -> Routes:
+def mask_ids(prompt: bool | None = None, sites: Sequence[int] | None = None) -> Routes:
     """The reported ids at some places only: rows that decide the prompt, or the response; some sites."""
 
     def routes(response: Response, layout: Layout) -> NDArray:
-        ids = as_reported(response, layout).copy()
+        ids = select_ids(response, layout).copy()
         if prompt is not None:
             free = slice(response.prompt - 1, None) if prompt else slice(0, response.prompt - 1)
             ids[free] = -1
@@ -242,17 +242,17 @@ def partly(prompt: bool | None = None, sites: Sequence[int] | None = None) -> Ro
     return routes
 
 
-def force_each_site(ladder: Ladder, at: int) -> Iterator[tuple[int, float]]:
+def force_each_site(scorer: Scorer, at: int) -> Iterator[tuple[int, float]]:
     """Per site, the KL where the reported ids of this site alone are forced, on the first `at` responses with a gap."""
-    worst = np.argsort(-ladder.base.kl, kind="stable")[:at]
-    few = Ladder(ladder.model, [ladder.responses[i] for i in sorted(worst)], ladder.batch_tokens)
-    for s in range(len(ladder.layout.sites)):
-        rung = few.forced(f"site {s}", partly(sites=[s]))
-        if rung is not None:
-            yield s, rung.mean
+    worst = np.argsort(-scorer.base.kl, kind="stable")[:at]
+    few = Scorer(scorer.model, [scorer.responses[i] for i in sorted(worst)], scorer.batch_tokens)
+    for s in range(len(scorer.layout.sites)):
+        fit = few.force(f"site {s}", mask_ids(sites=[s]))
+        if fit is not None:
+            yield s, fit.mean
 
 
-# ---------------------------------------------------------------------- the forward of a rung
+# ---------------------------------------------------------------------- one forward
 @dataclass(frozen=True)
 class Rows:
     """Some responses, right-padded."""
@@ -288,7 +288,7 @@ class Scores:
     """Their combine weights, where asked for."""
 
 
-def batches(responses: Sequence[Response], batch_tokens: int, vocabulary: int) -> Iterator[list[Response]]:
+def cut_batches(responses: Sequence[Response], batch_tokens: int, vocabulary: int) -> Iterator[list[Response]]:
     """The responses in their order, cut so that a forward holds at most `batch_tokens` tokens, padding included, and
     no more logits than memory is likely to have; one response is never cut."""
     rows: list[Response] = []
@@ -326,9 +326,9 @@ def score(
     vocabulary = config.get_text_config().vocab_size
     found: dict[str, list[NDArray]] = {name: [] for name in readings}
     best, used, weights = [], [], []
-    for part in batches(responses, batch_tokens, vocabulary):
+    for part in cut_batches(responses, batch_tokens, vocabulary):
         rows = Rows.of(part, extra)
-        trace = None if routes is None else trace_of(model, rows, routes, gates)
+        trace = None if routes is None else make_trace(model, rows, routes, gates)
         logits, seen, scored = _forward(model, rows, trace, shift, keep_routes, keep_gates)
         first = rows.tokens.shape[1] - logits.shape[1]
         at = rows.response[:, first:]
@@ -338,7 +338,7 @@ def score(
                                   strict=True):
             best.append(own.argmax(-1).cpu().numpy())
             for name in readings:
-                found[name].append(read(own.float(), token, of, part, name).double().cpu().numpy())
+                found[name].append(read_logprobs(own.float(), token, of, part, name).double().cpu().numpy())
         used += seen
         weights += scored
     return Scores({name: np.concatenate(x) for name, x in found.items()}, np.concatenate(best), used, weights)
@@ -380,7 +380,7 @@ def hands_out_gates(model: nn.Module) -> bool:
     return True
 
 
-def trace_of(model: nn.Module, rows: Rows, routes: Routes, gates: bool) -> RoutingTrace:
+def make_trace(model: nn.Module, rows: Rows, routes: Routes, gates: bool) -> RoutingTrace:
     """The ids to be forced on these rows; what cannot be a route (all zero, an expert twice) is free."""
     layout = layout_of(model)
     device = next(model.parameters()).device
@@ -389,14 +389,14 @@ def trace_of(model: nn.Module, rows: Rows, routes: Routes, gates: bool) -> Routi
     weights = torch.zeros(ids.shape) if gates else None
     for b, r in enumerate(rows.responses):
         forced = torch.from_numpy(routes(r, layout).astype(np.int64))
-        ids[b, : len(forced)] = forced.masked_fill(~possible(forced, layout)[..., None], -1)
+        ids[b, : len(forced)] = forced.masked_fill(~find_possible(forced, layout)[..., None], -1)
         if weights is not None and r.gates is not None:
-            weights[b, : len(forced)] = torch.from_numpy(r.gates[:, layers_of(r.gates.shape[1], layout)])
+            weights[b, : len(forced)] = torch.from_numpy(r.gates[:, match_layers(r.gates.shape[1], layout)])
     trace = RoutingTrace.from_ids(ids.to(device), layout, attention_mask=rows.mask[:, 1:].to(device))
     return trace if weights is None else replace(trace, gates=weights.to(device))
 
 
-def possible(ids: Tensor, layout: Layout) -> Tensor:
+def find_possible(ids: Tensor, layout: Layout) -> Tensor:
     """Rows [..., site] of ids that a router can have picked: in range and distinct."""
     found = []
     for s, site in enumerate(layout.sites):
@@ -405,7 +405,7 @@ def possible(ids: Tensor, layout: Layout) -> Tensor:
     return torch.stack(found, -1)
 
 
-def read(
+def read_logprobs(
     logits: Float[Tensor, "token vocabulary"],
     chosen: Int64[Tensor, " token"],
     owner: Int64[Tensor, " token"],
@@ -428,10 +428,10 @@ def read(
     return found - log_p.masked_fill(~keep, -torch.inf).logsumexp(-1)
 
 
-def readings_of(responses: Sequence[Response]) -> Mapping[str, str]:
+def list_readings(responses: Sequence[Response]) -> Mapping[str, str]:
     """Readings that differ from what the file states, and what each would mean."""
     stated = {r.temperature for r in responses}
-    others = {f"T={t:g}": at_temperature(t, stated) for t in TEMPERATURES if stated != {t}}
+    others = {f"T={t:g}": describe_temperature(t, stated) for t in TEMPERATURES if stated != {t}}
     if stated != {1.0}:
         others["T=1"] = ("the engine's log-probs are those before the temperature: it samples at "
                          f"{_listed(stated)} but reports log-probs at 1")
@@ -443,12 +443,12 @@ def readings_of(responses: Sequence[Response]) -> Mapping[str, str]:
     return others
 
 
-def at_temperature(value: float, stated: set[float]) -> str:
+def describe_temperature(value: float, stated: set[float]) -> str:
     """What it means that log-probs are at this temperature."""
     return f"the engine's log-probs are at temperature {value:g}, where the file states {_listed(stated)}"
 
 
-def promising(gaps: Mapping[float, float], most: float) -> list[float]:
+def choose_temperatures(gaps: Mapping[float, float], most: float) -> list[float]:
     """Temperatures still to be tried, from the gaps that some leave: around the lowest point of the parabola in 1/T,
     what a gap of temperatures is to second order, through the best of them and its neighbours. None where more than
     `most` would be left there."""

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_rl.analysis.diagnose.ladder import STATED, Ladder, distances, possible, score
-from moe_rl.analysis.diagnose.responses import Response, as_reported, usable
+from moe_rl.analysis.diagnose.responses import Response, has_routes, select_ids
+from moe_rl.analysis.diagnose.scoring import STATED, Scorer, compute_distances, find_possible, score
 from moe_rl.analysis.response_page import write_response_page
 from moe_rl.errors import RoutingError
 from moe_rl.routing.trace import Layout, RoutingTrace
@@ -28,7 +28,7 @@ MOST = 12
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """A part of the tokens, and the natural gap in it."""
 
     kind: str
@@ -41,35 +41,35 @@ class Place:
     """0 for layers."""
 
 
-def places(ladder: Ladder, versions_shown: int | None = MOST) -> Iterator[Place]:
+def locate_gap(scorer: Scorer, versions_shown: int | None = MOST) -> Iterator[Location]:
     """The natural gap, taken apart; parts without tokens are left out, and further weight versions (None: none are)."""
-    kl, position = _gaps(ladder)
-    length = np.array([len(r.logprobs) for r in ladder.responses])[ladder.owner]
+    kl, position = _gaps(scorer)
+    length = np.array([len(r.logprobs) for r in scorer.responses])[scorer.owner]
 
-    def place(kind: str, name: str, where: NDArray) -> Iterator[Place]:
-        here = kl[where & ladder.own]
+    def place(kind: str, name: str, where: NDArray) -> Iterator[Location]:
+        here = kl[where & scorer.own]
         if len(here):
-            yield Place(kind, name, float(here.mean()), len(here))
+            yield Location(kind, name, float(here.mean()), len(here))
 
     for kind, values in (("position", position), ("length", length)):
         for low, high in zip(EDGES, EDGES[1:], strict=False):
             name = f"{low}" if high == low + 1 else f"{low}–{high - 1}"
             yield from place(kind, name, (values >= low) & (values < high))
-    versions = [r.version for r in ladder.responses]
+    versions = [r.version for r in scorer.responses]
     if len(set(versions)) > 1:
         for version in list(dict.fromkeys(versions))[:versions_shown]:
-            yield from place("weight version", str(version), np.array([v == version for v in versions])[ladder.owner])
-    if any(r.cached is not None for r in ladder.responses):
-        cached = np.array([bool(r.cached) for r in ladder.responses])[ladder.owner]
+            yield from place("weight version", str(version), np.array([v == version for v in versions])[scorer.owner])
+    if any(r.cached is not None for r in scorer.responses):
+        cached = np.array([bool(r.cached) for r in scorer.responses])[scorer.owner]
         yield from place("prefix", "cached", cached)
         yield from place("prefix", "fresh", ~cached)
 
 
-def describe_start(ladder: Ladder, noise: float) -> str:
+def describe_start(scorer: Scorer, noise: float) -> str:
     """With which token of a response the gap begins, in words."""
-    kl, position = _gaps(ladder)
-    wrong = (kl > noise) & ladder.own
-    _, at = np.unique(ladder.owner[wrong], return_index=True)
+    kl, position = _gaps(scorer)
+    wrong = (kl > noise) & scorer.own
+    _, at = np.unique(scorer.owner[wrong], return_index=True)
     if not len(at):
         return "No token alone is beyond the noise."
     first = position[wrong][at]
@@ -77,10 +77,10 @@ def describe_start(ladder: Ladder, noise: float) -> str:
             f"that have one; the median is token {int(np.median(first))}, counted from 0.")
 
 
-def _gaps(ladder: Ladder) -> tuple[NDArray, NDArray]:
+def _gaps(scorer: Scorer) -> tuple[NDArray, NDArray]:
     """The natural k3 of every token, and its place in its response."""
-    position = np.concatenate([np.arange(len(r.logprobs)) for r in ladder.responses])
-    return distances(ladder.natural.logprobs[STATED] - ladder.engine)[0], position
+    position = np.concatenate([np.arange(len(r.logprobs)) for r in scorer.responses])
+    return compute_distances(scorer.natural.logprobs[STATED] - scorer.engine)[0], position
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,21 +95,21 @@ class Example:
     """Spells the tokens."""
 
 
-def example_of(ladder: Ladder, tokenizer: PreTrainedTokenizerBase | None) -> Example | None:
+def choose_example(scorer: Scorer, tokenizer: PreTrainedTokenizerBase | None) -> Example | None:
     """Of the responses that carry routes of the model's k, the one that the natural forward is furthest from."""
-    routed = [b for b, response in enumerate(ladder.responses) if usable(response, ladder.layout)]
+    routed = [b for b, response in enumerate(scorer.responses) if has_routes(response, scorer.layout)]
     if not routed:
         return None
-    b = max(routed, key=lambda b: ladder.base.distance[b])
-    response, natural = ladder.responses[b], ladder.natural
-    sides = {"engine": (as_reported(response, ladder.layout), response.logprobs),
-             "natural": (natural.routes[b], natural.logprobs[STATED][ladder.owner == b])}
+    b = max(routed, key=lambda b: scorer.base.distance[b])
+    response, natural = scorer.responses[b], scorer.natural
+    sides = {"engine": (select_ids(response, scorer.layout), response.logprobs),
+             "natural": (natural.routes[b], natural.logprobs[STATED][scorer.owner == b])}
     try:
-        forced = score(ladder.model, [response], routes=as_reported, keep_routes=True)
+        forced = score(scorer.model, [response], routes=select_ids, keep_routes=True)
         sides["replayed"] = forced.routes[0], forced.logprobs[STATED]
-    except RoutingError:  # the ladder has said that nothing can be forced, and why
+    except RoutingError:  # a note of the diagnosis says that nothing can be forced, and why
         pass
-    return Example(ladder.layout, response, sides, tokenizer)
+    return Example(scorer.layout, response, sides, tokenizer)
 
 
 def write_example(example: Example, out: Path) -> Path:
@@ -122,7 +122,7 @@ def write_example(example: Example, out: Path) -> Path:
     for name, (rows, logprobs) in example.sides.items():
         ids = torch.full((1, tokens.shape[1], len(example.layout.sites), example.layout.top_k), -1)
         ids[0, : len(rows)] = torch.from_numpy(rows.astype(np.int64))
-        ids[~possible(ids, example.layout)] = -1
+        ids[~find_possible(ids, example.layout)] = -1
         wide = torch.full((1, tokens.shape[1]), torch.nan)
         wide[0, at] = torch.from_numpy(np.asarray(logprobs, dtype=np.float32))
         version = response.version if name == "engine" else None

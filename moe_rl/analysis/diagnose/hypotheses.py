@@ -1,7 +1,7 @@
 """What may be different in the engine, each as something that the trainer's model can be made to do for one forward.
 
-A suspect changes the model inside a scope (routers, weights, dtypes, kernels), the tokens it reads, or their positions;
-nothing of it is left behind.
+A hypothesis changes the model inside a scope (routers, weights, dtypes, kernels), the tokens it reads, or their
+positions; nothing of it is left behind.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ FP8_MAX = 448.0
 
 
 @dataclass(frozen=True)
-class Suspect:
+class Hypothesis:
     """One thing that the engine may do otherwise."""
 
     cause: str
-    """A short name, for tests and scripts; suspects that are forms of the same thing share it."""
-    rung: str
+    """A short name, for tests and scripts; hypotheses that are forms of the same thing share it."""
+    name: str
     """What its row of the table is called."""
     says: str
     """A sentence: what it would mean."""
@@ -50,56 +50,56 @@ class Suspect:
     """Whether it is something to mend; a dtype or another kernel is not."""
 
     @property
-    def place(self) -> str:
-        """Suspects of one place are not tried together: a router's weights cannot be rounded in two ways."""
+    def target(self) -> str:
+        """What it changes. Two of one target are never tried together: routers cannot be rounded in two ways."""
         return self.cause.partition("_")[0] if self.cause.startswith("router_") else self.cause
 
 
-# ---------------------------------------------------------------------- what there is to suspect
-def suspects_of(
+# ---------------------------------------------------------------------- what the engine may do otherwise
+def list_hypotheses(
     model: nn.Module, responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase | None,
     also: dict[str, nn.Module],
-) -> list[Suspect]:
-    """Every suspect that would change something about this model and these responses."""
+) -> list[Hypothesis]:
+    """Every hypothesis that would change something about this model and these responses."""
     return [*_routers(model), *_numerics(model), *_versions(model, also), *_tokens(responses, tokenizer), *_positions()]
 
 
-def _routers(model: nn.Module) -> Iterator[Suspect]:
+def _routers(model: nn.Module) -> Iterator[Hypothesis]:
     modules, selectors = zip(*((spec.module, spec.selector) for spec in find_sites(model)), strict=True)
     own = {p.dtype for spec in find_sites(model) for p in router_matrices(spec)}
     if own != {torch.float32}:
-        yield Suspect("router_fp32", "routers in float32", "the engine keeps and computes its routers in float32",
-                      routers_changed(lambda spec: None, dtype=torch.float32), fault=False)
+        yield Hypothesis("router_fp32", "routers in float32", "the engine keeps and computes its routers in float32",
+                         change_routers(lambda spec: None, dtype=torch.float32), fault=False)
     if own != {torch.bfloat16}:
-        yield Suspect("router_bf16", "router weights in bfloat16", "the engine's routers were rounded to bfloat16 on "
-                      "their way to it", weights_rounded(lambda w: w.bfloat16()))
-        yield Suspect("router_bf16", "routers computed in bfloat16", "the engine computes its routers in bfloat16",
-                      routers_changed(lambda spec: None, dtype=torch.bfloat16))
-    yield Suspect("router_int8", "routers in int8, by row", "the engine's routers are quantised to int8",
-                  weights_rounded(to_int8_and_back))
-    yield Suspect("router_int8", "routers in int8, by tensor", "the engine's routers are quantised to int8",
-                  weights_rounded(lambda w: to_int8_and_back(w.reshape(1, -1)).view_as(w)))
+        yield Hypothesis("router_bf16", "router weights in bfloat16", "the engine's routers were rounded to bfloat16 "
+                         "on their way to it", round_routers(lambda w: w.bfloat16()))
+        yield Hypothesis("router_bf16", "routers computed in bfloat16", "the engine computes its routers in bfloat16",
+                         change_routers(lambda spec: None, dtype=torch.bfloat16))
+    yield Hypothesis("router_int8", "routers in int8, by row", "the engine's routers are quantised to int8",
+                     round_routers(to_int8_and_back))
+    yield Hypothesis("router_int8", "routers in int8, by tensor", "the engine's routers are quantised to int8",
+                     round_routers(lambda w: to_int8_and_back(w.reshape(1, -1)).view_as(w)))
     for axis, name in ((None, "by tensor"), (-1, "by row"), (0, "unscaled")):
-        yield Suspect("router_fp8", f"routers in fp8, {name}", "the engine's routers are quantised to fp8 (e4m3)",
-                      weights_rounded(partial(to_fp8_and_back, axis=axis)))
+        yield Hypothesis("router_fp8", f"routers in fp8, {name}", "the engine's routers are quantised to fp8 (e4m3)",
+                         round_routers(partial(to_fp8_and_back, axis=axis)))
     if any(bool(getattr(m, BIAS).any()) for m in modules if isinstance(getattr(m, BIAS, None), Tensor)):
-        yield Suspect("lost_bias", "correction bias lost",
-                      f"the engine chooses experts without the correction bias ({BIAS} is zero there)",
-                      routers_changed(lambda spec: getattr(spec.module, BIAS).zero_()))
+        yield Hypothesis("lost_bias", "correction bias lost",
+                         f"the engine chooses experts without the correction bias ({BIAS} is zero there)",
+                         change_routers(lambda spec: getattr(spec.module, BIAS).zero_()))
     if (told := _renormalises(selectors)) is not None:
-        yield Suspect("gates_raw" if told else "gates_renormalised",
-                      f"combine weights {'raw' if told else 'renormalised'}",
-                      "the engine does not renormalise its combine weights over the chosen experts; the trainer does"
-                      if told else "the engine renormalises its combine weights over the chosen experts; the trainer "
-                      "does not", routers_changed(lambda spec: flip_renormalising(spec.selector, told)))
+        yield Hypothesis("gates_raw" if told else "gates_renormalised",
+                         f"combine weights {'raw' if told else 'renormalised'}",
+                         "the engine does not renormalise its combine weights over the chosen experts; the trainer "
+                         "does" if told else "the engine renormalises its combine weights over the chosen experts; the "
+                         "trainer does not", change_routers(lambda spec: flip_renormalising(spec.selector, told)))
     if any(getattr(m, "routed_scaling_factor", 1.0) != 1.0 for m in selectors):
-        yield Suspect("lost_scaling", "routed scaling factor lost",
-                      "the engine leaves out the factor on routed experts (routed_scaling_factor)",
-                      routers_changed(lambda spec: setattr(spec.selector, "routed_scaling_factor", 1.0)))
+        yield Hypothesis("lost_scaling", "routed scaling factor lost",
+                         "the engine leaves out the factor on routed experts (routed_scaling_factor)",
+                         change_routers(lambda spec: setattr(spec.selector, "routed_scaling_factor", 1.0)))
     yield from _counts(selectors, [spec.site.num_experts for spec in find_sites(model)])
 
 
-def _counts(modules: Sequence[nn.Module], experts: Sequence[int]) -> Iterator[Suspect]:
+def _counts(modules: Sequence[nn.Module], experts: Sequence[int]) -> Iterator[Hypothesis]:
     """Another number of experts per token, where the router keeps that number itself."""
     used = {getattr(m, "top_k", None) for m in modules}
     k, least = used.pop(), min(experts)
@@ -108,8 +108,8 @@ def _counts(modules: Sequence[nn.Module], experts: Sequence[int]) -> Iterator[Su
     for count in sorted({k - 1, k + 1, 2 * k, k // 2} - {k}):
         if 1 <= count < least:
             says = f"the engine uses {count} experts per token, the trainer {k}"
-            yield Suspect("top_k", f"top {count} experts", says,
-                          routers_changed(partial(_use, count=count)))
+            yield Hypothesis("top_k", f"top {count} experts", says,
+                             change_routers(partial(_use, count=count)))
 
 
 def _use(spec: RoutingModule, count: int) -> None:
@@ -117,32 +117,32 @@ def _use(spec: RoutingModule, count: int) -> None:
     selector.top_k = count
 
 
-def _numerics(model: nn.Module) -> Iterator[Suspect]:
+def _numerics(model: nn.Module) -> Iterator[Hypothesis]:
     own = next(model.parameters()).dtype
     for dtype in (torch.bfloat16, torch.float32):
         if dtype != own:
             name = str(dtype).removeprefix("torch.")
-            yield Suspect("dtype", f"all in {name}", f"the engine computes in {name}, the trainer in "
-                          f"{str(own).removeprefix('torch.')}", in_dtype(dtype), fault=False)
+            yield Hypothesis("dtype", f"all in {name}", f"the engine computes in {name}, the trainer in "
+                             f"{str(own).removeprefix('torch.')}", cast_to(dtype), fault=False)
     current = getattr(model.config, "_experts_implementation", None)
     for name in ("eager", "grouped_mm"):
         if current not in (None, name) and hasattr(model, "set_experts_implementation"):
-            yield Suspect("experts", f"experts by {name}", f"the engine sums experts as transformers' {name} does",
-                          experts_by(name), fault=False)
-    yield Suspect("int8", "all matrices in int8, but routers", "the engine's matrices are quantised to int8 by row",
-                  matrices_rounded(to_int8_and_back))
-    yield Suspect("fp8", "all matrices in fp8, but routers", "the engine's matrices are quantised to fp8 by tensor",
-                  matrices_rounded(to_fp8_and_back))
+            yield Hypothesis("experts", f"experts by {name}", f"the engine sums experts as transformers' {name} does",
+                             switch_experts(name), fault=False)
+    yield Hypothesis("int8", "all matrices in int8, but routers", "the engine's matrices are quantised to int8 by row",
+                     round_matrices(to_int8_and_back))
+    yield Hypothesis("fp8", "all matrices in fp8, but routers", "the engine's matrices are quantised to fp8 by tensor",
+                     round_matrices(to_fp8_and_back))
 
 
-def _versions(model: nn.Module, also: dict[str, nn.Module]) -> Iterator[Suspect]:
+def _versions(model: nn.Module, also: dict[str, nn.Module]) -> Iterator[Hypothesis]:
     for name, other in also.items():
-        yield Suspect("weight_version", f"weights of {name}", f"the engine samples with the weights of {name}",
-                      weights_of(other, lambda n: True))
+        yield Hypothesis("weight_version", f"weights of {name}", f"the engine samples with the weights of {name}",
+                         take_weights(other, lambda n: True))
         for part, picks in PARTS.items():
-            yield Suspect(f"{part}_not_pushed", f"{part} of {name}, the rest as given",
-                          f"the engine has the {part} of {name} and the rest of the checkpoint: "
-                          f"the {part} did not reach it", weights_of(other, picks))
+            yield Hypothesis(f"{part}_not_pushed", f"{part} of {name}, the rest as given",
+                             f"the engine has the {part} of {name} and the rest of the checkpoint: "
+                             f"the {part} did not reach it", take_weights(other, picks))
 
 
 def _is_router(name: str) -> bool:
@@ -158,7 +158,7 @@ PARTS: dict[str, Callable[[str], bool]] = {
 """Parts of a model that a push may miss, by the names of their weights."""
 
 
-def _tokens(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Suspect]:
+def _tokens(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Hypothesis]:
     bos = getattr(tokenizer, "bos_token_id", None)
     special = set(getattr(tokenizer, "all_special_ids", ()))
     changes: list[tuple[str, str, str, Callable[[Response], Response]]] = []
@@ -173,11 +173,11 @@ def _tokens(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase | 
     changes.append(("prompt_cut", "first token of the prompt dropped", "the engine reads the prompt without its first "
                     "token", lambda r: _with_prompt(r, r.tokens[1 : r.prompt])))
     seen = [[r.tokens for r in responses]]
-    for cause, rung, says, change in changes:
+    for cause, name, says, change in changes:
         read = [change(r).tokens for r in responses]
         if read not in seen:
             seen.append(read)
-            yield Suspect(cause, rung, says, tokens=change)
+            yield Hypothesis(cause, name, says, tokens=change)
 
 
 def _with_prompt(response: Response, prompt: tuple[int, ...]) -> Response:
@@ -188,12 +188,12 @@ def _with_prompt(response: Response, prompt: tuple[int, ...]) -> Response:
     return replace(response, tokens=tokens, prompt=len(prompt), ids=None, gates=None)
 
 
-def _positions() -> Iterator[Suspect]:
+def _positions() -> Iterator[Hypothesis]:
     for shift in (1, -1):
-        yield Suspect("positions", f"positions of the response {shift:+d}", f"the engine counts positions of the "
-                      f"response {abs(shift)} too {'high' if shift > 0 else 'low'}, as after a cached prefix of "
-                      "another length",
-                      shift=shift)
+        yield Hypothesis("positions", f"positions of the response {shift:+d}", f"the engine counts positions of the "
+                         f"response {abs(shift)} too {'high' if shift > 0 else 'low'}, as after a cached prefix of "
+                         "another length",
+                         shift=shift)
 
 
 def _renormalises(modules: Sequence[nn.Module]) -> bool | None:
@@ -206,7 +206,7 @@ def _renormalises(modules: Sequence[nn.Module]) -> bool | None:
 
 
 # ---------------------------------------------------------------------- what is done to a model for one forward
-def routers_changed(change: Callable[[RoutingModule], Any], dtype: torch.dtype | None = None) -> Scope:
+def change_routers(change: Callable[[RoutingModule], Any], dtype: torch.dtype | None = None) -> Scope:
     """Every router is a changed copy of itself inside the scope, on request kept and computed in `dtype`; the module
     that takes the top-k of its logits, where that is another one, takes other attributes."""
 
@@ -233,12 +233,12 @@ def routers_changed(change: Callable[[RoutingModule], Any], dtype: torch.dtype |
     return scope
 
 
-def weights_rounded(rounded: Callable[[Tensor], Tensor]) -> Scope:
+def round_routers(rounded: Callable[[Tensor], Tensor]) -> Scope:
     """The routers' matrices take other values."""
-    return routers_changed(lambda spec: [p.copy_(rounded(p.detach().float())) for p in router_matrices(spec)])
+    return change_routers(lambda spec: [p.copy_(rounded(p.detach().float())) for p in router_matrices(spec)])
 
 
-def matrices_rounded(rounded: Callable[[Tensor], Tensor]) -> Scope:
+def round_matrices(rounded: Callable[[Tensor], Tensor]) -> Scope:
     """All matrices but routers, embeddings and the head take other values."""
 
     @contextmanager
@@ -252,7 +252,7 @@ def matrices_rounded(rounded: Callable[[Tensor], Tensor]) -> Scope:
     return scope
 
 
-def weights_of(other: nn.Module, picks: Callable[[str], bool]) -> Scope:
+def take_weights(other: nn.Module, picks: Callable[[str], bool]) -> Scope:
     """The weights that `picks` names are those of another model. A tied head that is picked alone comes apart from the
     embedding, and the other way round."""
 
@@ -305,21 +305,21 @@ def _values(tensors: Sequence[Tensor], values: Iterable[Tensor]) -> Iterator[Non
                 x.copy_(old)
 
 
-def in_dtype(dtype: torch.dtype) -> Scope:
-    """A copy of the model whose parameters are in `dtype`, `runnable` there; buffers stay."""
+def cast_to(dtype: torch.dtype) -> Scope:
+    """A copy of the model whose parameters are in `dtype`, `make_runnable` there; buffers stay."""
 
     @contextmanager
     def scope(model: nn.Module) -> Iterator[nn.Module]:
         twin = copy.deepcopy(model)
         for parameter in twin.parameters():
             parameter.data = parameter.data.to(dtype)
-        with runnable(twin):
+        with make_runnable(twin):
             yield twin
 
     return scope
 
 
-def experts_by(name: str) -> Scope:
+def switch_experts(name: str) -> Scope:
     """Another of transformers' implementations of the experts. Raises ConfigError for a model that has no such one."""
 
     @contextmanager
@@ -339,14 +339,14 @@ def experts_by(name: str) -> Scope:
     return scope
 
 
-def runnable(model: Any) -> AbstractContextManager[Any]:
+def make_runnable(model: Any) -> AbstractContextManager[Any]:
     """The model, with its experts one by one where they are too narrow for grouped products in its dtype."""
     by = getattr(model.config, "_experts_implementation", None)
-    return nullcontext() if by not in ("grouped_mm", NAME) or _groups(model) else experts_by("eager")(model)
+    return nullcontext() if by not in ("grouped_mm", NAME) or _groups(model) else switch_experts("eager")(model)
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[nn.Module]:
+def set_to_eval(model: nn.Module) -> Iterator[nn.Module]:
     """The model in eval mode; what was in training mode is so again afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 
-from moe_rl.analysis.diagnose.responses import Response, keys, layers_of, usable
+from moe_rl.analysis.diagnose.responses import Response, has_routes, hash_sets, match_layers
 from moe_rl.routing.trace import Layout
 
 CLEAR = 0.3
@@ -47,13 +47,13 @@ class Reported:
         self.layout, self.expected = layout, expected
         self.pairs: list[Pair] = []
         for i, (r, ids) in enumerate(zip(responses, natural, strict=True)):
-            if usable(r, layout) and len(ids) == len(r.tokens) - 1:
+            if has_routes(r, layout) and len(ids) == len(r.tokens) - 1:
                 assert r.ids is not None
-                own = layers_of(r.ids.shape[1], layout)
-                self.pairs.append(Pair(r, r.ids, ids, keys(r.ids), keys(ids),
+                own = match_layers(r.ids.shape[1], layout)
+                self.pairs.append(Pair(r, r.ids, ids, hash_sets(r.ids), hash_sets(ids),
                                        None if r.gates is None else r.gates[:, own], gates[i] if gates else None))
-        self.layers = layers_of(self.pairs[0].ids.shape[1], layout) if self.pairs else []
-        self.pairs = [p for p in self.pairs if layers_of(p.ids.shape[1], layout) == self.layers]
+        self.layers = match_layers(self.pairs[0].ids.shape[1], layout) if self.pairs else []
+        self.pairs = [p for p in self.pairs if match_layers(p.ids.shape[1], layout) == self.layers]
         self.agreement = self.match(0)
 
     def match(self, layers: int = 0, rows: int = 0, prompt: bool | None = None, inside: int = 0) -> float:
@@ -64,7 +64,7 @@ class Reported:
         same = n = 0
         for p in self.pairs:
             here = [s for s, layer in enumerate(self.layers) if 0 <= layer + inside < p.ids.shape[1]]
-            a, b = self.side(p, layers)[:, here], p.natural_keys[:, here]
+            a, b = self.select_keys(p, layers)[:, here], p.natural_keys[:, here]
             t = np.arange(max(0, -rows), len(b) - max(0, rows))
             if prompt is not None:
                 t = t[(t < p.response.prompt - 1) == prompt]
@@ -73,7 +73,7 @@ class Reported:
             same, n = same + int((known & (mine == theirs)).sum()), n + int(known.sum())
         return same / n if n >= FEW else float("nan")
 
-    def side(self, pair: Pair, shift: int = 0) -> Integer[NDArray, "rows site"]:
+    def select_keys(self, pair: Pair, shift: int = 0) -> Integer[NDArray, "rows site"]:
         """Keys [rows, site] of the reported layers, taken `shift` further; -1 where there is none or it is all zero."""
         found = np.full(pair.natural_keys.shape, -1, dtype=np.int32)
         for s, layer in enumerate(self.layers):
@@ -83,27 +83,27 @@ class Reported:
                 found[:, s] = np.where(zero, -1, column)
         return found
 
-    def clear(self, agreement: float, base: float) -> bool:
+    def is_clear(self, agreement: float, base: float) -> bool:
         """Whether a pattern agrees much better than the routes as they are, and about as well as routes can."""
         return agreement >= base + CLEAR and agreement >= SURE * self.expected
 
-    def own(self, pair: Pair) -> float:
+    def measure_own(self, pair: Pair) -> float:
         """Agreement of one response's routes, as they stand."""
-        mine = self.side(pair)
+        mine = self.select_keys(pair)
         known = mine >= 0
         return float((known & (mine == pair.natural_keys)).sum() / max(1, known.sum()))
 
-    def by_site(self) -> Float[NDArray, " site"]:
+    def measure_by_site(self) -> Float[NDArray, " site"]:
         """Agreement of every site with itself; NaN over few rows."""
         known = same = np.zeros(len(self.layers), dtype=np.int64)
         for p in self.pairs:
-            mine = self.side(p)
+            mine = self.select_keys(p)
             known, same = known + (mine >= 0).sum(0), same + ((mine == p.natural_keys) & (mine >= 0)).sum(0)
         return np.where(known >= FEW, same / np.maximum(known, 1), np.nan)
 
-    def source(self, site: int) -> int | None:
+    def find_source(self, site: int) -> int | None:
         """The layer whose natural routes a site's reported ones are, if there is one."""
-        hits = [np.mean(np.concatenate([self.side(p)[:, site] == p.natural_keys[:, t] for p in self.pairs]))
+        hits = [np.mean(np.concatenate([self.select_keys(p)[:, site] == p.natural_keys[:, t] for p in self.pairs]))
                 for t in range(len(self.layers))]
         best = int(np.argmax(hits))
         return self.layout.sites[best].decoder_layer if best != site and hits[best] >= SURE * self.expected else None
@@ -123,47 +123,47 @@ def move_routes(
 
 
 @dataclass(frozen=True)
-class Finding:
+class Fault:
     """One thing that is wrong with the routes."""
 
     cause: str
     says: str
     evidence: str
     fault: bool = True
-    repaired: Callable[[Response, Layout], NDArray] | None = None
+    repair: Callable[[Response, Layout], NDArray] | None = None
     """The ids as they must have been, where that can be told; to be forced as a check."""
 
 
-def findings(routes: Reported) -> list[Finding]:
+def find_faults(routes: Reported) -> list[Fault]:
     """What is wrong, the first cause first; empty where nothing is, or nothing that is known."""
     if not routes.pairs or np.isnan(routes.agreement):
-        return repeated(routes) or zero_rows(routes) if routes.pairs else []
-    if (shift := layer_shift(routes)) is not None:
+        return find_repeated_ids(routes) or find_zero_rows(routes) if routes.pairs else []
+    if (shift := find_layer_shift(routes)) is not None:
         return [shift]
-    found = repeated(routes) or zero_rows(routes)
-    whole = row_shift(routes) or of_another_response(routes)
+    found = find_repeated_ids(routes) or find_zero_rows(routes)
+    whole = find_row_shift(routes) or find_swapped_responses(routes)
     if whole is not None:
         return [*found, whole]
-    found += overwritten(routes) or stale_prefix(routes)
-    return found + order_and_weights(routes)
+    found += find_overwritten_layers(routes) or find_stale_prefix(routes)
+    return found + find_faults_of_order(routes)
 
 
-def layer_shift(routes: Reported) -> Finding | None:
+def find_layer_shift(routes: Reported) -> Fault | None:
     reach = max(3, routes.layers[0]) if routes.layers else 0
     tried = {d: routes.match(layers=d) for d in range(-reach, reach + 1) if d and len(routes.layers) > 1}
     best = max(tried, key=lambda d: -1.0 if np.isnan(tried[d]) else tried[d], default=0)
     base = routes.match(inside=best)  # of the same sites: one that holds another's routes is no shift of them all
-    if not best or not routes.clear(tried[best], base):
+    if not best or not routes.is_clear(tried[best], base):
         return None
     dense = f"; the model's first {routes.layers[0]} layers are dense, and it counts those that route from 0" \
         if -best == routes.layers[0] and routes.layers[0] else ""
-    return Finding(
+    return Fault(
         "layer_shift", f"the engine reports the routes of layer l as layer l{best:+d}{dense}",
         f"{_share(tried[best])} of its sets are the model's own when read so, {_share(base)} as they stand",
-        repaired=lambda r, layout: move_routes(r, routes.layers, best))
+        repair=lambda r, layout: move_routes(r, routes.layers, best))
 
 
-def repeated(routes: Reported) -> list[Finding]:
+def find_repeated_ids(routes: Reported) -> list[Fault]:
     """Rows that name an expert twice, or miss some of their slots: no routes, and a replay leaves them free."""
     rows = np.concatenate([p.ids[:, routes.layers] for p in routes.pairs])
     broken = np.zeros(rows.shape[:2], dtype=bool)
@@ -173,12 +173,12 @@ def repeated(routes: Reported) -> list[Finding]:
         broken[:, s] = some & ((ids[:, 0] < 0) | (ids[:, 1:] == ids[:, :-1]).any(-1))
     if not broken.any():
         return []
-    return [Finding("repeated_ids", "rows of the reported routes name an expert twice, or miss some of their slots: no "
-                    "router picks so, and a replay leaves them free",
-                    f"{_share(broken.mean())} of the rows do")]
+    return [Fault("repeated_ids", "rows of the reported routes name an expert twice, or miss some of their slots: no "
+                  "router picks so, and a replay leaves them free",
+                  f"{_share(broken.mean())} of the rows do")]
 
 
-def zero_rows(routes: Reported) -> list[Finding]:
+def find_zero_rows(routes: Reported) -> list[Fault]:
     """All-zero rows where k > 1: a missing route written as expert 0."""
     zero = np.concatenate([(p.ids[:, routes.layers] == 0).all(-1) for p in routes.pairs])
     if routes.layout.top_k == 1 or not zero.any():
@@ -187,38 +187,38 @@ def zero_rows(routes: Reported) -> list[Finding]:
     sites = [str(routes.layout.sites[s].decoder_layer) for s in np.flatnonzero(zero.any(0))]
     where = f"of the prompt {_share(zero[prompt].mean() if prompt.any() else 0.0)}, of the response " \
             f"{_share(zero[~prompt].mean())}; layers {_several(sites)}"
-    return [Finding("zero_rows", "the engine writes missing routes as rows of zeros, which a replay takes for expert 0",
-                    f"{_share(zero.mean())} of the rows are all zero, which no top-{routes.layout.top_k} gives "
-                    f"({where})",
-                    repaired=lambda r, layout: move_routes(r, routes.layers, 0))]
+    return [Fault("zero_rows", "the engine writes missing routes as rows of zeros, which a replay takes for expert 0",
+                  f"{_share(zero.mean())} of the rows are all zero, which no top-{routes.layout.top_k} gives "
+                  f"({where})",
+                  repair=lambda r, layout: move_routes(r, routes.layers, 0))]
 
 
-def row_shift(routes: Reported) -> Finding | None:
+def find_row_shift(routes: Reported) -> Fault | None:
     for prompt, where in ((None, ""), (False, " in the response")):
         base = routes.match(prompt=prompt)
         tried = {d: routes.match(rows=d, prompt=prompt) for d in (1, -1, 2, -2)}
         best = max(tried, key=lambda d: -1.0 if np.isnan(tried[d]) else tried[d])
-        if not np.isnan(base) and routes.clear(tried[best], base):
-            return Finding(
+        if not np.isnan(base) and routes.is_clear(tried[best], base):
+            return Fault(
                 "row_shift", f"the engine's rows are off by {abs(best)}{where}: what it reports for token "
                 f"t{best:+d} is what token t used",
                 f"{_share(tried[best])} of the sets are the model's own when read so, {_share(base)} as they stand",
-                repaired=None if prompt is False else partial(_rows_moved, routes.layers, best))
+                repair=None if prompt is False else partial(_move_rows, routes.layers, best))
     return None
 
 
-def _rows_moved(layers: Sequence[int], by: int, response: Response, layout: Layout) -> NDArray:
+def _move_rows(layers: Sequence[int], by: int, response: Response, layout: Layout) -> NDArray:
     return move_routes(response, layers, 0, by)
 
 
-def of_another_response(routes: Reported) -> Finding | None:
+def find_swapped_responses(routes: Reported) -> Fault | None:
     """Rows that are the natural ones of another response, at the places where the two responses differ."""
-    wrong = [(p, routes.side(p)) for p in routes.pairs if routes.own(p) < RIGHT * routes.expected]
+    wrong = [(p, routes.select_keys(p)) for p in routes.pairs if routes.measure_own(p) < RIGHT * routes.expected]
     hits = sum(any(_is_of(mine, p, q, routes.expected) for q in routes.pairs if q is not p) for p, mine in wrong)
     if hits < 2 or hits < 0.8 * len(wrong):
         return None
-    return Finding("swapped_responses", "the engine hands out the routes of other responses",
-                   f"{hits} of {len(routes.pairs)} responses carry the routes of another one of the file")
+    return Fault("swapped_responses", "the engine hands out the routes of other responses",
+                 f"{hits} of {len(routes.pairs)} responses carry the routes of another one of the file")
 
 
 def _is_of(mine: NDArray, p: Pair, q: Pair, expected: float) -> bool:
@@ -231,9 +231,9 @@ def _is_of(mine: NDArray, p: Pair, q: Pair, expected: float) -> bool:
     return places >= FEW and theirs >= max(SURE * expected * places, own + CLEAR * places)
 
 
-def overwritten(routes: Reported) -> list[Finding]:
+def find_overwritten_layers(routes: Reported) -> list[Fault]:
     """One or a few layers that agree with nothing, while the others do."""
-    own = routes.by_site()
+    own = routes.measure_by_site()
     if len(own) < 2 or np.isnan(own).any():
         return []
     good = np.median(own[own >= np.median(own)])
@@ -242,26 +242,26 @@ def overwritten(routes: Reported) -> list[Finding]:
     if not bad or len(bad) > len(rest) or rest.min() < RIGHT * routes.expected:  # other weights grow apart with depth
         return []
     layers = [str(routes.layout.sites[s].decoder_layer) for s in bad]
-    copied = {s: routes.source(s) for s in bad}
+    copied = {s: routes.find_source(s) for s in bad}
     sources = [f"layer {routes.layout.sites[s].decoder_layer} holds the routes of layer {t}"
                for s, t in copied.items() if t is not None]
 
-    def repaired(response: Response, layout: Layout) -> NDArray:
+    def repair(response: Response, layout: Layout) -> NDArray:
         ids = move_routes(response, routes.layers, 0)
         ids[:, bad] = -1
         return ids
 
-    return [Finding("overwritten_layer", f"the reported routes of layer {_several(layers)} are not this layer's: "
-                    + ("; ".join(sources) or "something else was written over them (multi-token prediction does)"),
-                    f"{_share(own[bad].mean())} of its sets are the model's own, {_share(rest.mean())} in the other "
-                    "layers", repaired=repaired)]
+    return [Fault("overwritten_layer", f"the reported routes of layer {_several(layers)} are not this layer's: "
+                  + ("; ".join(sources) or "something else was written over them (multi-token prediction does)"),
+                  f"{_share(own[bad].mean())} of its sets are the model's own, {_share(rest.mean())} in the other "
+                  "layers", repair=repair)]
 
 
-def stale_prefix(routes: Reported) -> list[Finding]:
+def find_stale_prefix(routes: Reported) -> list[Fault]:
     """Rows at the beginning that agree with nothing, up to some token from which all do."""
     hit, rows, good, cut = 0, [], [], {}
     for p in routes.pairs:
-        mine = routes.side(p)
+        mine = routes.select_keys(p)
         known = mine >= 0
         right = np.where(known.any(1), ((mine == p.natural_keys) & known).sum(1) / known.sum(1).clip(min=1), np.nan)
         wrong = right < 0.5 * routes.expected
@@ -279,24 +279,24 @@ def stale_prefix(routes: Reported) -> list[Finding]:
     if hit < enough or settled < RIGHT * routes.expected:
         return []
 
-    def repaired(response: Response, layout: Layout) -> NDArray:
+    def repair(response: Response, layout: Layout) -> NDArray:
         ids = move_routes(response, routes.layers, 0)
         ids[: cut.get(response.line, 0)] = -1
         return ids
 
-    return [Finding("stale_prefix", "the routes of the first tokens are stale: rows of an earlier request, as a prefix "
-                    "cache hands them out", f"in {hit} of {len(routes.pairs)} responses the first rows (median "
-                    f"{np.median(rows):.0f}) agree with nothing, while of those after {_share(settled)} of the "
-                    "sets are the model's own", repaired=repaired)]
+    return [Fault("stale_prefix", "the routes of the first tokens are stale: rows of an earlier request, as a prefix "
+                  "cache hands them out", f"in {hit} of {len(routes.pairs)} responses the first rows (median "
+                  f"{np.median(rows):.0f}) agree with nothing, while of those after {_share(settled)} of the "
+                  "sets are the model's own", repair=repair)]
 
 
-def order_and_weights(routes: Reported) -> list[Finding]:
+def find_faults_of_order(routes: Reported) -> list[Fault]:
     """Ids in ascending order, and combine weights that belong to another order or another convention."""
     ascending = natural = n = 0
     slot, expert, sums, theirs = [], [], [], []
     for p in routes.pairs:
         ids = p.ids[:, routes.layers]
-        same = (routes.side(p) == p.natural_keys) & (ids[..., 0] >= 0)
+        same = (routes.select_keys(p) == p.natural_keys) & (ids[..., 0] >= 0)
         n += int(same.sum())
         ascending += int((np.diff(ids.astype(int)[same], axis=-1) > 0).all(-1).sum())
         natural += int((np.diff(p.natural.astype(int)[same], axis=-1) > 0).all(-1).sum())
@@ -317,28 +317,28 @@ def order_and_weights(routes: Reported) -> list[Finding]:
         ratio = np.concatenate(sums) / np.concatenate(theirs).clip(min=1e-12)
         low, times, high = np.quantile(ratio, (0.05, 0.5, 0.95))
         if by_expert > 0.01 and by_slot < 0.25 * by_expert:
-            found.append(Finding(
+            found.append(Fault(
                 "sorted_ids", "the engine reports ids in ascending order, but their combine weights in the order of "
                 "the scores: each weight is paired with another expert",
                 f"weights differ from the model's by {by_expert:.2g} on average expert by expert, by {by_slot:.2g} "
                 "slot by slot"))
         elif abs(times - 1) > 0.05 and high - low < 0.02 * times:
-            found.append(Finding(
+            found.append(Fault(
                 "gates_scaled", f"the reported combine weights are the trainer's times {times:.3g}, as where a scaling "
                 "factor is left out, or applied twice",
                 f"of 90 % of the rows their sum is {low:.3g} to {high:.3g} times the model's"))
         elif abs(times - 1) > 0.05:
             raw, whole = np.median(np.concatenate(sums)), np.median(np.concatenate(theirs))
-            found.append(Finding(
+            found.append(Fault(
                 "gates_raw" if raw < whole else "gates_renormalised", "the reported combine weights have another "
                 "normalisation than the trainer's: "
                 + ("raw where the trainer's are renormalised" if raw < whole else "renormalised, or scaled, where the "
                    "trainer's are not"),
                 f"they add up to {raw:.3g} per token and layer, the model's to {whole:.3g}"))
     elif is_sorted:
-        found.append(Finding("sorted_ids", "the engine reports ids in ascending order, not in that of the scores: "
-                             "harmless for a replay of ids, wrong beside weights in another order",
-                             f"all {n} rows ascend; {_share(natural / n)} of the model's own do", fault=False))
+        found.append(Fault("sorted_ids", "the engine reports ids in ascending order, not in that of the scores: "
+                           "harmless for a replay of ids, wrong beside weights in another order",
+                           f"all {n} rows ascend; {_share(natural / n)} of the model's own do", fault=False))
     return found
 
 
