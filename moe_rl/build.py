@@ -33,13 +33,13 @@ from moe_rl.rollouts.request import check_request, completion_text, context_leng
 from moe_rl.rollouts.sampling import Sampling
 from moe_rl.routing.balance import correction_biases, keep_routers_in
 from moe_rl.routing.sites import layout_of
-from moe_rl.routing.sources import SOURCES, RouteSource
+from moe_rl.routing.sources import SOURCES
 from moe_rl.storage.folder import RunFolder, SharedFolder, read_json, write_json
 from moe_rl.storage.inputs import inputs_of
 from moe_rl.storage.lock import Lock
 from moe_rl.tasks.base import AnyTask, held_out, load_task, split_of
 from moe_rl.trainer import Listener, Parts, train, warn_void
-from moe_rl.types import Prompt, Rollout
+from moe_rl.types import Prompt, Rollout, RouteSource
 
 if TYPE_CHECKING:
     from moe_rl.policies.base import Policy

@@ -21,10 +21,9 @@ from moe_rl.rollouts.batches import BatchSource, Queue
 from moe_rl.rollouts.request import sampling_of
 from moe_rl.rollouts.sampling import Sampling
 from moe_rl.routing.router_noise import Noise
-from moe_rl.routing.sources import RouteSource
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import DIAL, SPLIT, derive
-from moe_rl.types import Batch, Scored
+from moe_rl.types import Batch, RouteSource, Scored
 
 T = TypeVar("T")
 Listener = Callable[[Rows], None]

@@ -14,18 +14,16 @@ decide a response are therefore rows prompt_len-1 … len-2, and the last token 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Integer
+from jaxtyping import Bool, Float, Int, Int32, Integer
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from moe_rl.models.truncation import KeptTokens
-    from moe_rl.routing.hooks import RouterScores
-    from moe_rl.routing.trace import RoutingTrace
+from moe_rl.routing.hooks import RouterScores
+from moe_rl.routing.trace import RoutingTrace
 
 
 @dataclass(frozen=True)
@@ -86,6 +84,65 @@ class Turn:
     reply: str = ""
     """What the environment said to it; of the last turn nothing."""
     reward: float = 0.0
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """The ids that sampling kept at every response token: 4 bytes for each, where a bit for every token of a vocabulary
+    of 152,000 would be 19 kB a token, and this is less for any set of up to 4,700."""
+
+    ids: Int32[Tensor, " kept"]
+    """Token by token, in the order of `counts`."""
+    counts: Int32[Tensor, "*token"]
+    """How many ids are a token's; 0 where nothing is known to be left out: at prompts, padding, what an environment
+    said."""
+
+    @staticmethod
+    def stack(parts: Sequence[KeptTokens], where: Bool[Tensor, "batch time"]) -> KeptTokens:
+        """Of several rollouts, whose tokens after the prompt are the True places of a batch, row by row."""
+        counts = torch.zeros(where.shape, dtype=torch.int32)
+        counts[where] = torch.cat([part.counts for part in parts])
+        return KeptTokens(torch.cat([part.ids for part in parts]), counts)
+
+    def joined(self, then: KeptTokens, end: int | None) -> KeptTokens:
+        """Of one response of two parts, up to `end`."""
+        counts = torch.cat([self.counts, then.counts])[:end]
+        return KeptTokens(torch.cat([self.ids, then.ids])[: int(counts.sum())], counts)
+
+    def each(self, sizes: Sequence[int]) -> list[KeptTokens]:
+        """The first so many tokens of every row."""
+        return [KeptTokens(ids, row[:size]) for ids, row, size in
+                zip(self.ids.split(self.counts.sum(1).tolist()), self.counts, sizes, strict=True)]  # fmt: skip
+
+    def rows(self, index: Tensor | slice, time: int) -> KeptTokens:
+        """The given rows, to go with `Batch.rows`: columns that it leaves out, or that are not here, keep no ids."""
+        of_rows = self.ids.split(self.counts.sum(1).tolist())
+        chosen = torch.arange(len(self.counts))[index].tolist()
+        counts = self.counts[index][:, :time]
+        ids = torch.cat([self.ids[:0], *(of_rows[row] for row in chosen)])
+        return KeptTokens(ids, nn.functional.pad(counts, (0, time - counts.shape[1])))
+
+    def since(self, first: int) -> KeptTokens:
+        """The columns from `first` on, before which there are no ids."""
+        return KeptTokens(self.ids, self.counts[:, first:])
+
+    def pieces(self, where: Bool[Tensor, "*token"], size: int) -> Iterator[KeptTokens]:
+        """The tokens in `where`, which has all that have ids, `size` at a time."""
+        counts = self.counts[where].split(size)
+        ids = self.ids.split([int(part.sum()) for part in counts])
+        return map(KeptTokens, ids, counts)
+
+    def only(self, logits: Float[Tensor, "*token vocabulary"]) -> Float[Tensor, "*token vocabulary"]:
+        """The logits, -inf at what was not kept: their log-softmax is renormalised over the kept set."""
+        counts = self.counts.flatten()
+        keep = (counts == 0)[:, None].repeat(1, logits.shape[-1])
+        token = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        keep[token, self.ids.long()] = True
+        return logits.masked_fill(~keep.view(logits.shape), -torch.inf)
+
+    def to(self, device: torch.device | str) -> KeptTokens:
+        """The same on another device."""
+        return KeptTokens(self.ids.to(device), self.counts.to(device))
 
 
 @dataclass(frozen=True)
@@ -217,6 +274,10 @@ class Scored:
         """The given rows and the first `time` columns, to go with `Batch.rows`; without router scores."""
         kept = (self.logprobs, self.entropy, self.routes, self.preferred)
         return Scored(*(rows_of(value, index, time) for value in kept))
+
+
+RouteSource = Callable[[Batch, Scored], RoutingTrace | None]
+"""Which routes an update replays, of a batch and its natural scoring; None is live routing. See `routing.sources`."""
 
 
 @dataclass(frozen=True)

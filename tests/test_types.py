@@ -7,10 +7,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from moe_rl.models.truncation import KeptTokens
 from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.types import Batch, Prompt, Rollout, Turn, prompt_rows, response_rows
+from moe_rl.types import Batch, KeptTokens, Prompt, Rollout, Turn, prompt_rows, response_rows
 from tests.conftest import build
 from tests.policies.test_hf import make_batch, policy_of
 

@@ -9,7 +9,8 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_rl.models.truncation import KeptTokens, entropy_of
+from moe_rl.models.truncation import entropy_of
+from moe_rl.types import KeptTokens
 
 LOGITS = 2**26
 """Logits that are made at once: a quarter of a gigabyte in float32, of which softmax and backward hold about four."""

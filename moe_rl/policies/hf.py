@@ -214,15 +214,15 @@ class HFPolicy:
 
     def _router_inputs(self, batch: Batch, objective: Objective, noise: Noise | None) -> Callable[..., dict[str, Any]]:
         """What parts that look at routers are given about some rows of a mini-batch, once their forward has run."""
-        weights, load = token_weights(batch), None
+        weights, load = token_weights(batch.attention_mask, batch.response_mask), None
         if "load" in objective.needs and len(batch.tokens[self._cut(batch, self.micro_batch)[0]]) < len(batch):
             whole = self.score(batch, batch.routes, noise=noise)
-            load = load_of(batch, whole.routes, whole.preferred)
+            load = load_of(weights, whole.routes, whole.preferred)
             load = {kind: tuple(share.to(self.device) for share in sites) for kind, sites in load.items()}
 
         def inputs_of(rows: Rows, part: Batch, routed: Routed) -> dict[str, Any]:
             here = weights[rows][:, : part.tokens.shape[1]].to(self.device)
-            return {"router": RouterInputs.of(part, routed, here, load)}
+            return {"router": RouterInputs.of(part.old_scores, routed, here, load)}
 
         return inputs_of
 

@@ -18,7 +18,6 @@ import torch
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.models.truncation import KeptTokens
 from moe_rl.registry import checked
 from moe_rl.rollouts.request import before_stop
 from moe_rl.rollouts.sampling import Sampling
@@ -27,7 +26,7 @@ from moe_rl.routing.layout import Layout, Site
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import LAG, derive
 from moe_rl.tasks.base import EQUAL, Environment, load_task
-from moe_rl.types import Batch, Prompt, Rollout, Turn
+from moe_rl.types import Batch, KeptTokens, Prompt, Rollout, Turn
 
 FILE = "batches.pt"
 """Of a checkpoint, where batches wait."""

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
-from moe_rl.models.truncation import KeptTokens
 from moe_rl.routing import Layout, Recording, RoutingTrace
+from moe_rl.types import KeptTokens
 
 
 @dataclass(frozen=True)

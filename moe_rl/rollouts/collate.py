@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_rl.models.truncation import KeptTokens
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.types import Batch, Rollout
+from moe_rl.types import Batch, KeptTokens, Rollout
 
 
 def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[float], pad_token: int) -> Batch:

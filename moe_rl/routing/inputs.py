@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing.hooks import Recording, Replay
+from moe_rl.routing.hooks import Recording, Replay, RouterScores
 from moe_rl.routing.layout import Layout
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.types import Batch
 
 PerToken = Float[Tensor, "batch time"]
 Load = Mapping[str, tuple[Float[Tensor, " _"], ...]]
@@ -77,36 +76,36 @@ class RouterInputs:
                             old_used=first, weights=torch.ones(1, 1))
 
     @staticmethod
-    def of(part: Batch, routed: Routed, weights: PerToken, load: Load | None) -> RouterInputs:
-        """Of a forward, recorded with its logits, of rows of a mini-batch whose tokens weigh so. Raises RoutingError
-        where nobody has scored π_old's routers."""
-        if part.old_scores is None:
+    def of(old: RouterScores | None, routed: Routed, weights: PerToken, load: Load | None) -> RouterInputs:
+        """Of a forward, recorded with its logits, of rows of a mini-batch whose tokens weigh so; `old` are the scores
+        of π_old's routers there. Raises RoutingError where nobody has scored them."""
+        if old is None:
             raise RoutingError("a part of the objective looks at routers, but the batch has no old_scores of π_old's: "
                                "fill them in with policy.score(batch, routes, scores=True).scores")
         used, preferred = routed.traces
-        logits = routed.recording.logits(len(part))
+        logits = routed.recording.logits(len(routed.inputs))
         return RouterInputs(
             logits=tuple(_produced(x if x.dtype == torch.float64 else x.float()) for x in logits),
             used=_produced(used.ids(), -1),
             preferred=_produced((preferred or used).ids(), -1),
-            old_log_probs=tuple(_produced(x[:, :-1]) for x in part.old_scores.all_log_probs),
-            old_used=_produced(part.old_scores.ids[:, :-1].long(), -1),
+            old_log_probs=tuple(_produced(x[:, :-1]) for x in old.all_log_probs),
+            old_used=_produced(old.ids[:, :-1].long(), -1),
             weights=weights,
             load=load,
         )
 
 
-def token_weights(batch: Batch) -> PerToken:
+def token_weights(attention_mask: Bool[Tensor, "batch time"], response_mask: Bool[Tensor, "batch time"]) -> PerToken:
     """`RouterInputs.weights` of a whole mini-batch, float64: the first token of a row was not routed into being. A row
     without a response is none: it fills up what ranks must do alike."""
-    real = batch.attention_mask & batch.response_mask.any(1, keepdim=True)
+    real = attention_mask & response_mask.any(1, keepdim=True)
     real[:, :1] = False
     return real.double() / real.sum().clamp(min=1)
 
 
-def load_of(batch: Batch, used: RoutingTrace, preferred: RoutingTrace | None) -> Load:
-    """`RouterInputs.load` of a whole mini-batch, from a forward of it."""
-    weights, traces = token_weights(batch), {"preferred": preferred or used, "used": used}
+def load_of(weights: PerToken, used: RoutingTrace, preferred: RoutingTrace | None) -> Load:
+    """`RouterInputs.load` of a whole mini-batch whose tokens weigh so, from a forward of it."""
+    traces = {"preferred": preferred or used, "used": used}
     return {kind: shares(_produced(trace.ids()[:, :-1].to(weights.device), -1), weights, _experts(trace.layout))
             for kind, trace in traces.items()}  # fmt: skip
 

@@ -8,31 +8,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.registry import needs
+from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.types import Batch, Scored
-
-RouteSource = Callable[[Batch, Scored], RoutingTrace | None]
 
 
-def live(batch: Batch, natural: Scored) -> None:
+@runtime_checkable
+class Sampled(Protocol):
+    """What a source may read of a mini-batch; `types.Batch` has it."""
+
+    @property
+    def tokens(self) -> Integer[Tensor, "batch time"]: ...
+    @property
+    def prompt_index(self) -> Int[Tensor, " batch"]:
+        """Rows of one prompt have equal numbers."""
+    @property
+    def rollout_routes(self) -> RoutingTrace | None:
+        """Those that the engine reported."""
+
+
+@runtime_checkable
+class Natural(Protocol):
+    """What a source may read of a forward of π_old without replay; `types.Scored` has it."""
+
+    @property
+    def routes(self) -> RoutingTrace: ...
+    @property
+    def scores(self) -> RouterScores | None:
+        """For a source that is marked as needing scores."""
+
+
+def live(batch: Sampled, natural: Natural) -> None:
     """No replay: every forward routes as its own weights say."""
     return None
 
 
-def old_policy(batch: Batch, natural: Scored) -> RoutingTrace:
+def old_policy(batch: Sampled, natural: Natural) -> RoutingTrace:
     """Routing Replay (GSPO, arXiv 2507.18071, section 5.3; "R2"): the routes of π_old in the training engine."""
     return natural.routes
 
 
-def rollout(batch: Batch, natural: Scored) -> RoutingTrace:
+def rollout(batch: Sampled, natural: Natural) -> RoutingTrace:
     """Rollout Routing Replay ("R3", arXiv 2510.11370): the routes that the inference engine used while sampling."""
     if batch.rollout_routes is None:
         raise RoutingError(
@@ -42,7 +66,7 @@ def rollout(batch: Batch, natural: Scored) -> RoutingTrace:
     return batch.rollout_routes
 
 
-def shuffled(batch: Batch, natural: Scored) -> RoutingTrace:
+def shuffled(batch: Sampled, natural: Natural) -> RoutingTrace:
     """Placebo: every response gets the routes of a response to *another prompt*, position by position.
 
     Later positions of the same prompt would leak the sampled token. A position that the other response does not have
@@ -60,7 +84,7 @@ def shuffled(batch: Batch, natural: Scored) -> RoutingTrace:
     return replace(routes, experts=experts).only(routes.attention_mask[..., None])
 
 
-def random_sets(batch: Batch, natural: Scored, *, seed: int = 0) -> RoutingTrace:
+def random_sets(batch: Sampled, natural: Natural, *, seed: int = 0) -> RoutingTrace:
     """Placebo: uniformly random distinct experts wherever the natural route is known.
 
     Drawn from `seed` and the batch's own tokens, so that a resumed run draws the same.
@@ -76,7 +100,7 @@ def random_sets(batch: Batch, natural: Scored, *, seed: int = 0) -> RoutingTrace
 
 @needs("policy")
 def under_noise(
-    batch: Batch, natural: Scored, score: Callable[..., Scored], *, sigma: float, seed: int = 0
+    batch: Sampled, natural: Natural, score: Callable[..., Natural], *, sigma: float, seed: int = 0
 ) -> RoutingTrace:
     """Placebo: routes that π_old would use with its routers moved by `sigma` standard deviations along a random
     direction, one per step (`router_noise.Noise`): as constant as `old_policy`'s, and about the tokens, but wrong.
@@ -89,7 +113,7 @@ def under_noise(
     return score(batch, noise=Noise("weights", sigma, _seed(seed, batch))).routes if sigma else natural.routes
 
 
-def random_share(batch: Batch, natural: Scored, *, share: float, seed: int = 0) -> RoutingTrace | None:
+def random_share(batch: Sampled, natural: Natural, *, share: float, seed: int = 0) -> RoutingTrace | None:
     """A dose of Routing Replay: a random `share` of (token, site) pairs replays π_old's routes, the rest is free.
 
     A share of 1 is `old_policy`; one of 0 is `live`, and so is a draw that hits no pair. Raises ConfigError for a share
@@ -104,8 +128,8 @@ def random_share(batch: Batch, natural: Scored, *, share: float, seed: int = 0) 
 
 
 def by_layer(
-    batch: Batch,
-    natural: Scored,
+    batch: Sampled,
+    natural: Natural,
     *,
     first: int | None = None,
     last: int | None = None,
@@ -138,7 +162,7 @@ def by_layer(
 
 
 @needs("scores")
-def by_margin(batch: Batch, natural: Scored, *, below: float, base: str = "old_policy") -> RoutingTrace | None:
+def by_margin(batch: Sampled, natural: Natural, *, below: float, base: str = "old_policy") -> RoutingTrace | None:
     """Replay only where π_old's router was undecided: (token, site) pairs whose margin, k-th minus (k+1)-th choice
     score in the router's own units, is less than `below`.
 
@@ -152,7 +176,7 @@ def by_margin(batch: Batch, natural: Scored, *, below: float, base: str = "old_p
 
 
 @needs("scores")
-def by_probability(batch: Batch, natural: Scored, *, below: float, base: str = "old_policy") -> RoutingTrace | None:
+def by_probability(batch: Sampled, natural: Natural, *, below: float, base: str = "old_policy") -> RoutingTrace | None:
     """Replay only where π_old's router spread its bets: (token, site) pairs at which the experts in use have less than
     `below` of the probability, the softmax of the router's logits over all experts, together.
 
@@ -166,7 +190,7 @@ def by_probability(batch: Batch, natural: Scored, *, below: float, base: str = "
     return routes if below > 1 else _where(routes, mass < below)
 
 
-def soft(batch: Batch, natural: Scored, *, ratio: float, base: str = "old_policy") -> RoutingTrace:
+def soft(batch: Sampled, natural: Natural, *, ratio: float, base: str = "old_policy") -> RoutingTrace:
     """Routes of `base` that the live router must not contradict too much: in every forward an expert stays only while
     its live score is at least `ratio` times the weakest live top-k score; the slots of the others are filled with the
     best of the live top-k that are not there yet.
@@ -184,7 +208,7 @@ def soft(batch: Batch, natural: Scored, *, ratio: float, base: str = "old_policy
 
 
 @needs("scores")
-def recall(batch: Batch, natural: Scored, *, base: str = "old_policy") -> RoutingTrace:
+def recall(batch: Sampled, natural: Natural, *, base: str = "old_policy") -> RoutingTrace:
     """Ids *and* combine weights of π_old are forced, so that no gradient of the policy's loss reaches a router; of
     `base`="rollout", those that the engine reported.
 
@@ -204,7 +228,7 @@ def recall(batch: Batch, natural: Scored, *, base: str = "old_policy") -> Routin
 
 
 @needs("scores")
-def false_flips(batch: Batch, natural: Scored, *, share: float) -> RoutingTrace:
+def false_flips(batch: Sampled, natural: Natural, *, share: float) -> RoutingTrace:
     """Placebo: π_old's routes, but at the `share` of (token, site) pairs with the smallest margins the weakest expert
     gives way to the runner-up, as if the router had flipped where it is closest to flipping.
 
@@ -231,7 +255,7 @@ def false_flips(batch: Batch, natural: Scored, *, share: float) -> RoutingTrace:
     return replace(routes, experts=swapped.to(routes.experts.dtype)).only(routes.known)
 
 
-def _base(source: str, base: str, batch: Batch, natural: Scored) -> RoutingTrace:
+def _base(source: str, base: str, batch: Sampled, natural: Natural) -> RoutingTrace:
     """The whole routes that a source takes a part of."""
     if base not in BASES:
         raise ConfigError(f"{source}(base={base!r}): choose {' or '.join(BASES)}.")
@@ -249,16 +273,16 @@ def _require_share(source: str, share: float) -> None:
         raise ConfigError(f"{source} takes a share of (token, site) pairs, from 0 to 1, not {share}.")
 
 
-def _generator(seed: int, batch: Batch) -> torch.Generator:
+def _generator(seed: int, batch: Sampled) -> torch.Generator:
     """Of the batch's own tokens, so that a resumed run draws the same."""
     return torch.Generator().manual_seed(_seed(seed, batch))
 
 
-def _seed(seed: int, batch: Batch) -> int:
+def _seed(seed: int, batch: Sampled) -> int:
     return hash((seed, int(batch.tokens.sum()), batch.tokens.shape)) % 2**63
 
 
-BASES: dict[str, Callable[[Batch, Scored], RoutingTrace]] = {"old_policy": old_policy, "rollout": rollout}
+BASES: dict[str, Callable[[Sampled, Natural], RoutingTrace]] = {"old_policy": old_policy, "rollout": rollout}
 """Whole routes, of which other sources take a part."""
 SOURCES: dict[str, Callable[..., RoutingTrace | None]] = {
     source.__name__: source

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from moe_rl.build import check
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.models.truncation import KeptTokens, entropy_of, kept
+from moe_rl.models.truncation import entropy_of, kept
 from moe_rl.objectives import objective_of
 from moe_rl.policies import hf
 from moe_rl.rollouts.collate import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.mismatch import MismatchedEngine
-from moe_rl.types import Sampling
+from moe_rl.types import KeptTokens, Sampling
 from tests.policies.test_hf import policy_of
 from tests.rollouts import test_hf
 from tests.rollouts.test_hf import PROMPTS, make_model, prompts

@@ -229,14 +229,14 @@ def test_a_router_that_hands_out_probabilities_has_logits_too():
 
 def test_weights_of_tokens_and_shares_of_slots_by_hand():
     batch = make_batch()
-    weights = token_weights(batch)
+    weights = token_weights(batch.attention_mask, batch.response_mask)
     assert weights.sum() == pytest.approx(1) and not weights[:, 0].any()
     assert ((weights > 0) == batch.attention_mask & (torch.arange(weights.shape[1]) > 0)).all()
     ids = torch.tensor([[[[0, 1]], [[1, 2]], [[-1, -1]]]])
     (found,) = shares(ids, torch.tensor([[0.25, 0.75, 0.0]], dtype=torch.float64), [4])
     assert found.tolist() == [0.125, 0.5, 0.375, 0.0]
     routes = policy_of(build("qwen3_moe")).score(batch).routes
-    load = load_of(batch, routes, None)
+    load = load_of(weights, routes, None)
     known = routes.ids()[:, :, 1][routes.known[:, :, 1]]
     expected = torch.bincount(known.flatten(), minlength=8).double() / known.numel()
     torch.testing.assert_close(load["used"][1], expected)
