@@ -16,7 +16,16 @@ import torch
 from moe_rl import ranks
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Stopped
-from moe_rl.models.load import PRESETS, LoadedModel, check_weights, load, placement, save_checkpoint, skeleton
+from moe_rl.models.load import (
+    PRESETS,
+    LoadedModel,
+    check_weights,
+    keep_routers_in,
+    load,
+    placement,
+    save_checkpoint,
+    skeleton,
+)
 from moe_rl.models.shards import checkpoint_weights, describe, write_shards
 from moe_rl.models.supervised import Progress, cold_start
 from moe_rl.models.tokens import encode_prompts
@@ -24,6 +33,7 @@ from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.objectives.spelling import suggest_field
 from moe_rl.policies.critic import HFCritic
 from moe_rl.policies.hf import copy_of
+from moe_rl.policies.optimizer import correction_biases
 from moe_rl.recorder import Recorder, Row, Rows
 from moe_rl.registry import Known, Part, check_component, import_component, lookup, needs_of
 from moe_rl.rollouts.gap_files import GapFiles
@@ -31,7 +41,6 @@ from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.readable import readable
 from moe_rl.rollouts.request import check_request, completion_text, context_length, end_tokens, sampling_of
 from moe_rl.rollouts.sampling import Sampling
-from moe_rl.routing.balance import correction_biases, keep_routers_in
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES
 from moe_rl.storage.folder import RunFolder, SharedFolder, read_json, write_json

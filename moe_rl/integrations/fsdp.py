@@ -25,14 +25,13 @@ from moe_rl.config import ModelConfig, Optimizer, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.integrations.cpu_kernels import use_cpu_kernels
 from moe_rl.integrations.on_ranks import check_spread, from_rank_0, shared_rows
-from moe_rl.models.load import LoadedModel, skeleton
+from moe_rl.models.load import LoadedModel, keep_routers_in, skeleton
 from moe_rl.models.vocabulary import head_is_apart
 from moe_rl.objectives import Objective
 from moe_rl.policies.hf import HFPolicy, settings_of
 from moe_rl.policies.micro_batches import Rows, cut, filled, join
 from moe_rl.registry import checked, needs
 from moe_rl.rollouts.request import check_dtype
-from moe_rl.routing.balance import keep_routers_in
 from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.sites import find_sites, router_parameters
 from moe_rl.routing.trace import RoutingTrace

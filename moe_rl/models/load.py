@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 
 from moe_rl.config import SHIPPED, ModelConfig, folder_of
 from moe_rl.errors import ConfigError, raise_os_errors
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.registry import import_component, unknown
-from moe_rl.routing.balance import keep_routers_in
 from moe_rl.routing.sites import find_sites
 
 if TYPE_CHECKING:
@@ -305,3 +305,22 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     for allow in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{allow}_sdp")(False)
+
+
+def keep_routers_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep the parameters of every routing site in `dtype`, and cast what a site reads to that of its weights.
+
+    Its logits and combine weights are then of this dtype; the experts read hidden states of the model's.
+    """
+    for site in find_sites(model):
+        site.module.to(dtype)
+        site.module.register_forward_pre_hook(_cast, with_kwargs=True)
+
+
+def _cast(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    dtype = next(module.parameters()).dtype
+
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return tuple(map(cast, args)), {name: cast(x) for name, x in kwargs.items()}

@@ -23,9 +23,17 @@ from moe_rl.models.truncation import entropy_of
 from moe_rl.models.vocabulary import LOGITS, head_is_apart, head_of, log_probs_in_pieces
 from moe_rl.objectives import Objective
 from moe_rl.policies.micro_batches import Rows, cut, join, waiting
-from moe_rl.policies.optimizer import cosine_with, last_step, optimizer_of, read_state, stepped, write_state
+from moe_rl.policies.optimizer import (
+    balance,
+    correction_biases,
+    cosine_with,
+    last_step,
+    optimizer_of,
+    read_state,
+    stepped,
+    write_state,
+)
 from moe_rl.registry import checked
-from moe_rl.routing.balance import balance, correction_biases
 from moe_rl.routing.hooks import record_routing, replay_routing
 from moe_rl.routing.inputs import Routed, RouterInputs, load_of, token_weights
 from moe_rl.routing.router_noise import Noise, disturbed

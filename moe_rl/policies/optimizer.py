@@ -1,4 +1,5 @@
-"""The optimizer of a Hugging Face module: its groups, its step, and what resuming needs of both."""
+"""The optimizer of a Hugging Face module: its groups, its step, what resuming needs of both; the bias that balances
+the load of experts."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from torch import Tensor, nn
 from moe_rl import ranks
 from moe_rl.config import Optimizer
 from moe_rl.errors import ConfigError, Diverged, raise_os_errors
-from moe_rl.routing.sites import router_parameters
+from moe_rl.routing.sites import find_sites, router_parameters
+from moe_rl.routing.trace import RoutingTrace
+
+BIAS = "e_score_correction_bias"
 
 
 def optimizer_of(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
@@ -103,3 +107,33 @@ def read_state(
     state = torch.load(moments, map_location=device, weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
     return state["updates"]
+
+
+def correction_biases(model: nn.Module) -> list[Tensor]:
+    """The bias with which every site's router chooses, and does not weigh. Raises ConfigError for a family whose
+    routers have none of their own, and for one in a dtype that rounds small steps away."""
+    found = []
+    for site in find_sites(model):
+        bias = getattr(site.module, BIAS, None)
+        if not isinstance(bias, Tensor):
+            raise ConfigError(f"optimizer.loss_free_bias: {site.site.name} ({type(site.module).__name__}) has no "
+                              f"{BIAS}, so nothing is added to its scores when it chooses; families with one are "
+                              "deepseek_v3, glm4_moe and their like")
+        if bias.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(f"optimizer.loss_free_bias: the bias of {site.site.name} is {bias.dtype}, which rounds "
+                              "steps of .001 away; set model.router_dtype='float32'")
+        found.append(bias)
+    return found
+
+
+@torch.no_grad()
+def balance(biases: list[Tensor], live: RoutingTrace, step: float, first: int = 0) -> None:
+    """b_e += step · sign(mean count − count_e), counts of the `live` choices of real tokens: loss-free balancing, arXiv
+    2408.15664, algorithm 1. Replayed choices would count what no bias can change. A count at the mean moves nothing.
+    The biases are those of the sites from `first` on.
+    """
+    ids = live.ids()
+    for site, bias in enumerate(biases, first):
+        chosen = ids[:, :, site]
+        count = torch.bincount(chosen[chosen >= 0], minlength=len(bias)).to(bias.device, bias.dtype)
+        bias += step * (count.mean() - count).sign()

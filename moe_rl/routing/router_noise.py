@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from moe_rl import ranks
 from moe_rl.errors import RoutingError
 from moe_rl.routing.intercept import hooked
-from moe_rl.routing.sites import RoutingModule, find_sites, layer_matrices, router_matrices
+from moe_rl.routing.sites import find_sites, layer_matrices, router_matrices
 
 LastStep = Callable[[nn.Parameter], Tensor | None]
 """The optimizer's last step on a parameter, up to a factor; None before the first."""
@@ -54,23 +53,19 @@ def disturbed(model: nn.Module, noise: Noise | None, last_step: LastStep | None 
     sites = find_sites(model)
     with ExitStack() as scope:
         if noise.target == "choice":
-            scope.enter_context(hooked(sites, "moved", partial(moved, noise=noise, last_step=last_step)))
+            scope.enter_context(hooked(
+                sites, "moved", lambda site, index: shifted(router_matrices(site), noise, index, last_step)
+            ))
         elif noise.target == "other_weights":
             scope.enter_context(shifted(layer_matrices(model), noise, 0, last_step))
         else:
             weights: set[int] = set()
             for index, site in enumerate(sites):
-                own = {id(matrix) for matrix in router_matrices(site)}
+                matrices = router_matrices(site)
+                own = {id(matrix) for matrix in matrices}
                 if not own & weights:  # sites may share theirs
-                    scope.enter_context(moved(site, index, noise=noise, last_step=last_step))
+                    scope.enter_context(shifted(matrices, noise, index, last_step))
                 weights |= own
-        yield
-
-
-@contextmanager
-def moved(site: RoutingModule, index: int, *, noise: Noise, last_step: LastStep | None = None) -> Iterator[None]:
-    """One site's router matrices, moved inside the block and put back bit for bit."""
-    with shifted(router_matrices(site), noise, index, last_step):
         yield
 
 

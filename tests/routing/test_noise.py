@@ -10,7 +10,7 @@ import torch
 from moe_rl.errors import RoutingError
 from moe_rl.policies.optimizer import last_step
 from moe_rl.routing import record_routing, replay_routing
-from moe_rl.routing.router_noise import Noise, directions, disturbed, moved, steps
+from moe_rl.routing.router_noise import Noise, directions, disturbed, shifted, steps
 from moe_rl.routing.sites import find_sites, router_matrices
 from tests.conftest import FAMILIES, build
 from tests.policies.test_hf import GRPO, make_batch, part_of, policy_of
@@ -57,7 +57,7 @@ def test_the_form_choice_takes_each_sites_ids_from_its_moved_router_and_all_else
     assert routes != forward(model, tokens)[1]
     for index, site in enumerate(find_sites(model)):
         arguments, settings = seen[site.reader]
-        with torch.no_grad(), moved(site, index, noise=noise), record_one(model, site) as ids:
+        with torch.no_grad(), shifted(router_matrices(site), noise, index), record_one(model, site) as ids:
             site.reader(*arguments, **settings)
         used = routes.ids()[:, :, index, : site.site.top_k].flatten(0, 1)
         assert torch.equal(ids[0].sort(-1).values, used.sort(-1).values)

@@ -38,7 +38,7 @@ from moe_rl.integrations.megatron.weights import WeightMap, gather
 from moe_rl.integrations.on_ranks import from_rank_0
 from moe_rl.objectives import LossOutput, Objective
 from moe_rl.policies.micro_batches import filled
-from moe_rl.routing.balance import balance, correction_biases
+from moe_rl.policies.optimizer import balance, correction_biases
 from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import Layout, RoutingTrace
