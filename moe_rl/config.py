@@ -290,7 +290,7 @@ class Measure(Settings):
     detail_every: Interval = 10
     """Steps between detailed measurements: per-update volatility, attribution by mini-batch index, noise floor."""
     rollouts: Annotated[int, Field(ge=0), "a number of rollouts, or 0 to keep none"] = 8
-    """Rollouts that are kept per step for `moe-rl read`, at most; 0: none. No number depends on it, nor the hash."""
+    """Rollouts that are kept per step for `moe-rl runs read`, at most; 0: none. It changes neither numbers nor hash."""
     full: bool = False
     """Measure every response at every step and print what that costs."""
     gradient_cosine: bool = False
@@ -461,7 +461,7 @@ class RunConfig(Settings):
 
 
 class Pretraining(Settings):
-    """Supervised training from nothing until loss and load have settled: `moe-rl pretrain`."""
+    """Supervised training from nothing until loss and load have settled: `moe-rl checkpoint pretrain`."""
 
     task: Named = Component("running_sums")
     """What it learns: answers of these prompts. Usually a `mixture`."""

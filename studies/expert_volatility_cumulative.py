@@ -3,7 +3,7 @@
     python studies/expert_volatility_cumulative.py runs/expert_volatility
 
 writes `cumulative.parquet` into every run: the change of natural routes from the cold start's weights to the last ones,
-on a step's worth of fresh responses of each of the two policies. Then `moe-rl collect` with `--also` for
+on a step's worth of fresh responses of each of the two policies. Then `moe-rl runs collect` with `--also` for
 any_change_rate, any_layer_change, layers_changed and jaccard_distance: `answers.py` reads them per update, too.
 """
 

@@ -349,12 +349,12 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
     (["run", FAKE, "--seeds", "a"], "--seeds a"),
     (["run", FAKE, "--jobs", "-1"], "--jobs -1"),
     (["plot", "nowhere"], "not the folder of a study"),
-    (["list", "nowhere"], "no run below nowhere, where STUDY/ARM/FACTORS/seed=N would be"),
-    (["show", "nowhere"], "not a run"),
-    (["diff", "nowhere", "nowhere"], "not a run"),
-    (["export", "nowhere"], "no finished run below nowhere"),
+    (["runs", "list", "nowhere"], "no run below nowhere, where STUDY/ARM/FACTORS/seed=N would be"),
+    (["runs", "show", "nowhere"], "not a run"),
+    (["runs", "diff", "nowhere", "nowhere"], "not a run"),
+    (["runs", "export", "nowhere"], "no finished run below nowhere"),
     (["report", "nowhere"], "not the folder of a study"),
-    (["collect", "nowhere", "--out", "there"], "not the folder of a study"),
+    (["runs", "collect", "nowhere", "--out", "there"], "not the folder of a study"),
     (["rerun", "nowhere"], "not the folder of a study"),
     (["run", "studies/routing_replay.py", "--task", "running_sum"], "Did you mean running_sums"),
     (["run", "studies/routing_replay.py", "--task", "jsonl:nowhere.jsonl"], "nowhere.jsonl"),
@@ -367,7 +367,7 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
     (["run", "studies/learning_rates.py", "--set", "optimizer.lr=2"],
      "optimizer.lr is a factor of study 'learning_rates'"),
     (["run", "studies/engine_mismatch.py", "--set", "engine.experts=fast"], "choose eager, batched_mm, grouped_mm"),
-    (["export", TABLES, "--to", FAKE], "File exists"),
+    (["runs", "export", TABLES, "--to", FAKE], "File exists"),
 ])
 def test_bad_input_is_one_sentence_and_exit_code_two(tmp_path, monkeypatch, capsys, arguments, words):
     if arguments[1].startswith("studies"):
@@ -416,7 +416,7 @@ def test_list_shows_state_age_and_time_left(tmp_path, capsys):
     path = tmp_path / "fake" / "grpo" / "base" / "seed=1"
     with RunFolder.open(path, config.to_dict(), config.hash) as folder:
         folder.progress(2, seconds_per_step=60.0, reward=0.25)
-        assert cli.main(["list", str(tmp_path)]) == 0
+        assert cli.main(["runs", "list", str(tmp_path)]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert rows[0].split() == ["run", "state", "step", "reward", "changed", "left"] and len(rows) == 5
     running = next(row for row in rows if "seed=1" in row)
@@ -426,7 +426,7 @@ def test_list_shows_state_age_and_time_left(tmp_path, capsys):
 
 def test_show_prints_configuration_versions_and_the_last_rows(tmp_path, capsys):
     path = fake_runs(tmp_path, seeds=(0,)) / "gspo" / "base" / "seed=0"
-    assert cli.main(["show", str(path)]) == 0
+    assert cli.main(["runs", "show", str(path)]) == 0
     out = capsys.readouterr().out
     manifest = json.loads(out[: out.index("\n}\n") + 2])
     loss = {"name": "gspo", "options": {"clip_low": 0.01, "clip_high": 0.013}}
@@ -436,15 +436,15 @@ def test_show_prints_configuration_versions_and_the_last_rows(tmp_path, capsys):
 
 def test_diff_exits_with_one_and_names_the_row(tmp_path, capsys):
     a, b = fake_runs(tmp_path / "a", seeds=(0,)), fake_runs(tmp_path / "b", seeds=(0, 1))
-    assert cli.main(["diff", str(a / "grpo/base/seed=0"), str(b / "grpo/base/seed=0")]) == 0
-    assert cli.main(["diff", str(a / "grpo/base/seed=0"), str(b / "grpo/base/seed=1")]) == 1
+    assert cli.main(["runs", "diff", str(a / "grpo/base/seed=0"), str(b / "grpo/base/seed=0")]) == 0
+    assert cli.main(["runs", "diff", str(a / "grpo/base/seed=0"), str(b / "grpo/base/seed=1")]) == 1
     out = capsys.readouterr().out
     assert "config.seed: 0 | 1" in out and "updates: step 1, update 1: loss = " in out
 
 
 def test_export_writes_every_digit(tmp_path, capsys):
     folder = fake_runs(tmp_path, seeds=(0,))
-    assert cli.main(["export", str(folder), "--to", str(tmp_path / "csv"), "--mix-code"]) == 0
+    assert cli.main(["runs", "export", str(folder), "--to", str(tmp_path / "csv"), "--mix-code"]) == 0
     frame = pd.read_csv(tmp_path / "csv" / "steps.csv", float_precision="round_trip")
     want = [row["reward"] for arm in ("grpo", "grpo-replay", "gspo") for row in fake_study.fake_tables(
         fake_study.study.base.replace(arm=next(a for a in fake_study.study.arms if a.name == arm)))["steps"]]
@@ -474,10 +474,10 @@ def test_a_run_whose_rewards_trained_nothing_says_so(tmp_path, capsys, monkeypat
     monkeypatch.setattr(fake_study, "fake_step", without_signal)
     folder = fake_runs(tmp_path, seeds=(0,))
     write_declaration(fake_study.study, tmp_path)
-    assert cli.main(["collect", str(folder), "--out", str(tmp_path / "tables"), "--mix-code"]) == 0
+    assert cli.main(["runs", "collect", str(folder), "--out", str(tmp_path / "tables"), "--mix-code"]) == 0
     capsys.readouterr()
     for where in (folder, tmp_path / "tables"):
-        assert cli.main(["list", str(where)]) == 0
+        assert cli.main(["runs", "list", str(where)]) == 0
         said = [line for line in capsys.readouterr().out.splitlines() if "no group ever had a signal" in line]
         assert [Path(line.split()[0]).parts[-3] for line in said] == ["gspo"]
     assert cli.main(["report", str(folder), "--mix-code"]) == 0
@@ -486,34 +486,82 @@ def test_a_run_whose_rewards_trained_nothing_says_so(tmp_path, capsys, monkeypat
 
 def test_listing_and_showing_runs_draws_nothing(tmp_path):
     path = fake_runs(tmp_path, seeds=(0,)) / "gspo" / "base" / "seed=0"
-    for words, heavy in ((["list", str(tmp_path)], "{'torch', 'pandas', 'matplotlib', 'rich'}"),
-                         (["show", str(path)], "{'torch', 'matplotlib', 'rich'}"),
-                         (["list", TABLES], "{'torch', 'matplotlib', 'rich'}")):
+    for words, heavy in ((["runs", "list", str(tmp_path)], "{'torch', 'pandas', 'matplotlib', 'rich'}"),
+                         (["runs", "show", str(path)], "{'torch', 'matplotlib', 'rich'}"),
+                         (["runs", "list", TABLES], "{'torch', 'matplotlib', 'rich'}")):
         code = f"import sys\nfrom moe_rl.cli import main\nmain({words})\nprint({heavy} & {{*sys.modules}})"
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.endswith("\nset()\n")
 
 
-@pytest.mark.parametrize("command", [verb.name for verb in cli.VERBS])
+@pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit, match="0"):
-        cli.main([command, "--help"])
+        cli.main([*command.split(), "--help"])
     assert f"moe-rl {command}" in capsys.readouterr().out.split("examples:")[1]
 
 
 def test_what_a_verb_does_not_take_prints_its_usage_and_the_nearest(capsys):
     for words, usage, hint in ((["run", FAKE, "--seed", "3"], "run [options] study", "Did you mean --seeds or --set?"),
-                               (["plot", "x", "--cell"], "plot [options] folder", "Did you mean --cells"),
-                               (["list", "a", "b"], "list [options] [folder]", "b is nothing that it takes")):
+                               (["plot", "x", "--cell"], "plot [options] folder", "Did you mean --cells?"),
+                               (["runs", "list", "a", "b"], "runs list [options] [folder]", "unknown argument: b.")):
         with pytest.raises(SystemExit, match="2"):
             cli.main(words)
         err = capsys.readouterr().err
-        assert f"usage: moe-rl {usage}\nmoe-rl {words[0]}: error: " in err and hint in err and "--help" in err
+        name = usage.partition(" [")[0]
+        assert f"usage: moe-rl {usage}\nmoe-rl {name}: error: " in err and hint in err and "--help" in err
 
 
-@pytest.mark.parametrize("words", [[], *([verb.name] for verb in cli.VERBS)], ids=str)
-def test_help_fits_a_screen(words, monkeypatch, capsys):
+@pytest.mark.parametrize("words, hint", [
+    (["rum"], "no command of moe-rl is called 'rum'. Did you mean run?"),
+    (["runs", "lst"], "no command of moe-rl runs is called 'lst'. Did you mean list?"),
+    (["volatility", "a", "b"], "volatility is now `moe-rl checkpoint compare`"),
+    (["list"], "list is now `moe-rl runs list`"),
+    (["evaluate", "--help"], "evaluate is now `moe-rl checkpoint evaluate`"),
+])
+def test_an_unknown_command_is_one_line_with_the_nearest_or_the_new_name(words, hint, capsys):
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("moe-rl: ") and hint in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [[], ["runs"], ["checkpoint"]], ids=str)
+def test_a_name_without_its_end_lists_how_it_goes_on(words, capsys):
+    """On stderr, as an error, unless help is asked for."""
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert cli.main([*words, "--help"]) == 0
+    assert (out, capsys.readouterr().out) == ("", err)
+    rows = [row.split()[0] for row in err.splitlines() if row.startswith("  ")]
+    assert len(rows) <= 12 and "work" not in rows, "which a scheduler calls, not a person"
+    assert not words or cli.GROUPS[words[0]].endswith(f": {', '.join(rows)}.")
+
+
+@pytest.mark.parametrize("line, words", [
+    ("moe-rl re", ["rerun", "report"]), ("moe-rl runs ", ["list", "show", "read", "diff", "collect", "export"]),
+    ("moe-rl runs collect x --", ["--help", "--out", "--also", "--without", "--mix-code"]),
+    ("moe-rl checkpoint view --t", ["--tokenizer"]), ("moe-rl plot ru", []), ("moe-rl nothing ", []),
+])
+def test_a_shell_completes_commands_and_options(line, words):
+    """`complete -o default -C moe-rl moe-rl`: where nothing is printed, the shell completes files."""
+    done = subprocess.run([sys.executable, "-m", "moe_rl", "moe-rl"], capture_output=True, text=True,
+                          env=os.environ | {"COMP_LINE": f"{line}!", "COMP_POINT": str(len(line))})
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, words, "")
+
+
+@pytest.mark.parametrize("words", [["diagnose", "a", "b"], ["checkpoint", "evaluate", "--help"],
+                                   ["runs", "export", "a", "--to", "wandb"]])
+def test_a_command_says_which_folder_of_the_package_is_missing(words):
+    code = ("import sys; sys.modules |= {'moe_rl.analysis': None, 'moe_rl.integrations': None}\n"
+            f"from moe_rl.cli import main; sys.exit(main({words}))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert " needs moe_rl." in done.stderr and "which is not installed" in done.stderr
+
+
+@pytest.mark.parametrize("name", [*cli.GROUPS, *cli.COMMANDS])
+def test_help_fits_a_screen(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
-        cli.main([*words, "--help"])
+        sys.exit(cli.main([*name.split(), "--help"]))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 80, "\n".join(lines)

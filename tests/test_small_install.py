@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from moe_rl import cli
+from moe_rl.registry import STUDY
 
 ROOT = Path(__file__).parents[1]
 TRAINER = str(ROOT / "tests" / "wheel" / "trainer.py")
-ABSENT = sorted(cli.STUDY - {"filelock", "jinja2"})
+ABSENT = sorted(STUDY - {"filelock", "jinja2"})
 """Torch and transformers cannot be imported without the other two."""
 WITHOUT = f"""
 import runpy, sys
@@ -51,8 +51,9 @@ def test_a_trainer_gets_the_same_numbers_from_the_small_install(capsys, monkeypa
 
 
 def test_a_verb_of_studies_names_the_extra_that_it_lacks():
-    refused = ["run routing_replay --dry-run", "plot runs", "report runs", "collect runs --out x", "list", "show runs",
-               "diff runs runs", "volatility a b --data x", "evaluate a --data x", "diagnose a b", "export runs"]
+    refused = ["run routing_replay --dry-run", "plot runs", "report runs", "runs collect runs --out x", "runs list",
+               "runs show runs", "runs diff runs runs", "checkpoint compare a b --data x",
+               "checkpoint evaluate a --data x", "diagnose a b", "runs export runs"]
     done = without_study(f"from moe_rl.cli import main\nprint([main(x.split()) for x in {refused}])")
     assert done.stdout == f"{[2] * len(refused)}\n", done.stderr
     needs = [re.fullmatch(r"moe-rl.* needs (\w+)(?:, which is not installed)?: pip install 'moe_rl\[study\]'", x)
@@ -63,4 +64,4 @@ def test_a_verb_of_studies_names_the_extra_that_it_lacks():
 
 def test_the_extra_has_what_the_command_line_names():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {re.match(r"[\w-]+", requirement)[0] for requirement in extras["study"]} == cli.STUDY
+    assert {re.match(r"[\w-]+", requirement)[0] for requirement in extras["study"]} == STUDY

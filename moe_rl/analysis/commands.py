@@ -1,4 +1,4 @@
-"""What the commands on checkpoints and rollout files do; `cli/checkpoints.py` has their arguments."""
+"""The commands on checkpoints and rollout files: what they take, and what they do."""
 
 from __future__ import annotations
 
@@ -7,27 +7,45 @@ import sys
 import warnings
 from pathlib import Path
 
-from rich.console import Console
-
-from moe_rl.analysis.benchmarks import show
-from moe_rl.analysis.checkpoints.measure import Comparison, measure_series, measure_volatility
-from moe_rl.analysis.checkpoints.report import print_report, print_series
-from moe_rl.analysis.diagnose.diagnosis import diagnose_checkpoint
-from moe_rl.analysis.diagnose.report import print_diagnosis, write_page
-from moe_rl.analysis.evaluation import Plan, benchmark, measure_evaluations
-from moe_rl.analysis.folders import checkpoints_of, step_of
-from moe_rl.analysis.response_page import write_response_page
-from moe_rl.config import Arm, ModelConfig, RunConfig, parse_settings
+from moe_rl.cli.verbs import DEVICE, DTYPE, TRUST_CODE, argument, verb
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Component
 
 EVALUATED = ("temperature", "top_p", "top_k", "min_p", "sampling_mask", "max_new_tokens", "stop", "model.device",
              "model.dtype", "model.router_dtype")
 """Settings of a run that an evaluation has, too, beside the engine's."""
 
 
-def volatility(options: argparse.Namespace) -> int:
+@verb(
+    argument("checkpoints", nargs="+", metavar="CHECKPOINT",
+             help="Hugging Face checkpoints: two, or a series; folders, names on the hub, or a folder of several, such "
+                  "as a run's"),
+    argument("--data", required=True, help="JSONL: prompt and response, chat messages, or text"),
+    argument("--out", type=Path, default=Path("volatility"), help="folder to write (default: volatility)"),
+    DEVICE,
+    DTYPE,
+    argument("--max-tokens", type=int, default=2048, metavar="N", help="longer texts are cut, counted (default: 2048)"),
+    argument("--batch-tokens", type=int, default=4096, metavar="N", help="tokens in one forward (default: 4096)"),
+    argument("--traces", action="store_true", help="keep the routes of both, for `moe-rl checkpoint view`"),
+    argument("--ratios", action="store_true",
+             help="score the responses, too: token ESS and KL, natural and replayed"),
+    TRUST_CODE,
+    examples="""
+  moe-rl checkpoint compare sft/ rl-step-500/ --data responses.jsonl
+  moe-rl checkpoint compare sft/ rl-500/ rl-1000/ --data texts.jsonl   a curve
+  moe-rl checkpoint compare runs/x/gspo/base/seed=0 --data texts.jsonl
+                                      the hf_checkpoints of a run
+a line of the file: {"prompt": "2+2=", "response": "4"}, {"text": "…"}
+or {"messages": [{"role": "user", "content": "2+2="}, …]}. Every metric comes
+with its noise floor; the same command goes on after a kill.""",
+)
+def compare(options: argparse.Namespace) -> int:
     """Compare checkpoints; tables and figures into `--out`."""
+    from rich.console import Console
+
+    from moe_rl.analysis.checkpoints.measure import Comparison, measure_series, measure_volatility
+    from moe_rl.analysis.checkpoints.report import print_report, print_series
+    from moe_rl.analysis.folders import checkpoints_of
+
     settings = {"dtype": options.dtype, "max_tokens": options.max_tokens, "batch_tokens": options.batch_tokens,
                 "ratios": options.ratios}
     where = {"device": options.device, "keep_traces": options.traces, "trust_remote_code": options.trust_remote_code}
@@ -44,8 +62,49 @@ def volatility(options: argparse.Namespace) -> int:
     return 0
 
 
+@verb(
+    argument("checkpoints", nargs="+", metavar="CHECKPOINT",
+             help="Hugging Face checkpoints, the first being what others are compared with; folders, names on the hub, "
+                  "or a folder of several, such as a run's"),
+    argument("--data", action="append", default=[], metavar="FILE",
+             help="JSONL with question and answer; may be repeated"),
+    argument("--task", action="append", default=[], metavar="TASK",
+             help="another task, e.g. reasoning_gym:gsm_symbolic; may be repeated: docs/tasks.md"),
+    argument("-k", type=int, default=16, metavar="N", help="completions drawn of each problem (default: 16)"),
+    argument("--greedy", action="store_true", help="the greedy completion, too"),
+    argument("--problems", type=int, metavar="N", help="so many of each, as runs hold out (default: all of a file)"),
+    argument("--match", default="math", help="how answers of a file match: math or exact (default: math)"),
+    argument("--temperature", type=float, default=1.0, metavar="T", help="of sampling (default: 1)"),
+    argument("--max-tokens", type=int, default=2048, metavar="N", help="of a completion (default: 2048)"),
+    argument("--seed", type=int, default=0, metavar="N", help="of the sampling noise (default: 0)"),
+    argument("--at-once", type=int, default=1, metavar="N",
+             help="problems asked at once: faster, but as many are lost by a kill (default: 1)"),
+    DEVICE,
+    DTYPE,
+    argument("--set", action="append", default=[], metavar="K=V", dest="settings",
+             help="another setting, e.g. engine.name=vllm: docs/settings.md"),
+    argument("--out", type=Path, default=Path("evaluation"), help="folder to write (default: evaluation)"),
+    TRUST_CODE,
+    examples="""
+  moe-rl checkpoint evaluate sft/ rl-500/ --data a.jsonl --data b.jsonl -k 16
+  moe-rl checkpoint evaluate runs/x/gspo/base/seed=0 --data aime.jsonl
+                                      the hf_checkpoints of a run: a curve
+  moe-rl checkpoint evaluate rl-500/ --task running_sums --problems 100
+  moe-rl checkpoint evaluate rl-500/ --data aime.jsonl \\
+      --set engine.name=vllm --at-once 32
+a line of a file: {"question": "…", "answer": "…"}. The same command goes on
+after a kill, and ends identical.""",
+)
 def evaluate(options: argparse.Namespace) -> int:
     """Evaluate checkpoints; completions, tables and the curve into `--out`."""
+    from rich.console import Console
+
+    from moe_rl.analysis.benchmarks import show
+    from moe_rl.analysis.evaluation import Plan, benchmark, measure_evaluations
+    from moe_rl.analysis.folders import checkpoints_of, step_of
+    from moe_rl.config import Arm, ModelConfig, RunConfig, parse_settings
+    from moe_rl.registry import Component
+
     tasks = [Component(f"jsonl:{file}", match=options.match) for file in options.data] + [
         Component(task) for task in options.task
     ]
@@ -67,8 +126,24 @@ def evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
+@verb(
+    argument("traces", type=Path, nargs="+", metavar="TRACE",
+             help="trace files of the same tokens, in order of their weights: two, or more to choose two of"),
+    argument("--row", type=int, help="which response, from 0 (default: what changed most)"),
+    argument("--tokenizer", metavar="DIR", help="checkpoint that spells the tokens (default: beside traces)"),
+    argument("--out", type=Path, default=Path("view.html"), help="page to write (default: view.html)"),
+    examples="""
+  cd volatility/traces; moe-rl checkpoint view {before,after}/000000.safetensors
+  moe-rl checkpoint view engine.safetensors natural.safetensors
+  moe-rl checkpoint view before.safetensors after.safetensors --row 3 \\
+      --tokenizer sft/ --out changes.html
+trace files come from `moe-rl checkpoint compare --traces`, or from
+RoutingTrace.save: docs/volatility.md.""",
+)
 def view(options: argparse.Namespace) -> int:
     """Write the page."""
+    from moe_rl.analysis.response_page import write_response_page
+
     _require_page(options.out)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always", UserWarning)
@@ -79,15 +154,39 @@ def view(options: argparse.Namespace) -> int:
     return 0
 
 
+@verb(
+    argument("rollouts", help="JSONL: tokens, prompt_length and logprobs per response, routes if there are any"),
+    argument("checkpoint", help="what the trainer believes sampled them: a folder, or a name on the hub"),
+    argument("--also", action="append", default=[], metavar="CHECKPOINT",
+             help="another version that the engine may have had, whole or in part; may be repeated"),
+    DEVICE,
+    argument("--dtype", default="float32", help="the trainer's (default: float32)"),
+    argument("--router-dtype", help="the trainer's, of its routers (default: as --dtype)"),
+    argument("--responses", type=int, default=128, help="most responses looked at, drawn at random (default: 128)"),
+    argument("--batch-tokens", type=int, default=4096, help="tokens in one forward (default: 4096)"),
+    argument("--out", type=Path, default=Path("diagnosis.html"), help="page to write (default: diagnosis.html)"),
+    TRUST_CODE,
+    examples="""
+  moe-rl diagnose rollouts.jsonl step-500/
+  moe-rl diagnose rollouts.jsonl step-500/ --also step-499/ --device cuda
+a line of the file: {"tokens": [ids], "prompt_length": 5, "logprobs": […],
+"temperature": 1.0, "routes": …}: docs/diagnose.md. The exit code is 1 where
+something is to be mended.""",
+)
 def diagnose(options: argparse.Namespace) -> int:
     """Print the verdict and its evidence; write the page."""
+    from rich.console import Console
+
+    from moe_rl.analysis.diagnose.diagnosis import diagnose_checkpoint
+    from moe_rl.analysis.diagnose.report import print_diagnosis, write_page
+
     _require_page(options.out)
     found = diagnose_checkpoint(options.rollouts, options.checkpoint, also=options.also, device=options.device,
                                 dtype=options.dtype, router_dtype=options.router_dtype, responses=options.responses,
                                 batch_tokens=options.batch_tokens, trust_remote_code=options.trust_remote_code)
     print_diagnosis(Console(), found)
     write_page(found, options.out, rollouts=options.rollouts, checkpoint=options.checkpoint)
-    print(f"{options.out}: every rung; open it in any browser")
+    print(f"{options.out}: every test; open it in any browser")
     return int(found.fault)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints evaluated on benchmarks: `moe-rl evaluate CHECKPOINT … --data FILE.jsonl -k 16`.
+"""Checkpoints evaluated on benchmarks: `moe-rl checkpoint evaluate CHECKPOINT … --data FILE.jsonl -k 16`.
 
     out/
         evaluation.json                          settings, versions, digests of problems, scorers and checkpoints

@@ -5,7 +5,7 @@ The page is one file: it opens from disk, loads nothing, and its content securit
 Text that models wrote reaches it as escaped JSON and becomes text nodes, never markup.
 
 A file may carry gates beside its ids — `trace.save(path, {"gates": gates})`, with the gates of `record_routing(model,
-scores=True)`, or `moe-rl volatility --traces` —, `"response"`, the mask of response tokens, and `"logprobs"`.
+scores=True)`, or `moe-rl checkpoint compare --traces` —, `"response"`, the mask of response tokens, and `"logprobs"`.
 """
 
 from __future__ import annotations

@@ -8,14 +8,12 @@ from moe_rl.cli.verbs import argument, verb
 
 
 @verb(
-    "methods",
-    "Every method by name: setting and source; one of them in full.",
-    argument("name", nargs="?", metavar="ARM", help="a method, a framework's default, or any spelling of an arm"),
+    argument("name", nargs="?", metavar="ARM", help="a method, a framework's default, or any arm as text"),
     examples="""
-  moe-rl methods                                          all of them
-  moe-rl methods sapo                                     its components, equations and source
-  moe-rl methods trl:gspo                                 what TRL does by default, and how it is not the paper's
-  moe-rl methods "gspo+rollout+kl(coef=0.001)"            what a spelling stands for""",
+  moe-rl methods                      all of them
+  moe-rl methods sapo                 its components, equations and source
+  moe-rl methods trl:gspo             TRL's default, and how the paper's differs
+  moe-rl methods "gspo+rollout+kl(coef=0.001)"   what an arm as text stands for""",
 )
 def methods(options: argparse.Namespace) -> int:
     """Print them."""

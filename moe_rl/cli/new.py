@@ -17,13 +17,11 @@ TEMPLATE = "my_study"
 
 
 @verb(
-    "new",
-    "A folder with a study of your own, ready to run: study, parts, tests.",
     argument("folder", type=Path, metavar="NAME", help="folder to make; its name is the study's, e.g. my_study"),
     examples="""
-  moe-rl new my_study                     a study, its task, loss and route source
+  moe-rl new my_study                a study, its task, loss and routing source
   cd my_study
-  moe-rl run my_study.py --quick          it runs as it is; docs/your_study.md explains""",
+  moe-rl run my_study.py --quick     it runs as it is: docs/your_study.md""",
 )
 def new(options: argparse.Namespace) -> int:
     """Write the folder. Nothing that is there is touched."""

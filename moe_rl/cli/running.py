@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 
 
 @verb(
-    "run",
-    "Run a study, or go on with it; ends with tables and figures.",
     argument("study", help="a file with `study = Study(…)`, a module, or routing_replay"),
     argument("--dry-run", action="store_true", help="print runs, cost, a prompt with its reward; start nothing"),
     argument("--quick", action="store_true", help="one seed, three steps, as <study>-quick: a trial"),
-    argument("--seeds", help="a list 0,1,2 (one seed: 7,) or a number N for 0 … N-1"),
+    argument("--seeds", help="number of seeds (8: 0 to 7), or a list (0,1,2); 7, is seed 7 alone"),
     argument("--steps", type=int, metavar="N", help="length of every run"),
     argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"),
     JOBS,
@@ -43,12 +41,12 @@ if TYPE_CHECKING:
     MIX_CODE,
     examples="""
   moe-rl run routing_replay --dry-run     what it costs, what would make it void
-  moe-rl run routing_replay --seeds 8     finished runs are skipped; so after a kill
+  moe-rl run routing_replay --seeds 8     go on after an interruption, too
   moe-rl run routing_replay --arms gspo   a part of it; the rest can follow
   moe-rl run my_study.py --out trial --arm gspo --arm "sapo(tau_neg=1.05)"
   moe-rl run my_study.py --steps 200      longer: finished runs are extended
   torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy fsdp
-  torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy "megatron(ep=2)"
+  torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy megatron
 Defaults are the study's; --arm and --set may be repeated.""",
 )
 def run(options: argparse.Namespace) -> int:
@@ -95,8 +93,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if changed := ranks.from_rank_0(lambda: write_declaration(
             whole if {*study.arms} <= {*whole.arms} else study, options.out, keep=bool(chosen))):
-        say(console, ("warning", "yellow"), f" {options.out / study.name} held runs of a declaration with another "
-            f"{', '.join(changed)}: from now on the new one is shown. Two studies need two names.", wrap=True)
+        say(console, ("warning", "yellow"), f" {options.out / study.name} has runs of an earlier declaration of "
+            f"the study (changed: {', '.join(changed)}). The new one is used; to keep both, "
+            "give the study another name.", wrap=True)
     if cluster is not None:
         return _submitted(console, study, planned, cluster, options)
     failures = run_study(study, planned, cache=options.out / ".cache", jobs=jobs, trackers=options.track,
@@ -111,8 +110,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 @verb(
-    "rerun",
-    "Runs made again from the configuration in their own rows, and compared.",
     argument("folder", type=Path, help="a study's tables, or the path of an arm, a cell or a run in them"),
     argument("--out", type=Path, default=Path("again"), help="where the new runs live (default: again)"),
     argument("--steps", type=int, help="run and compare the first steps alone (default: all of a row's)"),
@@ -120,11 +117,12 @@ def run(options: argparse.Namespace) -> int:
     argument("--trust", action="store_true",
              help="run code from outside this package that rows name: tasks, losses, sources, a trainer"),
     examples="""
+  moe-rl rerun studies/results/routing_replay --out again   every run
   moe-rl rerun studies/results/routing_replay/gspo/base/seed=0 --out again
-  moe-rl rerun studies/results/routing_replay --out again     every run of the study
   moe-rl rerun studies/results/routing_replay/gspo/base/seed=0 --steps 3
-                                                              its first three steps, in seconds
-  moe-rl rerun studies/results/why_gspo --out again --trust   with the losses of studies/, which its rows name""",
+                                its first three steps, in seconds
+  moe-rl rerun studies/results/why_gspo --out again --trust
+                                with the losses of studies/, which its rows name""",
 )
 def rerun(options: argparse.Namespace) -> int:
     """Runs made again from their rows, and whether they end alike."""
@@ -137,33 +135,29 @@ def rerun(options: argparse.Namespace) -> int:
 
 
 @verb(
-    "cancel",
-    "Take the runs below a folder out of the cluster's queue.",
     argument("folder", type=Path, help="a study's runs, an arm of them, or one run"),
     examples="""
-  moe-rl cancel runs/routing_replay                       every run that waits or runs there
-  moe-rl cancel runs/routing_replay/gspo                  those of one arm
+  moe-rl cancel runs/routing_replay         every run that waits or runs there
+  moe-rl cancel runs/routing_replay/gspo    those of one arm
 What is committed stays: `moe-rl run STUDY --launcher slurm` submits them again.""",
 )
 def cancel(options: argparse.Namespace) -> int:
     """Cancel tasks, and say which."""
     tasks = _slurm("cancel")(options.folder)
     if not tasks:
-        raise ConfigError(f"no run below {options.folder} is in the queue of a cluster (see `moe-rl list`)")
+        raise ConfigError(f"no run below {options.folder} is in the queue of a cluster (see `moe-rl runs list`)")
     print(f"{len(tasks)} cancelled: {', '.join(tasks)}")
     return 0
 
 
 @verb(
-    "work",
-    "One run of a plan, in this process: what a scheduler calls.",
     argument("plan", help="the plan.json that `moe-rl run STUDY --launcher slurm` writes; -: a line of stdin"),
     argument("number", type=int, help="of the run in it, from 0"),
     argument("--stop", type=Path, metavar="FILE", help="commit the next step and end once this file is there"),
     examples="""
   moe-rl work runs/my_study/.jobs/1/plan.json 0
-exit code: 0 the run has ended, 75 told to stop (call it again), 2 something to mend,
-           else a bug, a kill, or another worker is at it
+exit code: 0 the run has ended, 75 told to stop (call it again), 2 something to
+mend, else a bug, a kill, or another worker has the run
 SIGTERM and SIGUSR1 are as --stop""",
 )
 def work(options: argparse.Namespace) -> int:
@@ -210,7 +204,7 @@ def _submitted(console: Console, study: Study, planned: Sequence[Planned], clust
     folder = options.out / study.name
     what = f"submitted as job {' and '.join(ids)}" if ids else "nothing to submit"
     say(console, f"{study.name}: {what}" + f"; {queued} runs are in the queue already" * bool(queued))
-    say(console, f"moe-rl list {folder}     their states\nmoe-rl cancel {folder}   out of the queue\n"
+    say(console, f"moe-rl runs list {folder}     their states\nmoe-rl cancel {folder}   out of the queue\n"
                  f"moe-rl plot {folder}     tables and figures of what has finished")
     return 0
 

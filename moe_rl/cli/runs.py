@@ -18,12 +18,10 @@ from moe_rl.metrics.rounding import number
 
 
 @verb(
-    "list",
-    "Every run below a folder: state (a scheduler's, too), age, time left.",
     argument("folder", type=Path, nargs="?", default=Path("runs")),
     examples="""
-  moe-rl list                                             every run below runs/
-  moe-rl list runs/routing_replay/gspo                    one arm""",
+  moe-rl runs list                               every run below runs/
+  moe-rl runs list runs/routing_replay/gspo      one arm""",
 )
 def list_runs(options: argparse.Namespace) -> int:
     """A line per run. A folder of runs needs neither pandas nor torch."""
@@ -53,11 +51,10 @@ def list_runs(options: argparse.Namespace) -> int:
 
 
 @verb(
-    "show",
-    "One run: its manifest and its last rows.",
     argument("run", type=Path),
     examples="""
-  moe-rl show runs/routing_replay/gspo/base/seed=0        configuration, versions and the last rows""",
+  moe-rl runs show runs/routing_replay/gspo/base/seed=0
+                                configuration, versions and the last rows""",
 )
 def show(options: argparse.Namespace) -> int:
     """The manifest, the state, and the last row of every table."""
@@ -72,7 +69,7 @@ def show(options: argparse.Namespace) -> int:
     else:
         frames = collected(options.run)
         if frames is None or len(frames.runs) != 1:
-            raise ConfigError(f"{options.run} is not a run: it has no manifest.json (see `moe-rl list`)")
+            raise ConfigError(f"{options.run} is not a run: it has no manifest.json (see `moe-rl runs list`)")
         row = frames.runs.iloc[0].to_dict()
         print(json.dumps(row | {k: json.loads(row[k] or "null") for k in NESTED}, indent=2, default=str))
     for name in TABLES if frames is None else pooled():
@@ -84,8 +81,6 @@ def show(options: argparse.Namespace) -> int:
 
 
 @verb(
-    "read",
-    "The rollouts of a run: prompts, responses, rewards, what was clipped.",
     argument("run", type=Path),
     argument("--step", metavar="N[:M]", help="of this step, or from one to another (default: the last kept)"),
     argument("--sort", default="reward", metavar="BY",
@@ -94,11 +89,12 @@ def show(options: argparse.Namespace) -> int:
     argument("--worst", type=int, metavar="N", help="the N lowest of them"),
     argument("--page", type=Path, metavar="FILE", help="write all of the run as a web page instead"),
     examples="""
-  moe-rl read runs/routing_replay/gspo/base/seed=0                the last step, by reward
-  moe-rl read runs/routing_replay/gspo/base/seed=0 --best 5       what earns most
-  moe-rl read runs/routing_replay/gspo/base/seed=0 --sort ratio --best 3 --step 50:100
-  moe-rl read runs/routing_replay/gspo/base/seed=0 --page read.html
-a run that goes on shows what it has committed. What is kept, and what the marks mean: docs/reading_rollouts.md""",
+  moe-rl runs read runs/x/gspo/base/seed=0              the last step, by reward
+  moe-rl runs read runs/x/gspo/base/seed=0 --best 5     the highest rewards
+  moe-rl runs read runs/x/gspo/base/seed=0 --sort ratio --best 3 --step 50:100
+  moe-rl runs read runs/x/gspo/base/seed=0 --page read.html
+a run that goes on shows what it has committed. What is kept, and what the
+marks mean: docs/reading_rollouts.md""",
 )
 def read(options: argparse.Namespace) -> int:
     """Print rollouts, or write their page."""
@@ -134,13 +130,12 @@ def _range(text: str | None) -> tuple[int, int] | None:
 
 
 @verb(
-    "diff",
-    "The first row in which two runs part, and their settings.",
     argument("a", type=Path),
     argument("b", type=Path),
     examples="""
-  moe-rl diff runs/routing_replay/gspo/base/seed=0 again/routing_replay/gspo/base/seed=0
-exit code: 0 when every value is equal (seconds_* and memory_* are ignored), 1 when the runs part""",
+  moe-rl runs diff runs/x/gspo/base/seed=0 again/x/gspo/base/seed=0
+exit code: 0 when every value is equal (seconds_* and memory_* are ignored), 1
+when the runs differ""",
 )
 def diff(options: argparse.Namespace) -> int:
     """Settings that differ, then the first row that does."""
@@ -149,7 +144,7 @@ def diff(options: argparse.Namespace) -> int:
 
     for path in (options.a, options.b):
         if not (path / "manifest.json").exists():
-            raise ConfigError(f"{path} is not a run: it has no manifest.json (see `moe-rl list`)")
+            raise ConfigError(f"{path} is not a run: it has no manifest.json (see `moe-rl runs list`)")
     for key, (a, b) in settings_that_differ(options.a, options.b).items():
         print(f"{key}: {a!r} | {b!r}")
     found = first_difference(options.a, options.b)

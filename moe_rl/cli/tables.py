@@ -15,18 +15,16 @@ TRUST = argument("--trust", action="store_true",
 
 
 @verb(
-    "plot",
-    "Draw a study's figures and print its summary, from tables alone.",
     argument("folder", type=Path, help="the study's folder, e.g. runs/routing_replay"),
     UNFINISHED,
     argument("--cells", action="store_true", help="tables and figures of every combination of factors, too"),
     MIX_CODE,
     TRUST,
     examples="""
-  moe-rl plot runs/routing_replay                         PNG and SVG into runs/routing_replay/figures
-  moe-rl plot studies/results/routing_replay              the same from committed tables
-  moe-rl plot runs/routing_replay --unfinished            with what running and interrupted runs have so far
-  moe-rl plot runs/my_sweep --cells                       every combination of factors by itself, too""",
+  moe-rl plot runs/routing_replay                PNG and SVG into its figures/
+  moe-rl plot studies/results/routing_replay     the same from committed tables
+  moe-rl plot runs/routing_replay --unfinished   what runs have so far, too
+  moe-rl plot runs/my_sweep --cells              every combination of factors""",
 )
 def plot(options: argparse.Namespace) -> int:
     """Summary and figures of a study that has run."""
@@ -41,18 +39,17 @@ def plot(options: argparse.Namespace) -> int:
 
 
 @verb(
-    "report",
-    "A study as one web page: tables, figures, settings, versions, cost.",
     argument("folder", type=Path, help="the study's folder, of runs or of collected tables"),
     argument("--out", type=Path, help="page to write (default: report.html in the folder)"),
     MIX_CODE,
     TRUST,
     examples="""
-  moe-rl report runs/routing_replay                       runs/routing_replay/report.html, one file to read or print
+  moe-rl report runs/routing_replay              writes report.html in there
   moe-rl report studies/results/routing_replay --out page.html
-  moe-rl report studies/results/why_gspo --trust          with the verdict, whose function is in studies/""",
+  moe-rl report studies/results/why_gspo --trust
+                                the verdict, too: its function is in studies/""",
 )
-def write_report(options: argparse.Namespace) -> int:
+def report(options: argparse.Namespace) -> int:
     """Write the page of a study."""
     from moe_rl.results.study_page import write_study_page
 
@@ -64,8 +61,6 @@ def write_report(options: argparse.Namespace) -> int:
 
 
 @verb(
-    "collect",
-    "The tables of a finished study as a few small files, to be committed.",
     argument("folder", type=Path, help="the study's folder, e.g. runs/routing_replay"),
     argument("--out", type=Path, required=True, help="folder to write"),
     argument("--also", action="append", default=[], metavar="PATTERN",
@@ -74,9 +69,10 @@ def write_report(options: argparse.Namespace) -> int:
              help="columns to leave out, e.g. 'layers:engine_*'; may be repeated"),
     MIX_CODE,
     examples="""
-  moe-rl collect runs/routing_replay --out studies/results/routing_replay
-  moe-rl collect runs/my_study --out results/my_study --also 'margin_*' --also grad_norm
-plot, report, list, show, export and rerun read the folder it writes as they read a folder of runs.""",
+  moe-rl runs collect runs/routing_replay --out studies/results/routing_replay
+  moe-rl runs collect runs/my_study --out results/my_study --also 'margin_*'
+plot, report, rerun, runs list, runs show and runs export read the folder that
+it writes as they read a folder of runs.""",
 )
 def collect(options: argparse.Namespace) -> int:
     """Write the compact tables, and say how large they are."""
@@ -91,8 +87,6 @@ def collect(options: argparse.Namespace) -> int:
 
 
 @verb(
-    "export",
-    "The tables of all runs below a folder as CSV, or to a tracker.",
     argument("folder", type=Path),
     argument("--to", default="csv", metavar="TO",
              help="folder to write (default: csv), or tensorboard, wandb, pkg.module:Class, each =FOLDER if need be"),
@@ -100,10 +94,13 @@ def collect(options: argparse.Namespace) -> int:
     UNFINISHED,
     MIX_CODE,
     examples="""
-  moe-rl export runs/routing_replay --to csv              csv/steps.csv, updates.csv, layers.csv, runs.csv
-  moe-rl export runs/routing_replay --to tensorboard      tensorboard --logdir tensorboard
-  WANDB_MODE=offline moe-rl export runs/routing_replay --to wandb=logs/wandb
-A tracker gets every number once, however often it is given them; those of unfinished runs up to their last commit.""",
+  moe-rl runs export runs/routing_replay --to csv
+                                csv/steps.csv, updates.csv, layers.csv, runs.csv
+  moe-rl runs export runs/routing_replay --to tensorboard
+                                to be read by tensorboard --logdir tensorboard
+  WANDB_MODE=offline moe-rl runs export runs/x --to wandb=logs/wandb
+A tracker gets every number once, however often it is given them; those of
+unfinished runs up to their last commit.""",
 )
 def export(options: argparse.Namespace) -> int:
     """CSV files, floats with all their digits; or points."""

@@ -1,6 +1,6 @@
-"""What a verb of the command line is. Each has what it takes, its examples and its action in one place.
+"""What a command takes, its examples and its action, in one place; `moe_rl.cli.COMMANDS` has its name and its summary.
 
-    @verb("plot", "Draw a study's figures.", argument("folder", type=Path), MIX_CODE, examples="moe-rl plot runs/x")
+    @verb(argument("folder", type=Path), MIX_CODE, examples="  moe-rl plot runs/x")
     def plot(options): …
 
 Help is printed without importing anything that reads tables: actions import what they need when they are called.
@@ -9,9 +9,10 @@ Help is printed without importing anything that reads tables: actions import wha
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import difflib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 Action = Callable[[argparse.Namespace], int]
 """From the parsed options to the exit code."""
@@ -19,37 +20,57 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 """Flags and settings, as `ArgumentParser.add_argument` takes them."""
 
 
-@dataclass(frozen=True)
-class Verb:
-    """One command: `moe-rl NAME …`."""
+class Verb(NamedTuple):
+    """What a command takes and does. `examples` end its help: indented lines, then what else there is to say."""
 
-    name: str
-    help: str
     arguments: tuple[Argument, ...]
     examples: str
     action: Action
 
+    def __call__(self, options: argparse.Namespace) -> int:
+        return self.action(options)
+
     @property
-    def usage(self) -> str:
-        """How it is called, in a line: `plot [options] FOLDER`."""
-        shown: list[str] = []
+    def options(self) -> list[str]:
+        """Its long options, `--help` first."""
+        return ["--help", *(flag for flags, _ in self.arguments for flag in flags if flag.startswith("--"))]
+
+    def parse(self, name: str, summary: str, words: Sequence[str]) -> argparse.Namespace:
+        """The options that `words` give. Ends the program with the usage where the command does not take them, and
+        with the help where they ask for it."""
+        narrow = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=20)
+        parser = argparse.ArgumentParser(f"moe-rl {name}", usage=f"moe-rl {name} [options] {self._required()}".rstrip(),
+                                         description=summary, epilog=f"examples:\n{self.examples.strip(chr(10))}",
+                                         allow_abbrev=False, formatter_class=narrow)
+        for flags, settings in self.arguments:
+            parser.add_argument(*flags, **settings)
+        options, unknown = parser.parse_known_args(words)
+        if unknown:
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], self.options[1:], n=2)
+            hint = f" Did you mean {' or '.join(close)}?" if close else ""
+            parser.error(f"unknown argument: {' '.join(unknown)}.{hint} The options are {', '.join(self.options)}.")
+        return options
+
+    def _required(self) -> str:
+        """What the usage shows beside the options: `FOLDER --out OUT`."""
+        shown = []
         for flags, settings in self.arguments:
             if not flags[0].startswith("-"):
-                name = str(settings.get("metavar", flags[0]))
-                shown.append({"?": f"[{name}]", "+": f"{name} …"}.get(str(settings.get("nargs")), name))
+                metavar = str(settings.get("metavar", flags[0]))
+                shown.append({"?": f"[{metavar}]", "+": f"{metavar} …"}.get(str(settings.get("nargs")), metavar))
             elif settings.get("required"):
                 shown.append(f"{flags[0]} {flags[0].lstrip('-').upper()}")
-        return " ".join([self.name, "[options]", *shown])
+        return " ".join(shown)
 
 
 def argument(*flags: str, **settings: Any) -> Argument:
-    """One argument or option of a verb, said as to argparse."""
+    """One argument or option of a command, as `ArgumentParser.add_argument` takes it."""
     return flags, settings
 
 
-def verb(name: str, help: str, *arguments: Argument, examples: str) -> Callable[[Action], Verb]:
-    """Makes an action a verb. `examples` end its help: indented lines, then what else there is to say."""
-    return lambda action: Verb(name, help, arguments, "examples:\n" + examples.removeprefix("\n"), action)
+def verb(*arguments: Argument, examples: str) -> Callable[[Action], Verb]:
+    """Makes an action a `Verb`."""
+    return lambda action: Verb(arguments, examples, action)
 
 
 MIX_CODE = argument("--mix-code", action="store_true", help="pool runs of different code, data or settings")

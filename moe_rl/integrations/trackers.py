@@ -164,7 +164,7 @@ class Listeners:
             yield
         except Exception as error:  # each tracker has its own
             self._open.pop(text, None)
-            print(f"moe-rl: warning: the tracker {text} is dropped: {error!r}. The run goes on; moe-rl export "
+            print(f"moe-rl: warning: the tracker {text} is dropped: {error!r}. The run goes on; moe-rl runs export "
                   f"{self._root} --to {text} gives the tracker what it lacks.", file=sys.stderr, flush=True)
 
 

@@ -32,7 +32,7 @@ def load_rollouts(run: Path, steps: tuple[int, int] | None = None) -> pd.DataFra
     """The rows of `rollouts` of one run up to its last commit, with `length` and `ratio`, the largest |log r|; of the
     given steps, both included. Raises RunError where there are none."""
     if read_manifest(run) is None:
-        raise RunError(f"{run} is not a run: it has no manifest.json (see `moe-rl list`)")
+        raise RunError(f"{run} is not a run: it has no manifest.json (see `moe-rl runs list`)")
     found = read_table(run, "rollouts")
     if not len(found):
         raise RunError(f"{run} keeps no rollouts: it has no commit yet, is of an older version, or was run with "

@@ -69,8 +69,8 @@ def load(path: Path):
 
 
 def command(there: Path, out: Path, *more: str) -> list[str]:
-    return ["evaluate", str(there / "run"), "--data", str(there / "aime.jsonl"), "--data", str(there / "math.jsonl"),
-            "--out", str(out), *SETTINGS, *more]
+    return ["checkpoint", "evaluate", str(there / "run"), "--data", str(there / "aime.jsonl"),
+            "--data", str(there / "math.jsonl"), "--out", str(out), *SETTINGS, *more]
 
 
 @pytest.fixture(scope="module")
@@ -165,10 +165,10 @@ def test_two_at_once_do_not_write_into_one_folder(done, there, tmp_path, capsys)
 def test_checkpoints_and_files_may_be_added_and_settings_may_not_change(there, tmp_path, capsys):
     out, checkpoints = tmp_path / "out", sorted((there / "run" / "checkpoints").iterdir())
     data = ["--data", str(there / "math.jsonl"), "--out", str(out), *SETTINGS]
-    assert cli.main(["evaluate", str(checkpoints[1]), *data]) == 0
+    assert cli.main(["checkpoint", "evaluate", str(checkpoints[1]), *data]) == 0
     alone = contents(out / "samples")
     both = [str(path) for path in checkpoints[:2]]
-    assert cli.main(["evaluate", *both, "--data", str(there / "aime.jsonl"), *data]) == 0
+    assert cli.main(["checkpoint", "evaluate", *both, "--data", str(there / "aime.jsonl"), *data]) == 0
     assert alone.items() <= contents(out / "samples").items() and len(contents(out / "samples")) == 4
     assert len(json.loads((out / "evaluation.json").read_text())["checkpoints"]) == 2
     file = next(out.rglob("aime.jsonl"))
@@ -178,7 +178,8 @@ def test_checkpoints_and_files_may_be_added_and_settings_may_not_change(there, t
                        (["--seed", "1"], "seed"), (["--at-once", "4"], "at_once"),
                        (["--match", "math"], """scored: "jsonl(match='exact')" there, "jsonl(match='math')" now"""),
                        (["--set", "model.router_dtype=float32"], "router_dtype: None there, 'float32' now")):
-        assert cli.main(["evaluate", str(checkpoints[1]), *data, *more]) == 2 and said in capsys.readouterr().err
+        assert cli.main(["checkpoint", "evaluate", str(checkpoints[1]), *data, *more]) == 2
+        assert said in capsys.readouterr().err
     assert contents(out) == before
 
 
@@ -197,7 +198,7 @@ def test_checkpoints_and_files_may_be_added_and_settings_may_not_change(there, t
 ])  # fmt: skip
 def test_what_cannot_be_asked_is_refused_in_a_sentence(there, tmp_path, monkeypatch, capsys, more, said):
     monkeypatch.chdir(there)
-    command = ["evaluate", "run", "--out", str(tmp_path / "out")]
+    command = ["checkpoint", "evaluate", "run", "--out", str(tmp_path / "out")]
     assert cli.main([*command, *more]) == 2
     assert said in capsys.readouterr().err
     monkeypatch.setattr("moe_rl.analysis.evaluation.engine", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -206,16 +207,16 @@ def test_what_cannot_be_asked_is_refused_in_a_sentence(there, tmp_path, monkeypa
 
 def test_a_preset_a_foreign_folder_and_a_damaged_file_are_refused(there, done, tmp_path, capsys):
     data = ["--data", str(there / "aime.jsonl"), *SETTINGS]
-    assert cli.main(["evaluate", "qwen3_moe-tiny", *data, "--out", str(tmp_path / "a")]) == 2
+    assert cli.main(["checkpoint", "evaluate", "qwen3_moe-tiny", *data, "--out", str(tmp_path / "a")]) == 2
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "mine.txt").write_text("mine")
-    assert cli.main(["evaluate", str(there / "run"), *data, "--out", str(tmp_path / "b")]) == 2
+    assert cli.main(["checkpoint", "evaluate", str(there / "run"), *data, "--out", str(tmp_path / "b")]) == 2
     assert "is a preset" in (said := capsys.readouterr().err) and "has other files" in said
-    assert cli.main(["evaluate", str(there / "run"), *data, "--out", str(tmp_path / "c")]) == 0
+    assert cli.main(["checkpoint", "evaluate", str(there / "run"), *data, "--out", str(tmp_path / "c")]) == 0
     file = next((tmp_path / "c").rglob("aime.jsonl"))
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([lines[1], lines[0], *lines[2:]]))
-    assert cli.main(["evaluate", str(there / "run"), *data, "--out", str(tmp_path / "c")]) == 2
+    assert cli.main(["checkpoint", "evaluate", str(there / "run"), *data, "--out", str(tmp_path / "c")]) == 2
     assert "line 1, is not problem 0" in capsys.readouterr().err
 
 
@@ -303,12 +304,13 @@ def test_a_folder_has_the_rewards_of_one_scorer(there, own, capsys):
     first, second = map(str, sorted((there / "run" / "checkpoints").iterdir())[:2])
     out = own / "out"
     rest = ["--task", "own_scored:Scored", "--problems", "3", "-k", "2", "--max-tokens", "3", "--out", str(out)]
-    assert cli.main(["evaluate", first, *rest]) == 0 and cli.main(["evaluate", first, *rest]) == 0
+    assert cli.main(["checkpoint", "evaluate", first, *rest]) == 0
+    assert cli.main(["checkpoint", "evaluate", first, *rest]) == 0
     with (own / "own_scored.py").open("a") as file:
         file.write("# edited\n")
     before = contents(out)
     for names in ([first], [first, second], [second]):
-        assert cli.main(["evaluate", *names, *rest]) == 2
+        assert cli.main(["checkpoint", "evaluate", *names, *rest]) == 2
         heard = capsys.readouterr().err
         assert "with other benchmarks (Scored.inputs.own_scored: '" in heard and "' now); give another --out" in heard
     assert contents(out) == before
@@ -319,11 +321,11 @@ def test_a_folder_has_the_rewards_of_one_scorer(there, own, capsys):
 def test_other_versions_of_a_scoring_package_add_nothing_to_a_folder(there, tmp_path, monkeypatch, capsys):
     first, second = map(str, sorted((there / "run" / "checkpoints").iterdir())[:2])
     rest = ["--data", str(there / "math.jsonl"), "-k", "2", "--max-tokens", "3", "--out", str(tmp_path / "out")]
-    assert cli.main(["evaluate", first, *rest]) == 0
+    assert cli.main(["checkpoint", "evaluate", first, *rest]) == 0
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "99" if name == "math-verify" else real(name))
-    assert cli.main(["evaluate", first, *rest]) == 0, "which adds nothing"
-    assert cli.main(["evaluate", first, second, *rest]) == 2
+    assert cli.main(["checkpoint", "evaluate", first, *rest]) == 0, "which adds nothing"
+    assert cli.main(["checkpoint", "evaluate", first, second, *rest]) == 2
     assert f"math.packages.math-verify: '{real('math-verify')}' there, '99' now" in capsys.readouterr().err
 
 
@@ -347,7 +349,7 @@ def test_a_scorer_is_recorded_with_what_it_uses(there, own):
 def test_data_that_nobody_here_wrote(there, tmp_path):
     """GSM-Symbolic of reasoning-gym: its questions, its scorer, which gives 1 % to any number that is wrong."""
     out = tmp_path / "out"
-    assert cli.main(["evaluate", str(there / "run" / "checkpoints" / "step=000005"), "--task",
+    assert cli.main(["checkpoint", "evaluate", str(there / "run" / "checkpoints" / "step=000005"), "--task",
                      "reasoning_gym:gsm_symbolic", "--problems", "3", "--out", str(out), "-k", "2", "--max-tokens", "4",
                      "--at-once", "2"]) == 0
     file, = out.rglob("gsm_symbolic.jsonl")

@@ -337,7 +337,7 @@ def test_a_tenth_of_three_is_one():
 
 # ---------------------------------------------------------------------- the command
 def run(capsys, *arguments):
-    code = cli.main(["volatility", *map(str, arguments)])
+    code = cli.main(["checkpoint", "compare", *map(str, arguments)])
     return code, capsys.readouterr()
 
 
@@ -535,7 +535,7 @@ def test_a_series_goes_on_and_grows_without_looking_again(there, series, tmp_pat
     assert pairs == {f: f.stat().st_mtime_ns for f in pairs} and len(pairs) == 3
     where = str(tmp_path / "again" / "out")
     arguments = ["--data", str(there / "data.jsonl"), "--batch-tokens", "2000", "--out", where]
-    assert cli.main(["volatility", str(root / "run"), *arguments]) == 0
+    assert cli.main(["checkpoint", "compare", str(root / "run"), *arguments]) == 0
     out = capsys.readouterr().out
     assert "step=000100" in out and (tmp_path / "again/out/series.svg").exists()
     monkeypatch.undo()
@@ -623,7 +623,7 @@ def test_what_is_no_series_is_refused(there, tmp_path, capsys):
     with pytest.raises(ConfigError, match="three checkpoints or more, each once"):
         measured(there, tmp_path, [str(there / n) for n in ("before", "after", "before")])
     data = ["--data", str(there / "data.jsonl")]
-    assert cli.main(["volatility", str(there / "before"), *data]) == 2
+    assert cli.main(["checkpoint", "compare", str(there / "before"), *data]) == 2
     assert "is one checkpoint" in capsys.readouterr().err
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "other").touch()
@@ -712,8 +712,8 @@ def test_ratios_are_of_their_tokens_whatever_the_batches_and_kills(there, tmp_pa
 
 
 def test_ratios_are_printed_where_responses_were_scored(there, scored, capsys):
-    arguments = ("volatility", str(there / "before"), str(there / "after"), "--data", str(there / "data.jsonl"),
-                 "--batch-tokens", "200", "--ratios", "--out", str(scored[1]))
+    arguments = ("checkpoint", "compare", str(there / "before"), str(there / "after"),
+                 "--data", str(there / "data.jsonl"), "--batch-tokens", "200", "--ratios", "--out", str(scored[1]))
     assert cli.main(list(arguments)) == 0
     out = " ".join(capsys.readouterr().out.split())
     summary = scored[0]["summary"].set_index("metric")["response"]

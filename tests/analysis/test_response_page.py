@@ -145,9 +145,10 @@ def test_every_token_is_spelled_and_together_they_are_the_text():
 
 def test_the_command_writes_the_page_and_says_where(tmp_path, capsys):
     before, after = pair(tmp_path)
-    assert cli.main(["view", str(before), str(after), "--out", str(tmp_path / "x" / "page.html")]) == 0
+    assert cli.main(["checkpoint", "view", str(before), str(after), "--out", str(tmp_path / "x" / "page.html")]) == 0
     assert "page.html: response 0" in capsys.readouterr().out
-    assert cli.main(["view", str(before), str(tmp_path / "none"), "--out", str(tmp_path / "page.html")]) == 2
+    none, page = str(tmp_path / "none"), str(tmp_path / "page.html")
+    assert cli.main(["checkpoint", "view", str(before), none, "--out", page]) == 2
     assert "no trace file" in capsys.readouterr().err
 
 
@@ -179,10 +180,10 @@ def test_traces_in_the_wrong_order_do_not_go_unnoticed(tmp_path, before, after, 
 
 def test_the_command_says_so_in_a_line(tmp_path, capsys):
     files = [str(versioned(tmp_path / name, version)) for name, version in (("a", "step 10"), ("b", "step 9"))]
-    assert cli.main(["view", *files, "--out", str(tmp_path / "page.html")]) == 0
+    assert cli.main(["checkpoint", "view", *files, "--out", str(tmp_path / "page.html")]) == 0
     said = capsys.readouterr().err
     assert said.startswith("warning: ") and "wrong order?" in said and said.count("\n") == 1
-    assert cli.main(["view", *files[::-1], "--out", str(tmp_path / "page.html")]) == 0
+    assert cli.main(["checkpoint", "view", *files[::-1], "--out", str(tmp_path / "page.html")]) == 0
     assert capsys.readouterr().err == ""
 
 

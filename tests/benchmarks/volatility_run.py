@@ -1,4 +1,4 @@
-"""CPU-seconds, their share in forwards, and peak memory of `moe-rl volatility` of two random checkpoints, one thread.
+"""CPU-seconds, their share in forwards, and peak memory of `moe-rl checkpoint compare` of two random checkpoints.
 
     python tests/benchmarks/volatility_run.py                    # 2,000 responses, qwen3_moe-tiny
     python tests/benchmarks/volatility_run.py 250 500 1000       # each in a process of its own
@@ -63,8 +63,8 @@ def main(responses: int, overrides: dict[str, int]) -> None:
         body.forward = timed("decoder", body.forward)
         Observer._forward = timed("forward", Observer._forward)  # with what it records and copies
         start = time.process_time()
-        code = cli.main(["volatility", str(root / "before"), str(root / "after"), "--data", str(root / "data.jsonl"),
-                         "--out", str(root / "out")])
+        code = cli.main(["checkpoint", "compare", str(root / "before"), str(root / "after"),
+                         "--data", str(root / "data.jsonl"), "--out", str(root / "out")])
         seconds, peak = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         size = sum(p.numel() for p in loaded.model.parameters()) / 1e6
         decoder, forward = (100 * inside[name] / seconds for name in ("decoder", "forward"))

@@ -72,7 +72,7 @@ def test_without_a_submission_nobody_is_asked_and_without_slurm_it_is_said(tmp_p
     planned = study.runs(tmp_path)[0]
     with runs.RunFolder.open(planned.path, planned.config.to_dict(), planned.config.hash):
         pass
-    assert cli.main(["list", str(tmp_path)]) == 0
+    assert cli.main(["runs", "list", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert "interrupted" in out and "what its scheduler says is left out" in err
     assert cli.main(["run", FAKE, "--out", str(tmp_path / "b"), "--launcher", "slurm", "--mix-code"]) == 2

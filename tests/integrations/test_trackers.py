@@ -74,7 +74,7 @@ def test_the_points_of_two_steps_by_hand():
 
 def test_every_number_of_every_table_is_given_under_the_names_of_the_dictionary(tmp_path, capsys):
     root = fake_runs(tmp_path, seeds=(0,))
-    assert cli.main(["export", str(root), "--to", f"{LINES}={tmp_path / 'lines'}"]) == 0
+    assert cli.main(["runs", "export", str(root), "--to", f"{LINES}={tmp_path / 'lines'}"]) == 0
     assert "fake/gspo/base/seed=0: 12 steps" in capsys.readouterr().out
     for run in tracked(root):
         lines = points(of(tmp_path / "lines", run))
@@ -89,7 +89,7 @@ def test_every_number_of_every_table_is_given_under_the_names_of_the_dictionary(
 def test_collected_tables_are_given_as_their_runs_are(tmp_path):
     write_declaration(fake_study.study, tmp_path)
     collect(fake_runs(tmp_path, seeds=(0,)), tmp_path / "small", mix_code=True)
-    assert cli.main(["export", str(tmp_path / "small"), "--to", f"{LINES}={tmp_path / 'lines'}"]) == 0
+    assert cli.main(["runs", "export", str(tmp_path / "small"), "--to", f"{LINES}={tmp_path / 'lines'}"]) == 0
     found = given(points(tmp_path / "lines" / "fake+gspo+base+seed=0.jsonl"))
     whole = expected(tmp_path / "fake/gspo/base/seed=0")
     assert len(found) > 100 and all(value == pytest.approx(whole[key], rel=1e-6) for key, value in found.items())
@@ -201,6 +201,6 @@ def test_the_tracker_of_the_docs_works(tmp_path, monkeypatch):
     (tmp_path / "tracker_of_the_docs.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
     monkeypatch.syspath_prepend(tmp_path)
     root = fake_runs(tmp_path, seeds=(0,))
-    assert cli.main(["export", str(root), "--to", f"tracker_of_the_docs:Lines={tmp_path / 'lines'}"]) == 0
+    assert cli.main(["runs", "export", str(root), "--to", f"tracker_of_the_docs:Lines={tmp_path / 'lines'}"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "lines" / "fake+gspo+base+seed=0.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 13)) and lines[3]["layers/layer/site_2"] == 2

@@ -105,11 +105,11 @@ def test_goals_by_hand():
 
 
 def test_the_command_says_what_did_not_settle(tmp_path, capsys):
-    assert main(["pretrain", str(tmp_path / "base"), "--task", "running_sums", "--task", "reasoning_gym:spell_backward",
-                 "--set", "max_steps=1", "--set", "batch_size=2", "--set", "held_out=2", "--set", "every=1",
-                 "--set", "model.overrides.num_hidden_layers=1"]) == 1
+    assert main(["checkpoint", "pretrain", str(tmp_path / "base"), "--task", "running_sums",
+                 "--task", "reasoning_gym:spell_backward", "--set", "max_steps=1", "--set", "batch_size=2",
+                 "--set", "held_out=2", "--set", "every=1", "--set", "model.overrides.num_hidden_layers=1"]) == 1
     assert "1 steps; not flat and not balanced" in capsys.readouterr().out
-    assert main(["pretrain", str(tmp_path / "base"), "--set", "learning_rate=1"]) == 2
+    assert main(["checkpoint", "pretrain", str(tmp_path / "base"), "--set", "learning_rate=1"]) == 2
     assert "learning_rate" in capsys.readouterr().err
 
 

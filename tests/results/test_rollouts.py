@@ -62,19 +62,19 @@ def titles(text: str) -> list[tuple[int, int]]:
     (["--sort", "step", "--worst", "1"], [(1, 0)]),
 ])  # fmt: skip
 def test_read_shows_what_is_asked_for(run, capsys, options, found):
-    assert cli.main(["read", str(run), *options]) == 0
+    assert cli.main(["runs", "read", str(run), *options]) == 0
     assert titles(capsys.readouterr().out) == found
 
 
 def test_everything_that_a_reader_needs_is_there(run, capsys):
-    assert cli.main(["read", str(run), "--best", "1"]) == 0
+    assert cli.main(["runs", "read", str(run), "--best", "1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "reward 1 advantage +0.5 2 tokens log r -0.9 … +0 1 clipped 2 flips" in said
     assert "the hack! […7 tokens…] env" in said and "furthest: 'the hack' -0.9 clipped 2 flips" in said
 
 
 def test_no_control_code_reaches_the_terminal(run, capsys):
-    assert cli.main(["read", str(run), "--step", "2"]) == 0
+    assert cli.main(["runs", "read", str(run), "--step", "2"]) == 0
     said = capsys.readouterr().out
     assert all(c.isprintable() or c == "\n" for c in said) and "\\x1b[2J" in said and "[red]" in said
     assert visible("a\tb\n\u202e[/x]é") == "a\\tb⏎\n\\u202e[/x]é"
@@ -86,12 +86,12 @@ def test_no_control_code_reaches_the_terminal(run, capsys):
     (["--page", os.devnull, "--sort", "ratio"], "leave out --step, --sort"),
 ])  # fmt: skip
 def test_what_is_not_there_is_said(run, capsys, options, said):
-    assert cli.main(["read", str(run), *options]) == 2 and said in capsys.readouterr().err
+    assert cli.main(["runs", "read", str(run), *options]) == 2 and said in capsys.readouterr().err
 
 
 def test_no_run_and_a_run_without_rollouts_are_told_apart(tmp_path, capsys):
-    assert cli.main(["read", str(tmp_path)]) == 2
-    assert cli.main(["read", str(run_of(tmp_path / "a" / "seed=0", [[]]))]) == 2
+    assert cli.main(["runs", "read", str(tmp_path)]) == 2
+    assert cli.main(["runs", "read", str(run_of(tmp_path / "a" / "seed=0", [[]]))]) == 2
     said = capsys.readouterr().err
     assert "is not a run" in said and "keeps no rollouts" in said
 

@@ -165,7 +165,7 @@ def test_list_shows_the_schedulers_state_and_cancel_ends_it(cluster, tmp_path, c
     capsys.readouterr()
     submit(tmp_path, FAKE, "--steps", "300")
     assert "nothing to submit; 6 runs are in the queue already" in capsys.readouterr().out
-    moe_rl("list", str(tmp_path / "fake"))
+    moe_rl("runs", "list", str(tmp_path / "fake"))
     shown = capsys.readouterr().out
     assert len(re.findall(r"running \(\d+_\d RUNNING\)", shown)) == 2, shown
     assert len(re.findall(r"waiting \(\d+_\d PENDING: JobArrayTaskLimit\)", shown)) == 4, shown

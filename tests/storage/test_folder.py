@@ -455,7 +455,7 @@ def test_an_interrupted_extension_leaves_what_was_finished_readable(tmp_path, ca
     assert set(load_study(tmp_path / "fake")["steps"]["seed"]) == {0, 1}
     more = load_study(path, unfinished=True)
     assert more["steps"]["step"].max() == 15 and more.runs["state"].item() == "interrupted"
-    assert cli.main(["list", str(path)]) == 0
+    assert cli.main(["runs", "list", str(path)]) == 0
     assert "interrupted, finished to 12  15/17" in capsys.readouterr().out
     write_declaration(fake_study.study, tmp_path)
     collect(tmp_path / "fake", tmp_path / "results")
@@ -511,8 +511,8 @@ def test_one_more_table_costs_one_entry(tmp_path, scores, capsys):
     assert frames["scores"][["step", "benchmark"]].to_numpy().tolist() == [
         [1, "amc"], [1, "math"], [2, "amc"], [2, "math"]]
     assert len(frames.cell("base")["scores"]) == 4 and len(frames.select([a])["scores"]) == 4
-    assert cli.main(["show", str(a)]) == 0 and "scores: 4 rows" in capsys.readouterr().out
-    assert cli.main(["export", str(a), "--to", str(tmp_path / "csv")]) == 0
+    assert cli.main(["runs", "show", str(a)]) == 0 and "scores: 4 rows" in capsys.readouterr().out
+    assert cli.main(["runs", "export", str(a), "--to", str(tmp_path / "csv")]) == 0
     assert len(pd.read_csv(tmp_path / "csv" / "scores.csv")) == 4
     write_declaration(fake_study.study, tmp_path / "a")
     collect(tmp_path / "a" / "fake", tmp_path / "results")

@@ -187,12 +187,12 @@ def test_every_reading_command_takes_collected_tables(results, tmp_path, monkeyp
     for arguments, words in (
         (["plot", str(results)], ["gspo − grpo, optimizer.lr=0.0004", "Holm over the 3 rows", "Made-up", "--cells"]),
         (["plot", str(results), "--cells"], ["fake, optimizer.lr=0.0002", "lasting collapses"]),
-        (["list", str(results)], [f"{run}  ", "finished  12/12"]),
-        (["show", str(run)], ['"mini_batches": 4', "updates: 48 rows"]),
-        (["export", str(run), "--to", str(tmp_path / "csv")], ["steps.csv: 12 rows"]),
+        (["runs", "list", str(results)], [f"{run}  ", "finished  12/12"]),
+        (["runs", "show", str(run)], ['"mini_batches": 4', "updates: 48 rows"]),
+        (["runs", "export", str(run), "--to", str(tmp_path / "csv")], ["steps.csv: 12 rows"]),
         (["report", str(results)], ["report.html"]),
     ):
-        extra = ["--mix-code"] if arguments[0] in ("plot", "export", "report") else []
+        extra = ["--mix-code"] if {*arguments} & {"plot", "export", "report"} else []
         assert cli.main([*arguments, *extra]) == 0, arguments
         out = capsys.readouterr().out
         assert all(word in out for word in words), (arguments, out)
@@ -312,6 +312,6 @@ def test_a_full_disk_is_one_sentence(folder, tmp_path, monkeypatch, capsys):
         _write(frame, file)
 
     monkeypatch.setattr(collecting, "_write", full)
-    assert cli.main(["collect", str(folder), "--out", str(tmp_path / "tables"), "--mix-code"]) == 2
+    assert cli.main(["runs", "collect", str(folder), "--out", str(tmp_path / "tables"), "--mix-code"]) == 2
     assert capsys.readouterr().err == "moe-rl: No space left on device\n"
     assert not list(tmp_path.glob("tables/*.parquet"))

@@ -89,7 +89,7 @@ def check(name, folder, root):
 
 
 def export(name, folder, root):
-    return [sys.executable, "-m", "moe_rl", "export", str(root), "--to", f"{name}={folder}"]
+    return [sys.executable, "-m", "moe_rl", "runs", "export", str(root), "--to", f"{name}={folder}"]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from moe_rl.cli import STUDY
+from moe_rl.registry import STUDY
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif("MOE_RL_WHEEL" not in os.environ, reason="the wheel is tested by `make test-wheel`")
@@ -105,7 +105,7 @@ def test_the_default_study_runs_by_its_name(command):
              for word in ("--set", setting)]
     assert "reward, second half" in command("moe-rl", "run", "routing_replay", "--quick", *small)
     version = '"0.1.0+'
-    assert version in command("moe-rl", "show", "runs/routing_replay-quick/gspo/quiet/seed=0")
+    assert version in command("moe-rl", "runs", "show", "runs/routing_replay-quick/gspo/quiet/seed=0")
     assert "report.html" in command("moe-rl", "report", "runs/routing_replay-quick")
 
 

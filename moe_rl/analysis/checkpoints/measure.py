@@ -1,4 +1,4 @@
-"""How far the routing of one's own checkpoints moved: `moe-rl volatility BEFORE AFTER --data FILE.jsonl`.
+"""How far the routing of one's own checkpoints moved: `moe-rl checkpoint compare BEFORE AFTER --data FILE.jsonl`.
 
 Three passes over the same batches, with one model in memory at a time. The first keeps BEFORE's routes on disk. The
 second, BEFORE still loaded, sees every eighth batch again in other company: the noise floor. The third compares AFTER's
@@ -90,11 +90,11 @@ def measure_volatility(
     """Compare two checkpoints, or go on with it. Writes tables into `out` and returns them by name (see `tables`).
 
     With `keep_traces`, `out/traces/before` and `out/traces/after` keep a trace file per batch, gates included, for
-    `moe-rl view`; else BEFORE's are deleted at the end. `shared`: a folder that keeps BEFORE's routes and noise floor
-    for further comparisons of the same BEFORE, data and settings, which then do not load it again. Raises ConfigError
-    or RunError, before a model is loaded, for a missing file, a line without text, a dense model, checkpoints of
-    different architectures or tokenizers, and a folder that holds another comparison, lacks a table of this one, or is
-    being written by another process.
+    `moe-rl checkpoint view`; else BEFORE's are deleted at the end. `shared`: a folder that keeps BEFORE's routes and
+    noise floor for further comparisons of the same BEFORE, data and settings, which then do not load it again. Raises
+    ConfigError or RunError, before a model is loaded, for a missing file, a line without text, a dense model,
+    checkpoints of different architectures or tokenizers, and a folder that holds another comparison, lacks a table of
+    this one, or is being written by another process.
     """
     c = comparison
     comparison = replace(c, before=make_absolute(c.before), after=make_absolute(c.after), data=make_absolute(c.data))

@@ -1,5 +1,5 @@
 """Where the gap is: by position in the response, by length, by weight version, after a cached prefix or a fresh one;
-and in the response whose log-probs are furthest apart, token by token, with a page of `moe-rl view`.
+and in the response whose log-probs are furthest apart, token by token, with a page of `moe-rl checkpoint view`.
 """
 
 from __future__ import annotations
