@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import dense_verdicts
 import dial_elsewhere_verdicts
 import early_warning
+import exploratory
 import flip_effects_verdicts
 import gradient_clipping_verdicts
 import irreversible_verdicts
@@ -42,15 +43,15 @@ from moe_rl.results.summary import verdict_of
 from moe_rl.study.declaration import read_declaration
 
 ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
-    "volatility_dial": (volatility_dial_verdicts.main,),
-    "volatility_controls": (volatility_controls_verdicts.main,),
-    "dial_elsewhere": (dial_elsewhere_verdicts.main,),
-    "stabilisers": (stabilisers_verdicts.main,),
-    "open_side": (open_side_verdicts.main,),
+    "volatility_dial": (volatility_dial_verdicts.main, exploratory.volatility_dial),
+    "volatility_controls": (volatility_controls_verdicts.main, exploratory.volatility_controls),
+    "dial_elsewhere": (dial_elsewhere_verdicts.main, exploratory.dial_elsewhere),
+    "stabilisers": (stabilisers_verdicts.main, exploratory.stabilisers),
+    "open_side": (open_side_verdicts.main, exploratory.open_side),
     "many_turns": (many_turns,),
-    "lag": (lag,),
+    "lag": (lag, exploratory.lag),
     "clip_fraction": (clip_fraction,),
-    "engine_mismatch": (engine_mismatch,),
+    "engine_mismatch": (engine_mismatch, exploratory.engine_mismatch),
     "engine_vllm": (engine_vllm,),
     "learning_rates": (learning_rates,),
     "early_warning": (early_warning.main,),
