@@ -36,6 +36,8 @@ from moe_rl.results.summary import (
     geometrically_spaced,
     metric,
     name_of,
+    noise_scale,
+    noises_of,
     numeric,
     outcomes,
     pairs_of,
@@ -144,7 +146,7 @@ def clipping(frames: Frames, arms: Sequence[str]) -> Figure:
 @plots.styled
 def expert_change(frames: Frames, arms: Sequence[str]) -> Figure:
     """Share of expert slots that change over one step, over training and per routing site (GSPO, section 5.3)."""
-    figure, axes = plots.new_figure(2, "How many experts change in one step?", sharey=True)
+    figure, axes = plots.new_figure(2, "How many experts change in one step?" + aside_from_noise(frames), sharey=True)
     over_steps, window = windows(frames["steps"], "expert_change_rate")
     note = plots.curves(axes[0], over_steps, "expert_change_rate", "step", arms)
     axes[0].set(title="Over training, all sites", xlabel="step" + window)
@@ -171,7 +173,8 @@ def ratio_spread(frames: Frames, arms: Sequence[str]) -> Figure:
     present = [arm for arm in arms if (spread["arm"] == arm).any()]
     if not present:
         raise RunError("no run has measured attribution sums, so there is nothing to draw")
-    figure, axes = plots.new_figure(len(present), "How far do log-ratios spread as mini-batches go by?", sharey=True)
+    title = "How far do log-ratios spread as mini-batches go by?" + aside_from_noise(frames)
+    figure, axes = plots.new_figure(len(present), title, sharey=True)
     replay = replaying(frames)
     for ax, arm in zip(axes, present, strict=True):
         for column, line, name in (("natural_std", "-", "natural"), ("replayed_std", "--", "replayed")):
@@ -193,7 +196,8 @@ def variance_shares(frames: Frames, arms: Sequence[str]) -> Figure:
 
     They sum to 1; a share can exceed 1 and the covariance can be negative. The first mini-batch is left out.
     """
-    figure, (ax,) = plots.new_figure(1, "What is the variance of log-ratios associated with?", width=7.5)
+    title = "What is the variance of log-ratios associated with?" + aside_from_noise(frames)
+    figure, (ax,) = plots.new_figure(1, title, width=7.5)
     shares, found = attribution(frames["updates"][frames["updates"]["update"] > 1], by=[]), []
     for i, arm in enumerate(arms):
         rows = shares[shares["arm"] == arm].dropna(subset=list(SHARES))
@@ -324,8 +328,7 @@ def learning_by_cell(frames: Frames, arms: Sequence[str], *, endpoint: Metric = 
         note = draw_learning(row, panels, here, arms)
         note += draw_differences(row[2], differences_of(here, arms, endpoint, comparisons), arms, endpoint)
         notes[note] = f"{notes[note]}, {cell}" if note in notes else cell
-        noises = [json.loads(c).get("router_noise", {}) for c in here.runs.get("config", ())]
-        sigma = max((router_noise.get("scale", 0.0) for router_noise in noises), default=0.0)
+        noises, sigma = noises_of(here), noise_scale(here)
         where = (
             "into all but" if any(router_noise.get("target") == "other_weights" for router_noise in noises) else "into"
         )
@@ -336,6 +339,11 @@ def learning_by_cell(frames: Frames, arms: Sequence[str], *, endpoint: Metric = 
         ax.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
     said = notes if len(notes) == 1 else (f"{cells}: {note}" for note, cells in notes.items())
     return plots.finish(figure, [ax for i, ax in enumerate(axes) if i % 3 < 2], "; ".join(said))
+
+
+def aside_from_noise(frames: Frames) -> str:
+    """What a title adds where runs have router noise and the figure's columns are measured without it."""
+    return "\nwithout the router noise, which these runs have" if noise_scale(frames) else ""
 
 
 @plots.styled

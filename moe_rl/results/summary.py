@@ -196,6 +196,16 @@ def replaying(frames: Frames) -> dict[str, bool]:
             for name, arm in arms.items()}
 
 
+def noises_of(frames: Frames) -> list[dict[str, Any]]:
+    """The settings of router noise of every run; empty where the rows do not say what their runs were."""
+    return [json.loads(text).get("router_noise", {}) for text in frames.runs.get("config", ())]
+
+
+def noise_scale(frames: Frames) -> float:
+    """The largest scale of router noise of the runs, in standard deviations of router weights; 0 without any."""
+    return max((noise.get("scale", 0.0) for noise in noises_of(frames)), default=0.0)
+
+
 def unlearned(frames: Frames) -> list[str]:
     """The runs in which no group of any step had a reward that differs from another: no advantage was ever but 0."""
     steps = frames["steps"]

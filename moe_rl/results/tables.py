@@ -22,6 +22,7 @@ from moe_rl.results.summary import (
     half_lost_points,
     metric,
     name_of,
+    noise_scale,
     numeric,
     outcomes,
     pairs_of,
@@ -35,6 +36,8 @@ from moe_rl.storage.frames import Frames
 
 OF_REPLAY = "replay gap std, nats"
 """What replay would do, measured in every arm."""
+WITHOUT_NOISE = ("expert slots changed", OF_REPLAY)
+"""Rows that describe the network without the router noise, in runs that have it."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ def summary_table(frames: Frames, arms: Sequence[str], title: str, own: Sequence
     note = f"{_methods(found)} Means are over the second half of training, where no row says end, gained or run."
     if (live := [arm for arm in arms if replay.get(arm) is False]) and OF_REPLAY in cells.index:
         note += f" {OF_REPLAY}: counterfactual for {', '.join(live)}, which do{'es' * (len(live) == 1)} not replay."
+    if noise_scale(frames) and (still := [name for name in WITHOUT_NOISE if name in cells.index]):
+        note += f" {', '.join(still)}: of the network without the router noise."
     return Shown(title, ("mean over seeds, interval", *(f"{arm}\n{_seeds(count[arm])}" for arm in arms)), rows,
                  " ".join([note, *_lengths(frames), *_dips(frames)]))
 

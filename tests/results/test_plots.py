@@ -14,6 +14,7 @@ from moe_rl.errors import RunError
 from moe_rl.results import figures, plots, stats
 from moe_rl.results.figures import attribution
 from moe_rl.results.summary import MAIN, per_run
+from moe_rl.results.tables import summary_table
 from moe_rl.storage.frames import Frames
 from tests import fake_study
 
@@ -221,6 +222,17 @@ def test_an_arm_keeps_its_colour_when_others_are_missing(frames, name):
         assert colours(alone) == {plots.COLOURS[2]}
     elif (ax := figures.FIGURES[name](alone, ARMS).axes[0]):
         assert {to_hex(p.get_facecolor()).upper() for p in ax.patches} == {plots.COLOURS[2]}
+
+
+@pytest.mark.parametrize("name", ["expert_change", "ratio_spread", "variance_shares"])
+def test_figures_measured_without_the_router_noise_say_so_where_runs_have_it(frames, name):
+    configs = [json.dumps(json.loads(text) | {"router_noise": {"scale": 2.0}}) for text in frames.runs["config"]]
+    noisy = dataclasses.replace(frames, runs=frames.runs.assign(config=configs))
+    said = "without the router noise"
+    assert said in figures.FIGURES[name](noisy, ARMS)._suptitle.get_text()
+    assert said not in figures.FIGURES[name](frames, ARMS)._suptitle.get_text()
+    assert f"of the network {said}" in summary_table(noisy, ARMS, "").note
+    assert said not in summary_table(frames, ARMS, "").note
 
 
 def test_windows_stand_at_the_same_steps_whatever_a_run_has_measured():
