@@ -187,9 +187,9 @@ def draw(values: dict[str, dict], steps: pd.DataFrame) -> Figure:
     for (form, what), (left, right) in zip(FORMS.items(), (axes[:2], axes[2:]), strict=True):
         by = values[study.endpoint]
         for arm in ARMS:
-            whiskers(left, {s: by[form, s][arm] for s in (0.0, *SIGMAS)}, arm)
+            whiskers(left, {s: by[form, s][arm] for s in drawn(form, arm)}, arm)
         for a, b in study.comparisons:
-            found = whiskers(right, {s: by[form, s][a] - by[form, s][b] for s in (0.0, *SIGMAS)}, a, seeds=True)
+            found = whiskers(right, {s: by[form, s][a] - by[form, s][b] for s in drawn(form, a)}, a, seeds=True)
         right.axhline(0, color="black", linewidth=1)
         plots.cold_start(left, steps, "reward")
         left.set(title=f"{form}: {what}", xlabel="dose σ, standard deviations of router weights", ylabel="reward")
@@ -199,13 +199,18 @@ def draw(values: dict[str, dict], steps: pd.DataFrame) -> Figure:
     return plots.finish(figure, axes, note, legend=False)
 
 
+def drawn(form: str, arm: str) -> tuple[float, ...]:
+    """The doses at which an arm has run: replay in the form choice at none and at the largest alone."""
+    return (0.0, max(SIGMAS)) if (form, arm) == ("choice", "grpo-replay") else (0.0, *SIGMAS)
+
+
 def whiskers(ax: Axes, by_sigma: dict[float, pd.Series], arm: str, seeds: bool = False) -> Interval:
     """Means with intervals over σ, and every seed where asked."""
     colour, shift = plots.colour_of(arm, ARMS), 0.03 * (ARMS.index(arm) - 1)
     found = {sigma: interval(series.dropna()) for sigma, series in by_sigma.items()}
     x = np.array(list(found)) + shift
     mean, low, high = (np.array([getattr(i, part) for i in found.values()]) for part in ("mean", "low", "high"))
-    style = {"fmt": "o-", "capsize": 3, "linewidth": 1.4, "markersize": 5}
+    style = {"fmt": f"{plots.symbol_of(arm)}-", "capsize": 3, "linewidth": 1.4, "markersize": 5}
     ax.errorbar(x, mean, [mean - low, high - mean], color=colour, label=arm, **style)
     if seeds:
         for at, series in zip(x, by_sigma.values(), strict=True):

@@ -30,6 +30,10 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """Okabe and Ito's palette, told apart by people with any common colour blindness; then, each as far as can be from all
 before it in CIELAB, as they are seen with and without one."""
 GREY = "#666666"
+METHODS = {"grpo": 0, "grpo-replay": 1, "gspo": 2, "grpo-r3": 3, "r3": 3, "gspo-replay": 4, "grpo-tis": 5, "tis": 5}
+"""Place in COLOURS of methods that many studies have: each has one colour in all figures."""
+SYMBOLS = {"grpo-replay": "s", "gspo": "^", "grpo-r3": "D", "r3": "D", "gspo-replay": "v"}
+"""What stands at the means of these methods; of all others a circle."""
 STYLE: dict[Any, Any] = {
     "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
@@ -54,8 +58,17 @@ styled = matplotlib.rc_context(STYLE)
 
 
 def colour_of(arm: str, arms: Sequence[str]) -> str:
-    """The colour of an arm, by its place in the study's order."""
-    return COLOURS[list(arms).index(arm) % len(COLOURS)]
+    """The colour of a method, and of any other arm by its place in the study's order, among those that are left."""
+    if arm in METHODS:
+        return COLOURS[METHODS[arm]]
+    taken = {METHODS[other] for other in arms if other in METHODS}
+    free = [colour for i, colour in enumerate(COLOURS) if i not in taken]
+    return free[[other for other in arms if other not in METHODS].index(arm) % len(free)]
+
+
+def symbol_of(name: str) -> str:
+    """What stands at the means of an arm, or of a difference `a − b`: that of `a`."""
+    return SYMBOLS.get(name.partition(" − ")[0], "o")
 
 
 def dashes_of(arm: str, arms: Sequence[str]) -> str:
@@ -144,7 +157,8 @@ def curves(ax: Axes, frame: pd.DataFrame, column: str, x: str, arms: Sequence[st
             ax.fill_between(values.columns, b.low, b.high, color=colour, alpha=0.15 if len(present) <= ARMS else 0.06,
                             linewidth=0)
         dashes = dashes_of(arm, order or arms) if linestyle == "-" else linestyle
-        ax.plot(values.columns, b.mean, color=colour, linestyle=dashes, marker=marker, markersize=4.5,
+        ax.plot(values.columns, b.mean, color=colour, linestyle=dashes, marker=marker and symbol_of(arm),
+                markersize=4.5,
                 markerfacecolor=face or colour, label=label or arm, gid=f"{arm} mean {column}")
         found.append(b)
     if not found:
@@ -183,7 +197,7 @@ def marks(ax: Axes, rows: pd.DataFrame, arm: str, arms: Sequence[str], offset: f
     for seed, row in rows.iterrows():
         ax.plot(x, row, ".", color=colour, alpha=0.35, markersize=5, gid=f"{arm} seed={seed} {rows.columns[0]}")
     whiskers(ax, x, b, colour)
-    ax.plot(x, b.mean, "o", color=colour, markersize=6, gid=f"{arm} mean {rows.columns[0]}")
+    ax.plot(x, b.mean, symbol_of(arm), color=colour, markersize=6, gid=f"{arm} mean {rows.columns[0]}")
     return b
 
 
@@ -202,7 +216,7 @@ def rows_of(ax: Axes, values: Mapping[str, pd.Series], colours: Mapping[str, str
         b = band(seeds.to_numpy(dtype=float)[:, None], scale=scale)
         ax.plot(seeds, np.full(len(seeds), i), ".", color=colours[name], alpha=0.4, markersize=6, gid=f"{name} seeds")
         whiskers(ax, i, b, colours[name], upright=False)
-        ax.plot(b.mean, i, "o", color=colours[name], markersize=5.5, gid=f"{name} mean")
+        ax.plot(b.mean, i, symbol_of(name), color=colours[name], markersize=5.5, gid=f"{name} mean")
         found.append(b)
     ax.set(yticks=range(len(values)), yticklabels=[_in_lines(name, 24) for name in values],
            ylim=(len(values) - 0.4, -0.6))
@@ -222,8 +236,8 @@ def over(ax: Axes, table: pd.DataFrame, x: str, colour: str, label: str, *, shif
     for seed, row in values.iterrows():
         ax.plot(at, row, ".", color=colour, alpha=0.4, markersize=5, gid=f"{label} seed={seed}")
     whiskers(ax, at, b, colour)
-    ax.plot(at, b.mean, marker="o", color=colour, markersize=5, linewidth=1.2, linestyle=linestyle, label=label,
-            markerfacecolor=colour if linestyle == "-" else "white", gid=f"{label} mean")
+    ax.plot(at, b.mean, marker=symbol_of(label), color=colour, markersize=5, linewidth=1.2, linestyle=linestyle,
+            label=label, markerfacecolor=colour if linestyle == "-" else "white", gid=f"{label} mean")
     return b
 
 

@@ -96,7 +96,7 @@ def test_the_figure_draws_every_seed_and_the_mean_over_seeds_on_a_log_axis():
     assert gaps["gspo − grpo mean"].get_ydata() == pytest.approx([0, 0, 0.8 * 1.015, 0])
     assert gaps["gspo − grpo seed=3"].get_ydata() == pytest.approx([0, 0, 0.8 * 1.03, 0])
     assert ax.get_xlabel() == differences.get_xlabel() == "learning rate"
-    assert to_hex(lines["gspo mean value"].get_color()).upper() == plots.COLOURS[1]
+    assert to_hex(lines["gspo mean value"].get_color()).upper() == plots.COLOURS[2]
     assert ax.get_xscale() == "log" and [t.get_text() for t in ax.get_xticklabels()] == [f"{v:g}" for v in LR]
     words = [t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text"))]
     assert any("n = 4 seeds" in w and "95% Student t, logit scale" in w for w in words)

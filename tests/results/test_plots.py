@@ -248,6 +248,15 @@ def test_colours_are_told_apart():
     assert len({(plots.colour_of(arm, arms), plots.dashes_of(arm, arms)) for arm in arms}) == 34
 
 
+def test_a_method_has_one_colour_and_symbol_whatever_the_study():
+    orders = (["grpo", "grpo-bounded", "grpo-replay", "gspo"], ["gspo", "m2po", "grpo-r3", "grpo-replay", "grpo"])
+    for method, place in (("grpo", 0), ("grpo-replay", 1), ("gspo", 2)):
+        assert {plots.colour_of(method, arms) for arms in orders} == {plots.COLOURS[place]}
+    for arms in orders:
+        assert len({plots.colour_of(arm, arms) for arm in arms}) == len(arms)
+    assert [plots.symbol_of(name) for name in ("grpo", "gspo", "gspo − grpo", "m2po")] == ["o", "^", "^", "o"]
+
+
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_study_of_more_arms_than_colours_is_drawn(frames, name):
     arms = [f"arm {i}" for i in range(9)]
