@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import importlib.util
 import inspect
 import math
 import re
@@ -150,9 +151,23 @@ def import_component(kind: str, name: str, path: str) -> Callable[..., Any]:
     try:
         return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
-        package = (error.name or module).partition(".")[0]
+        missing = error.name or module
+        package, own = missing.partition(".")[0], __package__.partition(".")[0]
+        if package == own:
+            raise ConfigError(f"the {kind} {name!r} needs the folder {'/'.join(missing.split('.')[:2])}, which this "
+                              f"installation of {own} lacks; install the whole package") from error
         how = f": pip install 'moe_rl[{EXTRAS[package]}]'" if package in EXTRAS else ""
-        raise ConfigError(f"the {kind} {name!r} needs {error.name}, which is not installed{how}") from error
+        raise ConfigError(f"the {kind} {name!r} needs {missing}, which is not installed{how}") from error
+
+
+def import_optional(path: str) -> Callable[..., Any] | None:
+    """As `import_component`, for what the core can do without; None where this installation lacks its module."""
+    module, _, attribute = path.partition(":")
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # nor the folder it is in
+        return None
+    return None if found is None else import_component("component", attribute, path)
 
 
 def import_callable(kind: str, name: str) -> Callable[..., Any]:

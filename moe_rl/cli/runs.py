@@ -161,11 +161,13 @@ def diff(options: argparse.Namespace) -> int:
 
 def _submitted(folder: Path, found: Sequence[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
     """Runs that were submitted to a cluster and have not begun; those that are `found` get what its scheduler says."""
-    from moe_rl.registry import import_component
+    from moe_rl.registry import import_optional
     from moe_rl.storage.folder import ENDED, state
 
+    if (scheduled := import_optional("moe_rl.integrations.slurm:scheduled")) is None:
+        return []
     try:
-        waiting = import_component("launcher", "slurm", "moe_rl.integrations.slurm:scheduled")(folder)
+        waiting = scheduled(folder)
     except RunError as error:
         print(f"moe-rl: {error}; what its scheduler says is left out", file=sys.stderr)
         return []

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moe_rl.config import SHIPPED, ModelConfig, folder_of
 from moe_rl.errors import ConfigError, raise_os_errors
 from moe_rl.models.tokens import byte_tokenizer
-from moe_rl.registry import import_component, unknown
+from moe_rl.registry import import_optional, unknown
 from moe_rl.routing.sites import find_sites
 
 if TYPE_CHECKING:
@@ -100,9 +100,7 @@ def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) 
 def cpu_kernels() -> Callable[[Any], bool] | None:
     """The operators for CPUs in `integrations/cpu_kernels`; None in an installation without that folder, where models
     compute with their own operators."""
-    with suppress(ConfigError):
-        return import_component("kernels", "cpu", "moe_rl.integrations.cpu_kernels:use_cpu_kernels")
-    return None
+    return import_optional("moe_rl.integrations.cpu_kernels:use_cpu_kernels")
 
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
