@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,27 +32,25 @@ from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.objectives.spelling import suggest_field
 from moe_rl.policies.critic import HFCritic
-from moe_rl.policies.hf import copy_of
-from moe_rl.policies.optimizer import correction_biases
+from moe_rl.policies.hf import copy_of, correction_biases
 from moe_rl.recorder import Recorder, Row, Rows
 from moe_rl.registry import Known, Part, check_component, import_component, lookup, needs_of
-from moe_rl.rollouts.gap_files import GapFiles
+from moe_rl.rollouts.batches import Collector
+from moe_rl.rollouts.engine import check_request, context_length, end_tokens, sampling_of
 from moe_rl.rollouts.hf import HFEngine
-from moe_rl.rollouts.readable import readable
-from moe_rl.rollouts.request import check_request, completion_text, context_length, end_tokens, sampling_of
-from moe_rl.rollouts.sampling import Sampling
+from moe_rl.rollouts.log import GapFiles, rollout_rows
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import SOURCES
 from moe_rl.storage.folder import RunFolder, SharedFolder, read_json, write_json
-from moe_rl.storage.inputs import inputs_of
 from moe_rl.storage.lock import Lock
+from moe_rl.storage.provenance import inputs_of
 from moe_rl.tasks.base import AnyTask, held_out, load_task, split_of
 from moe_rl.trainer import Listener, Parts, train, warn_void
 from moe_rl.types import Prompt, Rollout, RouteSource
 
 if TYPE_CHECKING:
     from moe_rl.policies.base import Policy
-    from moe_rl.rollouts.base import RolloutEngine
+    from moe_rl.rollouts.engine import RolloutEngine
 
 POLICIES: Known = {
     "hf": "moe_rl.policies.hf:hf",
@@ -78,7 +76,7 @@ def execute(
     try:
         folder.finish(train(run, parts, folder, listen))
     finally:
-        parts.sampling.engine.close()
+        parts.collector.engine.close()
 
 
 def check(run: RunConfig) -> list[str]:
@@ -120,7 +118,7 @@ def build(run: RunConfig, folder: Path, cache: Path, told: Callable[[], bool] = 
     loaded = load(run.model, run.cold_start.seed) if ranks.rank() == 0 else None
     advantage = advantage_of(run.arm)
     compares, valued = "reference" in objective.needs | advantage.needs, "values" in advantage.needs
-    evaluation, pad_token = ranks.from_rank_0(
+    evaluation = ranks.from_rank_0(
         lambda: _prepare(run, task, _of_rank_0(loaded), cache, _progress(folder, told)))
     policy = make_policy(run, loaded, False)
     # Both made now, before the policy has moved: from the weights of the cold start.
@@ -146,17 +144,15 @@ def build(run: RunConfig, folder: Path, cache: Path, told: Callable[[], bool] = 
             HFEngine(loaded.model, loaded.tokenizer).load(weights)
             save_checkpoint(loaded.model, loaded.tokenizer, target)
 
-    sampling = Sampling(
-        run=run,
-        task=task,
-        engine=engine,
-        encode=lambda prompts: encode_prompts(prompts, _of_rank_0(loaded).tokenizer),
-        decode=lambda tokens: _text(_of_rank_0(loaded), tokens),
-        pad_token=pad_token,
-        held_out=evaluation,
-    )
     return Parts(
-        sampling=sampling,
+        collector=Collector(
+            run=run,
+            task=task,
+            engine=engine,
+            tokenizer=loaded.tokenizer if loaded else None,
+            ends=end_tokens(loaded.model, loaded.tokenizer) if loaded else (),
+            held_out=evaluation,
+        ),
         policy=policy,
         objective=objective,
         advantage=advantage,
@@ -165,7 +161,6 @@ def build(run: RunConfig, folder: Path, cache: Path, told: Callable[[], bool] = 
         reference=reference,
         critic=critic,
         export=export,
-        from_rank_0=getattr(policy, "from_rank_0", lambda function: function()),
         batches=lookup("batch source", run.batches, BATCHES)(),
         watch=_watch(run, loaded, GapFiles(folder / "rollouts", sampling_of(run))) if loaded else lambda *seen: {},
     )
@@ -182,16 +177,12 @@ def build_engine(
     return import_component("engine", "checked", CHECKED)(run, loaded, engine, policy.score)
 
 
-def _text(loaded: LoadedModel, tokens: Sequence[int]) -> str:
-    return completion_text(tokens, end_tokens(loaded.model, loaded.tokenizer), loaded.tokenizer)
-
-
 def _watch(run: RunConfig, loaded: LoadedModel, gaps: GapFiles) -> Callable[[Recorder, Row], Rows]:
     """Keeps the rollouts of steps that stand out, and of every step some that people can read."""
     def watch(step: Recorder, row: Row) -> Rows:
         gaps(step.step, step.batch, row)
-        return {"rollouts": readable(step.step, step.batch, step.log_ratio, step.clipped_by, step.flips,
-                                     loaded.tokenizer, run.measure.rollouts)}
+        return {"rollouts": rollout_rows(step.step, step.batch, step.log_ratio, step.clipped_by, step.flips,
+                                         loaded.tokenizer, run.measure.rollouts)}
 
     return watch
 
@@ -209,13 +200,13 @@ def _of_rank_0(loaded: LoadedModel | None) -> LoadedModel:
 
 def _prepare(
     run: RunConfig, task: AnyTask, loaded: LoadedModel, cache: Path, progress: Progress
-) -> tuple[list[Prompt], int]:
-    """The cold start; evaluation prompts and the padding token."""
+) -> list[Prompt]:
+    """Supervised warm-up of the model; returns the encoded prompts of the evaluation."""
     evaluation = encode_prompts(held_out(task, run.eval_prompts), loaded.tokenizer)
     check_request(evaluation, 1, sampling_of(run), context_length(loaded.model.config))
     inputs = inputs_of({"task": run.to_dict()["task"]})
     cold_start(loaded, task, run, cache, sample, progress=progress, alone=alone, inputs=inputs)
-    return evaluation, loaded.tokenizer.pad_token_id
+    return evaluation
 
 
 def alone(file: Path, progress: Progress) -> Lock:

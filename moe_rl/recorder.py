@@ -26,11 +26,11 @@ from moe_rl.config import Measure, RunConfig
 from moe_rl.metrics import ratios, routers, volatility
 from moe_rl.policies.base import Policy
 from moe_rl.registry import Component
-from moe_rl.rollouts.base import Sampler
+from moe_rl.rollouts.engine import Sampler
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import NOISE
 from moe_rl.tasks.base import AnyTask, votes_of
-from moe_rl.tasks.environments import drawn, earned
+from moe_rl.tasks.environments import compute_reward, sample_rollouts
 from moe_rl.types import Batch, Prompt, Rollout, Sampling, Scored, Updated, prompt_rows, response_rows
 
 Row = dict[str, Any]
@@ -84,7 +84,7 @@ class Recorder:
             self.probe = Probe(self.policy, probed, self.natural, self.split, self.run.measure, detail, self.timed)
         return self.probe
 
-    def before(self, update: int, part: Batch, probed: Row) -> None:
+    def before(self, update: int, mini_batch: Batch, probed: Row) -> None:
         """Before the update of a mini-batch, counted from 0; `probed` is what `Probe.score_before` found."""
         with self.timed("measure"):
             count = update + 1
@@ -95,19 +95,20 @@ class Recorder:
             if self.run.router_noise.scale:
                 self.updates[-1]["noise_scale"] = self.run.router_noise.size(update, len(self.split))
 
-    def after(self, update: int, part: Batch, updated: Updated) -> None:
-        """After that update. `part` is what was trained on, ratios' log-probs and all."""
+    def after(self, update: int, mini_batch: Batch, updated: Updated) -> None:
+        """After that update. `mini_batch` is what was trained on, ratios' log-probs and all."""
         with self.timed("measure"):
-            assert part.old_logprobs is not None, "the trainer fills it in before an update"
-            index, width = self.split[update], part.tokens.shape[1]
+            assert mini_batch.old_logprobs is not None, "the trainer fills it in before an update"
+            index, width = self.split[update], mini_batch.tokens.shape[1]
             natural = self.natural.rows(index, width)
-            log_ratio = (updated.logprobs if part.ratio_logprobs is None else part.ratio_logprobs) - part.old_logprobs
-            self.updates[-1] |= update_row(part, log_ratio, updated, natural)
+            own = mini_batch.ratio_logprobs
+            log_ratio = (updated.logprobs if own is None else own) - mini_batch.old_logprobs
+            self.updates[-1] |= update_row(mini_batch, log_ratio, updated, natural)
             rows = index + update // self.per_epoch * len(self.batch)
             self.log_ratio[rows, :width], self.clipped_by[rows, :width] = log_ratio, updated.clipped_by
             self.routes.append(updated.routes if updated.preferred is None else updated.preferred)
-            if part.loss_mask is not None:
-                self.counted[rows, :width] = part.loss_mask
+            if mini_batch.loss_mask is not None:
+                self.counted[rows, :width] = mini_batch.loss_mask
 
     def end(self, push_gap: float | None, probed: tuple[Row, list[Row]]) -> Rows:
         """After the weights went to the engine: the rows of the step. `push_gap` is what that check found, in nats;
@@ -394,14 +395,14 @@ def evaluate(engine: Sampler, task: AnyTask, prompts: list[Prompt], sampling: Sa
     for is_greedy in [True] * greedy + [False]:
         count = 1 if is_greedy else samples
         how = replace(sampling, greedy=is_greedy, keep_mask=False)
-        rollouts = drawn(engine.generate, task, prompts, count, key=key, sampling=how)
+        rollouts = sample_rollouts(engine.generate, task, prompts, count, key=key, sampling=how)
         for i, prompt in enumerate(prompts):
             here = slice(i * count, (i + 1) * count)
             votes = [None] if is_greedy else votes_of(task, prompt, [answer_of(r) for r in rollouts[here]])
             for n, (rollout, vote) in enumerate(zip(rollouts[here], votes, strict=True)):
                 found.append(({
                     "problem": first + i, "sample": GREEDY if is_greedy else 1 + n,
-                    "reward": earned(task, rollout),
+                    "reward": compute_reward(task, rollout),
                     "response_tokens": float(rollout.own_tokens), "truncated": float(not rollout.finished),
                     "vote": None if vote is None else 1 + vote,
                 }, rollout))
@@ -413,7 +414,8 @@ def answer_of(rollout: Rollout) -> str:
     return rollout.turns[-1].text if rollout.turns else rollout.text
 
 
-def evaluation(engine: Sampler, task: AnyTask, prompts: list[Prompt], sampling: Sampling, seed: int, step: int) -> Rows:
+def evaluation_rows(engine: Sampler, task: AnyTask, prompts: list[Prompt], sampling: Sampling, seed: int,
+                    step: int) -> Rows:
     """What a run measures after a step on its held-out prompts, one greedy and one drawn completion of each: a part of
     its row of `steps`, and the rows of `evaluations`. The noise is the same at every evaluation of a seed."""
     rows = [row for row, _ in evaluate(engine, task, prompts, sampling, key=(seed, NOISE, 0))]

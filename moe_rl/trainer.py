@@ -15,11 +15,10 @@ from moe_rl.config import RunConfig
 from moe_rl.errors import Diverged, RunError
 from moe_rl.objectives import Advantage, Objective
 from moe_rl.policies.base import Policy, ValueModel
-from moe_rl.recorder import Recorder, Row, Rows, evaluation
+from moe_rl.recorder import Recorder, Row, Rows, evaluation_rows
 from moe_rl.registry import Component, needs_of
-from moe_rl.rollouts.batches import BatchSource, Queue
-from moe_rl.rollouts.request import sampling_of
-from moe_rl.rollouts.sampling import Sampling
+from moe_rl.rollouts.batches import BatchSource, Collector, Queue
+from moe_rl.rollouts.engine import sampling_of
 from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import DIAL, SPLIT, derive
@@ -34,8 +33,8 @@ Listener = Callable[[Rows], None]
 class Parts:
     """What a run is made of. `build.py` builds them from a RunConfig; a user may build their own."""
 
-    sampling: Sampling
-    """Task and engine."""
+    collector: Collector
+    """Task and engine: samples and rewards rollouts."""
     policy: Policy
     objective: Objective
     advantage: Advantage
@@ -50,13 +49,16 @@ class Parts:
     """For advantages that ask for values: takes a step after each of the policy's."""
     export: Callable[[int], None] | None = None
     """Called after every step that the run wants as a Hugging Face checkpoint."""
-    from_rank_0: Callable[[Callable[[], T]], T] = lambda function: function()  # noqa: E731
-    """Calls a function, with several ranks on rank 0 alone, and gives its result to all of them: for what samples,
-    rewards and evaluates."""
     recorder: Callable[[RunConfig, Policy], Recorder] = Recorder
     watch: Callable[[Recorder, Row], Rows] = lambda recorder, row: {}  # noqa: E731
     """Sees what a step was, and its row of `steps`, on each rank that has one, and gives rows of further tables; it may
     change no number."""
+
+    def from_rank_0(self, function: Callable[[], T]) -> T:
+        """What the function returns, called on rank 0 alone where the policy runs on several: for what samples, rewards
+        and evaluates."""
+        of_ranks = getattr(self.policy, "from_rank_0", None)
+        return function() if of_ranks is None else of_ranks(function)
 
     @property
     def needs_scores(self) -> bool:
@@ -100,17 +102,17 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
         try:
             parts.policy.load(checkpoint)
             parts.advantage.load(checkpoint)
-            parts.from_rank_0(lambda: parts.batches.load(parts.sampling, checkpoint))
+            parts.from_rank_0(lambda: parts.batches.load(parts.collector, checkpoint))
             if parts.critic:
                 parts.critic.load(checkpoint)
         except Exception as error:  # of safetensors, torch or Megatron: each has its own
             raise RunError(f"the checkpoint {checkpoint} cannot be read ({error}): restore it from a copy, or remove "
                            "the run and start it again") from error
-    parts.sampling.engine.load(parts.policy.weights())
+    parts.collector.engine.load(parts.policy.weights())
     if checkpoint is None:
         if 0 in run.hf_checkpoints and parts.export:
             parts.export(0)
-        before = evaluated(run, parts, 0)
+        before = evaluate_held_out(run, parts, 0)
         for table, new in before.items():
             folder.add(table, new)
         listen(before)
@@ -121,7 +123,7 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
             rows = train_step(run, parts, step, recorder)
             if step % run.eval_every == 0 or step == run.steps:
                 with recorder.timed("evaluate"):
-                    found = evaluated(run, parts, step)
+                    found = evaluate_held_out(run, parts, step)
                 rows |= found | {"steps": [rows["steps"][0] | found["steps"][0]]}
             if step in run.hf_checkpoints and parts.export:
                 parts.export(step)
@@ -156,43 +158,39 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
     """One batch of rollouts and its updates; the rows that describe them."""
     policy, timed = parts.policy, recorder.timed
     with timed("sample"):
-        batch = parts.from_rank_0(lambda: earned(parts, step, parts.batches.next(parts.sampling, step)))
+        batch = parts.from_rank_0(lambda: attach_advantages(parts, step, parts.batches.next(parts.collector, step)))
     with timed("score"):
         natural = policy.score(batch, scores=parts.needs_scores)
-        batch = routed(run, parts, batch, natural)
-    split = epochs(run, step, len(batch))
+        batch = attach_old_policy(run, parts, batch, natural)
+    split = split_into_mini_batches(run, step, len(batch))
     recorder.begin(step, batch, natural, split)
     probe = recorder.start_probe()  # its calls are the forwards that measuring needs
     for number, index in enumerate(split):
-        part = parts.objective.attach_weights(without_unknown(batch.rows(index)))
-        recorder.before(number, part, probe.score_before(number))
+        mini_batch = parts.objective.attach_weights(drop_unknown_routes(batch.rows(index)))
+        recorder.before(number, mini_batch, probe.score_before(number))
         with timed("update"):
-            of_ratio, of_gradient = noises(run, step, number, len(split))
-            if parts.ratio_source or of_ratio != of_gradient:
-                routes = part.ratio_routes if parts.ratio_source else part.routes
-                part = replace(part, ratio_logprobs=policy.score(part, routes, noise=of_ratio).logprobs)
-            if "mini_batch" in parts.objective.needs:
-                whole = policy.score(part, part.routes, noise=of_gradient)
-                part = parts.objective.attach_statistics(part, whole.logprobs, whole.entropy)
-            updated = policy.update(part, parts.objective, noise=of_gradient)
+            of_ratio, of_gradient = build_noise(run, step, number, len(split))
+            mini_batch = attach_current_policy(parts, mini_batch, of_ratio, of_gradient)
+            updated = policy.update(mini_batch, parts.objective, noise=of_gradient)
             if parts.critic:
-                updated = replace(updated, metrics={**updated.metrics, **parts.critic.update(part)})
-        recorder.after(number, part, updated)
+                updated = replace(updated, metrics={**updated.metrics, **parts.critic.update(mini_batch)})
+        recorder.after(number, mini_batch, updated)
         recorder.updates[-1] |= probe.score_after(number)
     with timed("sample"):
-        push_gap = parts.sampling.engine.load(policy.weights())
+        push_gap = parts.collector.engine.load(policy.weights())
     return recorder.end(push_gap, probe.score_at_end())
 
 
 def roll_out(run: RunConfig, parts: Parts, step: int) -> Batch:
-    """A batch of the current weights, with the prompts and the noise of a step; `earned` says what else it has."""
-    its = parts.sampling
-    rollouts = its.sample(its.draw_prompts(run.prompts_per_step, step), run.group_size, (step,))
-    return earned(parts, step, its.batch(rollouts, its.rewards(rollouts)))
+    """A batch of the current weights, with the prompts and the noise of a step, and its advantages."""
+    collector = parts.collector
+    rollouts = collector.sample(collector.draw_prompts(run.prompts_per_step, step), run.group_size, (step,))
+    return attach_advantages(parts, step, collector.batch(rollouts, collector.rewards(rollouts)))
 
 
-def earned(parts: Parts, step: int, batch: Batch) -> Batch:
-    """The batch with its advantages, unless these need it to be scored."""
+def attach_advantages(parts: Parts, step: int, batch: Batch) -> Batch:
+    """The batch with its advantages; unchanged where these need log-probs or values, and `attach_old_policy` adds
+    them."""
     if parts.advantage.needs:
         return batch
     batch = parts.advantage.attach_advantages(batch)
@@ -205,11 +203,12 @@ def earned(parts: Parts, step: int, batch: Batch) -> Batch:
     return batch
 
 
-def routed(run: RunConfig, parts: Parts, batch: Batch, natural: Scored) -> Batch:
-    """The batch with its routes, what the old and the reference policy say of it under them, and the critic freely;
-    and its advantages, if these waited for that.
+def attach_old_policy(run: RunConfig, parts: Parts, batch: Batch, natural: Scored) -> Batch:
+    """The batch with the routing to replay, the log-probs of π_old and of the reference under that routing, the
+    critic's values, and the advantages that need one of them.
 
-    Both sides of a ratio use the same routes: only live arms and R2 may reuse the natural scoring.
+    `natural` is the unconstrained scoring of the batch. Both sides of a ratio use the same routing, so `natural` serves
+    as π_old only where the arm replays nothing, or the routing of `natural` itself (R2).
     """
     routes = parts.source(batch, natural)
     ratio_routes = parts.ratio_source(batch, natural) if parts.ratio_source else routes
@@ -217,25 +216,42 @@ def routed(run: RunConfig, parts: Parts, batch: Batch, natural: Scored) -> Batch
         if trace is not None:
             trace.require_known()
 
-    def scored(trace: RoutingTrace | None, scores: bool = False) -> Scored:
-        alike = trace is None or trace is natural.routes
-        return natural if alike else parts.policy.score(batch, trace, scores)
+    def score_under(trace: RoutingTrace | None, scores: bool = False) -> Scored:
+        same = trace is None or trace is natural.routes
+        return natural if same else parts.policy.score(batch, trace, scores)
 
-    trained = scored(routes, scores=True) if "router" in parts.objective.needs else None
+    with_scores = score_under(routes, scores=True) if "router" in parts.objective.needs else None
     if run.arm.anchor == "engine":
         old = batch.rollout_logprobs
     else:
-        old = (trained if trained and ratio_routes is routes else scored(ratio_routes)).logprobs
-    reference = None if parts.reference is None else parts.reference.score(batch, routes).logprobs
-    apart = ratio_routes if parts.ratio_source else None
-    values = None if parts.critic is None else parts.critic.values(batch)
-    batch = replace(batch, old_logprobs=old, routes=routes, ratio_routes=apart, ref_logprobs=reference,
-                    old_scores=trained.scores if trained else None, values=values)
+        old = (with_scores if with_scores and ratio_routes is routes else score_under(ratio_routes)).logprobs
+    batch = replace(
+        batch,
+        old_logprobs=old,
+        routes=routes,
+        ratio_routes=ratio_routes if parts.ratio_source else None,
+        ref_logprobs=None if parts.reference is None else parts.reference.score(batch, routes).logprobs,
+        old_scores=with_scores.scores if with_scores else None,
+        values=None if parts.critic is None else parts.critic.values(batch),
+    )
     return parts.advantage.attach_advantages(batch) if parts.advantage.needs else batch
 
 
-def noises(run: RunConfig, step: int, update: int, updates: int) -> tuple[Noise | None, Noise | None]:
-    """Under which router noise the ratio and the gradient of an update are taken; None where it does not act."""
+def attach_current_policy(parts: Parts, mini_batch: Batch, of_ratio: Noise | None, of_gradient: Noise | None) -> Batch:
+    """The mini-batch with what its loss needs of π_θ before the update: the log-probs of the ratio, where routing or
+    noise of the ratio are not those of the gradient, and statistics over all of the mini-batch."""
+    if parts.ratio_source or of_ratio != of_gradient:
+        routes = mini_batch.ratio_routes if parts.ratio_source else mini_batch.routes
+        scored = parts.policy.score(mini_batch, routes, noise=of_ratio)
+        mini_batch = replace(mini_batch, ratio_logprobs=scored.logprobs)
+    if "mini_batch" in parts.objective.needs:
+        scored = parts.policy.score(mini_batch, mini_batch.routes, noise=of_gradient)
+        mini_batch = parts.objective.attach_statistics(mini_batch, scored.logprobs, scored.entropy)
+    return mini_batch
+
+
+def build_noise(run: RunConfig, step: int, update: int, updates: int) -> tuple[Noise | None, Noise | None]:
+    """The router noise of an update, counted from 0: of its ratio and of its gradient; None where there is none."""
     if not (size := run.router_noise.size(update, updates)):
         return None, None
     noise = Noise(run.router_noise.target, size, derive(run.seed, DIAL, step), run.router_noise.direction)
@@ -243,31 +259,32 @@ def noises(run: RunConfig, step: int, update: int, updates: int) -> tuple[Noise 
     return noise if applied_to != "gradient" else None, noise if applied_to != "ratio" else None
 
 
-def without_unknown(part: Batch) -> Batch:
-    """A mini-batch whose part of a trace happens to know no route is live; of the whole, `routed` has seen to it."""
-    def kept(routes: RoutingTrace | None) -> RoutingTrace | None:
+def drop_unknown_routes(mini_batch: Batch) -> Batch:
+    """The mini-batch without a trace that contains no known routing: it routes freely then. That the trace of the whole
+    batch contains some is checked by `attach_old_policy`."""
+    def known(routes: RoutingTrace | None) -> RoutingTrace | None:
         return None if routes is None or routes.coverage == 0 else routes
 
-    return replace(part, routes=kept(part.routes), ratio_routes=kept(part.ratio_routes))
+    return replace(mini_batch, routes=known(mini_batch.routes), ratio_routes=known(mini_batch.ratio_routes))
 
 
-def epochs(run: RunConfig, step: int, rows: int) -> list[Tensor]:
-    """The mini-batches of a step, in the order of their updates: a split of the rows for every epoch."""
+def split_into_mini_batches(run: RunConfig, step: int, rows: int) -> list[Tensor]:
+    """The row numbers of each mini-batch of a step, in the order of the updates: a split of all rows per epoch."""
     seeds = [derive(run.seed, SPLIT, step), *(derive(run.seed, SPLIT, step, e, 0) for e in range(1, run.epochs))]
-    return [part for seed in seeds for part in mini_batches(rows, run.mini_batches, seed)]
+    return [index for seed in seeds for index in split_rows(rows, run.mini_batches, seed)]
 
 
-def mini_batches(rows: int, count: int, seed: int) -> list[Tensor]:
-    """A random split of the rows into `count` parts whose sizes differ by at most one."""
+def split_rows(rows: int, count: int, seed: int) -> list[Tensor]:
+    """A random split of the row numbers into `count` groups whose sizes differ by at most one."""
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
     return list(order.tensor_split(count))
 
 
-def evaluated(run: RunConfig, parts: Parts, step: int) -> Rows:
+def evaluate_held_out(run: RunConfig, parts: Parts, step: int) -> Rows:
     """The rows of the evaluation after a step; collective."""
-    its = parts.sampling
-    return parts.from_rank_0(
-        lambda: evaluation(its.engine, its.task, its.held_out, sampling_of(run), run.seed, step))
+    collector = parts.collector
+    return parts.from_rank_0(lambda: evaluation_rows(
+        collector.engine, collector.task, collector.held_out, sampling_of(run), run.seed, step))
 
 
 def warn_void(run: RunConfig) -> list[str]:

@@ -22,9 +22,9 @@ from moe_rl.models.load import load
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.recorder import evaluation
+from moe_rl.recorder import evaluation_rows
 from moe_rl.registry import Component
-from moe_rl.rollouts.collate import collate
+from moe_rl.rollouts.batches import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing.sources import SOURCES
 from moe_rl.seeds import NOISE, PROMPTS, SPLIT, derive
@@ -111,7 +111,7 @@ def main(method: str = "grpo", steps: int = 30, seed: int = 0) -> list[dict[str,
         clipped = (updated.clipped_by != 0)[part.response_mask].double().mean().item()
         row = {
             "reward": batch.rewards.double().mean().item(),
-            "held_out": evaluation(engine, task, test, SAMPLING, seed, step)["steps"][0]["eval_reward_greedy"],
+            "held_out": evaluation_rows(engine, task, test, SAMPLING, seed, step)["steps"][0]["eval_reward_greedy"],
             "experts_changed": change["expert_change_rate"],
             "log_ratio_var": ratios["token_log_ratio_var"],
             "clipped": clipped,

@@ -18,7 +18,7 @@ from moe_rl.build import build, check  # noqa: F401  runs are checked by it befo
 from moe_rl.config import Arm, RunConfig
 from moe_rl.registry import Component
 from moe_rl.storage.folder import RunFolder
-from moe_rl.trainer import Listener, Parts, mini_batches, roll_out, train
+from moe_rl.trainer import Listener, Parts, roll_out, split_rows, train
 
 UNCLIPPED = {"clip_low": 1.0, "clip_high": 1e9}
 ARMS = (
@@ -45,7 +45,7 @@ def compare(run: RunConfig, parts: Parts, frozen: Path) -> list[dict[str, Any]]:
     policy.save(frozen)
     stale = [(batch, policy.score(batch)) for batch in (roll_out(run, parts, next(keys)) for _ in range(STALE))]
     path = roll_out(run, parts, next(keys))
-    old, split = policy.score(path), mini_batches(len(path), run.mini_batches, seed=run.steps)
+    old, split = policy.score(path), split_rows(len(path), run.mini_batches, seed=run.steps)
     first = {arm.name: gradient(policy, arm, *cut(*stale[0], split[0])).double() for arm in ARMS}
     norm = first["grpo"].norm()
     rows = [{"update": 1, "compared": name, "apart": float((g - first["grpo"]).norm() / norm)}

@@ -22,7 +22,7 @@ from moe_rl.config import Arm, RunConfig
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.storage.folder import RunFolder
-from moe_rl.trainer import Listener, Parts, mini_batches, roll_out, train
+from moe_rl.trainer import Listener, Parts, roll_out, split_rows, train
 from moe_rl.types import Batch, Scored
 
 ARMS = (grpo, replay, gspo, gspo_replay)
@@ -49,7 +49,7 @@ def compare(run: RunConfig, parts: Parts, step: int, frozen: Path) -> list[dict[
     path = roll_out(run, parts, next(keys))
     old = policy.score(path)
     found_rows = []
-    for number, index in enumerate(mini_batches(len(path), run.mini_batches, seed=step), start=1):
+    for number, index in enumerate(split_rows(len(path), run.mini_batches, seed=step), start=1):
         fresh = of_fresh(run, parts, keys)
         for arm in ARMS:
             found = of_stale(run, policy, arm, zip(stale, olds, strict=True), fresh, seed=step)
@@ -73,7 +73,7 @@ def of_stale(run: RunConfig, policy: HFPolicy, arm: Arm, stale: Iterable[tuple[B
     """An arm's gradients on every mini-batch of batches of the old policy, which scored them."""
     found = Gradients(reference=fresh.mean)
     for batch, scored in stale:
-        split = mini_batches(len(batch), run.mini_batches, seed=seed)
+        split = split_rows(len(batch), run.mini_batches, seed=seed)
         found.add([gradient(policy, arm, *cut(batch, scored, rows)) for rows in split])
     return found
 

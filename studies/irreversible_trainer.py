@@ -27,11 +27,11 @@ from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import Diverged
 from moe_rl.metrics.convergence import PATIENCE, SPAN, collapse, ema
 from moe_rl.objectives import objective_of
-from moe_rl.policies.optimizer import optimizer_of
+from moe_rl.policies.hf import optimizer_of
 from moe_rl.recorder import Recorder, Row, Rows, batch_row, evaluate
 from moe_rl.registry import Component, lookup
 from moe_rl.rollouts.batches import Queue
-from moe_rl.rollouts.request import sampling_of
+from moe_rl.rollouts.engine import sampling_of
 from moe_rl.routing.sources import SOURCES
 from moe_rl.seeds import NOISE
 from moe_rl.storage.commits import read_rows
@@ -137,7 +137,8 @@ def again(run: RunConfig, parts: Parts, checkpoint: Path, rewards: pd.Series, st
 def restarted(run: RunConfig, parts: Parts, checkpoint: Path, name: str, variant: Variant) -> list[Row]:
     """A row per step of a restart; after it diverged, its rewards are 0. Settings of the run are put back."""
     there = run.replace(**variant.changes, arm=variant.arm)
-    here = replace(parts, task=load_task(there.task), objective=objective_of(there.arm), batches=Queue(),
+    here = replace(parts, collector=replace(parts.collector, run=there, task=load_task(there.task)),
+                   objective=objective_of(there.arm), batches=Queue(),
                    source=lookup("route source", there.arm.routes, SOURCES))
     restore(parts, checkpoint)
     policy, own = parts.policy, parts.policy.settings
@@ -162,14 +163,14 @@ def restarted(run: RunConfig, parts: Parts, checkpoint: Path, name: str, variant
 def restore(parts: Parts, checkpoint: Path) -> None:
     """Weights and moments of a checkpoint, in the policy and in the engine."""
     parts.policy.load(checkpoint)
-    parts.sampling.engine.load(parts.policy.weights())
+    parts.collector.engine.load(parts.policy.weights())
 
 
 def held_out(run: RunConfig, parts: Parts, step: int) -> float:
     """Mean reward on the held-out prompts of the run's own task, one completion each, sampled as in training."""
-    its = parts.sampling
-    found = evaluate(its.engine, its.task, its.held_out, sampling_of(run), key=(run.seed, NOISE, 2_000 + step),
-                     greedy=False)
+    collector = parts.collector
+    found = evaluate(collector.engine, collector.task, collector.held_out, sampling_of(run),
+                     key=(run.seed, NOISE, 2_000 + step), greedy=False)
     return float(np.mean([row["reward"] for row, _ in found]))
 
 

@@ -28,7 +28,7 @@ from moe_rl.registry import Component
 from moe_rl.rollouts.batches import Queue
 from moe_rl.storage.folder import RunFolder
 from moe_rl.tasks.base import load_task
-from moe_rl.trainer import Listener, Parts, mini_batches, roll_out, train, train_step
+from moe_rl.trainer import Listener, Parts, roll_out, split_rows, train, train_step
 from moe_rl.types import Batch, Scored
 
 STEPS, STALE, TOKENS, SEQUENCES = 5, 6, 208, 16
@@ -94,7 +94,7 @@ def compare(run: RunConfig, parts: Parts, cell: Cell, frozen: Path) -> tuple[lis
     policy.save(frozen)
     stale = [(batch, policy.score(batch)) for batch in (roll_out(run, parts, next(keys)) for _ in range(STALE))]
     path = roll_out(run, parts, next(keys))
-    old, split = policy.score(path), mini_batches(len(path), run.mini_batches, seed=STEPS)
+    old, split = policy.score(path), split_rows(len(path), run.mini_batches, seed=STEPS)
     first = {arm.name: gradient(policy, arm, *cut(*stale[0], split[0])).double() for arm in arms(cell.length)}
     for index in split[:-1]:
         go_on(parts, *cut(path, old, index))
@@ -115,7 +115,7 @@ def of_fresh(run: RunConfig, parts: Parts, keys: Iterator[int]) -> Gradients:
     fresh = Gradients()
     for _ in range(STALE):
         batch = roll_out(run, parts, next(keys))
-        natural, split = parts.policy.score(batch), mini_batches(len(batch), run.mini_batches, seed=STEPS)
+        natural, split = parts.policy.score(batch), split_rows(len(batch), run.mini_batches, seed=STEPS)
         fresh.add([gradient(parts.policy, grpo, *cut(batch, natural, rows)) for rows in split])
     return fresh
 

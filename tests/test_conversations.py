@@ -16,9 +16,9 @@ from moe_rl.recorder import evaluate
 from moe_rl.registry import Component
 from moe_rl.rollouts import hf
 from moe_rl.rollouts.batches import Queue
-from moe_rl.rollouts.request import sampling_of
+from moe_rl.rollouts.engine import sampling_of
 from moe_rl.storage import frames
-from moe_rl.trainer import roll_out, routed
+from moe_rl.trainer import attach_old_policy, roll_out
 from moe_rl.types import prompt_rows, response_rows
 from tests.storage.test_kill import forked
 from tests.talking_task import Talking
@@ -76,7 +76,7 @@ def test_what_an_environment_says_is_neither_prompt_nor_response(tmp_path):
 def test_other_words_of_the_environment_with_the_same_log_probs_train_the_same(tmp_path):
     """Loss, ratio and gradient with respect to log-probs see own tokens alone."""
     parts = build(TALK, tmp_path, tmp_path)
-    batch = routed(TALK, parts, batch := roll_out(TALK, parts, 1), parts.policy.score(batch))
+    batch = attach_old_policy(TALK, parts, batch := roll_out(TALK, parts, 1), parts.policy.score(batch))
     part, own = parts.objective.attach_weights(batch), batch.response_mask
     moved = torch.linspace(-0.01, 0.01, own.numel()).view(own.shape)
 
@@ -163,7 +163,7 @@ def test_conversations_that_wait_are_not_drawn_on(tmp_path):
     run = TALK.replace(batches="lagged(lag=2)", prompts_per_step=2)
     parts, early = build(run, tmp_path, tmp_path), 0
     for step in (1, 2, 3):
-        waited, drawn = parts.batches.next(parts.sampling, step), Queue().next(parts.sampling, step)
+        waited, drawn = parts.batches.next(parts.collector, step), Queue().next(parts.collector, step)
         for name in ("tokens", "attention_mask", "response_mask", "rewards", "finished", "turn", "turn_rewards"):
             assert torch.equal(getattr(waited, name), getattr(drawn, name)), name
         written = (waited.attention_mask.sum(1) - waited.response_mask.int().argmax(1))[~waited.finished]
@@ -173,7 +173,7 @@ def test_conversations_that_wait_are_not_drawn_on(tmp_path):
 
 def test_an_evaluation_counts_the_tokens_of_the_policy_alone(tmp_path):
     parts = build(TALK, tmp_path, tmp_path)
-    found = evaluate(parts.sampling.engine, parts.sampling.task, parts.sampling.held_out, sampling_of(TALK),
+    found = evaluate(parts.collector.engine, parts.collector.task, parts.collector.held_out, sampling_of(TALK),
                      key=(0, 0, 0))
     said = [(row["response_tokens"], sum(t.end - t.start for t in r.turns), len(r.tokens)) for row, r in found]
     assert all(counted == own for counted, own, _ in said) and any(own < whole for _, own, whole in said)

@@ -81,7 +81,7 @@ def test_every_core_module_imports(core):
 
 
 def test_a_part_of_the_core_suite_passes(core):
-    done = run_python(core, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTED)
+    done = run_python(core, "-m", "pytest", "-p", "no:cacheprovider", *TESTED)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"\d{2,} passed", done.stdout) and "failed" not in done.stdout
 

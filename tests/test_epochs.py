@@ -14,7 +14,7 @@ from moe_rl.errors import ConfigError
 from moe_rl.recorder import ratio_row
 from moe_rl.registry import Component
 from moe_rl.seeds import SPLIT, derive
-from moe_rl.trainer import epochs, mini_batches, warn_void
+from moe_rl.trainer import split_into_mini_batches, split_rows, warn_void
 from tests.policies.test_hf import make_batch
 from tests.test_trainer import TINY, carry_out, weights, whole_and_cut
 
@@ -27,15 +27,15 @@ def twice(tmp_path_factory):
 
 
 def test_the_first_epoch_is_split_as_ever_and_every_other_by_itself():
-    first, *later = (epochs(TINY.replace(epochs=n), 7, 16) for n in (1, 3))
-    expected = mini_batches(16, 4, derive(TINY.seed, SPLIT, 7))
+    first, *later = (split_into_mini_batches(TINY.replace(epochs=n), 7, 16) for n in (1, 3))
+    expected = split_rows(16, 4, derive(TINY.seed, SPLIT, 7))
     assert all(torch.equal(a, b) for a, b in zip(first, expected, strict=True))
     passes = [later[0][i : i + 4] for i in (0, 4, 8)]
     assert all(torch.equal(a, b) for a, b in zip(passes[0], expected, strict=True))
     for one in passes:
         assert sorted(torch.cat(one).tolist()) == list(range(16))
     assert len({tuple(torch.cat(one).tolist()) for one in passes}) == 3
-    assert len({tuple(torch.cat(epochs(TWICE, step, 16)[2:]).tolist()) for step in (1, 2, 3)}) == 3
+    assert len({tuple(torch.cat(split_into_mini_batches(TWICE, step, 16)[2:]).tolist()) for step in (1, 2, 3)}) == 3
 
 
 def test_with_one_mini_batch_the_first_epoch_is_on_policy_and_the_second_is_not(tmp_path):

@@ -17,7 +17,7 @@ from moe_rl.recorder import Recorder
 from moe_rl.registry import Component
 from moe_rl.storage import frames
 from moe_rl.storage.folder import RunFolder
-from moe_rl.trainer import mini_batches, roll_out, train
+from moe_rl.trainer import roll_out, split_rows, train
 
 TINY = RunConfig(
     arm=Arm(name="grpo"),
@@ -342,15 +342,15 @@ def test_a_step_whose_groups_are_all_equal_warns(tmp_path):
 
 
 def test_mini_batches_partition_the_rows():
-    split = mini_batches(10, 4, seed=3)
+    split = split_rows(10, 4, seed=3)
     assert sorted(torch.cat(split).tolist()) == list(range(10))
     assert {len(part) for part in split} == {2, 3}
-    assert all(torch.equal(a, b) for a, b in zip(split, mini_batches(10, 4, seed=3), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(split, split_rows(10, 4, seed=3), strict=True))
 
 
 def test_a_step_never_trains_on_held_out_prompts(tmp_path):
     parts = build(TINY, tmp_path, tmp_path)
-    evaluation = {p.tokens for p in parts.sampling.held_out}
+    evaluation = {p.tokens for p in parts.collector.held_out}
     for step in range(5):
         batch = roll_out(TINY, parts, step)
         prompts = batch.attention_mask & ~batch.response_mask

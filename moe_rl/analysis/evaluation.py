@@ -43,13 +43,12 @@ from moe_rl.models.tokens import encode_prompts
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.recorder import GREEDY, evaluate
 from moe_rl.registry import Component, check_component, lookup
-from moe_rl.rollouts.base import RolloutEngine
+from moe_rl.rollouts.engine import RolloutEngine, check_request, context_length
 from moe_rl.rollouts.hf import HFEngine
-from moe_rl.rollouts.request import check_request, context_length
 from moe_rl.seeds import HELD_OUT
 from moe_rl.storage import folder as runs
-from moe_rl.storage.inputs import DATA, LIBRARY, inputs_of
 from moe_rl.storage.lock import Lock
+from moe_rl.storage.provenance import DATA, LIBRARY, inputs_of
 from moe_rl.tasks.base import AnyTask, held_out, load_task, once
 from moe_rl.tasks.jsonl import JsonlTask
 from moe_rl.trainer import sampling_of
@@ -58,7 +57,7 @@ from moe_rl.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from moe_rl.rollouts.base import Sampler
+    from moe_rl.rollouts.engine import Sampler
 
 Engine = tuple["Sampler", "PreTrainedTokenizerBase", int | None]
 """What samples, with its tokenizer and the length of its context."""

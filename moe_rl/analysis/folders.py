@@ -14,7 +14,7 @@ from moe_rl.models.load import PRESETS, check_weights, skeleton
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import Layout
 from moe_rl.storage import folder as runs
-from moe_rl.storage.versions import code_version, package_versions
+from moe_rl.storage.provenance import code_version, package_versions
 
 WHOLE = "config.json"
 """What makes a folder a Hugging Face checkpoint."""

@@ -28,10 +28,9 @@ from moe_rl.integrations.on_ranks import check_spread, from_rank_0, shared_rows
 from moe_rl.models.load import LoadedModel, keep_routers_in, skeleton
 from moe_rl.models.vocabulary import head_is_apart
 from moe_rl.objectives import Objective
-from moe_rl.policies.hf import HFPolicy, settings_of
-from moe_rl.policies.micro_batches import Rows, cut, filled, join
+from moe_rl.policies.hf import HFPolicy, Rows, cut, fill_rows, join, settings_of
 from moe_rl.registry import checked, needs
-from moe_rl.rollouts.request import check_dtype
+from moe_rl.rollouts.engine import check_dtype
 from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.sites import find_sites, router_parameters
 from moe_rl.routing.trace import RoutingTrace
@@ -133,7 +132,7 @@ class FSDPPolicy(HFPolicy):
             cuts[largest : largest + 1] = cuts[largest].tensor_split(2)
         return list(cuts)
 
-    def _joined(self, parts: list[tuple], batch: Batch, cuts: list[Rows]) -> list:
+    def _join(self, parts: list[tuple], batch: Batch, cuts: list[Rows]) -> list:
         rows = [index for index in cuts if isinstance(index, Tensor)]  # all of them, here
         traces = {n: shared_rows(kind, rows, batch) for n, kind in enumerate(zip(*parts, strict=True))
                   if isinstance(kind[0], RoutingTrace)}
@@ -156,7 +155,7 @@ def _order(batch: Batch) -> Tensor:
 def _even(batch: Batch) -> Batch:
     """The batch filled up to those, where it must be: a copy, routes and all."""
     order = _order(batch)
-    return batch if len(order) == len(batch) else filled(batch, order)
+    return batch if len(order) == len(batch) else fill_rows(batch, order)
 
 
 class _Writer(FileSystemWriter):

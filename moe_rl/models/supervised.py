@@ -34,7 +34,7 @@ from moe_rl.models.tokens import completion_tokens, demonstrated, encode_prompts
 from moe_rl.routing import Recording, record_routing
 from moe_rl.seeds import derive
 from moe_rl.tasks.base import AnyTask, Split, draw, held_out, load_task, split_of
-from moe_rl.tasks.environments import drawn, earned
+from moe_rl.tasks.environments import compute_reward, sample_rollouts
 from moe_rl.types import Prompt, Rollout, Sampling
 
 Sample = Callable[..., list[Rollout]]
@@ -308,8 +308,8 @@ def _success_rate(
     sampling = Sampling(temperature=run.temperature, max_new_tokens=run.max_new_tokens, stop=run.stop)
     key = (NOISE, run.cold_start.seed, step)
     generate = partial(sample, loaded.model, loaded.tokenizer)
-    rollouts = drawn(generate, task, prompts, STOP_SAMPLES, key=key, sampling=sampling)
-    return sum(earned(task, rollout) >= 1.0 for rollout in rollouts) / len(rollouts)
+    rollouts = sample_rollouts(generate, task, prompts, STOP_SAMPLES, key=key, sampling=sampling)
+    return sum(compute_reward(task, rollout) >= 1.0 for rollout in rollouts) / len(rollouts)
 
 
 def _identity(loaded: LoadedModel, task: AnyTask, run: RunConfig, prompts: list[Prompt]) -> dict[str, Any]:

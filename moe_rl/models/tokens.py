@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe_rl.errors import ConfigError
-from moe_rl.tasks.base import AnyTask, Environment
-from moe_rl.tasks.environments import shortened
+from moe_rl.tasks.base import AnyTask, Environment, shortened
 from moe_rl.types import Prompt
 
 if TYPE_CHECKING:

@@ -12,9 +12,16 @@ from torch import Tensor, nn
 
 from moe_rl.config import Optimizer
 from moe_rl.objectives.advantages import value_loss
-from moe_rl.policies.hf import checkpoint_activations
-from moe_rl.policies.micro_batches import cut, join, waiting
-from moe_rl.policies.optimizer import optimizer_of, read_state, stepped, write_state
+from moe_rl.policies.hf import (
+    checkpoint_activations,
+    cut,
+    join,
+    move_beside,
+    optimizer_of,
+    read_state,
+    take_step,
+    write_state,
+)
 from moe_rl.tasks.base import EQUAL
 from moe_rl.types import Batch
 
@@ -61,7 +68,7 @@ class HFCritic:
     def values(self, batch: Batch) -> Float[Tensor, "batch time"]:
         """V of the state before every response token; see `ValueModel.values`."""
         cuts = cut(batch, self.score_batch, self.micro_batch_tokens)
-        return join([waiting(batch, self._forward(batch.rows(rows))) for rows in cuts], batch, cuts)[0]
+        return join([move_beside(batch, self._forward(batch.rows(rows))) for rows in cuts], batch, cuts)[0]
 
     def update(self, batch: Batch) -> dict[str, float]:
         """One step down the value loss, and what it was before: loss, explained variance, gradient norm."""
@@ -76,8 +83,8 @@ class HFCritic:
             one = value_loss(values, old_values=part.values, returns=part.returns, weights=part.weights, clip=self.clip)
             one.backward()
             loss += one.item()
-            parts.append(waiting(batch, values.detach()))
-        norm, _ = stepped(self.model, self.optimizer, self.settings, self.updates + 1, whose=" critic's")
+            parts.append(move_beside(batch, values.detach()))
+        norm, _ = take_step(self.model, self.optimizer, self.settings, self.updates + 1, whose=" critic's")
         self.updates += 1
         found = {"value_loss": loss, "value_grad_norm": norm}
         returns = batch.returns[batch.response_mask].double()

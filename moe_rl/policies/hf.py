@@ -1,10 +1,14 @@
-"""A Hugging Face model as a policy: score and update on one device, live or under replayed routes; `fsdp.py` spreads
-the same over ranks."""
+"""A Hugging Face model as a policy: it scores and updates on one device, live or under replayed routes.
+
+Below it are its forwards, a batch in micro-batches, and its optimizer, up to `optimizer.step()`. The policy `fsdp`
+spreads the same over ranks.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -17,32 +21,24 @@ from torch import Tensor, nn
 
 from moe_rl import ranks
 from moe_rl.config import Optimizer, RunConfig
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, Diverged, raise_os_errors
 from moe_rl.models.load import LoadedModel, load
 from moe_rl.models.truncation import entropy_of
 from moe_rl.models.vocabulary import LOGITS, head_is_apart, head_of, log_probs_in_pieces
 from moe_rl.objectives import Objective
-from moe_rl.policies.micro_batches import Rows, cut, join, waiting
-from moe_rl.policies.optimizer import (
-    balance,
-    correction_biases,
-    cosine_with,
-    last_step,
-    optimizer_of,
-    read_state,
-    stepped,
-    write_state,
-)
 from moe_rl.registry import checked
-from moe_rl.routing.hooks import record_routing, replay_routing
+from moe_rl.routing.hooks import RouterScores, record_routing, replay_routing
 from moe_rl.routing.inputs import Routed, RouterInputs, load_of, token_weights
 from moe_rl.routing.router_noise import Noise, disturbed
+from moe_rl.routing.sites import find_sites, router_parameters
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, Updated
 
 PerToken = Float[Tensor, "batch time"]
+Rows = slice | Tensor
 
 WEIGHTS, MOMENTS, GRADIENT = "model.safetensors", "optimizer.pt", "gradient.pt"
+BIAS = "e_score_correction_bias"
 
 
 def _check(run: RunConfig) -> None:
@@ -79,7 +75,7 @@ class HFPolicy:
     `temperature` divides the logits, as the rollout engine's does. `micro_batch` bounds the rows of one forward with
     gradient, `micro_batch_tokens` the tokens of any forward, for which rows are sorted by length; a sequence is never
     split. `activation_checkpointing` is False, "reentrant" or "non-reentrant". With `gradient_cosine` every update says
-    how its gradient lies to the one before (`optimizer.cosine_with`), which is kept for it.
+    how its gradient lies to the one before (`compute_cosine_with`), which is kept for it.
     """
 
     def __init__(
@@ -119,19 +115,19 @@ class HFPolicy:
         for rows in cuts:
             part = batch.rows(rows)
             forced, in_pieces = None if routes is None else routes.rows(rows), self._in_pieces(part)
-            with self._moved(noise), self._routed(part, forced, scores) as routed:
+            with self._apply_noise(noise), self._record_and_replay(part, forced, scores) as routed:
                 outputs = self._forward(part, in_pieces)
             seen = routed.recording.scores(len(part)) if scores else None
-            parts.append(waiting(batch, *outputs, *routed.traces, seen))
-        return Scored(*self._joined(parts, batch, cuts))
+            parts.append(move_beside(batch, *outputs, *routed.traces, seen))
+        return Scored(*self._join(parts, batch, cuts))
 
     def update(self, batch: Batch, objective: Objective, noise: Noise | None = None) -> Updated:
         """One optimizer step on a mini-batch. Micro-batches only add: the weights of the loss span all of it."""
         (logprobs, entropy, routes, preferred, clipped_by), loss, metrics = self._backward(batch, objective, noise)
         if self.last_gradient is not None:
-            cosine = cosine_with(self.last_gradient, self._trainable())
+            cosine = compute_cosine_with(self.last_gradient, self._trainable())
             metrics = metrics if cosine is None else {**metrics, "grad_cosine": cosine}
-        norm, clipped = stepped(self.model, self.optimizer, self.settings, self.updates + 1)
+        norm, clipped = take_step(self.model, self.optimizer, self.settings, self.updates + 1)
         self.updates += 1
         if self.biases:
             balance(self.biases, preferred or routes, self.settings.loss_free_bias)
@@ -176,7 +172,7 @@ class HFPolicy:
         part = batch.to(self.device)
         if routes is not None:
             routes.require_known()
-        with self._routed(part, routes):
+        with self._record_and_replay(part, routes):
             log_p = self._log_probs(part, first := first_response(part))
         found = nn.functional.pad(log_p.where(part.response_mask[:, first:, None], 0.0), (0, 0, first, 0))
         return found.to(batch.tokens.device)
@@ -189,11 +185,11 @@ class HFPolicy:
         """The rows of every forward of this process."""
         return cut(batch, most, self.micro_batch_tokens)
 
-    def _joined(self, parts: list[tuple], batch: Batch, cuts: list[Rows]) -> list:
+    def _join(self, parts: list[tuple], batch: Batch, cuts: list[Rows]) -> list:
         """What all forwards over a batch gave, each kind as one."""
         return join(parts, batch, cuts)
 
-    def _moved(self, noise: Noise | None) -> AbstractContextManager[None]:
+    def _apply_noise(self, noise: Noise | None) -> AbstractContextManager[None]:
         return disturbed(self.model, noise, partial(last_step, self.optimizer))
 
     def _backward(
@@ -211,14 +207,14 @@ class HFPolicy:
         for rows in cuts:
             part = batch.rows(rows).to(self.device)
             in_pieces = self._in_pieces(part)
-            with self._moved(noise), self._routed(part, part.routes, logits=looks) as routed:
+            with self._apply_noise(noise), self._record_and_replay(part, part.routes, logits=looks) as routed:
                 logprobs, entropy = self._forward(part, in_pieces, entropy_gradient="entropy" in objective.needs)
                 out = objective(part, logprobs, entropy, **inputs_of(rows, part, routed))
                 out.loss.backward()
             loss += out.loss.item()
             metrics.update(out.metrics)
-            parts.append(waiting(batch, logprobs.detach(), entropy.detach(), *routed.traces, out.clipped_by))
-        return self._joined(parts, batch, cuts), loss, dict(metrics)
+            parts.append(move_beside(batch, logprobs.detach(), entropy.detach(), *routed.traces, out.clipped_by))
+        return self._join(parts, batch, cuts), loss, dict(metrics)
 
     def _router_inputs(self, batch: Batch, objective: Objective, noise: Noise | None) -> Callable[..., dict[str, Any]]:
         """What parts that look at routers are given about some rows of a mini-batch, once their forward has run."""
@@ -235,7 +231,7 @@ class HFPolicy:
         return inputs_of
 
     @contextmanager
-    def _routed(
+    def _record_and_replay(
         self, part: Batch, routes: RoutingTrace | None, scores: bool = False, logits: bool = False
     ) -> Iterator[Routed]:
         """Scope of one forward (and its backward), which says what the routers did as soon as the forward has run."""
@@ -308,3 +304,179 @@ def checkpoint_activations(model: Any, reentrant: bool) -> None:
     if reentrant:
         model.enable_input_require_grads()
 
+
+# ---------------------------------------------------------------------- a batch in forwards that fit
+def fill_rows(batch: Batch, order: Tensor) -> Batch:
+    """The rows `order` of the batch; those beyond its end are copies of the last one without a response, so that they
+    weigh nothing, for ranks that must do as much as others."""
+    real = (order < len(batch))[:, None]
+    rows = batch.rows(order.clamp(max=len(batch) - 1))
+    return replace(
+        rows,
+        response_mask=rows.response_mask & real,
+        loss_mask=None if rows.loss_mask is None else rows.loss_mask & real,
+        weights=None if rows.weights is None else rows.weights * real,
+    )
+
+
+def cut(batch: Batch, rows: int, tokens: int | None = None) -> list[Rows]:
+    """The rows of every forward, at most `rows`, in their order. Under a budget of `tokens`, padding included, they are
+    sorted by length, the longest first, and as many as fit go together, so that little is padding. A row is never
+    split: one that is longer than the budget goes alone."""
+    if tokens is None:
+        return [slice(start, start + rows) for start in range(0, len(batch), rows)]
+    lengths = batch.attention_mask.sum(1)
+    order = lengths.argsort(descending=True, stable=True)
+    cuts: list[Rows] = []
+    while len(order):
+        size = max(1, min(rows, tokens // max(1, int(lengths[order[0]]))))
+        cuts.append(order[:size])
+        order = order[size:]
+    return cuts
+
+
+def move_beside(batch: Batch, *outputs: Tensor | RoutingTrace | RouterScores | None) -> tuple:
+    """What a forward gave, where the batch is, so that it takes no memory of a device until all forwards have run."""
+    return tuple(None if x is None else x.to(batch.tokens.device) for x in outputs)
+
+
+def join(parts: Sequence[tuple], batch: Batch, cuts: Sequence[Rows]) -> list:
+    """Each kind of part as one over the batch's rows, in their order, widened to its time axis, on its device."""
+    order = None if isinstance(cuts[0], slice) else torch.cat([c for c in cuts if isinstance(c, Tensor)])
+    tokens, mask = (x if order is None else x[order] for x in (batch.tokens, batch.attention_mask))
+    back, width = None if order is None else order.argsort(), batch.tokens.shape[1]
+
+    def widen(x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (0, width - x.shape[1]))
+
+    def put_back(kind: tuple) -> Tensor | RoutingTrace | RouterScores | None:
+        if kind[0] is None:
+            return None
+        if isinstance(kind[0], Tensor):
+            found = torch.cat([widen(x) for x in kind])
+            return found if back is None else found[back]
+        scores = isinstance(kind[0], RouterScores)
+        whole = RouterScores.cat(kind, width) if scores else RoutingTrace.cat(kind, tokens, mask)
+        return whole if back is None else whole.rows(back, width)
+
+    return [put_back(kind) for kind in zip(*parts, strict=True)]
+
+
+# ---------------------------------------------------------------------- the optimizer
+def optimizer_of(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
+    """With the routers in a group of their own, at `router_lr_scale` times the learning rate (0 = frozen)."""
+    routers = {id(p) for p in router_parameters(model)}
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ConfigError("the model has no trainable parameter.")
+    groups = [
+        {"params": [p for p in trainable if id(p) not in routers], "scale": 1.0},
+        {"params": [p for p in trainable if id(p) in routers], "scale": settings.router_lr_scale},
+    ]
+    common: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True}
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, momentum=settings.betas[0], **common)
+    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, **common)
+
+
+def take_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Optimizer, update: int, whose: str = ""
+) -> tuple[float, bool]:
+    """One step along the clipped gradients, which are gone then; their norm before, and whether they were clipped.
+    Updates are counted from 1. Raises Diverged where a gradient is not finite."""
+    limit = settings.grad_clip or float("inf")
+    total = ranks.whole(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    norm = total.item()
+    if not math.isfinite(norm):
+        raise Diverged(f"the{whose} gradient norm is {norm}: a step would destroy the weights. Lower the{whose} "
+                       "learning rate.")
+    if norm + 1e-6 > limit:  # else torch would multiply every gradient by 1; the constant is its own
+        nn.utils.clip_grads_with_norm_(model.parameters(), limit, total)
+    for group in optimizer.param_groups:
+        group["lr"] = settings.lr_at(update) * group["scale"]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm, norm > limit
+
+
+@torch.no_grad()
+def compute_cosine_with(last: list[Tensor], parameters: Iterable[nn.Parameter]) -> float | None:
+    """cos(g_t, g_{t−1}) over all of them (arXiv 2603.01501), from sums in float64, before anything is clipped; None
+    where one of them is 0 or there is no `last` yet, which becomes g_t."""
+    now = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    if not last:
+        last += [g.clone() for g in now]
+        return None
+    sums = torch.zeros(3, dtype=torch.float64)
+    for g, before in zip(now, last, strict=True):
+        a, b = g.flatten().double(), before.flatten().double()
+        sums += torch.stack([a @ b, a @ a, b @ b]).cpu()
+        before.copy_(g)
+    return (sums[0] / (sums[1] * sums[2]).sqrt()).item() if sums[1] and sums[2] else None
+
+
+def last_step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor | None:
+    """Where the optimizer last moved a parameter, up to a factor and without weight decay; None before its first step.
+    Read off the moments, so that a resumed run knows it."""
+    settings = optimizer.param_groups[0]
+    state = {name: ranks.whole(x) for name, x in optimizer.state.get(parameter, {}).items()}
+    if "exp_avg_sq" in state:  # AdamW
+        variance = state["exp_avg_sq"] / (1 - settings["betas"][1] ** state["step"])
+        return -state["exp_avg"] / (variance.sqrt() + settings["eps"])
+    momentum = state.get("momentum_buffer")
+    return None if momentum is None else -momentum
+
+
+def write_state(
+    weights: Path, moments: Path, model: nn.Module, optimizer: torch.optim.Optimizer, updates: int
+) -> None:
+    """A module into a safetensors file, its optimizer and the number of its updates into another; bit-exact."""
+    from safetensors.torch import save_model
+
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    with raise_os_errors(weights):
+        save_model(model, str(weights))
+    with raise_os_errors(moments):
+        torch.save({"optimizer": optimizer.state_dict(), "updates": updates}, moments)
+
+
+def read_state(
+    weights: Path, moments: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> int:
+    """Put back what `write_state` wrote; returns the number of updates."""
+    from safetensors.torch import load_model
+
+    load_model(model, str(weights), device=str(device))
+    state = torch.load(moments, map_location=device, weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    return state["updates"]
+
+
+def correction_biases(model: nn.Module) -> list[Tensor]:
+    """The bias with which every site's router chooses, and does not weigh. Raises ConfigError for a family whose
+    routers have none of their own, and for one in a dtype that rounds small steps away."""
+    found = []
+    for site in find_sites(model):
+        bias = getattr(site.module, BIAS, None)
+        if not isinstance(bias, Tensor):
+            raise ConfigError(f"optimizer.loss_free_bias: {site.site.name} ({type(site.module).__name__}) has no "
+                              f"{BIAS}, so nothing is added to its scores when it chooses; families with one are "
+                              "deepseek_v3, glm4_moe and their like")
+        if bias.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(f"optimizer.loss_free_bias: the bias of {site.site.name} is {bias.dtype}, which rounds "
+                              "steps of .001 away; set model.router_dtype='float32'")
+        found.append(bias)
+    return found
+
+
+@torch.no_grad()
+def balance(biases: list[Tensor], live: RoutingTrace, step: float, first: int = 0) -> None:
+    """b_e += step · sign(mean count − count_e), counts of the `live` choices of real tokens: loss-free balancing, arXiv
+    2408.15664, algorithm 1. Replayed choices would count what no bias can change. A count at the mean moves nothing.
+    The biases are those of the sites from `first` on.
+    """
+    ids = live.ids()
+    for site, bias in enumerate(biases, first):
+        chosen = ids[:, :, site]
+        count = torch.bincount(chosen[chosen >= 0], minlength=len(bias)).to(bias.device, bias.dtype)
+        bias += step * (count.mean() - count).sign()

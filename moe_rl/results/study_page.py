@@ -26,7 +26,7 @@ from moe_rl.results.rollouts import write_pages
 from moe_rl.results.summary import verdict_of
 from moe_rl.results.tables import Shown, study_tables, untrained
 from moe_rl.storage.frames import Frames, load_study
-from moe_rl.storage.versions import HARDWARE
+from moe_rl.storage.provenance import HARDWARE
 from moe_rl.study.declaration import read_declaration
 
 ABOUT = {"hypothesis": "Hypothesis", "endpoint": "Primary endpoint", "comparisons": "Contrasts",

@@ -1,4 +1,4 @@
-"""What the trainer takes its batches from: drawn in the step that trains on them, or before, and queued.
+"""Prompts to rewarded batches: what every step trains on, sampled in that step, or before, and queued.
 
 A batch has the number of the step that trains on it, with prompts and noise of its own. It is begun `lag` steps
 earlier, under the weights of that time, and waits: no older weights are kept, and an engine that shares the policy's
@@ -9,23 +9,30 @@ as the weights that train on it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
+from moe_rl.models.tokens import encode_prompts
 from moe_rl.registry import checked
-from moe_rl.rollouts.request import before_stop
-from moe_rl.rollouts.sampling import Sampling
-from moe_rl.rollouts.turns import spliced
+from moe_rl.rollouts.engine import RolloutEngine, before_stop, completion_text, sampling_of
+from moe_rl.rollouts.turns import splice_routes
 from moe_rl.routing.layout import Layout, Site
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.seeds import LAG, derive
-from moe_rl.tasks.base import EQUAL, Environment, load_task
+from moe_rl.seeds import LAG, NOISE, PROMPTS, derive
+from moe_rl.tasks.base import (
+    EQUAL,
+    AnyTask,
+    Environment,
+    draw,
+    load_task,
+)
+from moe_rl.tasks.environments import compute_reward, sample_rollouts
 from moe_rl.types import Batch, KeptTokens, Prompt, Rollout, Turn
 
 FILE = "batches.pt"
@@ -34,6 +41,103 @@ Row = dict[str, float]
 Text = Callable[[Sequence[int]], str]
 
 
+# ---------------------------------------------------------------------- sampled, rewarded, padded
+@dataclass(frozen=True, kw_only=True)
+class Collector:
+    """Rewarded rollouts of a run's task, under the weights that its engine has: what every batch source samples with.
+    Prompts and noise follow from the run's seed and a position: the number of the step that trains on a batch and, for
+    more of it, further numbers. With several ranks rank 0 alone has an engine and a tokenizer."""
+
+    run: RunConfig
+    task: AnyTask
+    engine: RolloutEngine
+    tokenizer: Any
+    ends: Collection[int] = ()
+    """Token ids that end a completion."""
+    held_out: list[Prompt]
+    """Encoded prompts of the evaluation; never trained on."""
+
+    def draw_prompts(self, count: int, *position: int) -> list[Prompt]:
+        """Encoded prompts that the evaluation does not have."""
+        excluding = {prompt.text for prompt in self.held_out}
+        prompts = draw(self.task, count, derive(self.run.seed, PROMPTS, *position), excluding)
+        return encode_prompts(prompts, self.tokenizer)
+
+    def sample(self, prompts: list[Prompt], group_size: int, position: tuple[int, ...], *, step: int | None = None,
+               most: int | None = None) -> list[Rollout]:  # fmt: skip
+        """Completions of at most `most` tokens. With `step`, they say that the weights before it drew them."""
+        sampling = sampling_of(self.run)
+        sampling = sampling if most is None else replace(sampling, max_new_tokens=most)
+        rollouts = sample_rollouts(self.engine.generate, self.task, prompts, group_size,
+                                   key=(self.run.seed, NOISE, *position), sampling=sampling)
+        if step is None:
+            return rollouts
+        return [replace(r, sampled_at=torch.full((len(r.tokens),), step - 1),
+                        routes=r.routes and replace(r.routes, weight_version=f"step {step - 1}")) for r in rollouts]
+
+    def rewards(self, rollouts: list[Rollout]) -> list[float]:
+        """The reward of every completion."""
+        return [compute_reward(self.task, rollout) for rollout in rollouts]
+
+    def batch(self, rollouts: list[Rollout], rewards: list[float]) -> Batch:
+        """Padded, groups of `group_size` after each other."""
+        groups = [i // self.run.group_size for i in range(len(rollouts))]
+        return collate(rollouts, groups, rewards, self.tokenizer.pad_token_id)
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Token ids of a completion as text, without the token that ends it."""
+        return completion_text(tokens, self.ends, self.tokenizer)
+
+
+def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[float], pad_token: int) -> Batch:
+    """Right-pad rollouts into one batch; advantages are zero until the trainer fills them.
+
+    Routes, what sampling kept, and the steps of the weights are there when every rollout carries them. What an
+    environment said in a conversation is no part of the response. The batch lives on the CPU.
+    """
+    lengths = [len(r.prompt.tokens) + len(r.tokens) for r in rollouts]
+    shape = (len(rollouts), max(lengths))
+    tokens = torch.full(shape, pad_token, dtype=torch.long)
+    attention_mask = torch.zeros(shape, dtype=torch.bool)
+    response_mask = torch.zeros(shape, dtype=torch.bool)
+    logprobs, turn_rewards = torch.zeros(shape), torch.zeros(shape)
+    turn = torch.zeros(shape, dtype=torch.long)
+    sampled_at = torch.zeros(shape, dtype=torch.long)
+    for b, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
+        start = len(rollout.prompt.tokens)
+        tokens[b, :length] = torch.tensor(rollout.prompt.tokens + rollout.tokens)
+        attention_mask[b, :length] = True
+        response_mask[b, start:length] = not rollout.turns
+        for number, one in enumerate(rollout.turns, start=1):
+            response_mask[b, start + one.start : start + one.end] = True
+            turn[b, start + one.start : start + one.end] = number
+            turn_rewards[b, start + one.end - 1] = one.reward
+        logprobs[b, start:length] = rollout.logprobs
+        if rollout.sampled_at is not None:
+            sampled_at[b, start:length] = rollout.sampled_at
+    routes = [r.routes for r in rollouts if r.routes is not None]
+    kept = [r.kept for r in rollouts if r.kept is not None]
+    prompts = torch.tensor([len(r.prompt.tokens) for r in rollouts])
+    written = attention_mask & (torch.arange(shape[1]) >= prompts[:, None])
+    routed, conversed = len(routes) == len(rollouts), any(r.turns for r in rollouts)
+    return Batch(
+        tokens=tokens,
+        attention_mask=attention_mask,
+        response_mask=response_mask,
+        prompt_index=torch.tensor(prompt_index),
+        rollout_logprobs=logprobs,
+        rewards=torch.tensor(rewards, dtype=torch.float32),
+        advantages=torch.zeros(shape),
+        finished=torch.tensor([r.finished for r in rollouts]),
+        turn=turn if conversed else None,
+        turn_rewards=turn_rewards if conversed else None,
+        rollout_routes=RoutingTrace.cat(routes, tokens, attention_mask, mixed=True) if routed else None,
+        kept=KeptTokens.stack(kept, written) if len(kept) == len(rollouts) else None,
+        sampled_at=sampled_at if all(r.sampled_at is not None for r in rollouts) else None,
+    )
+
+
+# ---------------------------------------------------------------------- sources of batches
 @runtime_checkable
 class BatchSource(Protocol):
     """Between engine and trainer. With several ranks only rank 0's is asked. A component is a function
@@ -42,13 +146,13 @@ class BatchSource(Protocol):
     row: Row
     """What the row of `steps` shall say of how the last batch was drawn."""
 
-    def next(self, sampling: Sampling, step: int) -> Batch:
+    def next(self, collector: Collector, step: int) -> Batch:
         """The batch that this step trains on, rewarded; called at every step in turn, before its first update."""
 
     def save(self, folder: Path) -> None:
         """Write everything that resuming needs."""
 
-    def load(self, sampling: Sampling, folder: Path) -> None:
+    def load(self, collector: Collector, folder: Path) -> None:
         """Read what `save` wrote."""
 
 
@@ -108,28 +212,28 @@ class Queue:
         self.ready: dict[int, tuple[Batch, Row]] = {}
         self.row: Row = {}
 
-    def next(self, sampling: Sampling, step: int) -> Batch:
+    def next(self, collector: Collector, step: int) -> Batch:
         """See `BatchSource.next`. Raises RunError where a batch was to be begun in a step that was left out."""
-        run = sampling.run
+        run = collector.run
         for number in range(step, step + self.lag + 1):
             begins = max(1, number - self.lag_of(run.seed, number))
             if begins > step or number in self.ready:
                 continue
             if begins == step:
-                prompts = sampling.draw_prompts(run.prompts_per_step, number)
+                prompts = collector.draw_prompts(run.prompts_per_step, number)
                 most = self._at_most(run.max_new_tokens, number == step)
-                rollouts = sampling.sample(prompts, run.group_size, (number,), step=step, most=most)
+                rollouts = collector.sample(prompts, run.group_size, (number,), step=step, most=most)
             elif number in self.begun:
-                rollouts = self._continue(sampling, number, step, self.begun.pop(number))
+                rollouts = self._continue(collector, number, step, self.begun.pop(number))
             else:
                 raise RunError(f"in step {step} the batch of step {number}, to be begun in step {begins}, is not "
                                f"there: a source is asked at every step in turn, and resumes with {FILE} of its "
                                "checkpoint")
             if number == step or all(self._complete(run, rollout) for rollout in rollouts):
-                rewards, row = sampling.rewards(rollouts), Row()
+                rewards, row = collector.rewards(rollouts), Row()
                 if self.refills:
-                    rollouts, rewards, row = self._exchange(sampling, number, step, rollouts, rewards)
-                self.ready[number] = sampling.batch(rollouts, rewards), row
+                    rollouts, rewards, row = self._exchange(collector, number, step, rollouts, rewards)
+                self.ready[number] = collector.batch(rollouts, rewards), row
             else:
                 self.begun[number] = rollouts
         batch, self.row = self.ready.pop(step)
@@ -141,16 +245,16 @@ class Queue:
             begun = {n: [replace(r, prompt=Prompt("")) for r in rollouts] for n, rollouts in self.begun.items()}
             torch.save({"begun": begun, "ready": self.ready}, folder / FILE)
 
-    def load(self, sampling: Sampling, folder: Path) -> None:
+    def load(self, collector: Collector, folder: Path) -> None:
         """Read what `save` wrote."""
         self.begun, self.ready = {}, {}
         if not (folder / FILE).exists():
             return
         with torch.serialization.safe_globals([Batch, Rollout, Turn, Prompt, KeptTokens, RoutingTrace, Layout, Site]):
             found = torch.load(folder / FILE, weights_only=True)
-        self.ready, run = found["ready"], sampling.run
+        self.ready, run = found["ready"], collector.run
         for number, rollouts in found["begun"].items():
-            prompts = sampling.draw_prompts(run.prompts_per_step, number)
+            prompts = collector.draw_prompts(run.prompts_per_step, number)
             self.begun[number] = [replace(r, prompt=prompts[i // run.group_size]) for i, r in enumerate(rollouts)]
 
     def lag_of(self, seed: int, number: int) -> int:
@@ -167,57 +271,55 @@ class Queue:
         token, where a reply left no room."""
         return self.partial_tokens is None or rollout.finished or len(rollout.tokens) == run.max_new_tokens
 
-    def _continue(self, sampling: Sampling, number: int, step: int, rollouts: list[Rollout]) -> list[Rollout]:
+    def _continue(self, collector: Collector, number: int, step: int, rollouts: list[Rollout]) -> list[Rollout]:
         """The same rollouts; those that are not complete, which have the same length, have drawn on."""
-        run = sampling.run
+        run = collector.run
         waiting = [i for i, rollout in enumerate(rollouts) if not self._complete(run, rollout)]
         so_far = max(len(rollouts[i].tokens) for i in waiting)
         prefixes = [replace(r.prompt, tokens=r.prompt.tokens + r.tokens) for r in (rollouts[i] for i in waiting)]
         most = self._at_most(run.max_new_tokens - so_far, number == step)
-        found = sampling.sample(prefixes, 1, (number, 0, so_far), step=step, most=most)
+        found = collector.sample(prefixes, 1, (number, 0, so_far), step=step, most=most)
         more = dict(zip(waiting, found, strict=True))
-        if sampling.decode is None:
-            raise ConfigError("partial_tokens joins pieces of a response, whose text must be read as a whole: give the "
-                              "trainer's Sampling a `decode`")
-        return [joined(r, more[i], sampling.decode, run.stop) if i in more else r for i, r in enumerate(rollouts)]
+        return [join_responses(r, more[i], collector.text_of, run.stop) if i in more else r
+                for i, r in enumerate(rollouts)]
 
     def _exchange(
-        self, sampling: Sampling, number: int, step: int, rollouts: list[Rollout], rewards: list[float]
+        self, collector: Collector, number: int, step: int, rollouts: list[Rollout], rewards: list[float]
     ) -> tuple[list[Rollout], list[float], Row]:
         """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards are all equal, up to `EQUAL`,
         give way to those of new prompts, as many as are missing, `refills` times at most; what is missing then stays as
         it was drawn. Groups with signal come first, in the order in which they were drawn."""
-        size, wanted = sampling.run.group_size, sampling.run.prompts_per_step
-        found = _groups(rollouts, rewards, size)
+        size, wanted = collector.run.group_size, collector.run.prompts_per_step
+        found = _split_into_groups(rollouts, rewards, size)
         for refill in range(1, self.refills + 1):
-            if not (missing := wanted - sum(not _silent(group) for group in found)):
+            if not (missing := wanted - sum(not _has_zero_variance(group) for group in found)):
                 break
-            prompts = sampling.draw_prompts(missing, number, refill, 0)
-            more = sampling.sample(prompts, size, (number, refill, 0), step=step)
-            found += _groups(more, sampling.rewards(more), size)
+            prompts = collector.draw_prompts(missing, number, refill, 0)
+            more = collector.sample(prompts, size, (number, refill, 0), step=step)
+            found += _split_into_groups(more, collector.rewards(more), size)
         everything = [pair for group in found for pair in group]
         row = {
             "sampled_groups": len(found),
-            "sampled_zero_variance_groups": sum(map(_silent, found)),
+            "sampled_zero_variance_groups": sum(map(_has_zero_variance, found)),
             "sampled_tokens": sum(rollout.own_tokens for rollout, _ in everything),
             "sampled_reward": sum(reward for _, reward in everything) / len(everything),
         }
-        kept = [pair for group in sorted(found, key=_silent)[:wanted] for pair in group]
+        kept = [pair for group in sorted(found, key=_has_zero_variance)[:wanted] for pair in group]
         return [rollout for rollout, _ in kept], [reward for _, reward in kept], row
 
 
-def _groups(rollouts: list[Rollout], rewards: list[float], size: int) -> list[list[tuple[Rollout, float]]]:
+def _split_into_groups(rollouts: list[Rollout], rewards: list[float], size: int) -> list[list[tuple[Rollout, float]]]:
     pairs = list(zip(rollouts, rewards, strict=True))
     return [pairs[i : i + size] for i in range(0, len(pairs), size)]
 
 
-def _silent(group: list[tuple[Rollout, float]]) -> bool:
+def _has_zero_variance(group: list[tuple[Rollout, float]]) -> bool:
     """Whether all rewards are equal."""
     rewards = [reward for _, reward in group]
     return max(rewards) - min(rewards) <= EQUAL
 
 
-def joined(first: Rollout, then: Rollout, text_of: Text, stop: tuple[str, ...] = ()) -> Rollout:
+def join_responses(first: Rollout, then: Rollout, text_of: Text, stop: tuple[str, ...] = ()) -> Rollout:
     """One response of two parts; `then` was drawn with all of `first` as its prompt.
 
     `text_of` reads a completion's ids without its end token. A stop string that lies across the seam, which no engine
@@ -238,7 +340,7 @@ def joined(first: Rollout, then: Rollout, text_of: Text, stop: tuple[str, ...] =
         logprobs=torch.cat([first.logprobs, then.logprobs])[:end],
         text=before_stop(text_of(tokens), stop),
         finished=then.finished or end is not None,
-        routes=spliced(first, then, tokens),
+        routes=splice_routes(first, then, tokens),
         kept=first.kept.joined(then.kept, end) if first.kept and then.kept else None,
         sampled_at=torch.cat([part for part in parts if part is not None])[:end],
     )

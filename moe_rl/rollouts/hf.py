@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import Diverged, RunError
 from moe_rl.models.load import LoadedModel
 from moe_rl.models.truncation import kept
 from moe_rl.registry import checked
-from moe_rl.rollouts.buffers import CompletionBuffers
-from moe_rl.rollouts.request import (
+from moe_rl.rollouts.engine import (
     before_stop,
     check_request,
     check_routes,
@@ -26,9 +29,9 @@ from moe_rl.rollouts.request import (
     end_tokens,
     warn_without_mask,
 )
-from moe_rl.rollouts.turns import Talk
-from moe_rl.routing import Recording, record_routing
-from moe_rl.types import Prompt, Reply, Rollout, Sampling
+from moe_rl.rollouts.turns import Conversations
+from moe_rl.routing import Layout, Recording, RoutingTrace, record_routing
+from moe_rl.types import KeptTokens, Prompt, Reply, Rollout, Sampling, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -95,12 +98,12 @@ class HFEngine:
                 chosen = by_length[start : start + at_once]
                 part = [prompts[i] for i in chosen]
                 noise = torch.cat([draw_noise((*key, i), group_size, sampling.max_new_tokens) for i in chosen])
-                talk = None
+                conversations = None
                 if reply is not None:
                     numbers = [i * group_size + n for i in chosen for n in range(group_size)]
-                    talk = Talk(reply, numbers, self.tokenizer, set(self.ends.tolist()), sampling)
-                drawn = self._draw(part, group_size, noise.to(self.device), sampling, recording, talk)
-                rollouts = self._hand_out(part, group_size, drawn, sampling, recording, talk)
+                    conversations = Conversations(reply, numbers, self.tokenizer, set(self.ends.tolist()), sampling)
+                drawn = self._draw(part, group_size, noise.to(self.device), sampling, recording, conversations)
+                rollouts = self._hand_out(part, group_size, drawn, sampling, recording, conversations)
                 for n, i in enumerate(chosen):
                     groups[i] = rollouts[n * group_size : (n + 1) * group_size]
         return [rollout for group in groups for rollout in group]
@@ -130,11 +133,9 @@ class HFEngine:
         noise: Float[Tensor, "rows new"],
         sampling: Sampling,
         recording: Recording | None,
-        talk: Talk | None,
+        conversations: Conversations | None,
     ) -> CompletionBuffers:
         """Prefill every prompt once, repeat the cache per sample, then decode until every row has ended."""
-        from moe_rl.rollouts.cache import cache_argument, make_room
-
         padded, mask = _pad_left(prompts, self.device)
         start = padded.shape[1]
         layout = None if recording is None else recording.layout
@@ -157,20 +158,21 @@ class HFEngine:
                                     min_p=sampling.min_p)
                 logits = logits.masked_fill(~may_be_drawn, -torch.inf)
                 if sampling.keep_mask:
-                    own = may_be_drawn if talk is None else may_be_drawn & talk.draws(rows, t)[:, None]
-                    drawn.keep_tokens(rows, own)
+                    if conversations is not None:
+                        may_be_drawn &= conversations.is_drawn(rows, t)[:, None]
+                    drawn.keep_tokens(rows, may_be_drawn)
             token, logprob = draw_tokens(logits, noise[rows, t], sampling)
-            if talk:
-                token, logprob = talk.said(rows, t, token, logprob)
+            if conversations:
+                token, logprob = conversations.put_replies(rows, t, token, logprob)
             drawn.tokens[rows, start + t] = token
             drawn.logprobs[rows, t] = logprob
             so_far = drawn.tokens[rows, start : start + t + 1]
-            begun = None if talk is None else talk.begun[rows.cpu()]
+            begun = None if conversations is None else conversations.begun[rows.cpu()]
             ended = torch.isin(token, self.ends) | self._stopped(so_far, sampling, begun)
             drawn.lengths[rows] += 1
             drawn.finished[rows] = ended
-            if talk:
-                ended, drawn.finished[rows] = talk.answered(rows, t, ended, so_far)
+            if conversations:
+                ended, drawn.finished[rows] = conversations.end_turns(rows, t, ended, so_far)
             if t + 1 == sampling.max_new_tokens or bool(ended.all()):
                 break
             if bool(ended.any()):
@@ -208,7 +210,7 @@ class HFEngine:
         drawn: CompletionBuffers,
         sampling: Sampling,
         recording: Recording | None,
-        talk: Talk | None,
+        conversations: Conversations | None,
     ) -> list[Rollout]:
         """Cut every row out of the buffers; tensors are views of them."""
         drawn = drawn.cpu()
@@ -217,11 +219,12 @@ class HFEngine:
         lengths, finished = drawn.lengths.tolist(), drawn.finished.tolist()
         tokens = [row[width : width + n] for row, n in zip(drawn.tokens.tolist(), lengths, strict=True)]
         kept_tokens = drawn.kept_tokens()
-        turns = [()] * len(tokens) if talk is None else [talk.turns(b, row) for b, row in enumerate(tokens)]
-        if talk is None:
+        if conversations is None:
+            turns: list[tuple[Turn, ...]] = [()] * len(tokens)
             texts = self._decode([row[:-1] if row[-1] in ends else row for row in tokens])
             texts = [before_stop(text, sampling.stop) for text in texts]
         else:
+            turns = [conversations.turns(b, row) for b, row in enumerate(tokens)]
             texts = ["".join(turn.text + turn.reply for turn in row) for row in turns]
         rollouts = []
         for b, text in enumerate(texts):
@@ -295,3 +298,137 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+# ---------------------------------------------------------------------- memory of a batch of completions
+@dataclass(frozen=True)
+class CompletionBuffers:
+    """What a batch of completions has so far: one buffer per quantity, prompts left-padded, filled in place."""
+
+    tokens: Int[Tensor, "rows time"]
+    """Prompt and completion."""
+    mask: Bool[Tensor, "rows time"]
+    """False at the prompt's padding only."""
+    logprobs: Float[Tensor, "rows new"]
+    lengths: Int[Tensor, " rows"]
+    """Completion tokens so far."""
+    finished: Bool[Tensor, " rows"]
+    routes: Integer[Tensor, "rows time site k"] | None
+    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Of every position in turn: the row and the id of each token that truncated sampling kept."""
+
+    @staticmethod
+    def empty(
+        prompts: Int[Tensor, "prompts start"],
+        mask: Bool[Tensor, "prompts start"],
+        group_size: int,
+        new: int,
+        layout: Layout | None,
+    ) -> CompletionBuffers:
+        rows, device = len(prompts) * group_size, prompts.device
+        tokens = nn.functional.pad(prompts, (0, new)).repeat_interleave(group_size, 0)
+        routes = None
+        if layout is not None:
+            shape = (*tokens.shape, len(layout.sites), layout.top_k)
+            routes = torch.full(shape, layout.unknown, dtype=layout.dtype, device=device)
+        return CompletionBuffers(
+            tokens=tokens,
+            mask=nn.functional.pad(mask, (0, new), value=True).repeat_interleave(group_size, 0),
+            logprobs=torch.zeros(rows, new, device=device),
+            lengths=torch.zeros(rows, dtype=torch.long, device=device),
+            finished=torch.zeros(rows, dtype=torch.bool, device=device),
+            routes=routes,
+        )
+
+    def decode_inputs(self, rows: Int[Tensor, " rows"], time: int) -> dict[str, Tensor]:
+        """Mask and position of the token at `time - 1`, for rows whose prompts were padded."""
+        mask = self.mask[rows, :time].long()
+        return {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1}
+
+    def keep_routes(
+        self, rows: Int[Tensor, " rows"] | slice, time: slice, recording: Recording | None, repeat: int = 1
+    ) -> None:
+        """Store the routes of the last forward; `repeat` rows share those of one prompt."""
+        if recording is not None and self.routes is not None:
+            ids = recording.take().unflatten(0, (-1, time.stop - time.start))
+            self.routes[rows, time] = ids.repeat_interleave(repeat, 0) if repeat > 1 else ids
+
+    def keep_tokens(self, rows: Int[Tensor, " rows"], may_be_drawn: Bool[Tensor, "rows vocabulary"]) -> None:
+        """Store what truncated sampling kept at the next position of these rows."""
+        row, token = may_be_drawn.nonzero(as_tuple=True)
+        self.kept.append((rows[row], token.int()))
+
+    def kept_tokens(self) -> Sequence[KeptTokens | None]:
+        """What was kept at every token of each row; None where nothing was stored."""
+        if not self.kept:
+            return [None] * len(self.tokens)
+        counts = torch.stack([row.bincount(minlength=len(self.tokens)) for row, _ in self.kept], 1).int()
+        order = torch.cat([row for row, _ in self.kept]).argsort(stable=True)
+        return KeptTokens(torch.cat([token for _, token in self.kept])[order], counts).each(self.lengths.tolist())
+
+    def cpu(self) -> CompletionBuffers:
+        buffers: dict[str, Any] = {name: x.cpu() for name, x in vars(self).items() if isinstance(x, Tensor)}
+        buffers["kept"] = [(row.cpu(), token.cpu()) for row, token in self.kept]
+        return replace(self, **buffers | {"tokens": buffers["tokens"].to(torch.int32)})
+
+    def trace(self, row: int, time: slice, recording: Recording | None) -> RoutingTrace | None:
+        """The routes of one row, without its padding."""
+        if recording is None or self.routes is None:
+            return None
+        tokens, mask, ids = (x[row : row + 1, time] for x in (self.tokens, self.mask, self.routes))
+        return RoutingTrace.from_ids(ids, recording.layout, tokens=tokens, attention_mask=mask, check=False)
+
+
+# ---------------------------------------------------------------------- a KV cache that does not move while it grows
+class RoomyLayer(DynamicLayer):
+    """Keys and values of one layer, in buffers with room for what is still to come.
+
+    A `DynamicLayer` copies everything at every token, 2 · rows · kv_heads · time · head_dim numbers; this one writes
+    the new ones alone. What is attended to has the same values, so the results have the same bits.
+    """
+
+    keys: Float[Tensor, "rows heads time key_dim"]
+    values: Float[Tensor, "rows heads time value_dim"]
+    """What there is so far, as views of the buffers."""
+
+    def __init__(self, keys: Tensor, values: Tensor, new: int):
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.rooms = [nn.functional.pad(x, (0, 0, 0, new)) for x in (keys, values)]
+        self._show(keys.shape[2])
+
+    def update(
+        self,
+        key_states: Float[Tensor, "rows heads t key_dim"],
+        value_states: Float[Tensor, "rows heads t value_dim"],
+        *_: Any,
+        **__: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Append; returns all keys and values so far, as views."""
+        start, end = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+        if end > self.rooms[0].shape[2]:
+            raise ValueError(f"the cache has room for {self.rooms[0].shape[2]} tokens, not for {end}.")
+        for room, states in zip(self.rooms, (key_states, value_states), strict=True):
+            room[:, :, start:end] = states
+        self._show(end)
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
+        """Keep these rows."""
+        self.rooms = [room.index_select(0, beam_idx) for room in self.rooms]
+        self._show(self.keys.shape[2])
+
+    def _show(self, end: int) -> None:
+        self.keys, self.values = (room[:, :, :end] for room in self.rooms)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """What a model calls its cache, as an argument and in its output: `cache` since transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+def make_room(cache: Cache, new: int) -> None:
+    """Give every layer that grows by concatenation room for `new` tokens; other kinds (sliding, linear) keep theirs."""
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
+            cache.layers[index] = RoomyLayer(layer.keys, layer.values, new)

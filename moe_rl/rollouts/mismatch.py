@@ -21,8 +21,8 @@ from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import LoadedModel
 from moe_rl.registry import Component, checked
+from moe_rl.rollouts.engine import check_dtype, check_routes, warn_without_mask
 from moe_rl.rollouts.hf import HFEngine
-from moe_rl.rollouts.request import check_dtype, check_routes, warn_without_mask
 from moe_rl.routing.sites import router_parameters
 
 if TYPE_CHECKING:

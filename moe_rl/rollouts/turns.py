@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_rl.errors import RunError
 from moe_rl.models.tokens import reply_tokens
-from moe_rl.rollouts.request import before_stop, completion_text
+from moe_rl.rollouts.engine import before_stop, completion_text
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Prompt, Reply, Rollout, Sampling, Turn
 
@@ -24,7 +24,7 @@ Draw = Callable[[list[Prompt], list[tuple[int, ...]], list[int]], list[Rollout]]
 
 
 # ---------------------------------------------------------------------- in one pass
-class Talk:
+class Conversations:
     """The conversations of rows that are decoded side by side: a reply is read a token per step, in place of tokens
     that would be drawn, while other rows are drawn. Rows count from 0; `numbers` are those that `reply` knows."""
 
@@ -37,18 +37,18 @@ class Talk:
         """Where in the response the policy's turn begins, which may still be to come."""
         self.over: list[list[Turn]] = [[] for _ in numbers]
 
-    def draws(self, rows: Int[Tensor, " rows"], t: int) -> Bool[Tensor, " rows"]:
+    def is_drawn(self, rows: Int[Tensor, " rows"], t: int) -> Bool[Tensor, " rows"]:
         """Whose token at position t of the response is the policy's."""
         return (self.given[rows.cpu(), t] < 0).to(rows.device)
 
-    def said(
+    def put_replies(
         self, rows: Int[Tensor, " rows"], t: int, token: Int[Tensor, " rows"], logprob: Float[Tensor, " rows"]
     ) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]:
         """Tokens at position t of the response and their log-probs: the environment's, where it speaks."""
         given = self.given[rows.cpu(), t].to(token.device)
         return torch.where(given < 0, token, given), torch.where(given < 0, logprob, 0)
 
-    def answered(
+    def end_turns(
         self, rows: Int[Tensor, " rows"], t: int, ended: Bool[Tensor, " rows"], tokens: Int[Tensor, "rows so_far"]
     ) -> tuple[Bool[Tensor, " rows"], Bool[Tensor, " rows"]]:
         """After position t: which of the `rows` are over, and which of them ended by themselves. `ended` says whose
@@ -84,7 +84,7 @@ class Talk:
 
 
 # ---------------------------------------------------------------------- turn by turn
-def by_ids(
+def generate_by_turns(
     draw: Draw,
     tokenizer: PreTrainedTokenizerBase,
     ends: set[int],
@@ -131,11 +131,11 @@ def by_ids(
         for b, most, new in zip(going, room, more, strict=True):
             if len(new.tokens) > most:
                 raise RunError(f"the engine drew {len(new.tokens)} tokens in a turn that had room for {most}.")
-            drawn[b] = continued(drawn[b], ids[b], new)
+            drawn[b] = append_turn(drawn[b], ids[b], new)
     return drawn
 
 
-def continued(before: Rollout, said: tuple[int, ...], new: Rollout) -> Rollout:
+def append_turn(before: Rollout, said: tuple[int, ...], new: Rollout) -> Rollout:
     """A conversation with another turn, drawn after all ids before it and those that the environment `said`."""
     start, tokens = len(before.tokens) + len(said), before.tokens + said + new.tokens
     return replace(
@@ -144,12 +144,12 @@ def continued(before: Rollout, said: tuple[int, ...], new: Rollout) -> Rollout:
         logprobs=torch.cat([before.logprobs, torch.zeros(len(said)), new.logprobs]),
         text=before.text + before.turns[-1].reply + new.text,
         finished=new.finished,
-        routes=spliced(before, new, tokens),
+        routes=splice_routes(before, new, tokens),
         turns=(*before.turns, Turn(start, start + len(new.tokens), new.text)),
     )
 
 
-def spliced(before: Rollout, new: Rollout, tokens: tuple[int, ...]) -> RoutingTrace | None:
+def splice_routes(before: Rollout, new: Rollout, tokens: tuple[int, ...]) -> RoutingTrace | None:
     """The routes of one response of two parts, of which the first's stay where a later prefill read its tokens again;
     None where a part has none. Raises RoutingError for an engine that read others than these `tokens` of it."""
     if before.routes is None or new.routes is None:

@@ -27,9 +27,19 @@ from moe_rl.ranks import from_rank_0
 from moe_rl.storage import commits
 from moe_rl.storage.columns import TABLES
 from moe_rl.storage.commits import Row, fsync, last_step, latest_commit
-from moe_rl.storage.inputs import declared_by, digest, inputs_of, merged
 from moe_rl.storage.lock import Lock, is_held
-from moe_rl.storage.versions import code_version, git_state, instruction_set, merged_git, package_versions, processor
+from moe_rl.storage.provenance import (
+    code_version,
+    declared_by,
+    digest,
+    git_state,
+    inputs_of,
+    instruction_set,
+    merged,
+    merged_git,
+    package_versions,
+    processor,
+)
 
 DIVERGED, DIGEST = "diverged", "checkpoint.sha256"
 """The files of a commit that say how the run diverged, and what its checkpoint was when it was written."""

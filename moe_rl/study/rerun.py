@@ -21,9 +21,8 @@ from moe_rl.storage import folder as runs
 from moe_rl.storage.columns import pooled, timing
 from moe_rl.storage.folder import DECLARATION
 from moe_rl.storage.frames import LABELS, Frames, load_study, read_table
-from moe_rl.storage.inputs import changed, digests_of, inputs_of
+from moe_rl.storage.provenance import HARDWARE, changed, digests_of, inputs_of
 from moe_rl.storage.terminal import say
-from moe_rl.storage.versions import HARDWARE
 from moe_rl.study.declaration import Planned, Study, path_of, read_declaration
 from moe_rl.study.workers import Failure, run_study
 

@@ -34,10 +34,9 @@ from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError, Stopped
 from moe_rl.registry import import_component
 from moe_rl.storage import folder as runs
-from moe_rl.storage.inputs import INSTALLED, changed, inputs_of
 from moe_rl.storage.lock import Held
+from moe_rl.storage.provenance import INSTALLED, changed, code_version, inputs_of
 from moe_rl.storage.terminal import say
-from moe_rl.storage.versions import code_version
 from moe_rl.study.declaration import Planned, Study
 from moe_rl.study.display import Display
 

@@ -232,3 +232,9 @@ def checked_reward(task: Task, prompt: Prompt, completion: str) -> float:
             f"{prompt.text[:80]!r}; a reward must be a number in [0, 1], since advantages and rates are made of it."
         )
     return value
+
+
+def shortened(transcript: Transcript) -> str:
+    """A transcript for an error, its middle left out where it is long."""
+    text = repr(list(transcript))
+    return text if len(text) <= 300 else f"{text[:140]} … {text[-140:]}"

@@ -1,4 +1,4 @@
-"""Completions of a task, or conversations with one that answers back, and what every turn of them earned."""
+"""Completions of a task, or conversations with an environment, and the rewards of each turn."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from moe_rl.errors import ConfigError, MoeRlError, RunError
-from moe_rl.tasks.base import AnyTask, Conversation, Environment, Transcript, checked_reward
+from moe_rl.tasks.base import AnyTask, Conversation, Environment, Transcript, checked_reward, shortened
 from moe_rl.types import Prompt, Rollout, Sampling
 
 
-def earned(task: AnyTask, rollout: Rollout) -> float:
-    """The reward of a completion, or of a conversation that was drawn by `drawn`."""
+def compute_reward(task: AnyTask, rollout: Rollout) -> float:
+    """The reward of a completion, or of a conversation of `sample_rollouts`."""
     if isinstance(task, Environment):
         return math.fsum(turn.reward for turn in rollout.turns)
     return checked_reward(task, rollout.prompt, rollout.text)
 
 
-def drawn(
+def sample_rollouts(
     generate: Callable[..., list[Rollout]],
     task: AnyTask,
     prompts: list[Prompt],
@@ -65,13 +65,13 @@ def drawn(
     for row, rollout in enumerate(rollouts):
         turns = rollout.turns
         transcripts[row] = [text for turn in turns[:-1] for text in (turn.text, turn.reply)] + [turns[-1].text]
-        rewards = _rewards(task, rollout, call(row, "rewards"), tuple(transcripts[row]))
+        rewards = _check_rewards(task, rollout, call(row, "rewards"), tuple(transcripts[row]))
         rewarded = tuple(replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True))
         rollouts[row] = replace(rollout, turns=rewarded)
     return rollouts
 
 
-def _rewards(task: Environment, rollout: Rollout, given: Any, transcript: Transcript) -> list[float]:
+def _check_rewards(task: Environment, rollout: Rollout, given: Any, transcript: Transcript) -> list[float]:
     """One finite number per turn. Raises ConfigError for anything else, and for a sum outside of [0, 1]."""
     def refuse(why: str) -> NoReturn:
         raise ConfigError(f"{type(task).__name__}: rewards returned {given!r} for the {len(rollout.turns)} turns of "
@@ -86,8 +86,3 @@ def _rewards(task: Environment, rollout: Rollout, given: Any, transcript: Transc
     if not all(map(math.isfinite, rewards)) or not 0 <= math.fsum(rewards) <= 1:
         refuse("their sum must be in [0, 1], since advantages and rates are made of it.")
     return [0.0] * (len(rollout.turns) - len(rewards)) + rewards
-
-
-def shortened(transcript: Transcript) -> str:
-    text = repr(list(transcript))
-    return text if len(text) <= 300 else f"{text[:140]} … {text[-140:]}"

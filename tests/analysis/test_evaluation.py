@@ -20,7 +20,7 @@ from moe_rl.analysis.evaluation import benchmark
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer, encode_prompts
-from moe_rl.recorder import evaluate, evaluation
+from moe_rl.recorder import evaluate, evaluation_rows
 from moe_rl.registry import Component
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.seeds import HELD_OUT
@@ -368,7 +368,7 @@ def test_a_run_evaluates_by_the_same_code(there):
     engine = HFEngine(load(path), byte_tokenizer(), record_routes=False)
     task = load_task("jsonl:" + str(there / "aime.jsonl"))
     prompts = encode_prompts(task.lines, byte_tokenizer())
-    found = evaluation(engine, task, prompts, Sampling(1.0, 3), seed=4, step=7)
+    found = evaluation_rows(engine, task, prompts, Sampling(1.0, 3), seed=4, step=7)
     (means,), rows = found["steps"], pd.DataFrame(found["evaluations"])
     assert means["eval_n"] == 5 and set(rows["benchmark"]) == {"held_out"} and set(rows["step"]) == {7}
     for sample, name in ((0, "greedy"), (1, "sampled")):

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_rl.config import Arm
 from moe_rl.objectives import objective_of
-from moe_rl.rollouts.collate import collate
+from moe_rl.rollouts.batches import collate
 from moe_rl.types import Batch, Prompt, Rollout, Scored
 
 OLMOE = {

@@ -97,8 +97,8 @@ class Bench:
             tokenizer = workload.tokenizer(eos=False)
             policy = HFPolicy(self.model, Optimizer(lr=0.0))
             parts = our_step.parts()
-            sampling = replace(parts.sampling, engine=HFEngine(self.model, tokenizer))
-            self.parts = replace(parts, policy=policy, sampling=sampling)
+            collector = replace(parts.collector, engine=HFEngine(self.model, tokenizer))
+            self.parts = replace(parts, policy=policy, collector=collector)
         self.steps += recorded
         with nullcontext() if recorded else our_step.no_recording(self.parts):
             seconds: dict[str, list[float]] = {}

@@ -29,7 +29,7 @@ from moe_rl.config import Arm, ModelConfig, Optimizer
 from moe_rl.integrations.megatron.layout import Parallel
 from moe_rl.models.load import load
 from moe_rl.objectives import objective_of
-from moe_rl.rollouts.collate import collate
+from moe_rl.rollouts.batches import collate
 from moe_rl.types import Prompt, Rollout
 from tests.integrations.megatron_layouts import of_ranks
 

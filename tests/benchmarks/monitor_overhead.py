@@ -18,7 +18,7 @@ from dataclasses import replace
 import our_step  # sets the environment first
 
 import moe_rl  # isort: skip
-from moe_rl.trainer import mini_batches, roll_out  # isort: skip
+from moe_rl.trainer import split_rows, roll_out  # isort: skip
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="the probe rate that the ratio is for")
     options = parser.parse_args()
     parts = our_step.parts()
-    parts.sampling.engine.reports_routes = False
+    parts.collector.engine.reports_routes = False
     batch = roll_out(our_step.RUN, parts, 0)
     probe = {"input_ids": batch.tokens[:32], "attention_mask": batch.attention_mask[:32]}
     idle = moe_rl.monitor(parts.policy.model, probe=probe, every=10**9, router_aux_loss_coef=0.0)
@@ -55,7 +55,7 @@ def step(parts: our_step.Parts, number: int, monitor: moe_rl.monitor | None) -> 
     batch = replace(batch, old_logprobs=parts.policy.score(batch).logprobs)
     if monitor is not None:
         monitor.__enter__()
-    for index in mini_batches(len(batch), our_step.RUN.mini_batches, number):
+    for index in split_rows(len(batch), our_step.RUN.mini_batches, number):
         parts.policy.update(parts.objective.attach_weights(batch.rows(index)), parts.objective)
     if monitor is not None:
         monitor.__exit__(None, None, None)

@@ -19,7 +19,7 @@ from moe_rl.metrics.volatility import route_change
 from moe_rl.models.load import load
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.rollouts.collate import collate
+from moe_rl.rollouts.batches import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.tasks.running_sums import RunningSums
 from moe_rl.types import Batch, Sampling, Scored

@@ -19,7 +19,7 @@ import workload
 from workload import GROUP, MINI_BATCHES, NEW_TOKENS, PROMPT_TOKENS, PROMPTS  # sets the environment first
 
 import moe_rl.policies.hf  # isort: skip
-from moe_rl.rollouts.sampling import Sampling
+from moe_rl.rollouts.batches import Collector
 
 from moe_rl.config import Arm, Optimizer, RunConfig  # isort: skip
 from moe_rl.integrations.cpu_kernels import use_cpu_kernels  # isort: skip
@@ -29,7 +29,7 @@ from moe_rl.recorder import Recorder  # isort: skip
 from moe_rl.rollouts.hf import HFEngine  # isort: skip
 from moe_rl.routing import RoutingTrace, layout_of  # isort: skip
 from moe_rl.routing.sources import live  # isort: skip
-from moe_rl.trainer import Parts, mini_batches, roll_out, train_step  # isort: skip
+from moe_rl.trainer import Parts, split_rows, roll_out, train_step  # isort: skip
 from moe_rl.types import Prompt  # isort: skip
 
 
@@ -49,12 +49,9 @@ def parts() -> Parts:
     model.generation_config.eos_token_id = None
     assert use_cpu_kernels(model)
 
-    def encode(prompts: list[Prompt]) -> list[Prompt]:
-        return [replace(prompt, tokens=tuple(tokenizer(prompt.text)["input_ids"])) for prompt in prompts]
-
     return Parts(
-        sampling=Sampling(run=RUN, task=OddCharacters(), engine=HFEngine(model, tokenizer), encode=encode, pad_token=0,
-                          held_out=[]),
+        collector=Collector(run=RUN, task=OddCharacters(), engine=HFEngine(model, tokenizer), tokenizer=tokenizer,
+                            held_out=[]),
         policy=HFPolicy(model, Optimizer(lr=workload.LR)),
         objective=objective_of(RUN.arm), advantage=advantage_of(RUN.arm), source=live,
     )  # fmt: skip
@@ -73,7 +70,7 @@ def step(parts: Parts, number: int, seconds: dict[str, list[float]]) -> int:
     marks.append(time.process_time())
     batch = replace(batch, old_logprobs=parts.policy.score(batch).logprobs)
     marks.append(time.process_time())
-    for index in mini_batches(len(batch), RUN.mini_batches, number):
+    for index in split_rows(len(batch), RUN.mini_batches, number):
         parts.policy.update(parts.objective.attach_weights(batch.rows(index)), parts.objective)
     marks.append(time.process_time())
     assert batch.tokens.shape == (PROMPTS * GROUP, PROMPT_TOKENS + NEW_TOKENS), batch.tokens.shape
@@ -104,10 +101,10 @@ def no_recording(parts: Parts) -> Iterator[None]:
     def nothing(*_: object, **__: object) -> Iterator[Nothing]:
         yield Nothing()
 
-    parts.sampling.engine.reports_routes = False
+    parts.collector.engine.reports_routes = False
     with mock.patch.object(moe_rl.policies.hf, "record_routing", nothing):
         yield
-    parts.sampling.engine.reports_routes = True
+    parts.collector.engine.reports_routes = True
 
 
 def main() -> None:

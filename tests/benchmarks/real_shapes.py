@@ -21,7 +21,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from moe_rl.config import Arm, Optimizer
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.rollouts.collate import collate
+from moe_rl.rollouts.batches import collate
 from moe_rl.types import Prompt, Rollout
 
 WIDTHS = {"vocab_size": 151_936, "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128,
@@ -103,7 +103,7 @@ def shares(policy: HFPolicy, batch, routes, pairs: int) -> None:
         policy.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
 
     def hooked(forced) -> None:
-        with policy._routed(batch, forced) as routed:
+        with policy._record_and_replay(batch, forced) as routed:
             plain()
         routed.traces  # noqa: B018  what was recorded, as a trace
 

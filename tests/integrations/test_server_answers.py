@@ -15,7 +15,7 @@ from moe_rl.integrations.vllm.payloads import RoutesRefused
 from moe_rl.objectives import objective_of
 from moe_rl.recorder import engine_row
 from moe_rl.registry import Component
-from moe_rl.rollouts.collate import collate
+from moe_rl.rollouts.batches import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing.sources import rollout as replay_rollout
 from moe_rl.types import Prompt, Sampling

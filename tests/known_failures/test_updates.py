@@ -19,7 +19,7 @@ from moe_rl.integrations.vllm.payloads import decode_routes
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.losses import LOSSES
 from moe_rl.registry import Component
-from moe_rl.rollouts.collate import collate
+from moe_rl.rollouts.batches import collate
 from moe_rl.routing import layout_of, record_routing, replay_routing
 from moe_rl.routing.intercept import recomputing
 from moe_rl.routing.selection import MAXIMUM, TOPK

@@ -16,7 +16,7 @@ from moe_rl.errors import ConfigError
 from moe_rl.models.truncation import entropy_of, kept
 from moe_rl.objectives import objective_of
 from moe_rl.policies import hf
-from moe_rl.rollouts.collate import collate
+from moe_rl.rollouts.batches import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.mismatch import MismatchedEngine
 from moe_rl.types import KeptTokens, Sampling

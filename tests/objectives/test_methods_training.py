@@ -66,7 +66,7 @@ def carried_out(run, path):
         assert train(run, parts, folder) is None
         return folder.rows["updates"], {name: tensor.clone() for name, tensor in parts.policy.weights()}
     finally:
-        parts.sampling.engine.close()
+        parts.collector.engine.close()
 
 
 @pytest.fixture(scope="module")

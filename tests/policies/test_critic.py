@@ -217,7 +217,7 @@ def test_a_critic_that_learns_nothing_is_none(tmp_path):
 def test_an_arm_that_asks_for_no_values_has_no_critic(tmp_path):
     parts = build(TINY.replace(critic=Critic(lr=1e-3)), tmp_path, tmp_path)
     assert parts.critic is None
-    parts.sampling.engine.close()
+    parts.collector.engine.close()
 
 
 def test_a_critic_starts_from_the_cold_started_weights():
@@ -236,7 +236,7 @@ def test_a_critic_starts_from_the_policys_weights_and_replay_leaves_it_alone(tmp
     assert body.keys() == ours.keys() and all(torch.equal(body[name], ours[name]) for name in body)
     assert all(body[name].data_ptr() != ours[name].data_ptr() for name in body)
     for one in parts.values():
-        one.sampling.engine.close()
+        one.collector.engine.close()
     found = []
     for name in parts:
         run = PPO.replace(arm=PPO.arm.replace(routes=name), steps=1, epochs=1, mini_batches=1)

@@ -11,9 +11,8 @@ from moe_rl.config import Arm, Optimizer
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.models.load import keep_routers_in
 from moe_rl.objectives import objective_of
-from moe_rl.policies.hf import HFPolicy
-from moe_rl.policies.optimizer import balance
-from moe_rl.rollouts.collate import collate
+from moe_rl.policies.hf import HFPolicy, balance
+from moe_rl.rollouts.batches import collate
 from moe_rl.routing import Layout, RoutingTrace, Site, record_routing
 from moe_rl.routing.intercept import hooked
 from moe_rl.routing.sites import find_sites, router_parameters

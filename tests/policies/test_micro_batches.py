@@ -12,9 +12,9 @@ from moe_rl.models import vocabulary
 from moe_rl.models.vocabulary import head_is_apart
 from moe_rl.objectives import objective_of
 from moe_rl.policies import hf
-from moe_rl.policies.micro_batches import cut
+from moe_rl.policies.hf import cut
 from moe_rl.registry import Component
-from moe_rl.rollouts.collate import collate
+from moe_rl.rollouts.batches import collate
 from moe_rl.types import Prompt, Rollout
 from tests.conftest import FAMILIES, SMALL, build
 from tests.policies.test_hf import GRPO, make_batch, part_of, policy_of

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from moe_rl.results.printed import print_study
 from moe_rl.results.study_page import write_study_page
-from moe_rl.storage.versions import instruction_set, processor
+from moe_rl.storage.provenance import instruction_set, processor
 from moe_rl.study.declaration import write_declaration
 from tests import fake_study
 from tests.test_cli import fake_runs

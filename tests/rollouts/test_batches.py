@@ -16,13 +16,12 @@ from moe_rl.build import build, check
 from moe_rl.config import Measure, Optimizer
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.metrics.volatility import route_change
-from moe_rl.models.tokens import byte_tokenizer
+from moe_rl.models.tokens import byte_tokenizer, encode_prompts
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.recorder import Recorder
-from moe_rl.rollouts.batches import Queue, joined
-from moe_rl.rollouts.collate import collate
-from moe_rl.rollouts.request import sampling_of
+from moe_rl.rollouts.batches import Queue, collate, join_responses
+from moe_rl.rollouts.engine import sampling_of
 from moe_rl.seeds import NOISE, PROMPTS, derive
 from moe_rl.storage import frames
 from moe_rl.tasks.base import draw
@@ -54,14 +53,14 @@ def trained(run, tmp_path):
     """The batch of every step as the trainer used it, what was asked of the engine in it, and the policy as it was
     before each step."""
     parts = build(run, tmp_path, tmp_path)
-    parts = replace(parts, sampling=replace(parts.sampling, engine=Listening(parts.sampling.engine)))
+    parts = replace(parts, collector=replace(parts.collector, engine=Listening(parts.collector.engine)))
     recorder, batches, asked, before = Recorder(run, parts.policy), [], [], []
     for step in range(1, run.steps + 1):
         before.append(HFPolicy(copy.deepcopy(parts.policy.model), run.optimizer))
-        parts.sampling.engine.keys.clear()
+        parts.collector.engine.keys.clear()
         train_step(run, parts, step, recorder)
         batches.append(recorder.batch)
-        asked.append(list(parts.sampling.engine.keys))
+        asked.append(list(parts.collector.engine.keys))
     return batches, asked, before
 
 
@@ -79,14 +78,14 @@ def in_parts(tmp_path_factory):
 def test_without_a_lag_a_batch_is_what_the_engine_draws_in_its_step(tmp_path):
     """The same bits as a loop that knows no queue; only what drew them is said, too."""
     parts = build(SMALL, tmp_path, tmp_path)
-    its = parts.sampling
+    its = parts.collector
     for step in (1, 2, 7):
         drawn = draw(its.task, 2, derive(SMALL.seed, PROMPTS, step), {p.text for p in its.held_out})
-        prompts = its.encode(drawn)
+        prompts = encode_prompts(drawn, its.tokenizer)
         rollouts = its.engine.generate(prompts, 4, key=(SMALL.seed, NOISE, step), sampling=sampling_of(SMALL))
         rewards = [its.task.reward(r.prompt, r.text) for r in rollouts]
-        expected = collate(rollouts, [0, 0, 0, 0, 1, 1, 1, 1], rewards, its.pad_token)
-        found = parts.batches.next(parts.sampling, step)
+        expected = collate(rollouts, [0, 0, 0, 0, 1, 1, 1, 1], rewards, its.tokenizer.pad_token_id)
+        found = parts.batches.next(parts.collector, step)
         for name in ("tokens", "attention_mask", "response_mask", "prompt_index", "rollout_logprobs", "rewards",
                      "finished"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
@@ -149,7 +148,7 @@ def test_random_lags_are_within_bounds_and_all_of_them_happen(tmp_path):
 def test_a_source_that_is_not_asked_in_turn_says_so(tmp_path):
     parts = build(LAGGED, tmp_path, tmp_path)
     with pytest.raises(RunError, match="in step 5 the batch of step 5, to be begun in step 3, is not there"):
-        parts.batches.next(parts.sampling, 5)
+        parts.batches.next(parts.collector, 5)
 
 
 # ---------------------------------------------------------------------- parts of responses
@@ -176,7 +175,7 @@ def test_parts_at_equal_weights_are_one_response(tmp_path):
     """Nothing moves: the text is that of all tokens, rewards are of it, and routes are those of one pass."""
     run = PARTIAL.replace(optimizer=Optimizer(lr=0.0))
     batches, _, before = trained(run, tmp_path)
-    task = build(run, tmp_path, tmp_path).sampling.task
+    task = build(run, tmp_path, tmp_path).collector.task
     for batch in batches[2:]:
         scored = before[0].score(batch)
         known = batch.rollout_routes.known
@@ -202,7 +201,8 @@ def rollout(text: str, prompt: Prompt, finished: bool = False, version: int = 0)
 ])
 def test_a_stop_string_across_a_seam_ends_the_response_there(then, finished, text, drawn, ended):
     prompt = Prompt("p", tokens=(1, 2))
-    found = joined(rollout("ab#", prompt), rollout(then, prompt, finished, 1), lambda ids: bytes(ids).decode(), ("##",))
+    found = join_responses(rollout("ab#", prompt), rollout(then, prompt, finished, 1),
+                           lambda ids: bytes(ids).decode(), ("##",))
     assert (found.text, bytes(found.tokens).decode(), found.finished) == (text, drawn, ended)
     assert found.sampled_at.tolist() == [0, 0, 0] + [1] * (len(drawn) - 3)
     assert len(found.logprobs) == len(drawn)
@@ -217,14 +217,14 @@ def test_a_long_part_is_read_a_few_times_not_once_per_token(then):
         return bytes(ids).decode()
 
     prompt = Prompt("p", tokens=(1, 2))
-    found = joined(rollout("ab#", prompt), rollout(then, prompt, False, 1), text_of, ("##",))
+    found = join_responses(rollout("ab#", prompt), rollout(then, prompt, False, 1), text_of, ("##",))
     assert len(found.tokens) == (4 if then[0] == "#" else 4003) and len(reads) < 20
 
 
 def test_a_character_whose_bytes_lie_on_both_sides_of_a_seam_is_read_whole():
     first, then = (Rollout(Prompt("p"), tuple(part), torch.zeros(len(part)), part.decode(errors="replace"), False,
                            sampled_at=torch.zeros(len(part), dtype=torch.long)) for part in (b"a\xc3", b"\xa9b"))
-    assert joined(first, then, lambda ids: bytes(ids).decode()).text == "aéb"
+    assert join_responses(first, then, lambda ids: bytes(ids).decode()).text == "aéb"
 
 
 # ---------------------------------------------------------------------- dynamic sampling
@@ -264,9 +264,8 @@ class Scripted:
 ])
 def test_groups_without_signal_give_way_and_what_that_cost_is_counted(refills, calls, kept, counts, tmp_path):
     script, queue = Scripted(*calls), Queue(refills=refills)
-    sampling = replace(build(SMALL, tmp_path, tmp_path).sampling, run=TINY, task=script, engine=script,
-                       encode=lambda prompts: prompts)
-    batch = queue.next(sampling, 3)
+    collector = replace(build(SMALL, tmp_path, tmp_path).collector, run=TINY, task=script, engine=script)
+    batch = queue.next(collector, 3)
     rewards = {"differ": [1, 0, 0, 0], "all": [1] * 4, "none": [0] * 4}
     assert batch.rewards.tolist() == [r for word in kept.split() for r in rewards[word]]
     assert batch.prompt_index.tolist() == [i for i in range(4) for _ in range(4)] and len(batch) == 16
@@ -318,7 +317,7 @@ def test_the_cosine_of_consecutive_gradients_is_that_of_the_vectors(tmp_path):
     parts = build(SMALL, tmp_path, tmp_path)
     policy = HFPolicy(parts.policy.model, SMALL.optimizer, gradient_cosine=True)
     objective = objective_of(SMALL.arm)
-    batch = parts.advantage.attach_advantages(parts.batches.next(parts.sampling, 1))
+    batch = parts.advantage.attach_advantages(parts.batches.next(parts.collector, 1))
     batch = replace(batch, old_logprobs=policy.score(batch).logprobs)
     vectors, said = [], []
     for rows in (slice(0, 3), slice(3, 6), slice(6, 8)):
@@ -406,11 +405,3 @@ def test_megatron_compares_no_gradients(monkeypatch):
     pretend_installed(monkeypatch, "megatron.core")
     with pytest.raises(ConfigError, match="gradient_cosine=True: policy='megatron' spreads its gradients"):
         check(TINY.replace(policy="megatron", measure=Measure(gradient_cosine=True)))
-
-
-def test_a_queue_needs_to_read_what_it_joins(tmp_path):
-    parts = build(PARTIAL, tmp_path, tmp_path)
-    parts = replace(parts, sampling=replace(parts.sampling, decode=None))
-    parts.batches.next(parts.sampling, 1)
-    with pytest.raises(ConfigError, match="give the trainer's Sampling a `decode`"):
-        parts.batches.next(parts.sampling, 2)

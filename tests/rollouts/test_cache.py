@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from moe_rl.rollouts.cache import RoomyLayer, make_room
+from moe_rl.rollouts.hf import RoomyLayer, make_room
 
 
 def states(time: int, rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,8 +12,8 @@ import torch
 
 from moe_rl.analysis.diagnose import diagnose
 from moe_rl.build import build
-from moe_rl.rollouts import gap_files
-from moe_rl.rollouts.gap_files import FILES, GapFiles
+from moe_rl.rollouts import log
+from moe_rl.rollouts.log import FILES, GapFiles
 from moe_rl.storage import frames
 from moe_rl.storage.folder import RunFolder
 from moe_rl.trainer import roll_out, train
@@ -81,9 +81,9 @@ def test_a_file_is_bounded_and_says_what_is_not_the_policys_own(parts, tmp_path,
     mask = batch.response_mask.clone()
     start = int(mask[0].long().argmax())
     mask[0, start + 1] = False
-    (first, *_) = map(json.loads, gap_files.lines(replace(batch, response_mask=mask), Sampling(0.7), "step 0"))
+    (first, *_) = map(json.loads, log.to_lines(replace(batch, response_mask=mask), Sampling(0.7), "step 0"))
     assert first["prompt_length"] == start and first["logprobs"][1] is None and first["temperature"] == 0.7
-    monkeypatch.setattr(gap_files, "BYTES", 2000)
+    monkeypatch.setattr(log, "FILE_BYTES", 2000)
     with pytest.warns(UserWarning):
         GapFiles(tmp_path, Sampling())(1, batch, {"engine_kl_k3": 1.0})
     file = tmp_path / "step=000001.jsonl"
@@ -91,7 +91,7 @@ def test_a_file_is_bounded_and_says_what_is_not_the_policys_own(parts, tmp_path,
 
 
 def test_a_response_longer_than_a_file_may_be_is_kept(parts, tmp_path, monkeypatch):
-    monkeypatch.setattr(gap_files, "BYTES", 10)
+    monkeypatch.setattr(log, "FILE_BYTES", 10)
     with pytest.warns(UserWarning, match="diagnose"):
         GapFiles(tmp_path, Sampling())(1, roll_out(RUN, parts, 1), {"engine_kl_k3": 1.0})
     assert len((tmp_path / "step=000001.jsonl").read_text().splitlines()) == 1
@@ -105,8 +105,8 @@ def test_a_folder_that_cannot_be_written_is_a_warning(parts, tmp_path):
 
 def test_watching_changes_no_number_of_a_run(tmp_path, monkeypatch):
     plain = carry_out(RUN, tmp_path / "plain")
-    monkeypatch.setattr(gap_files, "NOTHING", 0.0)
-    monkeypatch.setattr(gap_files, "UNHEARD_OF", 0.0)
+    monkeypatch.setattr(log, "NOTHING", 0.0)
+    monkeypatch.setattr(log, "UNHEARD_OF", 0.0)
     with pytest.warns(UserWarning, match="moe-rl diagnose"):
         watched = carry_out(RUN, tmp_path / "watched")
     assert kept(tmp_path / "watched" / "rollouts") == ["step=000001.jsonl", "step=000002.jsonl"]
@@ -125,7 +125,8 @@ def test_the_trainer_shows_every_step(tmp_path):
             waiting.pop()
 
     with RunFolder.open(tmp_path / "run", RUN.to_dict(), RUN.hash) as folder:
-        parts = replace(build(RUN, folder.path, tmp_path), from_rank_0=from_rank_0, watch=lambda step, row:
+        parts = replace(build(RUN, folder.path, tmp_path), watch=lambda step, row:
                         seen.append((step.step, len(step.batch), row["engine_kl_k3"] < 1e-9, len(waiting))) or {})
+        parts.policy.from_rank_0 = from_rank_0
         train(RUN, parts, folder)
     assert seen == [(1, 16, True, 0), (2, 16, True, 0)]

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from moe_rl.errors import ConfigError, Diverged, RunError
+from moe_rl.rollouts.engine import context_length
 from moe_rl.rollouts.hf import HFEngine, draw_noise, draw_tokens
-from moe_rl.rollouts.request import context_length
 from moe_rl.routing import record_routing
 from moe_rl.types import Prompt, Rollout, Sampling
 

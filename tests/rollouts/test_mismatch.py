@@ -27,7 +27,7 @@ def gap(tmp_path, **settings):
     """One batch from the engine that `settings` describe, against the policy."""
     run = WIDE.replace(engine=Component("perturbed" if settings else "hf", **settings))
     parts = build(run, tmp_path, tmp_path)
-    parts.sampling.engine.load(parts.policy.weights())
+    parts.collector.engine.load(parts.policy.weights())
     batch = roll_out(run, parts, 1)
     row, sites = engine_row(batch, parts.policy.score(batch))
     return parts, row, sites
@@ -35,7 +35,7 @@ def gap(tmp_path, **settings):
 
 def test_without_settings_the_policys_own_module_samples(tmp_path):
     parts, row, sites = gap(tmp_path)
-    assert type(parts.sampling.engine) is HFEngine and parts.sampling.engine.model is parts.policy.model
+    assert type(parts.collector.engine) is HFEngine and parts.collector.engine.model is parts.policy.model
     assert row["engine_logprob_max"] < 1e-5 and row["engine_kl_k3"] < 1e-9 and row["engine_beyond_2"] == 0
     assert row["engine_any_change_rate"] == row["engine_unknown"] == 0
     assert [site["engine_any_change_rate"] for site in sites] == [0, 0]
@@ -70,7 +70,7 @@ DIAL = [{"dtype": "bfloat16"}, {"int8": True}, {"router_noise": 0.05}, {"dtype":
 @pytest.mark.parametrize("settings", DIAL)
 def test_every_setting_of_the_dial_is_seen_in_the_gap(tmp_path, settings):
     parts, row, sites = gap(tmp_path, **settings)
-    assert parts.sampling.engine.model is not parts.policy.model
+    assert parts.collector.engine.model is not parts.policy.model
     assert row["engine_logprob_mean"] > 1e-4 and row["engine_kl_k3"] > 0
     assert 0 < row["engine_any_change_rate"] < 0.5 and row["engine_unknown"] == 0
     assert sum(site["engine_any_change_rate"] for site in sites) > 0
@@ -84,14 +84,14 @@ def test_more_noise_is_more_mismatch(tmp_path):
 
 def test_another_implementation_of_the_experts_agrees_in_float32(tmp_path):
     parts, row, _ = gap(tmp_path, experts="eager")
-    assert parts.sampling.engine.model.config._experts_implementation == "eager"
+    assert parts.collector.engine.model.config._experts_implementation == "eager"
     assert parts.policy.model.config._experts_implementation != "eager"
     assert row["engine_logprob_max"] < 1e-5
 
 
 def test_the_copy_follows_the_policy_and_the_policy_never_follows_the_copy(tmp_path):
     parts, _, _ = gap(tmp_path, router_noise=0.5, int8=True)
-    engine: MismatchedEngine = parts.sampling.engine
+    engine: MismatchedEngine = parts.collector.engine
     before = {name: w.clone() for name, w in parts.policy.weights()}
     with torch.no_grad():
         for parameter in parts.policy.model.parameters():

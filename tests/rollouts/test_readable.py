@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moe_rl.models.tokens import byte_tokenizer
-from moe_rl.rollouts import readable as kept
-from moe_rl.rollouts.collate import collate
-from moe_rl.rollouts.readable import chosen, readable
+from moe_rl.rollouts import log
+from moe_rl.rollouts.batches import collate
+from moe_rl.rollouts.log import choose_rollouts, rollout_rows
 from moe_rl.types import Prompt, Rollout
 
 TOKENIZER = byte_tokenizer()
@@ -26,7 +26,7 @@ def batch_of(texts: list[tuple[str, str]], rewards: list[float]):
 def rows_of(batch, log_ratio=None, clipped=None, flips=None, step=1, most=8):
     zeros = torch.zeros(batch.tokens.shape)
     flips = zeros.long() if flips is None else flips
-    return readable(step, batch, zeros if log_ratio is None else log_ratio,
+    return rollout_rows(step, batch, zeros if log_ratio is None else log_ratio,
                     zeros.to(torch.int8) if clipped is None else clipped, lambda rows: flips[rows], TOKENIZER, most)
 
 
@@ -67,11 +67,12 @@ def test_the_extremes_of_every_order_are_among_few():
     log_ratio = torch.zeros(batch.tokens.shape)
     log_ratio[13, 2] = -0.7
     for step in (1, 2, 25):
-        found = chosen(step, batch, log_ratio, 8).tolist()
+        found = choose_rollouts(step, batch, log_ratio, 8).tolist()
         assert {7, 22, 13, 31} <= set(found) and len(set(found)) == 8
-    assert chosen(1, batch, log_ratio, 4).tolist()[:3] == [7, 22, 13] and not len(chosen(1, batch, log_ratio, 0))
+    assert choose_rollouts(1, batch, log_ratio, 4).tolist()[:3] == [7, 22, 13]
+    assert not len(choose_rollouts(1, batch, log_ratio, 0))
     equal = batch_of(texts[:8], [0.5] * 8)
-    firsts = {chosen(step, equal, log_ratio[:8], 1).item() for step in range(8)}
+    firsts = {choose_rollouts(step, equal, log_ratio[:8], 1).item() for step in range(8)}
     assert len(firsts) == 8, "among equal ones another comes first at every step"
 
 
@@ -82,9 +83,9 @@ def test_long_ones_lose_their_middle_and_a_step_stays_in_its_bytes(monkeypatch):
     assert len(response) == 768 + 1 and response[384] == [2000 - 768] and response[383][0] == "d"
     assert rows[0]["prompt"] == "p" * 256 + "\n[…]\n" + "p" * 256 and rows[0]["response_tokens"] == 2000
     size = len((rows[0]["prompt"] + rows[0]["response"]).encode())
-    monkeypatch.setattr(kept, "BYTES", 3 * size + 1)
+    monkeypatch.setattr(log, "STEP_BYTES", 3 * size + 1)
     assert len(rows_of(batch)) == 3
-    monkeypatch.setattr(kept, "BYTES", size - 1)
+    monkeypatch.setattr(log, "STEP_BYTES", size - 1)
     assert rows_of(batch) == []
 
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from moe_rl.errors import RoutingError, RunError
 from moe_rl.integrations.vllm.server import BatchIncomplete
-from moe_rl.rollouts.collate import collate
+from moe_rl.rollouts.batches import collate
 from moe_rl.rollouts.hf import HFEngine
-from moe_rl.rollouts.turns import by_ids, spliced
+from moe_rl.rollouts.turns import generate_by_turns, splice_routes
 from moe_rl.seeds import NOISE, derive
 from moe_rl.types import Rollout, Sampling
 from tests.integrations.test_server import engine_of, loaded, server  # noqa: F401
@@ -49,7 +49,8 @@ def turn_by_turn(engine, key, group_size, sampling, reply, rows=PROMPTS):
             found += engine.generate([prompt], 1, key=position, sampling=one)
         return found
 
-    return by_ids(draw, engine.tokenizer, ENDS, prompts(rows), group_size, key=key, sampling=sampling, reply=reply)
+    return generate_by_turns(draw, engine.tokenizer, ENDS, prompts(rows), group_size, key=key, sampling=sampling,
+                             reply=reply)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
@@ -136,7 +137,7 @@ def test_an_engine_that_draws_more_than_there_is_room_for_is_refused(model, toke
         return engine.generate(asked, 1, key=(1,), sampling=sampling)
 
     with pytest.raises(RunError, match="had room for"):
-        by_ids(draw, tokenizer, ENDS, prompts(), 3, key=(0, 0, 0), sampling=sampling,
+        generate_by_turns(draw, tokenizer, ENDS, prompts(), 3, key=(0, 0, 0), sampling=sampling,
                reply=lambda row, text: "a" * 5)  # fmt: skip
 
 
@@ -149,7 +150,7 @@ def test_no_turn_shares_its_noise_with_another_nor_with_a_refill(tokenizer) -> N
         return [Rollout(prompt, (EOS,), torch.zeros(1), "", True) for prompt in asked]
 
     for key in ((0, NOISE, 7), (0, NOISE, 7, 1, 0), (0, NOISE, 7, 2, 0)):
-        by_ids(draw, tokenizer, ENDS, prompts(), 3, key=key, sampling=Sampling(max_new_tokens=4),
+        generate_by_turns(draw, tokenizer, ENDS, prompts(), 3, key=key, sampling=Sampling(max_new_tokens=4),
                reply=lambda row, text: "")  # fmt: skip
     assert len(seeds) == len(set(seeds)) == 3 * len(PROMPTS) * 3 * 4
 
@@ -158,9 +159,9 @@ def test_a_turn_that_was_read_from_other_tokens_is_refused(model, tokenizer) -> 
     engine = HFEngine(model, tokenizer)
     first, new = (engine.generate(prompts()[:1], 1, key=(1,), sampling=Sampling(max_new_tokens=n))[0] for n in (5, 9))
     assert first.tokens == new.tokens[:5], "of the same noise"
-    assert spliced(first, new, new.tokens) == new.routes
+    assert splice_routes(first, new, new.tokens) == new.routes
     with pytest.raises(RoutingError, match="tokens"):
-        spliced(first, new, (new.tokens[0] + 1, *new.tokens[1:]))
+        splice_routes(first, new, (new.tokens[0] + 1, *new.tokens[1:]))
 
 
 def test_combine_weights_stay_with_the_ids_they_were_reported_with(model, tokenizer) -> None:  # noqa: F811
@@ -168,11 +169,11 @@ def test_combine_weights_stay_with_the_ids_they_were_reported_with(model, tokeni
     long, short = whole.routes, whole.routes.rows(slice(None), 5)
     before, after = (replace(whole, routes=replace(r, gates=torch.full(r.shape, gate)))
                      for r, gate in ((short, 0.25), (long, 0.75)))
-    found = spliced(before, after, whole.tokens).gates[0, :, 0, 0].tolist()
+    found = splice_routes(before, after, whole.tokens).gates[0, :, 0, 0].tolist()
     assert found == [0.25] * 5 + [0.75] * (long.shape[1] - 5)
     for pair in ((replace(before, routes=short), after), (before, whole)):
         with pytest.raises(RoutingError, match="replayed by different rules"):
-            spliced(*pair, whole.tokens)
+            splice_routes(*pair, whole.tokens)
 
 
 def test_a_server_goes_on_from_ids_and_keeps_what_it_answered(server, loaded, tmp_path) -> None:  # noqa: F811

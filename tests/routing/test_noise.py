@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_rl.errors import RoutingError
-from moe_rl.policies.optimizer import last_step
+from moe_rl.policies.hf import last_step
 from moe_rl.routing import record_routing, replay_routing
 from moe_rl.routing.router_noise import Noise, directions, disturbed, shifted, steps
 from moe_rl.routing.sites import find_sites, router_matrices

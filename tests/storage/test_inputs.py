@@ -18,8 +18,16 @@ from moe_rl.registry import Component
 from moe_rl.storage import folder as runs
 from moe_rl.storage.folder import RunFolder
 from moe_rl.storage.frames import load_study
-from moe_rl.storage.inputs import declared_by, digests_of, inputs_of
-from moe_rl.storage.versions import git_state, instruction_set, merged_git, package_versions, processor
+from moe_rl.storage.provenance import (
+    declared_by,
+    digests_of,
+    git_state,
+    inputs_of,
+    instruction_set,
+    merged_git,
+    package_versions,
+    processor,
+)
 from moe_rl.study.collect import collect
 from moe_rl.study.declaration import Planned, write_declaration
 from moe_rl.study.workers import check_code
@@ -135,7 +143,8 @@ def test_collected_rows_keep_when_a_run_was_made_and_from_what(config, tmp_path)
 
 
 def test_digests_are_made_without_torch_and_without_importing_what_is_hashed(config, tmp_path):
-    code = ("import json, sys; from moe_rl.storage.inputs import inputs_of; n = len(inputs_of(json.load(sys.stdin))); "
+    code = ("import json, sys; from moe_rl.storage.provenance import inputs_of; "
+            "n = len(inputs_of(json.load(sys.stdin))); "
             "assert n == 4, n; assert not {'torch', 'own', 'own_routes'} & set(sys.modules)")
     path = os.pathsep.join([str(tmp_path), str(Path(runs.__file__).parents[2])])
     done = subprocess.run([sys.executable, "-c", code], input=json.dumps(config.to_dict()), text=True,
@@ -225,7 +234,7 @@ def test_a_run_says_on_which_processors_it_ran(tmp_path, config, monkeypatch):
 
 
 def test_the_instruction_set_is_that_in_effect_and_not_that_of_the_processor():
-    code = ("from moe_rl.storage.versions import instruction_set, processor; "
+    code = ("from moe_rl.storage.provenance import instruction_set, processor; "
             "print(instruction_set(), processor(), sep='|')")
     limits = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MKL_", "ONEDNN_"))}

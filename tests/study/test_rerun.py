@@ -19,7 +19,7 @@ from moe_rl.errors import ConfigError, RunError
 from moe_rl.storage import folder as runs
 from moe_rl.storage.folder import RunFolder
 from moe_rl.storage.frames import load_study, read_table
-from moe_rl.storage.versions import HARDWARE
+from moe_rl.storage.provenance import HARDWARE
 from moe_rl.study import workers
 from moe_rl.study.collect import collect
 from moe_rl.study.declaration import write_declaration

@@ -105,7 +105,7 @@ def test_what_would_not_be_the_planned_run_is_refused(plan, tmp_path):
         with pytest.raises(RunError, match=words):
             read_run(content | change, 0)
     changed = content["runs"][0] | {"inputs": {"my_task": "0"}}
-    from moe_rl.storage.versions import code_version
+    from moe_rl.storage.provenance import code_version
 
     with pytest.raises(RunError, match="my_task changed or went since .* was planned: submit the study again"):
         read_run(content | {"mix_code": False, "code": code_version(), "runs": [changed]}, 0)

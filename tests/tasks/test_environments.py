@@ -11,7 +11,7 @@ import torch
 from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.models.tokens import byte_tokenizer, demonstrated, encode_prompts, reply_tokens
-from moe_rl.tasks import environments
+from moe_rl.rollouts import batches
 from moe_rl.tasks.base import Environment, draw, held_out, load_task
 from moe_rl.tasks.corrected_sums import CorrectedSums
 from moe_rl.tasks.guessing import Guessing
@@ -38,8 +38,8 @@ def says(*texts, finished=True):
 
 
 def earned(task, prompt, *texts, **how):
-    (rollout,) = environments.drawn(says(*texts, **how), task, [prompt], 1, key=(0,), sampling=Sampling())
-    assert environments.earned(task, rollout) == sum(turn.reward for turn in rollout.turns)
+    (rollout,) = batches.sample_rollouts(says(*texts, **how), task, [prompt], 1, key=(0,), sampling=Sampling())
+    assert batches.compute_reward(task, rollout) == sum(turn.reward for turn in rollout.turns)
     return [(turn.text, turn.reply, turn.reward) for turn in rollout.turns]
 
 

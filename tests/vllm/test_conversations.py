@@ -119,7 +119,7 @@ def check_lagged(receiver, folder):
     parts = build(TRAINED, folder, folder)
     probes = probe_prompts(receiver.reader.tokenizer, receiver.reader.vocabulary)
     engine = CheckedEngine(receiver, parts.policy.score, probes, Tolerance.of("float32"), TRAINED.temperature)
-    parts, before, moved = replace(parts, sampling=replace(parts.sampling, engine=engine)), [], []
+    parts, before, moved = replace(parts, collector=replace(parts.collector, engine=engine)), [], []
     engine.load(parts.policy.weights())
     recorder = Recorder(TRAINED, parts.policy)
     for step, version in ((1, 0), (2, 0), (3, 1)):

@@ -17,7 +17,7 @@ from moe_rl.integrations.vllm.push import parity
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.recorder import engine_row
 from moe_rl.registry import Component
-from moe_rl.rollouts.collate import collate
+from moe_rl.rollouts.batches import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing.sources import rollout as replay_rollout
 from moe_rl.storage import frames

@@ -20,7 +20,7 @@ from moe_rl.analysis.diagnose.responses import Response
 from moe_rl.errors import ConfigError
 from moe_rl.integrations.cpu_kernels.experts import NAME
 from moe_rl.models.load import keep_routers_in
-from moe_rl.policies.optimizer import BIAS
+from moe_rl.policies.hf import BIAS
 from moe_rl.rollouts.mismatch import to_int8_and_back
 from moe_rl.routing.intercept import in_order
 from moe_rl.routing.sites import RoutingModule, find_sites, router_matrices

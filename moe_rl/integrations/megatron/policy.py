@@ -37,8 +37,7 @@ from moe_rl.integrations.megatron.replay import Routers, gathered, own_targets, 
 from moe_rl.integrations.megatron.weights import WeightMap, gather
 from moe_rl.integrations.on_ranks import from_rank_0
 from moe_rl.objectives import LossOutput, Objective
-from moe_rl.policies.micro_batches import filled
-from moe_rl.policies.optimizer import balance, correction_biases
+from moe_rl.policies.hf import balance, correction_biases, fill_rows
 from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import Layout, RoutingTrace
@@ -220,7 +219,7 @@ class Cut:
         count = -(-share // largest)
         size = -(-share // count)
         order = torch.arange(ranks * count * size)
-        rows = filled(replace(batch, routes=None, rollout_routes=None, ratio_routes=None), order)
+        rows = fill_rows(replace(batch, routes=None, rollout_routes=None, ratio_routes=None), order)
         order = order.clamp(max=len(batch) - 1)
         inputs = rows.tokens[:, :-1]
         inputs = nn.functional.pad(inputs, (0, -inputs.shape[1] % ps.get_tensor_model_parallel_world_size()))

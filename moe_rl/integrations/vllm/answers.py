@@ -13,7 +13,7 @@ import torch
 
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.integrations.vllm.payloads import RoutesRefused, decode_routes
-from moe_rl.rollouts.request import ROUTES, before_stop, completion_text, end_tokens
+from moe_rl.rollouts.engine import ROUTES, before_stop, completion_text, end_tokens
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Prompt, Rollout, Sampling

@@ -26,8 +26,8 @@ from moe_rl.integrations.vllm.push import Receipt, receipt
 from moe_rl.models.load import LoadedModel, skeleton
 from moe_rl.models.shards import Shards, describe
 from moe_rl.registry import checked
-from moe_rl.rollouts.request import check_dtype, check_request, check_routes, context_length, warn_without_mask
-from moe_rl.rollouts.turns import by_ids
+from moe_rl.rollouts.engine import check_dtype, check_request, check_routes, context_length, warn_without_mask
+from moe_rl.rollouts.turns import generate_by_turns
 from moe_rl.seeds import derive
 from moe_rl.types import Prompt, Reply, Rollout, Sampling
 
@@ -121,8 +121,8 @@ class VLLMEngine:
             raise RunError("the engine has no weights yet: call load(policy.weights()) before generate.")
         if sampling.temperature < LEAST_TEMPERATURE:
             raise ConfigError(f"temperature {sampling.temperature}: vLLM samples at {LEAST_TEMPERATURE} at least.")
-        rollouts = by_ids(partial(self._turn, sampling), self.reader.tokenizer, self.reader.ends, prompts, group_size,
-                          key=key, sampling=sampling, reply=reply)  # fmt: skip
+        rollouts = generate_by_turns(partial(self._turn, sampling), self.reader.tokenizer, self.reader.ends, prompts,
+                                     group_size, key=key, sampling=sampling, reply=reply)
         unknown = sampling.greedy and (sampling.temperature != 1 or sampling.truncates)
         return [dataclasses.replace(r, logprobs=r.logprobs * float("nan")) for r in rollouts] if unknown else rollouts
 

@@ -22,8 +22,8 @@ from moe_rl.metrics.volatility import route_change
 from moe_rl.models.load import LoadedModel
 from moe_rl.models.shards import checkpoint_weights
 from moe_rl.registry import Component
-from moe_rl.rollouts.base import RolloutEngine, Sampler
-from moe_rl.rollouts.collate import collate
+from moe_rl.rollouts.batches import collate
+from moe_rl.rollouts.engine import RolloutEngine, Sampler
 from moe_rl.types import Batch, Prompt, Reply, Rollout, Sampling, Scored
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from moe_rl.integrations.vllm.push import Receipt
 from moe_rl.models.load import LoadedModel, skeleton
 from moe_rl.models.shards import SHARD, Shards, describe, write_shards
 from moe_rl.registry import checked
-from moe_rl.rollouts.request import check_dtype, check_request, check_routes, context_length, warn_without_mask
-from moe_rl.rollouts.turns import by_ids
+from moe_rl.rollouts.engine import check_dtype, check_request, check_routes, context_length, warn_without_mask
+from moe_rl.rollouts.turns import generate_by_turns
 from moe_rl.seeds import derive
 from moe_rl.types import Prompt, Reply, Rollout, Sampling
 
@@ -138,8 +138,8 @@ class ServerEngine:
         RunError when it no longer holds the pushed weights.
         """
         check_request(prompts, group_size, sampling, self.context)
-        rollouts = by_ids(partial(self._turn, sampling), self.reader.tokenizer, self.reader.ends, prompts, group_size,
-                          key=key, sampling=sampling, reply=reply)  # fmt: skip
+        rollouts = generate_by_turns(partial(self._turn, sampling), self.reader.tokenizer, self.reader.ends, prompts,
+                                     group_size, key=key, sampling=sampling, reply=reply)
         self._check_pushes()
         self.received.clear()
         return rollouts

@@ -1,18 +1,18 @@
-"""What every engine is asked for: what ends a completion, and which requests none can carry out."""
+"""What an engine is, and what all engines share: which requests none can carry out, and what ends a completion."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Component
-from moe_rl.types import Prompt, Sampling
+from moe_rl.types import Prompt, Reply, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -20,6 +20,41 @@ if TYPE_CHECKING:
 ROUTES = ("raise", "unknown", "off")
 """What becomes of routes that an engine does not report, or that are impossible: an error, or they route freely under
 replay and are counted; `off`: the engine is not asked for any."""
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """Draws completions. The same prompts, group size, key and weights give the same completions, bit for bit."""
+
+    reports_routes: bool
+    """Whether rollouts carry the routes the engine used."""
+
+    def generate(
+        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling,
+        reply: Reply | None = None,
+    ) -> list[Rollout]:  # fmt: skip
+        """`group_size` completions of every prompt, prompt-major: all of prompt 0, then all of prompt 1.
+
+        With `reply` they are conversations: it is asked about every turn that ended by itself, and what it says goes
+        between the policy's tokens as ids (`models.tokens.reply_tokens`); the policy goes on from all that is there. A
+        reply that would leave no room for a token is left out, and the conversation counts as cut off.
+
+        Noise is drawn per completion from `key` + (position of the prompt, number of the sample), so that arms which
+        share a key share their noise, and no completion depends on how rows were batched. A key is one number, or three
+        and more (`seeds.derive`).
+        """
+
+    def close(self) -> None:
+        """Give back processes, devices and memory. The engine cannot be used afterwards."""
+
+
+@runtime_checkable
+class RolloutEngine(Sampler, Protocol):
+    """What the trainer samples from."""
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> float | None:
+        """Take over the policy's weights, given by Hugging Face name. A `CheckedEngine` returns the largest
+        difference between the engine's log-probs and the policy's, in nats."""
 
 
 def sampling_of(run: RunConfig) -> Sampling:
