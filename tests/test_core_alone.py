@@ -33,9 +33,9 @@ MISSING = {
     f"{DRY} --set engine=vllm": "engine 'vllm' needs the folder moe_rl/integrations",
     f"{DRY} --launcher slurm": "launcher 'slurm' needs the folder moe_rl/integrations",
     f"{DRY} --track wandb": "tracker 'wandb' needs the folder moe_rl/integrations",
-    "volatility a b --data x": "command 'volatility' needs the folder moe_rl/analysis",
-    "evaluate a --data x": "command 'evaluate' needs the folder moe_rl/analysis",
-    "view a b": "command 'view' needs the folder moe_rl/analysis",
+    "checkpoint compare a b --data x": "command 'checkpoint compare' needs the folder moe_rl/analysis",
+    "checkpoint evaluate a --data x": "command 'checkpoint evaluate' needs the folder moe_rl/analysis",
+    "checkpoint view a b": "command 'checkpoint view' needs the folder moe_rl/analysis",
     "diagnose a b": "command 'diagnose' needs the folder moe_rl/analysis",
 }
 """Commands, and what each prints that the installation lacks."""
