@@ -6,12 +6,13 @@ BROWSER := .cache/test-browser
 
 VLLM := .venv-vllm
 TRL := .venv-trl
+VERL := .venv-verl
 TRACKERS := .venv-trackers
 VERSIONS := .venv-versions
 VERSION := transformers-5.5.4 transformers-5.9.0 transformers-5.15.0 transformers-5.19.0 transformers-newest \
   torch-2.6.0 torch-newest
 
-.PHONY: setup study results test test-processors test-ranks test-browser test-vllm test-trl test-trackers test-versions \
+.PHONY: setup study results test test-processors test-ranks test-browser test-vllm test-trl test-verl test-trackers test-versions \
   test-slurm test-gpu bench-gpu test-wheel test-refactoring lint clean
 
 setup: $(STAMP)
@@ -76,6 +77,21 @@ $(TRL)/installed: pyproject.toml constraints.txt
 
 test-trl: $(TRL)/installed
 	$(TRL)/bin/python -m pytest tests/trl
+
+# verl asks for an older transformers. It and what it needs, without CUDA, come before the packages of the main
+# environment: 640 MB. The extra `verl-core` of verl names the second line, beside packages that CPUs do not need.
+$(VERL)/installed: $(STAMP)
+	test -x $(VERL)/bin/python || $(BIN)/python -m venv $(VERL)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
+	  > "$$($(VERL)/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth"
+	$(VERL)/bin/python -m pip install verl==0.9.1 transformers==5.9.0 torch==2.13.0 \
+	  "TransferQueue>=0.1.10" pyzmq msgspec cachetools uvicorn fastapi
+	$(VERL)/bin/python -m pip install --no-deps -e .
+	rm -rf moe_rl.egg-info  # an older one would hide the entry point of verl from processes that run in this folder
+	touch $@
+
+test-verl: $(VERL)/installed
+	$(VERL)/bin/python -m pytest tests/verl
 
 # A SLURM of one node, in a folder of its own: started for the tests, and stopped.
 test-slurm: $(STAMP)
@@ -149,4 +165,4 @@ docs/methods.md: moe_rl/objectives/methods.toml moe_rl/objectives/methods_page.p
 	$(BIN)/python -c "from moe_rl.objectives.methods_page import markdown; print(markdown(), end='')" > $@
 
 clean:
-	rm -rf .venv $(VLLM) $(TRL) $(TRACKERS) $(VERSIONS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv $(VLLM) $(TRL) $(VERL) $(TRACKERS) $(VERSIONS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -142,13 +142,14 @@ class RouterScores:
 
     def rows(self, index: Tensor | slice, time: int) -> RouterScores:
         """The given rows and the first `time` columns."""
-        return self._each(lambda x: x[index][:, :time])
+        return self.each(lambda x: x[index][:, :time])
 
     def to(self, device: torch.device | str) -> RouterScores:
         """The same scores on another device."""
-        return self._each(lambda x: x.to(device))
+        return self.each(lambda x: x.to(device))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> RouterScores:
+    def each(self, change: Callable[[Tensor], Tensor]) -> RouterScores:
+        """A change to every tensor, all of which have rows and columns."""
         sites = tuple(map(change, self.all_log_probs))
         return RouterScores(change(self.ids), change(self.gates), change(self.log_probs), change(self.margins), sites)
 

@@ -1,0 +1,233 @@
+"""verl's FSDP engine with the routing of its model recorded, replayed and measured (verl 0.9.1, `fsdp` and `fsdp2`).
+
+Three of verl's methods are extended. `prepare_model_inputs` opens a scope before a forward, `prepare_model_outputs`
+reads it after the forward, and `forward_backward_batch` ends it. A scope spans forward and backward of one micro-batch,
+so that activation checkpointing recomputes under the same routes. Routes travel as verl's own field `routed_experts`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Integer
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.padding import no_padding_2_padding
+
+from moe_rl.errors import ConfigError
+from moe_rl.integrations.verl import fields, measure
+from moe_rl.integrations.verl.losses import register_named
+from moe_rl.integrations.verl.mode import Mode
+from moe_rl.registry import needs_of
+from moe_rl.routing import RoutingTrace, layout_of, record_routing, replay_routing
+from moe_rl.types import Scored
+
+RECORD, REPLAY = "record", "replay"
+
+
+class RoutingFSDPEngine(FSDPEngineWithLMHead):
+    """Replays and measures as `router_replay` of the engine's configuration says (`Mode`); a reference model is left
+    alone.
+
+    Raises ConfigError for settings that would hide or move tokens from the hooks, and RoutingError for a model that
+    does not route, for a batch without the routes that the mode needs, and for an update in which no route is known.
+    """
+
+    def initialize(self) -> None:
+        self._moe_off = bool(self.engine_config.forward_only)
+        self._moe_mode = Mode.of(self.engine_config.router_replay)
+        self._moe_phase, self._moe_training, self._moe_scope = "", False, ExitStack()
+        self._moe_fixed: tuple[TensorDict, Tensor] | None = None
+        if not self._moe_off and self.ulysses_sequence_parallel_size > 1:
+            raise ConfigError(f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}: moe_rl's engine "
+                              "does not cut routes along sequences. Set it to 1, or switch moe_rl off.")
+        super().initialize()
+        if not self._moe_off:
+            self._moe_layout = layout_of(self.module)
+            self._moe_layers = int(self.model_config.hf_config.get_text_config().num_hidden_layers)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Without its adapters the model is the reference, which is left alone."""
+        before, self._moe_off = self._moe_off, True
+        try:
+            with super().disable_adapter():
+                yield
+        finally:
+            self._moe_off = before
+
+    # ------------------------------------------------------------------ verl's methods, in the order it calls them
+    def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
+        if self._moe_off or not self._moe_mode.measured_sequences:
+            return super().train_batch(data, loss_function)
+        began = time.perf_counter()
+        if self._moe_fixed is None:
+            subset = _first_sequences(data, self._moe_mode.measured_sequences)
+            self._moe_fixed = subset, self._natural_routes(subset)
+        subset, before = self._moe_fixed
+        spent = time.perf_counter() - began
+        output = super().train_batch(data, loss_function)
+        began, sums = time.perf_counter(), measure.Sums()
+        self._moe_fixed = subset, self._natural_routes(subset)
+        decides = fields.deciding_tokens(subset).to(before.device)
+        measure.add_change(sums, before, self._moe_fixed[1], decides)
+        row = measure.row_of(sums.reduced(), self._moe_layout)
+        row["routing/measure_seconds"] = spent + time.perf_counter() - began
+        output["metrics"] |= {name: [value] for name, value in row.items()}
+        return output
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
+        register_named(loss_function)
+        if self._moe_off:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        self._moe_training, self._moe_sums = not forward_only, measure.Sums()
+        if forward_only:
+            self._moe_fixed = None  # the log-probs of π_old are scored once per step: other tokens from here on
+        routes = self._moe_mode.routes
+        self._moe_phase = REPLAY if routes == "reported" or (routes and not forward_only) else RECORD
+        self._moe_phase *= bool(routes) or not forward_only
+        with ExitStack() as self._moe_scope:
+            output = super().forward_backward_batch(data, loss_function, forward_only)
+        if not forward_only:  # what a pass without update measures never reaches verl's logger
+            row = measure.row_of(self._moe_sums.reduced(), self._moe_layout)
+            if routes and row.get("routing/coverage", 1.0) == 0:
+                raise ConfigError(f"router_replay.mode replays {self._moe_mode.source}, but no route of the mini-batch "
+                                  "is known, so nothing was replayed. Does the engine of the rollout report routes?")
+            output["metrics"] |= {name: [value] for name, value in ({"routing/coverage": 0.0} | row).items()}
+        return output
+
+    def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
+        mode = self._moe_mode
+        if self._moe_off or not forward_only or mode.routes != "made":
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        self._moe_phase = RECORD
+        loss, output = super().forward_step(micro_batch, loss_function, forward_only)
+        routes = self._routes_of_source(micro_batch)
+        if mode.scored_again:
+            self._moe_phase = REPLAY
+            again = micro_batch.copy()
+            again[fields.ROUTES] = routes
+            loss, output = super().forward_step(again, loss_function, forward_only)
+        output["model_output"][fields.ROUTES] = routes
+        return loss, output
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> Any:
+        inputs, args = super().prepare_model_inputs(micro_batch)
+        if self._moe_off or not self._moe_phase:
+            return inputs, args
+        self._moe_scope.close()  # the micro-batch before has been backpropagated
+        self._moe_mask = fields.real_inputs(micro_batch, inputs["input_ids"])
+        if self._moe_phase == RECORD:
+            scores = not self._moe_training and "scores" in needs_of(self._moe_mode.function())
+            self._moe_recording = self._moe_scope.enter_context(record_routing(self.module, scores=scores))
+        else:
+            trace = self._trace(micro_batch, self._moe_mask, self._moe_mode.routes == "reported")
+            trace = replace(trace, keep=self._moe_mode.keep)
+            self._moe_replay: Any = self._moe_scope.enter_context(replay_routing(self.module, trace, part=True))
+        return inputs, args
+
+    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
+                              ) -> dict[str, Any]:
+        found = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        if self._moe_off or not self._moe_phase:
+            return found
+        if self._moe_training:
+            self._measure(micro_batch, found)
+        elif self._moe_phase == RECORD:
+            self._moe_natural = self._recorded_ids()
+            if self._moe_mode.routes == "recorded":
+                found[fields.ROUTES] = self._field(self._moe_natural, micro_batch)
+        return found
+
+    # ------------------------------------------------------------------ routes
+    def _recorded_ids(self) -> Integer[Tensor, "tokens site k"]:
+        if self._moe_recording.scored:
+            self._moe_scores = self._moe_recording.scores(len(self._moe_mask))
+        return self._moe_recording.take().unflatten(0, tuple(self._moe_mask.shape))[self._moe_mask]
+
+    def _field(self, ids: Integer[Tensor, "tokens site k"], micro_batch: TensorDict) -> Tensor:
+        return fields.write_routes(ids, self._moe_layout, self._moe_layers, micro_batch)
+
+    def _trace(self, micro_batch: TensorDict, mask: Bool[Tensor, "batch time"], reported: bool) -> RoutingTrace:
+        ids = fields.read_routes(micro_batch, self._moe_layout, self._moe_layers, reported)
+        return fields.trace_of(ids, self._moe_layout, mask)
+
+    def _routes_of_source(self, micro_batch: TensorDict) -> Tensor:
+        """verl's field with the routes that the mode's source makes of π_old's own routes in this micro-batch."""
+        source, micro_batch = self._moe_mode.function(), micro_batch.to(self._moe_natural.device)
+        mask = fields.padded_mask(micro_batch)
+        reported = self._trace(micro_batch, mask, reported=True) if self._moe_mode.of_rollout else None
+        batch = fields.batch_of(micro_batch, reported)
+        natural, scores = fields.trace_of(self._moe_natural, self._moe_layout, mask), None
+        if "scores" in needs_of(source):
+            scores = self._moe_scores.each(lambda x: fields.spread(x[self._moe_mask], mask))
+        zeros = torch.zeros(mask.shape, device=mask.device)
+        trace = source(batch, Scored(zeros, zeros, replace(natural, tokens=batch.tokens.int()), scores=scores))
+        trace = natural.only(torch.zeros_like(natural.known)) if trace is None else trace
+        return self._field(trace.experts[mask], micro_batch)
+
+    def _ids(self, experts: Integer[Tensor, "*batch site k"]) -> Integer[Tensor, "*batch site k"]:
+        """As int64, -1 where unknown."""
+        ids = experts.long()
+        return ids.masked_fill_(ids == self._moe_layout.unknown, -1)
+
+    # ------------------------------------------------------------------ measuring
+    @torch.no_grad()
+    def _measure(self, micro_batch: TensorDict, found: dict[str, Any]) -> None:
+        """Add what a micro-batch of an update shows, before its weights move."""
+        sums, decides = self._moe_sums, fields.deciding_tokens(micro_batch)
+        if self._moe_phase == RECORD:
+            used = self._ids(self._recorded_ids())
+        else:
+            forced, preferred = (self._ids(trace.experts[self._moe_mask])
+                                 for trace in (self._moe_replay.routes, self._moe_replay.preferred))
+            measure.add_replay(sums, forced, preferred, fields.counted_tokens(micro_batch), decides)
+            used = torch.where(forced[..., :1] >= 0, forced, preferred)
+        measure.add_load(sums, used, self._moe_layout, decides)
+        if "old_log_probs" not in micro_batch or found.get("log_probs") is None:
+            return
+        wanted = micro_batch.select("response_mask", "old_log_probs", "rollout_log_probs", strict=False)
+        padded = wanted.to_padded_tensor()
+        mask, old = padded["response_mask"].bool(), padded["old_log_probs"]
+        now = no_padding_2_padding(found["log_probs"].detach(), micro_batch)
+        measure.add_ratios(sums, "ratio", now - old, mask)
+        if "rollout_log_probs" in padded:
+            measure.add_ratios(sums, "engine", old - padded["rollout_log_probs"], mask)
+
+    @torch.no_grad()
+    def _natural_routes(self, subset: TensorDict) -> Integer[Tensor, "tokens site k"]:
+        """The routes of some sequences under the weights of now, by a forward of their own."""
+        training = [module for module in self.module.modules() if module.training]
+        self._moe_training, self._moe_phase = False, ""
+        try:
+            self.module.eval()
+            on_device = subset.to(next(self.module.parameters()).device)
+            inputs, _ = self.prepare_model_inputs(on_device)
+            mask = fields.real_inputs(on_device, inputs["input_ids"])
+            dtype, device = getattr(self, "_autocast_dtype", torch.bfloat16), inputs["input_ids"].device.type
+            with record_routing(self.module) as recording, torch.autocast(device, dtype, dtype != torch.float32):
+                self.module(**inputs, use_cache=False)
+            return self._ids(recording.take().unflatten(0, tuple(mask.shape))[mask])
+        finally:
+            for module in training:
+                module.training = True
+            for module in self.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # else the outermost keeps its weights of now, whatever the optimizer does
+
+
+def _first_sequences(data: TensorDict, count: int) -> TensorDict:
+    """The first sequences of a mini-batch, with what a forward reads."""
+    names = ("input_ids", "position_ids", "loss_mask", "responses", "prompts", "attention_mask")
+    subset = tu.index_select_tensor_dict(data.select(*names, strict=False), list(range(min(count, data.shape[0]))))
+    packed = tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True)
+    tu.assign_non_tensor(subset, temperature=1.0, use_remove_padding=packed, pad_token_id=0, use_fused_kernels=False)
+    return subset

@@ -1,0 +1,129 @@
+"""verl's jagged fields and our tensors: `routed_experts`, the tokens that decide a response, and a batch for sources.
+
+verl keeps the tokens of a micro-batch one after another; `tokens` is that axis. `routed_experts` is jagged, int16,
+[batch, time, decoder layer, k]. The engine of a rollout writes zeros where it knows no route; our records write -1.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Integer
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+
+from moe_rl.errors import RoutingError
+from moe_rl.routing import Layout, RoutingTrace
+from moe_rl.types import Batch
+
+ROUTES = "routed_experts"
+"""verl's name for the experts of every token."""
+
+
+def padded_mask(fields: TensorDict) -> Bool[Tensor, "batch time"]:
+    """True at the tokens of right-padded sequences."""
+    lengths = fields["input_ids"].offsets().diff()
+    return torch.arange(int(lengths.max()), device=lengths.device)[None] < lengths[:, None]
+
+
+def real_inputs(fields: TensorDict, input_ids: Integer[Tensor, "batch time"]) -> Bool[Tensor, "batch time"]:
+    """Where inputs of a forward are real tokens: right-padded sequences, or one row of packed ones, then padding."""
+    if not tu.get_non_tensor_data(data=fields, key="use_remove_padding", default=True):
+        return padded_mask(fields)
+    return torch.arange(input_ids.shape[1], device=input_ids.device)[None] < len(fields["input_ids"].values())
+
+
+def spread(flat: Tensor, mask: Bool[Tensor, "batch time"], blank: float = 0) -> Tensor:
+    """The rows of `flat`, one per token, at the True entries of `mask`; `blank` elsewhere."""
+    full = flat.new_full((*mask.shape, *flat.shape[1:]), blank)
+    full[mask] = flat
+    return full
+
+
+def response_tokens(fields: TensorDict) -> Bool[Tensor, " tokens"]:
+    """Tokens of the policy that the loss is about. verl's mask covers whole sequences or responses alone."""
+    ends, given = fields["input_ids"].offsets()[1:].tolist(), fields["loss_mask"]
+    found = torch.zeros_like(fields["input_ids"].values(), dtype=torch.bool)
+    if given.is_nested and len(given.values()) == len(found):
+        return given.values().bool()
+    if given.is_nested or fields["responses"].is_nested:
+        sizes = (given if given.is_nested else fields["responses"]).offsets().diff().tolist()
+    else:
+        sizes = fields["attention_mask"][:, fields["prompts"].shape[1] :].sum(1).tolist()
+    for end, size, row in zip(ends, sizes, given.unbind(), strict=True):
+        found[end - size : end] = row[:size].bool()
+    return found
+
+
+def deciding_tokens(fields: TensorDict) -> Bool[Tensor, " tokens"]:
+    """Inputs whose next token is one of the policy's own."""
+    decides = response_tokens(fields).roll(-1)
+    decides[fields["input_ids"].offsets()[1:] - 1] = False
+    return decides
+
+
+def counted_tokens(fields: TensorDict) -> Bool[Tensor, " tokens"]:
+    """Inputs of sequences that have a response, without the last token. verl fills batches up with empty sequences."""
+    decides = deciding_tokens(fields)
+    lengths = fields["input_ids"].offsets().diff().tolist()
+    found = torch.cat([torch.ones_like(row) & row.any() for row in decides.split(lengths)])
+    found[fields["input_ids"].offsets()[1:] - 1] = False
+    return found
+
+
+def write_routes(ids: Integer[Tensor, "tokens site k"], layout: Layout, layers: int, fields: TensorDict) -> Tensor:
+    """verl's field with ids in the dtype of `layout`; decoder layers that do not route have zeros."""
+    whole = ids.new_zeros((len(ids), layers, layout.top_k), dtype=torch.int16)
+    sites = [site.decoder_layer for site in layout.sites]
+    whole[:, sites] = ids.to(torch.int16).masked_fill(ids == layout.unknown, -1)
+    return torch.nested.nested_tensor_from_jagged(whole, fields["input_ids"].offsets())
+
+
+def read_routes(fields: TensorDict, layout: Layout, layers: int, reported: bool) -> Integer[Tensor, "tokens site k"]:
+    """The ids of verl's field in the dtype of `layout`. A row that names an expert twice is unknown; `reported` by the
+    engine of a rollout, the last token of a sequence is unknown, too. Raises RoutingError for a missing field, for
+    another shape, for other sequences and for ids that no router has."""
+    if ROUTES not in fields:
+        raise RoutingError(f"the batch of verl has no {ROUTES!r}, so nothing can be replayed. " + (
+            "Set actor_rollout_ref.rollout.enable_rollout_routing_replay=True, with an engine that reports routes."
+            if reported else "R2 is recorded while verl computes the old log-probs, which it skips with "
+            "algorithm.rollout_correction.bypass_mode=True: set bypass_mode=False."))
+    field, tokens = fields[ROUTES], fields["input_ids"]
+    shape = (len(tokens.values()), layers, layout.top_k)
+    if not field.is_nested or tuple(field.values().shape) != shape or not torch.equal(
+            field.offsets().to(tokens.device), tokens.offsets()):
+        found = tuple(field.values().shape) if field.is_nested else tuple(field.shape)
+        raise RoutingError(f"{ROUTES} has shape {found}; expected one row per token of the same sequences, jagged, "
+                           f"{shape}: [tokens, decoder layers, experts per token].")
+    sites = torch.tensor([site.decoder_layer for site in layout.sites], device=field.device)
+    flat = field.values().index_select(1, sites).to(torch.int16)
+    limits = torch.tensor([site.num_experts for site in layout.sites], device=flat.device)
+    if bool((flat >= limits[:, None]).any()):
+        raise RoutingError(f"{ROUTES} holds the id {int(flat.max())}, the routers of the model have at most "
+                           f"{int(limits.max())} experts. Do rollout and trainer have the same model?")
+    ordered = flat.sort(-1).values
+    unknown = (flat[..., :1] < 0) | ((ordered.diff(dim=-1) == 0) & (ordered[..., 1:] >= 0)).any(-1, keepdim=True)
+    unknown[tokens.offsets()[1:] - 1] |= reported
+    flat = flat.masked_fill(unknown, -1)
+    return flat.masked_fill(flat < 0, layout.unknown).to(layout.dtype)
+
+
+def trace_of(ids: Integer[Tensor, "tokens site k"], layout: Layout, mask: Bool[Tensor, "batch time"]) -> RoutingTrace:
+    """The trace of a forward that reads the tokens at the True entries of `mask`."""
+    return RoutingTrace.from_ids(spread(ids, mask, layout.unknown), layout, attention_mask=mask, check=False)
+
+
+def batch_of(fields: TensorDict, reported: RoutingTrace | None) -> Batch:
+    """A micro-batch as a batch for route sources: tokens, masks, prompts, and the routes of the rollout. Equal
+    prompts form a group; rewards, advantages and log-probs are zeros, which no source reads."""
+    mask = padded_mask(fields)
+    tokens = spread(fields["input_ids"].values(), mask)
+    response = spread(response_tokens(fields), mask)
+    starts = torch.where(response.any(1), response.int().argmax(1), mask.sum(1)).tolist()
+    prompts = [tuple(row[:start]) for row, start in zip(tokens.tolist(), starts, strict=True)]
+    names = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    zeros = torch.zeros(mask.shape, device=mask.device)
+    return Batch(tokens=tokens, attention_mask=mask, response_mask=response,
+                 prompt_index=torch.tensor([names[prompt] for prompt in prompts], device=mask.device),
+                 rollout_logprobs=zeros, rewards=zeros[:, 0], advantages=zeros, finished=mask.any(1),
+                 rollout_routes=reported)

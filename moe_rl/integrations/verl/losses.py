@@ -1,0 +1,110 @@
+"""Our objectives as policy losses of verl: `actor.policy_loss.loss_mode="moe_rl:sapo(tau_neg=1.05)"`.
+
+The name is an arm, written as in a study. verl computes advantages, weighs tokens, corrects for the engine of the
+rollout, and adds entropy and KL, by settings of its own. So an arm that says something else about these is refused.
+verl's `clip_ratio_*` are not read: options belong to the arm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
+
+from moe_rl.config import Arm
+from moe_rl.errors import ConfigError
+from moe_rl.objectives import Objective, objective_of, policy_loss
+from moe_rl.objectives.methods import arm as arm_of
+from moe_rl.registry import Component, needs_of
+
+PREFIX = "moe_rl:"
+AGGREGATIONS = {"token-mean": "token_mean", "token-sum": "token_sum", "seq-mean-token-mean": "seq_mean_token_mean",
+                "seq-mean-token-sum": "seq_mean_token_sum", "seq-mean-token-sum-norm": "seq_mean_token_sum_norm"}
+"""verl's loss_agg_mode and our names."""
+PerToken = Float[Tensor, "batch time"]
+Mask = Bool[Tensor, "batch time"]
+
+
+def register_named(loss_function: Any) -> None:
+    """Register the loss that an actor's loss function names, if it is ours: names with options are known only here."""
+    config = getattr(loss_function, "keywords", {}).get("config")
+    mode = getattr(getattr(config, "policy_loss", None), "loss_mode", "")
+    if isinstance(mode, str) and mode.startswith(PREFIX):
+        register(mode)
+
+
+def register(name: str) -> None:
+    """Register the loss of this name with verl. Raises ConfigError for an arm that is not there, or that asks for
+    something which verl does not give a policy loss."""
+    if name not in POLICY_LOSS_REGISTRY:
+        register_policy_loss(name)(loss_of(arm_of(name.removeprefix(PREFIX))))
+
+
+def loss_of(arm: Arm) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
+    """A policy loss with verl's signature."""
+    objective = _usable_objective(arm)
+
+    def loss(old_log_prob: PerToken, log_prob: PerToken, advantages: PerToken, response_mask: Mask,
+             loss_agg_mode: str = "token-mean", config: Any = None, rollout_is_weights: PerToken | None = None
+             ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
+        mask = response_mask.bool()
+        _require_aggregation(arm, loss_agg_mode, config.global_batch_info.get("loss_scale_factor"))
+        weights = objective.aggregate(mask) * _share(mask, loss_agg_mode, config.global_batch_info)
+        if rollout_is_weights is not None:
+            weights = weights * torch.where(mask, rollout_is_weights, 0)
+        output = policy_loss(arm, logprobs=log_prob, old_logprobs=old_log_prob, mask=mask, weights=weights,
+                             advantages=torch.where(mask, advantages, 0))
+        count = mask.sum().clamp(min=1)
+        change = torch.where(mask, old_log_prob - log_prob.detach(), 0)
+        return output.loss.to(log_prob.dtype), {
+            "actor/pg_clipfrac": (output.clipped_by != 0).sum().item() / count.item(),
+            "actor/pg_clipfrac_lower": (output.clipped_by < 0).sum().item() / count.item(),
+            "actor/ppo_kl": change.sum().item() / count.item()}
+
+    return loss
+
+
+def _share(mask: Mask, loss_agg_mode: str, batch: Mapping[str, Any]) -> float:
+    """What these rows weigh in verl's `agg_loss`, whose counts are of the whole mini-batch, times the ranks, over which
+    gradients are averaged."""
+    here, whole = mask.any(1).sum(), batch.get("global_batch_size")
+    if loss_agg_mode in ("token-mean", "token-sum"):
+        here, whole = mask.sum(), batch.get("batch_num_tokens") if loss_agg_mode == "token-mean" else None
+    return (batch.get("dp_size") or 1) * (float(here) / whole if whole else 1.0)
+
+
+def _require_aggregation(arm: Arm, loss_agg_mode: str, factor: float | None) -> None:
+    aggregate = Component.of(arm.aggregate)
+    name, norm = AGGREGATIONS.get(loss_agg_mode), loss_agg_mode == "seq-mean-token-sum-norm"
+    if aggregate.name != name or dict(aggregate.options) != ({"horizon": factor} if norm else {}):
+        back = {ours: theirs for theirs, ours in AGGREGATIONS.items()}
+        raise ConfigError(f"the arm {arm.name!r} has aggregate={aggregate}, but actor.loss_agg_mode={loss_agg_mode!r} "
+                          f"and loss_scale_factor={factor}: set loss_agg_mode={back.get(aggregate.name)!r} and its "
+                          f"factor, or write aggregate={name} into the arm.")
+
+
+def _usable_objective(arm: Arm) -> Objective:
+    """The arm's objective. Raises ConfigError for components that a policy loss of verl is given nothing for."""
+    objective = objective_of(arm)
+    elsewhere = {
+        "filters": (bool(arm.filters), "use algorithm.rollout_correction, which masks tokens"),
+        "routes": (Component.of(arm.routes).name != "live" or arm.ratio_routes is not None,
+                   "set actor.fsdp_config.router_replay.mode"),
+        "anchor": (arm.anchor != "policy", "set algorithm.rollout_correction.bypass_mode=True"),
+        "corrections": (any("engine" in needs_of(one) for one in objective.corrections),
+                        "use algorithm.rollout_correction, whose weights every loss here takes"),
+        "terms": (any(needs_of(one) for one in objective.terms.values()),
+                  "use actor.use_kl_loss, kl_loss_coef and entropy_coeff"),
+    }
+    for field, (found, remedy) in elsewhere.items():
+        if found:
+            raise ConfigError(f"the arm {arm.name!r} cannot be a policy loss of verl as it is, for its {field}: "
+                              f"{remedy}, and leave them out of the arm ({field}=none, or another method).")
+    if needed := sorted(objective.needs - {"policy"}):
+        raise ConfigError(f"the arm {arm.name!r} cannot be a policy loss of verl: it needs {', '.join(needed)}, which "
+                          "verl gives to no policy loss.")
+    return objective

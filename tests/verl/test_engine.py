@@ -1,0 +1,247 @@
+"""The engine on one rank: what is recorded is replayed, however verl lays its tokens out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_rl.errors import ConfigError, RoutingError
+from moe_rl.routing import layout_of, record_routing
+from tests.verl.helpers import actor_loss, batch, engine, score, update, with_old_policy
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+LAYOUTS = [dict(packed=False), dict(packed=True), dict(packed=True, dynamic=True), dict(packed=False, dynamic=True)]
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_r2_replays_the_recorded_routes_and_the_first_ratio_is_one(checkpoint, settings, checkpointing):
+    made = engine(checkpoint, {"mode": "R2"}, checkpointing)
+    found = score(made, batch(64, **settings))
+    data = with_old_policy(batch(64, **settings), found)
+    first = update(made, data)
+    assert first["routing/coverage"] == [1.0] and first["routing/pull"] == [0.0]
+    assert first["routing/token_log_ratio_var"] == [0.0] and first["routing/token_ess"] == [1.0]
+    second = update(made, data)
+    assert second["routing/coverage"] == [1.0] and second["routing/pull"][0] > 0.01
+    assert second["routing/token_log_ratio_var"][0] > 0
+
+
+def routes_of(recording):
+    """What a recording saw in all forwards, one after the other: [tokens, site, k]."""
+    return torch.cat([recording.layout.stack(sites) for sites in zip(*recording._ids, strict=True)])
+
+
+def test_an_update_uses_the_experts_that_were_recorded_and_they_are_the_model_s_own(checkpoint):
+    made = engine(checkpoint, {"mode": "R2"})
+    data = batch(64)
+    found = score(made, data)
+    update(made, with_old_policy(data, found))  # other weights from here on
+    with record_routing(made.module) as recording:
+        update(made, with_old_policy(data, found))
+    assert torch.equal(routes_of(recording), found["routed_experts"].values().to(torch.uint8))
+    fresh = engine(checkpoint, {"mode": "R2"})
+    with record_routing(fresh.module) as recording, torch.no_grad():
+        for row in data["input_ids"].unbind():
+            fresh.module(input_ids=row[None], use_cache=False)
+    assert torch.equal(routes_of(recording), found["routed_experts"].values().to(torch.uint8))
+    assert found["routed_experts"].dtype == torch.int16 and found["routed_experts"].values().shape[1:] == (3, 2)
+
+
+def test_without_replay_routes_are_free_and_coverage_says_so(checkpoint):
+    made = engine(checkpoint)
+    found = score(made, batch(64))
+    assert "routed_experts" not in found
+    metrics = update(made, with_old_policy(batch(64), found))
+    assert metrics["routing/coverage"] == [0.0] and "routing/pull" not in metrics
+    assert metrics["routing/token_log_ratio_var"] == [0.0] and metrics["routing/load_max_violation"][0] > 0
+    assert {f"routing/load_max_violation/layer_0{layer}" for layer in range(3)} <= metrics.keys()
+
+
+def random_routes(data, seed=5):
+    """A rollout's routes as its engine reports them: other experts than the routers', zeros at the last tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = data["input_ids"]
+    ids = torch.rand(len(tokens.values()), 3, 8, generator=draw).argsort(-1)[..., :2].to(torch.int16)
+    ids[tokens.offsets()[1:] - 1] = 0
+    return torch.nested.nested_tensor_from_jagged(ids, tokens.offsets())
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+def test_r3_replays_the_rollout_s_routes_in_both_passes(checkpoint, settings):
+    made = engine(checkpoint, {"mode": "R3"})
+    data = batch(64, **settings)
+    data["routed_experts"] = random_routes(data)
+    found = score(made, data)
+    assert "routed_experts" not in found, "verl would overwrite the rollout's"
+    metrics = update(made, with_old_policy(data, found))
+    assert metrics["routing/coverage"] == [1.0] and metrics["routing/pull"][0] > 0.3
+    assert metrics["routing/token_log_ratio_var"] == [0.0] and metrics["routing/token_ess"] == [1.0]
+    free = score(engine(checkpoint), batch(64, **settings))
+    assert not torch.allclose(found["log_probs"].values(), free["log_probs"].values(), atol=1e-3)
+
+
+def test_log_probs_under_replay_are_those_of_the_plain_model(checkpoint):
+    from transformers import AutoModelForCausalLM
+
+    from moe_rl.routing import RoutingTrace, replay_routing
+
+    data = batch(64)
+    data["routed_experts"] = random_routes(data)
+    found = score(engine(checkpoint, {"mode": "R3"}), data)["log_probs"].unbind()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
+    for row, ids, logprobs in zip(data["input_ids"].unbind(), data["routed_experts"].unbind(), found, strict=True):
+        ids = ids.masked_fill((torch.arange(len(row)) == len(row) - 1)[:, None, None], -1)
+        trace = RoutingTrace.from_ids(ids[None], layout_of(model))
+        with torch.no_grad(), replay_routing(model, trace):
+            plain = model(input_ids=row[None]).logits[0].log_softmax(-1)
+        torch.testing.assert_close(logprobs[:-1], plain[:-1].gather(1, row[1:, None])[:, 0], atol=1e-5, rtol=0)
+
+
+def test_missing_and_foreign_routes_are_refused(checkpoint):
+    made = engine(checkpoint, {"mode": "R2"})
+    data = batch(64)
+    found = score(made, data)
+    plain = with_old_policy(data, {"log_probs": found["log_probs"]})
+    with pytest.raises(RoutingError, match="bypass_mode=False"):
+        update(made, plain)
+    with pytest.raises(RoutingError, match="enable_rollout_routing_replay"):
+        score(engine(checkpoint, {"mode": "R3"}), batch(64))
+    routes = found["routed_experts"]
+    for ids, message in ((routes.values()[:, :2], "expected one row per token"), (routes.values() + 7, "at most 8")):
+        data = with_old_policy(batch(64), found)
+        data["routed_experts"] = torch.nested.nested_tensor_from_jagged(ids.contiguous(), routes.offsets())
+        with pytest.raises(RoutingError, match=message):
+            update(made, data)
+    data["routed_experts"] = torch.nested.nested_tensor_from_jagged(torch.zeros_like(routes.values()), routes.offsets())
+    with pytest.raises(ConfigError, match="no route of the mini-batch is known"):
+        update(made, data)
+    update(made, with_old_policy(batch(64), found))  # the scopes of the failures are gone
+
+
+def test_sequences_that_only_fill_a_batch_up_are_not_counted(checkpoint):
+    made = engine(checkpoint, {"mode": "R3"})
+    data = batch(64)
+    empty = [mask * (row != 1) for row, mask in enumerate(data["response_mask"].unbind())]
+    routes = random_routes(data)
+    ids = routes.values().clone()
+    ids[routes.offsets()[1] : routes.offsets()[2]] = 0
+    masks = torch.nested.as_nested_tensor(empty, layout=torch.jagged)
+    data["response_mask"], data["loss_mask"] = masks, masks
+    data["routed_experts"] = torch.nested.nested_tensor_from_jagged(ids, routes.offsets())
+    metrics = update(made, with_old_policy(data, score(made, data)), actor_loss(aggregation="token-mean"))
+    assert metrics["routing/coverage"] == [1.0]
+
+
+def test_a_reference_is_left_alone(checkpoint, monkeypatch):
+    from torch.distributed.fsdp import OffloadPolicy
+    from verl.workers.engine.fsdp import transformer_impl
+
+    made = engine(checkpoint, {"mode": "R2"}, lora=4)
+    data = batch(64)
+    found = score(made, data)
+    update(made, with_old_policy(data, found))
+    with made.disable_adapter():
+        assert "routed_experts" not in score(made, data)
+    assert "routed_experts" in score(made, data)
+    monkeypatch.setattr(transformer_impl, "CPUOffloadPolicy", lambda **_: OffloadPolicy())  # it takes an accelerator
+    reference = engine(checkpoint, {"mode": "R2"}, forward_only=True)
+    assert "routed_experts" not in score(reference, data)
+
+
+def test_lora_replays(checkpoint):
+    made = engine(checkpoint, {"mode": "R2"}, lora=4, checkpointing=True, learning_rate=0.3)
+    data = batch(64)
+    data = with_old_policy(data, score(made, data))
+    first, second = update(made, data), update(made, data)
+    assert first["routing/pull"] == [0.0] and first["routing/token_ess"] == [1.0]
+    assert second["routing/coverage"] == [1.0] and second["routing/token_log_ratio_var"][0] > 0
+
+
+SOURCES = {"soft(ratio=0.5)": 1.0, "random_share(share=0.5)": 0.5, "by_layer(first=1)": 1 / 3,
+           "by_margin(below=inf)": 1.0,
+           "by_probability(below=2.0)": 1.0, "shuffled": 26 / 30, "random_sets": 1.0,
+           "false_flips(share=0.5)": 1.0,
+           "soft(ratio=0.5,base=rollout)": 1.0, "by_layer(last=1,base=rollout)": 1 / 3}
+
+
+@pytest.mark.parametrize("written, coverage", SOURCES.items())
+@pytest.mark.parametrize("settings", LAYOUTS[:2], ids=str)
+def test_sources_by_name(checkpoint, written, coverage, settings):
+    made = engine(checkpoint, {"mode": f"moe_rl:{written}"})
+    data = batch(64, **settings)
+    if "rollout" in written:
+        data["routed_experts"] = random_routes(data)
+    found = score(made, data)
+    assert ("routed_experts" in found) == (not written.startswith("soft(ratio=0.5,base=rollout"))
+    metrics = update(made, with_old_policy(data, found))
+    assert metrics["routing/coverage"][0] == pytest.approx(coverage, abs=0.15 * written.startswith("random_share"))
+    assert metrics["routing/token_log_ratio_var"] == [0.0], "both sides of the ratio use the same routes"
+    assert (metrics["routing/pull"][0] == 0) == (not written.startswith(("shuffled", "random_sets", "false")) and
+                                                 "rollout" not in written)
+
+
+def test_settings_that_cannot_be_are_refused(checkpoint):
+    for replay, message in (({"mode": "R4"}, "choose disabled, R2, R3 or moe_rl:"),
+                            ({"mode": "moe_rl:recal"}, "recall"),
+                            ({"mode": "moe_rl:recall"}, "combine weights"), ({"mode": "R2", "file": "x"}, "has file"),
+                            ({"mode": "moe_rl:under_noise(sigma=0.1)"}, "other routers"),
+                            ({"mode": "moe_rl:soft"}, "ratio"), ({"measured_sequences": -1}, "measured_sequences=-1")):
+        with pytest.raises(ConfigError, match=message):
+            engine(checkpoint, replay)
+
+
+def test_a_dense_model_is_refused(tmp_path):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=8)
+    Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(RoutingError, match="no routing site"):
+        engine(tmp_path, {"mode": "R2"})
+
+
+def test_ratios_are_measured_as_our_trainer_measures_them(checkpoint):
+    from moe_rl.metrics.ratios import engine_gap, ratio_statistics
+
+    made = engine(checkpoint, learning_rate=3e-2)
+    data = batch(64)
+    old = with_old_policy(data, score(made, data))
+    update(made, old)
+    now = with_old_policy(data, score(made, data))["old_log_probs"]
+    old["rollout_log_probs"] = torch.nested.nested_tensor_from_jagged(
+        old["old_log_probs"].values() - 0.1, old["old_log_probs"].offsets())
+    metrics = update(made, old)
+    log_ratio = now.to_padded_tensor(0.0) - old["old_log_probs"].to_padded_tensor(0.0)
+    mask = old["response_mask"].to_padded_tensor(0).bool()
+    expected = ratio_statistics(log_ratio, mask)
+    for level in ("token", "sequence"):
+        for name in ("log_ratio_mean", "log_ratio_var", "ess", "kl_k3", "beyond_2"):
+            assert metrics[f"routing/{level}_{name}"][0] == pytest.approx(expected[f"{level}_{name}"], abs=1e-6), name
+    gap = engine_gap(torch.full_like(log_ratio, 0.1), mask)
+    for name in ("engine_kl_k3", "engine_logprob_mean", "engine_beyond_2"):
+        assert metrics[f"routing/{name}"][0] == pytest.approx(gap[name], abs=1e-6)
+
+
+@pytest.mark.parametrize("settings", LAYOUTS[:2], ids=str)
+def test_expert_change_is_measured_on_fixed_tokens_and_changes_nothing(checkpoint, settings):
+    from moe_rl.integrations.verl import fields
+    from moe_rl.metrics.volatility import route_change
+    from tests.verl.helpers import RESPONSES
+
+    data = batch(64, **settings)
+    measured = engine(checkpoint, {"measured_sequences": 3}, learning_rate=3e-2)
+    plain, twin = engine(checkpoint, learning_rate=3e-2), engine(checkpoint, {"mode": "R2"}, learning_rate=3e-2)
+    old = with_old_policy(data, score(measured, data))
+    for _ in range(2):
+        before = score(twin, data)["routed_experts"].unbind()[:3]
+        metrics = update(measured, old)
+        reference = update(plain, old)
+        assert metrics["grad_norm"] == reference["grad_norm"]
+        twin.module.load_state_dict(plain.module.state_dict())
+        after = score(twin, data)["routed_experts"].unbind()[:3]
+        decides = fields.deciding_tokens(data)[: data["input_ids"].offsets()[3]]
+        change = route_change(torch.cat(before)[None].long(), torch.cat(after)[None].long(), decides[None]).row()
+        for name in ("expert_change_rate", "any_change_rate", "any_layer_change"):
+            assert metrics[f"routing/{name}"][0] == pytest.approx(change[name])
+        assert change["expert_change_rate"] > 0 and int(decides.sum()) == sum(RESPONSES[:3])
