@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from moe_rl.integrations.verl.losses import register_named
 from moe_rl.integrations.verl.mode import Mode
 from moe_rl.registry import needs_of
 from moe_rl.routing import RoutingTrace, layout_of, record_routing, replay_routing
-from moe_rl.types import Scored
 
 RECORD, REPLAY = "record", "replay"
 
@@ -113,9 +113,8 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
         routes = self._routes_of_source(micro_batch)
         if mode.scored_again:
             self._moe_phase = REPLAY
-            again = micro_batch.copy()
-            again[fields.ROUTES] = routes
-            loss, output = super().forward_step(again, loss_function, forward_only)
+            micro_batch[fields.ROUTES] = routes
+            loss, output = super().forward_step(micro_batch, loss_function, forward_only)
         output["model_output"][fields.ROUTES] = routes
         return loss, output
 
@@ -165,12 +164,11 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
         source, micro_batch = self._moe_mode.function(), micro_batch.to(self._moe_natural.device)
         mask = fields.padded_mask(micro_batch)
         reported = self._trace(micro_batch, mask, reported=True) if self._moe_mode.of_rollout else None
-        batch = fields.batch_of(micro_batch, reported)
+        batch = fields.sampled_of(micro_batch, reported)
         natural, scores = fields.trace_of(self._moe_natural, self._moe_layout, mask), None
         if "scores" in needs_of(source):
             scores = self._moe_scores.each(lambda x: fields.spread(x[self._moe_mask], mask))
-        zeros = torch.zeros(mask.shape, device=mask.device)
-        trace = source(batch, Scored(zeros, zeros, replace(natural, tokens=batch.tokens.int()), scores=scores))
+        trace = source(batch, SimpleNamespace(routes=natural, scores=scores))
         trace = natural.only(torch.zeros_like(natural.known)) if trace is None else trace
         return self._field(trace.experts[mask], micro_batch)
 

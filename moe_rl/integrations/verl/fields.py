@@ -6,6 +6,8 @@ verl keeps the tokens of a micro-batch one after another; `tokens` is that axis.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from jaxtyping import Bool, Integer
 from tensordict import TensorDict
@@ -14,10 +16,8 @@ from verl.utils import tensordict_utils as tu
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing import Layout, RoutingTrace
-from moe_rl.types import Batch
 
 ROUTES = "routed_experts"
-"""verl's name for the experts of every token."""
 
 
 def padded_mask(fields: TensorDict) -> Bool[Tensor, "batch time"]:
@@ -113,17 +113,12 @@ def trace_of(ids: Integer[Tensor, "tokens site k"], layout: Layout, mask: Bool[T
     return RoutingTrace.from_ids(spread(ids, mask, layout.unknown), layout, attention_mask=mask, check=False)
 
 
-def batch_of(fields: TensorDict, reported: RoutingTrace | None) -> Batch:
-    """A micro-batch as a batch for route sources: tokens, masks, prompts, and the routes of the rollout. Equal
-    prompts form a group; rewards, advantages and log-probs are zeros, which no source reads."""
+def sampled_of(fields: TensorDict, reported: RoutingTrace | None) -> SimpleNamespace:
+    """What route sources read of a micro-batch (`routing.sources.Sampled`). Rows of equal prompts form a group."""
     mask = padded_mask(fields)
-    tokens = spread(fields["input_ids"].values(), mask)
-    response = spread(response_tokens(fields), mask)
+    tokens, response = spread(fields["input_ids"].values(), mask), spread(response_tokens(fields), mask)
     starts = torch.where(response.any(1), response.int().argmax(1), mask.sum(1)).tolist()
     prompts = [tuple(row[:start]) for row, start in zip(tokens.tolist(), starts, strict=True)]
-    names = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-    zeros = torch.zeros(mask.shape, device=mask.device)
-    return Batch(tokens=tokens, attention_mask=mask, response_mask=response,
-                 prompt_index=torch.tensor([names[prompt] for prompt in prompts], device=mask.device),
-                 rollout_logprobs=zeros, rewards=zeros[:, 0], advantages=zeros, finished=mask.any(1),
-                 rollout_routes=reported)
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    index = torch.tensor([numbers[prompt] for prompt in prompts], device=mask.device)
+    return SimpleNamespace(tokens=tokens, prompt_index=index, rollout_routes=reported)

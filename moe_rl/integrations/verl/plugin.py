@@ -1,8 +1,7 @@
 """verl's entry point of moe_rl, in the group `verl.plugins`: every process of verl on the machine imports this module.
 
 It does nothing unless the environment says MOE_RL_VERL=1. verl logs an entry point that fails at the level DEBUG, and
-goes on without it. So a failure ends the process here: a run never trains with another engine than the one asked for.
-The configuration can ask for the same, on every machine of a cluster, by
+goes on without it, so a failure ends the process here. The configuration can ask for the same, on every machine, by
 `actor_rollout_ref.model.external_lib=moe_rl.integrations.verl.active`.
 """
 
