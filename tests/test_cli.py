@@ -555,7 +555,7 @@ def test_a_command_says_which_folder_of_the_package_is_missing(words):
             f"from moe_rl.cli import main; sys.exit(main({words}))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert " needs moe_rl." in done.stderr and "which is not installed" in done.stderr
+    assert " needs the folder moe_rl/" in done.stderr and "this installation of moe_rl lacks" in done.stderr
 
 
 @pytest.mark.parametrize("name", [*cli.GROUPS, *cli.COMMANDS])

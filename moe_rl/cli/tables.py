@@ -104,13 +104,12 @@ unfinished runs up to their last commit.""",
 )
 def export(options: argparse.Namespace) -> int:
     """CSV files, floats with all their digits; or points."""
-    from moe_rl.registry import import_component, import_optional
+    from moe_rl.registry import Component, import_component
     from moe_rl.storage.frames import load_study
 
-    trackers = "moe_rl.integrations.trackers"
-    names_a_tracker = import_optional(f"{trackers}:names_a_tracker") or (lambda target: "=" in target)
-    if names_a_tracker(options.to):
-        give = import_component("tracker", options.to, f"{trackers}:export")
+    name = options.to.partition("=")[0]
+    if name in ("tensorboard", "wandb") or Component(name).own:  # anything else can only be a folder
+        give = import_component("tracker", name, "moe_rl.integrations.trackers:export")
         for line in give(options.folder, options.to, options.follow):
             print(line, flush=True)
         return 0

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from moe_rl.errors import ConfigError, MoeRlError, RunError
-from moe_rl.registry import Component, lookup
+from moe_rl.registry import lookup
 from moe_rl.storage.columns import COMPLETIONS, TABLES
 from moe_rl.storage.commits import Row, last_step, read_rows
 from moe_rl.storage.folder import RunFolder, read_manifest, run_folders
@@ -112,12 +112,6 @@ class WandB:
 
 
 TRACKERS: dict[str, Callable[[Path, Tracked], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
-
-
-def names_a_tracker(text: str) -> bool:
-    """Whether a target begins with the name of a tracker, or with `pkg.module:Class`; else it can only be a folder."""
-    name = text.partition("=")[0]
-    return name in TRACKERS or Component(name).own
 
 
 def find_tracker(text: str) -> tuple[Callable[[Path, Tracked], Tracker], Path]:
