@@ -27,7 +27,7 @@ study: $(STAMP)
 
 # Every table and figure of studies/, and every number of its pages, again from the tables in the repository.
 results: $(STAMP)
-	for study in studies/results/*/; do $(BIN)/moe-rl plot $$study || exit 1; done
+	for study in studies/results/*/; do $(BIN)/moe-rl plot $$study --trust || exit 1; done
 	OMP_NUM_THREADS=1 $(BIN)/python studies/pages.py
 
 test: $(STAMP) lint

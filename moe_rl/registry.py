@@ -167,7 +167,9 @@ def import_optional(path: str) -> Callable[..., Any] | None:
         found = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # nor the folder it is in
         return None
-    return None if found is None else import_component("component", attribute, path)
+    if found is None or found.origin is None:  # a folder in which nothing but compiled files is left
+        return None
+    return import_component("component", attribute, path)
 
 
 def import_callable(kind: str, name: str) -> Callable[..., Any]:

@@ -72,7 +72,8 @@ def execute(run: RunConfig, folder: RunFolder, *, cache: Path, listen: Listener 
     found: dict[str, list[dict[str, Any]]] = {"lengths": [], "ratios": [], "cells": []}
     for cell in CELLS:
         here = cell.run(run)
-        own = replace(parts, task=load_task(here.task), batches=Queue())
+        collector = replace(parts.collector, run=here, task=load_task(here.task))
+        own = replace(parts, collector=collector, batches=Queue())
         what = {"length": cell.length, "equal": cell.equal}
         parts.policy.load(start)
         for step in range(1, STEPS + 1):

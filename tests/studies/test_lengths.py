@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import lengths_trainer
 import lengths_verdicts as verdicts
 import pandas as pd
 import pytest
 import torch
 from gradient_quality_trainer import Gradients
-from lengths_trainer import CELLS, moments
+from lengths_trainer import CELLS, Cell, moments
 
 from moe_rl.errors import ConfigError
+from moe_rl.registry import Component
+from moe_rl.storage.folder import RunFolder
+from tests.test_trainer import TINY
 
 
 def test_the_variance_of_mini_batch_gradients_by_hand():
@@ -24,6 +28,18 @@ def test_equal_tokens_are_equal_within_three_percent():
     assert {(cell.length, cell.equal) for cell in CELLS} == set(verdicts.CELLS)
     tokens = {cell.length: cell.length * cell.times for cell in CELLS if cell.equal in ("tokens", "both")}
     assert tokens == pytest.approx(dict.fromkeys(tokens, 120), rel=0.03)
+
+
+def test_every_cell_draws_responses_of_its_own_length(tmp_path, monkeypatch):
+    cells = (Cell(6, "both", 1), Cell(3, "tokens", 2))
+    for name, value in {"CELLS": cells, "STEPS": 1, "STALE": 2, "TOKENS": 6, "SEQUENCES": 4}.items():
+        monkeypatch.setattr(lengths_trainer, name, value)
+    run = TINY.replace(task=Component("lengths_task:ContinuedSums", tokens=8), max_new_tokens=8, steps=1,
+                       prompts_per_step=2, mini_batches=2, eval_prompts=2, eval_every=1)
+    with RunFolder.open(tmp_path / "run", run.to_dict(), run.hash) as folder:
+        lengths_trainer.execute(run, folder, cache=tmp_path)
+    ratios = pd.read_parquet(tmp_path / "run" / "ratios.parquet")
+    assert ratios.response_tokens.tolist() == [6, 3] and ratios.n.tolist() == [16, 32]
 
 
 def tables(power: float) -> tuple[pd.DataFrame, pd.DataFrame]:

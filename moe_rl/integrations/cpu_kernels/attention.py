@@ -45,15 +45,17 @@ def _forward(
     hidden_states: Float[Tensor, "batch time hidden"],
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch time hidden"], Tensor | None]:
     """As `Qwen3MoeAttention.forward`, but for the rotation."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.qwen3_moe.modeling_qwen3_moe import eager_attention_forward
 
+    earlier = kwargs.pop("past_key_values", None)
+    cache = earlier if cache is None else cache
     if not suited(hidden_states, self.q_norm.weight, *position_embeddings):
-        return type(self).forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
-    cache = next((kwargs.pop(name) for name in CACHE if name in kwargs), None)
+        return type(self).forward(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
     shape = hidden_states.shape[:-1]
     heads = (*shape, -1, self.head_dim)
     query = rotated(self.q_norm(self.q_proj(hidden_states).view(heads)), *position_embeddings).transpose(1, 2)
