@@ -36,16 +36,19 @@ def test_an_update_uses_the_experts_that_were_recorded_and_they_are_the_model_s_
     made = engine(checkpoint, {"mode": "R2"})
     data = batch(64)
     found = score(made, data)
+    routes, inner = found["routed_experts"].values(), torch.ones(data["input_ids"].values().shape[0], dtype=torch.bool)
+    inner[data["input_ids"].offsets()[1:] - 1] = False
+    assert bool((routes[~inner] == -2).all()) and bool((routes[inner] >= 0).all())
     update(made, with_old_policy(data, found))  # other weights from here on
     with record_routing(made.module) as recording:
         update(made, with_old_policy(data, found))
-    assert torch.equal(routes_of(recording), found["routed_experts"].values().to(torch.uint8))
+    assert torch.equal(routes_of(recording)[inner], routes[inner].to(torch.uint8))
     fresh = engine(checkpoint, {"mode": "R2"})
     with record_routing(fresh.module) as recording, torch.no_grad():
         for row in data["input_ids"].unbind():
             fresh.module(input_ids=row[None], use_cache=False)
-    assert torch.equal(routes_of(recording), found["routed_experts"].values().to(torch.uint8))
-    assert found["routed_experts"].dtype == torch.int16 and found["routed_experts"].values().shape[1:] == (3, 2)
+    assert torch.equal(routes_of(recording)[inner], routes[inner].to(torch.uint8))
+    assert routes.dtype == torch.int16 and routes.shape[1:] == (3, 2)
 
 
 def test_without_replay_routes_are_free_and_coverage_says_so(checkpoint):
@@ -108,13 +111,19 @@ def test_missing_and_foreign_routes_are_refused(checkpoint):
     with pytest.raises(RoutingError, match="enable_rollout_routing_replay"):
         score(engine(checkpoint, {"mode": "R3"}), batch(64))
     routes = found["routed_experts"]
-    for ids, message in ((routes.values()[:, :2], "expected one row per token"), (routes.values() + 7, "at most 8")):
+    for ids, message in ((routes.values()[:, :2], "expected one row per token"),
+                         (routes.values().clamp(max=0) + 8, "not recorded by this engine"),
+                         (routes.values().where(routes.values() < 0, 8), "at most 8")):
         data = with_old_policy(batch(64), found)
         data["routed_experts"] = torch.nested.nested_tensor_from_jagged(ids.contiguous(), routes.offsets())
         with pytest.raises(RoutingError, match=message):
             update(made, data)
     data["routed_experts"] = torch.nested.nested_tensor_from_jagged(torch.zeros_like(routes.values()), routes.offsets())
     with pytest.raises(ConfigError, match="no route of the mini-batch is known"):
+        update(made, data)
+    reported = routes.values().roll(1, -1)
+    data["routed_experts"] = torch.nested.nested_tensor_from_jagged(reported.abs() % 8, routes.offsets())
+    with pytest.raises(RoutingError, match="was not recorded by this engine"):
         update(made, data)
     update(made, with_old_policy(batch(64), found))  # the scopes of the failures are gone
 
@@ -186,6 +195,8 @@ def test_settings_that_cannot_be_are_refused(checkpoint):
                             ({"mode": "moe_rl:recal"}, "recall"),
                             ({"mode": "moe_rl:recall"}, "combine weights"), ({"mode": "R2", "file": "x"}, "has file"),
                             ({"mode": "moe_rl:under_noise(sigma=0.1)"}, "other routers"),
+                            ({"mode": "moe_rl:soft(ratio=0.5,base=rolout)"}, "base is one of old_policy, rollout"),
+                            ({"mode": "moe_rl:soft(ratio=-1)"}, "a number from 0"),
                             ({"mode": "moe_rl:soft"}, "ratio"), ({"measured_sequences": -1}, "measured_sequences=-1")):
         with pytest.raises(ConfigError, match=message):
             engine(checkpoint, replay)

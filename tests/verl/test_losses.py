@@ -81,7 +81,8 @@ def test_equal_to_verl_s_own(arm, theirs, aggregation, settings, weighed):
 
 @pytest.mark.parametrize("arm, message", [
     ("grpo+kl(coef=0.1)", "use_kl_loss"), ("grpo+truncated(cap=2.0)", "rollout_correction"),
-    ("grpo+old_policy", "router_replay.mode"), ("rspo", "needs"), ("clip_cov", "needs mini_batch"),
+    ("grpo+old_policy", "router_replay.mode"), ("rloo", "algorithm.adv_estimator"), ("dr_grpo", "algorithm.adv_est"),
+    ("grpo+finished", "rollout_correction"), ("rspo", "needs"), ("clip_cov", "needs mini_batch"),
     ("overlong_filter", "filters"), ("topr+anchor=engine", "bypass_mode=True"), ("grop", "grpo"),
 ])
 def test_what_verl_gives_nothing_for_is_refused(arm, message):

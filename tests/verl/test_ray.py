@@ -91,7 +91,7 @@ def test_r2_in_two_workers(cluster, checkpoint):
     for row, ids in zip(data["input_ids"].unbind(), found["routed_experts"].unbind(), strict=True):
         with torch.no_grad(), record_routing(model) as recording:
             model(input_ids=row[None])
-        assert torch.equal(recording.take().short(), ids)
+        assert torch.equal(recording.take().short()[:-1], ids[:-1]) and bool((ids[-1] == -2).all())
     old = with_old_policy(data, found)
     first = updated(group, old)
     assert first["routing/coverage"] == [1.0, 1.0] and first["routing/pull"] == [0.0, 0.0]  # of all ranks

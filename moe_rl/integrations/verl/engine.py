@@ -23,7 +23,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding
 
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.integrations.verl import fields, measure
 from moe_rl.integrations.verl.losses import register_named
 from moe_rl.integrations.verl.mode import Mode
@@ -52,6 +52,10 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
         super().initialize()
         if not self._moe_off:
             self._moe_layout = layout_of(self.module)
+            layers = [site.decoder_layer for site in self._moe_layout.sites]
+            if len({*layers}) < len(layers):
+                raise ConfigError("a decoder layer of the model has two routers, and verl's routed_experts has room "
+                                  "for one: moe_rl cannot replay or measure it in verl. Switch moe_rl off.")
             self._moe_layers = int(self.model_config.hf_config.get_text_config().num_hidden_layers)
 
     @contextmanager
@@ -101,7 +105,8 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
             if routes and row.get("routing/coverage", 1.0) == 0:
                 raise ConfigError(f"router_replay.mode replays {self._moe_mode.source}, but no route of the mini-batch "
                                   "is known, so nothing was replayed. Does the engine of the rollout report routes?")
-            output["metrics"] |= {name: [value] for name, value in ({"routing/coverage": 0.0} | row).items()}
+            row = row if routes else {"routing/coverage": 0.0} | row
+            output["metrics"] |= {name: [value] for name, value in row.items()}
         return output
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
@@ -170,6 +175,9 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
             scores = self._moe_scores.each(lambda x: fields.spread(x[self._moe_mask], mask))
         trace = source(batch, SimpleNamespace(routes=natural, scores=scores))
         trace = natural.only(torch.zeros_like(natural.known)) if trace is None else trace
+        if trace.keep or trace.gates is not None:
+            raise RoutingError(f"router_replay.mode: {self._moe_mode.source} gives `keep` or `gates` with its routes, "
+                               "which verl's routed_experts has no room for.")
         return self._field(trace.experts[mask], micro_batch)
 
     def _ids(self, experts: Integer[Tensor, "*batch site k"]) -> Integer[Tensor, "*batch site k"]:
@@ -189,7 +197,8 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
                                  for trace in (self._moe_replay.routes, self._moe_replay.preferred))
             measure.add_replay(sums, forced, preferred, fields.counted_tokens(micro_batch), decides)
             used = torch.where(forced[..., :1] >= 0, forced, preferred)
-        measure.add_load(sums, used, self._moe_layout, decides)
+        if self._moe_phase == RECORD or not self._moe_mode.keep:  # `soft` uses a part of each
+            measure.add_load(sums, used, self._moe_layout, decides)
         if "old_log_probs" not in micro_batch or found.get("log_probs") is None:
             return
         wanted = micro_batch.select("response_mask", "old_log_probs", "rollout_log_probs", strict=False)
@@ -224,7 +233,8 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
 
 def _first_sequences(data: TensorDict, count: int) -> TensorDict:
     """The first sequences of a mini-batch, with what a forward reads."""
-    names = ("input_ids", "position_ids", "loss_mask", "responses", "prompts", "attention_mask")
+    names = ("input_ids", "position_ids", "loss_mask", "responses", "prompts", "attention_mask",
+             "multi_modal_inputs")
     subset = tu.index_select_tensor_dict(data.select(*names, strict=False), list(range(min(count, data.shape[0]))))
     packed = tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True)
     tu.assign_non_tensor(subset, temperature=1.0, use_remove_padding=packed, pad_token_id=0, use_fused_kernels=False)

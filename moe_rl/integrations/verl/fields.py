@@ -18,6 +18,8 @@ from moe_rl.errors import RoutingError
 from moe_rl.routing import Layout, RoutingTrace
 
 ROUTES = "routed_experts"
+MARK = -2
+"""At the last token of every sequence that `write_routes` wrote: a replay needs no route there."""
 
 
 def padded_mask(fields: TensorDict) -> Bool[Tensor, "batch time"]:
@@ -76,6 +78,7 @@ def write_routes(ids: Integer[Tensor, "tokens site k"], layout: Layout, layers: 
     whole = ids.new_zeros((len(ids), layers, layout.top_k), dtype=torch.int16)
     sites = [site.decoder_layer for site in layout.sites]
     whole[:, sites] = ids.to(torch.int16).masked_fill(ids == layout.unknown, -1)
+    whole[fields["input_ids"].offsets()[1:] - 1] = MARK
     return torch.nested.nested_tensor_from_jagged(whole, fields["input_ids"].offsets())
 
 
@@ -95,6 +98,13 @@ def read_routes(fields: TensorDict, layout: Layout, layers: int, reported: bool)
         found = tuple(field.values().shape) if field.is_nested else tuple(field.shape)
         raise RoutingError(f"{ROUTES} has shape {found}; expected one row per token of the same sequences, jagged, "
                            f"{shape}: [tokens, decoder layers, experts per token].")
+    if not reported:
+        ends = (tokens.offsets()[1:] - 1).tolist()
+        for row, end in zip(field.unbind(), ends, strict=True):
+            if bool((field.values()[end] != MARK).any()) and bool(row.any()):  # verl fills batches up with zeros
+                raise RoutingError(f"{ROUTES} was not recorded by this engine: these are routes of the rollout. Set "
+                                   "actor_rollout_ref.rollout.enable_rollout_routing_replay=False, or "
+                                   "router_replay.mode=R3 to replay them.")
     sites = torch.tensor([site.decoder_layer for site in layout.sites], device=field.device)
     flat = field.values().index_select(1, sites).to(torch.int16)
     limits = torch.tensor([site.num_experts for site in layout.sites], device=flat.device)

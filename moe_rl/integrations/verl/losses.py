@@ -54,10 +54,9 @@ def loss_of(arm: Arm) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
         mask = response_mask.bool()
         _require_aggregation(arm, loss_agg_mode, config.global_batch_info.get("loss_scale_factor"))
         weights = objective.aggregate(mask) * _share(mask, loss_agg_mode, config.global_batch_info)
-        if rollout_is_weights is not None:
-            weights = weights * torch.where(mask, rollout_is_weights, 0)
+        trust = None if rollout_is_weights is None else torch.where(mask, rollout_is_weights, 1)
         output = policy_loss(arm, logprobs=log_prob, old_logprobs=old_log_prob, mask=mask, weights=weights,
-                             advantages=torch.where(mask, advantages, 0))
+                             advantages=torch.where(mask, advantages, 0), trust=trust)
         count = mask.sum().clamp(min=1)
         change = torch.where(mask, old_log_prob - log_prob.detach(), 0)
         return output.loss.to(log_prob.dtype), {
@@ -87,15 +86,24 @@ def _require_aggregation(arm: Arm, loss_agg_mode: str, factor: float | None) -> 
                           f"factor, or write aggregate={name} into the arm.")
 
 
+def _is_group(step: Component) -> bool:
+    """Whether a step to advantages is what verl's GRPO computes."""
+    return step.name in ("group", "normalized") and all(step.options.get(of, "group") == "group"
+                                                        for of in ("center", "scale"))
+
+
 def _usable_objective(arm: Arm) -> Objective:
     """The arm's objective. Raises ConfigError for components that a policy loss of verl is given nothing for."""
     objective = objective_of(arm)
+    steps = arm.advantage if isinstance(arm.advantage, tuple) else (arm.advantage,)
     elsewhere = {
         "filters": (bool(arm.filters), "use algorithm.rollout_correction, which masks tokens"),
         "routes": (Component.of(arm.routes).name != "live" or arm.ratio_routes is not None,
                    "set actor.fsdp_config.router_replay.mode"),
+        "advantage": (not all(map(_is_group, map(Component.of, steps))),
+                      "set algorithm.adv_estimator, use_kl_in_reward and the like"),
         "anchor": (arm.anchor != "policy", "set algorithm.rollout_correction.bypass_mode=True"),
-        "corrections": (any("engine" in needs_of(one) for one in objective.corrections),
+        "corrections": (any("policy" not in needs_of(one) for one in objective.corrections),
                         "use algorithm.rollout_correction, whose weights every loss here takes"),
         "terms": (any(needs_of(one) for one in objective.terms.values()),
                   "use actor.use_kl_loss, kl_loss_coef and entropy_coeff"),

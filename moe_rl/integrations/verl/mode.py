@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Component, lookup
-from moe_rl.routing.sources import SOURCES
+from moe_rl.routing.sources import BASES, SOURCES
 
 PREFIX = "moe_rl:"
 NAMES = {"R2": "old_policy", "R3": "rollout"}
@@ -43,6 +44,10 @@ class Mode:
         if mode.source.name in REFUSED:
             raise ConfigError(f"router_replay.mode={text!r} cannot run in verl: {REFUSED[mode.source.name]}.")
         mode.function()
+        base, ratio = mode.source.options.get("base", "old_policy"), mode.source.options.get("ratio", 0)
+        if base not in BASES or not isinstance(ratio, int | float) or not 0 <= ratio < math.inf:
+            raise ConfigError(f"router_replay.mode={text!r}: base is one of {', '.join(BASES)}, and ratio a number "
+                              "from 0 on.")
         return mode
 
     @property
