@@ -389,7 +389,7 @@ def memory() -> dict:
     traces = [RoutingTrace.from_ids(code[r].to(torch.uint8)[..., None, None].expand(-1, -1, 48, 8), layout, check=False)
               for r in rows]
     parts = [(torch.zeros(len(r), 2048), trace, None) for r, trace in zip(rows, traces, strict=True)]
-    gathered = partial(FSDPPolicy._joined, None, parts, batch, rows)
+    gathered = partial(FSDPPolicy._join, None, parts, batch, rows)
     held, trace = growth(lambda: gathered()[1])
     right = bool((trace.experts[:, :-1, 7, 3] == code).all() & ~trace.known[:, -1].any())
     everything = code.to(torch.uint8)[..., None, None].expand(-1, -1, 48, 8)
