@@ -82,7 +82,7 @@ def compare(options: argparse.Namespace) -> int:
     DEVICE,
     DTYPE,
     argument("--set", action="append", default=[], metavar="K=V", dest="settings",
-             help="another setting, e.g. engine.name=vllm: docs/settings.md"),
+             help="another setting, e.g. engine=vllm: docs/settings.md"),
     argument("--out", type=Path, default=Path("evaluation"), help="folder to write (default: evaluation)"),
     TRUST_CODE,
     examples="""
@@ -91,7 +91,7 @@ def compare(options: argparse.Namespace) -> int:
                                       the hf_checkpoints of a run: a curve
   moe-rl checkpoint evaluate rl-500/ --task running_sums --problems 100
   moe-rl checkpoint evaluate rl-500/ --data aime.jsonl \\
-      --set engine.name=vllm --at-once 32
+      --set engine=vllm --at-once 32
 a line of a file: {"question": "…", "answer": "…"}. The same command goes on
 after a kill, and ends identical.""",
 )

@@ -185,20 +185,10 @@ class Monitor:
     def _read_probe(self) -> Seen:
         """Natural routes of the probe under the weights of now."""
         seen: list[Seen] = []
-        training = [module for module in self.model.modules() if module.training]
-        try:
-            for module in training:
-                module.training = False
-            with self.forwards.listening(seen.append, lambda replay: not replay):
-                if self.probe_decides is not None:
-                    self.forwards.decides(self.probe_decides)
-                self.model(**self.probe or {})
-        finally:
-            for module in training:
-                module.training = True
-            for module in self.model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # else the outermost keeps its weights of now, whatever the optimizer does
+        with evaluation_mode(self.model), self.forwards.listening(seen.append, lambda replay: not replay):
+            if self.probe_decides is not None:
+                self.forwards.decides(self.probe_decides)
+            self.model(**self.probe or {})
         if len(seen) != 1:
             raise RoutingError(f"the call of the model on the probe was {len(seen)} forwards; it must be one.")
         if seen[0].replay is not None:
@@ -284,6 +274,23 @@ class Monitor:
 
 
 monitor = Monitor
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """No module of a model trains, for a forward between its steps; afterwards those that did do again. FSDP2's modules
+    give back the weights that they gathered."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # else the outermost keeps its weights of now, whatever the optimizer does
 
 
 def _pooled(parts: Iterable[Any]) -> Any:

@@ -18,12 +18,12 @@ import torch
 from jaxtyping import Bool, Integer
 from tensordict import TensorDict
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding
 
 from moe_rl.errors import ConfigError, RoutingError
+from moe_rl.integrations.monitor import evaluation_mode
 from moe_rl.integrations.verl import fields, measure
 from moe_rl.integrations.verl.losses import register_named
 from moe_rl.integrations.verl.mode import Mode
@@ -212,10 +212,8 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
     @torch.no_grad()
     def _natural_routes(self, subset: TensorDict) -> Integer[Tensor, "tokens site k"]:
         """The routes of some sequences under the weights of now, by a forward of their own."""
-        training = [module for module in self.module.modules() if module.training]
         self._moe_training, self._moe_phase = False, ""
-        try:
-            self.module.eval()
+        with evaluation_mode(self.module):
             on_device = subset.to(next(self.module.parameters()).device)
             inputs, _ = self.prepare_model_inputs(on_device)
             mask = fields.real_inputs(on_device, inputs["input_ids"])
@@ -223,12 +221,6 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
             with record_routing(self.module) as recording, torch.autocast(device, dtype, dtype != torch.float32):
                 self.module(**inputs, use_cache=False)
             return self._ids(recording.take().unflatten(0, tuple(mask.shape))[mask])
-        finally:
-            for module in training:
-                module.training = True
-            for module in self.module.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # else the outermost keeps its weights of now, whatever the optimizer does
 
 
 def _first_sequences(data: TensorDict, count: int) -> TensorDict:

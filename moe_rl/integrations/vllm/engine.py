@@ -184,7 +184,7 @@ def _start(config: Any, folder: Path, dtype: str, routes: bool, max_tokens: int 
         from vllm import LLM, EngineArgs
         from vllm.platforms import current_platform
     except ImportError as error:
-        raise ConfigError(f"engine.name='vllm', but vLLM cannot be imported here ({error}); {INSTALL}") from error
+        raise ConfigError(f"engine='vllm', but vLLM cannot be imported here ({error}); {INSTALL}") from error
     settings: dict[str, Any] = {}
     if routes:
         if "enable_return_routed_experts" not in {f.name for f in dataclasses.fields(EngineArgs)}:
