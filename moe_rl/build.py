@@ -4,6 +4,7 @@ backend, and the same on one process and on several: there every rank builds, an
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -30,11 +31,12 @@ from moe_rl.models.shards import checkpoint_weights, describe, write_shards
 from moe_rl.models.supervised import Progress, cold_start
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
+from moe_rl.objectives.advantages import ADVANTAGES
 from moe_rl.objectives.spelling import suggest_field
 from moe_rl.policies.critic import HFCritic
 from moe_rl.policies.hf import copy_of, correction_biases
 from moe_rl.recorder import Recorder, Row, Rows
-from moe_rl.registry import Known, Part, check_component, import_component, lookup, needs_of
+from moe_rl.registry import Component, Known, Part, check_component, import_component, lookup, needs_of
 from moe_rl.rollouts.batches import Collector
 from moe_rl.rollouts.engine import check_request, context_length, end_tokens, sampling_of
 from moe_rl.rollouts.hf import HFEngine
@@ -71,8 +73,8 @@ def execute(
     run: RunConfig, folder: RunFolder | SharedFolder, *, cache: Path, listen: Listener = lambda rows: None
 ) -> None:
     """Carry out a run in its folder, or go on with it; cold starts are shared through `cache`."""
-    told = folder.told if isinstance(folder, SharedFolder) else folder.stopping
-    parts = build(run, folder.path, cache, told)
+    stopping = folder.stopping_here if isinstance(folder, SharedFolder) else folder.stopping
+    parts = build(run, folder.path, cache, stopping)
     try:
         folder.finish(train(run, parts, folder, listen))
     finally:
@@ -93,9 +95,7 @@ def check(run: RunConfig) -> list[str]:
         _check_model(run)
         split_of(load_task(run.task), run.eval_prompts)
         objective = objective_of(run.arm)
-        if "values" in advantage_of(run.arm).needs and not run.critic.lr:
-            raise ConfigError(f"arm {run.arm.name!r} takes its advantage from a critic's values, and critic.lr=0 means "
-                              "that there is none: set critic.lr, or use returns (gae without a critic) or group.")
+        advantage_of(run.arm)
         if run.router_noise.scale and run.router_noise.applied_to != "ratio" and "reference" in objective.needs:
             raise ConfigError(
                 f"arm {run.arm.name!r} compares with a reference, which no router noise moves: at equal weights "
@@ -107,9 +107,9 @@ def check(run: RunConfig) -> list[str]:
     return [*warn_void(run), *(str(warning.message) for warning in caught)]
 
 
-def build(run: RunConfig, folder: Path, cache: Path, told: Callable[[], bool] = lambda: False) -> Parts:
+def build(run: RunConfig, folder: Path, cache: Path, stopping: Callable[[], bool] = lambda: False) -> Parts:
     """The parts that `run` names, its model past the cold start; collective where there are ranks. Raises ConfigError
-    before any compute is spent, Stopped where it was `told` to stop while another run makes its cold start."""
+    before any compute is spent, Stopped if `stopping` says so while another run makes its cold start."""
     check(run)
     make_policy = lookup("policy", run.policy, POLICIES)
     if spread := "ranks" in needs_of(make_policy):
@@ -119,7 +119,7 @@ def build(run: RunConfig, folder: Path, cache: Path, told: Callable[[], bool] = 
     advantage = advantage_of(run.arm)
     compares, valued = "reference" in objective.needs | advantage.needs, "values" in advantage.needs
     evaluation = ranks.from_rank_0(
-        lambda: _prepare(run, task, _of_rank_0(loaded), cache, _progress(folder, told)))
+        lambda: _prepare(run, task, _of_rank_0(loaded), cache, _progress(folder, stopping)))
     policy = make_policy(run, loaded, False)
     # Both made now, before the policy has moved: from the weights of the cold start.
     critic = _critic(run, _of_rank_0(loaded)) if valued else None
@@ -214,12 +214,12 @@ def alone(file: Path, progress: Progress) -> Lock:
     return Lock(file, wait=lambda: progress({"waiting": True}))
 
 
-def _progress(folder: Path, told: Callable[[], bool]) -> Progress:
+def _progress(folder: Path, stopping: Callable[[], bool]) -> Progress:
     """Writes how far the cold start is into the progress of the run in `folder`, where there is one."""
     file = folder / "progress.json"
 
     def tell(now: Mapping[str, Any]) -> None:
-        if "waiting" in now and told():
+        if "waiting" in now and stopping():
             raise Stopped(f"{folder} was told to stop while it waited for the cold start that another run makes")
         if (found := read_json(file, ("step",))) and found.get("cold_start") != now:
             write_json(file, {**found, "updated": time.time(), "cold_start": now}, durable=False)
@@ -233,11 +233,16 @@ def sample(model: Any, tokenizer: Any, prompts: list[Prompt], group_size: int, *
 
 
 def _critic(run: RunConfig, start: LoadedModel) -> HFCritic:
-    """A critic that starts as the policy does."""
+    """A critic that starts as the policy does. Its options are those of the advantage that asks for its values."""
+    assert isinstance(run.arm.advantage, tuple), "an arm makes one of a part alone"
+    options = next(part.options for part in map(Component.of, run.arm.advantage)
+                   if "values" in needs_of(lookup("advantage", part, ADVANTAGES, suggest_field)))
+    lr, clip = options.get("critic_lr"), options.get("value_clip", math.inf)
     return HFCritic(
         copy_of(run, start),
-        run.critic.of(run.optimizer),
-        clip=run.critic.clip,
+        run.optimizer.replace(name="adamw", lr=run.optimizer.lr if lr is None else lr, router_lr_scale=1.0,
+                              loss_free_bias=0.0),
+        clip=clip,
         micro_batch=run.micro_batch,
         micro_batch_tokens=run.micro_batch_tokens,
         activation_checkpointing=run.activation_checkpointing,

@@ -23,7 +23,7 @@ from moe_rl.registry import Component, Part
 S = TypeVar("S", bound="Settings")
 NAMED = re.compile(r"[^\s:(),=]+:[^\s:(),=]+")
 """`pkg.module:name`, wherever it stands in a setting."""
-UNBOUNDED = ("arm.", "critic.clip", "most_violation")
+UNBOUNDED = ("arm.", "most_violation")
 """Settings that may be infinite, by how their keys begin."""
 FINITE = "numbers must be finite, or nothing computed with them is"
 OUT_OF_RANGE = {"greater_than_equal", "greater_than", "less_than_equal", "less_than", "string_too_short"}
@@ -266,22 +266,6 @@ class Optimizer(Settings):
         return self.lr * min(1.0, update / self.warmup) if self.warmup else self.lr
 
 
-class Critic(Settings):
-    """PPO's value model, for arms whose advantage asks for values (`gae`); other arms have none. It is the policy's
-    model after the cold start with a scalar in place of the vocabulary, 0 at first, and takes a step of AdamW after
-    each of the policy's, on the same mini-batch: moments, clipping and warm-up are those of `Optimizer`, its learning
-    rate is its own, its routers are neither slowed nor balanced."""
-
-    lr: LearningRate = 0.0
-    """Learning rate; 0: there is no critic."""
-    clip: Annotated[Float, Field(ge=0), "a distance of at least 0; inf for no clipping"] = math.inf
-    """Range ε around V_old beyond which the value loss is clipped (arXiv 1707.06347's code; verl 0.5, slime 0.2)."""
-
-    def of(self, optimizer: Optimizer) -> Optimizer:
-        """Its optimizer, beside the policy's."""
-        return optimizer.replace(name="adamw", lr=self.lr, router_lr_scale=1.0, loss_free_bias=0.0)
-
-
 class Measure(Settings):
     """The measuring budget (see "What is measured" in the README)."""
 
@@ -362,7 +346,6 @@ class RunConfig(Settings):
     model: InstanceOf[ModelConfig] = Field(default_factory=ModelConfig)
     cold_start: InstanceOf[ColdStart] = Field(default_factory=ColdStart)
     optimizer: InstanceOf[Optimizer] = Field(default_factory=Optimizer)
-    critic: InstanceOf[Critic] = Field(default_factory=Critic)
     measure: InstanceOf[Measure] = Field(default_factory=Measure)
     router_noise: InstanceOf[RouterNoise] = Field(default_factory=RouterNoise)
     policy: Called = Component("hf")

@@ -112,7 +112,7 @@ def from_rank_0(function: Callable[[], T]) -> T:
     return answer[0]
 
 
-def gathered(mine: T) -> list[T]:
+def gather(mine: T) -> list[T]:
     """What every rank has, in the order of ranks, for every rank; collective."""
     import torch.distributed as dist
 
@@ -121,7 +121,7 @@ def gathered(mine: T) -> list[T]:
     return parts
 
 
-def whole(tensor: Any) -> Any:
+def join_shards(tensor: Any) -> Any:
     """A tensor that is cut over ranks (a DTensor), put together on every rank; collective. Any other as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -135,8 +135,8 @@ def cut_as(pattern: Any, full: Any) -> Any:
     return distribute_tensor(full, pattern.device_mesh, pattern.placements, src_data_rank=None)
 
 
-def summed(numbers: Mapping[str, float]) -> dict[str, float]:
+def sum_over_ranks(numbers: Mapping[str, float]) -> dict[str, float]:
     """Numbers by name, added up over all ranks, for every rank; collective."""
-    parts = gathered(dict(numbers))
+    parts = gather(dict(numbers))
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}

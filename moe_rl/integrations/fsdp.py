@@ -115,7 +115,7 @@ class FSDPPolicy(HFPolicy):
         self, batch: Batch, objective: Objective, noise: Noise | None = None
     ) -> tuple[list, float, Mapping[str, float]]:
         outputs, loss, metrics = super()._backward(_even(batch), objective, noise)
-        total = ranks.summed({"loss": loss, **metrics})
+        total = ranks.sum_over_ranks({"loss": loss, **metrics})
         outputs = [rows_of(x, slice(len(batch)), batch.tokens.shape[1]) for x in outputs]
         return outputs, total.pop("loss"), total
 
@@ -126,7 +126,7 @@ class FSDPPolicy(HFPolicy):
             order = batch.attention_mask.sum(1).argsort(descending=True, stable=True)
         mine = order[ranks.rank() :: ranks.world()]
         cuts = [mine[rows] for rows in cut(batch.rows(mine), most, self.micro_batch_tokens)]
-        count = max(ranks.gathered(len(cuts)))
+        count = max(ranks.gather(len(cuts)))
         while len(cuts) < count:
             largest = max(range(len(cuts)), key=lambda i: len(cuts[i]))
             cuts[largest : largest + 1] = cuts[largest].tensor_split(2)
@@ -137,7 +137,7 @@ class FSDPPolicy(HFPolicy):
         traces = {n: shared_rows(kind, rows, batch) for n, kind in enumerate(zip(*parts, strict=True))
                   if isinstance(kind[0], RoutingTrace)}
         rest = [tuple(None if n in traces else x for n, x in enumerate(part)) for part in parts]
-        everywhere = ranks.gathered((rest, cuts))
+        everywhere = ranks.gather((rest, cuts))
         found = join([part for parts, _ in everywhere for part in parts], batch,
                      [rows for _, cuts in everywhere for rows in cuts])
         return [traces.get(n, x) for n, x in enumerate(found)]

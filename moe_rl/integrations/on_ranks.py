@@ -53,13 +53,13 @@ def one_per_machine(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, b
     if ranks.world() == 1:
         return torch.empty(tuple(shape), dtype=dtype), True
     here = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
-    first = ranks.gathered(here).index(here) == ranks.rank()
+    first = ranks.gather(here).index(here) == ranks.rank()
     count, name = math.prod(shape), None
     if first and count:
         handle, name = tempfile.mkstemp(prefix="moe_rl-")
         os.posix_fallocate(handle, 0, count * dtype.itemsize)  # a full disk is an error here, later a dead process
         os.close(handle)
-    name = next((name for machine, name in ranks.gathered((here, name)) if machine == here and name), None)
+    name = next((name for machine, name in ranks.gather((here, name)) if machine == here and name), None)
     try:
         found = torch.from_file(name, shared=True, size=count, dtype=dtype) if name else torch.empty(0, dtype=dtype)
     except RuntimeError as error:
@@ -114,11 +114,11 @@ def shared_rows(parts: Sequence[RoutingTrace], rows: Sequence[Tensor], batch: Ba
     if fills:
         ids.fill_(layout.unknown)
     step = max(1, CHUNK // (ranks.world() * ids[0].nbytes))
-    longest = max(ranks.gathered(max(map(len, rows))))
+    longest = max(ranks.gather(max(map(len, rows))))
     for trace, index in zip(parts, rows, strict=True):
         for start in range(0, longest, step):
             here = slice(start, start + step)
-            for where, part in ranks.gathered((index[here], trace.experts[here].clone().cpu())):
+            for where, part in ranks.gather((index[here], trace.experts[here].clone().cpu())):
                 if fills:
                     ids[where, : part.shape[1]] = part
     dist.barrier()

@@ -302,20 +302,35 @@ def returns(x: AdvantageInputs, *, gamma: float = 1.0) -> Values:
 
 
 @needs("values")
-def gae(x: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0) -> Values:
+def gae(
+    x: AdvantageInputs,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    critic_lr: float | None = None,
+    value_clip: float = math.inf,
+) -> Values:
     """A_t = δ_t + γλ·A_t′, δ_t = r_t + γ·V_t′ − V_t, t′ the next response token: generalised advantage estimation.
 
     arXiv 1506.02438, eq. 16. V_t is the critic's before token t, and 0 after the last one, be the response finished or
     cut off; the critic learns A + V_old. Defaults are verl's; 1707.06347 has γ .99 and λ .95, ROLL λ .95. Holes in the
     mask are stepped over, as in verl, not in ROLL and slime. A reward per row is its last token's. λ = 0: δ; λ = 1:
     `returns` − V; V = 0: `returns` with γλ for γ.
+
+    The last two options are the critic's, which a run makes: its learning rate (None: that of the policy), and
+    `value_loss`'s clip. Nothing is computed with them here.
     """
     for name, share in (("gamma", gamma), ("lam", lam)):
         if not 0 <= share <= 1:
             raise ConfigError(f"gae({name}={share:g}): a discount is from 0 to 1")
+    if critic_lr is not None and not 0 < critic_lr < math.inf:
+        raise ConfigError(f"gae(critic_lr={critic_lr:g}): a learning rate above 0, or None for the policy's; "
+                          "`returns` needs no critic")
+    if not value_clip > 0:
+        raise ConfigError(f"gae(value_clip={value_clip:g}): a distance above 0, or inf for no clipping")
     if x.state_values is None:
-        raise ConfigError("gae compares returns with the values of a critic, and the batch has none: a run has a "
-                          "critic with critic.lr above 0; `returns` needs none")
+        raise ConfigError("gae compares returns with the values of a critic, and the batch has none: score it "
+                          "with one, or use `returns`, which needs none")
     return _estimate(x, x.state_values.double(), gamma, lam)
 
 

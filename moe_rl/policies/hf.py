@@ -137,7 +137,7 @@ class HFPolicy:
     def gradient(self, batch: Batch, objective: Objective) -> Float[Tensor, " parameters"]:
         """What `update` would clip and hand to its optimizer, of all trainable parameters in one vector. No step."""
         self._backward(batch, objective)
-        found = [ranks.whole(torch.zeros_like(p) if p.grad is None else p.grad) for p in self._trainable()]
+        found = [ranks.join_shards(torch.zeros_like(p) if p.grad is None else p.grad) for p in self._trainable()]
         gradient = torch.cat([gradient.flatten() for gradient in found])
         self.optimizer.zero_grad(set_to_none=True)
         return gradient
@@ -150,7 +150,7 @@ class HFPolicy:
         give it `merge_and_unload()` of a copy.
         """
         for name, tensor in self.model.state_dict().items():
-            yield name, ranks.whole(tensor)
+            yield name, ranks.join_shards(tensor)
 
     def save(self, folder: Path) -> None:
         """Write weights (safetensors) and optimizer moments; bit-exact."""
@@ -385,7 +385,7 @@ def take_step(
     """One step along the clipped gradients, which are gone then; their norm before, and whether they were clipped.
     Updates are counted from 1. Raises Diverged where a gradient is not finite."""
     limit = settings.grad_clip or float("inf")
-    total = ranks.whole(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    total = ranks.join_shards(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
     norm = total.item()
     if not math.isfinite(norm):
         raise Diverged(f"the{whose} gradient norm is {norm}: a step would destroy the weights. Lower the{whose} "
@@ -419,7 +419,7 @@ def last_step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tens
     """Where the optimizer last moved a parameter, up to a factor and without weight decay; None before its first step.
     Read off the moments, so that a resumed run knows it."""
     settings = optimizer.param_groups[0]
-    state = {name: ranks.whole(x) for name, x in optimizer.state.get(parameter, {}).items()}
+    state = {name: ranks.join_shards(x) for name, x in optimizer.state.get(parameter, {}).items()}
     if "exp_avg_sq" in state:  # AdamW
         variance = state["exp_avg_sq"] / (1 - settings["betas"][1] ** state["step"])
         return -state["exp_avg"] / (variance.sqrt() + settings["eps"])

@@ -279,7 +279,7 @@ def survival(frames: Frames, arms: Sequence[str]) -> Figure:
     fates, methods = outcomes(frames), []
     end, present = int(fates["time"].max()), [arm for arm in arms if (fates["arm"] == arm).any()]
     ax.set(xlabel="step", ylabel="share of runs not collapsed", xlim=(0, 1.02 * end), ylim=(-0.02, 1.04))
-    plots.whole(ax)
+    plots.use_whole_steps(ax)
     for i, arm in enumerate(present):
         rows, colour = fates[fates["arm"] == arm], plots.colour_of(arm, arms)
         curve = stats.survival(rows["time"], rows["fate"] != "stable")

@@ -164,7 +164,7 @@ def curves(ax: Axes, frame: pd.DataFrame, column: str, x: str, arms: Sequence[st
     if not found:
         raise RunError(f"no run has measured {column!r}, so there is nothing to draw")
     if x in COUNTED:
-        whole(ax)
+        use_whole_steps(ax)
     return note_of(found, "band", "thin lines" if seeds_drawn else "")
 
 
@@ -255,7 +255,7 @@ def before_training(steps: pd.DataFrame, column: str) -> pd.Series:
     return rows.set_index("factors")[measured].dropna()
 
 
-def whole(ax: Axes) -> None:
+def use_whole_steps(ax: Axes) -> None:
     """Ticks at whole numbers only."""
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 

@@ -78,7 +78,7 @@ def shifted(
     kept = [matrix.detach().clone() for matrix in matrices]
     try:
         for matrix, u in zip(matrices, along, strict=True):
-            matrix.data.add_(ranks.cut_as(matrix, noise.size * ranks.whole(matrix.detach()).std() * u))
+            matrix.data.add_(ranks.cut_as(matrix, noise.size * ranks.join_shards(matrix.detach()).std() * u))
         yield
     finally:
         for matrix, weight in zip(matrices, kept, strict=True):

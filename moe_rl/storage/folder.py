@@ -307,7 +307,7 @@ class SharedFolder:
     def __init__(self, folder: RunFolder | None):
         self.folder = folder
         self.path: Path = from_rank_0(lambda: self._real().path)
-        self.told: Callable[[], bool] = folder.stopping if folder else lambda: False
+        self.stopping_here: Callable[[], bool] = folder.stopping if folder else lambda: False
         """Whether rank 0 was told to stop."""
         self._stopping = False
         if folder is not None:
@@ -348,7 +348,7 @@ class SharedFolder:
                 from_rank_0(lambda: None)
 
     def stopping(self) -> bool:
-        self._stopping = from_rank_0(self.told)
+        self._stopping = from_rank_0(self.stopping_here)
         return self._stopping
 
     def finish(self, diverged: str | None = None) -> None:

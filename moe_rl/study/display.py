@@ -28,7 +28,7 @@ class Display:
 
     def __init__(self, planned: Sequence[Planned], console: Console) -> None:
         self.console, self.planned = console, planned
-        self.told: dict[Path, tuple[str, float]] = {}
+        self.reported: dict[Path, tuple[str, float]] = {}
         self.ended: set[Path] = set()
         self.due = 0.0
         self.bars = Progress(
@@ -70,10 +70,10 @@ class Display:
         self.due = ended + min((ended - began) / SHARE, LONGEST)
 
     def _line(self, p: Planned, now: dict[str, Any], text: str) -> None:
-        said, when = self.told.get(p.path, (None, 0.0))
+        said, when = self.reported.get(p.path, (None, 0.0))
         due = now["state"] == "running" and time.monotonic() - when > QUIET
         if now["state"] != "waiting" and (now["state"] != said or due):
-            self.told[p.path] = (now["state"], time.monotonic())
+            self.reported[p.path] = (now["state"], time.monotonic())
             say(self.console, f"{_name(p.path)}  {now['step']}/{p.config.steps}  {text}")
 
 

@@ -106,7 +106,7 @@ def one(rank: int, name: str, family: str) -> None:
          + 4 * (experts / (p.pp * p.ep * etp) if p.dp * p.tp > p.ep * etp else 0)),
         (sum(pushed.values()), 4 * (sum(numbers.values()) - held)),
     ]
-    largest = ranks.gathered([measured for measured, _ in columns])
+    largest = ranks.gather([measured for measured, _ in columns])
     if rank == 0:
         cells = [(max(found), formula) for found, (_, formula) in zip(zip(*largest, strict=True), columns, strict=True)]
         words = [f"{m / 1e6:.2f}" + ("" if f is None else f" / {f / 1e6:.2f}") for m, f in cells]

@@ -374,10 +374,10 @@ def hooks() -> dict:
         fully_shard(layer)
     for name, model in (("FSDP2", fully_shard(sharded)), ("DDP", DistributedDataParallel(replicated))):
         live, used = trained(model, mine)
-        gradients = [(ranks.whole(p.grad) * ranks.world(), q.grad)
+        gradients = [(ranks.join_shards(p.grad) * ranks.world(), q.grad)
                      for p, q in zip(model.parameters(), whole.parameters(), strict=True)]
         right = live == preferred.rows(mine) and used == routes.rows(mine)
-        facts[name] = [all(ranks.gathered(right)), max(far(g, h) / h.abs().max().item() for g, h in gradients)]
+        facts[name] = [all(ranks.gather(right)), max(far(g, h) / h.abs().max().item() for g, h in gradients)]
     return facts
 
 
@@ -397,8 +397,8 @@ def memory() -> dict:
         everything.contiguous(), layout, check=False))).rollout_routes)
     right &= bool((engines.experts[:, :2047] == everything).all())
     share = trace.experts.nbytes / ranks.world()
-    return {"right": all(ranks.gathered(right)), "shards held": max(ranks.gathered(held / share)),
-            "shards held of the engine's": max(ranks.gathered(sent / share))}
+    return {"right": all(ranks.gather(right)), "shards held": max(ranks.gather(held / share)),
+            "shards held of the engine's": max(ranks.gather(sent / share))}
 
 
 def equal_everywhere() -> bool:
@@ -412,7 +412,7 @@ def equal_everywhere() -> bool:
     trace = replace(trace, gates=torch.rand(trace.shape, generator=torch.Generator().manual_seed(2)).half())
     got = from_rank_0(lambda: replace(batch, rollout_routes=trace) if ranks.rank() == 0 else None)
     same = got.rollout_routes == trace and torch.equal(got.rollout_routes.gates, trace.gates)
-    return all(ranks.gathered(same and got.rollout_routes.segments(1) == trace.segments(1)))
+    return all(ranks.gather(same and got.rollout_routes.segments(1) == trace.segments(1)))
 
 
 def verbs(folder: Path) -> dict:

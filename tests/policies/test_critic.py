@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from moe_rl.build import _critic, build, check
-from moe_rl.config import Arm, Critic, Optimizer, RunConfig
+from moe_rl.config import Arm, Optimizer, RunConfig
 from moe_rl.errors import ConfigError, Diverged
 from moe_rl.models.load import load
 from moe_rl.objectives import objective_of
@@ -25,7 +25,7 @@ from tests.conftest import build as tiny
 from tests.policies.test_hf import make_batch
 from tests.test_trainer import TINY, carry_out, weights, whole_and_cut
 
-PPO = TINY.replace(arm=arm("ppo"), epochs=2, mini_batches=2, critic=Critic(lr=2e-3, clip=0.2))
+PPO = TINY.replace(arm=arm("ppo+gae(critic_lr=2e-3,value_clip=0.2)"), epochs=2, mini_batches=2)
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_a_killed_run_ends_identical_its_critic_too(tmp_path):
 
 def test_a_critic_that_learns_nothing_is_none(tmp_path):
     """V = 0 for ever: PPO is then `returns`, to the last bit of every other column and of every weight."""
-    never = PPO.replace(**{"steps": 2, "critic.lr": 1e-45})
+    never = PPO.replace(steps=2, arm=arm("ppo+gae(critic_lr=1e-45)"))
     rewards = PPO.replace(steps=2, arm=PPO.arm.replace(advantage=(Component("returns"),)))
     tables = {name: carry_out(run, tmp_path / name) for name, run in (("gae", never), ("returns", rewards))}
     for name, frame in tables["returns"].items():
@@ -215,7 +215,7 @@ def test_a_critic_that_learns_nothing_is_none(tmp_path):
 
 
 def test_an_arm_that_asks_for_no_values_has_no_critic(tmp_path):
-    parts = build(TINY.replace(critic=Critic(lr=1e-3)), tmp_path, tmp_path)
+    parts = build(TINY, tmp_path, tmp_path)
     assert parts.critic is None
     parts.collector.engine.close()
 
@@ -246,35 +246,32 @@ def test_a_critic_starts_from_the_policys_weights_and_replay_leaves_it_alone(tmp
 
 
 # ---------------------------------------------------------------------- what is refused
-def test_gae_without_a_critic_and_a_critic_on_megatron_are_refused():
-    with pytest.raises(ConfigError, match="critic.lr=0 means that there is none: set critic.lr"):
-        check(PPO.replace(critic=Critic()))
+@pytest.mark.parametrize("options, lr, clip", [
+    ({}, 1.0, math.inf), ({"critic_lr": 0.5, "value_clip": 0.25}, 0.5, 0.25), ({"value_clip": math.inf}, 1.0, math.inf),
+])  # fmt: skip
+def test_the_advantage_gives_its_options_to_the_critic(options, lr, clip):
+    """Its optimizer is AdamW beside the policy's, by default at the policy's learning rate."""
+    policy = Optimizer(name="sgd", lr=1.0, warmup=3, grad_clip=0.5, router_lr_scale=0.0, loss_free_bias=1e-3)
+    steps = (Component("clipped", at=2.0), Component("gae", **options))
+    run = PPO.replace(optimizer=policy, arm=Arm(name="ppo", advantage=steps))
+    assert RunConfig.from_dict(run.to_dict()) == run
+    critic = _critic(run, load(run.model, 0))
+    assert (critic.settings, critic.clip) == (Optimizer(lr=lr, warmup=3, grad_clip=0.5), clip)
+
+
+def test_a_critic_on_megatron_is_refused():
     with pytest.raises(ConfigError, match="policy='megatron' cannot have: its schedule runs one model per process"):
         check(PPO.replace(policy="megatron", epochs=1))
     assert not [text for text in check(PPO) if "critic" in text]
 
 
 @pytest.mark.parametrize("key, value, words", [
-    ("critic.lr", -1.0, "must not be negative"), ("critic.lr", math.inf, "must be finite"),
-    ("critic.clip", -0.1, "at least 0"), ("critic.clip", math.nan, "must be finite"),
+    ("critic_lr", -1.0, "above 0"), ("critic_lr", 0.0, "needs no critic"), ("critic_lr", math.inf, "above 0"),
+    ("value_clip", -0.1, "above 0"), ("value_clip", math.nan, "must be finite"),
 ])  # fmt: skip
 def test_settings_that_no_critic_can_have_are_refused(key, value, words):
     with pytest.raises(ConfigError, match=f"{key}=.*{words}"):
-        PPO.replace(**{key: value})
-
-
-def test_a_configuration_with_a_critic_is_written_and_read():
-    unclipped = PPO.replace(**{"critic.clip": math.inf})
-    for run in (PPO, unclipped):
-        assert RunConfig.from_dict(run.to_dict()) == run
-    older = PPO.to_dict()
-    del older["critic"]
-    assert RunConfig.from_dict(older).critic == Critic()
-
-
-def test_its_optimizer_is_adamw_beside_the_policys():
-    policy = Optimizer(name="sgd", lr=1.0, warmup=3, grad_clip=0.5, router_lr_scale=0.0, loss_free_bias=1e-3)
-    assert Critic(lr=0.1).of(policy) == Optimizer(lr=0.1, warmup=3, grad_clip=0.5)
+        check(PPO.replace(arm=Arm(name="ppo", advantage=Component("gae", **{key: value}))))
 
 
 def test_groups_of_one_are_no_waste_with_a_critic():

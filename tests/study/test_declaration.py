@@ -199,7 +199,7 @@ def test_settings_get_the_type_of_their_field(text, key, value):
     ("measure.full=1", "type bool"),
     ("optimizer.rate=1", "'optimizer.rate'. There are: optimizer.name, optimizer.lr"),
     ("optimiser.lr=1", "no setting 'optimiser.lr'. Did you mean optimizer.lr\\?"),
-    ("lr=1", "Did you mean cold_start.lr or optimizer.lr or critic.lr\\?"),
+    ("lr=1", "Did you mean cold_start.lr or optimizer.lr\\?"),
     ("optimizer.weight_decy=1", "Did you mean optimizer.weight_decay\\?"),
     ("optimizer.device=cpu", "Did you mean model.device\\?"),
     ("mini_batch=1", "Did you mean mini_batches or"),

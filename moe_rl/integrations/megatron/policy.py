@@ -33,7 +33,14 @@ from moe_rl.integrations.megatron import optimizer as optimizers
 from moe_rl.integrations.megatron.cpu import use_cpu
 from moe_rl.integrations.megatron.layout import Parallel, check_layout, expert_tensor, num_experts, sparse_layers
 from moe_rl.integrations.megatron.model import build_gpt, transformer_config
-from moe_rl.integrations.megatron.replay import Routers, gathered, own_targets, require_routes, scores_of, shared_trace
+from moe_rl.integrations.megatron.replay import (
+    Routers,
+    gather_rows,
+    own_targets,
+    require_routes,
+    scores_of,
+    shared_trace,
+)
 from moe_rl.integrations.megatron.weights import WeightMap, gather
 from moe_rl.integrations.on_ranks import from_rank_0
 from moe_rl.objectives import LossOutput, Objective
@@ -291,11 +298,11 @@ class SchedulePass:
         trace = shared_trace(used, self.batch, policy.layout, sizes)
         last = ps.is_pipeline_last_stage() and ps.get_tensor_model_parallel_rank() == 0
         counted: Mapping[str, float] = self.metrics if last else {}
-        logprobs, entropy, clipped_by = whole(self.per_token, self.batch)
+        logprobs, entropy, clipped_by = join_tokens(self.per_token, self.batch)
         chosen = None if preferred is None else shared_trace(preferred, self.batch, policy.layout, sizes)
-        scores = None if chosen_by is None else scores_of(gathered(chosen_by, sizes)[: len(self.batch)], trace)
+        scores = None if chosen_by is None else scores_of(gather_rows(chosen_by, sizes)[: len(self.batch)], trace)
         scored = Scored(logprobs, entropy, trace, chosen, scores)
-        return PassResult(scored, clipped_by, from_last_stage(self.total).item(), ranks.summed(counted))
+        return PassResult(scored, clipped_by, from_last_stage(self.total).item(), ranks.sum_over_ranks(counted))
 
     def _forward(self, micro_batches: Iterator[tuple[int, slice]], model: nn.Module) -> tuple[Tensor, Callable]:
         """Megatron's forward step: this stage's part of a micro-batch, and what the last stage does with its logits."""
@@ -358,7 +365,7 @@ def from_last_stage(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def whole(parts: list[Float[Tensor, "kind rows time"]], batch: Batch) -> Float[Tensor, "kind batch width"]:
+def join_tokens(parts: list[Float[Tensor, "kind rows time"]], batch: Batch) -> Float[Tensor, "kind batch width"]:
     """What the last stage knows about the tokens of every micro-batch, for the whole batch, on every rank."""
     mine = from_last_stage(torch.stack(parts, 1))  # [kind, micro-batch, rows, time]
     rows = gather(mine, 1, ps.get_data_parallel_group()).flatten(1, 2)[:, : len(batch)]

@@ -158,7 +158,7 @@ class Routers:
             site.clear_router_replay_action()
 
 
-def gathered(parts: list[Tensor], sizes: Sequence[int]) -> Tensor:
+def gather_rows(parts: list[Tensor], sizes: Sequence[int]) -> Tensor:
     """What `Routers.taken` gave for every micro-batch, as [batch, time, site, …] on every rank. `sizes` as there."""
     mine = torch.stack(parts)  # [micro-batch, site, time, rows, …]
     mine = gather(mine, 2, ps.get_tensor_model_parallel_group())

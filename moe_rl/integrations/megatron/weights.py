@@ -164,31 +164,31 @@ class WeightMap:
 
     def _cut(self, cut: int | str | None, rows: list[int]) -> tuple[Way, Way]:
         """How full tensors, of so many rows, become this rank's part, and the parts full tensors."""
-        part, whole = self._part, self._whole
+        part, join = self._part, self._join
         if cut is None:
             return list, list
         if isinstance(cut, int):
-            return lambda full: [part(full[0], cut, "tp")], lambda parts: [whole(parts[0], cut, "tp")]
+            return lambda full: [part(full[0], cut, "tp")], lambda parts: [join(parts[0], cut, "tp")]
         if cut == "heads":  # one matrix, key-value group after group: [queries …, key, value]
             groups = self.model.config.num_query_groups
             return (
                 lambda full: [part(torch.cat([x.unflatten(0, (groups, -1)) for x in full], 1).flatten(0, 1), 0, "tp")],
-                lambda parts: [x.flatten(0, 1) for x in whole(parts[0], 0, "tp").unflatten(0, (groups, -1))
+                lambda parts: [x.flatten(0, 1) for x in join(parts[0], 0, "tp").unflatten(0, (groups, -1))
                                .split([n // groups for n in rows], 1)],
             )
         if cut == "halves":  # gate and up, each cut, one above the other
             return (
                 lambda full: [torch.cat([part(half, 0, "tp") for half in full])],
-                lambda parts: [whole(half, 0, "tp") for half in parts[0].chunk(2)],
+                lambda parts: [join(half, 0, "tp") for half in parts[0].chunk(2)],
             )
         if cut == "experts":  # spread over ep, each cut along its input
             return (
                 lambda full: list(part(part(full[0], 0, "ep"), 2, "etp")),
-                lambda parts: [whole(whole(torch.stack(parts), 2, "etp"), 0, "ep")],
+                lambda parts: [join(join(torch.stack(parts), 2, "etp"), 0, "ep")],
             )
         return (
             lambda full: list(torch.cat([part(x, 1, "etp") for x in part(full[0], 0, "ep").chunk(2, 1)], 1)),
-            lambda parts: [whole(torch.cat([whole(x, 1, "etp") for x in torch.stack(parts).chunk(2, 1)], 1), 0, "ep")],
+            lambda parts: [join(torch.cat([join(x, 1, "etp") for x in torch.stack(parts).chunk(2, 1)], 1), 0, "ep")],
         )
 
     # ------------------------------------------------------------------ parts
@@ -196,7 +196,7 @@ class WeightMap:
         ranks = self.groups[group]
         return full.chunk(dist.get_world_size(ranks), axis)[dist.get_rank(ranks)]
 
-    def _whole(self, part: Tensor, axis: int, group: str) -> Tensor:
+    def _join(self, part: Tensor, axis: int, group: str) -> Tensor:
         return gather(part, axis, self.groups[group])
 
 
