@@ -23,7 +23,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from moe_rl.config import Measure, RunConfig
-from moe_rl.metrics import ratios, routers, volatility
+from moe_rl.metrics import ratios, volatility
 from moe_rl.policies.base import Policy
 from moe_rl.registry import Component
 from moe_rl.rollouts.engine import Sampler
@@ -262,7 +262,7 @@ class Probe:
         both = None
         if self.scores is not None and after.scores is not None:
             both = self.scores.log_probs_at(old), after.scores.log_probs_at(old)
-        found = routers.changes(old, new, rows, layout, gates, both)
+        found = volatility.changes(old, new, rows, layout, gates, both)
         return [(change.row(), change.site_rows()) for change in found]
 
     def _use(self, after: Scored) -> list[Row]:
@@ -273,7 +273,7 @@ class Probe:
         margins = none if scores is None else volatility.margin_summary(scores.margins, rows)
         sure = none
         if scores is not None:
-            sure = routers.router_confidence(scores.log_probs, after.routes.ids(), rows).site_rows()
+            sure = volatility.router_confidence(scores.log_probs, after.routes.ids(), rows).site_rows()
         keys = [{"site": i, "layer": site.decoder_layer} for i, site in enumerate(sites)]
         return [key | use | mass | margin for key, use, mass, margin in zip(keys, load, sure, margins, strict=True)]
 
@@ -313,7 +313,7 @@ def update_row(part: Batch, log_ratio: Tensor, updated: Updated, natural: Scored
     if part.routes is not None:
         assert updated.preferred is not None, "a policy that replayed says what its routers preferred"
         pull = volatility.route_change(part.routes.ids(), updated.preferred.ids(), rows).row()["expert_change_rate"]
-        return row | {"pull": pull} | routers.coverage(part.routes.known, rows | prompt_rows(part)).row()
+        return row | {"pull": pull} | volatility.coverage(part.routes.known, rows | prompt_rows(part)).row()
     change = volatility.route_change(natural.routes.ids(), updated.routes.ids(), rows).row()
     return row | {f"fresh_{name}": change[name] for name in CHANGE}
 

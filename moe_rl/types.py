@@ -52,7 +52,7 @@ class Sampling:
     """Strings that end a completion, besides the tokenizer's EOS; the text handed to the scorer excludes them."""
     greedy: bool = False
     top_p: float = 1.0
-    """The fewest tokens that together have this probability; see `models.truncation.kept`. 1: all."""
+    """The fewest tokens that together have this probability; see `models.vocabulary.kept`. 1: all."""
     top_k: int = 0
     """At most so many tokens. 0: all."""
     min_p: float = 0.0

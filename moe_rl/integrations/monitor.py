@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from moe_rl.errors import AuxLossSilentlyOn, ConfigError, RoutingError
-from moe_rl.metrics import ratios, routers, volatility
+from moe_rl.metrics import ratios, volatility
 from moe_rl.routing.hooks import Recording, Replay, RouterScores, read_scores
 from moe_rl.routing.intercept import hooked, tokens_noted
 from moe_rl.routing.sites import find_sites, make_layout, plain_name, token_readers
@@ -169,7 +169,7 @@ class Monitor:
                              for trace in (seen.replay.routes, seen.replay.preferred))
         self._add("pull", volatility.route_change(forced, preferred, seen.routes.attention_mask))
         real = seen.replay.routes.attention_mask.to(forced.device)
-        self._add("coverage", routers.coverage(forced[..., 0] >= 0, real))
+        self._add("coverage", volatility.coverage(forced[..., 0] >= 0, real))
 
     def _use(self, seen: Seen) -> None:
         """Natural routes by themselves."""
@@ -177,7 +177,7 @@ class Monitor:
         experts = [site.num_experts for site in self.forwards.layout.sites]
         self._add("load", volatility.load_statistics(ids, experts, mask))
         if scores is not None:
-            self._add("confidence", routers.router_confidence(scores.log_probs, ids, mask))
+            self._add("confidence", volatility.router_confidence(scores.log_probs, ids, mask))
             room = None if self.probe is not None else MARGINS - len(self._found.get("margins", ()))
             self._add("margins", scores.margins[mask][:room])
 
@@ -207,7 +207,7 @@ class Monitor:
                 warnings.warn("the routers say of the probe, bit for bit, what they said before the block: row() was "
                               "called before optimizer.step(), or nothing was trained.", stacklevel=3)
         mask = after.routes.attention_mask
-        for change in routers.changes(old, new, mask, self.forwards.layout, gates, both):
+        for change in volatility.changes(old, new, mask, self.forwards.layout, gates, both):
             self._add(type(change).__name__, change)
         self._use(after)
         if self.since == "step":

@@ -23,8 +23,7 @@ from moe_rl import ranks
 from moe_rl.config import Optimizer, RunConfig
 from moe_rl.errors import ConfigError, Diverged, raise_os_errors
 from moe_rl.models.load import LoadedModel, load
-from moe_rl.models.truncation import entropy_of
-from moe_rl.models.vocabulary import LOGITS, head_is_apart, head_of, log_probs_in_pieces
+from moe_rl.models.vocabulary import LOGITS, entropy_of, head_is_apart, head_of, log_probs_in_pieces
 from moe_rl.objectives import Objective
 from moe_rl.registry import checked
 from moe_rl.routing.hooks import RouterScores, record_routing, replay_routing

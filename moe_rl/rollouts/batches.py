@@ -22,7 +22,7 @@ from moe_rl.models.tokens import encode_prompts
 from moe_rl.registry import checked
 from moe_rl.rollouts.engine import RolloutEngine, before_stop, completion_text, sampling_of
 from moe_rl.rollouts.turns import splice_routes
-from moe_rl.routing.layout import Layout, Site
+from moe_rl.routing.sites import Layout, Site
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import LAG, NOISE, PROMPTS, derive
 from moe_rl.tasks.base import (
@@ -250,9 +250,7 @@ class Queue:
         self.begun, self.ready = {}, {}
         if not (folder / FILE).exists():
             return
-        known = [Batch, Rollout, Turn, Prompt, KeptTokens, RoutingTrace, Layout, Site]
-        earlier = (KeptTokens, "moe_rl.models.truncation.KeptTokens")  # its name in commits before it moved
-        with torch.serialization.safe_globals([*known, earlier]):
+        with torch.serialization.safe_globals([Batch, Rollout, Turn, Prompt, KeptTokens, RoutingTrace, Layout, Site]):
             found = torch.load(folder / FILE, weights_only=True)
         self.ready, run = found["ready"], collector.run
         for number, rollouts in found["begun"].items():

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from moe_rl.config import RunConfig
 from moe_rl.errors import Diverged, RunError
 from moe_rl.models.load import LoadedModel
-from moe_rl.models.truncation import kept
+from moe_rl.models.vocabulary import kept
 from moe_rl.registry import checked
 from moe_rl.rollouts.engine import (
     before_stop,

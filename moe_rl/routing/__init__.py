@@ -1,8 +1,7 @@
 """Record and replay the experts that a Mixture-of-Experts model uses."""
 
 from moe_rl.routing.hooks import Recording, Replay, RouterScores, record_routing, replay_routing
-from moe_rl.routing.layout import Layout, Site
-from moe_rl.routing.sites import layout_of
+from moe_rl.routing.sites import Layout, Site, layout_of
 from moe_rl.routing.trace import RoutingTrace
 
 __all__ = [

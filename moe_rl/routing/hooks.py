@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing.intercept import checkpoints_bound, hooked, tokens_noted
-from moe_rl.routing.layout import Layout
 from moe_rl.routing.selection import Replay
-from moe_rl.routing.sites import RoutingModule, family_class, find_sites, make_layout, since
+from moe_rl.routing.sites import Layout, RoutingModule, family_class, find_sites, make_layout, since
 from moe_rl.routing.trace import RoutingTrace
 
 __all__ = ["Recording", "Replay", "RouterScores", "record_routing", "replay_routing"]

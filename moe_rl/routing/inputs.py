@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing.hooks import Recording, Replay, RouterScores
-from moe_rl.routing.layout import Layout
+from moe_rl.routing.sites import Layout
 from moe_rl.routing.trace import RoutingTrace
 
 PerToken = Float[Tensor, "batch time"]

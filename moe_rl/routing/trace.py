@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing import trace_files
-from moe_rl.routing.layout import Layout, Site
+from moe_rl.routing.sites import Layout, Site
 from moe_rl.routing.trace_files import ALL, unpacked
 
 __all__ = ["Layout", "RoutingTrace", "Site"]

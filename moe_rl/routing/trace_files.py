@@ -21,7 +21,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from moe_rl.errors import RoutingError, raise_os_errors
-from moe_rl.routing.layout import Layout, Site
+from moe_rl.routing.sites import Layout, Site
 
 FORMAT = 3
 ALL = slice(None)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moe_rl.metrics.ratios import ratio_statistics
-from moe_rl.metrics.routers import coverage
 from moe_rl.metrics.volatility import (
+    coverage,
     load_statistics,
     margin_summary,
     response_change,

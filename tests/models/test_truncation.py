@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe_rl.build import check
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.models.truncation import entropy_of, kept
+from moe_rl.models.vocabulary import entropy_of, kept
 from moe_rl.objectives import objective_of
 from moe_rl.policies import hf
 from moe_rl.rollouts.batches import collate

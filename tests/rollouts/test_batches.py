@@ -16,7 +16,6 @@ from moe_rl.build import build, check
 from moe_rl.config import Measure, Optimizer
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.metrics.volatility import route_change
-from moe_rl.models import truncation
 from moe_rl.models.tokens import byte_tokenizer, encode_prompts
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
@@ -27,7 +26,7 @@ from moe_rl.seeds import NOISE, PROMPTS, derive
 from moe_rl.storage import frames
 from moe_rl.tasks.base import draw
 from moe_rl.trainer import train_step
-from moe_rl.types import KeptTokens, Prompt, Rollout, response_rows
+from moe_rl.types import Prompt, Rollout, response_rows
 from tests.conftest import pretend_installed
 from tests.storage.test_kill import forked
 from tests.test_trainer import ARMS, TINY, carry_out, weights, whole_and_cut
@@ -374,19 +373,6 @@ def test_kills_at_random_instants_change_nothing(tmp_path):
     carry_out(run, tmp_path / "cut")
     assert frames.diff(tmp_path / "whole", tmp_path / "cut") is None
     assert weights(tmp_path / "whole")[1] == weights(tmp_path / "cut")[1]
-
-
-def test_a_queue_is_read_that_names_a_class_where_it_was_before_it_moved(tmp_path, monkeypatch):
-    run = LAGGED.replace(steps=2, eval_every=2, top_p=0.9)
-    monkeypatch.setattr(truncation, "KeptTokens", KeptTokens, raising=False)
-    monkeypatch.setattr(KeptTokens, "__module__", truncation.__name__)
-    carry_out(run, tmp_path / "run")
-    file = next((tmp_path / "run").glob("commit/*/checkpoint/batches.pt"))
-    assert b"moe_rl.models.truncation" in file.read_bytes()
-    monkeypatch.undo()
-    queue = Queue(lag=2)
-    queue.load(build(run, tmp_path, tmp_path).collector, file.parent)
-    assert queue.ready and all(batch.kept is not None for batch, _ in queue.ready.values())
 
 
 def test_a_queue_whose_file_is_gone_is_not_filled_anew(tmp_path):

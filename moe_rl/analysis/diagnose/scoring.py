@@ -21,7 +21,7 @@ from moe_rl.analysis.diagnose.hypotheses import Hypothesis, cast_to
 from moe_rl.analysis.diagnose.responses import Response, has_routes, hash_sets, match_layers, select_ids
 from moe_rl.errors import ConfigError, MoeRlError, RoutingError
 from moe_rl.metrics.rounding import rounding
-from moe_rl.models.truncation import kept
+from moe_rl.models.vocabulary import kept
 from moe_rl.results.stats import Interval, interval
 from moe_rl.routing.hooks import record_routing, replay_routing
 from moe_rl.routing.sites import layout_of
