@@ -7,7 +7,7 @@ import torch
 
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.routing import layout_of, record_routing
-from tests.verl.helpers import actor_loss, batch, engine, score, update, with_old_policy
+from tests.verl.worker_inputs import actor_loss, batch, engine, score, update, with_old_policy
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 LAYOUTS = [dict(packed=False), dict(packed=True), dict(packed=True, dynamic=True), dict(packed=False, dynamic=True)]
@@ -238,7 +238,7 @@ def test_ratios_are_measured_as_our_trainer_measures_them(checkpoint):
 def test_expert_change_is_measured_on_fixed_tokens_and_changes_nothing(checkpoint, settings):
     from moe_rl.integrations.verl import fields
     from moe_rl.metrics.volatility import route_change
-    from tests.verl.helpers import RESPONSES
+    from tests.verl.worker_inputs import RESPONSES
 
     data = batch(64, **settings)
     measured = engine(checkpoint, {"measured_sequences": 3}, learning_rate=3e-2)

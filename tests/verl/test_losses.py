@@ -10,7 +10,7 @@ from verl.workers.config.actor import PolicyLossConfig
 
 from moe_rl.errors import ConfigError
 from moe_rl.integrations.verl.losses import register, register_named
-from tests.verl.helpers import actor_loss
+from tests.verl.worker_inputs import actor_loss
 
 MEAN, TOKENS = "seq-mean-token-mean", "token-mean"
 PAIRS = [  # our arm, verl's loss, how tokens weigh, verl's settings

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.verl.helpers import SINGLE, batch, with_old_policy
+from tests.verl.worker_inputs import SINGLE, batch, with_old_policy
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("VERL_PLATFORM", "VERL_USE_EXTERNAL_MODULES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
@@ -36,7 +36,7 @@ def workers(checkpoint, replay, learning_rate, variables=None):
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
-    from tests.verl.helpers import actor_loss
+    from tests.verl.worker_inputs import actor_loss
 
     model = HFModelConfig(path=str(checkpoint), load_tokenizer=False, use_remove_padding=True,
                           enable_gradient_checkpointing=True, override_config={"attn_implementation": "sdpa"})
