@@ -1,0 +1,68 @@
+"""The one rule by which studies decide a planned comparison: a primary endpoint, a secondary one, and a margin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_rl.results.stats import Interval, Paired, holm, interval, paired
+
+LEVEL = 0.05
+BySeed = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the rule says of one comparison, first minus second, over the seeds that both have."""
+
+    name: str
+    primary: Paired
+    """In the primary endpoint, 95 % interval."""
+    adjusted: float
+    """Its p-value, after Holm over all comparisons of the family."""
+    secondary: Paired
+    narrow: Interval
+    """90 % interval in the primary endpoint, for equivalence (two one-sided tests at 5 %)."""
+    margin: float
+
+    @property
+    def sign(self) -> int:
+        """1 or −1 for an effect, 0 for anything else."""
+        here = _sign(self.primary, self.adjusted)
+        return 0 if _sign(self.secondary, self.secondary.p) == -here else here
+
+    @property
+    def equivalent(self) -> bool:
+        """Whether the 90 % interval lies within the margin."""
+        return -self.margin <= self.narrow.low and self.narrow.high <= self.margin
+
+    @property
+    def said(self) -> str:
+        """`an effect`, `no difference that matters`, `opposed` (the endpoints contradict each other) or `undecided`."""
+        if self.sign:
+            return "an effect"
+        if _sign(self.primary, self.adjusted):
+            return "opposed: the secondary endpoint is decided with the other sign"
+        return "no difference that matters" if self.equivalent else "undecided"
+
+    def __str__(self) -> str:
+        return (f"{self.name}: {self.said} ({self.primary.difference.printed('.3f')}, Holm p {self.adjusted:.2g}; "
+                f"secondary {self.secondary.difference.printed('.3f')})")
+
+
+def outcomes(pairs: Mapping[str, tuple[Sequence[BySeed], Sequence[BySeed]]], margin: float) -> list[Outcome]:
+    """The outcome of each comparison of a family, by name: two sides, each with its values by seed in the primary and
+    in the secondary endpoint."""
+    tests = {name: [paired(a, b) for a, b in zip(*sides, strict=True)] for name, sides in pairs.items()}
+    adjusted = holm([first.p for first, _ in tests.values()])
+    found = []
+    for (name, (first, second)), p in zip(tests.items(), adjusted, strict=True):
+        a, b = (side[0] for side in pairs[name])
+        narrow = interval([a[seed] - b[seed] for seed in sorted(set(a) & set(b))], 0.9)
+        found.append(Outcome(name, first, p, second, narrow, margin))
+    return found
+
+
+def _sign(test: Paired, p: float) -> int:
+    """Of a difference that is decided at 5 %."""
+    return 0 if p > LEVEL else 1 if test.difference.mean > 0 else -1
