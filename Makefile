@@ -13,7 +13,7 @@ VERSION := transformers-5.5.4 transformers-5.9.0 transformers-5.15.0 transformer
   torch-2.6.0 torch-newest
 
 .PHONY: setup study results test test-processors test-ranks test-browser test-vllm test-trl test-verl test-trackers test-versions \
-  test-slurm test-gpu bench-gpu test-wheel test-refactoring lint clean
+  test-slurm test-gpu bench-gpu test-wheel lint clean
 
 setup: $(STAMP)
 
@@ -145,10 +145,6 @@ bench-gpu: $(GPU_SETUP)
 # The package as others install it, in an environment without this checkout; nothing is downloaded.
 test-wheel: $(STAMP)
 	MOE_RL_WHEEL=1 $(BIN)/python -m pytest tests/wheel
-
-# Whether first steps of committed rows are those of an earlier commit, bit for bit; minutes, most of them cold starts.
-test-refactoring: $(STAMP)
-	$(BIN)/python tests/refactoring/check.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
