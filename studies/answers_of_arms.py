@@ -22,7 +22,8 @@ from moe_rl.study.declaration import read_declaration
 # ---------------------------------------------------------------------- reward against learning rate
 def learning_rates() -> None:
     """Each arm at its own best learning rate, chosen on the other seeds; and reward at equal functional step."""
-    frames, comparisons = stored("learning_rates"), read_declaration(RESULTS / "learning_rates")["comparisons"]
+    frames = stored("learning_rates")
+    comparisons = read_declaration(RESULTS / "learning_rates", trust=True)["comparisons"]
     table = against(frames, "optimizer.lr", MAIN)
     curves = {arm: rows.pivot(index="seed", columns="x", values="value") for arm, rows in table.groupby("arm")}
     best = {arm: {seed: curve.drop(index=seed).mean().idxmax() for seed in curve.index}
@@ -201,7 +202,7 @@ def why_gspo() -> None:
 def draw_why_gspo(rewards: pd.DataFrame, frames: Frames) -> Figure:
     """Reward of every arm, GRPO first, then the best first; and what each adds to GRPO's, within seeds."""
     arms = list(frames.runs["arm"].unique())
-    declared = [arm["name"] for arm in read_declaration(RESULTS / "why_gspo")["arms"]]
+    declared = [arm["name"] for arm in read_declaration(RESULTS / "why_gspo", trust=True)["arms"]]
     order = ["grpo", *rewards[arms].drop(columns="grpo").mean().sort_values(ascending=False).index]
     colours, void = {arm: plots.colour_of(arm, declared) for arm in order}, [arm for arm, _ in collapsed(frames)]
     figure, axes = plots.new_figure(2, "Weights or clipping?", width=11)
@@ -245,7 +246,7 @@ def controls() -> None:
 def draw_controls(rewards: Mapping[str, pd.DataFrame], frames: Frames) -> Figure:
     """Reward of GRPO and what replay and GSPO add to it, cell by cell; where all runs collapsed, that."""
     figure, axes = plots.new_figure(3, "Is it routing at all?", width=13)
-    arms, lost = [arm["name"] for arm in read_declaration(RESULTS / "controls")["arms"]], collapsed(frames)
+    arms, lost = [arm["name"] for arm in read_declaration(RESULTS / "controls", trust=True)["arms"]], collapsed(frames)
     void = {arm: [cell for cell in rewards if {(arm, cell), ("grpo", cell)} <= lost] for arm in arms}
     titles = {"grpo": "GRPO", "grpo-replay": "GRPO + replay − GRPO", "gspo": "GSPO − GRPO"}
     for ax, (arm, title) in zip(axes, titles.items(), strict=True):

@@ -104,7 +104,7 @@ def test_figure_metric_and_verdict_of_ones_own_are_shown(study, capsys, monkeypa
     from moe_rl.results.figures import title_of
 
     monkeypatch.setenv("COLUMNS", "200")
-    assert cli.main(["plot", "runs/my_study"]) == 0
+    assert cli.main(["plot", "runs/my_study", "--trust"]) == 0
     shown = capsys.readouterr().out
     assert "best reward" in shown and "Verdict by the declared rule: undetermined: " in shown
     assert (Path("runs/my_study/figures") / "mine_lengths.png").stat().st_size > 10_000

@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     code = _failed(failures)
     if ranks.rank() == 0 and len(failures) < len(planned):
         printed.print_study(console, options.out / study.name, mix_code=options.mix_code,
-                           only=[p.path for p in planned])
+                           only=[p.path for p in planned], trust=True)  # the study file itself is code
     return code
 
 

@@ -10,8 +10,8 @@ from moe_rl.cli.verbs import MIX_CODE, UNFINISHED, argument, verb
 from moe_rl.errors import ConfigError
 
 TRUST = argument("--trust", action="store_true",
-                 help="look for the study's own figures, metrics and verdict beside its tables, too; what is "
-                      "installed, or in the working directory, runs without it")
+                 help="run code from outside moe_rl that the folder names as a figure, a metric or a decision rule; "
+                      "it is looked for beside the tables, too")
 
 
 @verb(
@@ -34,7 +34,7 @@ def plot(options: argparse.Namespace) -> int:
 
     _make_importable(options)
     printed.print_study(Console(), options.folder, mix_code=options.mix_code, unfinished=options.unfinished,
-                       cells=options.cells)
+                       cells=options.cells, trust=options.trust)
     return 0
 
 
@@ -55,7 +55,7 @@ def report(options: argparse.Namespace) -> int:
 
     _make_importable(options)
     out = options.out or options.folder / "report.html"
-    write_study_page(options.folder, out, mix_code=options.mix_code)
+    write_study_page(options.folder, out, mix_code=options.mix_code, trust=options.trust)
     print(f"{out}: open it in any browser, or print it")
     return 0
 
@@ -129,12 +129,8 @@ def export(options: argparse.Namespace) -> int:
 
 def _make_importable(options: argparse.Namespace) -> None:
     """Where it is trusted, the code that a study names, which may lie beside its tables."""
-    from moe_rl.registry import Component
-    from moe_rl.study.declaration import read_declaration
+    from moe_rl.study.declaration import outside_names, read_declaration
     from moe_rl.study.rerun import make_importable
 
     if options.trust:
-        declared = read_declaration(options.folder)
-        listed = (*declared["figures"], *declared["metrics"], *declared["further_endpoints"])
-        names = [name for name in (declared["verdict"], declared["endpoint"], *listed) if Component(name).own]
-        make_importable(names, options.folder)
+        make_importable(outside_names(read_declaration(options.folder, trust=True)), options.folder)

@@ -57,14 +57,14 @@ def print_plan(console: Console, study: Study, planned: Sequence[Planned], jobs:
 
 
 def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfinished: bool = False,
-                cells: bool = False, only: Sequence[Path] | None = None) -> None:
+                cells: bool = False, only: Sequence[Path] | None = None, trust: bool = False) -> None:
     """The tables of a study and its figures; with `cells`, those of every combination of factors too. `only` restricts
-    it to some runs."""
+    it to some runs. Code that the folder names is run only with `trust`: see `read_declaration`."""
     from moe_rl.results.summary import verdict_of
     from moe_rl.results.tables import study_tables, untrained
     from moe_rl.storage.frames import load_study
 
-    declared = read_declaration(folder)
+    declared = read_declaration(folder, trust)
     frames = load_study(folder, unfinished=unfinished, mix_code=mix_code)
     if only is not None:
         frames = frames.select(only)
@@ -78,6 +78,8 @@ def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfin
         print_table(console, table)
     for i, sentence in enumerate(verdict_of(frames, declared)):
         say(console, ("Verdict by the declared rule: " if not i else "  ", "bold"), sentence, wrap=True)
+    if declared["untrusted"]:
+        say(console, ("left out", "yellow"), f" {declared['untrusted']}", wrap=True)
     draw_figures(console, frames, declared, folder / "figures", cells=cells)
     if said := untrained(frames):
         say(console, ("Warning", "bold yellow"), f": {said}", wrap=True)

@@ -30,14 +30,16 @@ from moe_rl.storage.provenance import HARDWARE
 from moe_rl.study.declaration import read_declaration
 
 ABOUT = {"hypothesis": "Hypothesis", "endpoint": "Primary endpoint", "comparisons": "Contrasts",
-         "decision_rule": "Decision rule", "verdict": "Verdict by that rule", "untrained": "Warning",
+         "decision_rule": "Decision rule", "verdict": "Verdict by that rule", "untrusted": "Left out",
+         "untrained": "Warning",
          "differs_from_paper": "Differs from the paper", "caution": "Caution", "cost": "Cost, as planned"}
 UNRECORDED = "not recorded"
 
 
-def write_study_page(folder: Path, out: Path, *, mix_code: bool = False) -> None:
-    """Write the page of the finished runs of a study, from its runs or its collected tables."""
-    declared, frames = read_declaration(folder), load_study(folder, mix_code=mix_code)
+def write_study_page(folder: Path, out: Path, *, mix_code: bool = False, trust: bool = False) -> None:
+    """Write the page of the finished runs of a study, from its runs or its collected tables. Code that the folder names
+    is run only with `trust`: see `read_declaration`."""
+    declared, frames = read_declaration(folder, trust), load_study(folder, mix_code=mix_code)
     texts = dict(declared) | {"comparisons": "; ".join(f"{a} − {b}" for a, b in declared["comparisons"]),
                               "verdict": "\n".join(verdict_of(frames, declared)), "untrained": untrained(frames)}
     template = resources.files("moe_rl.results").joinpath("study_page.html").read_text()

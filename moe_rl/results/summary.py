@@ -449,7 +449,7 @@ def verdict_of(frames: Frames, declared: Mapping[str, Any]) -> list[str]:
     try:
         rule = lookup("verdict", declared["verdict"], {})
     except ConfigError as error:
-        return [f"not to be had here: {error} Or look for it beside the tables, too: --trust"]
+        return [f"not to be had here: {error}"]
     except (Exception, SystemExit) as error:  # of its module
         return [f"not to be had here: {type(error).__name__}: {error}"]
     try:

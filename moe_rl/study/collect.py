@@ -28,6 +28,7 @@ from moe_rl.storage.columns import TABLES, pooled
 from moe_rl.storage.commits import read_parquet
 from moe_rl.storage.folder import DECLARATION
 from moe_rl.storage.frames import LABELS, REPLACING, Frames, load_study
+from moe_rl.storage.lock import Lock
 from moe_rl.study.declaration import read_declaration
 
 KEPT = {
@@ -111,7 +112,16 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), without: Seque
     study, RunError where nothing has finished. A kill leaves the tables of an earlier time as they are, or, between two
     renames, says so to whoever reads them.
     """
-    declared = read_declaration(folder)
+    beside = out.absolute().with_name(f".{out.absolute().name}.collect.lock")
+    with Lock(beside):  # two studies at once would each find nothing there
+        written = _collect(folder, out, also, without, mix_code)
+        for file in (beside, beside.with_suffix(".holder")):
+            file.unlink(missing_ok=True)
+    return written
+
+
+def _collect(folder: Path, out: Path, also: Sequence[str], without: Sequence[str], mix_code: bool) -> dict[Path, int]:
+    declared = read_declaration(folder, trust=True)  # it is copied, and nothing that it names is called
     _check_out(folder, out, declared["name"])
     frames = load_study(folder, mix_code=mix_code)
     for option, patterns in (("also", also), ("without", without)):

@@ -12,6 +12,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import math
 import re
 import sys
 import traceback
@@ -19,6 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from moe_rl.config import SHIPPED, Arm, RunConfig, plain
 from moe_rl.errors import ConfigError, RunError
@@ -30,6 +34,8 @@ from moe_rl.storage.folder import DECLARATION
 COMES_ALONG = ("routing_replay",)
 """Studies that are part of the package, and need no file."""
 QUICK_STEPS = 3
+MOST = 20_000
+"""Runs of one study."""
 TRAINER = "moe_rl.build:execute"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 ARM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,:()-]{0,119}")
@@ -177,6 +183,10 @@ class Study:
         seeds = self.seeds if seeds is None else tuple(seeds)
         if not seeds or len(set(seeds)) < len(seeds):
             raise ConfigError(f"a study needs at least one seed, each once, but got {list(seeds)}")
+        count = len(seeds) * len(self.arms) * max(1, len(self.cells)) * math.prod(map(len, self.factors.values()))
+        if count > MOST:
+            raise ConfigError(f"study {self.name!r} would be {count:,} runs, and at most {MOST:,} are planned: give "
+                              "fewer seeds, arms, cells or factors")
         planned: list[Planned] = []
         described: dict[Path, str] = {}
         combinations = itertools.product(self.cells or {"": {}}, itertools.product(*self.factors.values()))
@@ -273,9 +283,42 @@ def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def read_declaration(folder: Path) -> dict[str, Any]:
-    """The `study.json` of a folder of runs or of collected tables. Raises RunError where there is none,
-    and for one of release 0.1.0."""
+class DeclaredArm(TypedDict):
+    """An arm of a `study.json`: of its settings the name is read here."""
+
+    name: str
+
+
+class Declared(TypedDict):
+    """What those who read a `study.json` take for granted of it."""
+
+    name: str
+    question: str
+    hypothesis: str
+    arms: list[DeclaredArm]
+    endpoint: str
+    figures: list[str] | tuple[str, ...]
+    metrics: list[str] | tuple[str, ...]
+    further_endpoints: list[str] | tuple[str, ...]
+    comparisons: list[tuple[str, str]] | tuple[()]
+    factors: dict[str, list[Any]]
+    cells: dict[str, dict[str, Any]]
+    decision_rule: str
+    verdict: str
+    differs_from_paper: str
+    caution: str
+    cost: str
+    trainer: str
+
+
+DECLARED = TypeAdapter(Declared)
+
+
+def read_declaration(folder: Path, trust: bool = False) -> dict[str, Any]:
+    """The `study.json` of a folder of runs or of collected tables, as data that somebody else may have written: unless
+    there is `trust`, the figures, metrics and decision rule that are code from outside the package are left out of it,
+    and `untrusted` has a sentence on them. Raises RunError where there is none and for one of release 0.1.0,
+    ConfigError where the primary endpoint is such code."""
     declared = runs.read_json(folder / DECLARATION, ("name", "arms", "figures"))
     if declared is None:
         raise RunError(f"{folder} is not the folder of a study: it has no {DECLARATION} (e.g. runs/routing_replay)")
@@ -283,7 +326,32 @@ def read_declaration(folder: Path) -> dict[str, Any]:
         raise RunError(f"{folder} was written by release 0.1.0 or before, which alone reads it: columns and settings "
                        "have other names since (CHANGELOG.md)")
     later = {f.name: f.default for f in dataclasses.fields(Study) if f.default is not dataclasses.MISSING}
-    return later | {"factors": {}, "cells": {}} | declared
+    declared = later | {"factors": {}, "cells": {}} | declared
+    try:
+        DECLARED.validate_python(declared)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise RunError(f"{folder / DECLARATION} is damaged: {'.'.join(map(str, first['loc']))}={first['input']!r:.60}, "
+                       f"{first['msg'].lower()}; restore it from a copy") from None
+    return declared | {"untrusted": ""} if trust else _leave_out_code(declared, folder)
+
+
+def outside_names(declared: Mapping[str, Any]) -> list[str]:
+    """Every `pkg.module:name` that a declaration has for whoever reads its tables."""
+    listed = [*declared["figures"], *declared["metrics"], *declared["further_endpoints"]]
+    return [name for name in (declared["verdict"], declared["endpoint"], *listed) if Component(name).own]
+
+
+def _leave_out_code(declared: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    names = outside_names(declared)
+    how = (f"named in {folder / DECLARATION}, {'is' if len(names) == 1 else 'are'} code from outside moe_rl, which a "
+           "data file may not run: look at that code, then say --trust")
+    if declared["endpoint"] in names:
+        raise ConfigError(f"{', '.join(names)}, {how}. Without its primary endpoint a study has no summary.")
+    kept = {key: [name for name in declared[key] if name not in names]
+            for key in ("figures", "metrics", "further_endpoints")}
+    return {**declared, **kept, "verdict": "" if declared["verdict"] in names else declared["verdict"],
+            "untrusted": f"{', '.join(names)}, {how}" if names else ""}
 
 
 def load_study_file(source: str) -> Study:

@@ -371,3 +371,8 @@ def test_a_declaration_of_release_0_1_0_names_the_release_that_reads_it(tmp_path
     file.write_text(json.dumps(content | {"contrasts": content.pop("comparisons")}))
     with pytest.raises(RunError, match="written by release 0.1.0"):
         read_declaration(file.parent)
+
+
+def test_a_study_of_too_many_runs_is_refused_at_once(tmp_path):
+    with pytest.raises(ConfigError, match="would be 3,000,000 runs, and at most 20,000 are planned"):
+        study.runs(tmp_path, range(1_000_000))

@@ -1,0 +1,104 @@
+"""A folder that somebody sent runs no code, whatever its files name, unless --trust is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pandas as pd
+import pytest
+
+from moe_rl import cli
+from moe_rl.study.declaration import write_declaration
+from tests import fake_study
+from tests.test_cli import fake_runs
+
+PAYLOAD = """from pathlib import Path
+Path(__file__).with_name("ran").touch()
+
+
+def boom(*a, **k):
+    return ["said"]
+"""
+NAMES = {"verdict": "payload:boom", "figures": ["payload:boom"], "metrics": ["payload:boom"],
+         "further_endpoints": ["payload:boom"]}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = fake_runs(tmp_path_factory.mktemp("sent"))
+    write_declaration(fake_study.study, folder.parent)
+    return folder
+
+
+@pytest.fixture
+def folder(finished, tmp_path, monkeypatch):
+    """Runs of a study, a module beside them and in the working directory, and a `study.json` that names it."""
+    shutil.copytree(finished, tmp_path / "fake")
+    (tmp_path / "payload.py").write_text(PAYLOAD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name(tmp_path / "fake", **NAMES)
+    yield tmp_path / "fake"
+    import sys
+
+    sys.modules.pop("payload", None)
+
+
+def name(folder, **what):
+    declared = json.loads((folder / "study.json").read_text()) | what
+    (folder / "study.json").write_text(json.dumps(declared))
+
+
+COMMANDS = {
+    "plot": [], "report": [], "runs list": [], "runs show": ["{run}"], "runs diff": ["{run}", "{other}"],
+    "runs read": ["{run}"], "runs export": [], "runs collect": ["--out", "collected"],
+    "rerun": ["--out", "again"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_that_reads_a_folder_runs_what_its_files_name(folder, command, capsys):
+    run, other = sorted(folder.glob("*/*/seed=0"))[:2]
+    table = folder / "study.json"
+    if command == "rerun":
+        name(folder, trainer="payload:boom")
+    arguments = [word.format(run=run, other=other) for word in COMMANDS[command]]
+    first = [] if "{run}" in COMMANDS[command] else [str(folder)]
+    cli.main([*command.split(), *first, *arguments])
+    assert table.exists() and not (folder.parent / "ran").exists(), capsys.readouterr()
+
+
+def test_what_is_left_out_is_said_and_the_rest_is_shown(folder, capsys):
+    assert cli.main(["plot", str(folder)]) == 0
+    assert cli.main(["report", str(folder), "--out", "page.html"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "payload:boom, named in" in out and "a data file may not run" in out and "--trust" in out
+    assert "gspo" in out and "a data file may not run" in (folder.parent / "page.html").read_text()
+
+
+def test_a_primary_endpoint_of_other_code_is_refused(folder, capsys):
+    name(folder, endpoint="payload:boom")
+    for command in ("plot", "report"):
+        assert cli.main([command, str(folder)]) == 2
+        assert "Without its primary endpoint" in capsys.readouterr().err
+    assert not (folder.parent / "ran").exists()
+
+
+def test_trusted_it_runs(folder, capsys):
+    name(folder, metrics=[], further_endpoints=[])  # whose functions give a number per run
+    assert cli.main(["plot", str(folder), "--trust"]) == 0
+    assert (folder.parent / "ran").exists() and "said" in capsys.readouterr().out
+
+
+def test_the_settings_of_a_row_run_no_code(folder, tmp_path):
+    """A row may name any loss; `report` lists its settings, and calls nothing of them."""
+    assert cli.main(["runs", "collect", str(folder), "--out", "tables"]) == 0
+    rows = pd.read_parquet("tables/runs.parquet")
+    rows["config"] = rows["config"].str.replace('"task": "running_sums"', '"task": "payload:boom"')
+    rows["config"] = rows["config"].str.replace('"loss": "grpo"', '"loss": "payload:boom"')
+    assert rows["config"].str.contains("payload:boom").any()
+    rows.to_parquet("tables/runs.parquet")
+    for command in (["plot", "tables"], ["report", "tables"], ["runs", "show", "tables"], ["runs", "list", "tables"]):
+        cli.main(command)
+    assert not (tmp_path / "ran").exists()
