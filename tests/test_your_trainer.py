@@ -67,6 +67,18 @@ def test_the_plain_loop_gives_the_same_weights_under_activation_checkpointing(ca
         assert torch.equal(a, b)
 
 
+def test_the_arms_of_the_page_are_computed_as_it_says(capsys):
+    names = setting()
+    exec(blocks()[1], names)
+    names |= {"rewards": torch.tensor([1.0, 0.0] * 4), "engine_logprobs": names["old_logprobs"] - 0.01}
+    exec(blocks()[2], names)
+    made, decides = names["made"], names["decides"]
+    assert set(made[decides].tolist()) == {0.5, -0.5} and not made[~decides].any()
+    assert torch.allclose(names["factors"][decides], torch.tensor(0.01).exp())
+    losses = [names[name].loss for name in ("output", "against_engine")]
+    assert all(loss.requires_grad and loss.isfinite() for loss in losses)
+
+
 def test_routes_that_an_engine_recorded_become_the_trace_that_the_model_recorded(capsys):
     names = setting()
     names |= {"inputs": names["tokens"][:, :-1], "mask": names["attention_mask"][:, :-1]}
@@ -75,7 +87,7 @@ def test_routes_that_an_engine_recorded_become_the_trace_that_the_model_recorded
     routes = recording.trace(names["inputs"], names["mask"])
     names["texts"] = [row[there].tolist() for row, there in zip(names["tokens"], names["attention_mask"], strict=True)]
     names["reported"] = [ids[: len(text) - 1].numpy() for ids, text in zip(routes.ids(), names["texts"], strict=True)]
-    exec(blocks()[2], names)
+    exec(blocks()[3], names)
     known = torch.arange(11) < names["attention_mask"].sum(1)[:, None] - 1
     assert torch.equal(names["engine_routes"].ids()[known], routes.ids()[known])
     assert float(capsys.readouterr().out) == known.sum() / names["mask"].sum()

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moe_rl.objectives.advantages import Advantage, AdvantageInputs, advantage_of
-    from moe_rl.objectives.compose import Objective, objective_of, policy_loss
+    from moe_rl.objectives.compose import Objective, compute_advantages, correction_weights, objective_of, policy_loss
     from moe_rl.objectives.losses import CorrectionInputs, LossInputs, LossOutput
 
 HOMES = {"Advantage": "advantages", "AdvantageInputs": "advantages", "advantage_of": "advantages",
+         "compute_advantages": "compose", "correction_weights": "compose",
          "Objective": "compose", "objective_of": "compose", "policy_loss": "compose",
          "CorrectionInputs": "losses", "LossInputs": "losses", "LossOutput": "losses"}
 __all__ = ["Advantage", "AdvantageInputs", "CorrectionInputs", "LossInputs", "LossOutput", "Objective", "advantage_of",
-           "objective_of", "policy_loss"]
+           "compute_advantages", "correction_weights", "objective_of", "policy_loss"]
 
 
 def __getattr__(name: str) -> Any:

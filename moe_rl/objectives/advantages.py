@@ -78,30 +78,35 @@ class Advantage:
     def attach_advantages(self, batch: Batch) -> Batch:
         """The batch with its advantages and, where a step asks for the critic's values, returns: what that step gave +
         V_old, before it is whitened or clipped."""
-        if not bool(torch.isfinite(batch.rewards).all()):
-            row = int((~torch.isfinite(batch.rewards)).nonzero()[0])
+        advantages, returns = self.compute(
+            rewards=batch.rewards, prompt=batch.prompt_index, mask=batch.response_mask, finished=batch.finished,
+            turn=batch.turn, turn_rewards=batch.turn_rewards, old_logprobs=batch.old_logprobs,
+            ref_logprobs=batch.ref_logprobs, state_values=batch.values)
+        return replace(batch, advantages=advantages.to(batch.advantages.dtype), returns=returns)
+
+    def compute(self, *, rewards: Float[Tensor, " batch"], mask: Mask, turn: Int[Tensor, "batch time"] | None = None,
+                turn_rewards: PerToken | None = None, **inputs: Any) -> tuple[PerToken, PerToken | None]:
+        """Advantages per token, 0 outside the response, and returns where a step asks for values. `inputs` are the
+        other fields of `AdvantageInputs`; without turns a row is one."""
+        if not bool(torch.isfinite(rewards).all()):
+            row = int((~torch.isfinite(rewards)).nonzero()[0])
             raise RunError(
-                f"the reward of row {row} is {batch.rewards[row].item()}, which would make the advantages of its whole "
+                f"the reward of row {row} is {rewards[row].item()}, which would make the advantages of its whole "
                 "group and then the weights NaN: make the task's reward return a number in [0, 1]"
             )
-        mask, turn, turn_rewards = batch.response_mask, batch.turn, batch.turn_rewards
         if turn is None or turn_rewards is None:
-            turn, turn_rewards = mask.long(), place_on_last(batch.rewards, mask)
-        x = AdvantageInputs(values=batch.rewards, rewards=batch.rewards, prompt=batch.prompt_index, mask=mask,
-                            turn=turn, turn_rewards=turn_rewards, finished=batch.finished,
-                            old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs,
-                            state_values=batch.values)
+            turn, turn_rewards = mask.long(), place_on_last(rewards, mask)
+        x = AdvantageInputs(values=rewards, rewards=rewards, mask=mask, turn=turn, turn_rewards=turn_rewards, **inputs)
         returns = None
         for number, (name, step) in enumerate(self.steps):
             x = replace(x, memory=self.memory.setdefault(str(number), {}))
             x = replace(x, values=step(x))
             if x.values.shape not in (x.rewards.shape, x.mask.shape):
-                raise ConfigError(f"the advantage {name} gives shape {tuple(x.values.shape)} for {len(batch)} rewards: "
+                raise ConfigError(f"the advantage {name} gives shape {tuple(x.values.shape)} for {len(mask)} rewards: "
                                   "it needs (batch,), or (batch, time) where one per token is meant")
-            if "values" in needs_of(step) and batch.values is not None:
-                returns = torch.where(x.mask, _per_token(x.values) + batch.values, 0)
-        advantages = torch.where(x.mask, _per_token(x.values), 0).to(batch.advantages.dtype)
-        return replace(batch, advantages=advantages, returns=returns)
+            if "values" in needs_of(step) and x.state_values is not None:
+                returns = torch.where(x.mask, _per_token(x.values) + x.state_values, 0)
+        return torch.where(x.mask, _per_token(x.values), 0), returns
 
     def save(self, folder: Path) -> None:
         """Write the memory, if a step keeps something. Raises ConfigError for what could not be read again."""
@@ -130,7 +135,7 @@ def advantage_of(arm: Arm) -> Advantage:
     option that is not there."""
     assert isinstance(arm.advantage, tuple), "an arm makes one of a part alone"
     steps = [Component.of(part) for part in arm.advantage]
-    for one, after in zip(steps, [*steps[1:], Component("")], strict=True):
+    for one, after in zip(steps, [*steps, Component("")][1:], strict=True):
         rewards = one.name == "turn_rewards" or one.name == "kl_penalty" and one.options.get("per_token", True)
         if rewards != (after.name in ESTIMATES) and (rewards or one.name in ("whitened", "by_turn", *ESTIMATES)):
             raise ConfigError(f"arm {arm.name!r}: {one} before {after if after.name else 'the end'}: kl_penalty and "

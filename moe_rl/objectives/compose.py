@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, MoeRlError
 from moe_rl.objectives.advantages import advantage_of
 from moe_rl.objectives.losses import CLIPS, LOSSES, MEANS, CorrectionInputs, LossInputs, LossOutput, Mask, PerToken
+from moe_rl.objectives.methods import arm as arm_of_text
 from moe_rl.objectives.router import ROUTER_LOSSES, ROUTER_TERMS
 from moe_rl.objectives.spelling import suggest_field
 from moe_rl.objectives.terms import TERMS
@@ -29,6 +30,8 @@ from moe_rl.objectives.weights import AGGREGATIONS, CORRECTIONS
 from moe_rl.registry import Component, Part, lookup, needs_of
 from moe_rl.routing.inputs import RouterInputs
 from moe_rl.types import Batch
+
+NARROW = (torch.bfloat16, torch.float16)
 
 GIVEN = {"reference": "ref_logprobs", "entropy": "entropy"}
 """Which of a loss's inputs is there for components that need it."""
@@ -174,21 +177,41 @@ def policy_loss(
     weights: PerToken | None = None,
     **further: Any,
 ) -> LossOutput:
-    """The objective of an arm, or of a loss alone, on a mini-batch of somebody else's loop.
+    """The objective of an arm on a mini-batch of somebody else's loop.
 
-    `logprobs` has the gradient; log-probs are of response tokens, in nats; `advantages` are one per row or per token.
-    `further` are the other fields of `LossInputs` that the arm needs. For one part of a mini-batch give `weights`: its
-    rows of `objective_of(arm).aggregate(mask)` over the whole; parts then only add, unless a correction or the loss
-    takes statistics of the mini-batch: then give `trust` and `marks` of it, too. Filters take tokens out of `mask`,
-    and are refused where `weights` are given. Raises ConfigError where something is missing or has another shape.
+    A text is an arm as a study has it (`dapo`, `sapo(tau_neg=1.05)+token_mean`). A `Component` or a function of your
+    own is a loss alone, with everything else as in GRPO. `logprobs` has the gradient; log-probs are of response tokens,
+    in nats; `advantages` are one per row or per token. `further` are the other fields of `LossInputs` that the arm
+    needs; under anchor='engine' `rollout_logprobs` take the place of `old_logprobs`. For one part of a mini-batch give
+    `weights`: its rows of `objective_of(arm).aggregate(mask)` over the whole; parts then only add, unless a correction
+    or the loss takes statistics of the mini-batch: then give `trust` and `marks` of it, too. Filters take tokens out of
+    `mask`, and are refused where `weights` are given. What has less than 32 bits is computed in float32: bfloat16 has
+    no number between 1 and 1.0078.
+
+    Raises ConfigError where something is missing, has another shape or is not finite, and for an arm with routes or
+    advantages of its own, which nothing here makes: see docs/your_trainer.md.
     """
-    objective = _objective_once(arm if isinstance(arm, Arm) else Arm(name="loss", loss=arm))
+    arm = arm_of_text(arm) if isinstance(arm, str) else arm if isinstance(arm, Arm) else Arm(name="loss", loss=arm)
+    _require_plain(arm)
+    objective = _objective_once(arm)
+    logprobs, old_logprobs, advantages, weights = map(_widen, (logprobs, old_logprobs, advantages, weights))
+    further = {name: _widen(x) for name, x in further.items()}
+    if arm.anchor == "engine":
+        if further.get("rollout_logprobs") is None:
+            raise ConfigError(f"arm {arm.name!r} takes its ratio against the engine's log-probs: give rollout_logprobs")
+        old_logprobs = further["rollout_logprobs"]
+    if mask.dtype != torch.bool:
+        raise ConfigError(f"the mask is of {str(mask.dtype).removeprefix('torch.')}: give it as bool, mask.bool()")
     if advantages.dim() == 1 and len(advantages) != len(mask):
         raise ConfigError(f"{len(advantages)} advantages for {len(mask)} rows: give one per row, or one per token")
     if weights is not None and objective.filters:
         raise ConfigError("filters say over a whole mini-batch what counts, so they cannot be asked about a part that "
                           "has weights: give the arm without filters, a mask they have been applied to, and weights "
                           "of that mask")
+    counted = advantages[mask if advantages.dim() == 2 else mask.any(1)]
+    if not bool(counted.isfinite().all()):
+        raise ConfigError(f"{int((~counted.isfinite()).sum())} of {counted.numel()} advantages are not finite, and "
+                          "would make every weight NaN")
     x = LossInputs(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask,
                    advantages=advantages[:, None].expand(mask.shape) if advantages.dim() == 1 else advantages,
                    weights=torch.zeros_like(logprobs) if weights is None else weights, **further)
@@ -196,6 +219,52 @@ def policy_loss(
         mask = objective.filter_tokens(x)
         x = dataclasses.replace(x, mask=mask, weights=objective.aggregate(mask))
     return objective.of(x)
+
+
+def compute_advantages(
+    arm: Arm | str,
+    *,
+    rewards: Float[Tensor, " batch"],
+    prompt: Int[Tensor, " batch"],
+    mask: Mask,
+    finished: Bool[Tensor, " batch"] | None = None,
+    **inputs: Any,
+) -> PerToken:
+    """The advantages that an arm, or its text, makes of the rewards of one step, per token, 0 outside the response.
+
+    `prompt` says which prompt a row answers; the rows of all its responses belong into one call. `finished` is false
+    where a response was cut off (default: none was); `inputs` are the other fields of `AdvantageInputs` that the arm
+    needs. Steps that remember earlier batches want one `advantage_of(arm)`, whose `compute` is called step after step.
+    Raises RunError for a reward that is not finite, ConfigError for an input that the arm needs and does not get.
+    """
+    made = advantage_of(arm_of_text(arm) if isinstance(arm, str) else arm)
+    every = torch.ones(len(mask), dtype=torch.bool) if finished is None else finished
+    return made.compute(rewards=rewards, prompt=prompt, mask=mask, finished=every, **inputs)[0]
+
+
+def correction_weights(arm: Arm | str, **inputs: Any) -> PerToken:
+    """The product of an arm's corrections, one factor per token, 1 where it has none; `inputs` are the fields of
+    `CorrectionInputs`. Raises ConfigError for an arm of which one reads π_θ, which is not known yet."""
+    objective, x = _objective_once(arm_of_text(arm) if isinstance(arm, str) else arm), CorrectionInputs(**inputs)
+    return functools.reduce(torch.mul, (compute_factors(one, x) for one in objective.corrections),
+                            torch.ones_like(x.old_logprobs))
+
+
+def _require_plain(arm: Arm) -> None:
+    """Raise ConfigError for what an arm says and a loss alone cannot do."""
+    if Component.of(arm.routes).name != "live" or arm.ratio_routes is not None:
+        raise ConfigError(f"arm {arm.name!r} replays routes, and a loss replays none: score under "
+                          "moe_rl.routing.replay_routing, and give the arm without them (routes=none)")
+    assert isinstance(arm.advantage, tuple), "an arm makes one of a part alone"
+    if arm.advantage not in ((), (Component("group"),)):
+        raise ConfigError(f"arm {arm.name!r} makes its advantages by {', '.join(map(str, arm.advantage))}, and a loss "
+                          "takes them as they are: make them with moe_rl.objectives.compute_advantages, and give the "
+                          "arm without them (advantage=none)")
+
+
+def _widen(x: Any) -> Any:
+    """A tensor of less than 32 bits as float32, whose gradient flows on; anything else as it is."""
+    return x.float() if isinstance(x, Tensor) and x.dtype in NARROW else x
 
 
 _objective_once = functools.lru_cache(maxsize=64)(objective_of)

@@ -32,7 +32,8 @@ def kl(
     Its gradient per log-prob is 1 for k1 (of nothing, on average), −e for k2 (on policy, of KL(π_θ ‖ q)), 1 − exp(e)
     for k3 (of KL(q ‖ π_θ); GRPO, arXiv 2402.03300, eq. 4); k1+ and k3+ have their value and k2's gradient (verl).
     `ratio`: r·k, r = π_θ/π_old, for tokens of π_old; its gradient r·(k + k′) goes through r (DeepSeek-V3.2, arXiv
-    2512.02556). `clamp`: k within ± so many nats, beyond it without gradient (verl, ms-swift, NeMo-RL: 10). Degenerate:
+    2512.02556). `clamp`: k within ± so many nats, beyond it without gradient, which k1+ and k3+ keep
+    (verl, ms-swift, NeMo-RL: 10). Degenerate:
     0 where π_θ = q. `reinforce` with k2 against π_old is Kimi k1.5 (arXiv 2501.12599, eq. 3).
 
     Both policies are scored under the same routes: with the reference's own, a replaying arm would be pulled away from
@@ -54,8 +55,9 @@ def kl(
     else:
         e = torch.where(x.mask, x.ref_logprobs.detach() - x.logprobs, 0)
     value = ESTIMATORS[estimator.removesuffix("+")](e.detach())
-    k = ESTIMATORS["k2" if "+" in estimator else estimator](e.masked_fill(value.abs() > clamp, 0))  # 0 · inf is NaN
-    if "+" in estimator or clamp < math.inf:
+    square = "+" in estimator
+    k = ESTIMATORS["k2" if square else estimator](e if square else e.masked_fill(value.abs() > clamp, 0))  # no 0 · inf
+    if square or clamp < math.inf:
         k = value.clamp(-clamp, clamp) + (k - k.detach())
     if ratio:
         k = k * finite_exp(x.log_ratio)  # likewise

@@ -76,8 +76,8 @@ AGGREGATIONS: dict[str, Callable[..., PerToken]] = {
 # --------------------------------------------------------------------------------------------------------- corrections
 # For tokens that another distribution sampled: factors on the weights of a loss, without gradient. ρ = π_old / π_engine
 # of a token. Under `Arm.corrections` a factor of 0 leaves a token in |y| and in N (as TRL, slime and NeMo-RL do); under
-# `Arm.filters` the same function takes it out of both (verl's `rollout_rs`, ROLL). Degenerate: where the engine agrees,
-# every ρ is 1. Options out of range raise ConfigError, and so does what is not given.
+# `Arm.filters` the same function takes it out of both (verl's `rollout_rs`). Degenerate: where the engine agrees, every
+# ρ is 1. Options out of range raise ConfigError, and so does what is not given.
 @needs("engine")
 def truncated(
     x: CorrectionInputs, *, cap: float = 2.0, low: float = 0.0, level: str = "token", batch_normalized: bool = False

@@ -120,7 +120,8 @@ def test_every_part_may_be_a_users_own():
     )  # fmt: skip
     mask = torch.tensor([[True, True, True], [True, False, False]])
     zeros = torch.zeros(2, 3, dtype=torch.float64)
-    output = policy_loss(arm, logprobs=zeros, old_logprobs=zeros, advantages=torch.tensor([1.0, 3.0]), mask=mask)
+    output = policy_loss(arm.replace(advantage=()), logprobs=zeros, old_logprobs=zeros,
+                         advantages=torch.tensor([1.0, 3.0]), mask=mask)
     assert output.loss.item() == pytest.approx(-(3 * 1 + 3) / 4 + 0.5) and output.metrics == {"term_my_term": 0.5}
     assert objective_of(arm).needs == {"reference"}
     assert advantage_of(arm)(rewarded([1.0], [0]))[:, 0].tolist() == [0.75]

@@ -38,7 +38,7 @@ def by_loops(new, other, old, mask, coef, estimator, ratio=False, clamp=math.inf
             d = new[i, t] - other[i, t]
             k, slope = (f(d) for f in TOKENS[estimator])
             if abs(k) > clamp:
-                k, slope = math.copysign(clamp, k), 0.0
+                k, slope = math.copysign(clamp, k), slope if "+" in estimator else 0.0
             if ratio:
                 r = math.exp(new[i, t] - old[i, t])
                 k, slope = r * k, r * (k + slope)

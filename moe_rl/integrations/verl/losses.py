@@ -47,6 +47,7 @@ def register(name: str) -> None:
 def loss_of(arm: Arm) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
     """A policy loss with verl's signature."""
     objective = _usable_objective(arm)
+    arm = arm.replace(advantage=())  # verl makes them
 
     def loss(old_log_prob: PerToken, log_prob: PerToken, advantages: PerToken, response_mask: Mask,
              loss_agg_mode: str = "token-mean", config: Any = None, rollout_is_weights: PerToken | None = None

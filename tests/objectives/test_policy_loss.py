@@ -1,0 +1,112 @@
+"""`policy_loss` and its neighbours, for a loop of one's own: an arm means what it means in a study, or is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from moe_rl.errors import ConfigError, RunError
+from moe_rl.objectives import compute_advantages, correction_weights, policy_loss
+from moe_rl.objectives.methods import arm
+from moe_rl.registry import Component
+
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+OLD = torch.tensor([[-1.0, -2.0, -0.5], [-0.7, -1.2, 0.0]])
+ENGINE = OLD + torch.tensor([[0.3, -0.2, 0.1], [-0.4, 0.2, 0.0]])
+NEW = OLD + torch.tensor([[0.05, -0.1, 0.2], [-0.3, 0.15, 0.0]])
+ADVANTAGES = torch.tensor([1.0, -1.0])
+
+
+def loss(arm_or_text, **changes):
+    inputs = {"logprobs": NEW, "old_logprobs": OLD, "advantages": ADVANTAGES, "mask": MASK} | changes
+    return policy_loss(arm_or_text, **inputs).loss.item()
+
+
+@pytest.mark.parametrize("text", [
+    "cispo", "reinforce", "minirl", "vespo", "clip_cov", "dapo", "sapo(tau_neg=1.05)+token_mean",
+])  # fmt: skip
+def test_a_text_is_the_method_of_that_name(text):
+    """The arm that a study makes of the text, its aggregation and terms included."""
+    plain = arm(f"{text}+advantage=none")
+    given = {"rollout_logprobs": ENGINE} if plain.corrections or plain.anchor == "engine" else {}
+    assert loss(f"{text}+advantage=none", **given) == loss(plain, **given)
+
+
+@pytest.mark.parametrize("text", ["dppo", "topr", "glm5", "engine_anchor", "prime:dppo"])
+def test_the_ratio_of_an_anchor_at_the_engine_is_against_the_engine(text):
+    method = f"{text}+advantage=none"
+    with pytest.raises(ConfigError, match="against the engine's log-probs: give rollout_logprobs"):
+        loss(method)
+    anchored = arm(method)
+    expected = loss(anchored.replace(anchor="policy"), old_logprobs=ENGINE, rollout_logprobs=ENGINE)
+    assert loss(method, rollout_logprobs=ENGINE) == expected
+
+
+@pytest.mark.parametrize("text", ["replay", "r3", "soft_replay", "recall", "grpo+ratio_routes=old_policy"])
+def test_an_arm_that_replays_is_refused(text):
+    with pytest.raises(ConfigError, match="replays routes, and a loss replays none"):
+        loss(f"{text}+advantage=none")
+
+
+def test_an_arm_that_makes_advantages_is_refused():
+    with pytest.raises(ConfigError, match=r"makes its advantages by normalized.*compute_advantages.*advantage=none"):
+        loss("dr_grpo")
+    assert math.isfinite(loss("dr_grpo+advantage=none"))
+
+
+def test_advantages_of_an_arm_by_hand():
+    """Two prompts of two answers each: r − mean, over the sample deviation in `group`, not divided in `dr_grpo`."""
+    inputs = {"rewards": torch.tensor([1.0, 0.0, 0.5, 0.5]), "prompt": torch.tensor([0, 0, 1, 1]),
+              "mask": torch.tensor([[True, True], [True, False], [True, True], [True, True]])}
+    half = 0.5
+    assert compute_advantages("dr_grpo", **inputs).tolist() == [[half, half], [-half, 0], [0, 0], [0, 0]]
+    expected = half / math.sqrt(half)
+    assert compute_advantages("grpo", **inputs)[:2, 0].tolist() == pytest.approx([expected, -expected])
+    with pytest.raises(RunError, match="reward of row 1 is nan"):
+        compute_advantages("grpo", **inputs | {"rewards": torch.tensor([1.0, math.nan, 0.0, 0.0])})
+
+
+def test_correction_weights_by_hand():
+    """TIS: min(π_old / π_engine, 2) per token; an arm without corrections has ones."""
+    far = OLD - math.log(3)
+    found = correction_weights("tis", old_logprobs=OLD, rollout_logprobs=torch.where(MASK, far, 0), mask=MASK,
+                               advantages=torch.zeros(2, 3))
+    assert found[MASK].tolist() == pytest.approx([2.0] * 5)
+    assert correction_weights("grpo", old_logprobs=OLD, mask=MASK, advantages=OLD).tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ratios_of_narrow_log_probs_are_computed_in_float32(dtype):
+    """GSPO's upper bound, 1.0004, is no number of bfloat16, so nothing would be clipped; 20 nats overflow float16."""
+    narrow = {name: x.to(dtype) for name, x in {"logprobs": NEW, "old_logprobs": OLD}.items()}
+    wide = {name: x.float() for name, x in narrow.items()}
+    for text in ("gspo", "grpo"):
+        assert loss(text, **narrow) == loss(text, **wide)
+    gap = torch.full((2, 3), 20.0, dtype=dtype)
+    assert math.isfinite(loss("reinforce", logprobs=gap - 25, old_logprobs=gap - 45))
+    one = torch.tensor([[1.0078125]], dtype=dtype).log()
+    output = policy_loss("gspo", logprobs=one, old_logprobs=one * 0, advantages=torch.ones(1),
+                         mask=torch.ones(1, 1, dtype=torch.bool))
+    assert output.clipped_by.item() == 1
+
+
+def test_gradients_flow_to_narrow_log_probs():
+    new = NEW.bfloat16().requires_grad_()
+    policy_loss("grpo", logprobs=new, old_logprobs=OLD, advantages=ADVANTAGES, mask=MASK).loss.backward()
+    assert new.grad.dtype == torch.bfloat16 and bool(new.grad[MASK].abs().sum() > 0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_advantages_that_are_not_finite_are_refused(bad):
+    with pytest.raises(ConfigError, match="1 of 2 advantages are not finite"):
+        loss("grpo", advantages=torch.tensor([bad, 1.0]))
+    per_token = torch.ones(2, 3)
+    per_token[1, 2] = bad  # outside the mask
+    assert math.isfinite(loss("grpo", advantages=per_token))
+
+
+def test_a_component_is_a_loss_alone():
+    """With everything else as in GRPO; the method has the aggregation of its paper."""
+    assert loss(Component("cispo")) == loss("cispo+aggregate=seq_mean_token_mean") != loss("cispo")
