@@ -54,8 +54,8 @@ class Monitor:
 
     - with a `probe`, a fixed batch of what `model` is called with: `expert_change_rate` and all other volatility of its
       natural routes, and `load_…`, `router_confidence` and `margin_…` under the weights of now. It is read without
-      gradient, in eval mode, when `row` is called and before the first step (with `every` > 1, before each measured
-      one), so that a row says what one step did, or all since the last row; `since="start"`: all since the first step;
+      gradient, in eval mode, when `row` is called, and before a measured step unless the weights are those of the last
+      row. So a row says what one step did, whatever changed them in between; `since="start"`: all since the first step;
     - without one, `load_…`, `router_confidence` and `margin_…` of the block's own forwards that did not replay;
     - `pull` and `coverage` of the block's forwards inside `replay_routing`;
     - `engine_…` of the log-probs that `engine` was given, `token_…` of those that `ratios` was.
@@ -63,8 +63,9 @@ class Monitor:
     The probe may name, as `decides`, the inputs whose *next* token is of a response; `decides` says so of the block's
     forwards. Without it all tokens that the attention mask lets in count.
 
-    On several ranks `row` is collective: every rank of `group` (default: all) enters and asks, with rows of its own,
-    and gets the numbers of all rows together. Ranks that read the same tokens (tensor parallelism) change no share.
+    On several ranks `row` is collective, and with a probe the beginning of a block is: every rank of `group` (default:
+    all) enters and asks, with rows of its own, and gets the numbers of all rows together. Ranks that read the same
+    tokens (tensor parallelism) change no share.
     Warns (AuxLossSilentlyOn) of a load-balancing loss in the configuration, or of `router_aux_loss_coef` if the trainer
     has its own, and of a correction bias that moves under replay.
     Raises RoutingError for a dense model and ConfigError for settings that cannot be.
@@ -80,7 +81,7 @@ class Monitor:
         router_aux_loss_coef: float | None = None,
         group: Any = None,
     ):
-        if every < 1 or since not in ("step", "start"):
+        if type(every) is not int or every < 1 or since not in ("step", "start"):
             raise ConfigError(f"every={every}, since={since!r}: every is a number of blocks, 1 at least, and since is "
                               "'step' (before the measured step) or 'start' (before the first).")
         self.model, self.every, self.since, self.group = model, every, since, group
@@ -94,6 +95,8 @@ class Monitor:
         """What was seen since the block began: sums, or values one after the other."""
         self._before: Seen | None = None
         """The probe under the weights that the next row compares with."""
+        self._weights: tuple[int, ...] = ()
+        """How often each weight had been written when `_before` was read."""
         self._replayed = False
         self._scope: ExitStack | None = None
 
@@ -105,9 +108,8 @@ class Monitor:
             warnings.warn(text, AuxLossSilentlyOn, stacklevel=2)
         self.blocks += 1
         self.measures = self.blocks % self.every == 0
-        each = self.every > 1 and self.since == "step"
-        if self.probe is not None and (self.measures if each else self._before is None):
-            self._before = self._read_probe().without_softmax()
+        if self.probe is not None and self._must_read():
+            self._keep(self._read_probe())
         self._scope = ExitStack()
         if self.measures:
             self._found, self._replayed = {}, False
@@ -158,6 +160,25 @@ class Monitor:
         return self._row_of(found)
 
     # ------------------------------------------------------------------ what is seen
+    def _must_read(self) -> bool:
+        """Whether the block begins with weights that the probe has not been read under; the same on all ranks."""
+        if self.since == "start" or self._before is None:
+            return self._before is None and (self.since == "start" or self.measures)
+        if not self.measures:
+            return False
+        return any(self._of_ranks(writes_of(self.model) != self._weights))
+
+    def _keep(self, seen: Seen) -> None:
+        self._before, self._weights = seen.without_softmax(), writes_of(self.model)
+
+    def _of_ranks(self, mine: Any) -> list[Any]:
+        """What every rank of the group has."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self.group) == 1:
+            return [mine]
+        parts: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(parts, mine, group=self.group)
+        return parts
+
     def _see(self, seen: Seen) -> None:
         """A forward of the block."""
         if seen.replay is None:
@@ -211,7 +232,7 @@ class Monitor:
             self._add(type(change).__name__, change)
         self._use(after)
         if self.since == "step":
-            self._before = after.without_softmax()
+            self._keep(after)
 
     def _warn_of_biases(self) -> None:
         now = named_correction_biases(self.model) if self._replayed and self._biases else {}
@@ -230,8 +251,14 @@ class Monitor:
             shapes = [list(x.shape) for x in (logprobs, others, mask)]
             raise ConfigError(f"log-probs {shapes[0]}, {whose} {shapes[1]} and the mask {shapes[2]} are not of one "
                               "shape [batch, time]")
+        if mask.dtype != torch.bool:
+            raise ConfigError(f"the mask is of {str(mask.dtype).removeprefix('torch.')}: give it as bool, mask.bool()")
         if self.measures:
-            self._add(name, (logprobs.detach() - others.to(logprobs.device))[mask.bool()])
+            gap = (logprobs.detach() - others.to(logprobs.device))[mask]
+            if not bool(gap.isfinite().all()):
+                raise ConfigError(f"{int((~gap.isfinite()).sum())} of {gap.numel()} differences of log-probs and "
+                                  f"{whose} are not finite, so no number made of them would be one")
+            self._add(name, gap)
 
     def _add(self, name: str, value: Any) -> None:
         self._found[name] = _pooled((self._found[name], value)) if name in self._found else value
@@ -239,10 +266,7 @@ class Monitor:
     def _over_ranks(self) -> dict[str, Any]:
         """What was found, on the CPU, of all ranks of the group together."""
         mine = {name: _on_cpu(value) for name, value in self._found.items()}
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self.group) == 1:
-            return mine
-        parts: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(parts, mine, group=self.group)
+        parts = self._of_ranks(mine)
         names = dict.fromkeys(name for part in parts for name in part)
         return {name: _pooled([part[name] for part in parts if name in part]) for name in names}
 
@@ -332,6 +356,12 @@ def auxiliary_loss(model: nn.Module, coefficient: float | None = None) -> str | 
             "experts, and is no part of the objective. To be without it: router_aux_loss_coef=0.0.")
 
 
+def writes_of(model: nn.Module) -> tuple[int, ...]:
+    """How often each parameter has been written in place, by torch's own count; `.data` writes past it."""
+    found = (getattr(p, "_local_tensor", p) for p in model.parameters())
+    return tuple(0 if x.is_inference() else x._version for x in found)
+
+
 def named_correction_biases(model: nn.Module) -> dict[str, Tensor]:
     """Copies of every correction bias of a model, by name; of a sharded one this rank's part."""
     found = (*model.named_buffers(), *model.named_parameters())
@@ -373,7 +403,9 @@ class Forwards:
 
     def decides(self, mask: Tensor) -> None:
         """Which inputs [batch, time] of the next forward count."""
-        self._decides = mask.bool()
+        if mask.dtype != torch.bool:
+            raise ConfigError(f"decides is of {str(mask.dtype).removeprefix('torch.')}: give it as bool, mask.bool()")
+        self._decides = mask
 
     @contextmanager
     def listening(self, see: Callable[[Seen], None], scores: Callable[[Replay | None], bool]) -> Iterator[None]:
@@ -445,6 +477,11 @@ class Forwards:
         self._shape = self._attention = self._decides = None
 
 
+def pad_of(readers: Iterable[nn.Module]) -> int | None:
+    """The padding token in the configuration of a model."""
+    return next((c.pad_token_id for m in readers if (c := getattr(m, "config", None)) is not None), None)
+
+
 def probe_of(
     readers: Iterable[nn.Module], probe: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any] | None, Tensor | None]:
@@ -457,10 +494,16 @@ def probe_of(
     if not isinstance(ids, Tensor) or ids.dim() < 2 or not ids.numel():
         raise ConfigError(f"the probe has {sorted(probe)}: it is a batch as the model is called with it, by name, with "
                           "input_ids [batch, time] or inputs_embeds among them.")
+    if decides is not None and decides.dtype != torch.bool:
+        raise ConfigError(f"the probe's decides is of {str(decides.dtype).removeprefix('torch.')}: give it as bool")
     if decides is not None and (decides.shape != ids.shape[:2] or not decides.any()):
         raise ConfigError(f"the probe's decides has shape {tuple(decides.shape)} and is true at {int(decides.sum())} "
                           f"inputs, of {tuple(ids.shape[:2])}: it is true where the next token is of a response.")
+    pad = None if ids.dim() > 2 or "attention_mask" in probe else pad_of(readers)
+    if pad is not None and bool((ids[:, [0, -1]] == pad).any()):
+        warnings.warn(f"the probe has the padding token {pad} at an end of a row and no attention_mask: if it is "
+                      "padding, it counts as text. Give the attention_mask.", stacklevel=3)
     understood = {name for module in readers for name in inspect.signature(module.forward).parameters}
     quiet = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in understood}
     given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in probe.items() if name != "decides"}
-    return quiet | given, None if decides is None else decides.bool()
+    return quiet | given, decides

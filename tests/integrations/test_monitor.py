@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import multiprocessing
 import re
 import warnings
@@ -215,9 +216,9 @@ def test_an_adapted_model_says_what_the_plain_one_says(qwen, tokens):
             pass
         still = monitor.row()
     assert still["expert_change_rate"] == 0
-    drift(adapted.get_base_model())
     with monitor:
         pass
+    drift(adapted.get_base_model())
     moved = monitor.row()
     assert (
         moved["expert_change_rate"] == pytest.approx(plain["expert_change_rate"], abs=1e-6)
@@ -412,3 +413,76 @@ def test_the_plain_loop_of_the_page_runs_as_it_stands(qwen, tokens, capsys):
     exec(block, names)
     printed = [line for line in capsys.readouterr().out.splitlines() if "expert_change_rate" in line]
     assert len(printed) == 2 and "load_entropy" in printed[0]
+
+
+# ---------------------------------------------------------------------- between two rows
+def first_and_moved(model, tokens, between, every=1):
+    """`expert_change_rate` of a step in which nothing changes, after `between` has changed the weights."""
+    monitor = moe_rl.monitor(model, probe={"input_ids": tokens}, every=every)
+    with monitor:
+        model(input_ids=tokens)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing was trained, which is said
+        monitor.row()
+        between(model, monitor)
+        with monitor:
+            model(input_ids=tokens)
+        return monitor.row()["expert_change_rate"]
+
+
+def load_others(model, monitor):
+    model.load_state_dict({name: x + 0.3 * torch.randn_like(x) if x.is_floating_point() else x
+                           for name, x in model.state_dict().items()})
+
+
+def step_outside(model, monitor):
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    torch.optim.SGD(model.parameters(), lr=0.3).step()
+
+
+def fail_in_block(model, monitor):
+    with pytest.raises(MemoryError), monitor:
+        step_outside(model, monitor)
+        raise MemoryError
+
+
+@pytest.mark.parametrize("between", [load_others, step_outside, fail_in_block])
+def test_what_happens_between_two_rows_is_no_part_of_the_next(qwen, tokens, between):
+    torch.manual_seed(0)
+    assert first_and_moved(qwen, tokens, between) == 0
+
+
+def test_a_probe_is_read_once_per_row_where_nothing_happens_between(qwen, tokens, monkeypatch):
+    monitor, reads = moe_rl.monitor(qwen, probe={"input_ids": tokens}), []
+    read = monitor._read_probe
+    monkeypatch.setattr(monitor, "_read_probe", lambda: reads.append(1) or read())
+    for _ in range(3):
+        with monitor:
+            qwen(input_ids=tokens)
+        step_outside(qwen, monitor)
+        monitor.row()
+    assert len(reads) == 1 + 3
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_log_probs_that_are_not_finite_are_refused(qwen, tokens, bad):
+    monitor, mask = moe_rl.monitor(qwen), torch.tensor([[True, True, False]])
+    old = torch.tensor([[-1.0, bad, bad]])
+    with monitor:
+        qwen(input_ids=tokens)
+        for give in (monitor.ratios, monitor.engine):
+            with pytest.raises(ConfigError, match="1 of 2 differences of log-probs and the .* are not finite"):
+                give(torch.zeros(1, 3), old, mask)
+            with pytest.raises(ConfigError, match="the mask is of float32"):
+                inspect.unwrap(give.__func__)(monitor, torch.zeros(1, 3), torch.zeros(1, 3), mask.float())
+        with pytest.raises(ConfigError, match="decides is of int64"):
+            monitor.decides(torch.ones(tokens.shape, dtype=torch.long))
+    with pytest.raises(ConfigError, match="every=1.5"):
+        inspect.unwrap(type(monitor).__init__)(monitor, qwen, every=1.5)
+
+
+def test_a_probe_with_padding_and_no_mask_is_said(qwen, tokens):
+    pad = qwen.config.pad_token_id = int(tokens[0, -1])
+    with pytest.warns(UserWarning, match=f"the padding token {pad} at an end of a row"):
+        moe_rl.monitor(qwen, probe={"input_ids": tokens})
