@@ -101,9 +101,9 @@ def check(run: RunConfig) -> list[str]:
                 f"arm {run.arm.name!r} compares with a reference, which no router noise moves: at equal weights "
                 "it would be pulled against the noise. Use router_noise.applied_to='ratio', or leave the term out."
             )
-        lookup("route source", run.arm.routes, SOURCES, suggest_field)
-        if run.arm.ratio_routes is not None:
-            lookup("route source", run.arm.ratio_routes, SOURCES, suggest_field)
+        for routes in (run.arm.routes, run.arm.ratio_routes):
+            if routes is not None:
+                check_component(lookup("route source", routes, SOURCES, suggest_field), run)
     return [*warn_void(run), *(str(warning.message) for warning in caught)]
 
 
@@ -256,7 +256,7 @@ def _check_model(run: RunConfig) -> None:
     model = skeleton(run.model)
     if run.model.name not in PRESETS:
         check_weights(run.model.name)
-    layout_of(model)
+    layout_of(model).check()
     if run.model.router_dtype is not None:
         keep_routers_in(model, getattr(torch, run.model.router_dtype))
     if run.optimizer.loss_free_bias:

@@ -438,9 +438,14 @@ class RunConfig(Settings):
     @property
     def hash(self) -> str:
         """Of everything but `steps`, so that more steps extend a run, and what is kept to be read."""
-        d = {k: v for k, v in self.to_dict().items() if k != "steps"}
-        del d["measure"]["rollouts"]
-        return hashlib.sha256(json.dumps(d, sort_keys=True).encode()).hexdigest()[:16]
+        return hash_of(self.to_dict())
+
+
+def hash_of(settings: Mapping[str, Any]) -> str:
+    """`RunConfig.hash`, of a run's settings as JSON has them, whichever version wrote them."""
+    d = {k: v for k, v in settings.items() if k != "steps"}
+    d["measure"] = {k: v for k, v in d["measure"].items() if k != "rollouts"}
+    return hashlib.sha256(json.dumps(d, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class Pretraining(Settings):

@@ -296,6 +296,8 @@ def warn_void(run: RunConfig) -> list[str]:
     if run.router_noise.scale and run.router_noise.target == "choice" and Component.of(run.arm.routes).name in whole:
         found.append(f"arm {run.arm.name!r} replays all routes, so router_noise.target='choice' moves none of them: "
                      "its runs are those without router noise.")
+    if late := [step for step in run.hf_checkpoints if step > run.steps]:
+        found.append(f"hf_checkpoints={tuple(late)} are beyond the last step, {run.steps}, so none is saved then.")
     if one_update and run.arm.anchor == "policy":
         found.append(
             "one update per step: every importance ratio is exactly 1, so losses, clipping and replay do not differ. "

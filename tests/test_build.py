@@ -8,7 +8,7 @@ import pytest
 
 from moe_rl import build as execute
 from moe_rl.config import Arm, ModelConfig, Optimizer
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.registry import Component
 from tests.conftest import pretend_installed
 from tests.test_trainer import TINY
@@ -77,6 +77,28 @@ def test_megatron_that_is_not_installed_is_named_with_its_cure(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'moe_rl\[megatron\]'"):
         execute.check(TINY.replace(policy="megatron"))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    (arm(routes=Component("random_share", share=2.0)), "from 0 to 1, not 2"),
+    (arm(ratio_routes=Component("by_layer", share=1.5)), "from 0 to 1, not 1.5"),
+    (arm(routes=Component("false_flips", share=-0.5)), "from 0 to 1, not -0.5"),
+    ({"model": ModelConfig(overrides={"num_experts_per_tok": 99})}, "no router .* is .*num_experts=16, top_k=99"),
+    ({"model": ModelConfig(overrides={"num_experts": 1})}, "no router .* is .*num_experts=1, top_k=2"),
+])  # fmt: skip
+def test_what_fails_in_the_first_step_is_refused_before(changes, message):
+    with pytest.raises((ConfigError, RoutingError), match=message):
+        execute.check(TINY.replace(**changes))
+
+
+def test_a_dose_of_none_is_said():
+    (said,) = execute.check(TINY.replace(**arm(routes=Component("random_share", share=0.0))))
+    assert said == "random_share(share=0) replays nothing: its runs are those of the routes `live`."
+
+
+def test_a_checkpoint_beyond_the_last_step_is_said():
+    (said,) = execute.check(TINY.replace(steps=4, hf_checkpoints=(2, 99)))
+    assert "hf_checkpoints=(99,) are beyond the last step, 4" in said
 
 
 def test_what_would_make_a_comparison_void_is_said_in_sentences():

@@ -14,6 +14,7 @@ from moe_rl.results.printed import print_study
 from moe_rl.storage import folder as runs
 from moe_rl.storage.folder import RunFolder
 from moe_rl.storage.frames import load_study
+from moe_rl.storage.lock import Lock
 from moe_rl.study.collect import collect
 from moe_rl.study.declaration import load_study_file, read_declaration, write_declaration
 from moe_rl.study.rerun import rerun
@@ -167,3 +168,59 @@ def test_the_folder_of_a_study_names_the_file_in_it(tmp_path):
     (tmp_path / "mine" / "mine.py").write_text("")
     with pytest.raises(ConfigError, match=r"mine is a folder: give the study file in it, .*mine/mine\.py"):
         load_study_file(str(tmp_path / "mine"))
+
+
+# ---------------------------------------------------------------------- half copies, edits, two at once
+def edit_rows(out, change):
+    """The steps of one finished run, changed."""
+    path = next(out.glob("fake/grpo/*/seed=0"))
+    file = next(path.glob("commit/*/steps*.parquet"), None) or next(path.rglob("steps.parquet"))
+    change(pd.read_parquet(file)).to_parquet(file)
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda rows: rows[rows["step"] != 2], "no rows of 1 of them, the first step 2"),
+    (lambda rows: rows.assign(reward=rows["reward"].where(rows["step"] != 1)),
+     "its reward is no number in 1 steps, the first step 1"),
+])  # fmt: skip
+def test_a_finished_run_that_is_not_whole_is_refused(out, tmp_path, change, said):
+    """By whatever reads it, of runs and of collected tables."""
+    edit_rows(out, change)
+    for read in (lambda: load_study(out / "fake"), lambda: collect(out / "fake", tmp_path / "tables")):
+        with pytest.raises(RunError, match=said):
+            read()
+
+
+def test_collected_tables_without_some_rows_are_refused(out, tmp_path):
+    collect(out / "fake", tmp_path / "tables")
+    file = tmp_path / "tables" / "steps.parquet"
+    rows = pd.read_parquet(file)
+    rows[rows["step"] != 2].to_parquet(file)
+    with pytest.raises(RunError, match="no rows of 1 of them, the first step 2"):
+        load_study(tmp_path / "tables")
+
+
+def test_a_manifest_whose_settings_were_edited_is_refused(out):
+    manifest = next(out.glob("fake/grpo/*/seed=0/manifest.json"))
+    manifest.write_text(manifest.read_text().replace('"group_size": ', '"group_size": 1'))
+    with pytest.raises(RunError, match="are not those that the run had"):
+        load_study(out / "fake", mix_code=True)
+
+
+def test_two_studies_are_not_collected_into_one_folder_at_once(out, tmp_path):
+    with Lock(tmp_path / ".tables.collect.lock"), pytest.raises(RunError, match="another process"):
+        collect(out / "fake", tmp_path / "tables")
+    collect(out / "fake", tmp_path / "tables")
+    assert sorted(p.name for p in tmp_path.glob(".*")) == [], "no lock stays"
+
+
+@pytest.mark.parametrize("key, value", [
+    ("verdict", 3), ("figures", "learning"), ("figures", [1]), ("arms", [{}]), ("arms", ["grpo"]), ("cells", []),
+    ("comparisons", [["a"]]), ("metrics", {"a": 1}), ("endpoint", None), ("caution", ["x"]),
+])  # fmt: skip
+def test_a_declaration_of_other_types_is_named(out, key, value):
+    write_declaration(STUDY, out)
+    file = out / "fake" / "study.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(RunError, match=f"study.json is damaged: {key}"):
+        read_declaration(out / "fake")

@@ -6,6 +6,7 @@ Placebos force routes that carry no information about the tokens they are forced
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
@@ -15,7 +16,7 @@ from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
 from moe_rl.errors import ConfigError, RoutingError
-from moe_rl.registry import needs
+from moe_rl.registry import checked, needs
 from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.trace import RoutingTrace
@@ -113,6 +114,7 @@ def under_noise(
     return score(batch, noise=Noise("weights", sigma, _seed(seed, batch))).routes if sigma else natural.routes
 
 
+@checked(lambda run, share, **_: _require_dose("random_share", share))
 def random_share(batch: Sampled, natural: Natural, *, share: float, seed: int = 0) -> RoutingTrace | None:
     """A dose of Routing Replay: a random `share` of (token, site) pairs replays π_old's routes, the rest is free.
 
@@ -127,6 +129,7 @@ def random_share(batch: Sampled, natural: Natural, *, share: float, seed: int = 
     return _where(routes, noise)
 
 
+@checked(lambda run, share=None, **_: None if share is None else _require_dose("by_layer", share))
 def by_layer(
     batch: Sampled,
     natural: Natural,
@@ -228,6 +231,7 @@ def recall(batch: Sampled, natural: Natural, *, base: str = "old_policy") -> Rou
 
 
 @needs("scores")
+@checked(lambda run, share, **_: _require_dose("false_flips", share))
 def false_flips(batch: Sampled, natural: Natural, *, share: float) -> RoutingTrace:
     """Placebo: π_old's routes, but at the `share` of (token, site) pairs with the smallest margins the weakest expert
     gives way to the runner-up, as if the router had flipped where it is closest to flipping.
@@ -271,6 +275,13 @@ def _where(routes: RoutingTrace, chosen: Bool[Tensor, "batch time site"]) -> Rou
 def _require_share(source: str, share: float) -> None:
     if not 0 <= share <= 1:
         raise ConfigError(f"{source} takes a share of (token, site) pairs, from 0 to 1, not {share}.")
+
+
+def _require_dose(source: str, share: float) -> None:
+    """Raise ConfigError for a share that a run cannot have; warn of one with which it replays nothing."""
+    _require_share(source, share)
+    if not share:
+        warnings.warn(f"{source}(share=0) replays nothing: its runs are those of the routes `live`.", stacklevel=2)
 
 
 def _generator(seed: int, batch: Sampled) -> torch.Generator:

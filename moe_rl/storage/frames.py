@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from moe_rl.config import hash_of
 from moe_rl.errors import RunError
 from moe_rl.storage.columns import TABLES, pooled, timing
 from moe_rl.storage.commits import read_parquet, read_rows
@@ -155,6 +156,31 @@ def _require_whole(folder: Path, runs: pd.DataFrame, steps: pd.DataFrame) -> Non
             raise RunError(f"{folder / 'steps.parquet'} and runs.parquet are not of the same runs ({len(alone)} in "
                            f"{table} alone, e.g. {example}), so what they say together would be wrong; collect the "
                            "study again, or restore them from a copy")
+    rows = dict(tuple(steps.groupby(list(LABELS[:4]), sort=False)))
+    for run in ended.itertuples():
+        key = tuple(getattr(run, label) for label in LABELS[:4])
+        if key in rows:
+            _require_rows("/".join(map(str, key)), run.step, rows[key])
+
+
+def _require_rows(run: str, finished: int, steps: pd.DataFrame) -> None:
+    """Raise RunError where a finished run lacks steps, as half a copy does, or has a reward that is no number."""
+    trained = steps[steps["step"] > 0]
+    missing = sorted(set(range(1, finished + 1)) - {*trained["step"]}) if len(trained) else []
+    if missing:
+        raise RunError(f"{run} finished {finished} steps, but its table has no rows of {len(missing)} of them, the "
+                       f"first step {missing[0]}: restore it from a copy, or run it again")
+    if "reward" in trained and bool((wrong := trained["reward"].isna()).any()):
+        raise RunError(f"{run} finished, but its reward is no number in {int(wrong.sum())} steps, the first step "
+                       f"{trained.loc[wrong, 'step'].iloc[0]}: restore it from a copy, or run it again")
+
+
+def _require_hash(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise RunError where a manifest has other settings than those that its hash was made of."""
+    settings = manifest["config"]
+    if isinstance(settings.get("measure"), dict) and hash_of(settings) != manifest["hash"]:
+        raise RunError(f"the settings in {path / 'manifest.json'} are not those that the run had: their hash is "
+                       f"{hash_of(settings)}, and it began with {manifest['hash']}. Restore it from a copy.")
 
 
 def _from_runs(root: Path, unfinished: bool) -> Frames:
@@ -172,9 +198,12 @@ def _from_runs(root: Path, unfinished: bool) -> Frames:
             manifest |= {"config": manifest["config"] | {"steps": before}}
             now |= {"state": "finished", "step": before}
         labels = labels_of(path) | {"code": " then ".join(manifest["code"])}
+        _require_hash(path, manifest)
         runs.append(labels | {"path": str(path), "state": now["state"], "step": now["step"]} | _described(manifest))
         for name in pooled():
             frame = read_table(path, name, beyond=unfinished)
+            if name == "steps" and now["state"] == "finished":
+                _require_rows(str(path), now["step"], frame)
             tables[name].append(frame.assign(**labels)[[*LABELS, *frame.columns]])
     if not runs:
         why = f"; unfinished: {'; '.join(left_out)}" if left_out else ""
@@ -221,13 +250,18 @@ def diff(a: Path, b: Path) -> Difference | None:
     """
     _manifest(a), _manifest(b)
     names = [*(name for name in TABLES if name != "steps"), "steps"]
-    found = [d for name in names for d in _first(name, read_table(a, name), read_table(b, name))]
-    return min(found, key=lambda d: d.row["step"], default=None)
+    tables = [(name, read_table(a, name), read_table(b, name)) for name in names]
+    for shared in (True, False):  # a column that one run alone has differs nowhere, unless nothing else does
+        found = [d for name, left, right in tables for d in _first(name, left, right, shared)]
+        if found:
+            return min(found, key=lambda d: d.row["step"])
+    return None
 
 
-def _first(name: str, a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Difference]:
+def _first(name: str, a: pd.DataFrame, b: pd.DataFrame, shared: bool) -> Iterator[Difference]:
     keys = list(TABLES[name])
-    columns = [c for c in dict.fromkeys([*a.columns, *b.columns]) if c not in keys and not timing(c)]
+    columns = [c for c in dict.fromkeys([*a.columns, *b.columns])
+               if c not in keys and not timing(c) and (not shared or c in a and c in b)]
     both = a.reindex(columns=[*keys, *columns]).merge(
         b.reindex(columns=[*keys, *columns]), on=keys, how="outer", suffixes=(" a", " b"), indicator=True
     ).sort_values(keys, kind="stable", ignore_index=True)

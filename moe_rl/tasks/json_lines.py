@@ -15,8 +15,9 @@ def objects(file: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Of every line that is not empty, one at a time: "file, line n" for errors about it, n from 1, and its object.
 
     Lines end at \\n alone, since JSON strings may hold other separators, and a byte order mark in front is read over.
-    Raises ConfigError, with file and line, for bytes that are not UTF-8, for what is no JSON object, and for half of a
-    surrogate pair ("\\ud800"), which is no text: neither a tokenizer nor a file takes it.
+    Raises ConfigError, with file and line, for bytes that are not UTF-8, for what is no JSON object, for an object that
+    has a key twice, of which the last would count, and for half of a surrogate pair ("\\ud800"), which is no text:
+    neither a tokenizer nor a file takes it.
     """
     with file.open("rb") as lines:
         for n, raw in enumerate(lines, start=1):
@@ -29,9 +30,18 @@ def objects(file: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
                 yield where, n, _object(line, where)
 
 
+def _object_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError for a key that is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return found
+
+
 def _object(line: str, where: str) -> dict[str, Any]:
     try:
-        entry, reason = json.loads(line), ""
+        entry, reason = json.loads(line, object_pairs_hook=_object_once), ""
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits are ValueErrors of their own
         entry, reason = None, f" ({error})"
     if not isinstance(entry, dict):

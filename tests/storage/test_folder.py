@@ -299,6 +299,8 @@ def test_diff_ignores_time_and_memory_and_sees_missing_values_and_rows(tmp_path)
     assert (diff(a, value).row, diff(a, value).b) == ({"step": 1}, 0.0)
     assert (diff(a, short).row, diff(a, short).column, diff(a, short).a) == ({"step": 2}, None, True)
     assert (diff(a, column).row, diff(a, column).column) == ({"step": 2}, "exact")
+    both = run("f", [{"step": 1, "reward": math.nan, "exact": 0.0}, {"step": 2, "reward": 5.0, "exact": 0.0}])
+    assert (diff(a, both).row, diff(a, both).column) == ({"step": 2}, "reward"), "before a column that a lacks"
 
 
 def test_settings_that_differ_are_named_with_both_values(tmp_path):

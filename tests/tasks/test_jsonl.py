@@ -69,6 +69,7 @@ def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
         (['{"question": "q", "answer": NaN}'], "line 1: 'answer' is NaN"),
         (['{"question": "q", '], "line 1: a JSON object is needed.*Expecting property name"),
         (["[1]"], "line 1: a JSON object is needed"),
+        (['{"question": "q", "answer": "1", "answer": "2"}'], "line 1: .*the key 'answer' is there twice"),
         ([], "holds no question"),
         ([{"question": "q", "answer": 1}, {"question": "r", "answer": 2}, {"question": "q", "answer": "2"}],
          r"line 3: the question 'q' has the answer '2', but '1' at .*pairs.jsonl, line 1"),
