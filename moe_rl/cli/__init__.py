@@ -27,6 +27,7 @@ COMMANDS = {
     "runs diff": ("moe_rl.cli.runs:diff", "Where two runs first differ, and which of their settings differ."),
     "runs collect": ("moe_rl.cli.tables:collect", "The tables of a finished study as a few small files, to commit."),
     "runs export": ("moe_rl.cli.tables:export", "The tables of all runs below a folder as CSV, or to a tracker."),
+    "runs import": ("moe_rl.integrations.verl.commands:import_run", "A run of verl, from its log, as a run folder."),
     "checkpoint compare": ("moe_rl.analysis.commands:compare",
                            "How far routing moved between checkpoints, on your own texts."),
     "checkpoint evaluate": ("moe_rl.analysis.commands:evaluate",
@@ -40,7 +41,7 @@ COMMANDS = {
 """By name, the `module:attribute` of a `Verb`, and its line in the list of commands."""
 GROUPS = {
     "": "A microscope for Mixture-of-Experts routing during RL.",
-    "runs": "Stored runs: list, show, read, diff, collect, export.",
+    "runs": "Stored runs: list, show, read, diff, collect, export, import.",
     "checkpoint": "Model checkpoints: compare, evaluate, view, pretrain.",
 }
 """First words that others follow."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shlex
 import statistics
 import sys
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
     from moe_rl.study.declaration import Planned, Study
     from moe_rl.study.workers import Failure
+
+TRAINERS = {"verl": "moe_rl.integrations.verl.study:execute"}
+"""What `--trainer` knows: what carries out a run, as `Study.trainer` has it."""
 
 
 @verb(
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     argument("--set", action="append", default=[], metavar="K=V", dest="settings",
              help="another setting, e.g. optimizer.lr=1e-4: docs/settings.md"),
     argument("--policy", metavar="NAME", help="what trains: hf; on several processes fsdp or 'megatron(ep=2)'"),
+    argument("--trainer", metavar="NAME", help="verl: verl's PPO trainer runs the study (docs/verl.md)"),
     argument("--track", action="append", default=[], metavar="NAME",
              help="tensorboard or wandb, or NAME=FOLDER (docs/trackers.md)"),
     MIX_CODE,
@@ -58,12 +63,12 @@ def run(options: argparse.Namespace) -> int:
     from moe_rl.results import printed
     from moe_rl.storage.terminal import say
     from moe_rl.study.declaration import QUICK_STEPS, load_study_file, write_declaration
-    from moe_rl.study.workers import at_a_time, checked_by, preflight, run_study, unfinished
+    from moe_rl.study.workers import at_a_time, beside, checked_by, preflight, run_study, unfinished
 
     cluster, options.settings = _launcher(options)
+    study, options.settings = _other_trainer(load_study_file(options.study), options)
     jobs, console = at_a_time(options.jobs), Console(quiet=ranks.rank() > 0)
     options.track = [_with_folder(tracker) for tracker in options.track]
-    study = load_study_file(options.study)
     changes: dict[str, Any] = {"task": options.task} if options.task else {}
     changes |= {"policy": options.policy} if options.policy else {}
     changes |= parse_settings(study.base.replace(**changes), options.settings)
@@ -83,6 +88,9 @@ def run(options: argparse.Namespace) -> int:
         printed.print_plan(console, study, planned, jobs if cluster is None else options.jobs or len(planned))
     if knows:
         cautions += ranks.from_rank_0(lambda: _previewed(console, study, planned))
+    if options.dry_run and (command := beside(study, "command")):
+        for p in planned:
+            say(console, ("command", "bold"), f" {command(p.config, p.path)}")
     for caution in cautions:
         say(console, ("warning", "yellow"), f" {caution}", wrap=True)
     ranks.from_rank_0(lambda: unfinished(planned, options.mix_code))  # what refuses, refuses before anything is written
@@ -179,6 +187,22 @@ def _launcher(options: argparse.Namespace) -> tuple[Any, list[str]]:
                               "has with --set launcher.ranks=N")
         ranks.plan_for(cluster.ranks)
     return cluster, [text for text in options.settings if text not in its]
+
+
+def _other_trainer(study: Study, options: argparse.Namespace) -> tuple[Study, list[str]]:
+    """The study with the trainer that was asked for and its settings, which begin with its name; and all others."""
+    from moe_rl.registry import Component, import_component, unknown
+
+    name, settings = options.trainer, options.settings
+    if name is None:
+        return study, settings
+    if name not in TRAINERS:
+        unknown("trainer", name, TRAINERS, "a trainer of your own is Study(trainer='pkg.module:function')")
+    import_component("trainer", name, TRAINERS[name])
+    options.jobs = options.jobs or 1  # one run of it takes the whole machine, or cluster
+    its = tuple(text.removeprefix(f"{name}.") for text in settings if text.startswith(f"{name}."))
+    trainer = str(Component(TRAINERS[name], **({"settings": its} if its else {})))
+    return dataclasses.replace(study, trainer=trainer), [t for t in settings if not t.startswith(f"{name}.")]
 
 
 def _slurm(name: str) -> Callable[..., Any]:

@@ -50,6 +50,7 @@ SHARES = {"replayed": "left under replay\nVar(R)", "routes": "route changes\nVar
           "covariance": "both together\n2 Cov(R, J)"}
 LEARNING = {"reward": "Training reward", "eval_exact_greedy": "Held-out exact match, greedy",
             "eval_exact_sampled": "Held-out exact match, sampled"}
+NONE = pd.Series(dtype=float)
 COMPUTE = {"tokens": "response tokens sampled", "seconds_step": "seconds"}
 GAPS = {"engine_{}_natural": "engine against\npolicy", "engine_{}_replayed": "routes\nreplayed (R3)",
         "noise_floor_{}": "noise\nfloor"}
@@ -64,13 +65,15 @@ POINTS = 25
 def learning(frames: Frames, arms: Sequence[str], *, endpoint: Metric = MAIN,
              comparisons: Sequence[Sequence[str]] = ()) -> Figure:
     """Training reward and held-out exact match over steps (GSPO, arXiv 2507.18071, Fig. 1 and 3, per step), and the
-    endpoint's differences within seeds."""
+    endpoint's differences within seeds. What no run measured has no panel."""
     differences = differences_of(frames, arms, endpoint, comparisons)
-    figure, axes = plots.new_figure(len(LEARNING) + bool(differences), "Does it learn, and does it last?")
-    note = draw_learning(axes, LEARNING, frames, arms)
+    measured = {column: title for column, title in LEARNING.items() if frames["steps"].get(column, NONE).notna().any()}
+    panels = measured or LEARNING
+    figure, axes = plots.new_figure(len(panels) + bool(differences), "Does it learn, and does it last?")
+    note = draw_learning(axes, panels, frames, arms)
     if differences:
         note += draw_differences(axes[-1], differences, arms, endpoint)
-    return plots.finish(figure, axes[: len(LEARNING)], note)
+    return plots.finish(figure, axes[: len(panels)], note)
 
 
 def draw_learning(axes: Sequence[Axes], panels: Mapping[str, str], frames: Frames, arms: Sequence[str]) -> str:

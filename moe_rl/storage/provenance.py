@@ -17,6 +17,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def inputs_of(config: Mapping[str, Any], trainer: str = "", also: Iterable[str] 
     """
     modules = {name: _source(name) for name in also if MODULE.fullmatch(name)}
     found = {name: _file_digest(*_stamp(source)) for name, source in modules.items() if source is not None}
-    for text in [trainer, *_texts(config)]:
+    for text in [trainer.partition("(")[0], *_texts(config)]:
         if text.startswith(DATA):
             found |= _of_file(text.removeprefix(DATA))
         elif ((named := NAMED.fullmatch(text)) and not text.startswith((LIBRARY, "moe_rl."))
@@ -224,9 +225,9 @@ def _source(module: str) -> Path | None:
     """The file of a module, found as an import would, but for running the packages it is in."""
     path: list[str] | None = [*sys.path, os.getcwd()]
     parts = module.split(".")
-    for depth in range(1, len(parts) + 1):
-        name = ".".join(parts[:depth])
-        found = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    for depth, name in enumerate(parts):  # alone: the folders above need not be imported, or be packages
+        finders = [PathFinder] if depth else [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
+        found = (finder.find_spec(name, path) for finder in finders)
         spec = next((s for s in found if s is not None), None)
         if spec is None:
             return None

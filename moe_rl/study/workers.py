@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from rich.console import Console
 from moe_rl import ranks
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError, Stopped
-from moe_rl.registry import import_component
+from moe_rl.registry import Component, import_component
 from moe_rl.storage import folder as runs
 from moe_rl.storage.lock import Held
 from moe_rl.storage.provenance import INSTALLED, changed, code_version, inputs_of
@@ -192,8 +193,16 @@ def preflight(study: Study, planned: Sequence[Planned]) -> list[str]:
 def checked_by(study: Study) -> Callable[[RunConfig], list[str]] | None:
     """The `check(run)` beside the study's trainer; None where there is none, so that its runs need not be made of what
     this package knows. Raises ConfigError for a trainer that is not there."""
+    return beside(study, "check")
+
+
+def beside(study: Study, name: str) -> Callable[..., Any] | None:
+    """A function beside the study's trainer, which takes the trainer's options too; None where there is none. Raises
+    ConfigError for a trainer that is not there."""
     load(study.trainer)
-    return getattr(sys.modules[study.trainer.partition(":")[0]], "check", None)
+    use = Component.read(study.trainer)
+    found = getattr(sys.modules[use.name.partition(":")[0]], name, None)
+    return found and partial(found, **use.options)
 
 
 def environment() -> dict[str, str]:
@@ -286,10 +295,13 @@ class Watch:
 
 
 def load(spec: str) -> Any:
-    """The object that `pkg.module:name` names. Raises ConfigError when there is none."""
-    module, colon, name = spec.partition(":")
+    """The trainer that `pkg.module:name`, or `pkg.module:name(option=value)`, names. Raises ConfigError when there is
+    none."""
+    use = Component.read(spec)
+    module, colon, name = use.name.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        found = getattr(importlib.import_module(module), name)
+        return partial(found, **use.options) if use.options else found
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{spec!r} names nothing that can be imported ({error}); write pkg.module:name") from error
 
@@ -326,14 +338,21 @@ def freeze_plan(planned: Sequence[Planned], *, trainer: str, cache: Path, mix_co
                 trackers: Sequence[str] = ()) -> dict[str, Any]:
     """The plan of runs that wait for a machine: their configurations and what these name, the code, where modules that
     are not installed are found. A worker that finds another code or other inputs refuses, unless `mix_code`."""
-    own = [os.path.abspath(folder) for folder in sys.path if not folder.endswith((".zip", "lib-dynload"))]
     return {
         "trainer": trainer, "cache": str(cache), "code": code_version(), "mix_code": mix_code,
-        "search_path": [folder for folder in own if folder not in INSTALLED], "trackers": [*trackers],
+        "search_path": search_path(), "trackers": [*trackers],
         "runs": [{"path": str(p.path), "hash": p.config.hash, "config": p.config.to_dict(),
                   "study_file": p.study_file and str(p.study_file),
                   "inputs": {} if mix_code else inputs_of(p.config.to_dict(), trainer)} for p in planned],
     }  # fmt: skip
+
+
+def search_path() -> list[str]:
+    """Where modules that are not installed are found: folders that another process of this interpreter has to be
+    told. The order of folders with installed packages, of which an environment may have several, is its own."""
+    own = [os.path.abspath(folder) for folder in sys.path if not folder.endswith((".zip", "lib-dynload"))]
+    return [folder for folder in own
+            if folder not in INSTALLED and Path(folder).name not in ("site-packages", "dist-packages")]
 
 
 def read_plan(file: Path) -> dict[str, Any]:

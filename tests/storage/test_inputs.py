@@ -76,6 +76,14 @@ def test_a_run_names_all_it_takes_from_outside(config, tmp_path):
     assert inputs_of(user.to_dict())[f"{tmp_path}/data.jsonl"] == found[f"{tmp_path}/data.jsonl"]
 
 
+def test_a_module_in_folders_that_are_no_packages_is_found_without_importing_them(tmp_path, monkeypatch):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "own.py").write_text("def train(*_): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [*inputs_of({}, trainer="deep.er.own:train(lag=2)")] == ["deep.er.own"]
+    assert "deep" not in sys.modules
+
+
 @pytest.mark.parametrize("name, file", EDITS.items())
 def test_what_was_edited_since_a_run_began_is_named_when_it_goes_on(config, tmp_path, name, file):
     p = planned(tmp_path, config)

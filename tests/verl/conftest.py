@@ -44,6 +44,31 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def assets(tmp_path_factory):
+    """A tiny model with a tokenizer of characters, and sums as a parquet file."""
+    import pandas as pd
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("ppo")
+    words = {t: i for i, t in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789+-*/=? abcdefghijklmnopqrstuvwxyz"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    fast.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | {"vocab_size": len(fast)})).save_pretrained(folder / "model")
+    rows = [{"data_source": "sums", "prompt": [{"role": "user", "content": f"{a}+{b}="}], "ability": "math",
+             "reward_model": {"style": "rule", "ground_truth": str(a + b)}, "extra_info": {"index": 8 * a + b}}
+            for a in range(4) for b in range(4)]
+    pd.DataFrame(rows).to_parquet(folder / "sums.parquet")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def one_rank():
     """A process group of this process alone, and our engine in verl's registry."""
     import torch.distributed as dist

@@ -46,6 +46,7 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
         self._moe_mode = Mode.of(self.engine_config.router_replay)
         self._moe_phase, self._moe_training, self._moe_scope = "", False, ExitStack()
         self._moe_fixed: tuple[TensorDict, Tensor] | None = None
+        self._moe_updates = 0
         if not self._moe_off and self.ulysses_sequence_parallel_size > 1:
             raise ConfigError(f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}: moe_rl's engine "
                               "does not cut routes along sequences. Set it to 1, or switch moe_rl off.")
@@ -70,23 +71,45 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
 
     # ------------------------------------------------------------------ verl's methods, in the order it calls them
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
-        if self._moe_off or not self._moe_mode.measured_sequences:
+        if self._moe_off:
             return super().train_batch(data, loss_function)
+        self._moe_number = number = self._moe_updates % (self._moe_mode.updates_per_step or 1)
+        self._moe_updates += 1
+        if self._moe_mode.updates_per_step and not number:
+            self._moe_fixed = None  # a step begins
+        output = (self._measured_update if self._moe_mode.measured_sequences else super().train_batch)(
+            data, loss_function)
+        if self._moe_mode.updates_per_step:
+            output["metrics"] |= {name.replace("/", f"/update_{number + 1:02d}/"): value
+                                  for name, value in output["metrics"].items()
+                                  if name.startswith("routing/") and name.count("/") == 1 and "/step_" not in name}
+        return output
+
+    def _measured_update(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
+        """An update, with what it changes of the routes of some sequences."""
         began = time.perf_counter()
         if self._moe_fixed is None:
             subset = _first_sequences(data, self._moe_mode.measured_sequences)
-            self._moe_fixed = subset, self._natural_routes(subset)
+            self._moe_began = self._natural_routes(subset)
+            self._moe_fixed = subset, self._moe_began
         subset, before = self._moe_fixed
         spent = time.perf_counter() - began
         output = super().train_batch(data, loss_function)
-        began, sums = time.perf_counter(), measure.Sums()
-        self._moe_fixed = subset, self._natural_routes(subset)
-        decides = fields.deciding_tokens(subset).to(before.device)
-        measure.add_change(sums, before, self._moe_fixed[1], decides)
-        row = measure.row_of(sums.reduced(), self._moe_layout)
+        began = time.perf_counter()
+        after = self._natural_routes(subset)
+        self._moe_fixed, decides = (subset, after), fields.deciding_tokens(subset).to(before.device)
+        row = self._changes(before, after, decides)
+        if self._moe_number + 1 == self._moe_mode.updates_per_step:
+            whole = self._changes(self._moe_began, after, decides)
+            row |= {name.replace("/", "/step_", 1): value for name, value in whole.items()}
         row["routing/measure_seconds"] = spent + time.perf_counter() - began
         output["metrics"] |= {name: [value] for name, value in row.items()}
         return output
+
+    def _changes(self, before: Tensor, after: Tensor, decides: Tensor) -> dict[str, float]:
+        sums = measure.Sums()
+        measure.add_change(sums, before, after, decides)
+        return measure.row_of(sums.reduced(), self._moe_layout)
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
         register_named(loss_function)

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import Objective, objective_of, policy_loss
 from moe_rl.objectives.methods import arm as arm_of
-from moe_rl.registry import Component, needs_of
+from moe_rl.registry import Component, Part, needs_of
 
 PREFIX = "moe_rl:"
 AGGREGATIONS = {"token-mean": "token_mean", "token-sum": "token_sum", "seq-mean-token-mean": "seq_mean_token_mean",
@@ -40,13 +39,15 @@ def register_named(loss_function: Any) -> None:
 def register(name: str) -> None:
     """Register the loss of this name with verl. Raises ConfigError for an arm that is not there, or that asks for
     something which verl does not give a policy loss."""
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
+
     if name not in POLICY_LOSS_REGISTRY:
         register_policy_loss(name)(loss_of(arm_of(name.removeprefix(PREFIX))))
 
 
 def loss_of(arm: Arm) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
     """A policy loss with verl's signature."""
-    objective = _usable_objective(arm)
+    objective = usable_objective(arm)
     arm = arm.replace(advantage=())  # verl makes them
 
     def loss(old_log_prob: PerToken, log_prob: PerToken, advantages: PerToken, response_mask: Mask,
@@ -81,10 +82,17 @@ def _require_aggregation(arm: Arm, loss_agg_mode: str, factor: float | None) -> 
     aggregate = Component.of(arm.aggregate)
     name, norm = AGGREGATIONS.get(loss_agg_mode), loss_agg_mode == "seq-mean-token-sum-norm"
     if aggregate.name != name or dict(aggregate.options) != ({"horizon": factor} if norm else {}):
-        back = {ours: theirs for theirs, ours in AGGREGATIONS.items()}
+        wanted = mode_of(aggregate)
         raise ConfigError(f"the arm {arm.name!r} has aggregate={aggregate}, but actor.loss_agg_mode={loss_agg_mode!r} "
-                          f"and loss_scale_factor={factor}: set loss_agg_mode={back.get(aggregate.name)!r} and its "
+                          f"and loss_scale_factor={factor}: set loss_agg_mode={wanted and wanted[0]!r} and its "
                           f"factor, or write aggregate={name} into the arm.")
+
+
+def mode_of(aggregate: Part) -> tuple[str, float | None] | None:
+    """verl's loss_agg_mode and loss_scale_factor for an arm's aggregation; None where verl has none."""
+    use = Component.of(aggregate)
+    back = {ours: theirs for theirs, ours in AGGREGATIONS.items()}
+    return (back[use.name], use.options.get("horizon")) if use.name in back else None
 
 
 def _is_group(step: Component) -> bool:
@@ -93,7 +101,7 @@ def _is_group(step: Component) -> bool:
                                                         for of in ("center", "scale"))
 
 
-def _usable_objective(arm: Arm) -> Objective:
+def usable_objective(arm: Arm) -> Objective:
     """The arm's objective. Raises ConfigError for components that a policy loss of verl is given nothing for."""
     objective = objective_of(arm)
     steps = arm.advantage if isinstance(arm.advantage, tuple) else (arm.advantage,)

@@ -64,11 +64,11 @@ def add_ratios(sums: Sums, name: str, log_ratio: Float[Tensor, "batch time"], ma
 
 
 def add_change(sums: Sums, before: Ids, after: Ids, decides: Tokens) -> None:
-    """Volatility of the same tokens before and after an update."""
+    """Volatility of the same tokens before and after an update, or a step."""
     means = route_change(before[None], after[None], decides[None])._means()
     for name in CHANGES:
-        sums.add(f"change_{name}", means[name][0].sum())
-        sums.add(f"change_{name}_n", means[name][1].sum())
+        sums.add(f"change_{name}", means[name][0])
+        sums.add(f"change_{name}_n", means[name][1])
 
 
 def row_of(sums: Mapping[str, Tensor], layout: Layout) -> dict[str, float]:
@@ -89,7 +89,12 @@ def row_of(sums: Mapping[str, Tensor], layout: Layout) -> dict[str, float]:
         gap = _spread(sums, "engine_token")
         row["engine_logprob_mean"] = sums["engine_token_abs"] / sums["engine_token_n"]
         row |= {f"engine_{name}": gap[name] for name in ("kl_k3", "beyond_2")}
-    row |= {name: sums[f"change_{name}"] / sums[f"change_{name}_n"] for name in CHANGES if f"change_{name}" in sums}
+    row |= {name: sums[f"change_{name}"].sum() / sums[f"change_{name}_n"].sum()
+            for name in CHANGES if f"change_{name}" in sums}
+    if "change_expert_change_rate" in sums:
+        shares = sums["change_expert_change_rate"] / sums["change_expert_change_rate_n"]
+        row |= {f"expert_change_rate/layer_{site.decoder_layer:02d}": share
+                for site, share in zip(layout.sites, shares.tolist(), strict=True)}
     return {f"routing/{name}": float(value) for name, value in row.items() if not math.isnan(float(value))}
 
 

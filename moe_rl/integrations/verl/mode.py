@@ -15,6 +15,7 @@ PREFIX = "moe_rl:"
 NAMES = {"R2": "old_policy", "R3": "rollout"}
 OF_OLD_POLICY = {"random_share", "by_layer", "by_margin", "by_probability"}
 """Sources that force nothing but π_old's own choices, unless their base is the rollout: one scoring of π_old serves."""
+COUNTS = ("measured_sequences", "updates_per_step")
 REFUSED = {"recall": "it forces combine weights, which verl's field of routes has no room for",
            "under_noise": "it scores the policy with other routers, which an engine of verl does not"}
 
@@ -26,21 +27,25 @@ class Mode:
     source: Component
     measured_sequences: int = 0
     """Sequences of each rank that are scored before and after every update, to measure how many experts change."""
+    updates_per_step: int = 0
+    """Where it is given, what is measured is logged of every update, too, beside the means over those of a step."""
 
     @staticmethod
     def of(config: Any) -> Mode:
         """Of verl's dataclass, or of the mapping that keys given by hand become. Raises ConfigError for a key, a source
         or an option that is not there, and for a source that verl cannot carry out."""
         given = asdict(config) if is_dataclass(config) and not isinstance(config, type) else dict(config or {})
-        text, count = given.pop("mode", None) or "disabled", given.pop("measured_sequences", 0)
+        text, counts = given.pop("mode", None) or "disabled", {name: given.pop(name, 0) for name in COUNTS}
         unknown = {name for name, value in given.items() if name != "_target_" and value is not None}
-        if unknown or not isinstance(count, int) or count < 0:
-            raise ConfigError(f"router_replay has {', '.join(sorted(unknown)) or f'measured_sequences={count!r}'}. "
-                              "moe_rl's engine reads mode, and measured_sequences, a number per rank, 0 for none.")
+        unknown |= {f"{name}={n!r}" for name, n in counts.items() if not isinstance(n, int) or n < 0}
+        if unknown:
+            raise ConfigError(f"router_replay has {', '.join(sorted(unknown))}. moe_rl's engine reads mode, "
+                              "measured_sequences, a number per rank, and updates_per_step, both 0 for none.")
         if not isinstance(text, str) or not (text in (*NAMES, "disabled") or text.startswith(PREFIX)):
             raise ConfigError(f"router_replay.mode={text!r}: choose disabled, R2, R3 or {PREFIX}SOURCE, for example "
                               f"'{PREFIX}soft(ratio=0.5)'.")
-        mode = Mode(Component.read("live" if text == "disabled" else NAMES.get(text, text.removeprefix(PREFIX))), count)
+        name = "live" if text == "disabled" else NAMES.get(text, text.removeprefix(PREFIX))
+        mode = Mode(Component.read(name), **counts)
         if mode.source.name in REFUSED:
             raise ConfigError(f"router_replay.mode={text!r} cannot run in verl: {REFUSED[mode.source.name]}.")
         mode.function()

@@ -1,0 +1,44 @@
+"""`moe-rl runs import`: a run of verl that nobody declared, as a folder that `plot`, `report` and `runs` read."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from pathlib import Path
+
+from moe_rl.cli.verbs import argument, verb
+from moe_rl.errors import ConfigError
+from moe_rl.integrations.verl.log import read_log
+from moe_rl.storage.folder import DECLARATION, RunFolder, write_json
+from moe_rl.storage.frames import labels_of
+
+
+@verb(
+    argument("log", type=Path, nargs="+", help="of verl's logger `file`, or what its console printed; in their order"),
+    argument("--to", type=Path, required=True, metavar="FOLDER", help="STUDY/ARM/FACTORS/seed=N, a new folder"),
+    examples="""
+  moe-rl runs import verl_examples/gsm8k.jsonl --to runs/mine/gspo/base/seed=0
+  moe-rl plot runs/mine""",
+)
+def import_run(options: argparse.Namespace) -> int:
+    """Rows of a log, in a run folder. Raises ConfigError for a folder that is there."""
+    missing = [str(file) for file in options.log if not file.is_file()]
+    if missing or options.to.exists():
+        raise ConfigError(f"there is no log {missing[0]}" if missing else
+                          f"{options.to} is there already; give a new folder")
+    rows, labels = read_log(options.log), labels_of(options.to)
+    steps = rows["steps"][-1]["step"]
+    config = {"arm": {"name": labels["arm"]}, "seed": labels["seed"], "steps": steps}
+    digest = hashlib.sha256(json.dumps([config, *(file.read_text(errors="replace") for file in options.log)]).encode())
+    with RunFolder.open(options.to, config, digest.hexdigest()[:16]) as folder:
+        for table, found in rows.items():
+            folder.add(table, found)
+        folder.commit(steps, lambda target: write_json(target / "logs.json", {"logs": [*map(str, options.log)]}))
+        folder.finish()
+    declared = options.to.absolute().parents[2] / DECLARATION
+    if not declared.exists():
+        write_json(declared, {"name": labels["study"], "question": "", "hypothesis": "", "arms": [],
+                              "figures": ["learning", "expert_change"], "endpoint": "reward, second half"})
+    print(f"{steps} steps in {options.to}")
+    return 0

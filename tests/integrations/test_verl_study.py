@@ -1,0 +1,234 @@
+"""A declared study as verl's configuration, and verl's log as our tables; `make test-verl` runs the trainer itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moe_rl.cli import main
+from moe_rl.config import ModelConfig, RunConfig
+from moe_rl.errors import ConfigError, RunError
+from moe_rl.integrations.verl.log import read_log
+from moe_rl.integrations.verl.reward import compute_score, row_of
+from moe_rl.integrations.verl.settings import TRANSLATED, WITHOUT_EFFECT, Data, check_settings, overrides_of
+from moe_rl.models.load import load, save_checkpoint
+from moe_rl.objectives.methods import arm
+from moe_rl.registry import Component
+from moe_rl.rollouts.batches import Collector
+from moe_rl.rollouts.hf import HFEngine
+from moe_rl.tasks.base import held_out, load_task
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    loaded = load(ModelConfig(), 0)
+    save_checkpoint(loaded.model, loaded.tokenizer, folder)
+    return folder
+
+
+@pytest.fixture
+def run(checkpoint):
+    base = RunConfig(arm=arm("gspo(clip_low=0.02,clip_high=0.03)+old_policy"), model=ModelConfig(name=str(checkpoint)),
+                     seed=3, steps=4, prompts_per_step=6, group_size=5, mini_batches=3, epochs=2, engine="vllm",
+                     max_new_tokens=9, eval_prompts=8, eval_every=2, micro_batch=7, temperature=0.8)
+    return base.replace(**{"cold_start.target": 0, "optimizer.lr": 1e-3, "measure.responses": 11})
+
+
+def settings(run, tmp_path, *further):
+    """By their keys, as verl's command line has them."""
+    return dict(text.removeprefix("++").split("=", 1) for text in overrides_of(run, tmp_path, further))
+
+
+def test_what_a_study_declares_becomes_settings_of_verl(run, tmp_path):
+    found, actor = settings(run, tmp_path), "actor_rollout_ref.actor."
+    assert found[f"{actor}policy_loss.loss_mode"] == '"moe_rl:gspo(clip_low=0.02,clip_high=0.03)' + \
+        '+name=\'gspo(clip_low=0.02,clip_high=0.03)+old_policy\'"'
+    expected = {
+        f"{actor}loss_agg_mode": '"seq-mean-token-mean"', f"{actor}fsdp_config.router_replay.mode": '"R2"',
+        f"{actor}fsdp_config.router_replay.measured_sequences": "11", f"{actor}ppo_mini_batch_size": "2",
+        f"{actor}fsdp_config.router_replay.updates_per_step": "6", f"{actor}ppo_epochs": "2",
+        f"{actor}optim.lr": "0.001", f"{actor}optim.weight_decay": "0.0", "actor_rollout_ref.rollout.n": "5",
+        "actor_rollout_ref.rollout.name": '"vllm"', "actor_rollout_ref.rollout.temperature": "0.8",
+        "actor_rollout_ref.model.path": f'"{run.model.name}"', "data.train_batch_size": "6",
+        "data.max_response_length": "9", "data.max_prompt_length": "13", "trainer.total_training_steps": "4",
+        "trainer.test_freq": "2", f"{actor}ppo_max_token_len_per_gpu": f"{7 * (13 + 9)}",
+        "algorithm.rollout_correction.bypass_mode": "false",
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay": "false",
+    }  # fmt: skip
+    assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("routes, mode, of_rollout", [
+    ("live", "disabled", "false"), ("rollout", "R3", "true"),
+    (Component("soft", ratio=0.5), "moe_rl:soft(ratio=0.5)", "false"),
+    (Component("by_layer", first=2, base="rollout"), "moe_rl:by_layer(first=2, base='rollout')", "true")])
+def test_routes_become_a_mode_of_replay(run, tmp_path, routes, mode, of_rollout):
+    found = settings(run.replace(**{"arm.routes": routes}), tmp_path)
+    assert json.loads(found["actor_rollout_ref.actor.fsdp_config.router_replay.mode"]) == mode
+    assert found["actor_rollout_ref.rollout.enable_rollout_routing_replay"] == of_rollout
+
+
+def test_further_settings_are_about_machines(run, tmp_path):
+    assert settings(run, tmp_path, "trainer.n_gpus_per_node=8")["trainer.n_gpus_per_node"] == "8"
+    with pytest.raises(ConfigError, match=r"verl\.data\.train_batch_size=8: the study decides this"):
+        overrides_of(run, tmp_path, ["data.train_batch_size=8"])
+    with pytest.raises(ConfigError, match="write verl.KEY=VALUE"):
+        overrides_of(run, tmp_path, ["trainer.nnodes"])
+
+
+REFUSED = {
+    "router_noise.scale": 2.0, "batches": "lagged(lag=2)", "policy": "megatron(tp=2)", "stop": ("x",), "top_p": 0.9,
+    "top_k": 3, "min_p": 0.1, "optimizer.warmup": 3, "optimizer.name": "sgd", "optimizer.router_lr_scale": 0.0,
+    "optimizer.loss_free_bias": 1e-3, "model.router_dtype": "float32", "cold_start.target": 0.3,
+    "hf_checkpoints": (1,), "measure.full": True, "measure.gradient_cosine": True, "arm.ratio_routes": "rollout",
+    "model.overrides": {"num_experts": 4}, "engine": "hf", "mini_batches": 4, "optimizer.grad_clip": 0.0,
+    "model.dtype": "float16", "model.name": "qwen3_moe-tiny",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key, value", REFUSED.items())
+def test_what_verl_cannot_do_is_refused_by_its_name(run, key, value):
+    check_settings(run)
+    with pytest.raises(ConfigError, match=rf"^{key.replace('.', '[.]')}=.*--trainer verl can"):
+        check_settings(run.replace(**{key: value}))
+
+
+@pytest.mark.parametrize("written, message", [
+    ("grpo+recall", "recall.*cannot run in verl"), ("grpo+kl(coef=0.1)", "for its terms"),
+    ("grpo+under_noise(sigma=0.1)", "cannot run in verl"), ("grpo+old_policy+anchor=engine", "arm.anchor=engine"),
+    ("grpo+advantage=normalized(scale=none)", "for its advantage")])
+def test_arms_that_verl_cannot_train_are_refused(run, written, message):
+    with pytest.raises(ConfigError, match=message):
+        check_settings(run.replace(arm=arm(written)))
+
+
+def test_a_setting_that_nobody_translated_is_refused_when_it_is_not_the_default(run, monkeypatch):
+    """What verl can do is listed: a setting that comes later is refused until it is."""
+    for key in ("seed", "epochs", "arm.loss"):
+        assert key in TRANSLATED
+        with monkeypatch.context() as patch:
+            patch.setattr("moe_rl.integrations.verl.settings.TRANSLATED", TRANSLATED - {key})
+            with pytest.raises(ConfigError, match=rf"{key}="):
+                check_settings(run)
+    assert not TRANSLATED & WITHOUT_EFFECT
+
+
+def test_prompts_are_those_of_our_trainer_step_by_step(run):
+    data, task, loaded = Data.of(run), load_task(run.task), load(run.model, 0)
+    collector = Collector(run=run, task=task, engine=HFEngine(loaded.model, loaded.tokenizer),
+                          tokenizer=loaded.tokenizer, held_out=held_out(task, 8))
+    for step in range(run.steps):
+        assert data.train[step * 6 : step * 6 + 6] == collector.draw_prompts(6, step + 1)
+    assert [prompt.text for prompt in data.held_out] == [prompt.text for prompt in collector.held_out]
+
+
+def test_the_reward_is_the_task_s(run):
+    prompt = load_task(run.task).prompts(1, 0)[0]
+    row = row_of(json.dumps({"name": "running_sums", "options": {"digits": 12, "partial": True}}), prompt, 0)
+    for text, score, right in ((prompt.answer, 1, 1), (prompt.answer[:6], 0.5, 0)):
+        assert compute_score(row["data_source"], text, "", row["extra_info"]) == {"score": score, "acc": right}
+
+
+# ---------------------------------------------------------------------- logs
+FIRST = {"actor/routing/coverage": 1.0, "actor/routing/pull": 0.25, "actor/routing/token_ess": 0.9,
+         "actor/routing/update_01/token_ess": 1.0, "actor/routing/update_02/token_ess": 0.8,
+         "actor/routing/update_02/load_entropy": 0.8,
+         "actor/routing/step_expert_change_rate": 0.15, "actor/routing/step_expert_change_rate/layer_01": 0.1,
+         "actor/routing/step_expert_change_rate/layer_03": 0.2, "actor/routing/load_max_violation/layer_03": 0.9,
+         "actor/routing/update_02/expert_change_rate": 0.06, "actor/routing/engine_kl_k3": 1e-9,
+         "critic/score/mean": 0.5, "val-core/moe_rl/acc/mean@1": 0.25, "val-aux/moe_rl/reward/mean@1": 0.375,
+         "timing_s/step": 2.0, "actor/grad_norm": None}
+
+
+def write(file, *lines):
+    file.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in lines))
+    return file
+
+
+def test_a_log_becomes_rows(tmp_path):
+    rows = read_log([write(tmp_path / "a.jsonl", (0, {"val-core/x/acc/mean@1": 0.125}), (1, FIRST))], active=True)
+    assert rows["steps"] == [
+        {"step": 0, "eval_exact_greedy": 0.125},
+        {"step": 1, "reward": 0.5, "own_pull": 0.25, "own_token_ess": 0.9, "own_coverage": 1.0, "engine_kl_k3": 1e-9,
+         "expert_change_rate": 0.15, "eval_exact_greedy": 0.25, "eval_reward_greedy": 0.375, "seconds_step": 2.0}]
+    assert rows["updates"] == [{"step": 1, "update": 1, "token_ess": 1.0},
+                               {"step": 1, "update": 2, "token_ess": 0.8, "expert_change_rate": 0.06}]
+    assert rows["layers"] == [{"step": 1, "site": 0, "layer": 1, "expert_change_rate": 0.1},
+                              {"step": 1, "site": 1, "layer": 3, "expert_change_rate": 0.2}]
+
+
+def test_a_console_says_the_same_as_a_file(tmp_path):
+    text = " - ".join(f"{key}:np.float64({value})" if "pull" in key else f"{key}:{value}"
+                      for key, value in FIRST.items() if value is not None)
+    console = tmp_path / "console.txt"
+    console.write_text(f"noise\n\x1b[36m(TaskRunner pid=3)\x1b[0m step:1 - {text}\nstep: no\n")
+    assert read_log([console]) == read_log([write(tmp_path / "a.jsonl", (1, FIRST))])
+
+
+def test_of_a_step_that_was_made_twice_the_later_one_counts(tmp_path):
+    first = write(tmp_path / "a.jsonl", (1, FIRST), (2, FIRST))
+    first.write_text(first.read_text()[:-30])  # killed while it wrote
+    again = write(tmp_path / "b.jsonl", (2, FIRST | {"critic/score/mean": 0.75}))
+    assert [row["reward"] for row in read_log([first, again])["steps"]] == [0.5, 0.75]
+
+
+def test_a_log_without_coverage_is_refused_where_moe_rl_must_be_active(tmp_path):
+    file = write(tmp_path / "a.jsonl", (1, FIRST), (2, {"critic/score/mean": 0.5}))
+    assert len(read_log([file])["steps"]) == 2
+    with pytest.raises(RunError, match="step 2 .* was not active"):
+        read_log([file], active=True)
+    with pytest.raises(RunError, match="no step of verl"):
+        read_log([write(tmp_path / "b.jsonl")])
+
+
+# ---------------------------------------------------------------------- the command
+DECLARED = """
+from moe_rl.config import Arm, ColdStart, ModelConfig, RunConfig
+from moe_rl.study.declaration import Study
+
+study = Study(name="in_verl", question="?", hypothesis="!", arms=("grpo+old_policy",), seeds=(0,),
+              base=RunConfig(arm=Arm(name="a"), model=ModelConfig(name={name!r}), cold_start=ColdStart(target=0),
+                             steps=2, prompts_per_step=4, mini_batches=2, eval_prompts=8, engine="vllm"))
+"""
+
+
+def test_a_dry_run_prints_verl_s_command_and_starts_nothing(checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "declared.py").write_text(DECLARED.format(name=str(checkpoint)))
+    call = ["run", "declared.py", "--trainer", "verl", "--dry-run"]
+    assert main([*call, "--set", "verl.trainer.n_gpus_per_node=8"]) == 0
+    shown = "".join(capsys.readouterr().out.split())
+    assert "python-mverl.trainer.main_ppo" in shown and "++trainer.n_gpus_per_node=8" in shown
+    assert "verl/train.parquet" in shown and not (tmp_path / "runs").exists()
+    assert main([*call, "--set", "router_noise.scale=2.0"]) == 2
+    assert "router_noise.scale=2.0: --trainer verl can do 0.0 only" in capsys.readouterr().err
+    assert main([*call[:-2], "skyrl", "--dry-run"]) == 2
+    assert "no trainer is called 'skyrl'" in capsys.readouterr().err
+
+
+def test_a_run_that_somebody_made_by_hand_is_drawn(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = [(step, FIRST | {"critic/score/mean": step / 8}) for step in (1, 2, 3, 4)]
+    write(tmp_path / "gsm8k.jsonl", *lines)
+    assert main(["runs", "import", "gsm8k.jsonl", "--to", "runs/mine/gspo/base/seed=0"]) == 0
+    assert main(["plot", "runs/mine"]) == 0
+    out = capsys.readouterr().out
+    assert "reward, second half" in out and "no figure" not in out
+    assert {file.stem for file in (tmp_path / "runs/mine/figures").iterdir()} >= {"learning", "expert_change"}
+    assert main(["report", "runs/mine"]) == 0 and main(["runs", "show", "runs/mine/gspo/base/seed=0"]) == 0
+    assert main(["runs", "import", "gsm8k.jsonl", "--to", "runs/mine/gspo/base/seed=0"]) == 2
+    assert main(["runs", "import", "none.jsonl", "--to", "runs/mine/gspo/base/seed=1"]) == 2
+    assert "there is no log none.jsonl" in capsys.readouterr().err
+
+
+def test_options_of_a_trainer_reach_it_and_what_is_beside_it(tmp_path, monkeypatch):
+    from moe_rl.study.workers import load
+
+    (tmp_path / "own_with_options.py").write_text("def execute(run, *, lag=1):\n    return run, lag\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load("own_with_options:execute(lag=3)")("run") == ("run", 3)
+    assert load("own_with_options:execute")("run") == ("run", 1)
+
+
