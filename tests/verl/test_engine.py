@@ -256,3 +256,26 @@ def test_expert_change_is_measured_on_fixed_tokens_and_changes_nothing(checkpoin
         for name in ("expert_change_rate", "any_change_rate", "any_layer_change"):
             assert metrics[f"routing/{name}"][0] == pytest.approx(change[name])
         assert change["expert_change_rate"] > 0 and int(decides.sum()) == sum(RESPONSES[:3])
+
+
+def test_each_update_is_logged_and_what_a_step_changes_as_a_whole(checkpoint):
+    """Of two updates per step, the second says how far the routes moved from those before the first."""
+    data = batch(64)
+    made = engine(checkpoint, {"measured_sequences": 2, "updates_per_step": 2}, learning_rate=3e-2)
+    plain = engine(checkpoint, {"measured_sequences": 2}, learning_rate=3e-2)
+    old = with_old_policy(data, score(made, data))
+    score(plain, data)
+    for _ in range(2):
+        first, second, alone, alone_again = (update(one, old) for one in (made, made, plain, plain))
+        assert not [name for name in alone_again if "update_" in name or "step_" in name]
+        for number, metrics in ((1, first), (2, second)):
+            prefix = f"routing/update_{number:02d}/"
+            for name in ("token_ess", "coverage", "load_entropy", "expert_change_rate"):
+                assert metrics[prefix + name] == metrics[f"routing/{name}"]
+            assert all(name.startswith(prefix) for name in metrics if "update_" in name)
+        assert not [name for name in first if "step_" in name]
+        assert first["routing/expert_change_rate"] == alone["routing/expert_change_rate"]
+        layers = [second[f"routing/step_expert_change_rate/layer_0{layer}"][0] for layer in range(3)]
+        assert sum(layers) / 3 == pytest.approx(second["routing/step_expert_change_rate"][0])
+        assert second["routing/step_any_change_rate"][0] >= second["routing/any_change_rate"][0] / 2 > 0
+        assert second["routing/step_expert_change_rate"] != second["routing/expert_change_rate"]
