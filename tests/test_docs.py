@@ -57,7 +57,7 @@ def test_files_and_modules_that_a_page_names_exist(page):
 def test_commands_are_understood_with_their_settings(words, monkeypatch):
     monkeypatch.chdir(ROOT)
     options = cli.parsed(words)
-    settings = [text for text in getattr(options, "settings", []) if not text.startswith("launcher.")]
+    settings = [text for text in getattr(options, "settings", []) if not text.startswith(("launcher.", "verl."))]
     known = bool(settings) and "study" in options and Path(options.study).exists()
     base = load_study_file(options.study).base if known else RunConfig(arm=Arm(name="any"), max_new_tokens=256)
     if words[:2] == ["checkpoint", "pretrain"]:
