@@ -537,7 +537,8 @@ def test_a_name_without_its_end_lists_how_it_goes_on(words, capsys):
 
 
 @pytest.mark.parametrize("line, words", [
-    ("moe-rl re", ["rerun", "report"]), ("moe-rl runs ", ["list", "show", "read", "diff", "collect", "export"]),
+    ("moe-rl re", ["rerun", "report"]),
+    ("moe-rl runs ", ["list", "show", "read", "diff", "collect", "export", "import"]),
     ("moe-rl runs collect x --", ["--help", "--out", "--also", "--without", "--mix-code"]),
     ("moe-rl checkpoint view --t", ["--tokenizer"]), ("moe-rl plot ru", []), ("moe-rl nothing ", []),
     ("moe-rl", []),

@@ -9,7 +9,7 @@ import pytest
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", RAY_USAGE_STATS_ENABLED="0",
                   VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="tests.verl.cpu_platform", RAY_DEDUP_LOGS="0",
-                  RAY_prestart_worker_first_driver="0", HYDRA_FULL_ERROR="1")
+                  RAY_prestart_worker_first_driver="0", HYDRA_FULL_ERROR="1", RAY_worker_niceness="0")
 
 HAVE_VERL = importlib.util.find_spec("verl") is not None
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=3,
