@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -202,6 +203,8 @@ def test_a_dry_run_prints_verl_s_command_and_starts_nothing(checkpoint, tmp_path
     shown = "".join(capsys.readouterr().out.split())
     assert "python-mverl.trainer.main_ppo" in shown and "++trainer.n_gpus_per_node=8" in shown
     assert "verl/train.parquet" in shown and not (tmp_path / "runs").exists()
+    if importlib.util.find_spec("verl") is None:
+        assert main(call[:-1]) == 2 and "verl is not installed here" in capsys.readouterr().err
     assert main([*call, "--set", "router_noise.scale=2.0"]) == 2
     assert "router_noise.scale=2.0: --trainer verl can do 0.0 only" in capsys.readouterr().err
     assert main([*call[:-2], "skyrl", "--dry-run"]) == 2

@@ -6,6 +6,7 @@ checkpoint. verl starts Ray on this machine, or uses the cluster that RAY_ADDRES
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
@@ -51,9 +52,11 @@ def execute(run: RunConfig, folder: RunFolder, *, cache: Path, listen: Listener 
             settings: Sequence[str] = ()) -> None:
     """Carry out a run by verl, in a process of its own, and read what it logs.
 
-    Raises RunError where verl fails, and where moe_rl was not active in its workers; Stopped where the run is told to
-    stop.
+    Raises ConfigError without verl; RunError where verl fails, and where moe_rl was not active in its workers; Stopped
+    where the run is told to stop.
     """
+    if importlib.util.find_spec("verl") is None:
+        raise ConfigError("--trainer verl: verl is not installed here; pip install verl==0.9.1")
     place = folder.path.absolute() / "verl"
     place.mkdir(exist_ok=True)
     _write_data(run, place)
