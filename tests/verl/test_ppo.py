@@ -55,6 +55,7 @@ def check_rollouts(steps):
     """The rollout samples from the weights that were just trained: its log-probs are those of the trainer, after every
     step, and other ones after other steps."""
     for step in steps:
+        assert "actor/routing/coverage" in step, "moe_rl is not active in verl's workers"
         assert step["actor/routing/engine_kl_k3"] < 1e-9 and step["training/rollout_probs_diff_max"] < 1e-5
         assert step["actor/grad_norm"] > 0 and step["response_length/mean"] <= 8
     assert len({step["critic/score/mean"] for step in steps}) > 1
