@@ -27,7 +27,7 @@ from moe_rl.models.load import (
     save_checkpoint,
     skeleton,
 )
-from moe_rl.models.shards import checkpoint_weights, describe, write_shards
+from moe_rl.models.shards import checkpoint_weights, describe, outline, write_shards
 from moe_rl.models.supervised import Progress, cold_start
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
@@ -115,7 +115,7 @@ def build(run: RunConfig, folder: Path, cache: Path, stopping: Callable[[], bool
     if spread := "ranks" in needs_of(make_policy):
         ranks.join(run.model.device)
     task, objective = load_task(run.task), objective_of(run.arm)
-    loaded = load(run.model, run.cold_start.seed) if ranks.rank() == 0 else None
+    loaded = _load(run, spread) if ranks.rank() == 0 else None
     advantage = advantage_of(run.arm)
     compares, valued = "reference" in objective.needs | advantage.needs, "values" in advantage.needs
     evaluation = ranks.from_rank_0(
@@ -191,6 +191,15 @@ def _source(use: Part, policy: Policy) -> RouteSource:
     """A route source; one that asks for the policy gets its `score` as its third argument."""
     source = lookup("route source", use, SOURCES, suggest_field)
     return partial(source, score=policy.score) if "policy" in needs_of(source) else source
+
+
+def _load(run: RunConfig, spread: bool) -> LoadedModel:
+    """The model that a run begins with. Where a policy on several processes is all that takes its weights, they stay in
+    their files, or else in the memory of the host."""
+    engine = lookup("engine", run.engine, ENGINES)
+    if not spread or run.cold_start.target or "pushes" not in needs_of(engine):
+        return load(run.model, run.cold_start.seed)
+    return outline(run.model) or load(run.model.replace(device="cpu"), run.cold_start.seed)
 
 
 def _of_rank_0(loaded: LoadedModel | None) -> LoadedModel:

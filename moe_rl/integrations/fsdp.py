@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,6 @@ from moe_rl.routing.sites import find_sites, router_parameters
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, rows_of
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 def _check(run: RunConfig, *, compute_dtype: str | None = None) -> None:
     check_spread(run, "a critic is a whole model of one process, and is not cut over ranks")
@@ -60,13 +57,14 @@ def fsdp(
     """The policy `fsdp`: hf cut by FSDP2, each process a part of every layer. `compute_dtype`: in which forwards and
     backwards compute, e.g. `bfloat16`; weights, sums of gradients and moments keep `model.dtype`, and routers compute
     in `model.router_dtype` (default: all of it in `model.dtype`)."""
-    whole = start.model if start else None
-    return FSDPPolicy(run.model, whole, run.optimizer, compute_dtype=compute_dtype, **settings_of(run, frozen))
+    weights = start.weights() if start else None
+    return FSDPPolicy(run.model, weights, run.optimizer, compute_dtype=compute_dtype, **settings_of(run, frozen))
 
 
 class FSDPPolicy(HFPolicy):
-    """`HFPolicy` on ranks that have met (`ranks.join`). `start` is the Hugging Face model whose weights it begins with,
-    which only rank 0 needs; it is copied, tensor by tensor, into a model of `config` of which every rank holds a part.
+    """`HFPolicy` on ranks that have met (`ranks.join`). `start` are the weights and buffers it begins with
+    (`LoadedModel.weights`), which only rank 0 needs; they are copied, one after the other, into a model of `config` of
+    which every rank holds a part.
 
     `compute_dtype` is that of forwards and backwards; weights, sums of gradients and moments keep the dtype of
     `config`. Routers with a dtype of their own (`config.router_dtype`) compute in it. Further settings are those of
@@ -78,15 +76,14 @@ class FSDPPolicy(HFPolicy):
     def __init__(
         self,
         config: ModelConfig,
-        start: PreTrainedModel | None,
+        start: Mapping[str, Tensor] | None,
         optimizer: Optimizer,
         *,
         compute_dtype: str | None = None,
         **settings: Any,
     ):
-        apart = ranks.from_rank_0(lambda: start is not None and head_is_apart(start))
         super().__init__(sharded(config, start, compute_dtype), optimizer, **settings)
-        self._head_is_apart = apart  # its own way of finding out needs a head that is whole
+        self._head_is_apart = head_is_apart(self.model)  # now, since all ranks take part
 
     # ------------------------------------------------------------------ the verbs
     def score(
@@ -166,7 +163,7 @@ class _Writer(FileSystemWriter):
 
 
 # ---------------------------------------------------------------------- the model
-def sharded(config: ModelConfig, start: PreTrainedModel | None, compute_dtype: str | None = None) -> nn.Module:
+def sharded(config: ModelConfig, start: Mapping[str, Tensor] | None, compute_dtype: str | None = None) -> nn.Module:
     """A model of which every rank holds a part of each parameter: every decoder layer is gathered by itself when it
     runs, and what is left of the model as one. Its weights are those of `start`, on rank 0. Collective."""
     model: Any = skeleton(config)
@@ -196,11 +193,10 @@ def sharded(config: ModelConfig, start: PreTrainedModel | None, compute_dtype: s
 
 
 @torch.no_grad()
-def take_over(model: nn.Module, start: nn.Module | None) -> None:
-    """Give a sharded model the weights and buffers of a whole one on rank 0, tensor by tensor. Collective."""
-    theirs = {} if start is None else dict(start.named_buffers()) | start.state_dict()
+def take_over(model: nn.Module, start: Mapping[str, Tensor] | None) -> None:
+    """Give a sharded model weights and buffers that rank 0 has, tensor by tensor. Collective."""
     for name, mine in (dict(model.named_buffers()) | model.state_dict()).items():
-        full = theirs[name].to(mine.device, mine.dtype).contiguous() if start is not None else \
+        full = start[name].to(mine.device, mine.dtype).contiguous() if start is not None else \
             torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
         dist.broadcast(full, 0)
         mine.copy_(ranks.cut_as(mine, full))

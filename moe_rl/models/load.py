@@ -64,6 +64,12 @@ class LoadedModel:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    stored: Mapping[str, Tensor] | None = None
+    """Weights and buffers of a `model` that is on the meta device, each read when it is asked for."""
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Weights and buffers by name, as transformers names them in memory."""
+        return dict(self.model.named_buffers()) | self.model.state_dict() if self.stored is None else self.stored
 
 
 def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) -> LoadedModel:
@@ -126,9 +132,17 @@ def no_progress_bars() -> Iterator[None]:
 
 def _load_checkpoint(config: ModelConfig, dtype: torch.dtype, trust: bool) -> tuple[Any, PreTrainedTokenizerBase]:
     hf_config(config, trust)  # the cheap part first: does it exist, does it take overrides
-    name = config.name
-    tokenizer = load_tokenizer(name, trust)
-    model: Any = load_weights(name, dtype, trust)
+    tokenizer = load_tokenizer(config.name, trust)
+    model: Any = load_weights(config.name, dtype, trust)
+    complete_tokenizer(tokenizer, model, config.name)
+    return model, tokenizer
+
+
+def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Any, name: str) -> None:
+    """Give the tokenizer of the checkpoint `name` a padding token.
+
+    Raises ConfigError where it has no EOS token, or more tokens than the model.
+    """
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {name} has no EOS token, so no completion could ever end.")
     if tokenizer.pad_token_id is None:
@@ -137,7 +151,6 @@ def _load_checkpoint(config: ModelConfig, dtype: torch.dtype, trust: bool) -> tu
     if len(tokenizer) > rows:
         raise ConfigError(f"the tokenizer of {name} has {len(tokenizer)} tokens but the model only {rows} embeddings: "
                           "they do not belong together.")
-    return model, tokenizer
 
 
 def hf_config(model_config: ModelConfig, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -241,13 +254,14 @@ def load_weights(name: str, dtype: torch.dtype, trust_remote_code: bool = False)
     return model
 
 
-def check_weights(name: str) -> None:
-    """Raise ConfigError for a folder that is not there, or whose weight files are missing or damaged. Of safetensors
-    only headers are read; names on the hub are left to the download."""
+def check_weights(name: str) -> list[Path]:
+    """The files of safetensors that hold the weights of a folder, of which only headers are read; none for a name on
+    the hub, which is left to the download. Raises ConfigError for a folder that is not there, or whose weight files are
+    missing or damaged."""
     _require(name)
     folder = folder_of(name)
     if not folder.is_dir():
-        return
+        return []
     files = [WHOLE] if (folder / WHOLE).exists() else []
     if not files and (folder / INDEX).exists():
         try:
@@ -263,6 +277,7 @@ def check_weights(name: str) -> None:
         except (OSError, SafetensorError) as error:
             sentence = f"{file} is missing or damaged ({str(error).splitlines()[0]}); copy it again."
             raise ConfigError(f"{name!r} cannot be loaded: {sentence}") from error
+    return [folder / file for file in files]
 
 
 def _require(name: str) -> None:

@@ -4,17 +4,31 @@ and read one by one."""
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_rl.errors import RunError, raise_os_errors
-from moe_rl.models.load import INDEX, WHOLE
+from moe_rl.config import ModelConfig, folder_of
+from moe_rl.errors import ConfigError, RunError, raise_os_errors
+from moe_rl.models.load import (
+    INDEX,
+    PRESETS,
+    WHOLE,
+    LoadedModel,
+    check_weights,
+    complete_tokenizer,
+    keep_routers_in,
+    load_tokenizer,
+    no_progress_bars,
+    skeleton,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -90,6 +104,96 @@ class Shards(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._where)
+
+
+def outline(config: ModelConfig) -> LoadedModel | None:
+    """What `load` returns of a checkpoint, with the model on the meta device and its weights left in the files.
+
+    None where that is not possible: for a preset, a name on the hub, other files than safetensors, and a family whose
+    weights in memory are not made of those in the files one by one. Raises ConfigError as `load` does.
+    """
+    from transformers import GenerationConfig
+
+    if config.name in PRESETS or not (files := check_weights(config.name)):
+        return None
+    model = _with_routers(config)
+    with suppress(OSError):  # of a checkpoint without such a file
+        model.generation_config = GenerationConfig.from_pretrained(folder_of(config.name))
+    weights = StoredWeights(Shards(files), _with_routers(config))
+    tokenizer = load_tokenizer(config.name)
+    complete_tokenizer(tokenizer, model, config.name)
+    return LoadedModel(model, tokenizer, weights) if weights.complete else None
+
+
+def _with_routers(config: ModelConfig) -> PreTrainedModel:
+    model = skeleton(config)
+    if config.router_dtype is not None:
+        keep_routers_in(model, getattr(torch, config.router_dtype))
+    return model
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """The weights of a checkpoint's files under the names and in the dtypes of `model`, and the buffers that no file
+    has. Each is read when it is asked for, and its parts are joined by transformers.
+
+    `model` is on the meta device, and belongs to this object.
+    """
+
+    def __init__(self, shards: Shards, model: PreTrainedModel):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import revert_weight_conversion
+
+        self.shards, self.model = shards, model
+        self.buffers = compute_buffers(model)
+        self.conversions: list[Any] = get_model_conversion_mapping(model)
+        tensors = model.state_dict(keep_vars=True)
+        parts = {name: [*revert_weight_conversion(model, {name: tensor.detach()})] for name, tensor in tensors.items()}
+        stored = {id(tensors[name]): name for name in parts if shards.keys() >= set(parts[name])}
+        tied = {name: stored.get(id(tensor)) for name, tensor in tensors.items()}
+        self.parts = {name: (twin, parts[twin]) for name, twin in tied.items() if twin is not None}
+        """Name → the name of the same weight that the files have, and there the names of its parts."""
+        self.complete = self.parts.keys() == tensors.keys() and one_by_one(model, model.state_dict())
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Raises ConfigError where a part in the files has another shape."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model as read_into
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        if name in self.buffers:
+            return self.buffers[name]
+        stored, parts = self.parts[name]
+        path, _, last = stored.rpartition(".")
+        module = self.model.get_submodule(path)
+        outline = getattr(module, last)
+        older = {"tp_plan": None} if "tp_plan" in inspect.signature(read_into).parameters else {}
+        with no_progress_bars():
+            read_into(self.model, {part: self.shards[part] for part in parts},
+                      LoadStateDictConfig(weight_mapping=self.conversions), **older)
+        found = getattr(module, last)
+        setattr(module, last, outline)
+        if found is outline:
+            raise ConfigError(f"the checkpoint has other shapes of {', '.join(parts[:3])}, of which "
+                              f"{type(self.model).__name__} makes {name!r}; save the whole model.")
+        return found.detach().to(outline.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.buffers, **self.parts})
+
+    def __len__(self) -> int:
+        return len({**self.buffers, **self.parts})
+
+
+def compute_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The buffers of a model on the meta device that checkpoints leave out, e.g. the frequencies of rotary embeddings,
+    computed as `from_pretrained` does."""
+    owners = {path: module for path, module in model.named_modules() if module._non_persistent_buffers_set}
+    for module in owners.values():
+        module.to_empty(device="cpu", recurse=False)
+        module._is_hf_initialized = False  # transformers' mark of what it need not compute
+    with torch.random.fork_rng(devices=[]):
+        model.initialize_weights()
+    return {f"{path}.{name}": getattr(module, name) for path, module in owners.items()
+            for name in sorted(module._non_persistent_buffers_set)}
 
 
 def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], most: int = SHARD) -> Shards:

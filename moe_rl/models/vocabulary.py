@@ -28,12 +28,12 @@ def head_is_apart(model: nn.Module) -> bool:
     if head is None:
         return False
     tokens = torch.tensor([[0, 1]], device=next(model.parameters()).device)
-    seen: list[Tensor] = []
-    handle = head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    made: list[Tensor] = []
+    handle = head.register_forward_hook(lambda module, args, output: made.append(output.clone()))
     try:
         with torch.no_grad():
             logits = model(input_ids=tokens, use_cache=False).logits
-            return len(seen) == 1 and torch.equal(head(seen[0]), logits)
+            return len(made) == 1 and torch.equal(made[0], logits)
     finally:
         handle.remove()
 

@@ -26,9 +26,11 @@ from pathlib import Path
 import torch
 
 from moe_rl import ranks
-from moe_rl.config import RunConfig
+from moe_rl.config import ModelConfig, RunConfig
 from moe_rl.integrations.vllm.push import CheckedEngine, Tolerance, probe_prompts
 from moe_rl.integrations.vllm.server import ServerEngine
+from moe_rl.models.load import save_checkpoint, skeleton
+from moe_rl.models.shards import outline
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.registry import Component
 from moe_rl.storage.folder import RunFolder, SharedFolder
@@ -135,7 +137,10 @@ def checkpoint(folder: Path, name: str, other: str) -> dict:
 def server(folder: Path) -> dict:
     """Pushes to a server on rank 0, of weights that every rank holds parts of; the second one follows a step."""
     loaded, facts = small(), {}
-    policy = megatron(small().model, LAYOUTS["ep2"])
+    ranks.from_rank_0(lambda: save_checkpoint(loaded.model, loaded.tokenizer, folder / "start"))
+    config = ModelConfig(name=str(folder / "start"))
+    weights = outline(config).weights() if ranks.rank() == 0 else None
+    policy = megatron(skeleton(config), LAYOUTS["ep2"], weights=weights)
     served = Server(folder / "served", loaded) if ranks.rank() == 0 else None
     engine = served and ServerEngine(served.url, served.fake.folder, loaded.tokenizer, dialect="vllm")
     probes = probe_prompts(loaded.tokenizer, loaded.model.config.vocab_size)

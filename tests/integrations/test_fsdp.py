@@ -107,6 +107,13 @@ def test_a_rank_holds_its_share_of_what_the_engine_reported(on_two):
     assert on_two["sent"] and on_two["nothing"], "with weights and versions; and what is no batch"
 
 
+def test_rank_0_takes_over_a_checkpoint_in_the_memory_of_its_part_and_of_single_weights(on_two):
+    """The parts of a weight, and the weight that is made of them."""
+    facts = on_two["start"]
+    bound = facts["whole"] / 2 + 2 * facts["largest"]
+    assert facts["right"] and facts["grown"] < bound < facts["whole"]
+
+
 # ---------------------------------------------------------------------- checkpoints and runs
 def test_a_checkpoint_is_read_bit_for_bit_on_as_many_ranks_and_within_rounding_on_others(on_two, on_four, on_one):
     facts = on_two["checkpoint"]
@@ -155,6 +162,6 @@ def test_a_run_that_was_killed_goes_on_on_another_number_of_ranks(name, on_one, 
 
 def test_a_server_is_pushed_to_and_a_step_exported_without_a_whole_model_on_rank_0(on_two, folder):
     facts = on_two["served"]
-    assert facts["pushes"] == 2 and facts["exported"] and facts["moved"] > 1e-4 and facts["given up"] == ["meta"]
+    assert facts["pushes"] == 2 and facts["exported"] and facts["moved"] > 1e-4 and facts["whole models"] == 0
     steps = read_table(folder / "with-server", "steps")
     assert steps["push_gap_max"].dropna().between(0, 1e-5).sum() == 1

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import INDEX, WHOLE, load, load_config, load_tokenizer, may_exist, save_checkpoint
+from moe_rl.models.shards import outline
 from moe_rl.models.tokens import byte_tokenizer
-from tests.conftest import build
+from tests.conftest import FAMILIES, build
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,42 @@ def test_an_incomplete_checkpoint_is_refused_in_one_sentence(saved, tmp_path, da
     with pytest.raises(ConfigError, match=says) as error:
         load(ModelConfig(name=str(tmp_path / "damaged")), 0)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("router_dtype", [None, "float32"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", [*FAMILIES, "tied"])
+def test_an_outline_reads_the_weights_and_buffers_that_a_whole_model_has(family, dtype, router_dtype, tmp_path):
+    tied = family == "tied"
+    model = build("qwen3_moe" if tied else family, vocab_size=258, tie_word_embeddings=tied)
+    model.generation_config.eos_token_id = [3, 5]
+    save_checkpoint(model, byte_tokenizer(), tmp_path)
+    config = ModelConfig(name=str(tmp_path), dtype=dtype, router_dtype=router_dtype)
+    whole, random = load(config, 0), torch.get_rng_state()
+    found = outline(config)
+    assert torch.equal(random, torch.get_rng_state())
+    assert found.model.generation_config.eos_token_id == [3, 5]
+    ours, theirs = found.weights(), whole.weights()
+    assert set(ours) == set(theirs) and all(p.is_meta for p in found.model.parameters())
+    for name, weight in theirs.items():
+        if not name.endswith("e_score_correction_bias") or router_dtype or dtype == "float32":  # as sharded models are
+            assert ours[name].dtype == weight.dtype, name
+        assert torch.equal(ours[name], weight.to(ours[name].dtype)), name
+
+
+@pytest.mark.parametrize("damage, says", [(a_larger_router, "has other shapes of model.layers.1.mlp.gate.weight"),
+                                          (a_shard_that_never_arrived, "is missing or damaged")])
+def test_an_outline_refuses_a_damaged_checkpoint(saved, tmp_path, damage, says):
+    shutil.copytree(saved, tmp_path / "damaged")
+    damage(tmp_path / "damaged")
+    with pytest.raises(ConfigError, match=says):
+        dict(outline(ModelConfig(name=str(tmp_path / "damaged"))).weights())
+
+
+def test_what_cannot_be_read_weight_by_weight_has_no_outline(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "lacks")
+    without_a_router(tmp_path / "lacks")
+    assert outline(ModelConfig(name=str(tmp_path / "lacks"))) is None and outline(ModelConfig()) is None
 
 
 def test_tied_weights_are_saved_once_and_not_missed(tmp_path):

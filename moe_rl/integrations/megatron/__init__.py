@@ -61,4 +61,5 @@ def megatron(
         micro_batch=run.micro_batch,
         recompute=run.activation_checkpointing and not frozen,
         device=run.model.device,
+        weights=start.weights() if start else None,
     )

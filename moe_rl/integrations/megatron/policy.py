@@ -52,8 +52,8 @@ from moe_rl.types import Batch, Scored, Updated
 
 
 class MegatronPolicy:
-    """`model` is the Hugging Face model to train; only rank 0 needs its weights, the others may give one on the meta
-    device. `optimizer=None` makes a policy that only scores.
+    """`model` is the Hugging Face model to train, and `weights` are its weights, by default those in `model`. Only rank
+    0 needs them: any other may give a model on the meta device. `optimizer=None` makes a policy that only scores.
 
     `micro_batch` bounds the rows of one forward with gradient on one rank. `recompute` recomputes every layer's
     activations in the backward pass, under the routes of its forward.
@@ -72,6 +72,7 @@ class MegatronPolicy:
         score_batch: int = 256,
         recompute: bool = False,
         device: str = "cpu",
+        weights: Mapping[str, Tensor] | None = None,
     ):
         config, dtype = model.config, next(model.parameters()).dtype
         check_layout(parallel, config, ranks.world())
@@ -90,7 +91,7 @@ class MegatronPolicy:
         for router in self.routers.modules:
             router._maintain_float32_expert_bias()  # which Float16Module would have rounded
         self.map = WeightMap(self.gpt, model.state_dict(), parallel.pp, config.num_hidden_layers)
-        self.map.put(model.state_dict() if ranks.rank() == 0 else None)
+        self.map.put((weights or model.state_dict()) if ranks.rank() == 0 else None)
         self.updates = 0
         if optimizer is not None:
             if optimizer.loss_free_bias:

@@ -25,7 +25,7 @@ from moe_rl.integrations.vllm.answers import Answer, Reader, vllm_settings
 from moe_rl.integrations.vllm.push import Receipt, receipt
 from moe_rl.models.load import LoadedModel, skeleton
 from moe_rl.models.shards import Shards, describe
-from moe_rl.registry import checked
+from moe_rl.registry import checked, needs
 from moe_rl.rollouts.engine import check_dtype, check_request, check_routes, context_length, warn_without_mask
 from moe_rl.rollouts.turns import generate_by_turns
 from moe_rl.seeds import derive
@@ -64,6 +64,7 @@ def _check(
     warn_without_mask(run, "vLLM does not say what it kept")
 
 
+@needs("pushes")
 @checked(_check)
 def vllm(
     run: RunConfig, start: LoadedModel, folder: Path, *, dtype: str | None = None, routes: str = "raise",

@@ -30,7 +30,7 @@ from moe_rl.integrations.vllm.answers import Answer, Reader, common_settings, vl
 from moe_rl.integrations.vllm.push import Receipt
 from moe_rl.models.load import LoadedModel, skeleton
 from moe_rl.models.shards import SHARD, Shards, describe, write_shards
-from moe_rl.registry import checked
+from moe_rl.registry import checked, needs
 from moe_rl.rollouts.engine import check_dtype, check_request, check_routes, context_length, warn_without_mask
 from moe_rl.rollouts.turns import generate_by_turns
 from moe_rl.seeds import derive
@@ -80,6 +80,7 @@ def _check(
     warn_without_mask(run, "a server does not say what it kept")
 
 
+@needs("pushes")
 @checked(_check)
 def server(
     run: RunConfig, start: LoadedModel, folder: Path, *, url: str, dialect: str = "openai", routes: str = "raise",
