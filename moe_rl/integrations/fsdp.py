@@ -36,10 +36,15 @@ from moe_rl.routing.sites import find_sites, router_parameters
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch, Scored, rows_of
 
+REDUCE = ("micro_batch", "update")
+"""When ranks add up their gradients."""
 
-def _check(run: RunConfig, *, compute_dtype: str | None = None) -> None:
+
+def _check(run: RunConfig, *, compute_dtype: str | None = None, reduce: str = "micro_batch") -> None:
     check_spread(run, "a critic is a whole model of one process, and is not cut over ranks")
     check_dtype("policy.compute_dtype", compute_dtype)
+    if reduce not in REDUCE:
+        raise ConfigError(f"policy.reduce={reduce!r}: choose {' or '.join(REDUCE)}.")
     if run.router_noise.scale and run.router_noise.target == "choice" and run.router_noise.direction == "last_step":
         raise ConfigError(
             "router_noise.target='choice' along router_noise.direction='last_step' moves a router inside its forward, "
@@ -52,13 +57,16 @@ def _check(run: RunConfig, *, compute_dtype: str | None = None) -> None:
 @needs("ranks")
 @checked(_check)
 def fsdp(
-    run: RunConfig, start: LoadedModel | None, frozen: bool, *, compute_dtype: str | None = None
-) -> FSDPPolicy:
+    run: RunConfig, start: LoadedModel | None, frozen: bool, *, compute_dtype: str | None = None,
+    reduce: str = "micro_batch",
+) -> FSDPPolicy:  # fmt: skip
     """The policy `fsdp`: hf cut by FSDP2, each process a part of every layer. `compute_dtype`: in which forwards and
     backwards compute, e.g. `bfloat16`; weights, sums of gradients and moments keep `model.dtype`, and routers compute
-    in `model.router_dtype` (default: all of it in `model.dtype`)."""
+    in `model.router_dtype` (default: all of it in `model.dtype`). `reduce`: ranks add up their gradients after every
+    `micro_batch`, or once per `update`, for which every rank holds the gradients of the whole model."""
     weights = start.weights() if start else None
-    return FSDPPolicy(run.model, weights, run.optimizer, compute_dtype=compute_dtype, **settings_of(run, frozen))
+    return FSDPPolicy(run.model, weights, run.optimizer, compute_dtype=compute_dtype, reduce=reduce,
+                      **settings_of(run, frozen))
 
 
 class FSDPPolicy(HFPolicy):
@@ -67,8 +75,8 @@ class FSDPPolicy(HFPolicy):
     which every rank holds a part.
 
     `compute_dtype` is that of forwards and backwards; weights, sums of gradients and moments keep the dtype of
-    `config`. Routers with a dtype of their own (`config.router_dtype`) compute in it. Further settings are those of
-    `HFPolicy`.
+    `config`. Routers with a dtype of their own (`config.router_dtype`) compute in it. With `reduce="update"` gradients
+    are added up over ranks once per update. Further settings are those of `HFPolicy`.
     """
 
     from_rank_0 = staticmethod(from_rank_0)
@@ -80,8 +88,10 @@ class FSDPPolicy(HFPolicy):
         optimizer: Optimizer,
         *,
         compute_dtype: str | None = None,
+        reduce: str = "micro_batch",
         **settings: Any,
     ):
+        self.reduce = reduce
         super().__init__(sharded(config, start, compute_dtype), optimizer, **settings)
         self._head_is_apart = head_is_apart(self.model)  # now, since all ranks take part
 
@@ -115,6 +125,10 @@ class FSDPPolicy(HFPolicy):
         total = ranks.sum_over_ranks({"loss": loss, **metrics})
         outputs = [rows_of(x, slice(len(batch)), batch.tokens.shape[1]) for x in outputs]
         return outputs, total.pop("loss"), total
+
+    def _prepare_backward(self, last: bool) -> None:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(last or self.reduce == "micro_batch")
 
     def _cut(self, batch: Batch, most: int) -> list[Rows]:
         """Those of this rank; under a budget of tokens its forwards are halved until it has as many as any other."""

@@ -203,17 +203,21 @@ class HFPolicy:
         looks = "router" in objective.needs
         inputs_of = self._router_inputs(batch, objective, noise) if looks else lambda rows, part, routed: {}
         cuts = self._cut(batch, self.micro_batch)
-        for rows in cuts:
+        for number, rows in enumerate(cuts, 1):
             part = batch.rows(rows).to(self.device)
             in_pieces = self._in_pieces(part)
             with self._apply_noise(noise), self._record_and_replay(part, part.routes, logits=looks) as routed:
                 logprobs, entropy = self._forward(part, in_pieces, entropy_gradient="entropy" in objective.needs)
                 out = objective(part, logprobs, entropy, **inputs_of(rows, part, routed))
+                self._prepare_backward(last=number == len(cuts))
                 out.loss.backward()
             loss += out.loss.item()
             metrics.update(out.metrics)
             parts.append(move_beside(batch, logprobs.detach(), entropy.detach(), *routed.traces, out.clipped_by))
         return self._join(parts, batch, cuts), loss, dict(metrics)
+
+    def _prepare_backward(self, last: bool) -> None:
+        """Called before the backward of every micro-batch; `last`: of the mini-batch's last one."""
 
     def _router_inputs(self, batch: Batch, objective: Objective, noise: Noise | None) -> Callable[..., dict[str, Any]]:
         """What parts that look at routers are given about some rows of a mini-batch, once their forward has run."""

@@ -28,7 +28,7 @@ from moe_rl import build as execute_module
 from moe_rl import ranks
 from moe_rl.build import execute
 from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig
-from moe_rl.integrations.fsdp import FSDPPolicy, take_over
+from moe_rl.integrations.fsdp import REDUCE, FSDPPolicy, take_over
 from moe_rl.integrations.on_ranks import from_rank_0
 from moe_rl.models.load import LoadedModel, load, save_checkpoint
 from moe_rl.models.shards import outline
@@ -233,6 +233,26 @@ def in_pieces() -> dict:
     hf_module.LOGITS = vocabulary.LOGITS = kept
     alone = ours.score(batch.rows(slice(2, 3)))
     return {"pieces": max(apart), "one row": far(alone.logprobs, one.logprobs[2:3, : alone.logprobs.shape[1]])}
+
+
+def reduced() -> dict:
+    """Gradients of a mini-batch in two forwards per rank, and how often ranks add theirs up for it."""
+    hf, _ = pair(QWEN, SETTINGS, {})
+    batch, facts = example(), {}
+    part = part_of(batch, hf.score(batch))
+    whole = hf.gradient(part, GRPO)
+    for reduce in REDUCE:
+        policy = FSDPPolicy(QWEN, load(QWEN, 0).weights(), SETTINGS, **ROWS, reduce=reduce)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            found = policy.gradient(part, GRPO)
+            policy.update(part, GRPO)
+        count = sum(event.count for event in seen.key_averages() if event.key.startswith("c10d::_reduce_scatter"))
+        facts[reduce] = [count, far(found, whole) / whole.abs().max().item()]
+        after = policy.gradient(part, GRPO)
+    hf.update(part, GRPO)
+    facts["moved"] = far(hf.gradient(part, GRPO), whole) / whole.abs().max().item()
+    facts["after"] = far(hf.gradient(part, GRPO), after) / whole.abs().max().item()
+    return facts
 
 
 def mixed() -> dict:
@@ -465,7 +485,7 @@ def equal_everywhere() -> bool:
 def verbs(folder: Path) -> dict:
     """All that needs no run."""
     found = {name: case(name) for name in CASES}
-    return found | {"dial": noises(), "large": in_pieces(), "mixed": mixed(), "hooks": hooks(),
+    return found | {"dial": noises(), "large": in_pieces(), "mixed": mixed(), "reduced": reduced(), "hooks": hooks(),
                     "memory": memory(), "sent": equal_everywhere(), "nothing": from_rank_0(lambda: None) is None}
 
 

@@ -93,6 +93,13 @@ def test_mixed_precision_computes_coarsely_what_it_keeps_finely(on_two):
     assert 1e-4 < facts["log-probs"] < 0.1 and 1e-4 < facts["gradient"] < 0.05
 
 
+def test_ranks_add_up_their_gradients_once_per_update_where_that_is_set(on_two):
+    """Two layers and the rest of the model are three groups; an update and a gradient, each in two micro-batches."""
+    facts = on_two["reduced"]
+    assert facts["micro_batch"][0] == 2 * 2 * 3 and facts["update"][0] == 2 * 3
+    assert max(facts["micro_batch"][1], facts["update"][1], facts["after"]) < 1e-5 < 1e-2 < facts["moved"]
+
+
 def test_routes_are_recorded_and_replayed_under_ddp_and_fsdp2_in_a_loop_of_ones_own(on_two):
     for right, gradient in (on_two["hooks"]["FSDP2"], on_two["hooks"]["DDP"]):
         assert right and gradient < 1e-5
