@@ -21,7 +21,7 @@ RUN = RunConfig(arm=Arm(name="a"))
 class Receiver:
     """An engine elsewhere; `receipts` says whether it tells what it holds."""
 
-    name, reports_routes = "elsewhere", True
+    name, reports_routes, dtype = "elsewhere", True, None
 
     def __init__(self, folder, loaded, receipts=True):
         self.fake, self.receipts, self.pushes = FakeEngine(folder, loaded), receipts, 0

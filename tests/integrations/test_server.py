@@ -178,6 +178,21 @@ def test_a_server_outlives_its_clients_and_notices_when_two_push_to_it(server, l
     assert first.load(policy_of(loaded).weights()) < 1e-5 and first.engine.pushes == 1
 
 
+def test_weights_travel_in_the_dtype_of_the_server(server, loaded, tmp_path):
+    """Half the bytes, the same values as a server makes of float32; routers and vectors are sent as they are."""
+    policy, sent = policy_of(loaded), []
+    for dtype in (None, "bfloat16"):
+        engine = engine_of(server, loaded, tmp_path, dtype=dtype)
+        engine.tolerance = Tolerance.of(dtype or "float32")
+        engine.load(policy.weights())
+        sent.append(load_file(server.fake.folder / "model.safetensors"))
+    wide, narrow = sent
+    halved = {name for name, weight in narrow.items() if weight.dtype == torch.bfloat16}
+    assert wide.keys() - halved == {name for name in wide if "norm" in name or name.endswith("mlp.gate.weight")}
+    assert all(torch.equal(narrow[name], w.to(narrow[name].dtype)) for name, w in wide.items())
+    assert sum(w.nbytes for w in narrow.values()) < 0.52 * sum(w.nbytes for w in wide.values())
+
+
 def test_a_push_whose_answer_was_lost_is_sent_again(server, loaded, tmp_path, monkeypatch):
     engine, reload = engine_of(server, loaded, tmp_path), server.fake.reload
 

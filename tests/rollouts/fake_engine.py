@@ -48,7 +48,7 @@ class FakeEngine:
             folder = Path(name)
             describe(self.engine.model, self.engine.tokenizer, folder)
             save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-            fresh = AutoModelForCausalLM.from_pretrained(folder)
+            fresh = AutoModelForCausalLM.from_pretrained(folder, dtype=self.engine.model.dtype)
         self.engine.model.load_state_dict(fresh.state_dict())
         self.pushes += 1
 

@@ -103,7 +103,7 @@ class VLLMEngine:
         longest = (max_tokens, context_length(self.model.config))
         self.context = min((length for length in longest if length), default=None)
         self.reader = Reader(tokenizer, self.model, routes)
-        self.reports_routes = routes != "off"
+        self.reports_routes, self.dtype = routes != "off", dtype
         self.pushes = 0
         self.llm = _start(self.model.config, folder, dtype, self.reports_routes, max_tokens, memory)
 

@@ -8,12 +8,12 @@ log-probs and routes of a few completions against the policy's own. No engine ch
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_rl import ranks
 from moe_rl.config import RunConfig
@@ -24,6 +24,7 @@ from moe_rl.models.shards import checkpoint_weights
 from moe_rl.registry import Component
 from moe_rl.rollouts.batches import collate
 from moe_rl.rollouts.engine import RolloutEngine, Sampler
+from moe_rl.routing.sites import router_parameters
 from moe_rl.types import Batch, Prompt, Reply, Rollout, Sampling, Scored
 
 if TYPE_CHECKING:
@@ -149,6 +150,8 @@ class CheckpointReceiver(Sampler, Protocol):
 
     model: PreTrainedModel
     """The model it serves, without weights: names and shapes."""
+    dtype: str | None
+    """In which it computes, if that is known: wider matrices are sent in it."""
     pushes: int
     """The number that the last push must have in its receipts."""
 
@@ -158,6 +161,19 @@ class CheckpointReceiver(Sampler, Protocol):
     def push(self, weights: Mapping[str, Tensor]) -> Sequence[Receipt]:
         """Take over what it holds. What each of its workers then has; empty where they do not say, so that the
         comparison of completions alone must do."""
+
+
+def narrowed(
+    model: nn.Module, weights: Iterable[tuple[str, Tensor]], dtype: str | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights of `model` with its matrices in `dtype`, where they are wider, so that fewer bytes travel. Routers and
+    vectors stay as they are: engines keep some of them in float32."""
+    routers = {id(parameter) for parameter in router_parameters(model)}
+    kept = {name for name, parameter in model.named_parameters() if id(parameter) in routers}
+    to = getattr(torch, dtype) if dtype else None
+    for name, tensor in weights:
+        wider = to is not None and tensor.is_floating_point() and tensor.dtype.itemsize > to.itemsize
+        yield name, tensor.to(to) if wider and tensor.dim() > 1 and name not in kept else tensor
 
 
 def check_pushes(run: RunConfig, start: LoadedModel | None, engine: CheckpointReceiver | RolloutEngine | None,
@@ -225,7 +241,7 @@ class CheckedEngine:
             for _ in weights:  # a rank without an engine still has to give its part of them
                 pass
         elif isinstance(engine, CheckpointReceiver):
-            sent = engine.hold(checkpoint_weights(engine.model, weights))
+            sent = engine.hold(checkpoint_weights(engine.model, narrowed(engine.model, weights, engine.dtype)))
             for receipt in engine.push(sent):
                 require_receipt(receipt, sent, engine.pushes)
         else:

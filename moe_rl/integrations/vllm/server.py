@@ -88,10 +88,10 @@ def server(
 ) -> ServerEngine:  # fmt: skip
     """The engine `server`. `url`: its address, e.g. `http://127.0.0.1:8000`; `dialect`: `openai` (vLLM's completions),
     `vllm` (its `--enable-scale-out` endpoint) or `sglang`; `routes`: `raise`, `unknown` or `off`; `dtype`: in which it
-    computes (default: the policy's), by which pushes are checked."""
+    computes (default: the policy's), in which weights are pushed, and by which pushes are checked."""
     folder.mkdir(parents=True, exist_ok=True)
     describe(start.model, start.tokenizer, folder)
-    return ServerEngine(url, folder, start.tokenizer, dialect=dialect, routes=routes)
+    return ServerEngine(url, folder, start.tokenizer, dialect=dialect, routes=routes, dtype=dtype)
 
 
 class ServerEngine:
@@ -112,6 +112,7 @@ class ServerEngine:
         *,
         dialect: str = "openai",
         routes: str = "raise",
+        dtype: str | None = None,
         timeout: float = 600.0,
         retries: int = 4,
         concurrency: int = 64,
@@ -120,7 +121,7 @@ class ServerEngine:
         _check_dialect(dialect)
         self.url, self.dialect = url.rstrip("/"), DIALECTS[dialect]
         self.timeout, self.retries, self.concurrency = timeout, retries, concurrency
-        self.shard = shard
+        self.shard, self.dtype = shard, dtype
         self.folder, self.model = folder, skeleton(ModelConfig(name=str(folder)))
         self.context, self.reader = context_length(self.model.config), Reader(tokenizer, self.model, routes)
         self.reports_routes = routes != "off"
