@@ -19,10 +19,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moe_rl.build import check
+from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.integrations.vllm import server as http
 from moe_rl.integrations.vllm.push import CheckedEngine, Tolerance, probe_prompts, receipt
 from moe_rl.integrations.vllm.server import DIALECTS, BatchIncomplete, ServerEngine
+from moe_rl.registry import Component
 from moe_rl.types import Sampling
 from tests.rollouts.fake_engine import PROMPTS, FakeEngine, as_base64, policy_of, routes_of, small
 
@@ -107,7 +110,8 @@ def server(tmp_path, loaded, monkeypatch):
 
 def engine_of(server, loaded, tmp_path, **settings):
     settings = {"dialect": "vllm", "timeout": 5.0, "retries": 2, "concurrency": 4, **settings}
-    engine = ServerEngine(server.url, server.fake.folder, loaded.tokenizer, **settings)
+    urls = [one.url for one in server] if isinstance(server, list) else server.url
+    engine = ServerEngine(urls, tmp_path / "served", loaded.tokenizer, **settings)
     probes = probe_prompts(loaded.tokenizer, 258)
     return CheckedEngine(engine, policy_of(loaded).score, probes, Tolerance.of("float32"), temperature=1.0)
 
@@ -315,12 +319,92 @@ def test_a_server_that_dies_mid_batch_loses_nothing_already_received(server, loa
     assert len(kept) >= 5 and all(same(raised.value.rollouts[n], whole[n]) for n in kept)
 
     again = Server(tmp_path / "again", loaded)
-    engine.engine.url = again.url
+    engine.engine.clients[0].url = again.url
     assert all(map(same, whole, engine.generate(PROMPTS, 4, key=(3,), sampling=SAMPLING)))
     assert again.completions == 12 - len(kept), "only what was missing is asked for"
     engine.generate(PROMPTS, 4, key=(3,), sampling=SAMPLING)
     assert again.completions == 24 - len(kept), "a complete batch is not kept"
     again.stop()
+
+
+@pytest.fixture
+def two(server, loaded, tmp_path):
+    """Two servers that read the same folder, of which the second one has taken over a push before."""
+    other = Server(tmp_path / "served", loaded)
+    other.fake.pushes = 1
+    yield [server, other]
+    with contextlib.suppress(OSError):
+        other.stop()
+
+
+def test_two_servers_share_the_requests_and_both_take_over_weights(server, two, loaded, tmp_path):
+    alone = engine_of(server, loaded, tmp_path)
+    alone.load(policy_of(loaded).weights())
+    expected = alone.generate(PROMPTS, 2, key=(3,), sampling=SAMPLING)
+    engine = engine_of(two, loaded, tmp_path)
+    assert engine.load(policy_of(loaded).weights()) < 1e-5
+    assert [one.fake.pushes for one in two] == [2, 2] and [c.pushes for c in engine.engine.clients] == [2, 2]
+    for one in two:
+        one.completions = 0
+    assert all(map(same, expected, engine.generate(PROMPTS, 2, key=(3,), sampling=SAMPLING)))
+    assert [one.completions for one in two] == [3, 3]
+    two[1].fake.pushes = 0
+    with pytest.raises(RunError, match=two[1].url + " holds push 0, but 2 was this run's last"):
+        engine.generate(PROMPTS, 2, key=(4,), sampling=SAMPLING)
+
+
+def test_one_of_two_servers_that_misses_a_push_is_an_error(two, loaded, tmp_path, monkeypatch):
+    engine = engine_of(two, loaded, tmp_path)
+    monkeypatch.setattr(two[1].fake, "reload", lambda weights: None)
+    with pytest.raises(RunError, match="missed one"):
+        engine.load(policy_of(loaded).weights())
+
+
+def test_one_of_two_servers_that_is_gone_leaves_the_answers_of_the_other(two, loaded, tmp_path):
+    engine = engine_of(two, loaded, tmp_path, retries=0)
+    two[1].stop()
+    with pytest.raises(BatchIncomplete, match="3 of 6 completions") as raised:
+        engine.generate(PROMPTS, 2, key=(3,), sampling=SAMPLING)
+    assert [rollout is None for rollout in raised.value.rollouts] == [False, True] * 3
+
+
+def test_no_more_requests_are_in_flight_to_a_server_than_are_set(two, loaded, tmp_path):
+    flying, most = {one.url: 0 for one in two}, {one.url: 0 for one in two}
+    for one in two:
+        def counted(body, one=one, complete=one.complete):
+            flying[one.url] += 1
+            most[one.url] = max(most[one.url], flying[one.url])
+            time.sleep(0.05)
+            flying[one.url] -= 1
+            return complete(body)
+
+        one.complete = counted
+    engine_of(two, loaded, tmp_path, concurrency=3).generate(PROMPTS, 6, key=(3,), sampling=SAMPLING)
+    assert list(most.values()) == [3, 3]
+
+
+def test_answers_are_decoded_while_others_still_come_in(server, loaded, tmp_path, monkeypatch):
+    engine, decoded = engine_of(server, loaded, tmp_path, concurrency=6), threading.Event()
+    real = engine.engine.reader.decode
+    monkeypatch.setattr(engine.engine.reader, "decode", lambda *given: (real(*given), decoded.set())[0])
+    late = []
+
+    def waits(handler):
+        late.append(decoded.wait(4.0))
+        handler.reply(server.complete(server.bodies[-1]))
+
+    server.faults = lambda number: waits if number == 3 else None
+    engine.generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)
+    assert late == [True]
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"url": []}, "or a list of addresses"), ({"url": ["http://a", "b"]}, "or a list of addresses"),
+    ({"url": ["http://a", "http://a"]}, "names an address twice"), ({"url": "http://a", "concurrency": 0}, "in flight"),
+])
+def test_addresses_and_requests_in_flight_are_checked_before_compute(options, says):
+    with pytest.raises(ConfigError, match=says):
+        check(RunConfig(arm=Arm(name="a"), engine=Component("server", **options)))
 
 
 def test_answers_of_another_dialect_say_what_is_missing(server, loaded, tmp_path, monkeypatch):
@@ -373,7 +457,7 @@ def sglang(server, loaded, tmp_path, monkeypatch):
         engine.asked.append((path, body))
         return {"success": True, "message": "ok"} if path.startswith("/update") else engine.replies
 
-    monkeypatch.setattr(engine, "post", post)
+    monkeypatch.setattr(engine.clients[0], "post", post)
     return engine
 
 
@@ -396,7 +480,7 @@ def test_sglang_length_abort_and_old_weights(sglang, loaded):
     sglang.replies = sglang_reply(loaded, finish_reason={"type": "abort", "message": "memory"})
     with pytest.raises(BatchIncomplete, match="abort"):
         sglang.generate(PROMPTS[:1], 1, key=(3,), sampling=SAMPLING)
-    sglang.replies, sglang.pushes = sglang_reply(loaded, weight_version="1"), 2
+    sglang.replies, sglang.clients[0].pushes = sglang_reply(loaded, weight_version="1"), 2
     with pytest.raises(BatchIncomplete, match="weights '1', but push 2"):
         sglang.generate(PROMPTS[:1], 1, key=(3,), sampling=SAMPLING)
 

@@ -107,7 +107,7 @@ def test_a_server_that_hangs_too_long_loses_nothing_already_received(server, pol
     server.signal(signal.SIGCONT)
     kept = [n for n, rollout in enumerate(raised.value.rollouts) if rollout is not None]
     assert 9 <= len(kept) < 64 and all(same(raised.value.rollouts[n], whole[n]) for n in kept)
-    engine.engine.timeout = 60.0
+    engine.engine.clients[0].timeout = 60.0
     assert all(map(same, whole, engine.generate(PROMPTS, 4, key=(8,), sampling=LONG)))
 
 

@@ -78,16 +78,20 @@ class Reader:
         """One rollout per answer. Raises RunError or RoutingError for an answer that cannot be one; warns once when
         routes became unknown."""
         before = self.refused
-        rollouts = [self._rollout(p, a, sampling) for p, a in zip(prompts, answers, strict=True)]
-        if refused := self.refused - before:
+        rollouts = [self.decode(p, a, sampling) for p, a in zip(prompts, answers, strict=True)]
+        self.warn(rollouts, self.refused - before)
+        return rollouts
+
+    def warn(self, rollouts: Sequence[Rollout], refused: int) -> None:
+        """Warn where so many rows of `rollouts` have no route."""
+        if refused:
             rows = sum(len(r.prompt.tokens) + len(r.tokens) - 1 for r in rollouts) * len(self.layout.sites)
             warnings.warn(
                 f"the engine's routes are missing or impossible in {refused} of {rows} (token, site) rows: they became "
                 "unknown, replay routes freely there, and the columns engine_unknown and coverage count them.",
                 RoutesRefused,
-                stacklevel=3,
+                stacklevel=4,
             )
-        return rollouts
 
     def asked(self, prompt: Prompt, sampling: Sampling) -> Sampling:
         """What an engine is asked for. After a prompt that ends within a character, as the part of a response may, it
@@ -100,7 +104,8 @@ class Reader:
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def _rollout(self, prompt: Prompt, answer: Answer, sampling: Sampling) -> Rollout:
+    def decode(self, prompt: Prompt, answer: Answer, sampling: Sampling) -> Rollout:
+        """The rollout of one answer, as in `read`, without the warning."""
         tokens, logprobs = tuple(answer.tokens), list(answer.logprobs)
         if not tokens or len(tokens) != len(logprobs) or len(tokens) > sampling.max_new_tokens:
             raise RunError(

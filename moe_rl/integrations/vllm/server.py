@@ -14,8 +14,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from http.client import HTTPException, HTTPResponse, IncompleteRead
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 
 RETRIED = {408, 429, 500, 502, 503, 504}
 """HTTP states that may pass. Any other refusal is final."""
+Place = tuple[int, ...]
+"""Of a completion, from which its noise is derived: key, prompt, sample."""
+CONCURRENCY = 64
+"""Requests in flight to a server."""
 LARGEST_ANSWER = 2**29
 """Bytes of an answer. Routes are most of one: 8 experts (int32) in 64 layers of 100,000 tokens are 270 MB of base64."""
 FIRST_WAIT = 0.5
@@ -67,10 +72,17 @@ def _check_dialect(dialect: str) -> None:
 
 
 def _check(
-    run: RunConfig, *, url: str, dialect: str = "openai", routes: str = "raise", dtype: str | None = None
-) -> None:
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"engine.url={url!r}: give the address of a server, e.g. http://127.0.0.1:8000.")
+    run: RunConfig, *, url: str | Sequence[str], dialect: str = "openai", routes: str = "raise",
+    dtype: str | None = None, concurrency: int = CONCURRENCY,
+) -> None:  # fmt: skip
+    addresses = _addresses(url)
+    if not addresses or not all(str(one).startswith(("http://", "https://")) for one in addresses):
+        raise ConfigError(f"engine.url={url!r}: give the address of a server, e.g. http://127.0.0.1:8000, or a list of "
+                          "addresses.")
+    if len({*addresses}) < len(addresses):
+        raise ConfigError(f"engine.url={url!r} names an address twice: give every server once.")
+    if concurrency < 1:
+        raise ConfigError(f"engine.concurrency={concurrency}: give the requests in flight to each server, at least 1.")
     _check_dialect(dialect)
     if dialect == "openai" and len(run.stop) > STOPS_OF_OPENAI:
         raise ConfigError(f"stop has {len(run.stop)} texts, but /v1/completions takes at most {STOPS_OF_OPENAI}: set "
@@ -83,21 +95,25 @@ def _check(
 @needs("pushes")
 @checked(_check)
 def server(
-    run: RunConfig, start: LoadedModel, folder: Path, *, url: str, dialect: str = "openai", routes: str = "raise",
-    dtype: str | None = None,
+    run: RunConfig, start: LoadedModel, folder: Path, *, url: str | Sequence[str], dialect: str = "openai",
+    routes: str = "raise", dtype: str | None = None, concurrency: int = CONCURRENCY,
 ) -> ServerEngine:  # fmt: skip
-    """The engine `server`. `url`: its address, e.g. `http://127.0.0.1:8000`; `dialect`: `openai` (vLLM's completions),
-    `vllm` (its `--enable-scale-out` endpoint) or `sglang`; `routes`: `raise`, `unknown` or `off`; `dtype`: in which it
-    computes (default: the policy's), in which weights are pushed, and by which pushes are checked."""
+    """The engine `server`. `url`: its address, e.g. `http://127.0.0.1:8000`, or a list of addresses of servers of the
+    same model, which share the requests; `concurrency`: requests in flight to each server; `dialect`: `openai` (vLLM's
+    completions), `vllm` (its `--enable-scale-out` endpoint) or `sglang`; `routes`: `raise`, `unknown` or `off`;
+    `dtype`: in which it computes (default: the policy's), in which weights are pushed, and by which pushes are checked.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     describe(start.model, start.tokenizer, folder)
-    return ServerEngine(url, folder, start.tokenizer, dialect=dialect, routes=routes, dtype=dtype)
+    return ServerEngine(url, folder, start.tokenizer, dialect=dialect, routes=routes, dtype=dtype,
+                        concurrency=concurrency)
 
 
 class ServerEngine:
-    """A server as a `CheckpointReceiver`: one request per completion, `concurrency` at a time.
+    """A server, or several of the same model, as a `CheckpointReceiver`: one request per completion, to each server in
+    turn, `concurrency` at a time to each. An answer is decoded as soon as it comes.
 
-    `folder` holds the model's config and tokenizer, and the server must be able to read it under the same path: weights
+    `folder` holds the model's config and tokenizer, and servers must be able to read it under the same path: weights
     are written there, in files of at most `shard` bytes. A request is tried 1 + `retries` times, waiting 0.5, 1, 2, … s
     in between, each `timeout` seconds without a byte at most. What was received before a failure is kept: the same
     `generate` again asks for the rest only. Noise is the server's own, seeded per completion from (key, prompt,
@@ -106,7 +122,7 @@ class ServerEngine:
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         folder: Path,
         tokenizer: PreTrainedTokenizerBase,
         *,
@@ -115,19 +131,18 @@ class ServerEngine:
         dtype: str | None = None,
         timeout: float = 600.0,
         retries: int = 4,
-        concurrency: int = 64,
+        concurrency: int = CONCURRENCY,
         shard: int = SHARD,
     ):
         _check_dialect(dialect)
-        self.url, self.dialect = url.rstrip("/"), DIALECTS[dialect]
-        self.timeout, self.retries, self.concurrency = timeout, retries, concurrency
+        self.clients = [Client(one.rstrip("/"), folder, timeout, retries) for one in _addresses(url)]
+        self.dialect, self.concurrency = DIALECTS[dialect], concurrency
         self.shard, self.dtype = shard, dtype
         self.folder, self.model = folder, skeleton(ModelConfig(name=str(folder)))
         self.context, self.reader = context_length(self.model.config), Reader(tokenizer, self.model, routes)
         self.reports_routes = routes != "off"
-        self.pushes = 0
-        self.received: dict[tuple, Answer] = {}
-        """Answers of a batch that is not complete yet."""
+        self.received: dict[tuple, Rollout] = {}
+        """Completions of a batch that is not complete yet."""
 
     # ------------------------------------------------------------------ the verbs
     def generate(
@@ -148,25 +163,36 @@ class ServerEngine:
 
     @property
     def name(self) -> str:
-        return self.url
+        return ", ".join(client.url for client in self.clients)
+
+    @property
+    def pushes(self) -> int:
+        """Of the first server; receipts of the others count from the same number."""
+        return self.clients[0].pushes
 
     def hold(self, weights: Iterable[tuple[str, Tensor]]) -> Shards:
         """Weights in files of `folder`, written as they come."""
         return write_shards(self.folder, weights, self.shard)
 
     def push(self, weights: Mapping[str, Tensor]) -> list[Receipt]:
-        """Let the server take over the files that `hold` wrote. See `CheckpointReceiver.push`; SGLang hands out no
+        """Let all servers take over the files that `hold` wrote. See `CheckpointReceiver.push`; SGLang hands out no
         receipts, but names the push in every answer."""
         assert isinstance(weights, Shards), "what `hold` gave"
         self.received.clear()
-        taken = self.dialect.taken(self)  # by earlier runs too: a server may outlive its clients
-        self.pushes = (self.pushes if taken is None else taken) + 1
-        return self.dialect.push(self, weights)
+        with ThreadPoolExecutor(len(self.clients)) as pool:
+            found = list(pool.map(lambda client: self._push(client, weights), self.clients))
+        return [replace(receipt, pushes=receipt.pushes - client.pushes + self.pushes)
+                for client, receipts in zip(self.clients, found, strict=True) for receipt in receipts]
 
     def close(self) -> None:
         """Nothing to give back: the server belongs to whoever started it."""
 
     # ------------------------------------------------------------------ how
+    def _push(self, client: Client, weights: Shards) -> list[Receipt]:
+        taken = self.dialect.taken(client)  # by earlier runs too: a server may outlive its clients
+        client.pushes = (client.pushes if taken is None else taken) + 1
+        return self.dialect.push(client, weights)
+
     def _turn(
         self, sampling: Sampling, prompts: list[Prompt], noise: list[tuple[int, ...]], most: list[int]
     ) -> list[Rollout]:
@@ -175,55 +201,85 @@ class ServerEngine:
                 for position, prompt, room in zip(noise, prompts, most, strict=True)]  # fmt: skip
         names = [(position, prompt.tokens, asked) for position, prompt, asked in jobs]
         missing = {name: job for name, job in zip(names, jobs, strict=True) if name not in self.received}
-        failures = self._collect(missing)
-        there = [n for n, name in enumerate(names) if name in self.received]
-        rollouts = self.reader.read(
-            [jobs[n][1] for n in there], [self.received[names[n]] for n in there], sampling
-        )
+        refused = self.reader.refused
+        failures = self._collect(missing, sampling)
+        placed = [self.received.get(name) for name in names]
+        rollouts = [rollout for rollout in placed if rollout is not None]
+        self.reader.warn(rollouts, self.reader.refused - refused)
         if failures:
-            placed: list[Rollout | None] = [None] * len(jobs)
-            for n, rollout in zip(there, rollouts, strict=True):
-                placed[n] = rollout
             raise BatchIncomplete(
-                f"{len(there)} of {len(jobs)} completions were received from {self.url} and are kept: generate with "
-                f"the same key asks for the other {len(failures)} only. The first failure: {failures[0]}",
+                f"{len(rollouts)} of {len(jobs)} completions were received from {self.name} and are kept: generate "
+                f"with the same key asks for the other {len(failures)} only. The first failure: {failures[0]}",
                 placed,
             ) from failures[0]
         return rollouts
 
-    def _collect(self, jobs: Mapping[tuple, tuple[tuple[int, ...], Prompt, Sampling]]) -> list[MoeRlError]:
-        """Ask for all jobs at once, store every answer as it comes, and return what failed."""
+    def _collect(self, jobs: Mapping[tuple, tuple[Place, Prompt, Sampling]], sampling: Sampling) -> list[MoeRlError]:
+        """Ask for all jobs at once, decode and store every answer as it comes, and return which requests failed. Once
+        all have come, raises what is wrong with an answer."""
         failures: list[MoeRlError] = []
-        lost = threading.Event()  # the server is gone: the others need not find out one by one
-        with ThreadPoolExecutor(max(1, min(self.concurrency, len(jobs)))) as pool:
-            futures = {pool.submit(self._ask, *job, lost): name for name, job in jobs.items()}
+        wrong: list[MoeRlError] = []
+        with ExitStack() as stack:
+            pools = [stack.enter_context(ThreadPoolExecutor(self.concurrency)) for _ in self.clients]
+            lost = [threading.Event() for _ in self.clients]  # it is gone: the others need not find out one by one
+            futures = {}
+            for number, (name, job) in enumerate(jobs.items()):
+                at = number % len(self.clients)
+                futures[pools[at].submit(self._ask, self.clients[at], *job, lost[at])] = name
             for future in as_completed(futures):
+                name = futures[future]
                 try:
-                    self.received[futures[future]] = future.result()
+                    answer = future.result()
                 except MoeRlError as error:
                     failures.append(error)
+                    continue
+                try:
+                    self.received[name] = self.reader.decode(jobs[name][1], answer, sampling)
+                except MoeRlError as error:
+                    wrong.append(error)
+        if wrong:
+            raise wrong[0]
         return sorted(failures, key=lambda error: str(error).startswith("not asked"))
 
-    def _ask(self, noise: tuple[int, ...], prompt: Prompt, sampling: Sampling, lost: threading.Event) -> Answer:
+    def _ask(
+        self, client: Client, noise: Place, prompt: Prompt, sampling: Sampling, lost: threading.Event
+    ) -> Answer:
         ends = sorted(self.reader.ends)
         body = self.dialect.request(prompt.tokens, sampling, derive(*noise), ends, self.reports_routes)
-        reply = self.post(self.dialect.path, body, lost)
+        reply = client.post(self.dialect.path, body, lost)
         try:
-            return self.dialect.answer(self, reply)
+            return self.dialect.answer(client, reply)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RunError(
-                f"{self.url}{self.dialect.path} answered without {error}: {json.dumps(reply)[:300]}; is it another "
+                f"{client.url}{self.dialect.path} answered without {error}: {json.dumps(reply)[:300]}; is it another "
                 "dialect?"
             ) from error
 
     def _check_pushes(self) -> None:
         """A server that crashed and came back serves the weights it was started with."""
-        taken = self.dialect.taken(self) if self.pushes else None
-        if taken is not None and taken != self.pushes:
-            raise RunError(
-                f"{self.url} holds push {taken}, but {self.pushes} was this run's last: it was restarted, or another "
-                "run pushes to it, and these completions are of other weights. Load the weights again."
-            )
+        for client in self.clients:
+            taken = self.dialect.taken(client) if client.pushes else None
+            if taken is not None and taken != client.pushes:
+                raise RunError(
+                    f"{client.url} holds push {taken}, but {client.pushes} was this run's last: it was restarted, or "
+                    "another run pushes to it, and these completions are of other weights. Load the weights again."
+                )
+
+
+def _addresses(url: str | Sequence[str]) -> list[str]:
+    return [url] if isinstance(url, str) else list(url)
+
+
+@dataclass
+class Client:
+    """What speaks to one server."""
+
+    url: str
+    folder: Path
+    timeout: float
+    retries: int
+    pushes: int = 0
+    """The number that its last push must have."""
 
     def post(self, path: str, body: dict[str, Any], lost: threading.Event | None = None) -> Any:
         """The JSON that the server answers. Raises ConfigError when it refuses, RunError when it cannot be reached."""
@@ -274,10 +330,10 @@ class Dialect:
     path: str
     request: Callable[[tuple[int, ...], Sampling, int, list[int], bool], dict[str, Any]]
     """(prompt, sampling, seed, end tokens, routes wanted) → the body."""
-    answer: Callable[[ServerEngine, Any], Answer]
-    push: Callable[[ServerEngine, Shards], list[Receipt]]
+    answer: Callable[[Client, Any], Answer]
+    push: Callable[[Client, Shards], list[Receipt]]
     """Make the server take over the files of weights; what each of its workers says of them, if anything."""
-    taken: Callable[[ServerEngine], int | None]
+    taken: Callable[[Client], int | None]
     """Pushes that the server has taken over since it started; None where it cannot say."""
 
 
@@ -289,7 +345,7 @@ def _vllm_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends: 
     return {"token_ids": list(prompt), "sampling_params": vllm_settings(sampling, seed, ends)}
 
 
-def _choice(server: ServerEngine, reply: Any) -> Answer:
+def _choice(server: Client, reply: Any) -> Answer:
     """Both of vLLM's endpoints; log-probs lie where OpenAI puts those of completions, or those of chats."""
     choice = reply["choices"][0]
     found = choice["logprobs"]
@@ -304,7 +360,7 @@ def _finished(reason: str | None) -> bool:
     return reason == "stop"
 
 
-def _vllm_push(server: ServerEngine, weights: Shards) -> list[Receipt]:
+def _vllm_push(server: Client, weights: Shards) -> list[Receipt]:
     reply = server.post("/collective_rpc", {"method": "moe_rl_push", "args": [weights.files]})
     server.post("/reset_prefix_cache", {})
     server.pushes = max(server.pushes, *(found["pushes"] for found in reply["results"]))  # sent again if no answer came
@@ -314,7 +370,7 @@ def _vllm_push(server: ServerEngine, weights: Shards) -> list[Receipt]:
     ]
 
 
-def _vllm_taken(server: ServerEngine) -> int:
+def _vllm_taken(server: Client) -> int:
     """Least over the workers, so that one that missed a push is noticed."""
     return min(int(count) for count in server.post("/collective_rpc", {"method": "moe_rl_pushes"})["results"])
 
@@ -334,7 +390,7 @@ def _sglang_request(prompt: tuple[int, ...], sampling: Sampling, seed: int, ends
     }
 
 
-def _sglang_answer(server: ServerEngine, reply: Any) -> Answer:
+def _sglang_answer(server: Client, reply: Any) -> Answer:
     meta = reply["meta_info"]
     if server.pushes and meta.get("weight_version") != str(server.pushes):
         raise RunError(
@@ -346,7 +402,7 @@ def _sglang_answer(server: ServerEngine, reply: Any) -> Answer:
     return Answer([p[1] for p in pairs], [p[0] for p in pairs], _finished(meta["finish_reason"]["type"]), routes)
 
 
-def _sglang_push(server: ServerEngine, weights: Shards) -> list[Receipt]:
+def _sglang_push(server: Client, weights: Shards) -> list[Receipt]:
     body = {"model_path": str(server.folder.resolve()), "weight_version": str(server.pushes), "flush_cache": True}
     reply = server.post("/update_weights_from_disk", body)
     if not reply.get("success"):
