@@ -1,8 +1,9 @@
-"""Routing replay of the old policy, and what routing and ratios do, in TRL's GRPOTrainer.
+"""Routing replay of the old policy or of the engine, and what routing and ratios do, in TRL's GRPOTrainer.
 
-The routes are recorded in TRL's own forward for the old log-probs, and travel as one more tensor of its inputs, so that
-its shuffle and its split into mini-batches carry them. A training step is one replay scope, forward and backward.
-What was TRL's own stays TRL's own: with `routes="live"` losses and weights are the same bits.
+The routes are recorded in TRL's own forward for the old log-probs, or come from the engine with the completions. They
+travel as one more tensor of TRL's inputs, so that its shuffle and its split into mini-batches carry them. A training
+step is one replay scope, forward and backward. What was TRL's own stays TRL's own: with `routes="live"` losses and
+weights are the same bits.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ from torch import Tensor
 
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.integrations.monitor import Monitor
+from moe_rl.integrations.vllm.payloads import decode_routes
 from moe_rl.metrics.ratios import ratio_statistics
 from moe_rl.metrics.volatility import RouteChange, route_change
 from moe_rl.routing import RoutingTrace, layout_of, record_routing, replay_routing
 
 try:
+    from transformers import TrainerCallback
     from trl import GRPOTrainer
 except ImportError as error:
     raise ImportError("moe_rl.integrations.trl needs TRL: pip install 'moe_rl[trl]'") from error
 
 OLD_ROUTES = "old_routes"
-"""Key in TRL's inputs: the old policy's experts, [batch, prompt + completion, site, k]."""
+"""Key in TRL's inputs: the experts to replay, [batch, prompt + completion, site, k]."""
+ENGINE_ROUTES = "routed_experts"
+"""Key in what a `rollout_func` returns: one payload of an engine per completion, as `decode_routes` reads it."""
+ROUTES = ("old_policy", "rollout", "live")
 VOLATILITY = ("expert_change_rate", "any_change_rate", "any_layer_change")
 MONITORED = ("pull", "coverage", "load_entropy", "load_max_violation", "load_dead_experts", "router_confidence",
              "margin_q50")
@@ -43,16 +49,18 @@ class ReplayGRPOTrainer(GRPOTrainer):
     """TRL's GRPOTrainer for a Mixture-of-Experts model, with replay and with measurements in its logs.
 
     `routes="old_policy"`: every update replays the experts that the old policy used in the forward that gave the old
-    log-probs (Routing Replay, GSPO, arXiv 2507.18071, section 5.3). `routes="live"`: no replay, and no forward beyond
-    TRL's. All other arguments are GRPOTrainer's. Evaluation is TRL's own.
+    log-probs (Routing Replay, GSPO, arXiv 2507.18071, section 5.3). `routes="rollout"`: old log-probs, reference and
+    updates replay the experts of the engine (R3, arXiv 2510.11370), which a `rollout_func` returns as `routed_experts`
+    beside TRL's keys: TRL 1.16.0 drops those of its own vLLM. `routes="live"`: no replay, and no forward beyond TRL's.
+    All other arguments are GRPOTrainer's. Evaluation is TRL's own.
 
     It logs, for completion tokens over all processes, and like all that TRL logs as means over the micro-steps since
     the last log (each by the weights *before* its update, so right after generation all are 0, or 1 for `ess`):
 
     - `routing/expert_change_rate`, `any_change_rate`, `any_layer_change`: natural routes, of the old policy against
-    now. Under
-      replay the natural routes of now take a forward of their own, without gradient, every `measure_every`-th
-      micro-step, the last of each such number.
+      now; with `routes="rollout"` the same names with `engine_` in front, of the engine against now. Under replay the
+      natural routes of now take a forward of their own, without gradient, every `measure_every`-th micro-step, the last
+      of each such number.
     - `routing/pull` and `routing/coverage`, under replay: share of slots where the router, given replay upstream, would
       pick another expert; share of routes that are forced.
     - `routing/load_entropy`, `load_max_violation`, `load_dead_experts`, `router_confidence` and `margin_q50` of the
@@ -65,11 +73,14 @@ class ReplayGRPOTrainer(GRPOTrainer):
     """
 
     def __init__(self, *args: Any, routes: str = "old_policy", measure_every: int = 1, **kwargs: Any):
-        if routes not in ("old_policy", "live") or measure_every < 1:
+        if routes not in ROUTES or measure_every < 1:
             raise ConfigError(
-                f"routes={routes!r}, measure_every={measure_every}: routes is 'old_policy' or 'live', and "
+                f"routes={routes!r}, measure_every={measure_every}: routes is 'old_policy', 'rollout' or 'live', and "
                 "measure_every a number of micro-steps, 1 at least."
             )
+        if routes == "rollout" and kwargs.get("rollout_func") is None:
+            raise ConfigError(f"routes='rollout' replays what an engine reports: give a rollout_func that returns "
+                              f"{ENGINE_ROUTES!r} beside the completions, or use routes='old_policy'.")
         super().__init__(*args, **kwargs)
         self.routes = routes
         self.layout = layout_of(self.model)
@@ -77,6 +88,8 @@ class ReplayGRPOTrainer(GRPOTrainer):
         self.monitor = Monitor(self.model, every=measure_every, router_aux_loss_coef=coefficient)
         self._scored: list[tuple[Tensor, Tensor]] | None = None
         """While a generation batch is scored: log-probs and routes of each scoring forward of the policy."""
+        self._engine_routes: list[Tensor] = []
+        """Of the last generation batch: the engine's experts, [input, site, k] per completion."""
         self._inputs: dict[str, Any] | None = None
         """While a loss is computed: its inputs, until the log-probs have come from a forward seen here."""
         self._step_scope: ExitStack | None = None
@@ -92,6 +105,21 @@ class ReplayGRPOTrainer(GRPOTrainer):
             finally:
                 self._step_scope = None
 
+    def _generate(self, prompts: list) -> Any:
+        found = super()._generate(prompts)
+        prompt_ids, completion_ids, fields = found[0], found[1], found[5]
+        payloads = fields.pop(ENGINE_ROUTES, None)  # else TRL would hand them to the rewards
+        if self.routes == "rollout" and self.model.training:
+            if payloads is None:
+                raise RoutingError(f"rollout_func returned {', '.join(fields) or 'nothing'} beside TRL's keys, and no "
+                                   f"{ENGINE_ROUTES!r}: the routes of the engine are unknown.")
+            layers = self.model.config.get_text_config().num_hidden_layers
+            self._engine_routes = [
+                decode_routes(payload, layout=self.layout, tokens=[*prompt, *completion], num_layers=layers).experts[0]
+                for payload, prompt, completion in zip(payloads, prompt_ids, completion_ids, strict=True)
+            ]
+        return found
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
@@ -99,6 +127,9 @@ class ReplayGRPOTrainer(GRPOTrainer):
         try:
             outputs = super()._generate_and_score_completions(inputs)
             old = outputs.get("old_per_token_logps")
+            if self.routes == "rollout":
+                mask = torch.cat([outputs["prompt_mask"], outputs["completion_mask"]], 1)
+                return {**outputs, OLD_ROUTES: self._place_engine_routes(mask.bool())}
             if old is None and self.routes == "live":
                 return outputs
             # By identity: the policy may be scored twice, the second time as reference, with its adapters off.
@@ -132,6 +163,8 @@ class ReplayGRPOTrainer(GRPOTrainer):
             method = super(ReplayGRPOTrainer, self)._get_per_token_logps_and_entropies
             return method(model, input_ids, attention_mask, *args, **{**kwargs, **changed})
 
+        if self._scored is not None and self.routes == "rollout":
+            return self._score_under_engine_routes(model, input_ids, attention_mask, *args, **kwargs)
         if self._scored is not None and model is self.model:
             scored, routes = self._record(lambda: score(model), input_ids, attention_mask)
             self._scored.append((scored[0], routes.experts))
@@ -140,7 +173,10 @@ class ReplayGRPOTrainer(GRPOTrainer):
             return score(model)
 
         inputs, self._inputs = self._inputs, None
-        old = self._trace(inputs[OLD_ROUTES], input_ids, attention_mask)
+        routed = attention_mask
+        if self.routes == "rollout":  # an engine never reads the last token, and nothing depends on its experts
+            routed = routed * torch.nn.functional.pad(routed[:, 1:], (0, 1))
+        old = self._trace(inputs[OLD_ROUTES], input_ids, routed)
         decides, natural = _decides(inputs, old.attention_mask), None
         with self.monitor:
             if self.routes == "live":
@@ -158,7 +194,8 @@ class ReplayGRPOTrainer(GRPOTrainer):
         self._log("routing", MONITORED, self.monitor.row())
         if natural is not None:
             self._log_change(old, natural, decides)
-        self._log_ratios(scored[0].detach() - inputs["old_per_token_logps"], inputs)
+        if "old_per_token_logps" in inputs:
+            self._log_ratios(scored[0].detach() - inputs["old_per_token_logps"], inputs)
         return scored
 
     # ------------------------------------------------------------------ routes
@@ -179,6 +216,27 @@ class ReplayGRPOTrainer(GRPOTrainer):
             )
         ids = torch.cat(rows).unflatten(0, tuple(input_ids.shape))
         return scored, self._trace(ids, input_ids, attention_mask)
+
+    def _place_engine_routes(self, mask: Bool[Tensor, "batch time"]) -> Integer[Tensor, "batch time site k"]:
+        """The engine's experts at the tokens of a generation batch that `mask` lets in. A last token has none."""
+        shape = (*mask.shape, len(self.layout.sites), self.layout.top_k)
+        ids = torch.full(shape, self.layout.unknown, dtype=self.layout.dtype)
+        for row, real, routes in zip(ids, mask.cpu(), self._engine_routes, strict=True):
+            where = real.nonzero()[: len(routes), 0]
+            row[where] = routes[: len(where)]
+        return ids.to(mask.device)
+
+    def _score_under_engine_routes(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None, None]:
+        """Log-probs of a generation batch under the engine's experts, in forwards of `batch_size` rows."""
+        ids = self._place_engine_routes(attention_mask.bool())
+        routes, parts = self._trace(ids, input_ids, attention_mask), []
+        for rows in torch.arange(len(input_ids)).split(kwargs.get("batch_size") or len(input_ids)):
+            with replay_routing(model, routes.rows(rows)):
+                parts.append(super()._get_per_token_logps_and_entropies(
+                    model, input_ids[rows], attention_mask[rows], *args, **kwargs)[0])
+        return torch.cat(parts), None, None
 
     def _random_state_kept(self) -> AbstractContextManager[None]:
         """What is only measured draws its dropout, but leaves that of the training as it is."""
@@ -210,6 +268,8 @@ class ReplayGRPOTrainer(GRPOTrainer):
                               "torch_compile=False.")
         if args.gradient_accumulation_steps % (args.steps_per_generation * self.num_iterations) != 0:
             return
+        if self.routes == "rollout":
+            return
         text = (
             f"every generation batch is used up by one update (gradient_accumulation_steps="
             f"{args.gradient_accumulation_steps}, steps_per_generation={args.steps_per_generation}, num_iterations="
@@ -229,13 +289,40 @@ class ReplayGRPOTrainer(GRPOTrainer):
 
     def _log_change(self, before: RoutingTrace, after: RoutingTrace, decides: Bool[Tensor, "batch time"]) -> None:
         change = route_change(before.ids(), after.ids(), decides)
-        self._log("routing", VOLATILITY, RouteChange(**self.accelerator.reduce(vars(change), reduction="sum")).row())
+        row = RouteChange(**self.accelerator.reduce(vars(change), reduction="sum")).row()
+        of = "engine_" if self.routes == "rollout" else ""
+        names = tuple(f"{of}{name}" for name in VOLATILITY)
+        self._log("routing", names, {f"{of}{name}": value for name, value in row.items()})
 
     def _log_ratios(self, log_ratio: Float[Tensor, "batch time"], inputs: dict[str, Any]) -> None:
         mask = _loss_mask(inputs)
         if self.accelerator.num_processes > 1:
             log_ratio, mask = self.accelerator.gather(self.accelerator.pad_across_processes((log_ratio, mask), dim=1))
         self._log("ratios", RATIOS, ratio_statistics(log_ratio, mask.bool()))
+
+
+class MonitorCallback(TrainerCallback):
+    """A `Monitor`'s row of every step in the logs of a trainer of TRL or transformers, as `routing/…`.
+
+    The block of the monitor is one optimizer step. TRL logs the mean since its last log; a plain `Trainer`, which has
+    no metrics of its own, logs every row by itself.
+    """
+
+    def __init__(self, trainer: Any, monitor: Monitor):
+        self.trainer, self.monitor = trainer, monitor
+
+    def on_step_begin(self, *given: Any, **named: Any) -> None:
+        self.monitor.__enter__()
+
+    def on_step_end(self, *given: Any, **named: Any) -> None:
+        """After the optimizer's step."""
+        self.monitor.__exit__(None, None, None)
+        row = {f"routing/{name}": value for name, value in self.monitor.row().items()}
+        if not hasattr(self.trainer, "_metrics"):
+            self.trainer.log(row)
+            return
+        for name, value in row.items():
+            self.trainer._metrics["train"][name].append(value)
 
 
 def _loss_mask(inputs: dict[str, Any]) -> Bool[Tensor, "batch time"]:

@@ -14,6 +14,10 @@ import pytest
 import torch
 
 from moe_rl.errors import ConfigError, RoutingError
+from moe_rl.rollouts.hf import HFEngine
+from moe_rl.types import Prompt, Sampling
+from tests.conftest import perturb
+from tests.rollouts.fake_engine import as_base64, routes_of
 from tests.trl.conftest import NEEDS_TRL, PROMPTS, logged, make, ours, reward, tiny
 from tests.trl.spy import Spy, expected_logs, pairs, tokens_of
 
@@ -243,7 +247,7 @@ def test_the_callback_of_the_page_logs_a_probe_in_trls_own_trainer(tmp_path):
     from trl import GRPOTrainer
 
     page = Path(__file__).parents[2] / "docs" / "monitor.md"
-    (block,) = (b for b in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) if "TrainerCallback" in b)
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) if "MonitorCallback" in b)
     trainer = make(GRPOTrainer, tmp_path, max_steps=2, router_aux_loss_coef=0.0)
     exec(block, {"trainer": trainer, "probe": {"input_ids": torch.arange(3, 43).view(4, 10)}})
     trainer.train()
@@ -252,6 +256,73 @@ def test_the_callback_of_the_page_logs_a_probe_in_trls_own_trainer(tmp_path):
         and logged(trainer, "routing/expert_change_rate")[-1] > 0
     )
     assert 0 < logged(trainer, "routing/router_confidence")[0] < 1
+
+
+# ---------------------------------------------------------------------- the engine's routes
+class Engine:
+    """A `rollout_func`: samples from a model with other routers, and returns its experts as vLLM writes them."""
+
+    def __init__(self, reports=True):
+        model, self.tokenizer = tiny()
+        perturb(model, 0.2)
+        self.engine, self.reports, self.calls = HFEngine(model, self.tokenizer), reports, 0
+        self.experts = {}
+        """Tokens of a completion with its prompt → ids [input, site, k]."""
+
+    def __call__(self, prompts, trainer):
+        self.calls += 1
+        asked = [Prompt("", tokens=tuple(self.tokenizer(text)["input_ids"])) for text in prompts]
+        drawn = self.engine.generate(asked, 1, key=(self.calls,), sampling=Sampling(max_new_tokens=9))
+        for r in drawn:
+            self.experts[r.prompt.tokens + r.tokens] = r.routes.experts[0]
+        answer = {
+            "prompt_ids": [list(r.prompt.tokens) for r in drawn],
+            "completion_ids": [list(r.tokens) for r in drawn],
+            "logprobs": [r.logprobs.tolist() for r in drawn],
+        }
+        return answer | ({"routed_experts": [as_base64(routes_of(r)) for r in drawn]} if self.reports else {})
+
+    def replayed(self, forward):
+        """Whether each (token, site) row of a forward used the engine's experts."""
+        for row, mask in enumerate(forward["mask"]):
+            tokens = forward["tokens"][row][mask]
+            theirs = self.experts[tuple(tokens.tolist())]
+            for site, ids in forward["ids"].items():
+                mine = ids[row][mask][:-1].sort(-1).values
+                yield from (mine == theirs[:, site].long().sort(-1).values).all(-1).tolist()
+
+
+def test_old_log_probs_and_updates_replay_the_engines_experts(tmp_path):
+    engine = Engine()
+    trainer = ours(tmp_path, routing={"routes": "rollout", "rollout_func": engine})
+    spy = Spy(trainer)
+    trainer.train()
+    assert engine.calls == 2 and len(spy.steps) == 16
+    assert all(all(engine.replayed(forward)) for step in spy.steps for forward in (step["train"], *step["old"]))
+    assert not all(engine.replayed(spy.steps[0]["natural"])), "the engine's routers are others"
+    for first in (0, 4):  # log entries of two micro-steps each, four per pass over a generation batch
+        assert logged(trainer, "ratios/token_log_ratio_max")[first] < 1e-5
+    assert max(logged(trainer, "ratios/token_log_ratio_max")) > 1e-3
+    assert set(logged(trainer, "routing/coverage")) == {1.0} and min(logged(trainer, "routing/pull")) > 0
+    assert min(logged(trainer, "routing/engine_any_change_rate")) > 0
+    assert not logged(trainer, "routing/any_change_rate")
+
+
+def test_one_update_per_generation_replays_the_engines_experts_without_old_log_probs(tmp_path):
+    engine, on_policy = Engine(), {"gradient_accumulation_steps": 4, "steps_per_generation": 4, "num_iterations": 1}
+    routing = {"routes": "rollout", "rollout_func": engine}
+    trainer = ours(tmp_path, routing=routing, max_steps=1, eval_dataset=True, eval_strategy="steps", eval_steps=1,
+                   per_device_eval_batch_size=4, mask_truncated_completions=True, **on_policy)
+    spy = Spy(trainer)
+    trainer.train()
+    assert [step["old"] for step in spy.steps] == [[]] * 4 and not logged(trainer, "ratios/token_ess")
+    assert logged(trainer, "routing/pull")[0] > 0 and logged(trainer, "eval_reward")
+
+
+def test_an_engine_that_reports_no_experts_is_an_error(tmp_path):
+    trainer = ours(tmp_path, routing={"routes": "rollout", "rollout_func": Engine(reports=False)})
+    with pytest.raises(RoutingError, match="no 'routed_experts': the routes of the engine are unknown"):
+        trainer.train()
 
 
 # ---------------------------------------------------------------------- what cannot work is said
@@ -267,10 +338,12 @@ def test_a_dense_model_is_refused(tmp_path):
         ours(tmp_path, model=(AutoModelForCausalLM.from_config(config), tokenizer))
 
 
-@pytest.mark.parametrize("routing", [{"routes": "rollout"}, {"measure_every": 0}])
+@pytest.mark.parametrize("routing", [{"routes": "engine"}, {"measure_every": 0}])
 def test_other_settings_are_refused(tmp_path, routing):
-    with pytest.raises(ConfigError, match="'old_policy' or 'live'"):
+    with pytest.raises(ConfigError, match="'old_policy', 'rollout' or 'live'"):
         ours(tmp_path, routing=routing)
+    with pytest.raises(ConfigError, match="give a rollout_func that returns 'routed_experts'"):
+        ours(tmp_path, routing={"routes": "rollout"})
     with pytest.raises(ConfigError, match="torch_compile=False"):
         ours(tmp_path, torch_compile=True)
 
