@@ -205,7 +205,7 @@ class Probe:
             return {}
         with self.timed("measure"):
             routes = self.policy.score(self.batch).routes
-            change = volatility.route_change(self.routes.ids(), routes.ids(), response_rows(self.batch)).row()
+            change = volatility.route_change(self.routes.experts, routes.experts, response_rows(self.batch)).row()
             self.routes = routes
             return {name: change[name] for name in CHANGE}
 
@@ -245,7 +245,7 @@ class Probe:
         assert replayed.preferred is not None, "a policy that replayed says what its routers preferred"
         rows = response_rows(self.batch)
         gap = (natural.logprobs - replayed.logprobs)[self.batch.response_mask].double()
-        pull = volatility.route_change(replayed.routes.ids(), replayed.preferred.ids(), rows).row()[
+        pull = volatility.route_change(replayed.routes.experts, replayed.preferred.experts, rows).row()[
             "expert_change_rate"
         ]
         return {
@@ -257,23 +257,23 @@ class Probe:
 
     def _changes(self, after: Scored, rows: Tensor) -> list[tuple[Row, list[Row]]]:
         """Volatility of the tokens in `rows` from π_old to the new weights: overall, and per site."""
-        old, new, layout = self.old.routes.ids(), after.routes.ids(), after.routes.layout
+        old, new = self.old.routes, after.routes
         gates = None if self.scores is None else self.scores.gates
         both = None
         if self.scores is not None and after.scores is not None:
-            both = self.scores.log_probs_at(old), after.scores.log_probs_at(old)
-        found = volatility.changes(old, new, rows, layout, gates, both)
+            both = self.scores.log_probs_at(old.ids()), after.scores.log_probs_at(old.ids())
+        found = volatility.changes(old.experts, new.experts, rows, new.layout, gates, both)
         return [(change.row(), change.site_rows()) for change in found]
 
     def _use(self, after: Scored) -> list[Row]:
         """Load, and at detail confidence and margins, of the new weights' natural routing, per site."""
         rows, sites = response_rows(self.batch), after.routes.layout.sites
-        load = volatility.load_statistics(after.routes.ids(), [s.num_experts for s in sites], rows).site_rows()
+        load = volatility.load_statistics(after.routes.experts, [s.num_experts for s in sites], rows).site_rows()
         scores, none = after.scores, [Row() for _ in sites]
         margins = none if scores is None else volatility.margin_summary(scores.margins, rows)
         sure = none
         if scores is not None:
-            sure = volatility.router_confidence(scores.log_probs, after.routes.ids(), rows).site_rows()
+            sure = volatility.router_confidence(scores.log_probs, after.routes.experts, rows).site_rows()
         keys = [{"site": i, "layer": site.decoder_layer} for i, site in enumerate(sites)]
         return [key | use | mass | margin for key, use, mass, margin in zip(keys, load, sure, margins, strict=True)]
 
@@ -286,8 +286,8 @@ class Probe:
             time = part.tokens.shape[1]
             first, again = after.rows(index, time), self.policy.score(_padded(part, 3))
             gap[index, :time] = again.logprobs[:, :time] - first.logprobs
-            ids = again.routes.ids()[:, :time]
-            changes.append(volatility.route_change(first.routes.ids(), ids, response_rows(part)))
+            experts = again.routes.experts[:, :time]
+            changes.append(volatility.route_change(first.routes.experts, experts, response_rows(part)))
         change, found = sum(changes[1:], start=changes[0]), ratios.ratio_statistics(gap, self.batch.response_mask)
         row = {
             "noise_floor_logprob": found["token_log_ratio_max"],
@@ -312,9 +312,10 @@ def update_row(part: Batch, log_ratio: Tensor, updated: Updated, natural: Scored
     }
     if part.routes is not None:
         assert updated.preferred is not None, "a policy that replayed says what its routers preferred"
-        pull = volatility.route_change(part.routes.ids(), updated.preferred.ids(), rows).row()["expert_change_rate"]
-        return row | {"pull": pull} | volatility.coverage(part.routes.known, rows | prompt_rows(part)).row()
-    change = volatility.route_change(natural.routes.ids(), updated.routes.ids(), rows).row()
+        pull = volatility.route_change(part.routes.experts, updated.preferred.experts, rows).row()
+        covered = volatility.coverage(part.routes.known, rows | prompt_rows(part)).row()
+        return row | {"pull": pull["expert_change_rate"]} | covered
+    change = volatility.route_change(natural.routes.experts, updated.routes.experts, rows).row()
     return row | {f"fresh_{name}": change[name] for name in CHANGE}
 
 
@@ -352,7 +353,7 @@ def engine_row(batch: Batch, natural: Scored) -> tuple[Row, list[Row]]:
     row, sites = engine_gap(batch, natural), [Row() for _ in natural.routes.layout.sites]
     if batch.rollout_routes is not None:
         routes, rows = batch.rollout_routes, response_rows(batch)
-        change = volatility.route_change(natural.routes.ids(), routes.ids(), rows)
+        change = volatility.route_change(natural.routes.experts, routes.experts, rows)
         mean = change.row()
         row |= {f"engine_{name}": mean[name] for name in ENGINE_CHANGE}
         row["engine_unknown"] = 1 - routes.known[rows | prompt_rows(batch)].double().mean().item()

@@ -106,7 +106,7 @@ def main(method: str = "grpo", steps: int = 30, seed: int = 0) -> list[dict[str,
         # Measuring. Routes are compared as the model chooses them by itself, in every method: a forward without replay
         # under the new weights, of the same tokens as before. Ratios and clipping are those of the last mini-batch.
         after = policy.score(batch)
-        change = route_change(natural.routes.ids(), after.routes.ids(), response_rows(batch)).row()
+        change = route_change(natural.routes.experts, after.routes.experts, response_rows(batch)).row()
         ratios = ratio_statistics(updated.logprobs - part.old_logprobs, part.response_mask)
         clipped = (updated.clipped_by != 0)[part.response_mask].double().mean().item()
         row = {

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from moe_rl.errors import AuxLossSilentlyOn, ConfigError, RoutingError
 from moe_rl.metrics import ratios, volatility
 from moe_rl.routing.hooks import Recording, Replay, RouterScores, read_scores
+from moe_rl.routing.ids import used
 from moe_rl.routing.intercept import hooked, tokens_noted
 from moe_rl.routing.sites import find_sites, make_layout, plain_name, token_readers
 from moe_rl.routing.trace import RoutingTrace
@@ -186,15 +187,15 @@ class Monitor:
                 self._use(seen)
             return
         self._replayed = True
-        forced, preferred = (trace.ids().to(seen.routes.experts.device)
+        forced, preferred = (trace.experts.to(seen.routes.experts.device)
                              for trace in (seen.replay.routes, seen.replay.preferred))
         self._add("pull", volatility.route_change(forced, preferred, seen.routes.attention_mask))
         real = seen.replay.routes.attention_mask.to(forced.device)
-        self._add("coverage", volatility.coverage(forced[..., 0] >= 0, real))
+        self._add("coverage", volatility.coverage(used(forced[..., 0]), real))
 
     def _use(self, seen: Seen) -> None:
         """Natural routes by themselves."""
-        ids, mask, scores = seen.routes.ids(), seen.routes.attention_mask, seen.scores
+        ids, mask, scores = seen.routes.experts, seen.routes.attention_mask, seen.scores
         experts = [site.num_experts for site in self.forwards.layout.sites]
         self._add("load", volatility.load_statistics(ids, experts, mask))
         if scores is not None:
@@ -219,16 +220,16 @@ class Monitor:
 
     def _compare(self, after: Seen) -> None:
         assert self._before is not None, "it was read when the block began"
-        old, new, scores = self._before.routes.ids(), after.routes.ids(), self._before.scores
+        old, new, scores = self._before.routes, after.routes, self._before.scores
         gates: Tensor | None = None
         both: tuple[Tensor, Tensor] | None = None
         if scores is not None and after.scores is not None:
-            gates, both = scores.gates, (scores.log_probs, after.scores.log_probs_at(old))
+            gates, both = scores.gates, (scores.log_probs, after.scores.log_probs_at(old.ids()))
             if torch.equal(scores.log_probs, after.scores.log_probs):
                 warnings.warn("the routers say of the probe, bit for bit, what they said before the block: row() was "
                               "called before optimizer.step(), or nothing was trained.", stacklevel=3)
         mask = after.routes.attention_mask
-        for change in volatility.changes(old, new, mask, self.forwards.layout, gates, both):
+        for change in volatility.changes(old.experts, new.experts, mask, self.forwards.layout, gates, both):
             self._add(type(change).__name__, change)
         self._use(after)
         if self.since == "step":

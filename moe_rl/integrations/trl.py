@@ -288,7 +288,7 @@ class ReplayGRPOTrainer(GRPOTrainer):
                 self._metrics["train"][f"{group}/{name}"].append(row[name])
 
     def _log_change(self, before: RoutingTrace, after: RoutingTrace, decides: Bool[Tensor, "batch time"]) -> None:
-        change = route_change(before.ids(), after.ids(), decides)
+        change = route_change(before.experts, after.experts, decides)
         row = RouteChange(**self.accelerator.reduce(vars(change), reduction="sum")).row()
         of = "engine_" if self.routes == "rollout" else ""
         names = tuple(f"{of}{name}" for name in VOLATILITY)

@@ -1,9 +1,11 @@
 """How much routes change, and how experts are used: sums per site, so that pooling over batches is exact.
 
-S and S' are the expert sets of one (token, site) before and after. Ids are int tensors (batch, time, site, k) with -1
-where unknown (`RoutingTrace.ids()`); a site that uses fewer than k experts leaves its last slots -1. A row unknown in
-either trace is excluded and counted. GSPO (arXiv 2507.18071, section 5.3) says that "roughly 10% of the experts" change
-and gives no formula: `expert_change_rate` is the natural reading, the others are what else it may mean.
+S and S' are the expert sets of one (token, site) before and after. Ids are integers (batch, time, site, k) as a trace
+holds them (`RoutingTrace.experts`): a slot without an expert is 255 in uint8, -1 in a signed dtype. An unknown row has
+none, a site that uses fewer than k experts leaves its last slots empty. A row unknown in either trace is excluded and
+counted. Tokens are read in blocks, so that temporaries are small beside the traces. GSPO (arXiv 2507.18071, section
+5.3) says that "roughly 10% of the experts" change and gives no formula: `expert_change_rate` is the natural reading,
+the others are what else it may mean.
 """
 
 from __future__ import annotations
@@ -16,16 +18,21 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int64, Integer, Shaped
 from torch import Tensor
 
+from moe_rl.routing.ids import BLOCK, block_tokens, signed, slots_first, unknown_id, used
 from moe_rl.routing.sites import Layout
 from moe_rl.types import boolean
 
-Ids = Int[Tensor, "batch time site k"]
+Ids = Integer[Tensor, "batch time site k"]
 Mask = Bool[Tensor, "batch time"]
 PerSite = Float[Tensor, " site"]
 PerSlot = Float[Tensor, "batch time site k"]
+PerResponse = Shaped[Tensor, "batch site"]
+SUMMED = 4096
+"""Tokens whose float64 values are summed at once, or more where there are few sites. PyTorch sums columns over so many
+rows, then over these sums: where columns fill its vectors, sums of blocks have the bits of one sum."""
 Sums = TypeVar("Sums", bound="Pooled")
 
 
@@ -104,34 +111,54 @@ def route_change(
 ) -> RouteChange:
     """Compare two routings of the same tokens where `mask` is true. `gates` are the combine weights of `before`, of any
     sum; where that is 1, the share they lose is their sum, but for rounding."""
-    before, after = before[boolean(mask)], after[mask]  # token, site, k
-    known = (before[..., 0] >= 0) & (after[..., 0] >= 0)
-    stays = torch.zeros_like(before, dtype=torch.bool)
-    for slot in range(after.shape[-1]):  # k passes, so that no (token, site, k, k) tensor is needed
-        stays |= before == after[..., slot, None]
-    used = before >= 0
-    overlap = (stays & used).sum(-1)
-    size, size_after = used.sum(-1), (after >= 0).sum(-1)
-    largest = torch.maximum(size, size_after).clamp(min=1)
-    changed = known & (overlap < largest)
-    whole = known.all(-1)
+    before, after = _alike(before, after)
+    traces = [x.flatten(0, 1) for x in (before, after, gates) if x is not None]
+    sites = before.shape[2]
+    changes = []
+    for tokens in _tokens(mask, before, after).split(SUMMED if sites >= 16 else 64 * SUMMED // sites):
+        compared = [_compare(*(x.index_select(0, some) for x in traces)) for some in tokens.split(block_tokens(sites))]
+        changes.append(_route_change(*(torch.cat(x) for x in zip(*compared, strict=True))))
+    return sum(changes[1:], start=changes[0])
 
-    def per_site(x: Tensor) -> PerSite:
-        return torch.where(known, x, 0).double().sum(0)
 
-    none = torch.zeros_like(known)
-    moved = none if gates is None else _share(gates[mask], used & ~stays, used)
+def _compare(
+    before: Integer[Tensor, "token site k"], after: Integer[Tensor, "token site k"],
+    gates: Float[Tensor, "token site k"] | None = None,
+) -> tuple[Shaped[Tensor, "token site"], ...]:
+    """1 where both are known, and |S ∩ S'|, |S| and |S'|, which are 1 elsewhere; with gates, their share on S \\ S'."""
+    old, new = slots_first(before), slots_first(after)
+    leaves, differs = torch.ones_like(old), torch.empty_like(old)  # 0 and 1
+    for slot in new:
+        leaves &= torch.ne(old, slot, out=differs)
+    in_use, in_use_after = used(old, torch.empty_like(old)), used(new, torch.empty_like(new))
+    count = torch.uint8 if max(len(old), len(new)) <= 255 else torch.int16
+    stays = torch.gt(in_use, leaves, out=differs)
+    known = (in_use[0] & in_use_after[0]).to(count)
+    found = known, *(x.sum(0, dtype=count) * known + (1 - known) for x in (stays, in_use, in_use_after))
+    if gates is None:
+        return found
+    lost, whole = (x.bool().movedim(0, -1).contiguous() for x in (in_use & leaves, in_use))
+    return *found, _share(gates, lost, whole)
+
+
+def _route_change(
+    known: Integer[Tensor, "token site"], overlap: Integer[Tensor, "token site"], size: Integer[Tensor, "token site"],
+    size_after: Integer[Tensor, "token site"], moved: Float[Tensor, "token site"] | None = None,
+) -> RouteChange:
+    largest, union = torch.maximum(size, size_after), size.short() + size_after - overlap
+    at_sites, changed, kept = known.double(), torch.ne(overlap, largest).double(), overlap.double()
+    whole, changes, none = at_sites.sum(-1) == known.shape[1], changed.sum(-1), at_sites.new_zeros(known.shape[1])
     return RouteChange(
-        n=per_site(known),
-        unknown=(~known).double().sum(0),
-        expert_change_rate=per_site(1 - overlap.double() / largest),
-        any_change_rate=per_site(changed),
-        jaccard_distance=per_site(1 - overlap.double() / (size + size_after - overlap).clamp(min=1)),
-        gate_mass_moved=per_site(moved),
-        gated=per_site(none if gates is None else known),
+        n=at_sites.sum(0),
+        unknown=len(at_sites) - at_sites.sum(0),
+        expert_change_rate=(1 - kept / largest).sum(0),
+        any_change_rate=changed.sum(0),
+        jaccard_distance=(1 - kept / union).sum(0),
+        gate_mass_moved=none if moved is None else torch.where(known > 0, moved, 0).sum(0),
+        gated=none if moved is None else at_sites.sum(0),
         tokens=whole.double().sum(),
-        any_layer_change=(changed.any(-1) & whole).double().sum(),
-        layers_changed=(changed.sum(-1) * whole).double().sum(),
+        any_layer_change=((changes > 0) & whole).double().sum(),
+        layers_changed=(changes * whole).sum(),
     )
 
 
@@ -153,17 +180,26 @@ class ResponseChange(Pooled):
 
 def response_change(before: Ids, after: Ids, mask: Mask, num_experts: int) -> ResponseChange:
     """Compare which experts each response uses, over its rows known in both. `num_experts`: the most at any site."""
-    known = boolean(mask)[..., None] & (before[..., 0] >= 0) & (after[..., 0] >= 0)
-    old, new = (_usage(ids, known, num_experts) for ids in (before, after))  # batch, site, expert
+    before, after = _alike(before, after)
+    batch, time, sites, _ = before.shape
+    rows = max(1, min(block_tokens(sites) // max(1, time), BLOCK // num_experts))
+    parts = [slice(row, row + rows) for row in range(0, max(1, batch), rows)]
+    found = [_response_change(before[part], after[part], mask[part], num_experts) for part in parts]
+    present, set_change, usage_change = (torch.cat(x) for x in zip(*found, strict=True))
+    return ResponseChange(
+        responses=present.double().sum(0),
+        response_set_change=set_change.sum(0),
+        response_usage_change=usage_change.sum(0),
+    )
+
+
+def _response_change(before: Ids, after: Ids, mask: Mask, num_experts: int) -> tuple[PerResponse, ...]:
+    """Of each response and site: whether it has a known token, and its two changes."""
+    old, new = (counts.double() for counts in _usage([before, after], mask, num_experts))
     union = (old > 0).sum(-1)
     kept = ((old > 0) & (new > 0)).sum(-1)
     shares = [usage / usage.sum(-1, keepdim=True).clamp(min=1) for usage in (old, new)]
-    present = union > 0
-    return ResponseChange(
-        responses=present.double().sum(0),
-        response_set_change=((union - kept).double() / union.clamp(min=1)).sum(0),
-        response_usage_change=((shares[0] - shares[1]).abs().sum(-1) / 2).sum(0),
-    )
+    return union > 0, (union - kept).double() / union.clamp(min=1), (shares[0] - shares[1]).abs().sum(-1) / 2
 
 
 @dataclass(frozen=True)
@@ -252,8 +288,8 @@ def load_statistics(ids: Ids, num_experts: int | Sequence[int], mask: Mask) -> L
     """Expert usage where `mask` is true. `num_experts`: of all sites, or of each."""
     sites = ids.shape[2]
     per_site = (num_experts,) * sites if isinstance(num_experts, int) else tuple(num_experts)
-    known = boolean(mask)[..., None] & (ids[..., 0] >= 0)
-    return Load(_usage(ids, known, max(per_site)).sum(0), per_site)
+    counts = _usage([ids.flatten(0, 1)[None]], boolean(mask).reshape(1, -1), max(per_site))[0]
+    return Load(counts[0].double(), per_site)
 
 
 def margin_summary(
@@ -277,18 +313,49 @@ def margin_summary(
 
 
 def _share(gates: Float[Tensor, "token site k"], of: Bool[Tensor, "token site k"],
-           used: Bool[Tensor, "token site k"]) -> Float[Tensor, "token site"]:
-    """Share of the gates of the `used` slots that is on some of them; 0 where all gates are 0."""
-    part, whole = (torch.where(where, gates, 0).sum(-1, dtype=torch.float64) for where in (of, used))
+           in_use: Bool[Tensor, "token site k"]) -> Float[Tensor, "token site"]:
+    """Share of the gates of the slots in use that is on some of them; 0 where all gates are 0."""
+    part, whole = (torch.where(where, gates, 0).sum(-1, dtype=torch.float64) for where in (of, in_use))
     return torch.where(whole > 0, part / whole, 0)
 
 
-def _usage(ids: Ids, known: Bool[Tensor, "batch time site"], num_experts: int) -> Float[Tensor, "batch site expert"]:
-    """Slots each expert fills in the known rows of each batch row."""
-    batch, _, sites, _ = ids.shape
-    counted = (known[..., None] & (ids >= 0)).transpose(1, 2).flatten(2).double()
-    index = ids.clamp(min=0).long().transpose(1, 2).flatten(2)
-    return counted.new_zeros(batch, sites, num_experts).scatter_add_(2, index, counted)
+def _alike(before: Ids, after: Ids) -> tuple[Ids, Ids]:
+    """Both in one dtype, so that they mark an empty slot alike."""
+    return (before, after) if before.dtype == after.dtype else (signed(before), signed(after))
+
+
+def _tokens(mask: Mask, *traces: Ids) -> Int64[Tensor, " token"]:
+    """Which of batch × time tokens are True in the mask."""
+    for ids in traces:
+        if ids.shape[:2] != mask.shape:
+            raise ValueError(f"the mask is of shape {list(mask.shape)}, the ids are of shape {list(ids.shape)}; "
+                             "expected [batch, time] and [batch, time, site, k] of the same tokens.")
+    return boolean(mask).flatten().nonzero()[:, 0].to(traces[0].device)
+
+
+def _usage(traces: Sequence[Ids], mask: Mask, num_experts: int) -> list[Int64[Tensor, "batch site expert"]]:
+    """Slots that each expert fills in each row of the batch, where the mask is true and all of the traces know it."""
+    batch, time, sites, _ = traces[0].shape
+    device, width = traces[0].device, num_experts + 1
+    if traces[0].dtype == torch.uint8 and num_experts > 255:
+        raise ValueError(f"ids of {num_experts} experts are uint8, where 255 marks a slot without an expert; give them "
+                         "as int16.")
+    at_site = (torch.arange(sites, device=device) * width).int().repeat_interleave(traces[0].shape[3])
+    found = [torch.zeros(batch, sites, num_experts, dtype=torch.int64, device=device) for _ in traces]
+    for tokens in _tokens(mask, *traces).split(block_tokens(sites)):
+        parts = [ids.flatten(0, 1).index_select(0, tokens) for ids in traces]
+        unknown = (~torch.stack([used(ids[..., 0]) for ids in parts]).all(0)).nonzero(as_tuple=True)
+        at_row = (tokens // max(1, time) * (sites * width)).int()[:, None]
+        for counts, ids in zip(found, parts, strict=True):
+            ids[unknown] = unknown_id(ids.dtype)
+            experts = (ids + 1).clamp(min=0)  # 0 where there is none: 255 + 1 wraps
+            if experts.numel() and int(experts.max()) > num_experts:
+                raise ValueError(f"an id is {int(experts.max()) - 1}, but ids of {num_experts} experts end at "
+                                 f"{num_experts - 1}.")
+            bins = experts.flatten(1).int().add_(at_site)
+            bins = (bins if batch == 1 else bins.add_(at_row)).flatten()
+            counts += torch.bincount(bins, minlength=batch * sites * width).view(batch, sites, width)[..., 1:]
+    return found
 
 
 # ---------------------------------------------------------------------- routers, and what replay forced
@@ -306,11 +373,10 @@ class Confidence(Pooled):
 
 def router_confidence(log_probs: PerSlot, ids: Ids, mask: Mask) -> Confidence:
     """Mass of the chosen experts where `mask` is true; 1 where all are chosen. `log_probs` are the router's log softmax
-    at `ids`, of which -1 are unused slots and, in the first, an unknown row. prime-rl, pull request 2545, logs the same
-    of its own scores, as routing confidence."""
-    used = ids[boolean(mask)] >= 0  # token, site, k
-    known = used[..., 0]
-    chosen = torch.where(used, log_probs[mask].double().exp(), 0)
+    at `ids`. prime-rl, pull request 2545, logs the same of its own scores, as routing confidence."""
+    in_use = used(ids[boolean(mask)])  # token, site, k
+    known = in_use[..., 0]
+    chosen = torch.where(in_use, log_probs[mask].double().exp(), 0)
     return Confidence(n=known.double().sum(0), confidence=chosen.sum(-1).sum(0))
 
 
@@ -338,7 +404,7 @@ def changes(before: Ids, after: Ids, mask: Mask, layout: Layout, gates: PerSlot 
     experts = max(site.num_experts for site in layout.sites)
     found: list[Pooled] = [route_change(before, after, mask, gates), response_change(before, after, mask, experts)]
     if log_probs is not None:
-        unused = (before < 0) | (after[..., :1] < 0)
+        unused = ~(used(before) & used(after[..., :1]))
         first, then = (x.masked_fill(unused, math.nan) for x in log_probs)
         found.append(router_shift(first, then, mask))
     return found

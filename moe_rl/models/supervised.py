@@ -434,7 +434,7 @@ def measure(loaded: LoadedModel, prompts: list[Prompt], rows: int) -> Row:
             logprobs = answer_logprobs(loaded, part, answers, 1.0)
         ids = recording.take().unflatten(0, (len(part), -1))
         experts = [layer.num_experts for layer in recording.layout.sites]
-        known = load_statistics(ids.long(), experts, real_tokens(part, answers))
+        known = load_statistics(ids, experts, real_tokens(part, answers))
         load = known if load is None else load + known
         loss, tokens = loss - logprobs.sum().item(), tokens + sum(map(len, answers))
         chance += logprobs.sum(1).exp().sum().item()

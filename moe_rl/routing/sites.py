@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Integer
+from jaxtyping import Bool, Integer, UInt8
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
+from moe_rl.routing.ids import blocks, sorted_slots, unknown_id
 
 LIGHTEST = 1e-6
 """The heaviest combine weight of a row is at least this."""
@@ -50,6 +51,11 @@ COMPLETE_SINCE = {
     "LongcatFlashTopkRouter": "5.19",
 }
 """Routers that hand out no logits or no combine weights, and the release of transformers from which on they do."""
+
+
+ROUTE, TWICE, OUTSIDE, ALL_ZERO, MISSING = range(5)
+"""What the ids of one token at one layer are: a route, one of three faults, or marks of a missing route. Where several
+hold, it is the last."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class Layout:
 
     @property
     def unknown(self) -> int:
-        return 255 if self.dtype == torch.uint8 else -1
+        return unknown_id(self.dtype)
 
     def widen(self, x: Tensor, value: float = 0.0) -> Tensor:
         """Widen the last axis, which has the slots of one site, to `top_k`."""
@@ -123,19 +129,46 @@ class Layout:
         if ids.dim() != 4 or ids.shape[2:] != (len(self.sites), self.top_k):
             expected = f"[batch, time, {len(self.sites)} sites, {self.top_k}]"
             raise RoutingError(f"routes have shape {tuple(ids.shape)}; expected {expected}.")
-        unknown = 255 if ids.dtype == torch.uint8 else -1
+        kinds = torch.empty(ids.shape[:3], dtype=torch.uint8, device=ids.device)
+        for at in blocks(*ids.shape[:3]):
+            kinds[at] = self.kinds_of_rows(_narrow(ids[at]), (unknown_id(ids.dtype),))
+        if not bool(((kinds > ROUTE) & (kinds < MISSING)).any()):
+            return
         for s, site in enumerate(self.sites):
-            rows = ids[:, :, s, : site.top_k].long()
-            known = (rows != unknown).any(-1)
-            ordered = rows.sort(-1).values
-            outside = ((rows < 0) | (rows >= site.num_experts)).any(-1) & known
-            twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & known
-            if bool((outside | twice).any()):
-                b, t = (outside if bool(outside.any()) else twice).nonzero()[0].tolist()
-                why = (f"but ids run from 0 to {site.num_experts - 1}; mark a missing route with -1 in every slot."
-                       if bool(outside.any()) else "which names an expert twice. An all-zero row is how some engines "
-                       "write a missing route; mark it with -1.")
-                raise RoutingError(f"{site.name}: row {b}, token {t} has experts {rows[b, t].tolist()}, {why}")
+            kind = kinds[:, :, s]
+            for hit in (kind == OUTSIDE, (kind == TWICE) | (kind == ALL_ZERO)):
+                if bool(hit.any()):
+                    b, t = hit.nonzero()[0].tolist()
+                    why = (f"but ids run from 0 to {site.num_experts - 1}; mark a missing route with -1 in every slot."
+                           if int(kind[b, t]) == OUTSIDE else "which names an expert twice. An all-zero row is how "
+                           "some engines write a missing route; mark it with -1.")
+                    experts = ids[b, t, s, : site.top_k].tolist()
+                    raise RoutingError(f"{site.name}: row {b}, token {t} has experts {experts}, {why}")
+
+    def kinds_of_rows(
+        self, ids: Integer[Tensor, "*axes site k"], missing: Sequence[int]
+    ) -> UInt8[Tensor, "*axes site"]:
+        """What every row is. A route has distinct ids in range; a row is missing if all its slots hold one mark of
+        `missing`, which is no id of that site."""
+        kinds = torch.empty(ids.shape[:-1], dtype=torch.uint8, device=ids.device)
+        for k in sorted({site.top_k for site in self.sites}):
+            here = [s for s, site in enumerate(self.sites) if site.top_k == k]
+            rows = ids if len(here) == len(self.sites) else ids[..., here, :k]
+            experts = torch.tensor([self.sites[s].num_experts for s in here], dtype=torch.int32, device=ids.device)
+            found = _kinds(sorted_slots(rows), experts, missing)
+            if rows is ids:
+                return found
+            kinds[..., here] = found
+        return kinds
+
+    def compact(self, ids: Integer[Tensor, "batch time site k"]) -> Integer[Tensor, "batch time site k"]:
+        """Ids that were checked, in the dtype of the layout; any negative one marks an unknown slot."""
+        if ids.dtype in (self.dtype, torch.uint8) or self.dtype != torch.uint8:
+            return ids.to(self.dtype)
+        experts = torch.empty(ids.shape, dtype=self.dtype, device=ids.device)
+        for at in blocks(*ids.shape[:3]):
+            experts[at] = ids[at].clamp(min=-1)  # which wraps to 255
+        return experts
 
     def check_gates(self, gates: Tensor, known: Bool[Tensor, "batch time site"]) -> None:
         """Raise unless combine weights are float32 or float16, one per slot, and where a route is known finite, not
@@ -327,6 +360,33 @@ def _num_experts(module: nn.Module, selector: nn.Module) -> int:
     matrix = next((p for p in module.parameters() if p.dim() == 2), None)
     rows = None if matrix is None else len(matrix)
     return _first(selector, "num_router_classes", "num_experts", "num_local_experts", "n_routed_experts", last=rows)
+
+
+def _narrow(ids: Integer[Tensor, "*axes"]) -> Integer[Tensor, "*axes"]:
+    """Ids in at most two bytes, so that they are compared faster: what no expert can have stays so."""
+    return ids if ids.element_size() <= 2 else ids.clamp(-2, 2**15 - 1).to(torch.int16)
+
+
+def _kinds(
+    slots: Integer[Tensor, "k *axes site"], experts: Integer[Tensor, " site"], missing: Sequence[int]
+) -> UInt8[Tensor, "*axes site"]:
+    """See `Layout.kinds_of_rows`; of sorted slots."""
+    low, high = slots[0].int(), slots[-1].int()  # in uint8, 255 equals -1
+
+    def which(compare: Callable[..., Tensor], x: Tensor, y: Tensor | int) -> Tensor:
+        """0 and 1 in the dtype of x: of bool, PyTorch vectorises less."""
+        return compare(x, y, out=torch.empty_like(x))
+
+    count = torch.uint8 if len(slots) <= 256 else torch.int32
+    twice = which(torch.eq, slots[1:], slots[:-1]).sum(0, dtype=count).clamp(max=1)
+    outside = which(torch.lt, low, 0) | which(torch.ge, high, experts)
+    kinds = torch.maximum(twice * TWICE, outside * OUTSIDE)
+    if len(slots) > 1:
+        kinds = torch.maximum(kinds, (which(torch.eq, low, 0) & which(torch.eq, high, 0)) * ALL_ZERO)
+    for mark in missing:
+        is_mark = ((experts <= mark) | (mark < 0)).int() * MISSING
+        kinds = torch.maximum(kinds, (which(torch.eq, low, mark) & which(torch.eq, high, mark)) * is_mark)
+    return kinds.to(torch.uint8)
 
 
 def _first(module: nn.Module, *attributes: str, last: int | None = None) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing import trace_files
+from moe_rl.routing.ids import blocks, signed, sorted_slots
 from moe_rl.routing.sites import Layout, Site
 from moe_rl.routing.trace_files import ALL, unpacked
 
@@ -70,8 +71,7 @@ class RoutingTrace:
             attention_mask = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
         if check:
             layout.check_ids(ids)
-            if layout.dtype == torch.uint8 and ids.dtype != torch.uint8:
-                ids = ids.masked_fill(ids < 0, layout.unknown)
+            ids = layout.compact(ids)
         tokens = None if tokens is None else tokens.to(torch.int32)
         return RoutingTrace(ids.to(layout.dtype), attention_mask.bool(), layout, tokens, weight_version)
 
@@ -131,8 +131,7 @@ class RoutingTrace:
 
     def ids(self) -> Integer[Tensor, "batch time site k"]:
         """Ids as int64, -1 where unknown."""
-        ids = self.experts.long()
-        return ids.masked_fill_(ids == self.layout.unknown, -1)
+        return signed(self.experts)
 
     @property
     def known(self) -> Bool[Tensor, "batch time site"]:
@@ -200,7 +199,11 @@ class RoutingTrace:
         same everywhere: for a share, see `agreement`."""
         self.layout.require(other.layout, "the other trace")
         theirs = other.experts.to(self.experts.device)
-        return (self.experts.sort(-1).values == theirs.sort(-1).values).all(-1)
+        same = torch.empty(self.shape[:3], dtype=torch.bool, device=theirs.device)
+        for at in blocks(*self.shape[:3]):
+            mine, other_slots = sorted_slots(self.experts[at]), sorted_slots(theirs[at])
+            same[at] = torch.eq(mine, other_slots, out=mine).amin(0).bool()
+        return same
 
     def agreement(self, other: RoutingTrace) -> float:
         """Share of (token, site) pairs at which both chose the same experts, in whatever order, of those whose route

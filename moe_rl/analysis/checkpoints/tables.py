@@ -132,14 +132,15 @@ class Tally:
 
     def add(self, batch: TextBatch, index: int, before: Observed, after: Observed) -> None:
         """Compare two observations of the batch of this index."""
+        experts = before.routes.experts, after.routes.experts
         old, new = before.routes.ids(), after.routes.ids()
         for part, mask in zip(PARTS, (batch.response_rows, batch.prompt_rows), strict=True):
-            self._add(f"change.{part}", volatility.route_change(old, new, mask, before.gates))
+            self._add(f"change.{part}", volatility.route_change(*experts, mask, before.gates))
             if before.log_probs is not None and after.log_probs is not None:
                 first, second = (x.masked_fill(old < 0, torch.nan) for x in (before.log_probs, after.log_probs))
                 self._add(f"shift.{part}", volatility.router_shift(first, second, mask))
         rows = batch.response_rows
-        self._add("responses", volatility.response_change(old, new, rows, self.experts))
+        self._add("responses", volatility.response_change(*experts, rows, self.experts))
         known = rows & (old[..., 0] >= 0).all(-1) & (new[..., 0] >= 0).all(-1)
         self._add_concentration(batch, index, old, new, known)
         if before.margins is not None and after.margins is not None:

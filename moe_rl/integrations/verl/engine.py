@@ -29,6 +29,7 @@ from moe_rl.integrations.verl.losses import register_named
 from moe_rl.integrations.verl.mode import Mode
 from moe_rl.registry import needs_of
 from moe_rl.routing import RoutingTrace, layout_of, record_routing, replay_routing
+from moe_rl.routing.ids import used
 
 RECORD, REPLAY = "record", "replay"
 
@@ -203,25 +204,20 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
                                "which verl's routed_experts has no room for.")
         return self._field(trace.experts[mask], micro_batch)
 
-    def _ids(self, experts: Integer[Tensor, "*batch site k"]) -> Integer[Tensor, "*batch site k"]:
-        """As int64, -1 where unknown."""
-        ids = experts.long()
-        return ids.masked_fill_(ids == self._moe_layout.unknown, -1)
-
     # ------------------------------------------------------------------ measuring
     @torch.no_grad()
     def _measure(self, micro_batch: TensorDict, found: dict[str, Any]) -> None:
         """Add what a micro-batch of an update shows, before its weights move."""
         sums, decides = self._moe_sums, fields.deciding_tokens(micro_batch)
         if self._moe_phase == RECORD:
-            used = self._ids(self._recorded_ids())
+            chosen = self._recorded_ids()
         else:
-            forced, preferred = (self._ids(trace.experts[self._moe_mask])
+            forced, preferred = (trace.experts[self._moe_mask]
                                  for trace in (self._moe_replay.routes, self._moe_replay.preferred))
             measure.add_replay(sums, forced, preferred, fields.counted_tokens(micro_batch), decides)
-            used = torch.where(forced[..., :1] >= 0, forced, preferred)
+            chosen = torch.where(used(forced[..., :1]), forced, preferred)
         if self._moe_phase == RECORD or not self._moe_mode.keep:  # `soft` uses a part of each
-            measure.add_load(sums, used, self._moe_layout, decides)
+            measure.add_load(sums, chosen, self._moe_layout, decides)
         if "old_log_probs" not in micro_batch or found.get("log_probs") is None:
             return
         wanted = micro_batch.select("response_mask", "old_log_probs", "rollout_log_probs", strict=False)
@@ -243,7 +239,7 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
             dtype, device = getattr(self, "_autocast_dtype", torch.bfloat16), inputs["input_ids"].device.type
             with record_routing(self.module) as recording, torch.autocast(device, dtype, dtype != torch.float32):
                 self.module(**inputs, use_cache=False)
-            return self._ids(recording.take().unflatten(0, tuple(mask.shape))[mask])
+            return recording.take().unflatten(0, tuple(mask.shape))[mask]
 
 
 def _first_sequences(data: TensorDict, count: int) -> TensorDict:

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from moe_rl.metrics.volatility import Load, load_statistics, route_change
 from moe_rl.routing import Layout
+from moe_rl.routing.ids import used
 
-Ids = Int[Tensor, "tokens site k"]
+Ids = Integer[Tensor, "tokens site k"]
 Tokens = Bool[Tensor, " tokens"]
 CHANGES = ("expert_change_rate", "any_change_rate", "any_layer_change")
 
@@ -39,16 +40,16 @@ class Sums:
 
 
 def add_replay(sums: Sums, forced: Ids, preferred: Ids, counted: Tokens, decides: Tokens) -> None:
-    """Coverage over all inputs, pull over those that decide a response. Ids are -1 where unknown."""
-    sums.add("coverage_forced", (forced[..., 0] >= 0)[counted].sum())
+    """Coverage over all inputs, pull over those that decide a response."""
+    sums.add("coverage_forced", used(forced[..., 0])[counted].sum())
     sums.add("coverage_n", counted.sum() * forced.shape[1])
     change = route_change(forced[None], preferred[None], decides[None])
     sums.add("pull_changed", change.expert_change_rate.sum())
     sums.add("pull_n", change.n.sum())
 
 
-def add_load(sums: Sums, used: Ids, layout: Layout, decides: Tokens) -> None:
-    sums.add("load", load_statistics(used[None], [s.num_experts for s in layout.sites], decides[None]).counts)
+def add_load(sums: Sums, ids: Ids, layout: Layout, decides: Tokens) -> None:
+    sums.add("load", load_statistics(ids[None], [s.num_experts for s in layout.sites], decides[None]).counts)
 
 
 def add_ratios(sums: Sums, name: str, log_ratio: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]) -> None:

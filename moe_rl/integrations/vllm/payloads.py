@@ -23,6 +23,8 @@ from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 
 from moe_rl.errors import RoutingError
+from moe_rl.routing.ids import blocks
+from moe_rl.routing.sites import ALL_ZERO, MISSING, OUTSIDE, ROUTE, TWICE
 from moe_rl.routing.trace import Layout, RoutingTrace
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")
@@ -72,9 +74,9 @@ def decode_routes(
     "float32"}, of the shape of the ids), become the trace's, which replay forces too. RoutingError: what does not fit.
     """
     require_policy(invalid)
-    ids, weights = reported_routes(payload, layout=layout, tokens=tokens, start=start, dtype=dtype,
-                                   num_layers=num_layers, gates=gates)
-    trace = checked_trace(_sites(ids, layout, num_layers)[None], layout, invalid, torch.tensor(list(tokens))[None, :-1])
+    ids, start, weights = _reported(payload, layout, len(tokens), start, dtype, num_layers, False, gates)
+    ids = _sites(ids, layout, num_layers)
+    trace = checked_trace(ids[None], layout, invalid, torch.tensor(list(tokens))[None, :-1], start)
     if weights is None:
         return trace
     layers = [site.decoder_layer for site in layout.sites]
@@ -98,22 +100,33 @@ def reported_routes(
     that the engine reports and as it numbers them, and their combine weights, if there are any. With `any_k` a payload
     that tells its shape may have another k than the model. Raises RoutingError for what has the shape of no routes of
     this model and these tokens."""
+    ids, start, weights = _reported(payload, layout, len(tokens), start, dtype, num_layers, any_k, gates)
+    return np.concatenate([np.full((start, *ids.shape[1:]), -1), ids.astype(np.int64)]), weights
+
+
+def _reported(
+    payload: Any, layout: Layout, tokens: int, start: int, dtype: str | None, num_layers: int | None, any_k: bool,
+    gates: Any,
+) -> tuple[Integer[NDArray, "rows layers k"], int, Float[NDArray, "all_rows layers k"] | None]:
+    """Ids of the rows from a token on, as the engine has them, which token that is, and weights of all N - 1 rows."""
     if len({site.decoder_layer for site in layout.sites}) < len(layout.sites):
         raise RoutingError("the model has several routing sites in one decoder layer; engines report one per layer.")
     array, start = _read(payload, start, dtype)
-    if len(tokens) < 2 or not 0 <= start < len(tokens):
-        raise RoutingError(f"{len(tokens)} tokens from start {start} have no routes: rows are inputs, one token less.")
+    if tokens < 2 or not 0 <= start < tokens:
+        raise RoutingError(f"{tokens} tokens from start {start} have no routes: rows are inputs, one token less.")
     packed = _is_packed(array, layout.top_k)
     k = array.shape[2] if packed or any_k and array.ndim == 3 else layout.top_k
-    array, start = _shaped(array, layout, len(tokens), start, num_layers, k)
-    array = array[: len(tokens) - 1 - start]
-    array = np.concatenate([np.full((start, *array.shape[1:]), -1), array])
+    array, start = _shaped(array, layout, tokens, start, num_layers, k)
+    array = array[: tokens - 1 - start]
     beside = payload.get("weights") if isinstance(payload, Mapping) else None
     if packed + (gates is not None) + (beside is not None) > 1:
         raise RoutingError("combine weights come twice: packed with the ids, beside them or apart; which are meant?")
-    if packed or (gates is None and beside is None):
-        return _unpacked_weights(array) if packed else (array, None)
-    return array, _reported_weights(beside if gates is None else gates, array.shape, start)
+    if packed:
+        array, weights = _unpacked_weights(array)
+        return array, start, np.concatenate([np.zeros((start, *weights.shape[1:]), np.float32), weights])
+    if gates is None and beside is None:
+        return array, start, None
+    return array, start, _reported_weights(beside if gates is None else gates, (tokens - 1, *array.shape[1:]), start)
 
 
 def _read(payload: Any, start: int, dtype: str | None) -> tuple[NDArray, int]:
@@ -167,7 +180,7 @@ def _from_buffer(payload: str | bytes | bytearray, dtype: str) -> NDArray:
     width = np.dtype(dtype).itemsize
     if not raw or len(raw) % width:
         raise RoutingError(f"a buffer of {len(raw)} bytes does not hold whole {dtype} ids; is another dtype meant?")
-    return np.frombuffer(raw, np.dtype(dtype).newbyteorder("<")).astype(np.int64)
+    return np.frombuffer(raw, np.dtype(dtype).newbyteorder("<"))
 
 
 def _from_npy(raw: bytes) -> NDArray:
@@ -187,14 +200,14 @@ def _from_npy(raw: bytes) -> NDArray:
 
 
 def integers(payload: Any) -> NDArray:
-    """Nested lists, tensors and arrays as int64."""
+    """Nested lists, tensors and arrays as an array of integers, in their own dtype."""
     try:
         array = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else np.asarray(payload)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise RoutingError(f"routes are not an array of ids ({error}); expected [rows, layers, k].") from error
     if array.dtype.kind not in "iu":
         raise RoutingError(f"routes have dtype {array.dtype}; expected integer ids [rows, layers, k].")
-    return array.astype(np.int64)
+    return array
 
 
 def _reshape(array: NDArray, shape: Any) -> NDArray:
@@ -253,43 +266,65 @@ def _sites(
         where = np.delete(np.arange(array.shape[1]), layers)[filled].tolist()
         raise RoutingError(f"layers {where} have routes, but the model routes in {layers}; expected layers counted "
                            "absolutely, from 0, with zeros where dense.")
+    if layers == list(range(layers[0], layers[-1] + 1)):
+        return array[:, layers[0] : layers[-1] + 1]  # no copy
     return array[:, layers]
 
 
 def checked_trace(
-    ids: Integer[NDArray, "batch time site k"], layout: Layout, invalid: str, tokens: torch.Tensor | None
+    ids: Integer[NDArray, "batch rows site k"], layout: Layout, invalid: str, tokens: torch.Tensor | None,
+    start: int = 0,
 ) -> RoutingTrace:
-    """[batch, time, site, k] ids as a trace: missing rows unknown, impossible ones refused or, on request, unknown."""
-    ids = ids.copy()
+    """[batch, rows, site, k] ids of tokens from `start` on as a trace: missing rows unknown, impossible ones refused
+    or, on request, unknown."""
+    batch, rows, sites, k = ids.shape
+    experts = torch.full((batch, start + rows, sites, k), layout.unknown, dtype=layout.dtype)
+    kinds = torch.empty(batch, rows, sites, dtype=torch.uint8)
+    for at in blocks(batch, rows, sites):
+        part = torch.from_numpy(_comparable(ids[at]))
+        found = kinds[at] = layout.kinds_of_rows(part, NO_ROUTE)
+        known = experts[:, start:][at]
+        known.copy_(part)
+        if bool(found.any()):
+            known[found != ROUTE] = layout.unknown
+    for s, site in enumerate(layout.sites):
+        experts[:, :, s, site.top_k :] = layout.unknown
+    if bool(((kinds > ROUTE) & (kinds < MISSING)).any()):
+        _refuse(ids, kinds, layout, invalid, start)
+    return RoutingTrace.from_ids(experts, layout, tokens=tokens, check=False)
+
+
+def _comparable(ids: Integer[NDArray, "*axes"]) -> Integer[NDArray, "*axes"]:
+    """A copy in a dtype that PyTorch compares, in which what no expert can have stays so."""
+    if ids.dtype == np.uint8 or np.can_cast(ids.dtype, np.int32):
+        return ids.astype(np.uint8 if ids.dtype == np.uint8 else np.int32)
+    return ids.astype(np.int64).clip(-2, NO_ROUTE[-1] + 1).astype(np.int32)
+
+
+def _refuse(ids: NDArray, kinds: torch.Tensor, layout: Layout, invalid: str, start: int) -> None:
+    """Raise for rows that cannot be routes or, where they may be unknown, warn of them."""
     refused: dict[str, int] = {}
     for s, site in enumerate(layout.sites):
-        row, unused = ids[:, :, s, : site.top_k], ids[:, :, s, site.top_k :]
-        marker = [mark for mark in NO_ROUTE if mark < 0 or mark >= site.num_experts]
-        row[np.isin(row[..., 0], marker) & (row == row[..., :1]).all(-1)] = -1
-        unused[...] = -1
-        known = ~(row == -1).all(-1)
-        order = np.sort(row, -1)
         reasons = {
-            f"all zero, where k = {site.top_k}": (row == 0).all(-1) & (site.top_k > 1),
-            f"with an id outside 0 … {site.num_experts - 1}": ((row < 0) | (row >= site.num_experts)).any(-1),
-            "with an expert twice": (order[..., 1:] == order[..., :-1]).any(-1),
+            ALL_ZERO: f"all zero, where k = {site.top_k}",
+            OUTSIDE: f"with an id outside 0 … {site.num_experts - 1}",
+            TWICE: "with an expert twice",
         }
-        for reason, hit in reasons.items():
-            hit &= known
-            if invalid == "raise" and hit.any():
-                b, t = np.argwhere(hit)[0].tolist()
+        for kind, reason in reasons.items():
+            hit = kinds[:, :, s] == kind
+            count = int(hit.sum())
+            if invalid == "raise" and count:
+                b, t = hit.nonzero()[0].tolist()
                 raise RoutingError(
-                    f"{site.name} (layer {site.decoder_layer}): {int(hit.sum())} of {hit.size} rows are {reason}; the "
-                    f"first is token {t} of row {b}: {row[b, t].tolist()}. Expected {site.top_k} distinct experts, or "
-                    'all -1 where there is no route. With invalid="unknown" such rows route freely.'
+                    f"{site.name} (layer {site.decoder_layer}): {count} of {len(ids) * (start + ids.shape[1])} rows "
+                    f"are {reason}; the first is token {start + t} of row {b}: {ids[b, t, s, : site.top_k].tolist()}. "
+                    f"Expected {site.top_k} distinct experts, or all -1 where there is no route. "
+                    'With invalid="unknown" such rows route freely.'
                 )
-            refused[reason] = refused.get(reason, 0) + int(hit.sum())
-            row[hit] = -1
-            known &= ~hit
-    if total := sum(refused.values()):
-        counts = ", ".join(f"{count} {reason}" for reason, count in refused.items() if count)
-        warnings.warn(f"{total} rows are not routes and became unknown: {counts}.", RoutesRefused, stacklevel=3)
-    return RoutingTrace.from_ids(torch.from_numpy(ids), layout, tokens=tokens)
+            refused[reason] = refused.get(reason, 0) + count
+    counts = ", ".join(f"{count} {reason}" for reason, count in refused.items() if count)
+    warnings.warn(f"{sum(refused.values())} rows are not routes and became unknown: {counts}.", RoutesRefused,
+                  stacklevel=4)
 
 
 # ---------------------------------------------------------------------- combine weights
@@ -301,7 +336,7 @@ def _is_packed(array: NDArray, k: int) -> bool:
 
 def _unpacked_weights(array: Integer[NDArray, "rows layers two_k"]) -> tuple[NDArray, NDArray]:
     """Ids and weights of what `_is_packed`; 0 where an id is -1. Raises RoutingError for what is no weight."""
-    ids, bits = np.split(array, 2, axis=2)
+    ids, bits = np.split(array.astype(np.int64), 2, axis=2)
     if (bits != bits.astype(np.int32)).any():
         raise RoutingError("the second half of the ids holds combine weights, but some are no bits of a float32.")
     weights = np.where(ids < 0, np.float32(0), bits.astype(np.int32).view(np.float32))  # -1 is the bits of a NaN

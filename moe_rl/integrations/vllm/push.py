@@ -113,7 +113,7 @@ def parity(rollouts: list[Rollout], score: Score) -> Parity:
     gap = (scored.logprobs - batch.rollout_logprobs)[batch.response_mask].abs().double()
     changed = 0.0
     if batch.rollout_routes is not None:
-        change = route_change(scored.routes.ids(), batch.rollout_routes.ids(), batch.attention_mask)
+        change = route_change(scored.routes.experts, batch.rollout_routes.experts, batch.attention_mask)
         changed = float(change.any_change_rate.sum() / change.n.sum().clamp(min=1))
     return Parity(len(gap), gap.mean().item(), gap.max().item(), changed)
 
