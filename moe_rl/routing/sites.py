@@ -130,9 +130,11 @@ class Layout:
             expected = f"[batch, time, {len(self.sites)} sites, {self.top_k}]"
             raise RoutingError(f"routes have shape {tuple(ids.shape)}; expected {expected}.")
         kinds = torch.empty(ids.shape[:3], dtype=torch.uint8, device=ids.device)
+        faulty = False
         for at in blocks(*ids.shape[:3]):
-            kinds[at] = self.kinds_of_rows(_narrow(ids[at]), (unknown_id(ids.dtype),))
-        if not bool(((kinds > ROUTE) & (kinds < MISSING)).any()):
+            found = kinds[at] = self.kinds_of_rows(_narrow(ids[at]), (unknown_id(ids.dtype),))
+            faulty |= bool(((found > ROUTE) & (found < MISSING)).any())
+        if not faulty:
             return
         for s, site in enumerate(self.sites):
             kind = kinds[:, :, s]

@@ -279,7 +279,7 @@ def checked_trace(
     or, on request, unknown."""
     batch, rows, sites, k = ids.shape
     experts = torch.full((batch, start + rows, sites, k), layout.unknown, dtype=layout.dtype)
-    kinds = torch.empty(batch, rows, sites, dtype=torch.uint8)
+    kinds, faulty = torch.empty(batch, rows, sites, dtype=torch.uint8), False
     for at in blocks(batch, rows, sites):
         part = torch.from_numpy(_comparable(ids[at]))
         found = kinds[at] = layout.kinds_of_rows(part, NO_ROUTE)
@@ -287,9 +287,10 @@ def checked_trace(
         known.copy_(part)
         if bool(found.any()):
             known[found != ROUTE] = layout.unknown
+            faulty |= bool((found < MISSING)[found != ROUTE].any())
     for s, site in enumerate(layout.sites):
         experts[:, :, s, site.top_k :] = layout.unknown
-    if bool(((kinds > ROUTE) & (kinds < MISSING)).any()):
+    if faulty:
         _refuse(ids, kinds, layout, invalid, start)
     return RoutingTrace.from_ids(experts, layout, tokens=tokens, check=False)
 
