@@ -198,7 +198,7 @@ def test_blocks_change_nothing(measure, monkeypatch):
 
 
 @pytest.mark.parametrize("slots, experts, dtype", [(254, 255, torch.uint8), (255, 256, torch.int16),
-                                                   (300, 300, torch.int16)])
+                                                   (300, 400, torch.int16)])
 def test_counts_of_many_slots_do_not_overflow(slots, experts, dtype):
     generator = torch.Generator().manual_seed(0)
     before, after = (torch.rand(1, 2, 1, experts, generator=generator).argsort(-1)[..., :slots] for _ in range(2))
@@ -231,6 +231,13 @@ def test_metrics_stay_on_the_device_of_the_ids():
                 assert isinstance(value, tuple) or torch.equal(value.cpu(), getattr(here[name], field)), field
         found = RoutingTrace.from_ids(there[0], shape).same_sets(RoutingTrace.from_ids(there[1], shape))
         assert isinstance(found, There) and torch.equal(found.cpu(), same)
+
+
+def test_expert_255_is_no_empty_slot_of_another_dtype():
+    before = torch.tensor([[[[255, 3]]]], dtype=torch.int16)
+    after = torch.tensor([[[[3, 255]]]], dtype=torch.uint8)
+    change = route_change(before, after, torch.ones(1, 1, dtype=torch.bool))
+    assert change.expert_change_rate.item() == change.jaccard_distance.item() == 0.5
 
 
 def test_what_does_not_fit_is_refused():
