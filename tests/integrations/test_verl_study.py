@@ -175,6 +175,13 @@ def test_of_a_step_that_was_made_twice_the_later_one_counts(tmp_path):
     assert [row["reward"] for row in read_log([first, again])["steps"]] == [0.5, 0.75]
 
 
+def test_a_trainer_that_goes_on_evaluates_before_its_next_step(tmp_path):
+    first = write(tmp_path / "a.jsonl", (1, FIRST))
+    again = write(tmp_path / "b.jsonl", (1, {"val-core/moe_rl/acc/mean@1": 0.5}), (2, FIRST))
+    rows = read_log([first, again], active=True)["steps"]
+    assert [(row["reward"], row["eval_exact_greedy"]) for row in rows] == [(0.5, 0.5), (0.5, 0.25)]
+
+
 def test_a_log_without_coverage_is_refused_where_moe_rl_must_be_active(tmp_path):
     file = write(tmp_path / "a.jsonl", (1, FIRST), (2, {"critic/score/mean": 0.5}))
     assert len(read_log([file])["steps"]) == 2

@@ -38,12 +38,12 @@ MEAN = re.compile(r"actor/routing/(\w+)")
 
 def read_log(files: Iterable[Path], active: bool = False) -> dict[str, list[Row]]:
     """Rows of `steps`, `updates` and `layers`, from the logs of one run in the order of their time: of a step that two
-    of them have, the later one counts. Raises RunError where no step is in them; with `active`, also for a step of a
+    of them have, the later numbers count. Raises RunError where no step is in them; with `active`, also for a step of a
     trainer in which moe_rl was not active."""
     found: dict[int, dict[str, float]] = {}
     for file in files:
         for step, values in _entries(file):
-            found[step] = values
+            found[step] = found.get(step, {}) | values  # a trainer that goes on evaluates first, and logs no more
     if not found:
         raise RunError(f"{', '.join(map(str, files)) or 'the folder'} has no step of verl: give the file of its logger "
                        "`file` (trainer.logger), or what its console printed.")
