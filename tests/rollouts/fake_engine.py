@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from moe_rl.types import Prompt, Rollout, Sampling
 from tests.conftest import build
 
 SIZES = {"vocab_size": 258, "eos_token_id": 256, "pad_token_id": 257}
+ONE_LOADS = threading.Lock()
+"""transformers turns the tying of weights off for the whole process while it loads a model."""
 PROMPTS = [Prompt("", tokens=tuple(row)) for row in ([65, 66, 67], [68, 69], [70, 71, 72, 73, 74])]
 
 
@@ -48,7 +51,8 @@ class FakeEngine:
             folder = Path(name)
             describe(self.engine.model, self.engine.tokenizer, folder)
             save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-            fresh = AutoModelForCausalLM.from_pretrained(folder, dtype=self.engine.model.dtype)
+            with ONE_LOADS:
+                fresh = AutoModelForCausalLM.from_pretrained(folder, dtype=self.engine.model.dtype)
         self.engine.model.load_state_dict(fresh.state_dict())
         self.pushes += 1
 
