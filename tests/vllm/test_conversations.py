@@ -104,9 +104,9 @@ def test_a_server_is_asked_for_every_turn_with_the_ids_before_it(server, policy,
     receiver, asked = ServerEngine(server.address, server.folder, load(RUN.model, 0).tokenizer, dialect=dialect), []
     ask = receiver._ask
 
-    def noting(noise, prompt, *how):
+    def noting(client, noise, prompt, *how):
         asked.append(prompt.tokens)
-        return ask(noise, prompt, *how)
+        return ask(client, noise, prompt, *how)
 
     monkeypatch.setattr(receiver, "_ask", noting)
     engine = CheckedEngine(receiver, policy.score, [], Tolerance.of("float32"), TURNS.temperature)

@@ -157,9 +157,10 @@ class Job:
 def test_two_ranks_train_on_its_routes_and_end_identical_after_a_kill(trained_by, server, policy, tmp_path):
     """R3. The server has seen pushes of others before, and goes on with those of the run that was killed."""
     engine = engine_of(server, policy).engine
-    before = engine.dialect.taken(engine)
+    before = engine.dialect.taken(engine.clients[0])
     whole = Job(server, tmp_path / "whole", trained_by).finish()
-    assert engine.dialect.taken(engine) == before + 4 > 4, "one to begin with, and one after every step"
+    now = engine.dialect.taken(engine.clients[0])
+    assert now == before + 4 > 4, "one to begin with, and one after every step"
     Job(server, tmp_path / "cut", trained_by).kill_after(2)
     cut = Job(server, tmp_path / "cut", trained_by).finish()
 
