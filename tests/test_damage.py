@@ -179,9 +179,10 @@ def edit_rows(out, change):
 
 
 @pytest.mark.parametrize("change, said", [
-    (lambda rows: rows[rows["step"] != 2], "no rows of 1 of them, the first step 2"),
+    (lambda rows: rows[rows["step"] != 2], "no rows of 1 of them"),
     (lambda rows: rows.assign(reward=rows["reward"].where(rows["step"] != 1)),
-     "its reward is no number in 1 steps, the first step 1"),
+     "its reward is no number in 1 of its steps"),
+    (lambda rows: rows.assign(reward=float("nan")), "its reward is no number in any step"),
 ])  # fmt: skip
 def test_a_finished_run_that_is_not_whole_is_refused(out, tmp_path, change, said):
     """By whatever reads it, of runs and of collected tables."""
@@ -196,8 +197,34 @@ def test_collected_tables_without_some_rows_are_refused(out, tmp_path):
     file = tmp_path / "tables" / "steps.parquet"
     rows = pd.read_parquet(file)
     rows[rows["step"] != 2].to_parquet(file)
-    with pytest.raises(RunError, match="no rows of 1 of them, the first step 2"):
+    with pytest.raises(RunError, match="no rows of 1 of them"):
         load_study(tmp_path / "tables")
+
+
+def test_a_trainer_that_logs_some_steps_only_is_read(out, tmp_path):
+    """Every second step, or a reward in every second."""
+    for change in (lambda rows: rows[rows["step"] % 2 == 0],):
+        edit_rows(out, change)
+        load_study(out / "fake")
+        collect(out / "fake", tmp_path / "tables")
+        load_study(tmp_path / "tables")
+
+
+def test_a_manifest_of_a_great_many_steps_takes_no_memory(out):
+    manifest = next(out.glob("fake/grpo/*/seed=0/manifest.json"))
+    manifest.write_text(manifest.read_text().replace('"finished": 4', '"finished": 1000000000'))
+    with pytest.raises(RunError, match="no rows of 999999996 of them"):
+        load_study(out / "fake", mix_code=True)
+
+
+@pytest.mark.parametrize("key, value", [("finished", "2"), ("finished", 2.5), ("steps", "2"), ("steps", None)])
+def test_a_manifest_of_other_types_is_named(out, key, value):
+    file = next(out.glob("fake/grpo/*/seed=0/manifest.json"))
+    manifest = json.loads(file.read_text())
+    (manifest["config"] if key == "steps" else manifest)[key] = value
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(RunError, match="manifest.json is damaged"):
+        runs.state(file.parent)
 
 
 def test_a_manifest_whose_settings_were_edited_is_refused(out):

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from moe_rl import cli
-from moe_rl.study.declaration import write_declaration
+from moe_rl.study.declaration import read_declaration, write_declaration
 from tests import fake_study
 from tests.test_cli import fake_runs
 
@@ -75,6 +75,15 @@ def test_what_is_left_out_is_said_and_the_rest_is_shown(folder, capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "payload:boom, named in" in out and "a data file may not run" in out and "--trust" in out
     assert "gspo" in out and "a data file may not run" in (folder.parent / "page.html").read_text()
+
+
+def test_a_figure_over_a_factor_is_no_code_and_its_metric_may_be(folder, tmp_path, capsys):
+    name(folder, verdict="", metrics=[], further_endpoints=[],
+         figures=["against:lag", "against:lag:reward", "against:N:payload:boom", "against::payload:boom"])
+    declared = read_declaration(folder)
+    assert declared["figures"] == ["against:lag", "against:lag:reward"] and "against:N:payload" in declared["untrusted"]
+    cli.main(["plot", str(folder)])
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_primary_endpoint_of_other_code_is_refused(folder, capsys):

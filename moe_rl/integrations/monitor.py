@@ -358,9 +358,10 @@ def auxiliary_loss(model: nn.Module, coefficient: float | None = None) -> str | 
 
 
 def writes_of(model: nn.Module) -> tuple[int, ...]:
-    """How often each parameter has been written in place, by torch's own count; `.data` writes past it."""
-    found = (getattr(p, "_local_tensor", p) for p in model.parameters())
-    return tuple(0 if x.is_inference() else x._version for x in found)
+    """Where each parameter and buffer lies, and how often it was written in place by torch's own count. In-place writes
+    to `.data` are not counted."""
+    found = [getattr(x, "_local_tensor", x) for x in (*model.parameters(), *model.buffers())]
+    return tuple(n for x in found for n in (x.data_ptr(), 0 if x.is_inference() else x._version))
 
 
 def named_correction_biases(model: nn.Module) -> dict[str, Tensor]:

@@ -348,6 +348,7 @@ def _usage(traces: Sequence[Ids], mask: Mask, num_experts: int) -> list[Int64[Te
         at_row = (tokens // max(1, time) * (sites * width)).int()[:, None]
         for counts, ids in zip(found, parts, strict=True):
             ids[unknown] = unknown_id(ids.dtype)
+            ids = ids.short() if ids.dtype == torch.int8 else ids  # 127 + 1 would wrap
             experts = (ids + 1).clamp(min=0)  # 0 where there is none: 255 + 1 wraps
             if experts.numel() and int(experts.max()) > num_experts:
                 raise ValueError(f"an id is {int(experts.max()) - 1}, but ids of {num_experts} experts end at "

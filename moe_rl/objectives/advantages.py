@@ -94,6 +94,8 @@ class Advantage:
                 f"the reward of row {row} is {rewards[row].item()}, which would make the advantages of its whole "
                 "group and then the weights NaN: make the task's reward return a number in [0, 1]"
             )
+        if (turn is None) != (turn_rewards is None):
+            raise ConfigError("turn and turn_rewards belong together: give both, or none where a row is one turn")
         if turn is None or turn_rewards is None:
             turn, turn_rewards = mask.long(), place_on_last(rewards, mask)
         x = AdvantageInputs(values=rewards, rewards=rewards, mask=mask, turn=turn, turn_rewards=turn_rewards, **inputs)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from moe_rl.config import Arm
@@ -200,8 +200,12 @@ def policy_loss(
         if further.get("rollout_logprobs") is None:
             raise ConfigError(f"arm {arm.name!r} takes its ratio against the engine's log-probs: give rollout_logprobs")
         old_logprobs = further["rollout_logprobs"]
-    if mask.dtype != torch.bool:
-        raise ConfigError(f"the mask is of {str(mask.dtype).removeprefix('torch.')}: give it as bool, mask.bool()")
+    _require_mask(mask)
+    _require_finite(mask, old_logprobs=old_logprobs, rollout_logprobs=further.get("rollout_logprobs"),
+                    ref_logprobs=further.get("ref_logprobs"))
+    if advantages.dim() not in (1, 2) or advantages.dim() == 2 and advantages.shape != mask.shape:
+        raise ConfigError(f"advantages have shape {tuple(advantages.shape)}: give one per row, {len(mask)}, or one per "
+                          f"token, {tuple(mask.shape)}")
     if advantages.dim() == 1 and len(advantages) != len(mask):
         raise ConfigError(f"{len(advantages)} advantages for {len(mask)} rows: give one per row, or one per token")
     if weights is not None and objective.filters:
@@ -224,7 +228,7 @@ def policy_loss(
 def compute_advantages(
     arm: Arm | str,
     *,
-    rewards: Float[Tensor, " batch"],
+    rewards: Shaped[Tensor, " batch"],
     prompt: Int[Tensor, " batch"],
     mask: Mask,
     finished: Bool[Tensor, " batch"] | None = None,
@@ -238,6 +242,10 @@ def compute_advantages(
     Raises RunError for a reward that is not finite, ConfigError for an input that the arm needs and does not get.
     """
     made = advantage_of(arm_of_text(arm) if isinstance(arm, str) else arm)
+    _require_mask(mask)
+    if not len(rewards) == len(prompt) == len(mask):
+        raise ConfigError(f"{len(rewards)} rewards and {len(prompt)} prompts for {len(mask)} rows: give one per row")
+    rewards = rewards if rewards.dtype == torch.float64 else rewards.float()  # of 0 and 1 steps make fractions
     every = torch.ones(len(mask), dtype=torch.bool) if finished is None else finished
     return made.compute(rewards=rewards, prompt=prompt, mask=mask, finished=every, **inputs)[0]
 
@@ -245,9 +253,28 @@ def compute_advantages(
 def correction_weights(arm: Arm | str, **inputs: Any) -> PerToken:
     """The product of an arm's corrections, one factor per token, 1 where it has none; `inputs` are the fields of
     `CorrectionInputs`. Raises ConfigError for an arm of which one reads π_θ, which is not known yet."""
-    objective, x = _objective_once(arm_of_text(arm) if isinstance(arm, str) else arm), CorrectionInputs(**inputs)
+    objective = _objective_once(arm_of_text(arm) if isinstance(arm, str) else arm)
+    _require_mask(inputs["mask"])
+    if objective.filters:
+        raise ConfigError("filters say first what counts, and corrections may depend on it: give the arm without "
+                          "filters (filters=none), and a mask they have been applied to")
+    x = CorrectionInputs(**{name: _widen(value) for name, value in inputs.items()})
     return functools.reduce(torch.mul, (compute_factors(one, x) for one in objective.corrections),
                             torch.ones_like(x.old_logprobs))
+
+
+def _require_mask(mask: Tensor) -> None:
+    """Raise ConfigError for a mask of numbers."""
+    if mask.dtype != torch.bool:
+        raise ConfigError(f"the mask is of {str(mask.dtype).removeprefix('torch.')}: give it as bool, mask.bool()")
+
+
+def _require_finite(mask: Mask, **logprobs: PerToken | None) -> None:
+    """Raise ConfigError for log-probs of response tokens that are no numbers. Those of the policy are not looked at:
+    they make the loss or its gradient NaN, which is seen."""
+    for name, x in logprobs.items():
+        if x is not None and x.shape == mask.shape and not bool((found := x[mask].isfinite()).all()):
+            raise ConfigError(f"{name} is not finite at {int((~found).sum())} of {found.numel()} response tokens")
 
 
 def _require_plain(arm: Arm) -> None:

@@ -35,6 +35,7 @@ from moe_rl.results.stats import (
 )
 from moe_rl.storage.columns import unknown
 from moe_rl.storage.frames import Frames
+from moe_rl.study.declaration import ACROSS
 
 RUN = ["arm", "factors", "seed"]
 FATES = {"lasting": "lasting collapses", "recovered": "recovered collapses"}
@@ -323,8 +324,6 @@ def without_value(frames: Frames, pairs: Sequence[Sequence[str]],
 
 
 # ---------------------------------------------------------------------- against a factor
-ACROSS = "against:"
-"""How the name of a figure begins that spans all combinations of factors."""
 NAMES = {
     "optimizer.lr": "learning rate",
     "optimizer.router_lr_scale": "learning rate of routers, relative",

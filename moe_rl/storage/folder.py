@@ -224,7 +224,10 @@ def check(path: Path, config: Mapping[str, Any], hash: str) -> None:
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """The run's manifest, or None where there is none. Raises RunError for a file that is not one."""
     manifest = read_json(path / "manifest.json", ("hash", "config", "code"))
-    if manifest is not None and not (isinstance(manifest["config"], dict) and isinstance(manifest["code"], list)):
+    if manifest is not None and not (
+        isinstance(manifest["config"], dict) and isinstance(manifest["code"], list)
+        and all(type(n) is int for n in (manifest["config"].get("steps", 0), manifest.get("finished", 0)))
+    ):
         raise RunError(f"{path / 'manifest.json'} is damaged: restore it from a copy, or remove {path}")
     return manifest
 

@@ -164,15 +164,23 @@ def _require_whole(folder: Path, runs: pd.DataFrame, steps: pd.DataFrame) -> Non
 
 
 def _require_rows(run: str, finished: int, steps: pd.DataFrame) -> None:
-    """Raise RunError where a finished run lacks steps, as half a copy does, or has a reward that is no number."""
-    trained = steps[steps["step"] > 0]
-    missing = sorted(set(range(1, finished + 1)) - {*trained["step"]}) if len(trained) else []
-    if missing:
-        raise RunError(f"{run} finished {finished} steps, but its table has no rows of {len(missing)} of them, the "
-                       f"first step {missing[0]}: restore it from a copy, or run it again")
-    if "reward" in trained and bool((wrong := trained["reward"].isna()).any()):
-        raise RunError(f"{run} finished, but its reward is no number in {int(wrong.sum())} steps, the first step "
-                       f"{trained.loc[wrong, 'step'].iloc[0]}: restore it from a copy, or run it again")
+    """Raise RunError where a finished run lacks steps, as half a copy does, or has a reward that is no number. A
+    trainer of one's own may log some steps only: one that never logs two in a row."""
+    trained = steps[steps["step"] > 0].sort_values("step")
+    if missing := _gaps(trained["step"], finished):
+        raise RunError(f"{run} finished {finished} steps, but its table has no rows of {missing} of them: restore it "
+                       "from a copy, or run it again")
+    if "reward" in trained:
+        known = trained.dropna(subset=["reward"])["step"]
+        if missing := _gaps(known, len(trained) if len(trained) == finished else 0):
+            raise RunError(f"{run} finished, but its reward is no number in {missing} of its steps: restore it from a "
+                           "copy, or run it again")
+
+
+def _gaps(steps: pd.Series, finished: int) -> int:
+    """How many of the steps 1 … finished are not there, where some follow one upon the other."""
+    there = steps[steps <= finished].nunique()
+    return max(0, finished - there) if bool((steps.diff() == 1).any()) else 0
 
 
 def _require_hash(path: Path, manifest: Mapping[str, Any]) -> None:
@@ -204,6 +212,8 @@ def _from_runs(root: Path, unfinished: bool) -> Frames:
             frame = read_table(path, name, beyond=unfinished)
             if name == "steps" and now["state"] == "finished":
                 _require_rows(str(path), now["step"], frame)
+                if "reward" in frame and len(frame) and frame["reward"].isna().all():
+                    raise RunError(f"{path} finished, but its reward is no number in any step: run it again")
             tables[name].append(frame.assign(**labels)[[*LABELS, *frame.columns]])
     if not runs:
         why = f"; unfinished: {'; '.join(left_out)}" if left_out else ""

@@ -114,10 +114,11 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), without: Seque
     """
     beside = out.absolute().with_name(f".{out.absolute().name}.collect.lock")
     with Lock(beside):  # two studies at once would each find nothing there
-        written = _collect(folder, out, also, without, mix_code)
-        for file in (beside, beside.with_suffix(".holder")):
-            file.unlink(missing_ok=True)
-    return written
+        try:
+            return _collect(folder, out, also, without, mix_code)
+        finally:
+            for file in (beside, beside.with_suffix(".holder")):
+                file.unlink(missing_ok=True)
 
 
 def _collect(folder: Path, out: Path, also: Sequence[str], without: Sequence[str], mix_code: bool) -> dict[Path, int]:

@@ -33,6 +33,8 @@ from moe_rl.storage.folder import DECLARATION
 
 COMES_ALONG = ("routing_replay",)
 """Studies that are part of the package, and need no file."""
+ACROSS = "against:"
+"""How the name of a figure over a factor begins."""
 QUICK_STEPS = 3
 MOST = 20_000
 """Runs of one study."""
@@ -339,7 +341,14 @@ def read_declaration(folder: Path, trust: bool = False) -> dict[str, Any]:
 def outside_names(declared: Mapping[str, Any]) -> list[str]:
     """Every `pkg.module:name` that a declaration has for whoever reads its tables."""
     listed = [*declared["figures"], *declared["metrics"], *declared["further_endpoints"]]
-    return [name for name in (declared["verdict"], declared["endpoint"], *listed) if Component(name).own]
+    return [name for name in (declared["verdict"], declared["endpoint"], *listed) if _is_outside(name)]
+
+
+def _is_outside(name: str) -> bool:
+    """Whether a name is code; of a figure over a factor its metric may be: `against:lag:pkg.module:name`."""
+    if name.startswith(ACROSS):
+        name = name.removeprefix(ACROSS).partition(":")[2]
+    return bool(name) and Component(name).own
 
 
 def _leave_out_code(declared: Mapping[str, Any], folder: Path) -> dict[str, Any]:

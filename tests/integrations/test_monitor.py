@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import moe_rl
 from moe_rl.build import build as build_run
 from moe_rl.errors import AuxLossSilentlyOn, ConfigError, RoutingError
-from moe_rl.integrations.monitor import probe_of
+from moe_rl.integrations.monitor import probe_of, writes_of
 from moe_rl.metrics.ratios import ratio_statistics
 from moe_rl.recorder import Recorder
 from moe_rl.routing import record_routing, replay_routing
@@ -447,7 +447,20 @@ def fail_in_block(model, monitor):
         raise MemoryError
 
 
-@pytest.mark.parametrize("between", [load_others, step_outside, fail_in_block])
+def replace_data(model, monitor):
+    for p in model.parameters():
+        p.data = p.data + 0.3 * torch.randn_like(p)
+
+
+def test_a_buffer_that_is_written_is_seen(qwen):
+    qwen.register_buffer("e_score_correction_bias", torch.zeros(2))
+    before = writes_of(qwen)
+    assert writes_of(qwen) == before
+    qwen.e_score_correction_bias.add_(1)
+    assert writes_of(qwen) != before
+
+
+@pytest.mark.parametrize("between", [load_others, step_outside, fail_in_block, replace_data])
 def test_what_happens_between_two_rows_is_no_part_of_the_next(qwen, tokens, between):
     torch.manual_seed(0)
     assert first_and_moved(qwen, tokens, between) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -66,6 +67,28 @@ def test_advantages_of_an_arm_by_hand():
     assert compute_advantages("grpo", **inputs)[:2, 0].tolist() == pytest.approx([expected, -expected])
     with pytest.raises(RunError, match="reward of row 1 is nan"):
         compute_advantages("grpo", **inputs | {"rewards": torch.tensor([1.0, math.nan, 0.0, 0.0])})
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
+def test_rewards_of_any_type_are_numbers(dtype):
+    inputs = {"prompt": torch.zeros(4, dtype=torch.long), "mask": torch.ones(4, 1, dtype=torch.bool)}
+    found = compute_advantages("dr_grpo", rewards=torch.tensor([1, 0, 0, 0]).to(dtype), **inputs)
+    assert found[:, 0].tolist() == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_inputs_that_do_not_fit_are_refused_with_a_sentence():
+    with pytest.raises(ConfigError, match="3 rewards and 2 prompts for 2 rows"):
+        inspect.unwrap(compute_advantages)("grpo", rewards=torch.ones(3), prompt=torch.zeros(2, dtype=torch.long),
+                                           mask=MASK)
+    with pytest.raises(ConfigError, match="turn and turn_rewards belong together"):
+        compute_advantages("grpo", rewards=torch.ones(2), prompt=torch.zeros(2, dtype=torch.long), mask=MASK,
+                           turn_rewards=torch.zeros(2, 3))
+    with pytest.raises(ConfigError, match=r"advantages have shape \(2, 1\)"):
+        inspect.unwrap(policy_loss)("grpo", logprobs=NEW, old_logprobs=OLD, advantages=torch.ones(2, 1), mask=MASK)
+    with pytest.raises(ConfigError, match="old_logprobs is not finite at 1 of 5 response tokens"):
+        loss("grpo", old_logprobs=torch.where(OLD == -0.7, -torch.inf, OLD))
+    with pytest.raises(ConfigError, match="filters say first what counts"):
+        correction_weights("tis+filters=finished", old_logprobs=OLD, rollout_logprobs=ENGINE, mask=MASK, advantages=OLD)
 
 
 def test_correction_weights_by_hand():

@@ -64,8 +64,14 @@ def _entries(file: Path) -> Iterator[tuple[int, dict[str, float]]]:
             values = {key: re.sub(r"np\.\w+\((.*)\)", r"\1", text.strip()) for key, _, text in pairs}
             yield int(match[1]), _numbers(values)
         elif line.startswith("{") and line.endswith("}"):
-            entry = json.loads(line)
-            yield entry["step"], _numbers(entry["data"])
+            try:
+                entry = json.loads(line)
+                step, data = entry["step"], entry["data"].items()
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise RunError(f"{file}: {line[:80]!r} is no line of verl's file logger ({error})") from error
+            if type(step) is not int or not 0 <= step < 2**31:
+                raise RunError(f"{file}: {line[:80]!r} has the step {step!r}, which is no number of a step")
+            yield step, _numbers(dict(data))
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
