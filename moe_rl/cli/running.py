@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     from moe_rl.results import printed
     from moe_rl.storage.terminal import say
     from moe_rl.study.declaration import QUICK_STEPS, load_study_file, write_declaration
-    from moe_rl.study.workers import at_a_time, beside, checked_by, preflight, run_study, unfinished
+    from moe_rl.study.workers import at_a_time, checked_by, preflight, run_study, unfinished
 
     cluster, options.settings = _launcher(options)
     study, options.settings = _other_trainer(load_study_file(options.study), options)
@@ -88,9 +88,8 @@ def run(options: argparse.Namespace) -> int:
         printed.print_plan(console, study, planned, jobs if cluster is None else options.jobs or len(planned))
     if knows:
         cautions += ranks.from_rank_0(lambda: _previewed(console, study, planned))
-    if options.dry_run and (command := beside(study, "command")):
-        for p in planned:
-            say(console, ("command", "bold"), f" {command(p.config, p.path)}")
+    if options.dry_run:
+        _print_commands(console, study, planned)
     for caution in cautions:
         say(console, ("warning", "yellow"), f" {caution}", wrap=True)
     ranks.from_rank_0(lambda: unfinished(planned, options.mix_code))  # what refuses, refuses before anything is written
@@ -187,6 +186,16 @@ def _launcher(options: argparse.Namespace) -> tuple[Any, list[str]]:
                               "has with --set launcher.ranks=N")
         ranks.plan_for(cluster.ranks)
     return cluster, [text for text in options.settings if text not in its]
+
+
+def _print_commands(console: Console, study: Study, planned: Sequence[Planned]) -> None:
+    """What another trainer would be called with for each run, where the study has one that says it."""
+    from moe_rl.storage.terminal import say
+    from moe_rl.study.workers import beside
+
+    if command := beside(study, "command"):
+        for p in planned:
+            say(console, ("command", "bold"), f" {command(p.config, p.path)}")
 
 
 def _other_trainer(study: Study, options: argparse.Namespace) -> tuple[Study, list[str]]:
