@@ -31,12 +31,11 @@ from moe_rl.models.shards import checkpoint_weights, describe, outline, write_sh
 from moe_rl.models.supervised import Progress, cold_start
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
-from moe_rl.objectives.advantages import ADVANTAGES
 from moe_rl.objectives.spelling import suggest_field
 from moe_rl.policies.critic import HFCritic
 from moe_rl.policies.hf import copy_of, correction_biases
 from moe_rl.recorder import Recorder, Row, Rows
-from moe_rl.registry import Component, Known, Part, check_component, import_component, lookup, needs_of
+from moe_rl.registry import Known, Part, check_component, import_component, lookup, needs_of
 from moe_rl.rollouts.batches import Collector
 from moe_rl.rollouts.engine import check_request, context_length, end_tokens, sampling_of
 from moe_rl.rollouts.hf import HFEngine
@@ -243,9 +242,8 @@ def sample(model: Any, tokenizer: Any, prompts: list[Prompt], group_size: int, *
 
 def _critic(run: RunConfig, start: LoadedModel) -> HFCritic:
     """A critic that starts as the policy does. Its options are those of the advantage that asks for its values."""
-    assert isinstance(run.arm.advantage, tuple), "an arm makes one of a part alone"
-    options = next(part.options for part in map(Component.of, run.arm.advantage)
-                   if "values" in needs_of(lookup("advantage", part, ADVANTAGES, suggest_field)))
+    options = next(getattr(step, "keywords", {}) for _, step in advantage_of(run.arm).steps
+                   if "values" in needs_of(step))
     lr, clip = options.get("critic_lr"), options.get("value_clip", math.inf)
     return HFCritic(
         copy_of(run, start),

@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int32, Integer
 from torch import Tensor, nn
 
+from moe_rl.errors import ConfigError
 from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.trace import RoutingTrace
 
@@ -304,6 +305,12 @@ def boolean(mask: Bool[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
         raise TypeError(f"the mask is of {str(mask.dtype).removeprefix('torch.')}; give it as bool, mask.bool(): an "
                         "index of 0 and 1 would take rows 0 and 1, again and again")
     return mask
+
+
+def require_mask(mask: Tensor, name: str = "the mask") -> None:
+    """Raise ConfigError for a mask of numbers, which somebody else's loop gave."""
+    if mask.dtype != torch.bool:
+        raise ConfigError(f"{name} is of {str(mask.dtype).removeprefix('torch.')}: give it as bool, mask.bool()")
 
 
 def response_rows(batch: Batch) -> Bool[Tensor, "batch time"]:

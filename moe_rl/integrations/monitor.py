@@ -29,6 +29,7 @@ from moe_rl.routing.ids import used
 from moe_rl.routing.intercept import hooked, tokens_noted
 from moe_rl.routing.sites import find_sites, make_layout, plain_name, token_readers
 from moe_rl.routing.trace import RoutingTrace
+from moe_rl.types import require_mask
 
 Row = dict[str, float]
 CORRECTION_BIAS = re.compile(r"(^|\.)(e_score_correction_bias|score_correction_bias|expert_bias)$")
@@ -252,8 +253,7 @@ class Monitor:
             shapes = [list(x.shape) for x in (logprobs, others, mask)]
             raise ConfigError(f"log-probs {shapes[0]}, {whose} {shapes[1]} and the mask {shapes[2]} are not of one "
                               "shape [batch, time]")
-        if mask.dtype != torch.bool:
-            raise ConfigError(f"the mask is of {str(mask.dtype).removeprefix('torch.')}: give it as bool, mask.bool()")
+        require_mask(mask)
         if self.measures:
             gap = (logprobs.detach() - others.to(logprobs.device))[mask]
             if not bool(gap.isfinite().all()):
@@ -405,8 +405,7 @@ class Forwards:
 
     def decides(self, mask: Tensor) -> None:
         """Which inputs [batch, time] of the next forward count."""
-        if mask.dtype != torch.bool:
-            raise ConfigError(f"decides is of {str(mask.dtype).removeprefix('torch.')}: give it as bool, mask.bool()")
+        require_mask(mask, "decides")
         self._decides = mask
 
     @contextmanager
@@ -496,8 +495,8 @@ def probe_of(
     if not isinstance(ids, Tensor) or ids.dim() < 2 or not ids.numel():
         raise ConfigError(f"the probe has {sorted(probe)}: it is a batch as the model is called with it, by name, with "
                           "input_ids [batch, time] or inputs_embeds among them.")
-    if decides is not None and decides.dtype != torch.bool:
-        raise ConfigError(f"the probe's decides is of {str(decides.dtype).removeprefix('torch.')}: give it as bool")
+    if decides is not None:
+        require_mask(decides, "the probe's decides")
     if decides is not None and (decides.shape != ids.shape[:2] or not decides.any()):
         raise ConfigError(f"the probe's decides has shape {tuple(decides.shape)} and is true at {int(decides.sum())} "
                           f"inputs, of {tuple(ids.shape[:2])}: it is true where the next token is of a response.")

@@ -29,7 +29,7 @@ from moe_rl.objectives.terms import TERMS
 from moe_rl.objectives.weights import AGGREGATIONS, CORRECTIONS
 from moe_rl.registry import Component, Part, lookup, needs_of
 from moe_rl.routing.inputs import RouterInputs
-from moe_rl.types import Batch
+from moe_rl.types import Batch, require_mask
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -200,7 +200,7 @@ def policy_loss(
         if further.get("rollout_logprobs") is None:
             raise ConfigError(f"arm {arm.name!r} takes its ratio against the engine's log-probs: give rollout_logprobs")
         old_logprobs = further["rollout_logprobs"]
-    _require_mask(mask)
+    require_mask(mask)
     _require_finite(mask, old_logprobs=old_logprobs, rollout_logprobs=further.get("rollout_logprobs"),
                     ref_logprobs=further.get("ref_logprobs"))
     if advantages.dim() not in (1, 2) or advantages.dim() == 2 and advantages.shape != mask.shape:
@@ -242,7 +242,7 @@ def compute_advantages(
     Raises RunError for a reward that is not finite, ConfigError for an input that the arm needs and does not get.
     """
     made = advantage_of(arm_of_text(arm) if isinstance(arm, str) else arm)
-    _require_mask(mask)
+    require_mask(mask)
     if not len(rewards) == len(prompt) == len(mask):
         raise ConfigError(f"{len(rewards)} rewards and {len(prompt)} prompts for {len(mask)} rows: give one per row")
     rewards = rewards if rewards.dtype == torch.float64 else rewards.float()  # of 0 and 1 steps make fractions
@@ -254,19 +254,13 @@ def correction_weights(arm: Arm | str, **inputs: Any) -> PerToken:
     """The product of an arm's corrections, one factor per token, 1 where it has none; `inputs` are the fields of
     `CorrectionInputs`. Raises ConfigError for an arm of which one reads π_θ, which is not known yet."""
     objective = _objective_once(arm_of_text(arm) if isinstance(arm, str) else arm)
-    _require_mask(inputs["mask"])
+    require_mask(inputs["mask"])
     if objective.filters:
         raise ConfigError("filters say first what counts, and corrections may depend on it: give the arm without "
                           "filters (filters=none), and a mask they have been applied to")
     x = CorrectionInputs(**{name: _widen(value) for name, value in inputs.items()})
     return functools.reduce(torch.mul, (compute_factors(one, x) for one in objective.corrections),
                             torch.ones_like(x.old_logprobs))
-
-
-def _require_mask(mask: Tensor) -> None:
-    """Raise ConfigError for a mask of numbers."""
-    if mask.dtype != torch.bool:
-        raise ConfigError(f"the mask is of {str(mask.dtype).removeprefix('torch.')}: give it as bool, mask.bool()")
 
 
 def _require_finite(mask: Mask, **logprobs: PerToken | None) -> None:
