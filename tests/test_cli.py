@@ -140,10 +140,14 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
     assert runs.state(path)["state"] == "interrupted"
 
 
-def test_a_study_ends_with_its_summary_its_caution_and_its_figures(tmp_path, command):
+def test_a_study_ends_with_its_summary_its_caution_and_its_figures(tmp_path, command, capsys):
     code, out, err = command(*RUN, "--out", str(tmp_path), "--steps", "3")
     assert (code, err) == (0, "")
-    assert "n = 2 seeds" in out and "95% Student t" in out and "Clopper" in out and "Holm" in out
+    assert "n = 2 seeds" in out and "95% Student t" in out and "difference" in out and "--all" in out
+    assert len(out.partition("┏")[2].splitlines()) <= 25, "a study ends with one table"
+    assert cli.main(["plot", str(tmp_path / "fake"), "--all"]) == 0
+    out += capsys.readouterr().out
+    assert "Clopper" in out and "Holm" in out
     assert "reward, second half" in out and "Made-up numbers." in out
     figures = tmp_path / "fake" / "figures"
     assert {p.name for p in figures.iterdir()} == {f"{n}.{e}" for n in fake_study.study.figures for e in ("png", "svg")}
@@ -181,7 +185,7 @@ def test_a_run_that_diverges_is_a_result_and_the_others_go_on(tmp_path, command,
         "grpo": "diverged", "grpo-replay": "finished", "gspo": "finished"}
     assert states["grpo"]["step"] == {"commits": at - 1, "raises": 3}[task], "up to its last commit"
     assert "the gradient norm is nan" in runs.read_manifest(tmp_path / "fake/grpo/base/seed=0")["diverged"]
-    assert "reward, second half" in out
+    assert "collapsed" in out and "1 of 1" in out, "the short table counts it"
 
 
 def test_a_divergence_without_a_commit_is_a_failure_of_its_own_run_alone(tmp_path, command):
@@ -502,7 +506,7 @@ def test_help_has_examples(command, capsys):
 
 def test_what_a_verb_does_not_take_prints_its_usage_and_the_nearest(capsys):
     for words, usage, hint in ((["run", FAKE, "--seed", "3"], "run [options] study", "Did you mean --seeds or --set?"),
-                               (["plot", "x", "--cell"], "plot [options] folder", "Did you mean --cells?"),
+                               (["plot", "x", "--al"], "plot [options] folder", "Did you mean --all?"),
                                (["runs", "list", "a", "b"], "runs list [options] [folder]", "unknown argument: b.")):
         with pytest.raises(SystemExit, match="2"):
             cli.main(words)

@@ -17,14 +17,14 @@ TRUST = argument("--trust", action="store_true",
 @verb(
     argument("folder", type=Path, help="the study's folder, e.g. runs/routing_replay"),
     UNFINISHED,
-    argument("--cells", action="store_true", help="tables and figures of every combination of factors, too"),
+    argument("--all", action="store_true", help="every table, and figures of each combination of factors"),
     MIX_CODE,
     TRUST,
     examples="""
   moe-rl plot runs/routing_replay                PNG and SVG into its figures/
   moe-rl plot studies/results/routing_replay     the same from committed tables
   moe-rl plot runs/routing_replay --unfinished   what runs have so far, too
-  moe-rl plot runs/my_sweep --cells              every combination of factors""",
+  moe-rl plot runs/my_sweep --all                every table, each combination""",
 )
 def plot(options: argparse.Namespace) -> int:
     """Summary and figures of a study that has run."""
@@ -34,7 +34,7 @@ def plot(options: argparse.Namespace) -> int:
 
     _make_importable(options)
     printed.print_study(Console(), options.folder, mix_code=options.mix_code, unfinished=options.unfinished,
-                       cells=options.cells, trust=options.trust)
+                       everything=options.all, trust=options.trust)
     return 0
 
 

@@ -57,11 +57,12 @@ def print_plan(console: Console, study: Study, planned: Sequence[Planned], jobs:
 
 
 def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfinished: bool = False,
-                cells: bool = False, only: Sequence[Path] | None = None, trust: bool = False) -> None:
-    """The tables of a study and its figures; with `cells`, those of every combination of factors too. `only` restricts
-    it to some runs. Code that the folder names is run only with `trust`: see `read_declaration`."""
+                everything: bool = False, only: Sequence[Path] | None = None, trust: bool = False) -> None:
+    """One table of a study, its verdict and its figures; with `everything`, all tables, and the figures of every
+    combination of factors. `only` restricts it to some runs. Code that the folder names is run only with `trust`: see
+    `read_declaration`."""
     from moe_rl.results.summary import verdict_of
-    from moe_rl.results.tables import study_tables, untrained
+    from moe_rl.results.tables import short_table, study_tables, untrained
     from moe_rl.storage.frames import load_study
 
     declared = read_declaration(folder, trust)
@@ -74,13 +75,13 @@ def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfin
     for arm, part in frames.runs.groupby("arm", sort=False):
         if arm not in names:
             say(console, ("not declared", "yellow"), f" {arm}: {len(part)} finished runs are in no table and no figure")
-    for table in study_tables(frames, declared, cells=cells):
+    for table in study_tables(frames, declared, cells=True) if everything else [short_table(frames, declared)]:
         print_table(console, table)
     for i, sentence in enumerate(verdict_of(frames, declared)):
         say(console, ("Verdict by the declared rule: " if not i else "  ", "bold"), sentence, wrap=True)
     if declared["untrusted"]:
         say(console, ("left out", "yellow"), f" {declared['untrusted']}", wrap=True)
-    draw_figures(console, frames, declared, folder / "figures", cells=cells)
+    draw_figures(console, frames, declared, folder / "figures", every=everything)
     if said := untrained(frames):
         say(console, ("Warning", "bold yellow"), f": {said}", wrap=True)
     if declared["caution"]:
@@ -98,21 +99,24 @@ def print_table(console: Console, shown: Shown) -> None:
     say(console, f"{shown.note}\n", wrap=True)
 
 
-def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path, *, cells: bool) -> None:
-    """Draw and save: once what spans all combinations of factors; the rest if there is only one, or with `cells`.
+def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path, *, every: bool) -> None:
+    """Draw and save: once what spans all combinations of factors; the rest if there is only one, or with `every`.
 
     A figure whose columns nobody measured is named and left out.
     """
     from moe_rl.results import figures, plots
 
-    for name, cell, figure in figures.draw_planned(frames, declared, every=cells):
+    saved = []
+    for name, cell, figure in figures.draw_planned(frames, declared, every=every):
         where = folder if cell in (None, "base") else folder / folder_name("factors", cell, folder)
         if isinstance(figure, RunError):
             say(console, (f"no figure {name}", "yellow"), f": {figure}", wrap=True)
         else:
-            say(console, f"figure {' '.join(map(str, plots.save(figure, where, figures.file_name(name))))}")
-    if len(frames.cells) > 1 and not cells:
-        say(console, f"{len(frames.cells)} combinations of factors, shown together; `--cells` adds each by itself")
+            saved += plots.save(figure, where, figures.file_name(name))[:1]
+    for path in saved:
+        say(console, f"figure {path} (and .svg)")
+    if not every:
+        say(console, f"every table: moe-rl plot {folder.parent} --all\na page: moe-rl report {folder.parent}")
 
 
 def by_message(failures: Sequence[Failure]) -> dict[str, list[Path]]:

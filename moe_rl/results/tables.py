@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
 from moe_rl.results.stats import Interval, interval
 from moe_rl.results.summary import (
+    FATES,
     GAINED,
     HalfLost,
     Metric,
@@ -19,6 +23,7 @@ from moe_rl.results.summary import (
     compare,
     factor_of,
     family,
+    gaps,
     half_lost_points,
     metric,
     name_of,
@@ -71,6 +76,57 @@ def study_tables(frames: Frames, declared: Mapping[str, Any], *, cells: bool = F
     for factor in dict.fromkeys(f for f in map(factor_of, declared["figures"]) if f):
         tables += half_lost_table(frames, arms, factor, endpoint, declared["comparisons"])
     return tables
+
+
+SHORT = ((metric("token_ess"), "token\nESS", ".2f"), (metric("expert_change_rate"), "experts\nchanged", ".1%"))
+"""What the short table shows beside the endpoint: metric, heading, format of the mean."""
+
+
+def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
+    """A row for each arm at each combination of factors: the endpoint, its difference from the arm that the study
+    compares with, and means of what the ratios and the routes did. Fits 80 columns."""
+    arms, endpoint = arms_of(frames, declared), metric(declared["endpoint"])
+    pairs = pairs_of(arms, declared["comparisons"])
+    base = max((b for _, b in pairs), key=[b for _, b in pairs].count, default="")
+    further = [one for one in SHORT if one[0].column in frames["steps"]]
+    fates = outcomes(frames)
+    fell, rows, used, counts = set(fates["fate"]) & {*FATES}, [], [], set()
+    for cell in frames.cells:
+        here = frames.cell(cell)
+        values = {one.column: per_run(here, one).dropna() for one in (endpoint, *(f[0] for f in further))}
+        rows += [(cell, *[""] * (2 + len(further) + bool(fell)))] if len(frames.cells) > 1 else []
+        for arm in (a for a in arms if (here.runs["arm"] == a).any()):
+            own = _of(values[endpoint.column], arm)
+            estimate = interval(own) if own else None
+            gap = gaps(here, [(arm, base)], endpoint)[arm, base] if base and arm != base else ()
+            difference = interval(gap) if len(gap) else None
+            ended = fates[(fates["arm"] == arm) & (fates["factors"] == cell)]["fate"]
+            means = [_of(values[one.column], arm) for one, _, _ in further]
+            rows.append((f"{'  ' * (len(frames.cells) > 1)}{arm}", str(estimate or "–"), str(difference or "–"),
+                         *(format(float(np.mean(v)), f[2]) if v else "–" for v, f in zip(means, further, strict=True)),
+                         *[f"{ended.isin(list(FATES)).sum()} of {len(ended)}"] * bool(fell)))
+            used += filter(None, (estimate, difference))
+            counts.add(len(own))
+    n = f"{min(counts, default=0)}" if len(counts) < 2 else f"{min(counts)} to {max(counts)}"
+    note = [f"Means over n = {n} seed{'s' * (counts != {1})}. {_methods(used)}"]
+    if noise_scale(frames) and any(one.column == "expert_change_rate" for one, _, _ in further):
+        note.append("Experts changed: of the network without the router noise.")
+    note += filter(None, (*_lengths(frames), *_dips(frames), _lost(frames, arms, declared["comparisons"], endpoint)))
+    header = ("", endpoint.name.replace(", ", ",\n"), f"difference\nfrom {base}", *(name for _, name, _ in further),
+              *["collapsed"] * bool(fell))
+    return Shown(f"{declared['name']}: {_made_of(frames)}", header, rows, " ".join(note))
+
+
+def _made_of(frames: Frames) -> str:
+    """Model, task and length of the runs."""
+    configs = [RunConfig.from_dict(json.loads(text)) for text in frames.runs.get("config", pd.Series()).unique()]
+    parts = [{one.model.name for one in configs}, {str(one.task) for one in configs},
+             {f"{one.steps} steps" for one in configs}]
+    return ", ".join(" or ".join(sorted(part)) for part in parts if part)
+
+
+def _of(values: pd.Series, arm: str) -> list[float]:
+    return values.xs(arm).to_list() if arm in values.index.get_level_values(0) else []
 
 
 def summary_table(frames: Frames, arms: Sequence[str], title: str, own: Sequence[str] = ()) -> Shown:

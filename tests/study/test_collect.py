@@ -185,8 +185,9 @@ def test_every_reading_command_takes_collected_tables(results, tmp_path, monkeyp
     results = shutil.copytree(results, tmp_path / "fake")
     run = results / "gspo" / "optimizer.lr=0.0002" / "seed=5"
     for arguments, words in (
-        (["plot", str(results)], ["gspo − grpo, optimizer.lr=0.0004", "Holm over the 3 rows", "Made-up", "--cells"]),
-        (["plot", str(results), "--cells"], ["fake, optimizer.lr=0.0002", "lasting collapses"]),
+        (["plot", str(results)], ["optimizer.lr=0.0004", "difference", "Made-up", "--all"]),
+        (["plot", str(results), "--all"], ["fake, optimizer.lr=0.0002", "lasting collapses",
+                                           "gspo − grpo, optimizer.lr=0.0004", "Holm over the 3 rows"]),
         (["runs", "list", str(results)], [f"{run}  ", "finished  12/12"]),
         (["runs", "show", str(run)], ['"mini_batches": 4', "updates: 48 rows"]),
         (["runs", "export", str(run), "--to", str(tmp_path / "csv")], ["steps.csv: 12 rows"]),
@@ -197,7 +198,7 @@ def test_every_reading_command_takes_collected_tables(results, tmp_path, monkeyp
         out = capsys.readouterr().out
         assert all(word in out for word in words), (arguments, out)
         drawn = sorted(p.name for p in (results / "figures").rglob("*.png"))
-        assert len(drawn) == 1 + 3 * 2 if "--cells" in arguments or arguments[0] != "plot" else (
+        assert len(drawn) == 1 + 3 * 2 if "--all" in arguments or arguments[0] != "plot" else (
             drawn == ["against_optimizer.lr.png"])
 
 

@@ -138,7 +138,7 @@ def test_figures_of_a_combination_that_is_a_path_are_refused(results, tmp_path, 
     for name in ("runs", "steps", "updates", "layers"):
         frame = pd.read_parquet(results / f"{name}.parquet").assign(factors="../../../../x")
         pd.concat([frame, frame.assign(factors="base")]).to_parquet(results / f"{name}.parquet")
-    assert cli.main(["plot", str(results), "--cells", "--mix-code"]) == 2
+    assert cli.main(["plot", str(results), "--all", "--mix-code"]) == 2
     assert "name of a folder" in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
