@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import pandas as pd
 from exploratory import ENDPOINTS, values
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from per_seed import RESULTS, stored
+from per_seed import stored
 from rule import Outcome, outcomes
 from volatility_dial import noise
 
@@ -82,8 +83,7 @@ class Row:
 
 
 def main() -> None:
-    print(table(), end="")
-    plots.save(draw(rows()), RESULTS / "figures", "overview")
+    plots.save(draw(rows()), Path(__file__).parent / "figures", "overview")
 
 
 @cache

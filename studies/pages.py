@@ -1,8 +1,8 @@
-"""The pages of the studies, whose numbers are printed from the tables: `python studies/pages.py` refills them.
+"""The pages of the studies and their numbers, made from the tables: `python studies/pages.py`.
 
-`README.md` and `<study>.md` are written by hand but for what stands between `<!-- printed: NAME -->` and
-`<!-- end -->`: what NAME, a study or one of LISTS, prints. A test holds the pages to that, and the numbers of the words
-around it to numbers that are printed.
+`printed/NAME.txt` is what a study's tables print. Pages are written by hand but for what stands between
+`<!-- printed: NAME -->` and `<!-- end -->`: the set-up and results of a study, or one of LISTS. A test holds both to
+the tables, and the numbers of the words to numbers that are printed.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from functools import cache
 from pathlib import Path
 
 import answers
+import overview
 import pandas as pd
 from per_seed import RESULTS, stored
 
 from moe_rl.metrics.rounding import number
 from moe_rl.results.stats import detectable, interval
-from moe_rl.results.study_page import provenance
+from moe_rl.results.study_page import card, provenance
 from moe_rl.results.summary import Metric, compare, family, metric, outcomes, per_run
 from moe_rl.storage.frames import Frames
 from moe_rl.study.declaration import read_declaration
 
 HERE = Path(__file__).parent
+PRINTED, ARCHIVE = HERE / "printed", HERE / "archive"
 BLOCK = re.compile(r"(<!-- printed: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LENGTH = 13
 """Response tokens of most studies: a product's thirteenth root is what GSPO clips."""
@@ -37,18 +39,26 @@ COMPARED = 20
 
 def pages() -> list[Path]:
     """Every page, the index first."""
-    return [HERE / "README.md", *sorted(p for p in HERE.glob("*.md") if p.name != "README.md")]
+    return sorted((*HERE.glob("*.md"), *ARCHIVE.glob("*.md")), key=lambda p: (p.parent != HERE, p.stem != "README", p))
+
+
+def names() -> list[str]:
+    """Every study with tables, and every analysis of tables of another."""
+    return sorted({folder.name for folder in RESULTS.iterdir()} | {*answers.ANSWERS})
 
 
 def refilled(text: str) -> str:
-    """A page with what its markers name printed anew."""
-    return BLOCK.sub(lambda found: found[1] + printed(found[2]) + found[3], text)
+    """A page with what its markers name made anew."""
+    return BLOCK.sub(lambda found: found[1] + block(found[2]) + found[3], text)
+
+
+def block(name: str) -> str:
+    """What stands between the markers of that name."""
+    return LISTS[name]() if name in LISTS else card(*study(name))
 
 
 def printed(name: str) -> str:
-    """What stands between the markers of that name."""
-    if name in LISTS:
-        return LISTS[name]()
+    """All that the tables of a study print."""
     out = io.StringIO()
     with redirect_stdout(out):
         if (RESULTS / name).exists():
@@ -57,7 +67,7 @@ def printed(name: str) -> str:
             answer()
         if (RESULTS / name).exists():
             answers.print_verdict(name)
-    return f"```text\n{out.getvalue().strip()}\n```\n"
+    return f"{out.getvalue().strip()}\n"
 
 
 @cache
@@ -183,7 +193,7 @@ def power() -> str:
             d = (values[a] - values[b]).dropna()
             n, sd, number = len(d), d.std(ddof=1), len(declared["comparisons"]) * len(frames.cells)
             where = f", {cell}" if len(frames.cells) > 1 else ""
-            lines.append(f"| [{folder.name}]({folder.name}.md) | {a} − {b}{where} | {n} | {sd:.2g} | "
+            lines.append(f"| {folder.name} | {a} − {b}{where} | {n} | {sd:.2g} | "
                          f"{detectable(sd, n):.2g} | {detectable(sd, n, 0.05 / number):.2g} |")
     return "\n".join(lines) + "\n"
 
@@ -202,10 +212,13 @@ SHOWN = {
 """Of studies with many cells, those that the index shows."""
 OWN_FAMILY = ("stabilisers", "lag")
 """Studies whose answers print the contrasts of their rule, which are others than those that tables and figures show."""
-LISTS: dict[str, Callable[[], str]] = {"power": power}
+LISTS: dict[str, Callable[[], str]] = {"power": power, "outcomes": overview.table}
 
 
 def main() -> None:
+    for name in names():
+        (PRINTED / f"{name}.txt").write_text(printed(name))
+    overview.main()
     for page in pages():
         page.write_text(refilled(page.read_text()))
 

@@ -56,7 +56,7 @@ def report(options: argparse.Namespace) -> int:
     _make_importable(options)
     out = options.out or options.folder / "report.html"
     write_study_page(options.folder, out, mix_code=options.mix_code, trust=options.trust)
-    print(f"{out}: open it in any browser, or print it")
+    print(f"{out}: open it in any browser, or print it\n{out.with_suffix('.md')}: set-up and results, as Markdown")
     return 0
 
 

@@ -23,8 +23,8 @@ from moe_rl.errors import RunError
 from moe_rl.registry import Component
 from moe_rl.results import figures, plots
 from moe_rl.results.rollouts import write_pages
-from moe_rl.results.summary import verdict_of
-from moe_rl.results.tables import Shown, study_tables, untrained
+from moe_rl.results.summary import Metric, compare, family, metric, verdict_of
+from moe_rl.results.tables import Shown, arms_of, study_tables, untrained
 from moe_rl.storage.frames import Frames, load_study
 from moe_rl.storage.provenance import HARDWARE
 from moe_rl.study.declaration import read_declaration
@@ -37,7 +37,8 @@ UNRECORDED = "not recorded"
 
 
 def write_study_page(folder: Path, out: Path, *, mix_code: bool = False, trust: bool = False) -> None:
-    """Write the page of the finished runs of a study, from its runs or its collected tables. Code that the folder names
+    """Write the page of the finished runs of a study, from its runs or its collected tables, and its `card` beside it
+    as Markdown. Code that the folder names
     is run only with `trust`: see `read_declaration`."""
     declared, frames = read_declaration(folder, trust), load_study(folder, mix_code=mix_code)
     texts = dict(declared) | {"comparisons": "; ".join(f"{a} − {b}" for a, b in declared["comparisons"]),
@@ -49,6 +50,46 @@ def write_study_page(folder: Path, out: Path, *, mix_code: bool = False, trust: 
         tables=study_tables(frames, declared), figures=_figures(frames, declared), settings=_settings(frames),
         rollouts=list(write_pages(frames.runs, out)), runs=_runs(frames.runs),
         versions=_versions(frames.runs), left_out=frames.left_out, folder=folder.as_posix()))
+    out.with_suffix(".md").write_text(card(frames, declared))
+
+
+def card(frames: Frames, declared: Mapping[str, Any]) -> str:
+    """What a study's page begins with, as Markdown: its set-up, and the difference of each declared comparison in the
+    primary and in every further endpoint, with its 95 % interval and its p-value after Holm."""
+    endpoints = [metric(name) for name in (declared["endpoint"], *declared["further_endpoints"])]
+    lines = ["| set-up | |", "|---|---|", *(f"| {name} | {value} |" for name, value in _set_up(frames, declared, endpoints))]
+    several, tables = len(frames.cells) > 1, [compare(frames, arms_of(frames, declared), declared["comparisons"], one,
+                                                      family(declared)) for one in endpoints]
+    if not declared["comparisons"] or not tables[0]:
+        return "\n".join(lines) + "\n"
+    header = ["difference", *["condition"] * several, "n", *(h for e in endpoints for h in (f"{e.name} [95 % CI]", "p"))]
+    lines += ["", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for row in zip(*tables, strict=True):
+        cells = [f"{row[0].a} − {row[0].b}", *[row[0].cell] * several, str(row[0].result.n)]
+        cells += [text for c in row for text in (str(c.result.difference), f"{c.p_holm:.2g}")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"p: sign flips within seeds, after Holm over the {family(declared)} comparisons of an "
+                      "endpoint."]) + "\n"
+
+
+def _set_up(frames: Frames, declared: Mapping[str, Any], endpoints: Sequence[Metric]) -> Iterable[tuple[str, str]]:
+    configs = [RunConfig.from_dict(json.loads(text)) for text in frames.runs["config"].unique()]
+    seeds = sorted(frames.runs["seed"].unique())
+    whole = len(seeds) == seeds[-1] - seeds[0] + 1 > 2
+    yield "model", _list(one.model.name for one in configs)
+    yield "task", _list(one.task for one in configs)
+    yield "length", _list(f"{one.steps} steps of {one.prompts_per_step * one.group_size} responses and "
+                          f"{one.mini_batches * one.epochs} updates" for one in configs)
+    yield "learning rate", _list(f"{one.optimizer.lr:g}" for one in configs)
+    yield "seeds", f"{len(seeds)}: {f'{seeds[0]} to {seeds[-1]}' if whole else _list(seeds)}"
+    yield "arms", _list(arms_of(frames, declared))
+    yield "endpoints", "; ".join(one.name for one in endpoints)
+    yield "compute", f"{len(frames.runs)} runs, {frames.runs['seconds'].sum() / 3600:.1f} hours of one core"
+    packages = [json.loads(text or "null") or {} for text in frames.runs["packages"].unique()]
+    yield "processor", _list(one.get("processor", UNRECORDED) for one in packages)
+    for name, values in provenance(frames.runs).items():
+        if name != "study files":
+            yield name, _list(value[:10] if name == "commit" else value for value in values)
 
 
 def _figures(frames: Frames, declared: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]:

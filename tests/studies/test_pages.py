@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
+import overview
 import pages
 import pytest
 
@@ -12,11 +13,6 @@ NUMBER = r"[-−]?(?:\d+\.\d+|\.\d+|\d+)(?:e[-−]?\d+)?"
 TRIPLE = re.compile(rf"({NUMBER})\s+(?:%\s+)?\[({NUMBER}),\s+({NUMBER})\]")
 ROUNDED = re.compile(r"(?<![\w.,/§×])([-−]?\d*\.\d+)(?![\w.]*[\d/])(?!e[-−])")
 """Numbers with a decimal point, the only ones that are looked for alone: shares, or percent."""
-
-
-def words_and_blocks(text: str) -> tuple[str, str]:
-    """A page without what is printed in it, and that alone."""
-    return pages.BLOCK.sub("", text), "\n".join(found[0] for found in pages.BLOCK.finditer(text))
 
 
 def says(value: str, percent: bool, exact: list[float]) -> bool:
@@ -29,14 +25,17 @@ def says(value: str, percent: bool, exact: list[float]) -> bool:
 
 @cache
 def everything() -> str:
-    return "\n".join(words_and_blocks(page.read_text())[1] for page in pages.pages())
+    return "\n".join([overview.table(), *(file.read_text() for file in sorted(pages.PRINTED.iterdir()))])
 
 
-@pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", pages.pages(), ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_every_interval_and_every_fraction_of_the_words_is_printed(page):
-    words, block = words_and_blocks(page.read_text())
-    block = block if page.stem != "README" else everything()
-    study = page.with_suffix(".py")
+    text = page.read_text()
+    assert pages.refilled(text) == text, "the page is not of today: make results"
+    words = pages.BLOCK.sub("", text)
+    own = pages.PRINTED / f"{page.stem}.txt"
+    block = own.read_text() if own.exists() else everything()
+    study = pages.HERE / f"{page.stem}.py"
     printed = [tuple(float(x.replace("−", "-")) for x in t) for t in TRIPLE.findall(block)]
     for found in TRIPLE.finditer(words):
         one, percent = found.groups(), "%" in found[0]
@@ -46,18 +45,12 @@ def test_every_interval_and_every_fraction_of_the_words_is_printed(page):
     missing = [value for value in ROUNDED.findall(TRIPLE.sub("", words))
                if not says(value, True, numbers) and not says(value, False, [*numbers, *declared])]
     assert not missing, missing
-    assert page.stem == "README" or f"<!-- printed: {page.stem} -->" in page.read_text()
 
 
-def test_the_index_fits_a_screen_and_names_every_page_and_study():
-    text = (pages.HERE / "README.md").read_text()
-    first = text.split("\n\n")[2].splitlines()[2:]
-    assert len(first) <= 10 and all(len(row.split("|")[2].split()) <= 12 for row in first)
-    named = set(re.findall(r"\]\((\w+)\.(?:md|py)\)", text))
+def test_the_indexes_name_every_page_and_study():
+    text = "".join((folder / "README.md").read_text() for folder in (pages.HERE, pages.ARCHIVE))
+    named = set(re.findall(r"\]\((?:archive/)?(\w+)\.(?:md|py)\)", text))
     assert {page.stem for page in pages.pages()} - {"README"} <= named
-    assert {folder.name for folder in pages.RESULTS.iterdir()} <= named
-    for path in re.findall(r"\]\((results/[^)]+)\)", text):
-        assert (pages.HERE / path).exists(), path
 
 
 def test_a_page_is_refilled_between_its_markers_alone(monkeypatch):
