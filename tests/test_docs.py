@@ -20,8 +20,8 @@ from moe_rl.study.declaration import load_study_file
 from tests.conftest import build, perturb
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "studies").rglob("*.md")), ROOT / "tests" / "benchmarks" / "README.md",
-         *sorted((ROOT / "docs").glob("*.md"))]  # fmt: skip
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "tests" / "benchmarks" / "README.md",
+         *(page for folder in ("docs", "studies") for page in sorted((ROOT / folder).rglob("*.md")))]  # fmt: skip
 README = ROOT / "README.md"
 YOURS = {"my_study.py", "mine.py", "progress.json"}
 
@@ -41,7 +41,8 @@ def test_files_and_modules_that_a_page_names_exist(page):
     text = page.read_text()
     for path in set(re.findall(r"[\w./-]*\w+\.(?:py|md|ipynb)\b", text)) - YOURS:
         beside = any((ROOT / "moe_rl").rglob(path)) if "/" not in path else False
-        assert beside or any((folder / path).exists() for folder in (page.parent, page.parent.parent, ROOT, ROOT / "moe_rl")), path
+        folders = (page.parent, page.parent.parent, ROOT, ROOT / "moe_rl")
+        assert beside or any((folder / path).exists() for folder in folders), path
     for link in re.findall(r"\]\((?!http|#)(.*?)(?:#.*?)?\)", text):
         assert (page.parent / link).exists(), link
     for name in set(re.findall(r"\bmoe_rl(?:\.\w+)+", text)):

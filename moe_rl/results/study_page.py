@@ -57,19 +57,23 @@ def card(frames: Frames, declared: Mapping[str, Any]) -> str:
     """What a study's page begins with, as Markdown: its set-up, and the difference of each declared comparison in the
     primary and in every further endpoint, with its 95 % interval and its p-value after Holm."""
     endpoints = [metric(name) for name in (declared["endpoint"], *declared["further_endpoints"])]
-    lines = ["| set-up | |", "|---|---|", *(f"| {name} | {value} |" for name, value in _set_up(frames, declared, endpoints))]
-    several, tables = len(frames.cells) > 1, [compare(frames, arms_of(frames, declared), declared["comparisons"], one,
-                                                      family(declared)) for one in endpoints]
-    if not declared["comparisons"] or not tables[0]:
-        return "\n".join(lines) + "\n"
-    header = ["difference", *["condition"] * several, "n", *(h for e in endpoints for h in (f"{e.name} [95 % CI]", "p"))]
-    lines += ["", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    for row in zip(*tables, strict=True):
-        cells = [f"{row[0].a} − {row[0].b}", *[row[0].cell] * several, str(row[0].result.n)]
-        cells += [text for c in row for text in (str(c.result.difference), f"{c.p_holm:.2g}")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"p: sign flips within seeds, after Holm over the {family(declared)} comparisons of an "
-                      "endpoint."]) + "\n"
+    arms, asked, several = arms_of(frames, declared), family(declared), len(frames.cells) > 1
+    lines = ["| set-up | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in _set_up(frames, declared, endpoints)]
+    tables = [{(c.cell, c.a, c.b): c for c in compare(frames, arms, declared["comparisons"], one, asked)}
+              for one in endpoints] if declared["comparisons"] else [{}]
+    if tables[0]:
+        header = ["difference", *["condition"] * several, "n"]
+        header += [title for one in endpoints for title in (f"{one.name} [95 % CI]", "p")]
+        lines += ["", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+        for (cell, a, b), first in tables[0].items():
+            found = [table.get((cell, a, b)) for table in tables]
+            cells = [f"{a} − {b}", *[cell] * several, str(first.result.n)]
+            cells += [text for c in found for text in (str(c.result.difference) if c else "–",
+                                                       f"{c.p_holm:.2g}" if c else "–")]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines += ["", f"p: sign flips within seeds, after Holm over the {asked} comparisons of an endpoint."]
+    return "\n".join(lines) + "\n"
 
 
 def _set_up(frames: Frames, declared: Mapping[str, Any], endpoints: Sequence[Metric]) -> Iterable[tuple[str, str]]:

@@ -90,7 +90,8 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
     base = max((b for _, b in pairs), key=[b for _, b in pairs].count, default="")
     further = [one for one in SHORT if one[0].column in frames["steps"]]
     fates = outcomes(frames)
-    fell, rows, used, counts = set(fates["fate"]) & {*FATES}, [], [], set()
+    fell, rows, counts = set(fates["fate"]) & {*FATES}, [], set()
+    used: list[Interval] = []
     for cell in frames.cells:
         here = frames.cell(cell)
         values = {one.column: per_run(here, one).dropna() for one in (endpoint, *(f[0] for f in further))}
@@ -105,7 +106,7 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
             rows.append((f"{'  ' * (len(frames.cells) > 1)}{arm}", str(estimate or "–"), str(difference or "–"),
                          *(format(float(np.mean(v)), f[2]) if v else "–" for v, f in zip(means, further, strict=True)),
                          *[f"{ended.isin(list(FATES)).sum()} of {len(ended)}"] * bool(fell)))
-            used += filter(None, (estimate, difference))
+            used += [one for one in (estimate, difference) if one]
             counts.add(len(own))
     n = f"{min(counts, default=0)}" if len(counts) < 2 else f"{min(counts)} to {max(counts)}"
     note = [f"Means over n = {n} seed{'s' * (counts != {1})}. {_methods(used)}"]

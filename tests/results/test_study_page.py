@@ -13,11 +13,15 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from moe_rl.config import Arm, RunConfig
 from moe_rl.results.printed import print_study
-from moe_rl.results.study_page import write_study_page
+from moe_rl.results.study_page import card, write_study_page
+from moe_rl.storage.frames import Frames
 from moe_rl.storage.provenance import instruction_set, processor
 from moe_rl.study.declaration import write_declaration
 from tests import fake_study
+from tests.results.test_factors import DECLARED
+from tests.results.test_summary import with_curves
 from tests.test_cli import fake_runs
 
 HOSTILE = '<script>alert("x")</script> & $100 ${title}'
@@ -141,3 +145,16 @@ def test_a_figure_of_ones_own_that_fails_is_named_and_the_rest_is_shown(tmp_path
         assert f"no figure {name}: {why}" in out.getvalue() and f"No figure {name}: {why}" in reader.text
     assert (folder / "figures/expert_change.png").exists() and reader.tags.count("img") == 1
     assert "Made-up numbers." in out.getvalue() and "Made-up numbers." in reader.text
+
+
+def test_the_card_says_what_was_run_and_every_declared_difference():
+    """Two seeds: gspo earns .1 more on each, so both sign patterns of two reach the mean: p is 2 of 4."""
+    curves = {(arm, s): [0.5 + 0.1 * (arm == "gspo") + 0.01 * s] * 8 for arm in ("grpo", "gspo") for s in (3, 4)}
+    frames, declared = with_curves(curves), DECLARED | {"comparisons": [["gspo", "grpo"]], "factors": {}}
+    config = RunConfig(arm=Arm(name="grpo"), steps=8)
+    frames = Frames(frames.runs.assign(config=json.dumps(config.to_dict()), packages="{}", git="null", declared="null",
+                                       created=None, finished_at=None, seconds=1800.0), frames.tables)
+    text = card(frames, declared)
+    assert "| gspo − grpo | 2 | 0.100 [0.100, 0.100] | 0.5 |" in text
+    assert "| seeds | 2: 3, 4 |" in text and "| compute | 4 runs, 2.0 hours of one core |" in text
+    assert "difference" not in card(frames, DECLARED)
