@@ -24,9 +24,9 @@ from per_seed import RESULTS, stored
 from moe_rl.metrics.rounding import number
 from moe_rl.results.stats import detectable, interval
 from moe_rl.results.study_page import card, provenance
-from moe_rl.results.summary import Metric, compare, family, metric, outcomes, per_run
+from moe_rl.results.summary import Metric, compare, family, metric, outcomes, per_run, verdict_of
 from moe_rl.storage.frames import Frames
-from moe_rl.study.declaration import read_declaration
+from moe_rl.study.declaration import load_study_file, read_declaration
 
 HERE = Path(__file__).parent
 PRINTED, ARCHIVE = HERE / "printed", HERE / "archive"
@@ -54,7 +54,18 @@ def refilled(text: str) -> str:
 
 def block(name: str) -> str:
     """What stands between the markers of that name."""
-    return LISTS[name]() if name in LISTS else card(*study(name))
+    if name in LISTS:
+        return LISTS[name]()
+    of = name.removesuffix("_rule")
+    return card(*study(of)) if of == name else f"{study(of)[1]['decision_rule']}\n\n{outcome(of)}"
+
+
+def outcome(name: str) -> str:
+    """What the rule of a study says of its tables, one sentence a line."""
+    frames, declared = study(name)
+    if rule := declared["verdict"] or load_study_file(str(HERE / f"{name}.py")).verdict:
+        return "".join(f"- {sentence}\n" for sentence in verdict_of(frames, declared | {"verdict": rule}))
+    return f"Its outcome is in [what the tables print](printed/{name}.txt).\n"
 
 
 def printed(name: str) -> str:
