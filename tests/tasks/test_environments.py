@@ -151,8 +151,8 @@ def test_a_class_without_reward_or_start_is_no_task():
         load_task("tests.tasks.test_environments:Turn")
 
 
-def test_the_page_of_environments_runs_as_it_stands():
-    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+def test_the_environments_of_the_page_run_as_they_stand():
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
     mine: dict = {}
     exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), mine)
     longer, down = mine["Longer"](), mine["CountingDown"]()

@@ -1,4 +1,4 @@
-"""What is right: every row of the table in docs/tasks.md; the page's file and class are a task."""
+"""What is right: every row of matching.md and of the table in docs/tasks.md; the page's file and class are a task."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from moe_rl.tasks.matching import final, matcher, pieces
 from tests.test_trainer import TINY
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+LINES = [[line for line in text.splitlines() if line.startswith(("| `exact` |", "| `math` |"))]
+         for text in (Path(__file__).with_name("matching.md").read_text(), PAGE)]  # fmt: skip
 ROWS = [[cell.replace("⏎", "\n") for cell in row] for row in re.findall(
-    r"^\| `(exact|math)` \| `(.*?)` \| `(.*?)` \| `(.*?)` \| ([01]) \|$", PAGE, re.MULTILINE)]
+    r"^\| `(exact|math)` \| `(.*?)` \| `(.*?)` \| `(.*?)` \| ([01]) \|$", "\n".join(LINES[0]), re.MULTILINE)]
 
 
-def test_every_row_of_the_table_was_read():
-    assert len(ROWS) == sum(line.startswith(("| `exact` |", "| `math` |")) for line in PAGE.splitlines()) > 50
+def test_every_row_was_read_and_those_of_the_page_are_among_them():
+    assert len(ROWS) == len(LINES[0]) > 80 and set(LINES[1]) <= set(LINES[0])
+    assert f"[{len(LINES[0]) - len(LINES[1])} more]" in PAGE
 
 
 @pytest.mark.parametrize("match, question, answer, completion, reward", ROWS)
@@ -76,7 +79,7 @@ def test_the_file_and_the_class_of_the_page_are_tasks_whose_answers_earn_one(tmp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (lines,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class Reversed" in code)
     more = [{"question": f"{n}+1=", "answer": n + 1} for n in range(20)]
     (tmp_path / "pairs.jsonl").write_text(lines + "\n".join(map(json.dumps, more)))
     (tmp_path / "page_mine.py").write_text(code)
