@@ -118,7 +118,7 @@ test-trackers: $(TRACKERS)/installed
 	$(TRACKERS)/bin/python -m pytest tests/trackers
 
 # One other version of one package, before those of the main environment; the oldest with the lower bounds of two more.
-# A torch takes 5 GB: `make test-versions VERSION=torch-2.6.0`. What passed where is in docs/versions.md.
+# A torch takes 5 GB: `make test-versions VERSION=torch-2.6.0`. What passed where is in CONTRIBUTING.md.
 $(VERSIONS)/%/installed: $(STAMP)
 	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \

@@ -9,7 +9,7 @@ from transformers.utils import is_flash_attn_2_available
 from moe_rl.routing import record_routing, replay_routing
 from tests.gpu.conftest import DEVICE, DTYPES, FAMILY, NEEDS_GPU, ROWS, TEN, TIME, family_on_device, short
 from tests.routing import test_families
-from tests.routing.test_families import (  # noqa: F401  the claims of docs/families.md, in float32 on the device
+from tests.routing.test_families import (  # noqa: F401  the claims of docs/concepts.md, in float32 on the device
     test_checkpointing_recomputes_each_micro_batch_under_its_own_routes,
     test_forced_ids_reach_the_experts_with_the_familys_own_weights_and_gradient,
     test_recording_and_replaying_its_own_routes_change_no_bit,

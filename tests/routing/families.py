@@ -1,6 +1,6 @@
 """Tiny models of every decoder MoE family of transformers that can be replayed, and the reasons for the others.
 
-`python -m tests.routing.families` prints the table in `docs/families.md`; `test_families.py` holds what it says.
+`python -m tests.routing.families` prints the tables of `docs/concepts.md`; `test_families.py` tests what they contain.
 """
 
 from __future__ import annotations
@@ -411,65 +411,42 @@ def build(family: Family, seed: int = 0):
     return model.eval()
 
 
-# ---------------------------------------------------------------------- the table
-HEADER = """\
-# Families
-
-What `record_routing` and `replay_routing` do with the decoder MoE families of transformers 5.24. Written by
-`python -m tests.routing.families`; every cell is held by `tests/routing/test_families.py`, on a tiny random model in
-float32. For every row:
-
-- recording, and replaying a model's own routes, change no bit of its logits;
-- after a weight change the recorded ids reach the experts, with the combine weights that the formula in the table
-  (written out again in the test) gives for them, and gradient reaches every router;
-- under activation checkpointing, re-entrant or not, gradients are equal bit for bit ("rounded": to 1e-6, as the
-  model's own are without any hook; "not re-entrant": that kind fails in transformers 5.24, with or without hooks);
-- generation with a KV cache from left-padded prompts records what one forward over the whole text does;
-- left- and right-padded batches have the same routes, and those of one replay in the other bit for bit;
-- all of this with every implementation of the experts that the family has on this machine: eager, grouped_mm,
-  batched_mm, and the package's own for the CPU;
-- router scores are gates, log-probabilities and margins (`record_routing(model, scores=True)`).
-
-"""
-FOOTER = """
-## Refused
-
-| family | class | reason |
-| --- | --- | --- |
-"""
-
-
+# ---------------------------------------------------------------------- the tables
 def table() -> str:
-    """The page `docs/families.md`."""
-    rows = ["| family | combine weights of the chosen experts | checkpointing | experts | scores | remarks |"]
-    rows.append("| --- | --- | --- | --- | --- | --- |")
+    """Three tables of `docs/concepts.md`: families by formula of the gate weights, exceptions, refused ones."""
+    by_formula: dict[str, list[str]] = {}
     for family in FAMILIES:
-        cells = (
-            f"`{family.model_type}`",
-            CONVENTIONS[family.formula],
-            family.checkpointing,
-            "all" if family.experts else "eager only",
-            "yes" if family.scores_since else "refused",
-            "; ".join(remarks(family)),
-        )
-        rows.append(f"| {' | '.join(cells)} |")
-    refused = [f"| `{r.package}` | `{r.class_name}` | {UNSUPPORTED[r.class_name]} |" for r in REFUSED]
-    return HEADER + "\n".join(rows) + "\n" + FOOTER + "\n".join(refused) + "\n"
+        by_formula.setdefault(CONVENTIONS[family.formula], []).append(f"`{family.model_type}`")
+    rows = ["| gate weights of the chosen experts | families |", "|---|---|"]
+    rows += [f"| {formula} | {', '.join(names)} |" for formula, names in by_formula.items()]
+    rows += ["", "| family | exception |", "|---|---|"]
+    by_remark: dict[str, list[str]] = {}
+    for family in FAMILIES:
+        if found := "; ".join(remarks(family)):
+            by_remark.setdefault(found, []).append(f"`{family.model_type}`")
+    rows += [f"| {', '.join(names)} | {remark} |" for remark, names in by_remark.items()]
+    rows += ["", "| refused | class | reason |", "|---|---|---|"]
+    rows += [f"| `{r.package}` | `{r.class_name}` | {UNSUPPORTED[r.class_name]} |" for r in REFUSED]
+    return "\n".join(rows) + "\n"
+
+
+CHECKPOINTING = {"exact": None, "rounded": "gradients under activation checkpointing are equal to 1e-6",
+                 "not re-entrant": "re-entrant activation checkpointing fails in transformers 5.24",
+                 "none": "no activation checkpointing"}  # fmt: skip
 
 
 def remarks(family: Family) -> list[str]:
-    found = []
-    if family.dispatch:
-        found.append("ids and weights seen at the router's output; the experts are not called with them")
-    if family.formula is sparsemixer:
-        found.append("no top-k: two masked maxima; eval mode only")
-    if not family.padding:
-        found.append("the model itself computes something else under left padding")
+    """What differs from the rules above the table, each a few words."""
+    found = [CHECKPOINTING[family.checkpointing]]
+    found.append(None if family.experts else "eager experts only")
+    found.append("scores are refused" if not family.scores_since else None)
+    found.append("ids and weights are read at the router's output" if family.dispatch else None)
+    found.append("two masked maxima in place of a top-k; eval mode only" if family.formula is sparsemixer else None)
+    found.append(None if family.padding else "the model itself differs under left padding")
     if family.scores_since not in (None, "0"):
-        found.append(f"scores with transformers ≥ {family.scores_since}")
-    if not family.generates:
-        found.append("an encoder: it generates nothing")
-    return found
+        found.append(f"scores need transformers ≥ {family.scores_since}")
+    found.append(None if family.generates else "an encoder: no generation")
+    return [remark for remark in found if remark]
 
 
 if __name__ == "__main__":
