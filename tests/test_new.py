@@ -16,7 +16,7 @@ from moe_rl.storage.frames import load_study
 
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "moe_rl" / "cli" / "new_study"
-PAGE = (ROOT / "docs" / "your_study.md").read_text()
+PAGE = (ROOT / "docs" / "studies.md").read_text().split("\n## ")[1]
 TINY = [word for setting in ("cold_start.target=0", "prompts_per_step=4", "eval_prompts=4", "mini_batches=2")
         for word in ("--set", setting)]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Does a clip of my own learn as GRPO does, and does replaying the routes of responses change that?"""
+"""Does my clipping rule learn as GRPO does, and does replay at response tokens change that?"""
 
 from moe_rl.config import Arm, ColdStart, Optimizer, RunConfig
 from moe_rl.registry import Component
@@ -11,10 +11,10 @@ replayed = Arm(
 )
 
 study = Study(
-    # Required: what is asked, what is expected, what is compared, and the settings that all runs share.
+    # Required: the question, the expected answer, the arms, and the settings of all runs.
     name="my_study",
-    question="Does a loss of my own learn as GRPO does, and does replay change that?",
-    hypothesis="The loss is GRPO's with one bound, so it learns alike; replay of few updates changes little.",
+    question="Does my loss learn as GRPO does, and does replay change that?",
+    hypothesis="The loss is GRPO with one bound, so both learn alike. Replay changes little in few updates.",
     arms=(grpo, mine, replayed),
     base=RunConfig(
         arm=grpo,
@@ -26,13 +26,13 @@ study = Study(
         max_new_tokens=2,
         eval_prompts=64,
         optimizer=Optimizer(lr=4e-4),
-        cold_start=ColdStart(target=0.5),  # supervised until half of the answers are right; 0: none, for a checkpoint
+        cold_start=ColdStart(target=0.5),  # supervised until half of the answers are right; 0: no warm-up
     ),
-    # The rest has defaults; these are the ones to think about before looking at a result.
+    # Optional. Decide on these before you look at a result.
     seeds=(0, 1, 2),
-    own_cold_starts=True,  # each seed starts from weights of its own: an interval is then about starts, too
+    own_cold_starts=True,  # each seed has its own initial weights: intervals include that variation
     endpoint="reward, second half",
     comparisons=(("mine", "grpo"), ("mine-replayed", "mine")),
-    decision_rule="A contrast counts when its 95 % interval, Holm-adjusted over both, leaves out 0.",
-    seconds_per_step=0.4,  # of one core, for the estimate of --dry-run
+    decision_rule="A comparison counts if its 95 % interval, Holm-adjusted over both, excludes 0.",
+    seconds_per_step=0.4,  # on one core, for the estimate of --dry-run
 )
