@@ -1,4 +1,4 @@
-"""The rules that keep the package readable: the blocks of the README's tree are the layers of imports."""
+"""The rules that keep the package readable: the blocks of the tree in docs/extending.md are the layers of imports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_rl"
-TREE = re.search(r"^moe_rl/\n((?:  .*\n|\n(?=  ))+)", (ROOT / "README.md").read_text(), re.M).group(1)
+TREE = re.search(r"^moe_rl/\n((?:  .*\n|\n(?=  ))+)", (ROOT / "docs" / "extending.md").read_text(), re.M).group(1)
 LAYERS = [[re.match(r"  (\w+)(?:/|\.py) ", line).group(1) for line in block.splitlines()]
           for block in TREE.split("\n\n")]
 ROOMS = [room for layer in LAYERS for room in layer]
@@ -47,7 +47,7 @@ FILES = {
 }
 
 
-def test_the_tree_in_the_readme_is_the_package():
+def test_the_tree_in_the_docs_is_the_package():
     entries = {p.name.removesuffix(".py") for p in PACKAGE.iterdir() if p.suffix in ("", ".py")}
     entries -= {"__pycache__", "__init__", "__main__"}
     assert set(ROOMS) == entries and len(ROOMS) == len(set(ROOMS))

@@ -197,8 +197,9 @@ def test_an_export_that_the_tracker_refuses_and_one_of_nothing_say_so(tmp_path):
 
 
 def test_the_tracker_of_the_docs_works(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs" / "trackers.md").read_text()
-    (tmp_path / "tracker_of_the_docs.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    (block,) = (one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Lines" in one)
+    (tmp_path / "tracker_of_the_docs.py").write_text(block)
     monkeypatch.syspath_prepend(tmp_path)
     root = fake_runs(tmp_path, seeds=(0,))
     assert cli.main(["runs", "export", str(root), "--to", f"tracker_of_the_docs:Lines={tmp_path / 'lines'}"]) == 0
