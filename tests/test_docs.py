@@ -22,13 +22,15 @@ from tests.conftest import build, perturb
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "tests" / "benchmarks" / "README.md",
          *(page for folder in ("docs", "studies") for page in sorted((ROOT / folder).rglob("*.md")))]  # fmt: skip
-README = ROOT / "README.md"
+README, DOCS = ROOT / "README.md", ROOT / "docs"
 YOURS = {"my_study.py", "mine.py", "progress.json"}
 
 
-def commands(page: Path) -> list[list[str]]:
-    """The arguments of every moe-rl in its blocks of commands."""
-    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)).replace("\\\n", " ")
+def commands(page: Path, sections: str = "") -> list[list[str]]:
+    """The arguments of every moe-rl in its blocks of commands, or in those of the sections of that name."""
+    texts = [page.read_text()] if not sections else re.split(r"^##+ ", page.read_text(), flags=re.MULTILINE)
+    text = "\n".join(text for text in texts if re.match(sections, text))
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
     lines = re.findall(r"^.*?(?:moe-rl|-m moe_rl) (.*)$", blocks, re.MULTILINE)
     return [shlex.split(line, comments=True) for line in lines if " | " not in line]
 
@@ -54,6 +56,12 @@ def test_files_and_modules_that_a_page_names_exist(page):
         assert not rest or re.search(rf"\b{rest[0]}\b", source), name
 
 
+def test_pages_that_help_and_errors_name_exist():
+    sources = [path.read_text() for path in (ROOT / "moe_rl").rglob("*") if path.suffix in (".py", ".toml", ".html")]
+    named = {page for text in sources for page in re.findall(r"\bdocs/\w+\.md\b", text)}
+    assert len(named) > 8 and all((ROOT / page).exists() for page in named), named
+
+
 @pytest.mark.parametrize("words", COMMANDS)
 def test_commands_are_understood_with_their_settings(words, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -66,11 +74,27 @@ def test_commands_are_understood_with_their_settings(words, monkeypatch):
     assert len(parse_settings(base, settings)) == len(settings)
 
 
-def test_the_arms_of_the_readme_can_be_made():
+def python_block(page: Path, part: str) -> str:
+    """The one block of Python on a page in which a text occurs."""
+    (block,) = (block for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) if part in block)
+    return block
+
+
+def test_the_arms_of_the_readme_are_read():
+    from moe_rl.objectives import advantage_of, objective_of
+    from moe_rl.objectives.methods import arm
+
+    table = re.search(r"^\| algorithm \| text \|\n\|.*\n((?:\|.*\n)+)", README.read_text(), re.MULTILINE).group(1)
+    found = [text for row in table.splitlines() for text in re.findall(r"`(.*?)`", row)]
+    assert all(objective_of(arm(text)) and advantage_of(arm(text)) for text in found) and len(found) > 10
+
+
+def test_the_arms_of_the_concepts_can_be_made():
     from moe_rl.objectives import advantage_of, objective_of
     from moe_rl.registry import Component
 
-    table = re.search(r"^\| arm \| settings \|\n\|.*\n((?:\|.*\n)+)", README.read_text(), re.MULTILINE).group(1)
+    page = (DOCS / "concepts.md").read_text()
+    table = re.search(r"^\| arm \| settings \|\n\|.*\n((?:\|.*\n)+)", page, re.MULTILINE).group(1)
     found = [code for row in table.splitlines() for code in re.findall(r"`(\w+=[^`]*)`", row)]
     for code in found:
         arm = eval(f"Arm(name='any', {code})", {"Arm": Arm, "Component": Component})
@@ -83,41 +107,56 @@ def test_the_first_example_of_the_readme_records_and_replays(tokens, capsys):
     names = {"model": model, "input_ids": tokens, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
     names["loss"] = lambda logits: logits.log_softmax(-1)[..., 0].mean()
     names["loss"](model(tokens).logits).backward()
-    first, second = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    exec(first, names)
-    assert 0 < float(capsys.readouterr().out) < 1, "routes have moved"
+    exec(python_block(README, "replay_routing"), names)
+    assert 0 < float(capsys.readouterr().out) < 1, "routing has changed"
+
+
+def test_the_monitor_of_the_readme_prints_a_row(tokens, capsys):
+    model = build("qwen3_moe")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    names = {"model": model, "optimizer": optimizer, "probe": {"input_ids": tokens}}
+    names["train_one_step"] = lambda: model(tokens).logits.log_softmax(-1)[..., 0].mean().backward()
+    exec(python_block(README, "moe_rl.monitor"), names)
+    assert "'expert_change_rate': " in capsys.readouterr().out
+
+
+def test_the_first_steps_record_a_change_and_replay_all_of_it(capsys):
+    exec(python_block(DOCS / "quickstart.md", "replay_routing"), {})
+    shape, change, coverage = capsys.readouterr().out.splitlines()
+    assert shape == "torch.Size([2, 8, 6, 2])" and 0 < float(change) < 1 and coverage == "1.0"
 
 
 def test_a_row_is_a_configuration(monkeypatch):
     from moe_rl.storage.frames import load_study
 
-    _, second = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     names = {"Path": lambda _: ROOT / "studies/results/routing_replay", "load_study": load_study, "json": json}
-    exec(second, names | {"RunConfig": RunConfig})
+    exec(python_block(DOCS / "studies.md", "RunConfig.from_dict"), names | {"RunConfig": RunConfig})
 
 
 ELSEWHERE = {"runs collect": "tests/study/test_collect.py", "rerun": "tests/study/test_rerun.py",
-             "new": "tests/test_new.py", "diagnose": "tests/analysis/test_diagnose.py",
-             "runs read": "tests/results/test_rollouts.py"}
-"""Who runs the commands of the README that are not run here."""
+             "new": "tests/test_new.py", "runs read": "tests/results/test_rollouts.py"}
+"""Who runs the commands that are not run here."""
+RUN_HERE = [*commands(README), *commands(DOCS / "quickstart.md"),
+            *commands(DOCS / "studies.md", "Run a study|Read the results|Read responses")]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", [pytest.param(words, id=" ".join(words)) for words in commands(README)])
-def test_a_command_of_the_readme_does_what_it_says(words, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("words", [pytest.param(w, id=" ".join(w)) for w in RUN_HERE if not YOURS & {*w}])
+def test_a_command_does_what_its_page_says(words, tmp_path, monkeypatch, capsys):
     """Long ones as a dry run, those that read a study on committed tables."""
     command = cli.command_of(words)
     if command in ELSEWHERE:
         assert json.dumps(command.split())[1:-1] in (ROOT / ELSEWHERE[command]).read_text()
         return
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(ROOT / "studies/results/routing_replay", "runs/routing_replay")
+    for folder in ("runs/routing_replay", "runs/routing_replay-quick"):
+        shutil.copytree(ROOT / "studies/results/routing_replay", folder)
     lines = (json.dumps({"question": f"{a}+{b}=", "answer": str(a + b)}) for a in range(20) for b in range(10))
     Path("pairs.jsonl").write_text("\n".join(lines))
     words = [*words, *["--dry-run"] * (words[0] == "run" and "--dry-run" not in words)]
     if words[0] in ("plot", "report"):  # as users have it, without the types that these tests check
         done = subprocess.run([sys.executable, "-m", "moe_rl", *words], env=os.environ | {"PYTHONPATH": str(ROOT)})
         written = {"plot": "figures/learning_by_cell.svg", "report": "report.html"}[words[0]]
-        assert done.returncode == 0 and (Path("runs/routing_replay") / written).exists()
+        assert done.returncode == 0 and (Path(words[1]) / written).exists()
         return
     assert cli.main(words) == 0
     said = {"run": "steps to go", "runs list": "finished", "methods": "source:"}
