@@ -267,7 +267,7 @@ class Optimizer(Settings):
 
 
 class Measure(Settings):
-    """The measuring budget (see "What is measured" in the README)."""
+    """The measuring budget (docs/concepts.md, "Measure")."""
 
     responses: Count = 32
     """Responses per step on which quantities that need an extra forward are measured."""
@@ -350,7 +350,7 @@ class RunConfig(Settings):
     router_noise: InstanceOf[RouterNoise] = Field(default_factory=RouterNoise)
     policy: Called = Component("hf")
     """What scores and updates: `hf`; on several processes `fsdp` (hf cut by FSDP2) or `megatron(tp=2)`
-    (Megatron-core); `pkg.module:name`. Their options are in docs/extend.md."""
+    (Megatron-core); `pkg.module:name`. docs/extending.md has the signature of your own."""
     engine: Called = Component("hf")
     """What draws the rollouts: `hf` (by default the policy's own module, so that engine and policy agree to float
     rounding), `perturbed(dtype=bfloat16)`, `vllm`, `server(url='http://…')`, `pkg.module:name`."""

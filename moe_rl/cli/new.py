@@ -21,7 +21,7 @@ TEMPLATE = "my_study"
     examples="""
   moe-rl new my_study                a study, its task, loss and routing source
   cd my_study
-  moe-rl run my_study.py --quick     it runs as it is: docs/your_study.md""",
+  moe-rl run my_study.py --quick     it runs as it is: docs/studies.md""",
 )
 def new(options: argparse.Namespace) -> int:
     """Write the folder. Nothing that is there is touched."""

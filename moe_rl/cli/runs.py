@@ -94,7 +94,7 @@ def show(options: argparse.Namespace) -> int:
   moe-rl runs read runs/x/gspo/base/seed=0 --sort ratio --best 3 --step 50:100
   moe-rl runs read runs/x/gspo/base/seed=0 --page read.html
 a run that goes on shows what it has committed. What is kept, and what the
-marks mean: docs/reading_rollouts.md""",
+marks mean: docs/studies.md""",
 )
 def read(options: argparse.Namespace) -> int:
     """Print rollouts, or write their page."""

@@ -192,7 +192,7 @@ def lagged(*, lag: int, mode: str = "fixed", partial_tokens: int | None = None, 
 @checked(_check)
 def dynamic(*, refills: int) -> Queue:
     """The batch source `dynamic`, dynamic sampling: how often groups whose rewards are all equal are exchanged for
-    those of new prompts before a batch is trained on. What it cost is in the columns `drawn_*`."""
+    those of new prompts before a batch is trained on. What it cost is in the columns `sampled_*`."""
     return Queue(refills=refills)
 
 
