@@ -84,11 +84,13 @@ SHORT = ((metric("token_ess"), "token\nESS", ".2f"), (metric("expert_change_rate
 
 def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
     """A row for each arm at each combination of factors: the endpoint, its difference from the arm that the study
-    compares with, and means of what the ratios and the routes did. Fits 80 columns."""
+    compares with, and means of what the ratios and the routes did and of the study's own metrics."""
     arms, endpoint = arms_of(frames, declared), metric(declared["endpoint"])
     pairs = pairs_of(arms, declared["comparisons"])
     base = max((b for _, b in pairs), key=[b for _, b in pairs].count, default="")
-    further = [one for one in SHORT if one[0].column in frames["steps"]]
+    shown = {one[0].column for one in SHORT}
+    own = [(one, one.name, ".3g") for one in map(metric, declared["metrics"]) if one.column not in shown]
+    further = [one for one in SHORT if one[0].column in frames["steps"]] + own
     fates = outcomes(frames)
     fell, rows, counts = set(fates["fate"]) & {*FATES}, [], set()
     used: list[Interval] = []
@@ -97,8 +99,8 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
         values = {one.column: per_run(here, one).dropna() for one in (endpoint, *(f[0] for f in further))}
         rows += [(cell, *[""] * (2 + len(further) + bool(fell)))] if len(frames.cells) > 1 else []
         for arm in (a for a in arms if (here.runs["arm"] == a).any()):
-            own = _of(values[endpoint.column], arm)
-            estimate = interval(own) if own else None
+            seeds = _of(values[endpoint.column], arm)
+            estimate = interval(seeds) if seeds else None
             gap = gaps(here, [(arm, base)], endpoint)[arm, base] if base and arm != base else ()
             difference = interval(gap) if len(gap) else None
             ended = fates[(fates["arm"] == arm) & (fates["factors"] == cell)]["fate"]
@@ -107,7 +109,7 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
                          *(format(float(np.mean(v)), f[2]) if v else "–" for v, f in zip(means, further, strict=True)),
                          *[f"{ended.isin(list(FATES)).sum()} of {len(ended)}"] * bool(fell)))
             used += [one for one in (estimate, difference) if one]
-            counts.add(len(own))
+            counts.add(len(seeds))
     n = f"{min(counts, default=0)}" if len(counts) < 2 else f"{min(counts)} to {max(counts)}"
     note = [f"Means over n = {n} seed{'s' * (counts != {1})}. {_methods(used)}"]
     if noise_scale(frames) and any(one.column == "expert_change_rate" for one, _, _ in further):
