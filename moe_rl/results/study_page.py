@@ -72,7 +72,7 @@ def card(frames: Frames, declared: Mapping[str, Any]) -> str:
             cells += [text for c in found for text in (str(c.result.difference) if c else "–",
                                                        f"{c.p_holm:.2g}" if c else "–")]
             lines.append(f"| {' | '.join(cells)} |")
-        lines += ["", f"p: sign flips within seeds, after Holm over the {asked} comparisons of an endpoint."]
+        lines += ["", f"p: permutations of signs within seeds, after Holm over the {asked} comparisons of an endpoint."]
     return "\n".join(lines) + "\n"
 
 
