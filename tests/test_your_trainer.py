@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,8 +16,10 @@ from tests.conftest import build
 PAGE = Path(__file__).parents[1] / "docs" / "your_trainer.md"
 
 
-def blocks():
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def block(part):
+    """The one block of the page in which a text occurs."""
+    (found,) = (b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if part in b)
+    return found
 
 
 def setting(checkpointing=False):
@@ -44,7 +47,7 @@ def test_the_plain_loop_replays_and_measures(capsys):
         used.append((torch.is_grad_enabled(), args[1].clone()))
 
     names["model"].model.layers[1].mlp.experts.register_forward_pre_hook(see)
-    exec(blocks()[1], names)
+    exec(block("ratio_statistics"), names)
     (_, old), (_, first), (_, second), (_, new) = used
     assert [graded for graded, _ in used] == [False, True, True, False]
     old, new = (ids.view(8, 11, -1) for ids in (old, new))
@@ -62,16 +65,16 @@ def test_the_plain_loop_replays_and_measures(capsys):
 def test_the_plain_loop_gives_the_same_weights_under_activation_checkpointing(capsys):
     plain, checkpointed = setting(), setting(checkpointing=True)
     for names in (plain, checkpointed):
-        exec(blocks()[1], names)
+        exec(block("ratio_statistics"), names)
     for a, b in zip(plain["model"].parameters(), checkpointed["model"].parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 def test_the_arms_of_the_page_are_computed_as_it_says(capsys):
     names = setting()
-    exec(blocks()[1], names)
+    exec(block("ratio_statistics"), names)
     names |= {"rewards": torch.tensor([1.0, 0.0] * 4), "engine_logprobs": names["old_logprobs"] - 0.01}
-    exec(blocks()[2], names)
+    exec(block("correction_weights"), names)
     made, decides = names["made"], names["decides"]
     assert set(made[decides].tolist()) == {0.5, -0.5} and not made[~decides].any()
     assert torch.allclose(names["factors"][decides], torch.tensor(0.01).exp())
@@ -87,10 +90,22 @@ def test_routes_that_an_engine_recorded_become_the_trace_that_the_model_recorded
     routes = recording.trace(names["inputs"], names["mask"])
     names["texts"] = [row[there].tolist() for row, there in zip(names["tokens"], names["attention_mask"], strict=True)]
     names["reported"] = [ids[: len(text) - 1].numpy() for ids, text in zip(routes.ids(), names["texts"], strict=True)]
-    exec(blocks()[3], names)
+    exec(block("decode_routes"), names)
     known = torch.arange(11) < names["attention_mask"].sum(1)[:, None] - 1
     assert torch.equal(names["engine_routes"].ids()[known], routes.ids()[known])
     assert float(capsys.readouterr().out) == known.sum() / names["mask"].sum()
+
+
+def test_traces_are_spliced_sharded_and_read_in_parts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = setting()
+    with torch.no_grad(), record_routing(names["model"]) as recording:
+        names["model"](input_ids=names["tokens"], attention_mask=names["attention_mask"])
+    trace = replace(recording.trace(names["tokens"], names["attention_mask"]), weight_version="7")
+    names |= {"mask": names["attention_mask"], "rank": 1, "world": 2, "other_whole": trace}
+    names |= {"first": trace, "second": trace, "third": trace, "one": trace.rows(slice(0, 4))}
+    exec(block("splice"), names | {"other": trace.rows(slice(4, 8))})
+    assert capsys.readouterr().out == "1.0 [(0, 12, '7')]\n"
 
 
 def test_without_trl_the_adapter_says_how_to_install_it():

@@ -403,8 +403,8 @@ def test_routers_that_hand_out_no_scores_still_have_a_load(tokens):
 
 
 def test_the_plain_loop_of_the_page_runs_as_it_stands(qwen, tokens, capsys):
-    page = (Path(__file__).parents[2] / "docs" / "monitor.md").read_text()
-    block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    page = (Path(__file__).parents[2] / "docs" / "your_trainer.md").read_text()
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "every=2" in b)
     assert len(block.splitlines()) <= 20
     optimizer = torch.optim.AdamW(qwen.parameters(), lr=3e-3)
     names = {"model": qwen, "optimizer": optimizer, "probe": {"input_ids": tokens, "attention_mask": MASK},

@@ -229,7 +229,7 @@ def test_the_lines_in_the_docs_run_as_they_stand(tmp_path, monkeypatch):
     small |= {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
     monkeypatch.setattr(trl, "GRPOConfig", partial(trl.GRPOConfig, **small))
     page = Path(__file__).parents[2] / "docs" / "your_trainer.md"
-    block = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[0]
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) if "GRPOConfig" in b)
     model, tokenizer = tiny()
     names = {
         "model": model,
@@ -246,7 +246,7 @@ def test_the_lines_in_the_docs_run_as_they_stand(tmp_path, monkeypatch):
 def test_the_callback_of_the_page_logs_a_probe_in_trls_own_trainer(tmp_path):
     from trl import GRPOTrainer
 
-    page = Path(__file__).parents[2] / "docs" / "monitor.md"
+    page = Path(__file__).parents[2] / "docs" / "your_trainer.md"
     (block,) = (b for b in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) if "MonitorCallback" in b)
     trainer = make(GRPOTrainer, tmp_path, max_steps=2, router_aux_loss_coef=0.0)
     exec(block, {"trainer": trainer, "probe": {"input_ids": torch.arange(3, 43).view(4, 10)}})
