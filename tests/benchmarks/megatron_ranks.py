@@ -1,4 +1,4 @@
-"""What a rank of Megatron-core holds and what reaches it, beside the formulas of docs/multi_node.md.
+"""What a rank of Megatron-core holds and what reaches it, beside the formulas of docs/distributed.md.
 
     python -m tests.benchmarks.megatron_ranks --ranks 2             # every layout of two CPU ranks, fp32, gloo
     python -m tests.benchmarks.megatron_ranks --ranks 4 --family deepseek_v3
@@ -116,7 +116,7 @@ def one(rank: int, name: str, family: str) -> None:
 
 
 def held_parameters(experts: float, rest: float, p: Parallel, etp: int) -> float:
-    """Parameters of a rank, as docs/multi_node.md has them."""
+    """Parameters of a rank, as docs/distributed.md has them."""
     return experts / (p.pp * p.ep * etp) + rest / (p.tp * p.pp)
 
 

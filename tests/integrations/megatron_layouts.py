@@ -224,7 +224,7 @@ def require(found: dict) -> None:
 
 
 def table() -> str:
-    """What of all this is tested, as docs/megatron.md has it."""
+    """What of all this is tested, as docs/distributed.md has it."""
     columns = ["one process", *LAYOUTS]
     ran = {(name.replace("moonlight", "deepseek_v3"), "one process") for name in FAMILIES}
     ran |= {("qwen3_moe", name) for name in LAYOUTS} | {(name.split()[0], where) for name, where in ON_RANKS.items()}

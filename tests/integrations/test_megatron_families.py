@@ -47,8 +47,8 @@ def test_a_family_scores_replays_and_learns_as_the_hugging_face_policy(family):
 
 
 def test_the_table_of_families_and_layouts_is_current():
-    page = Path(__file__).parents[2] / "docs" / "megatron.md"
-    assert table() in page.read_text(), f"docs/megatron.md needs:\n{table()}"
+    page = Path(__file__).parents[2] / "docs" / "distributed.md"
+    assert table() in page.read_text(), f"docs/distributed.md needs:\n{table()}"
 
 
 def test_megatrons_own_balancing_would_depend_on_how_a_batch_is_cut(monkeypatch):
