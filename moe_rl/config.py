@@ -490,7 +490,7 @@ class Pretraining(Settings):
 
 
 SHIPPED = {"qwen3_moe-fine-pretrained": Path(__file__).parent / "models/pretrained"}
-"""Checkpoints that come with the package: docs/pretraining.md."""
+"""Checkpoints that come with the package: docs/checkpoints.md."""
 
 
 def folder_of(checkpoint: str) -> Path:

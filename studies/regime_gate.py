@@ -1,7 +1,7 @@
 """Has a pretrained, fine-grained MoE a natural regime in which replay has something to remove? The gate, on pilots.
 
 The policy is `qwen3_moe-fine-pretrained`, which comes with the package: 12 layers of 64 narrow experts, top-8, routers
-whose load has settled (docs/pretraining.md). It adds 48 digits modulo 10, right in 99.6 % of held-out prompts, and by
+whose load has settled (docs/checkpoints.md). It adds 48 digits modulo 10, right in 99.6 % of held-out prompts, and by
 their positions: of 49 to 56 digits none is right, after 200 steps of a cold start on 56 neither. So the task is another
 addition of as many digits, and its cold start slow: at the default rate success jumps from below 35 to 81 %.
 """

@@ -168,7 +168,8 @@ def test_the_page_of_a_response_reads_what_the_documented_block_writes(tokens, t
     from moe_rl.routing import RoutingTrace
 
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/volatility.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs/checkpoints.md").read_text()
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "record_routing" in b)
     mask = torch.ones_like(tokens).bool()
     names = {"model": build("qwen3_moe"), "tokens": tokens, "attention_mask": mask,
              "response_mask": torch.arange(tokens.shape[1]).expand_as(tokens) >= 4}

@@ -138,7 +138,7 @@ def evaluate(options: argparse.Namespace) -> int:
   moe-rl checkpoint view before.safetensors after.safetensors --row 3 \\
       --tokenizer sft/ --out changes.html
 trace files come from `moe-rl checkpoint compare --traces`, or from
-RoutingTrace.save: docs/volatility.md.""",
+RoutingTrace.save: docs/checkpoints.md.""",
 )
 def view(options: argparse.Namespace) -> int:
     """Write the page."""

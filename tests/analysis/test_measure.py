@@ -469,7 +469,7 @@ def test_code_of_a_checkpoint_runs_only_on_request(there, tmp_path, capsys):
 
 
 def test_the_documentation_names_every_table_and_metric(frames):
-    page = (Path(__file__).parents[2] / "docs" / "volatility.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     columns = (c for f in ("positions", "experts", "pairs", "responses") for c in frames[f])
     for name in (*frames, *METRICS, *RATIOS, *columns):
         assert f"`{name}`" in page or name in ("site", "layer", "expert", "position", "line"), name
