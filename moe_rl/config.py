@@ -283,10 +283,10 @@ class Measure(Settings):
 
 
 class RouterNoise(Settings):
-    """Volatility as an assigned dose (see `routing.router_noise`): in the j-th of N updates of a step the routers are
-    moved by scale · (j − 1)/(N − 1) of their standard deviation along one direction, by default a random one, the same
-    within a step and for all arms of a seed. N counts the updates of all epochs. Ratios start at 1 and drift as real
-    drift does, coherently within a step."""
+    """Router noise with an assigned scale (see `routing.router_noise`). In the j-th of N updates of a step the routers
+    are moved by scale · (j − 1)/(N − 1) of their standard deviation. They move along one direction, by default a random
+    one, the same within a step and for all arms of a seed. N counts the updates of all epochs. Ratios start at 1 and
+    drift coherently within a step, as in training."""
 
     scale: Deviation = 0.0
     """In standard deviations of each router's weights; 0 turns it off."""

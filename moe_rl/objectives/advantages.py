@@ -165,7 +165,7 @@ def advantage_of(arm: Arm) -> Advantage:
 
 # ---------------------------------------------------------------------- one value per row
 def group(x: AdvantageInputs) -> Values:
-    """(r_i - mean) / std over the rows of equal `prompt`; no unit: `normalized` as it is by default.
+    """(r_i - mean) / std over the rows of equal `prompt`: `normalized` with its defaults.
 
     GSPO, arXiv 2507.18071, eq. 7. The paper does not say which deviation its std is; this is the sample one (n - 1), as
     in verl and TRL, so that advantages compare with theirs (the population one would be larger by sqrt(n/(n-1)),
@@ -179,9 +179,9 @@ def group(x: AdvantageInputs) -> Values:
 
 
 def normalized(x: AdvantageInputs, *, center: str = "group", scale: str = "group", eps: float = 0.0) -> Values:
-    """(r − center) / (scale + eps): mean and sample deviation of the group, the batch, all batches so far ("running",
-    Welford, this one included), or "none"; ROLL's `norm_mean_type` × `norm_std_type`.
+    """(r − center) / (scale + eps): mean and sample deviation of the group, the batch, "running", or "none".
 
+    "running": all batches so far, this one included (Welford). ROLL's `norm_mean_type` × `norm_std_type`.
     scale="none" is the advantage of Dr. GRPO (arXiv 2503.20783), scale="batch" TRL's `scale_rewards="batch"`. Of values
     that differ by at most `EQUAL` the deviation is 0 and each is its own mean; 0 where scale + eps is.
     """
@@ -199,21 +199,21 @@ def normalized(x: AdvantageInputs, *, center: str = "group", scale: str = "group
 
 
 def leave_one_out(x: AdvantageInputs) -> Values:
-    """r − mean of the others of its group = n/(n − 1) · (r − mean): RLOO, arXiv 2402.14740. 0 in a group of one."""
+    """n/(n−1)·(r − mean) = r − mean of the others of the group (RLOO). 0 in a group of one."""
     values = _per_row(x, "leave_one_out")
     n = (x.prompt[:, None] == x.prompt).sum(1)
     return ((values - _moments(values, x.prompt)[0]) * n / (n - 1).clamp(min=1)).to(x.values.dtype)
 
 
 def opo(x: AdvantageInputs) -> Values:
-    """r − Σ |y|·r / Σ |y| over its group: OPO's optimal baseline, arXiv 2505.23585. Equal lengths: Dr. GRPO's."""
+    """r − Σ |y|·r / Σ |y| over the group (OPO, arXiv 2505.23585). Equal lengths: Dr. GRPO's."""
     values, lengths = _per_row(x, "opo"), x.mask.sum(1).double()
     same = (x.prompt[:, None] == x.prompt).double()
     return (values - same @ (lengths * values) / (same @ lengths).clamp(min=1)).to(x.values.dtype)
 
 
 def overlong(x: AdvantageInputs, *, limit: int, buffer: int) -> Values:
-    """r + min(0, max(−1, (limit − buffer − |y|) / buffer)): DAPO's soft punishment, arXiv 2503.14476, eq. 13.
+    """r + min(0, max(−1, (limit − buffer − |y|) / buffer)) (DAPO, arXiv 2503.14476, eq. 13).
 
     In tokens; DAPO: 20480 and 4096. 0 up to limit − buffer, −1 from `limit` on. Before `group`.
     """
@@ -225,7 +225,7 @@ def overlong(x: AdvantageInputs, *, limit: int, buffer: int) -> Values:
 
 # ---------------------------------------------------------------------- per row or per token, as it comes
 def clipped(x: AdvantageInputs, *, at: float) -> Values:
-    """min(max(v, −at), at): of rewards or of advantages (ROLL's `reward_clip` 10, `advantage_clip` 2)."""
+    """min(max(v, −at), at), of rewards or advantages (ROLL's `reward_clip` 10, `advantage_clip` 2)."""
     if not at > 0:
         raise ConfigError(f"clipped(at={at:g}): values are kept within ± it, so it must be positive")
     return x.values.clamp(-at, at)
@@ -239,7 +239,7 @@ def difficulty_mask(x: AdvantageInputs, *, low: float = 0.1, high: float = 0.95)
 
 # ---------------------------------------------------------------------- per token
 def by_turn(x: AdvantageInputs, *, gamma: float = 1.0, among: str = "turn", scale: str = "group") -> Values:
-    """(G_j − mean) / std at all tokens of turn j, G_j = r_j + γ·G_{j+1}: what the turn and those after it earned.
+    """(G_j − mean) / std at all tokens of turn j, G_j = r_j + γ·G_{j+1}.
 
     Compared with the same turn of the others of its group (`among="turn"`) or with all turns of its group ("group"); a
     turn that no other reached is its own mean, so 0. γ = 1: the return to go; γ = 0: each turn for itself.
@@ -266,7 +266,7 @@ def by_turn(x: AdvantageInputs, *, gamma: float = 1.0, among: str = "turn", scal
 
 
 def whitened(x: AdvantageInputs, *, eps: float = 1e-8) -> Values:
-    """(v − mean) / sqrt(var + eps) over all response tokens, var with n − 1 (verl, ROLL's `whiten_advantages`)."""
+    """(v − mean) / sqrt(var + eps) over all response tokens. var with n − 1, as verl and ROLL's `whiten_advantages`."""
     if not eps >= 0:
         raise ConfigError(f"whitened(eps={eps:g}): it is added to a variance, so it must not be negative")
     values = _per_token(x.values).expand(x.mask.shape).double()
@@ -278,9 +278,10 @@ def whitened(x: AdvantageInputs, *, eps: float = 1e-8) -> Values:
 
 @needs("reference")
 def kl_penalty(x: AdvantageInputs, *, coef: float, estimator: str = "k1", per_token: bool = True) -> Values:
-    """r_t = 1[t last]·r − coef · k_t(π_old ‖ π_ref) per response token, for `returns`; or r − coef · Σ_t k_t per row.
+    """r_t = 1[t last]·r − coef · k_t(π_old ‖ π_ref) per token; or r − coef · Σ_t k_t per row.
 
-    KL in the reward (PPO; REINFORCE++, arXiv 2501.03262), without gradient; k is one of `terms.ESTIMATORS`, in nats.
+    For `returns`: KL in the reward (PPO; REINFORCE++, arXiv 2501.03262), without gradient; k is one of
+    `terms.ESTIMATORS`, in nats.
     """
     if estimator not in ESTIMATORS:
         unknown("estimator of a KL", estimator, ESTIMATORS)
@@ -292,14 +293,14 @@ def kl_penalty(x: AdvantageInputs, *, coef: float, estimator: str = "k1", per_to
 
 
 def turn_rewards(x: AdvantageInputs) -> Values:
-    """r_t: what each turn earned, at its last token; for `returns` and `gae`, which else have one reward, at the end of
-    the response. One turn: the same as without. The first step, since it is of the rewards as they were given."""
+    """r_t: the reward of each turn at its last token, for `returns` and `gae`. These else have one reward, at the end
+    of the response. One turn: the same as without. The first step, since it is of the rewards as they were given."""
     require_raw_rewards(x, "turn_rewards")
     return x.turn_rewards
 
 
 def returns(x: AdvantageInputs, *, gamma: float = 1.0) -> Values:
-    """G_t = r_t + γ·G_t′, t′ the next response token: the return to go; a reward per row is its last token's.
+    """G_t = r_t + γ·G_t′, t′ the next response token. A reward per row is its last token's.
 
     REINFORCE++, arXiv 2501.03262; GAE (arXiv 1506.02438) with λ = 1 and no critic. Holes in the mask are stepped over.
     """
@@ -317,12 +318,12 @@ def gae(
     critic_lr: float | None = None,
     value_clip: float = math.inf,
 ) -> Values:
-    """A_t = δ_t + γλ·A_t′, δ_t = r_t + γ·V_t′ − V_t, t′ the next response token: generalised advantage estimation.
+    """A_t = δ_t + γλ·A_t′, δ_t = r_t + γ·V_t′ − V_t, t′ the next response token.
 
-    arXiv 1506.02438, eq. 16. V_t is the critic's before token t, and 0 after the last one, be the response finished or
-    cut off; the critic learns A + V_old. Defaults are verl's; 1707.06347 has γ .99 and λ .95, ROLL λ .95. Holes in the
-    mask are stepped over, as in verl, not in ROLL and slime. A reward per row is its last token's. λ = 0: δ; λ = 1:
-    `returns` − V; V = 0: `returns` with γλ for γ.
+    Generalised advantage estimation, arXiv 1506.02438, eq. 16. V_t is the critic's before token t, and 0 after the last
+    one, be the response finished or cut off; the critic learns A + V_old. Defaults are verl's; 1707.06347 has γ .99 and
+    λ .95, ROLL λ .95. Holes in the mask are stepped over, as in verl, not in ROLL and slime. A reward per row is its
+    last token's. λ = 0: δ; λ = 1: `returns` − V; V = 0: `returns` with γλ for γ.
 
     The last two options are the critic's, which a run makes: its learning rate (None: that of the policy), and
     `value_loss`'s clip. Nothing is computed with them here.

@@ -251,7 +251,7 @@ def grpo(
 
 
 def gspo(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossOutput:
-    """One ratio per sequence: s[i] = exp(1/|y_i| Σ_t log w[i,t]); objective min(s·A, clip(s)·A).
+    """min(s·A, clip(s)·A), s[i] = exp(1/|y_i| Σ_t log w[i,t]): one ratio per sequence.
 
     GSPO, arXiv 2507.18071, eq. 6 and 8; bounds of section 5.1, chosen there for responses of thousands of tokens.
     Raises ConfigError for advantages that differ within a sequence: they need `gspo_token`.
@@ -261,7 +261,7 @@ def gspo(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> L
 
 
 def gspo_token(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossOutput:
-    """GSPO with an advantage per token: s[i,t] = sg[s_i] · π_θ(y[i,t]) / sg[π_θ(y[i,t])]; min(s·A, clip(s)·A).
+    """min(s·A, clip(s)·A), s[i,t] = sg[s_i] · π_θ / sg[π_θ]: an advantage per token.
 
     GSPO, arXiv 2507.18071, eq. 14 and 15 (sg stops the gradient). Equal to `gspo` in value and gradient when a sequence
     has one advantage and equal weights.
@@ -270,7 +270,7 @@ def gspo_token(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4
 
 
 def gmpo(x: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4, level: str = "sequence") -> LossOutput:
-    """exp(1/|y_i| Σ_t κ[i,t]) · A, κ = log w, but at most clip_high where A > 0 and at least −clip_low where A < 0.
+    """exp(1/|y_i| Σ_t κ[i,t]) · A, κ = log w, ≤ clip_high for A > 0, ≥ −clip_low for A < 0.
 
     GMPO, arXiv 2507.20673, with its range, in nats: the geometric mean of clipped token ratios; a clipped token keeps
     its part in it. `level="product"`: without 1/|y_i|, an ablation of the paper. One token: GRPO clipped to
@@ -285,7 +285,7 @@ def gmpo(x: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4, level:
 
 
 def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05, level: str = "token") -> LossOutput:
-    """4/τ · σ(τ·(w − 1)) · A, τ = tau_pos where A > 0, else tau_neg: a token's gradient is w · sech²(τ(w−1)/2) · A.
+    """4/τ · σ(τ·(w − 1)) · A, τ = tau_pos for A > 0, else tau_neg. A token's gradient is w · sech²(τ(w−1)/2) · A.
 
     SAPO, arXiv 2511.20347, with its τ. Nothing is clipped: the gate closes smoothly on both sides. As τ → 0 the
     gradient is w · A. Another level of `ratios` makes, e.g., a soft GSPO.
@@ -299,7 +299,7 @@ def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05, level: s
 def crossed(
     x: LossInputs, *, weigh: str = "token", clip: str = "sequence", clip_low: float = 0.2, clip_high: float = 0.27
 ) -> LossOutput:
-    """GRPO and GSPO taken apart: a token's gradient is weight · A · ∇ log π, and 0 where it is clipped.
+    """weight · A · ∇ log π, 0 where clipped; weight and clip of token or sequence.
 
     `weigh` says which ratio is the weight: w[i,t] of the token (GSPO, arXiv 2507.18071, eq. 12), s[i] of the sequence
     (eq. 10), that of its segment, the product over the response, or none. `clip` says which of them the range bounds.
@@ -327,7 +327,7 @@ def reinforce(x: LossInputs) -> LossOutput:
 
 
 def cispo(x: LossInputs, *, clip_low: float = math.inf, clip_high: float = 4.0, mask: str = "none") -> LossOutput:
-    """sg[clip(w, 1 − clip_low, 1 + clip_high)] · A · log π, w of the token: no token loses its gradient.
+    """sg[clip(w, 1 − clip_low, 1 + clip_high)] · A · log π.
 
     CISPO, arXiv 2506.13585, eq. 4 and 5: the paper turns the lower bound off and gives no number for the upper one; 4
     is SkyRL's cap of 5. Bounds are distances from 1; TRL and ms-swift give the cap itself. `mask="unified"` takes out
@@ -341,7 +341,7 @@ def cispo(x: LossInputs, *, clip_low: float = math.inf, clip_high: float = 4.0, 
 
 
 def minirl(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.27) -> LossOutput:
-    """sg[M · w] · A · log π, M = 0 where PPO's clip takes the gradient: GRPO's gradient.
+    """sg[M · w] · A · log π, M = 0 where PPO's clip has no gradient: GRPO's gradient.
 
     MiniRL, arXiv 2512.01374, with its range. Its weight is π_θ / π_engine = w · π_old / π_engine, whose second factor
     is a correction (`truncated`, there at 5); it has no length norm, and advantages that no deviation divides.
@@ -351,7 +351,7 @@ def minirl(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.27) -> 
 
 
 def band(x: LossInputs, *, low: float = 0.5, high: float = 5.0) -> LossOutput:
-    """sg[w] · A · log π where low ≤ w ≤ high, whatever the sign of A, and nothing outside.
+    """sg[w] · A · log π for low ≤ w ≤ high, else 0.
 
     GLM-5, arXiv 2602.15763, against the engine (`anchor="engine"`); the band is IcePop's (arXiv 2510.18855), which is
     one of π_old / π_engine, a correction. [0, inf]: w · A · ∇ log π.
@@ -364,7 +364,7 @@ def band(x: LossInputs, *, low: float = 0.5, high: float = 5.0) -> LossOutput:
 def dppo(
     x: LossInputs, *, kind: str = "tv", low: float | None = None, high: float | None = None, cap: float = math.inf
 ) -> LossOutput:
-    """min(w, cap) · A where the token's probability has not moved too far to the side that A pushes to, else nothing.
+    """min(w, cap) · A, 0 if the probability has moved too far in the direction of A.
 
     DPPO, arXiv 2602.04879, eq. 13 and 14; the paper anchors at the engine (`anchor="engine"`). A token whose π went up
     under A > 0, or down under A < 0, is lost where the distance is > high, or > low: |π − π_old| for "tv"; for "kl"
@@ -387,7 +387,7 @@ def dppo(
 
 
 def topr(x: LossInputs, *, level: str = "product") -> LossOutput:
-    """sg[1 where A > 0, else min(w, 1)] · A · log π: what is good is imitated, what is bad tapers off.
+    """sg[1 for A > 0, else min(w, 1)] · A · log π.
 
     TOPR, arXiv 2503.14286, eq. 8, with w of the whole response; ROLL has the token's (`level="token"`). Both ask for
     the sign of the reward, this for that of A. A > 0 alone: REINFORCE; A < 0 alone, by token: CISPO within [0, 1].
@@ -399,7 +399,7 @@ def topr(x: LossInputs, *, level: str = "product") -> LossOutput:
 def vespo(
     x: LossInputs, *, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0
 ) -> LossOutput:
-    """sg[w^k · e^(λ(1 − w))] · A · log π, w the product over the response; k and λ by the sign of A.
+    """sg[w^k · e^(λ(1 − w))] · A · log π, w of the response.
 
     VESPO, arXiv 2602.10693, with TRL's defaults. The weight goes to 0 on both sides of w = 1. TRL cuts log w to
     [log 1e-8, 20] and that of tokens to ±20; here nothing is cut. k = λ = 0: REINFORCE.
@@ -418,7 +418,7 @@ def clip_cov(
     x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, share: float = 2e-4, low: float = 1.0,
     high: float = 5.0, seed: int = 0,
 ) -> LossOutput:  # fmt: skip
-    """PPO's clip without a few tokens, drawn from those that it keeps and whose covariance is in (low, high).
+    """PPO's clip without a random `share` of tokens whose covariance is in (low, high).
 
     Clip-Cov, arXiv 2505.22617: cov = (A − mean A) · (log π − mean log π), means over the mini-batch's response tokens;
     share · tokens, at least one, have neither value nor gradient, and are reported as clipped on the side their
@@ -441,7 +441,7 @@ def clip_cov(
 
 @needs("mini_batch")
 def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 0.1) -> LossOutput:
-    """w · A, without a range, − coef · |log w| at the share of tokens whose covariance (`clip_cov`) is highest.
+    """w · A, − coef · |log w| at the `share` of tokens with the highest covariance (`clip_cov`).
 
     KL-Cov, arXiv 2505.22617: at least one token; of equals the first. Defaults are verl's; SkyRL has coef 1. The
     penalty is weighed and corrected as the loss is. share or coef 0: w · A.
@@ -459,7 +459,7 @@ def sat(
     x: LossInputs, *, base: str = "grpo", clip_low: float = 0.2, clip_high: float = 0.2, quantile: float = 0.9,
     exponent: float = 2.0,
 ) -> LossOutput:  # fmt: skip
-    """PPO's clip, whose range contracts on the side to which a token is off the engine already.
+    """PPO's clip; its range contracts on the side where a token already differs from the engine.
 
     SAT, arXiv 2607.18722: d = sg[log π_θ − log π_engine], q the quantile of |d| over the mini-batch's response tokens,
     h = 1 where |d| ≤ q or q = 0, else 1 / (1 + (|d|/q)^exponent); the upper bound is 1 + clip_high · h where d > 0, the

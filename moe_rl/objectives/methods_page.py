@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moe_rl.config import Arm
 from moe_rl.objectives import methods as table
-from moe_rl.objectives.spelling import DEFAULT, FIELDS, SEVERAL, read_table
+from moe_rl.objectives.spelling import FIELDS, SEVERAL, read_table
 from moe_rl.registry import Component
 
 KINDS = {"loss": "Losses", "aggregation": "Aggregations", "correction": "Corrections", "term": "Terms",
@@ -33,7 +33,7 @@ def describe(name: str) -> list[str]:
         if value := getattr(made, field):
             uses = value if field in SEVERAL else (value,)
             lines.append(f"  {field:<12} {' + '.join(map(str, uses))}")
-    lines += ["", *_equations(made, "  {}: {}", all_components=True)]
+    lines += ["", *_equations(made)]
     if name in table.methods() or name in table.presets():
         found = table.entry(name)
         lines += ["", f"  source: {found.source}", *([f"  {found.note}"] if found.note else [])]
@@ -48,16 +48,14 @@ def row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _equations(made: Arm, form: str, *, all_components: bool) -> list[str]:
-    """A line for each component of an arm; else for those that are not an arm's own defaults, or the loss where there
-    are none."""
+def _equations(made: Arm) -> list[str]:
+    """A line for each component of an arm."""
     found: list[Component] = []
     for field in FIELDS[1:]:
         value = getattr(made, field)
-        if field != "anchor" and value and (all_components or value != getattr(DEFAULT, field)):
+        if field != "anchor" and value:
             found += value if field in SEVERAL else [value]
-    return [form.format(use.name, table.read_equation(use.name)) for use in found or [Component.of(made.loss)]
-            if use.name in table.components()]
+    return [f"  {use.name}: {table.read_equation(use.name)}" for use in found if use.name in table.components()]
 
 
 def _method_tables() -> Iterator[str]:
@@ -65,31 +63,32 @@ def _method_tables() -> Iterator[str]:
     for m in table.methods().values():
         if m.family != family:
             family = m.family
-            yield from ("", f"## {family}", "", *_head("method", "setting", "equation", "source", "remarks"))
-        equations = _equations(table.arm(m.name), "`{}`: {}", all_components=False)
+            yield from ("", f"## {family}", "", *_head("method", "setting", "source", "remarks"))
         settings = "; ".join(f"`{key}={value}`" for key, value in m.run.items())
         remarks = " ".join(filter(None, (m.note, settings)))
-        yield row(f"`{m.name}`", f"`{m.arm}`", "<br>".join(equations), m.source, remarks)
+        yield row(f"`{m.name}`", f"`{m.arm}`", m.source, remarks)
 
 
 def _preset_table() -> Iterator[str]:
-    yield from ("", "## Frameworks' defaults", "", "What a framework does where a configuration says no more than the "
-                "method, and how that is not the paper's. The differences are those of the components; the remarks are "
-                "what is no component.", "", *_head("preset", "setting", "unlike the paper", "remarks", "version"))
-    for p in _presets():
-        unlike = "" if p.name.startswith("paper:") else "<br>".join(_differences(p))
-        yield row(f"`{p.name}`", f"`{p.arm}`", unlike, p.note, p.source)
+    versions = [version for name, version in table.frameworks().items() if name != "paper"]
+    read_from = ", ".join(version.replace(", commit", "").replace(", version", "") for version in versions)
+    yield from ("", "## Defaults of other frameworks", "",
+                "`moe-rl methods trl:gspo` prints how a default differs from the paper."
+                f" Remarks name differences that no component has. Versions: {read_from}.", "",
+                *_head("preset", "setting", "remarks"))
+    yield from (row(f"`{p.name}`", f"`{p.arm}`", p.note) for p in _presets())
 
 
 def _component_tables() -> Iterator[str]:
-    yield from ("", "## Components", "", "Options and their defaults; those with … must be given.")
+    yield from ("", "## Components and their formulas", "",
+                "Options with their defaults; an option with … must be given.")
     for kind, title in KINDS.items():
-        yield from ("", f"### {title}", "", *_head("component", "what it is"))
+        yield from ("", f"### {title}", "", *_head("component", "formula"))
         yield from (row(f"`{_signature(name)}`", table.read_equation(name)) for name in table.registries()[kind])
 
 
 def _list_of_refusals() -> Iterator[str]:
-    yield from ("", "## Not here, and why", "")
+    yield from ("", "## Methods that are not available", "")
     yield from (f"- `{name}`{why.removeprefix(name)}." for name, why in table.refusals().items())
 
 
@@ -103,7 +102,7 @@ def _differences(preset: table.Method) -> list[str]:
 
 
 def _signature(name: str) -> str:
-    options = ", ".join(f"{option}={default if default is table.REQUIRED else repr(default)}"
+    options = ",".join(f"{option}={default if default is table.REQUIRED else repr(default)}"
                         for option, default in table.read_options(name).items())
     return f"{name}({options})" if options else name
 

@@ -28,13 +28,13 @@ PerToken = Float[Tensor, "batch time"]
 def rspo(
     x: LossInputs, *, base: str = "gmpo", floor: float = 0.8, options: Mapping[str, Any] | None = None
 ) -> LossOutput:
-    """Any loss, `base` with its `options`, on the ratio γ[i,t] · w[i,t]: γ = max(floor, exp(−mean over sites, mean over
-    the experts that π_old used, |log p_θ(e) − log p_old(e)|)), p over all experts; γ has no gradient.
+    """The loss `base` on the ratio γ · w, γ = sg[max(floor, exp(−mean |log p_θ(e) − log p_old(e)|))].
 
-    RSPO, arXiv 2510.23027, eq. 5 to 11: over GMPO, floor 0.8. γ is inside the ratio, before it is clipped or averaged,
-    so it moves the region: it is no correction. A floor of 1 and routers that have not moved give `base`. A fork of
-    verl takes means of exponentials, their product over sites, and masks tokens below 0.7: another weight. Raises
-    ConfigError for a floor outside [0, 1], and for a base that needs more than log-probs.
+    The mean is over sites and over the experts that π_old used, p over all experts. RSPO, arXiv 2510.23027, eq. 5 to
+    11: over GMPO, floor 0.8. `base` has `options`. γ is inside the ratio, before it is clipped or averaged, so it moves
+    the region: it is no correction. A floor of 1 and routers that have not moved give `base`. A fork of verl takes
+    means of exponentials, their product over sites, and masks tokens below 0.7: another weight. Raises ConfigError for
+    a floor outside [0, 1], and for a base that needs more than log-probs.
     """
     if not 0 <= floor <= 1:
         raise ConfigError(f"rspo(floor={floor:g}): the least factor on a ratio is from 0 (no floor) to 1 (no factor)")
@@ -61,7 +61,7 @@ def router_shift(router: RouterInputs) -> PerToken:
 
 @needs("router")
 def router_kl(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
-    """coef · Σ weights · mean over sites and experts of exp(d) − 1 − d, d = log p_old(e) − log p_θ(e), in nats.
+    """coef · Σ weights · mean over layers and experts of exp(d) − 1 − d, d = log p_old(e) − log p_θ(e), in nats.
 
     The "low_var_kl" (k3) of a fork of verl that has RSPO's weight, over the loss's tokens, with its weights. Drawn from
     p_θ its mean would be KL(p_θ ‖ p_old); over all experts alike, as there, it is a convex gap with the gradient
@@ -72,7 +72,7 @@ def router_kl(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
 
 @needs("router")
 def router_logits(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
-    """coef · Σ weights · mean over sites and experts of (z_θ(e) − z_old(e))², each router's logits z less their mean.
+    """coef · Σ weights · mean over layers and experts of (z_θ(e) − z_old(e))², logits z less their mean.
 
     A softmax does not see that mean, so it is taken off; a router that chooses by sigmoids may move it freely. No
     published method: the quadratic neighbour of `router_kl`, over the same tokens. 0 at equal routers.
@@ -82,7 +82,7 @@ def router_logits(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
 
 @needs("router")
 def z_loss(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
-    """coef · Σ over sites of the mean over tokens of (log Σ_e exp z(e))²: keeps routers' logits z small.
+    """coef · Σ over layers of the mean over tokens of (log Σ_e exp z(e))².
 
     ST-MoE, arXiv 2202.08906, eq. 5, where coef is 1e-3. As in Megatron-LM, the tokens are all real ones of the
     mini-batch, prompts included, and sites add up. 0 for logits with Σ exp z = 1.
@@ -93,8 +93,9 @@ def z_loss(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
 
 @needs("router", "load")
 def load_balance(x: LossInputs, *, coef: float, routes: str = "live") -> Float[Tensor, ""]:
-    """coef · Σ over sites of E · Σ_e f_e · P_e: f_e the share of slots that expert e fills, without gradient, P_e its
-    mean probability; coef per site at perfectly even f.
+    """coef · Σ over layers of E · Σ_e sg[f_e] · P_e, f_e the share of slots, P_e the mean probability of expert e.
+
+    It is coef per site at perfectly even f.
 
     Switch, arXiv 2101.03961, eq. 4 to 6, where coef is 1e-2; f over k slots and over the tokens of `z_loss`, as in
     Megatron-LM. transformers does not divide by k, and pools the layers before f · P. f and P are those of the whole

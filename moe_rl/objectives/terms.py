@@ -27,7 +27,7 @@ def kl(
     x: LossInputs, *, coef: float, estimator: str = "k3", against: str = "reference", ratio: bool = False,
     clamp: float = math.inf,
 ) -> Float[Tensor, ""]:  # fmt: skip
-    """coef · Σ weights · k(e), e = log q − log π_θ, q = π_ref or, by `against`, π_old: an estimate of KL(π_θ ‖ q).
+    """coef · Σ weights · k(e), e = log q − log π_θ, q = π_ref or π_old: KL(π_θ ‖ q).
 
     Its gradient per log-prob is 1 for k1 (of nothing, on average), −e for k2 (on policy, of KL(π_θ ‖ q)), 1 − exp(e)
     for k3 (of KL(q ‖ π_θ); GRPO, arXiv 2402.03300, eq. 4); k1+ and k3+ have their value and k2's gradient (verl).
@@ -66,7 +66,7 @@ def kl(
 
 @needs("entropy")
 def entropy(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
-    """−coef · Σ weights · entropy over response tokens, in nats: an entropy bonus."""
+    """−coef · Σ weights · entropy, in nats."""
     if x.entropy is None:
         raise ConfigError(f"the term entropy(coef={coef:g}) needs the entropy of every token, but there is none")
     return -coef * (x.weights * torch.where(x.mask, x.entropy, 0)).sum()

@@ -26,7 +26,7 @@ from moe_rl.registry import needs, unknown
 # (TRL, ms-swift, slime, SkyRL). At equal lengths L, without empty rows, seq_mean_token_mean = token_mean =
 # seq_mean_token_sum_norm(horizon=L).
 def seq_mean_token_mean(mask: Mask, *, rows: str = "live") -> PerToken:
-    """1 / (N·|y_i|): the mean over sequences of the mean over tokens.
+    """1 / (N·|y_i|): mean over sequences of the mean over tokens.
 
     GSPO, arXiv 2507.18071, eq. 2 and 6: 1/G Σ_i 1/|y_i| Σ_t, averaged over queries.
     """
@@ -34,17 +34,17 @@ def seq_mean_token_mean(mask: Mask, *, rows: str = "live") -> PerToken:
 
 
 def token_mean(mask: Mask) -> PerToken:
-    """1 / Σ_i |y_i|: every token alike, so that long responses weigh more (DAPO, arXiv 2503.14476, eq. 8)."""
+    """1 / Σ_i |y_i|: every token alike (DAPO, arXiv 2503.14476, eq. 8)."""
     return mask.double() / mask.sum().clamp(min=1)
 
 
 def seq_mean_token_sum(mask: Mask, *, rows: str = "live") -> PerToken:
-    """1 / N: the mean over sequences of the sum over tokens, as policy gradients are (MiniRL, arXiv 2512.01374)."""
+    """1 / N: mean over sequences of the sum over tokens (MiniRL, arXiv 2512.01374)."""
     return mask.double() / _sequences(mask, rows)
 
 
 def seq_mean_token_sum_norm(mask: Mask, *, horizon: float, rows: str = "live") -> PerToken:
-    """1 / (N·horizon): sums, over one length for all, often `max_new_tokens` (Dr. GRPO, arXiv 2503.20783). No default:
+    """1 / (N·horizon): the horizon is often `max_new_tokens` (Dr. GRPO, arXiv 2503.20783). No default:
     some peers take the width of a batch, which changes with its padding. Raises ConfigError unless 0 < horizon < ∞."""
     if not 0 < horizon < math.inf:
         raise ConfigError(f"seq_mean_token_sum_norm(horizon={horizon:g}): a number of tokens, by which sums are "
@@ -53,7 +53,7 @@ def seq_mean_token_sum_norm(mask: Mask, *, horizon: float, rows: str = "live") -
 
 
 def token_sum(mask: Mask) -> PerToken:
-    """1: the plain sum; the gradient grows with the mini-batch (verl's `token-sum`)."""
+    """1: the sum, which grows with the mini-batch (verl's `token-sum`)."""
     return mask.double()
 
 
@@ -82,7 +82,7 @@ AGGREGATIONS: dict[str, Callable[..., PerToken]] = {
 def truncated(
     x: CorrectionInputs, *, cap: float = 2.0, low: float = 0.0, level: str = "token", batch_normalized: bool = False
 ) -> PerToken:
-    """min(max(ρ, low), cap), ρ at one of `LEVELS`: truncated importance sampling.
+    """min(max(ρ, low), cap): truncated importance sampling, at one of `LEVELS`.
 
     The cap bounds the variance and biases towards 0 where the ratio exceeds it (Ionides 2008; for RL with two engines,
     Yao et al. 2025). 2 as in verl and slime; `low` as in OpenRLHF. `batch_normalized`: over its mean over the tokens of
@@ -100,7 +100,7 @@ def truncated(
 
 @needs("engine")
 def masked(x: CorrectionInputs, *, high: float, low: float = 0.0, level: str = "token") -> PerToken:
-    """ρ · 1[low ≤ ρ ≤ high]: masked importance sampling (MIS, Liu & Li 2025). IcePop, arXiv 2510.18855, has .5 and 5;
+    """ρ · 1[low ≤ ρ ≤ high]: MIS (Liu & Li 2025). IcePop, arXiv 2510.18855, has .5 and 5;
     TRL's default is masked(high=3, level="product"). Degenerate: masked(high=inf) is truncated(cap=inf)."""
     rho = _rho(x, "masked", level)
     return torch.where(_is_inside(rho, *_check_band("masked", low, high)), rho, 0)
@@ -110,7 +110,7 @@ def masked(x: CorrectionInputs, *, high: float, low: float = 0.0, level: str = "
 def rejected(
     x: CorrectionInputs, *, high: float, low: float = 0.0, statistic: str = "ratio", level: str = "geometric"
 ) -> PerToken:
-    """1[low ≤ v ≤ high]: rejection sampling, weight 1 inside a band; by default geometric (Geo-RS, Liu & Li 2025).
+    """1[low ≤ v ≤ high]: rejection sampling (Geo-RS, Liu & Li 2025).
 
     v is ρ at a level or, by `statistic`, "k2", "k3" or "abs" of KL(π_engine ‖ π_old) per token, summed (level
     "product") or averaged ("geometric", "segment"). With level="max" every token of a sequence must be inside (Trust
@@ -128,7 +128,7 @@ def rejected(
 
 @needs("engine")
 def m2po(x: CorrectionInputs, *, threshold: float = 0.04) -> PerToken:
-    """0 for the largest (log ρ)² until the mean of the others, over the mini-batch's tokens, is below the threshold.
+    """0 for the largest (log ρ)² until the mean of the others is below the threshold.
 
     M2PO, arXiv 2510.01161, of π_old as in AReaL, which keeps one token at least; equal ones go together here.
     """
@@ -141,7 +141,7 @@ def m2po(x: CorrectionInputs, *, threshold: float = 0.04) -> PerToken:
 
 @needs("engine")
 def vaco(x: CorrectionInputs, *, bound: float) -> PerToken:
-    """0 where A · log ρ > 0 in a sequence whose mean |ρ − 1| > bound, since that would take it further off.
+    """0 where A · log ρ > 0 in a sequence with mean |ρ − 1| > bound.
 
     VACO, arXiv 2603.01365, as in open-instruct at e6c3044; later it takes the total variation of probabilities.
     """
@@ -151,7 +151,7 @@ def vaco(x: CorrectionInputs, *, bound: float) -> PerToken:
 
 @needs("policy")
 def opsm(x: LossInputs, *, delta: float, against: str = "engine") -> PerToken:
-    """0 where A < 0 and 1/|y| Σ_t log(π_sampler/π_θ) > delta, else 1: off-policy sequence masking.
+    """0 where A < 0 and 1/|y| Σ_t log(π_sampler/π_θ) > delta, else 1. Off-policy sequence masking.
 
     DeepSeek-V3.2, arXiv 2512.02556, eq. 9; delta, in nats, is not published. The sampler is the engine (paper, TRL), or
     π_old with `against="old"` (ms-swift). π_θ is that of the ratio, before the update. Degenerate: delta=inf is 1.
@@ -163,7 +163,7 @@ def opsm(x: LossInputs, *, delta: float, against: str = "engine") -> PerToken:
 
 
 def finished(x: CorrectionInputs) -> PerToken:
-    """0 in responses that were cut off, else 1: as a filter, DAPO's overlong filtering (arXiv 2503.14476, sec. 3.4)."""
+    """0 in truncated responses, else 1. As a filter, DAPO's overlong filtering (arXiv 2503.14476, sec. 3.4)."""
     if x.finished is None:
         raise ConfigError("finished leaves out responses that were cut off, but which were is not given")
     return x.finished.to(x.old_logprobs.dtype)

@@ -48,17 +48,17 @@ class Natural(Protocol):
 
 
 def live(batch: Sampled, natural: Natural) -> None:
-    """No replay: every forward routes as its own weights say."""
+    """No replay: unconstrained routing."""
     return None
 
 
 def old_policy(batch: Sampled, natural: Natural) -> RoutingTrace:
-    """Routing Replay (GSPO, arXiv 2507.18071, section 5.3; "R2"): the routes of π_old in the training engine."""
+    """Routing Replay (R2): the routing of π_old in the trainer. GSPO, arXiv 2507.18071, section 5.3."""
     return natural.routes
 
 
 def rollout(batch: Sampled, natural: Natural) -> RoutingTrace:
-    """Rollout Routing Replay ("R3", arXiv 2510.11370): the routes that the inference engine used while sampling."""
+    """Rollout Routing Replay (R3): the routing of the inference engine. arXiv 2510.11370."""
     if batch.rollout_routes is None:
         raise RoutingError(
             "routes='rollout' replays the engine's routes, but the rollouts carry none. "
@@ -68,7 +68,7 @@ def rollout(batch: Sampled, natural: Natural) -> RoutingTrace:
 
 
 def shuffled(batch: Sampled, natural: Natural) -> RoutingTrace:
-    """Placebo: every response gets the routes of a response to *another prompt*, position by position.
+    """Placebo: the routing of a response to another prompt, position by position.
 
     Later positions of the same prompt would leak the sampled token. A position that the other response does not have
     routes freely. Raises RoutingError for a batch of one prompt.
@@ -86,9 +86,9 @@ def shuffled(batch: Sampled, natural: Natural) -> RoutingTrace:
 
 
 def random_sets(batch: Sampled, natural: Natural, *, seed: int = 0) -> RoutingTrace:
-    """Placebo: uniformly random distinct experts wherever the natural route is known.
+    """Placebo: uniformly random distinct experts.
 
-    Drawn from `seed` and the batch's own tokens, so that a resumed run draws the same.
+    Where the natural route is known. Drawn from `seed` and the batch's tokens, so that a resumed run draws the same.
     """
     routes = natural.routes
     generator = _generator(seed, batch)
@@ -103,9 +103,9 @@ def random_sets(batch: Sampled, natural: Natural, *, seed: int = 0) -> RoutingTr
 def under_noise(
     batch: Sampled, natural: Natural, score: Callable[..., Natural], *, sigma: float, seed: int = 0
 ) -> RoutingTrace:
-    """Placebo: routes that π_old would use with its routers moved by `sigma` standard deviations along a random
-    direction, one per step (`router_noise.Noise`): as constant as `old_policy`'s, and about the tokens, but wrong.
+    """Placebo: the routing of π_old with its routers moved by `sigma` standard deviations.
 
+    Along a random direction, one per step (`router_noise.Noise`): as constant as `old_policy`'s routing, but wrong.
     `score` is the policy's verb. Drawn from `seed` and the batch's own tokens, so that it is independent of the router
     noise. A sigma of 0 is `old_policy`. Raises ConfigError for one that is negative or infinite.
     """
@@ -116,7 +116,7 @@ def under_noise(
 
 @checked(lambda run, share, **_: _require_dose("random_share", share))
 def random_share(batch: Sampled, natural: Natural, *, share: float, seed: int = 0) -> RoutingTrace | None:
-    """A dose of Routing Replay: a random `share` of (token, site) pairs replays π_old's routes, the rest is free.
+    """Replay for a random `share` of (token, layer) pairs.
 
     A share of 1 is `old_policy`; one of 0 is `live`, and so is a draw that hits no pair. Raises ConfigError for a share
     outside [0, 1].
@@ -140,9 +140,9 @@ def by_layer(
     sites: Sequence[int] | None = None,
     base: str = "old_policy",
 ) -> RoutingTrace | None:
-    """Replay at some routing sites only, the others are free: the `first` or the `last` so many, a `share` of them
-    spread evenly over the depth, or those that `sites` numbers from 0 in forward order.
+    """Replay in some MoE layers: the `first` or `last` n, an even `share`, or those numbered in `sites`.
 
+    `sites` counts from 0 in forward order; a `share` is spread evenly over the depth; the others route freely.
     All sites are `base`, none is `live`. Raises ConfigError unless exactly one of the four is given, and in range.
     """
     count = len(natural.routes.layout.sites)
@@ -166,8 +166,7 @@ def by_layer(
 
 @needs("scores")
 def by_margin(batch: Sampled, natural: Natural, *, below: float, base: str = "old_policy") -> RoutingTrace | None:
-    """Replay only where π_old's router was undecided: (token, site) pairs whose margin, k-th minus (k+1)-th choice
-    score in the router's own units, is less than `below`.
+    """Replay where the margin of π_old's router, k-th minus (k+1)-th score, is less than `below`.
 
     below=inf is `base`, 0 is `live`. Raises ConfigError for a bound that is negative.
     """
@@ -180,8 +179,9 @@ def by_margin(batch: Sampled, natural: Natural, *, below: float, base: str = "ol
 
 @needs("scores")
 def by_probability(batch: Sampled, natural: Natural, *, below: float, base: str = "old_policy") -> RoutingTrace | None:
-    """Replay only where π_old's router spread its bets: (token, site) pairs at which the experts in use have less than
-    `below` of the probability, the softmax of the router's logits over all experts, together.
+    """Replay where the k used experts of π_old have together less than `below` of the probability.
+
+    The probability is the softmax of the router's logits over all experts.
 
     A bound above 1 is `base`, 0 is `live`. Raises ConfigError for a bound that is negative.
     """
@@ -194,10 +194,9 @@ def by_probability(batch: Sampled, natural: Natural, *, below: float, base: str 
 
 
 def soft(batch: Sampled, natural: Natural, *, ratio: float, base: str = "old_policy") -> RoutingTrace:
-    """Routes of `base` that the live router must not contradict too much: in every forward an expert stays only while
-    its live score is at least `ratio` times the weakest live top-k score; the slots of the others are filled with the
-    best of the live top-k that are not there yet.
+    """Replay of an expert while its live score is at least `ratio` times the weakest live top-k score.
 
+    In every forward; the slots of other experts are filled with the best of the live top-k that are not there yet.
     Soft replay, "extend router replay", prime-rl's pull request 2703. Scores are those the router chooses by,
     correction bias and closed groups included; where it chooses by logits, which may be negative, their softmax. Both
     sides of the ratio are scored under the rule, and activation checkpointing recomputes with the ids of its forward.
@@ -212,9 +211,9 @@ def soft(batch: Sampled, natural: Natural, *, ratio: float, base: str = "old_pol
 
 @needs("scores")
 def recall(batch: Sampled, natural: Natural, *, base: str = "old_policy") -> RoutingTrace:
-    """Ids *and* combine weights of π_old are forced, so that no gradient of the policy's loss reaches a router; of
-    `base`="rollout", those that the engine reported.
+    """Replay of ids and combine weights of π_old, or with `base="rollout"` of the engine.
 
+    No gradient of the policy's loss then reaches a router.
     "Total Router Recall", prime-rl's pull request 3523; weights are float32, as the family computes them. At π_old's
     weights it is `old_policy`, value for value. Raises RoutingError for an engine that reports no combine weights and,
     at the first forward, for families whose routers hand out something else than (logits, combine weights, ids).
@@ -233,8 +232,7 @@ def recall(batch: Sampled, natural: Natural, *, base: str = "old_policy") -> Rou
 @needs("scores")
 @checked(lambda run, share, **_: _require_dose("false_flips", share))
 def false_flips(batch: Sampled, natural: Natural, *, share: float) -> RoutingTrace:
-    """Placebo: π_old's routes, but at the `share` of (token, site) pairs with the smallest margins the weakest expert
-    gives way to the runner-up, as if the router had flipped where it is closest to flipping.
+    """Placebo: π_old's routing, with the weakest expert replaced by the next one at the `share` of smallest margins.
 
     The runner-up is the most probable expert that is not used, so families that choose by other scores (groups,
     correction biases) get a near one. A share of 0 is `old_policy`. Raises RoutingError for sites of different numbers
