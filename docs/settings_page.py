@@ -9,7 +9,7 @@ from typing import Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from moe_rl.config import Pretraining, RunConfig, Settings, group_of, plain, write_type
-from moe_rl.objectives.methods_page import row
+from moe_rl.objectives.methods_page import head, row
 from moe_rl.registry import Part
 
 INTRO = """# Settings of a run
@@ -39,7 +39,7 @@ def format_page() -> str:
 
 def _format_table(title: str, kind: type[Settings], prefix: str) -> Iterator[str]:
     yield from ("", f"## {title}", "", _join_lines(inspect.cleandoc(kind.__doc__ or "")), "",
-                "| setting | type | default | range | what it is |", "|---|---|---|---|---|")
+                *head("setting", "type", "default", "range", "what it is"))
     for name, field in kind.model_fields.items():
         yield row(f"`{prefix}{name}`", f"`{_format_type(field)}`", _format_default(field),
                   _format_range(field), _join_lines(field.description or ""))

@@ -93,14 +93,21 @@ def print_doses(cells: Mapping[str, Frames], slots: Mapping[str, int] | None = N
     print("Dose as measured, GRPO, noise included; slots are those of the network that gives the gradient:")
     for name, frames in cells.items():
         line = f"  {name}: KL k3 {interval(values(frames, 'token_kl_k3')['grpo']).printed('.3f')} nats per token"
-        updates = frames["updates"].query("arm == 'grpo'")
-        if "fresh_expert_change_rate" in updates:
-            last = updates[updates["update"] == updates["update"].max()]
-            changed = interval(last.groupby("seed")["fresh_expert_change_rate"].mean())
+        if len(by_seed := slots_changed(frames)):
+            changed = interval(by_seed)
             each = (slots or {}).get(name, SLOTS)
             line += (f"; slots changed before the last update {changed.printed('.3f')}, "
                      f"{each * changed.mean:.1f} of the {each} of a token")
         print(line)
+
+
+def slots_changed(frames: Frames) -> pd.Series:
+    """By seed, of GRPO: the share of expert slots of the network that gives the gradient that differ from π_old's when
+    the last update of a step begins, mean over all steps. Empty where that was not kept."""
+    updates, column = frames["updates"].query("arm == 'grpo'"), "fresh_expert_change_rate"
+    if column not in updates:
+        return pd.Series(dtype=float)
+    return updates[updates["update"] == updates["update"].max()].groupby("seed")[column].mean()
 
 
 # ---------------------------------------------------------------------- no router noise

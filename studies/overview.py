@@ -14,16 +14,16 @@ from functools import cache
 from pathlib import Path
 
 import pandas as pd
-from exploratory import ENDPOINTS, values
+from exploratory import ENDPOINTS, slots_changed, values
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from per_seed import stored
 from rule import Outcome, outcomes
 from volatility_dial import noise
 
+from moe_rl.objectives import methods_page
 from moe_rl.results import plots
 from moe_rl.results.summary import noises_of
-from moe_rl.storage.frames import Frames
 
 PRIMARY, SECONDARY = ENDPOINTS[2], ENDPOINTS[1]
 MARGIN = 0.02
@@ -45,10 +45,10 @@ class Place:
     replay: str = "grpo-replay"
     others: tuple[str, ...] = ()
 
-    def arms(self, table: pd.DataFrame) -> dict[str, str]:
-        """Arm → kind, of those that were run here."""
-        kinds = dict.fromkeys(self.others, "another method") or {self.replay: "replay", "gspo": "GSPO"}
-        return {arm: kind for arm, kind in kinds.items() if arm in table}
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Arm → kind; not every arm was run everywhere."""
+        return dict.fromkeys(self.others, "another method") or {self.replay: "replay", "gspo": "GSPO"}
 
 
 WEIGHTS = {s: noise("weights", s) for s in (0, 0.4, 1, 2)}
@@ -76,7 +76,6 @@ class Row:
     """A place and what the rule says of each of its arms."""
 
     place: Place
-    kinds: dict[str, str]
     found: dict[str, Outcome]
     kl: float
     slots: float | None
@@ -89,34 +88,34 @@ def main() -> None:
 @cache
 def rows() -> tuple[Row, ...]:
     """Every place; Holm over the comparisons of one study that are shown here."""
-    tables = {place: [values(frames_of(place), name) for name in (PRIMARY, SECONDARY)] for place in PLACES}
-    found: dict[tuple[Place, str], Outcome] = {}
+    found: dict[Place, dict[str, Outcome]] = {place: {} for place in PLACES}
     for study in dict.fromkeys(place.study for place in PLACES):
-        pairs = {(place, arm): tuple([t[name].dropna().to_dict() for t in tables[place]] for name in (arm, "grpo"))
-                 for place in PLACES if place.study == study for arm in place.arms(tables[place][0])}
+        pairs = {(place, arm): tuple([table[name].dropna().to_dict() for table in tables_of(study, place.cell)]
+                                     for name in (arm, "grpo"))
+                 for place in PLACES if place.study == study
+                 for arm in place.kinds if arm in tables_of(study, place.cell)[0]}
         family = outcomes({f"{place.label}: {arm} − grpo": pair for (place, arm), pair in pairs.items()}, MARGIN)
-        found |= dict(zip(pairs, family, strict=True))
-    return tuple(Row(place, place.arms(tables[place][0]), {arm: o for (p, arm), o in found.items() if p == place},
-                     *doses(frames_of(place))) for place in PLACES)
+        for (place, arm), outcome in zip(pairs, family, strict=True):
+            found[place][arm] = outcome
+    return tuple(Row(place, found[place], *doses(place.study, place.cell)) for place in PLACES)
 
 
-def frames_of(place: Place) -> Frames:
-    """The runs of a place."""
-    return stored(place.study).cell(place.cell)
+@cache
+def tables_of(study: str, cell: str) -> list[pd.DataFrame]:
+    """Seed × arm, in the primary and in the secondary endpoint."""
+    return [values(stored(study).cell(cell), name) for name in (PRIMARY, SECONDARY)]
 
 
-def doses(frames: Frames) -> tuple[float, float | None]:
+@cache
+def doses(study: str, cell: str) -> tuple[float, float | None]:
     """Of GRPO, noise included: the KL to π_old (k3, second half, nats per token; median over seeds, as k3 has a heavy
     tail), and the share of expert slots that differ from π_old's at the end of a step. None where noise was injected
     and the slots of the network that gives the ratios were not kept."""
+    frames = stored(study).cell(cell)
     noises = [one for one in noises_of(frames) if one.get("scale")]
-    slots = None
-    if not noises:
-        slots = float(values(frames, "expert_change_rate")["grpo"].mean())
-    elif (column := "fresh_expert_change_rate") in frames["updates"] and noises[0].get("applied_to") != "ratio":
-        updates = frames["updates"].query("arm == 'grpo'")
-        slots = float(updates[updates["update"] == updates["update"].max()].groupby("seed")[column].mean().mean())
-    return float(values(frames, "token_kl_k3")["grpo"].median()), slots
+    slots = slots_changed(frames) if noises else values(frames, "expert_change_rate")["grpo"]
+    kept = len(slots) and not (noises and noises[0].get("applied_to") == "ratio")
+    return float(values(frames, "token_kl_k3")["grpo"].median()), float(slots.mean()) if kept else None
 
 
 def each() -> Iterator[tuple[Row, str, Outcome]]:
@@ -128,12 +127,13 @@ def each() -> Iterator[tuple[Row, str, Outcome]]:
 
 def table() -> str:
     """Markdown: every comparison, both endpoints, and what the rule says."""
-    lines = ["| where | study | arm − GRPO | n | sampled match [95 % CI] | Holm p | greedy match [95 % CI] | rule |",
-             "|---|---|---|---|---|---|---|---|"]
-    for row, arm, one in each():
+    lines = [*methods_page.head("where", "study", "arm − GRPO", "n", "sampled match [95 % CI]", "Holm p",
+                                "greedy match [95 % CI]", "rule")]
+    for at, arm, one in each():
         first, second = (test.difference.printed(".3f") for test in (one.primary, one.secondary))
-        lines.append(f"| {row.place.band}: {row.place.label} | {row.place.study} | {arm} | {one.primary.n} | {first} | "
-                     f"{one.adjusted:.2g} | {second} | {one.said.partition(':')[0]} |")
+        lines.append(methods_page.row(
+            f"{at.place.band}: {at.place.label}", at.place.study, arm, str(one.primary.n), first,
+            f"{one.adjusted:.2g}", second, one.said.partition(":")[0]))
     return "\n".join(lines) + "\n"
 
 
@@ -163,7 +163,7 @@ def forest(ax: Axes, found: Sequence[Row], endpoint: str) -> None:
     """One endpoint: an interval per comparison, filled where the rule finds an effect."""
     for i, row in enumerate(found):
         for at, (arm, one) in enumerate(row.found.items()):
-            test, arm_of = one.primary if endpoint == PRIMARY else one.secondary, KINDS[row.kinds[arm]]
+            test, arm_of = one.primary if endpoint == PRIMARY else one.secondary, KINDS[row.place.kinds[arm]]
             colour = plots.colour_of(arm_of, [arm_of, "grpo"])
             y, d = i + 0.3 * (at - (len(row.found) - 1) / 2), test.difference
             ax.plot([d.low, d.high], [y, y], color=colour, linewidth=1.4)

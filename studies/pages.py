@@ -22,6 +22,7 @@ import pandas as pd
 from per_seed import RESULTS, stored
 
 from moe_rl.metrics.rounding import number
+from moe_rl.objectives.methods_page import head, row
 from moe_rl.results.stats import detectable, interval
 from moe_rl.results.study_page import card, provenance
 from moe_rl.results.summary import Metric, compare, family, metric, outcomes, per_run, verdict_of
@@ -191,8 +192,7 @@ def _seeds(seeds: list[int]) -> str:
 # ---------------------------------------------------------------------- lists of the index
 def power() -> str:
     """A row per contrast of the studies that compare arms: how seeds scatter, and what could have been seen."""
-    lines = ["| study | difference, in the endpoint | n | sd | seen in 4 of 5 | and after correction |",
-             "|---|---|---|---|---|---|"]
+    lines = [*head("study", "difference, in the endpoint", "n", "sd", "seen in 4 of 5", "and after correction")]
     for folder in (one for one in sorted(RESULTS.iterdir()) if one.name not in OWN_FAMILY):
         frames, declared = study(folder.name)
         cells = SHOWN.get(folder.name, frames.cells)
@@ -204,8 +204,8 @@ def power() -> str:
             d = (values[a] - values[b]).dropna()
             n, sd, number = len(d), d.std(ddof=1), len(declared["comparisons"]) * len(frames.cells)
             where = f", {cell}" if len(frames.cells) > 1 else ""
-            lines.append(f"| {folder.name} | {a} − {b}{where} | {n} | {sd:.2g} | "
-                         f"{detectable(sd, n):.2g} | {detectable(sd, n, 0.05 / number):.2g} |")
+            lines.append(row(folder.name, f"{a} − {b}{where}", str(n), f"{sd:.2g}", f"{detectable(sd, n):.2g}",
+                             f"{detectable(sd, n, 0.05 / number):.2g}"))
     return "\n".join(lines) + "\n"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from importlib.metadata import version
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when NumPy is imported
@@ -46,6 +47,12 @@ FAMILIES = {
         "first_k_dense_replace": 1, "n_shared_experts": 1,
     },
 }  # fmt: skip
+
+
+def python_block(page: str, part: str) -> str:
+    """The one block of Python in the text of a page in which `part` occurs."""
+    (block,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if part in block)
+    return block
 
 
 def build(family: str, seed: int = 0, **overrides):

@@ -185,6 +185,7 @@ def test_a_run_that_diverges_is_a_result_and_the_others_go_on(tmp_path, command,
         "grpo": "diverged", "grpo-replay": "finished", "gspo": "finished"}
     assert states["grpo"]["step"] == {"commits": at - 1, "raises": 3}[task], "up to its last commit"
     assert "the gradient norm is nan" in runs.read_manifest(tmp_path / "fake/grpo/base/seed=0")["diverged"]
+    assert "reward, " in out and "second half" in out
     assert "collapsed" in out and "1 of 1" in out, "the short table counts it"
 
 

@@ -17,7 +17,7 @@ import torch
 from moe_rl import cli
 from moe_rl.config import Arm, Pretraining, RunConfig, parse_settings
 from moe_rl.study.declaration import load_study_file
-from tests.conftest import build, perturb
+from tests.conftest import build, perturb, python_block
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "tests" / "benchmarks" / "README.md",
@@ -74,12 +74,6 @@ def test_commands_are_understood_with_their_settings(words, monkeypatch):
     assert len(parse_settings(base, settings)) == len(settings)
 
 
-def python_block(page: Path, part: str) -> str:
-    """The one block of Python on a page in which a text occurs."""
-    (block,) = (block for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) if part in block)
-    return block
-
-
 def test_the_arms_of_the_readme_are_read():
     from moe_rl.objectives import advantage_of, objective_of
     from moe_rl.objectives.methods import arm
@@ -107,7 +101,7 @@ def test_the_first_example_of_the_readme_records_and_replays(tokens, capsys):
     names = {"model": model, "input_ids": tokens, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
     names["loss"] = lambda logits: logits.log_softmax(-1)[..., 0].mean()
     names["loss"](model(tokens).logits).backward()
-    exec(python_block(README, "replay_routing"), names)
+    exec(python_block(README.read_text(), "replay_routing"), names)
     assert 0 < float(capsys.readouterr().out) < 1, "routing has changed"
 
 
@@ -116,12 +110,12 @@ def test_the_monitor_of_the_readme_prints_a_row(tokens, capsys):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     names = {"model": model, "optimizer": optimizer, "probe": {"input_ids": tokens}}
     names["train_one_step"] = lambda: model(tokens).logits.log_softmax(-1)[..., 0].mean().backward()
-    exec(python_block(README, "moe_rl.monitor"), names)
+    exec(python_block(README.read_text(), "moe_rl.monitor"), names)
     assert "'expert_change_rate': " in capsys.readouterr().out
 
 
 def test_the_first_steps_record_a_change_and_replay_all_of_it(capsys):
-    exec(python_block(DOCS / "quickstart.md", "replay_routing"), {})
+    exec(python_block((DOCS / "quickstart.md").read_text(), "replay_routing"), {})
     shape, change, coverage = capsys.readouterr().out.splitlines()
     assert shape == "torch.Size([2, 8, 6, 2])" and 0 < float(change) < 1 and coverage == "1.0"
 
@@ -130,7 +124,7 @@ def test_a_row_is_a_configuration(monkeypatch):
     from moe_rl.storage.frames import load_study
 
     names = {"Path": lambda _: ROOT / "studies/results/routing_replay", "load_study": load_study, "json": json}
-    exec(python_block(DOCS / "studies.md", "RunConfig.from_dict"), names | {"RunConfig": RunConfig})
+    exec(python_block((DOCS / "studies.md").read_text(), "RunConfig.from_dict"), names | {"RunConfig": RunConfig})
 
 
 ELSEWHERE = {"runs collect": "tests/study/test_collect.py", "rerun": "tests/study/test_rerun.py",
@@ -169,7 +163,7 @@ def test_the_page_of_a_response_reads_what_the_documented_block_writes(tokens, t
 
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/checkpoints.md").read_text()
-    (block,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "record_routing" in b)
+    block = python_block(page, "record_routing")
     mask = torch.ones_like(tokens).bool()
     names = {"model": build("qwen3_moe"), "tokens": tokens, "attention_mask": mask,
              "response_mask": torch.arange(tokens.shape[1]).expand_as(tokens) >= 4}

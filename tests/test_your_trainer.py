@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,15 +10,13 @@ from pathlib import Path
 import torch
 
 from moe_rl.routing import record_routing
-from tests.conftest import build
+from tests.conftest import build, python_block
 
 PAGE = Path(__file__).parents[1] / "docs" / "your_trainer.md"
 
 
 def block(part):
-    """The one block of the page in which a text occurs."""
-    (found,) = (b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if part in b)
-    return found
+    return python_block(PAGE.read_text(), part)
 
 
 def setting(checkpointing=False):

@@ -51,12 +51,12 @@ def plot(options: argparse.Namespace) -> int:
 )
 def report(options: argparse.Namespace) -> int:
     """Write the page of a study."""
-    from moe_rl.results.study_page import write_study_page
+    from moe_rl.results.study_page import card_file, write_study_page
 
     _make_importable(options)
     out = options.out or options.folder / "report.html"
     write_study_page(options.folder, out, mix_code=options.mix_code, trust=options.trust)
-    print(f"{out}: open it in any browser, or print it\n{out.with_suffix('.md')}: set-up and results, as Markdown")
+    print(f"{out}: open it in any browser, or print it\n{card_file(out)}: set-up and results, as Markdown")
     return 0
 
 

@@ -63,7 +63,7 @@ def _method_tables() -> Iterator[str]:
     for m in table.methods().values():
         if m.family != family:
             family = m.family
-            yield from ("", f"## {family}", "", *_head("method", "setting", "source", "remarks"))
+            yield from ("", f"## {family}", "", *head("method", "setting", "source", "remarks"))
         settings = "; ".join(f"`{key}={value}`" for key, value in m.run.items())
         remarks = " ".join(filter(None, (m.note, settings)))
         yield row(f"`{m.name}`", f"`{m.arm}`", m.source, remarks)
@@ -75,7 +75,7 @@ def _preset_table() -> Iterator[str]:
     yield from ("", "## Defaults of other frameworks", "",
                 "`moe-rl methods trl:gspo` prints how a default differs from the paper."
                 f" Remarks name differences that no component has. Versions: {read_from}.", "",
-                *_head("preset", "setting", "remarks"))
+                *head("preset", "setting", "remarks"))
     yield from (row(f"`{p.name}`", f"`{p.arm}`", p.note) for p in _presets())
 
 
@@ -83,7 +83,7 @@ def _component_tables() -> Iterator[str]:
     yield from ("", "## Components and their formulas", "",
                 "Options with their defaults; an option with … must be given.")
     for kind, title in KINDS.items():
-        yield from ("", f"### {title}", "", *_head("component", "formula"))
+        yield from ("", f"### {title}", "", *head("component", "formula"))
         yield from (row(f"`{_signature(name)}`", table.read_equation(name)) for name in table.registries()[kind])
 
 
@@ -107,5 +107,6 @@ def _signature(name: str) -> str:
     return f"{name}({options})" if options else name
 
 
-def _head(*titles: str) -> tuple[str, str]:
+def head(*titles: str) -> tuple[str, str]:
+    """The first two lines of a table in Markdown."""
     return "| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)

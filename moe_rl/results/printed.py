@@ -82,6 +82,8 @@ def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfin
     if declared["untrusted"]:
         say(console, ("left out", "yellow"), f" {declared['untrusted']}", wrap=True)
     draw_figures(console, frames, declared, folder / "figures", every=everything)
+    if not everything:
+        say(console, f"every table: moe-rl plot {folder} --all\na page: moe-rl report {folder}")
     if said := untrained(frames):
         say(console, ("Warning", "bold yellow"), f": {said}", wrap=True)
     if declared["caution"]:
@@ -106,17 +108,12 @@ def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path,
     """
     from moe_rl.results import figures, plots
 
-    saved = []
     for name, cell, figure in figures.draw_planned(frames, declared, every=every):
         where = folder if cell in (None, "base") else folder / folder_name("factors", cell, folder)
         if isinstance(figure, RunError):
             say(console, (f"no figure {name}", "yellow"), f": {figure}", wrap=True)
         else:
-            saved += plots.save(figure, where, figures.file_name(name))[:1]
-    for path in saved:
-        say(console, f"figure {path} (and .svg)")
-    if not every:
-        say(console, f"every table: moe-rl plot {folder.parent} --all\na page: moe-rl report {folder.parent}")
+            say(console, f"figure {plots.save(figure, where, figures.file_name(name))[0]} (and .svg)")
 
 
 def by_message(failures: Sequence[Failure]) -> dict[str, list[Path]]:

@@ -18,12 +18,12 @@ import matplotlib
 import pandas as pd
 from jinja2 import Environment
 
-from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
+from moe_rl.objectives.methods_page import head, row
 from moe_rl.registry import Component
 from moe_rl.results import figures, plots
 from moe_rl.results.rollouts import write_pages
-from moe_rl.results.summary import Metric, compare, family, metric, verdict_of
+from moe_rl.results.summary import Metric, compare, configs_of, family, metric, verdict_of
 from moe_rl.results.tables import Shown, arms_of, study_tables, untrained
 from moe_rl.storage.frames import Frames, load_study
 from moe_rl.storage.provenance import HARDWARE
@@ -37,9 +37,8 @@ UNRECORDED = "not recorded"
 
 
 def write_study_page(folder: Path, out: Path, *, mix_code: bool = False, trust: bool = False) -> None:
-    """Write the page of the finished runs of a study, from its runs or its collected tables, and its `card` beside it
-    as Markdown. Code that the folder names
-    is run only with `trust`: see `read_declaration`."""
+    """Write the page of the finished runs of a study, from its runs or its collected tables, and its `card` in the
+    file `card_file`. Code that the folder names is run only with `trust`: see `read_declaration`."""
     declared, frames = read_declaration(folder, trust), load_study(folder, mix_code=mix_code)
     texts = dict(declared) | {"comparisons": "; ".join(f"{a} − {b}" for a, b in declared["comparisons"]),
                               "verdict": "\n".join(verdict_of(frames, declared)), "untrained": untrained(frames)}
@@ -50,7 +49,12 @@ def write_study_page(folder: Path, out: Path, *, mix_code: bool = False, trust: 
         tables=study_tables(frames, declared), figures=_figures(frames, declared), settings=_settings(frames),
         rollouts=list(write_pages(frames.runs, out)), runs=_runs(frames.runs),
         versions=_versions(frames.runs), left_out=frames.left_out, folder=folder.as_posix()))
-    out.with_suffix(".md").write_text(card(frames, declared))
+    card_file(out).write_text(card(frames, declared))
+
+
+def card_file(out: Path) -> Path:
+    """Where the card of a page goes: beside it, `report.html.md`. So it replaces neither the page nor a `report.md`."""
+    return out.with_name(f"{out.name}.md")
 
 
 def card(frames: Frames, declared: Mapping[str, Any]) -> str:
@@ -58,26 +62,24 @@ def card(frames: Frames, declared: Mapping[str, Any]) -> str:
     primary and in every further endpoint, with its 95 % interval and its p-value after Holm."""
     endpoints = [metric(name) for name in (declared["endpoint"], *declared["further_endpoints"])]
     arms, asked, several = arms_of(frames, declared), family(declared), len(frames.cells) > 1
-    lines = ["| set-up | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in _set_up(frames, declared, endpoints)]
+    lines = [*head("set-up", ""), *(row(*pair) for pair in _set_up(frames, declared, endpoints))]
     tables = [{(c.cell, c.a, c.b): c for c in compare(frames, arms, declared["comparisons"], one, asked)}
               for one in endpoints] if declared["comparisons"] else [{}]
     if tables[0]:
-        header = ["difference", *["condition"] * several, "n"]
-        header += [title for one in endpoints for title in (f"{one.name} [95 % CI]", "p")]
-        lines += ["", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+        titles = [title for one in endpoints for title in (f"{one.name} [95 % CI]", "p")]
+        lines += ["", *head("difference", *["condition"] * several, "n", *titles)]
         for (cell, a, b), first in tables[0].items():
             found = [table.get((cell, a, b)) for table in tables]
             cells = [f"{a} − {b}", *[cell] * several, str(first.result.n)]
             cells += [text for c in found for text in (str(c.result.difference) if c else "–",
                                                        f"{c.p_holm:.2g}" if c else "–")]
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(row(*cells))
         lines += ["", f"p: permutations of signs within seeds, after Holm over the {asked} comparisons of an endpoint."]
     return "\n".join(lines) + "\n"
 
 
 def _set_up(frames: Frames, declared: Mapping[str, Any], endpoints: Sequence[Metric]) -> Iterable[tuple[str, str]]:
-    configs = [RunConfig.from_dict(json.loads(text)) for text in frames.runs["config"].unique()]
+    configs = configs_of(frames)
     seeds = sorted(frames.runs["seed"].unique())
     whole = len(seeds) == seeds[-1] - seeds[0] + 1 > 2
     yield "model", _list(one.model.name for one in configs)
@@ -110,7 +112,7 @@ def _figures(frames: Frames, declared: Mapping[str, Any]) -> Iterable[tuple[str,
 
 def _settings(frames: Frames) -> tuple[Shown, Shown]:
     """Each arm's own settings, and those of all runs; what differs between the runs of an arm shows all its values."""
-    configs = [_flat(RunConfig.from_dict(json.loads(text)).to_dict()) for text in frames.runs["config"]]
+    configs = [_flat(one.to_dict()) for one in configs_of(frames)]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     arms = dict.fromkeys(config["arm.name"] for config in configs)
     by_arm = {arm: [c for c in configs if c["arm.name"] == arm] for arm in arms}

@@ -189,6 +189,12 @@ def gaps(frames: Frames, pairs: Sequence[Sequence[str]], metric: Metric) -> dict
     return {(a, b): (by_arm.get(a, none) - by_arm.get(b, none)).dropna() for a, b in pairs}
 
 
+def configs_of(frames: Frames) -> list[RunConfig]:
+    """The different configurations of the runs; empty where the rows do not say what their runs were."""
+    texts = frames.runs["config"].unique() if "config" in frames.runs else ()
+    return [RunConfig.from_dict(json.loads(text)) for text in texts]
+
+
 def replaying(frames: Frames) -> dict[str, bool]:
     """Which arms replay; empty where the rows do not say what their runs were."""
     texts = frames.runs.drop_duplicates("arm").set_index("arm")["config"] if "config" in frames.runs else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
 from moe_rl.results.stats import Interval, interval
 from moe_rl.results.summary import (
@@ -21,6 +19,7 @@ from moe_rl.results.summary import (
     Metric,
     against,
     compare,
+    configs_of,
     factor_of,
     family,
     gaps,
@@ -98,11 +97,11 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
         here = frames.cell(cell)
         values = {one.column: per_run(here, one).dropna() for one in (endpoint, *(f[0] for f in further))}
         rows += [(cell, *[""] * (2 + len(further) + bool(fell)))] if len(frames.cells) > 1 else []
+        apart = gaps(here, [(arm, base) for arm in arms if base and arm != base], endpoint)
         for arm in (a for a in arms if (here.runs["arm"] == a).any()):
             seeds = _of(values[endpoint.column], arm)
             estimate = interval(seeds) if seeds else None
-            gap = gaps(here, [(arm, base)], endpoint)[arm, base] if base and arm != base else ()
-            difference = interval(gap) if len(gap) else None
+            difference = interval(gap) if len(gap := apart.get((arm, base), ())) else None
             ended = fates[(fates["arm"] == arm) & (fates["factors"] == cell)]["fate"]
             means = [_of(values[one.column], arm) for one, _, _ in further]
             rows.append((f"{'  ' * (len(frames.cells) > 1)}{arm}", str(estimate or "–"), str(difference or "–"),
@@ -122,7 +121,7 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
 
 def _made_of(frames: Frames) -> str:
     """Model, task and length of the runs."""
-    configs = [RunConfig.from_dict(json.loads(text)) for text in frames.runs.get("config", pd.Series()).unique()]
+    configs = configs_of(frames)
     parts = [{one.model.name for one in configs}, {str(one.task) for one in configs},
              {f"{one.steps} steps" for one in configs}]
     return ", ".join(" or ".join(sorted(part)) for part in parts if part)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_rl.objectives.methods_page import row
+from moe_rl.objectives.methods_page import head, row
 
 TABLES = {
     "steps": ("step",),
@@ -101,7 +101,7 @@ def markdown() -> str:
         "value means that the quantity was not measured in that row.",
     ]
     for title, columns in DICTIONARY.items():
-        lines += ["", f"## {title}", "", "| column | tables | unit | formula | source |", "|---|---|---|---|---|"]
+        lines += ["", f"## {title}", "", *head("column", "tables", "unit", "formula", "source")]
         for c in columns:
             lines.append(row(f"`{c.name}`", c.tables, c.unit, c.formula, c.source))
     return "\n".join(lines) + "\n"

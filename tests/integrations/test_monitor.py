@@ -29,7 +29,7 @@ from moe_rl.routing import record_routing, replay_routing
 from moe_rl.storage.columns import COLUMNS, unknown
 from moe_rl.storage.folder import RunFolder
 from moe_rl.trainer import train
-from tests.conftest import build, perturb
+from tests.conftest import build, perturb, python_block
 from tests.test_trainer import ARMS, TINY
 
 pytestmark = pytest.mark.filterwarnings("ignore::moe_rl.errors.AuxLossSilentlyOn")
@@ -404,7 +404,7 @@ def test_routers_that_hand_out_no_scores_still_have_a_load(tokens):
 
 def test_the_plain_loop_of_the_page_runs_as_it_stands(qwen, tokens, capsys):
     page = (Path(__file__).parents[2] / "docs" / "your_trainer.md").read_text()
-    (block,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "every=2" in b)
+    block = python_block(page, "every=2")
     assert len(block.splitlines()) <= 20
     optimizer = torch.optim.AdamW(qwen.parameters(), lr=3e-3)
     names = {"model": qwen, "optimizer": optimizer, "probe": {"input_ids": tokens, "attention_mask": MASK},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import re
 import time
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from moe_rl.study.collect import collect
 from moe_rl.study.declaration import Planned, write_declaration
 from moe_rl.study.workers import carry_out
 from tests import fake_study
+from tests.conftest import python_block
 from tests.own_trackers import points
 from tests.test_cli import FAKE, fake_runs
 
@@ -198,8 +198,7 @@ def test_an_export_that_the_tracker_refuses_and_one_of_nothing_say_so(tmp_path):
 
 def test_the_tracker_of_the_docs_works(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
-    (block,) = (one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Lines" in one)
-    (tmp_path / "tracker_of_the_docs.py").write_text(block)
+    (tmp_path / "tracker_of_the_docs.py").write_text(python_block(page, "class Lines"))
     monkeypatch.syspath_prepend(tmp_path)
     root = fake_runs(tmp_path, seeds=(0,))
     assert cli.main(["runs", "export", str(root), "--to", f"tracker_of_the_docs:Lines={tmp_path / 'lines'}"]) == 0

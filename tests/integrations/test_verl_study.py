@@ -225,7 +225,7 @@ def test_a_run_that_somebody_made_by_hand_is_drawn(tmp_path, monkeypatch, capsys
     assert main(["runs", "import", "gsm8k.jsonl", "--to", "runs/mine/gspo/base/seed=0"]) == 0
     assert main(["plot", "runs/mine"]) == 0
     out = capsys.readouterr().out
-    assert "second half" in out and "no figure" not in out
+    assert "reward, " in out and "second half" in out and "no figure" not in out
     assert {file.stem for file in (tmp_path / "runs/mine/figures").iterdir()} >= {"learning", "expert_change"}
     assert main(["report", "runs/mine"]) == 0 and main(["runs", "show", "runs/mine/gspo/base/seed=0"]) == 0
     assert main(["runs", "import", "gsm8k.jsonl", "--to", "runs/mine/gspo/base/seed=0"]) == 2

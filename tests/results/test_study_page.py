@@ -15,7 +15,7 @@ from rich.console import Console
 
 from moe_rl.config import Arm, RunConfig
 from moe_rl.results.printed import print_study
-from moe_rl.results.study_page import card, write_study_page
+from moe_rl.results.study_page import card, card_file, write_study_page
 from moe_rl.storage.frames import Frames
 from moe_rl.storage.provenance import instruction_set, processor
 from moe_rl.study.declaration import write_declaration
@@ -145,6 +145,18 @@ def test_a_figure_of_ones_own_that_fails_is_named_and_the_rest_is_shown(tmp_path
         assert f"no figure {name}: {why}" in out.getvalue() and f"No figure {name}: {why}" in reader.text
     assert (folder / "figures/expert_change.png").exists() and reader.tags.count("img") == 1
     assert "Made-up numbers." in out.getvalue() and "Made-up numbers." in reader.text
+
+
+def test_the_card_replaces_no_file_beside_the_page(tmp_path):
+    folder = fake_runs(tmp_path)
+    write_declaration(fake_study.study, tmp_path)
+    for name in ("README.md", "README.html"):
+        (tmp_path / name).write_text("mine")
+    write_study_page(folder, tmp_path / "README.html")
+    assert (tmp_path / "README.md").read_text() == "mine"
+    assert card_file(tmp_path / "README.html").read_text().startswith("| set-up |")
+    write_study_page(folder, tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text().startswith("<!")
 
 
 def test_the_card_says_what_was_run_and_every_declared_difference():

@@ -45,6 +45,8 @@ def test_every_interval_and_every_fraction_of_the_words_is_printed(page):
     missing = [value for value in ROUNDED.findall(TRIPLE.sub("", words))
                if not says(value, True, numbers) and not says(value, False, [*numbers, *declared])]
     assert not missing, missing
+    of_a_study = page.parent == pages.HERE and page.stem != "README"
+    assert not of_a_study or f"<!-- printed: {page.stem} -->" in text
 
 
 def test_the_indexes_name_every_page_and_study():

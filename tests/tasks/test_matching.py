@@ -16,6 +16,7 @@ from moe_rl.registry import Component
 from moe_rl.study.rehearsal import preview
 from moe_rl.tasks.base import load_task
 from moe_rl.tasks.matching import final, matcher, pieces
+from tests.conftest import python_block
 from tests.test_trainer import TINY
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
@@ -79,7 +80,7 @@ def test_the_file_and_the_class_of_the_page_are_tasks_whose_answers_earn_one(tmp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (lines,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
-    (code,) = (code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class Reversed" in code)
+    code = python_block(PAGE, "class Reversed")
     more = [{"question": f"{n}+1=", "answer": n + 1} for n in range(20)]
     (tmp_path / "pairs.jsonl").write_text(lines + "\n".join(map(json.dumps, more)))
     (tmp_path / "page_mine.py").write_text(code)

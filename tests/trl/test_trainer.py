@@ -16,7 +16,7 @@ import torch
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.types import Prompt, Sampling
-from tests.conftest import perturb
+from tests.conftest import perturb, python_block
 from tests.rollouts.fake_engine import as_base64, routes_of
 from tests.trl.conftest import NEEDS_TRL, PROMPTS, logged, make, ours, reward, tiny
 from tests.trl.spy import Spy, expected_logs, pairs, tokens_of
@@ -229,7 +229,7 @@ def test_the_lines_in_the_docs_run_as_they_stand(tmp_path, monkeypatch):
     small |= {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
     monkeypatch.setattr(trl, "GRPOConfig", partial(trl.GRPOConfig, **small))
     page = Path(__file__).parents[2] / "docs" / "your_trainer.md"
-    (block,) = (b for b in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) if "GRPOConfig" in b)
+    block = python_block(page.read_text(), "GRPOConfig")
     model, tokenizer = tiny()
     names = {
         "model": model,
@@ -247,7 +247,7 @@ def test_the_callback_of_the_page_logs_a_probe_in_trls_own_trainer(tmp_path):
     from trl import GRPOTrainer
 
     page = Path(__file__).parents[2] / "docs" / "your_trainer.md"
-    (block,) = (b for b in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) if "MonitorCallback" in b)
+    block = python_block(page.read_text(), "MonitorCallback")
     trainer = make(GRPOTrainer, tmp_path, max_steps=2, router_aux_loss_coef=0.0)
     exec(block, {"trainer": trainer, "probe": {"input_ids": torch.arange(3, 43).view(4, 10)}})
     trainer.train()
