@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
@@ -24,6 +25,8 @@ from moe_rl.storage.terminal import say, visible
 SORTS = ("reward", "length", "ratio", "advantage", "clipped", "flips", "step")
 MOST = 1000
 """Most rollouts of a page; of more, the ends of every order are shown and steps at equal distances."""
+KNOWN = ("group", "advantage", "response_tokens", "truncated", "log_ratio_min", "log_ratio_max", "clipped", "flips")
+"""Columns that rollouts of another trainer may be without."""
 STYLES = {1: "black on yellow", -1: "black on cyan", 0: ""}
 """Of a token that the upper or the lower clip bound took its gradient from."""
 
@@ -37,7 +40,8 @@ def load_rollouts(run: Path, steps: tuple[int, int] | None = None) -> pd.DataFra
     if not len(found):
         raise RunError(f"{run} keeps no rollouts: it has no commit yet, is of an older version, or was run with "
                        "measure.rollouts=0")
-    found = found.assign(length=found["response_tokens"].astype(int),
+    found = found.reindex(columns=found.columns.union(KNOWN))
+    found = found.assign(length=found["response_tokens"].astype("Int64"),
                          ratio=found[["log_ratio_min", "log_ratio_max"]].abs().max(axis=1))
     if steps is not None:
         first, last = found["step"].min(), found["step"].max()
@@ -55,17 +59,18 @@ def ordered(rollouts: pd.DataFrame, by: str, ascending: bool = False) -> pd.Data
 
 def print_rollout(console: Console, row: Mapping[str, Any]) -> None:
     """One rollout: what training made of it, the prompt, and the response with the tokens that were clipped."""
-    cut = ", cut off" if row["truncated"] else ""
-    say(console, (f"step {row['step']}, rollout {row['rollout']}", "bold"),
-        f"  reward {number(row['reward'], '.3g')}  advantage {number(row['advantage'], '+.3g')}  {row['length']} tokens"
-        f"{cut}  log r {number(row['log_ratio_min'], '+.3g')} … {number(row['log_ratio_max'], '+.3g')}  "
+    made = "" if pd.isna(row["length"]) else (
+        f"  advantage {number(row['advantage'], '+.3g')}  {row['length']} tokens{', cut off' * bool(row['truncated'])}"
+        f"  log r {number(row['log_ratio_min'], '+.3g')} … {number(row['log_ratio_max'], '+.3g')}  "
         f"{row['clipped']} clipped  {row['flips']} flips")
+    say(console, (f"step {row['step']}, rollout {row['rollout']}", "bold"),
+        f"  reward {number(row['reward'], '.3g')}{made}")
     say(console, (visible(row["prompt"]), "dim"), wrap=True)
     tokens = json.loads(row["response"])
     shown = [(visible(t[0]), ("dim" if t[1] is None else STYLES[t[2]]) + " underline" * bool(t[3]))
              if len(t) > 1 else (f" […{t[0]} tokens…] ", "dim") for t in tokens]
     say(console, *shown, wrap=True)
-    far = sorted((t for t in tokens if len(t) > 1 and t[1]), key=lambda t: -abs(t[1]))[:5]
+    far = sorted((t for t in tokens if len(t) > 1 and t[1] and not math.isnan(t[1])), key=lambda t: -abs(t[1]))[:5]
     if far:
         said = (f"'{visible(t[0])}' {number(t[1], '+.3g')}{' clipped' * bool(t[2])}{f' {t[3]} flips' * bool(t[3])}"
                 for t in far)

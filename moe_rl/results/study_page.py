@@ -18,12 +18,13 @@ import matplotlib
 import pandas as pd
 from jinja2 import Environment
 
+from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
 from moe_rl.objectives.methods_page import head, row
 from moe_rl.registry import Component
 from moe_rl.results import figures, plots
 from moe_rl.results.rollouts import write_pages
-from moe_rl.results.summary import Metric, compare, configs_of, family, metric, verdict_of
+from moe_rl.results.summary import Metric, compare, configs_of, family, is_imported, metric, verdict_of
 from moe_rl.results.tables import Shown, arms_of, study_tables, untrained
 from moe_rl.storage.frames import Frames, load_study
 from moe_rl.storage.provenance import HARDWARE
@@ -112,7 +113,8 @@ def _figures(frames: Frames, declared: Mapping[str, Any]) -> Iterable[tuple[str,
 
 def _settings(frames: Frames) -> tuple[Shown, Shown]:
     """Each arm's own settings, and those of all runs; what differs between the runs of an arm shows all its values."""
-    configs = [_flat(one.to_dict()) for one in configs_of(frames)]
+    stored = [json.loads(text) for text in frames.runs["config"].unique()]
+    configs = [_flat(one if is_imported(one) else RunConfig.from_dict(one).to_dict()) for one in stored]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     arms = dict.fromkeys(config["arm.name"] for config in configs)
     by_arm = {arm: [c for c in configs if c["arm.name"] == arm] for arm in arms}

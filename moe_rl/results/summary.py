@@ -190,15 +190,21 @@ def gaps(frames: Frames, pairs: Sequence[Sequence[str]], metric: Metric) -> dict
 
 
 def configs_of(frames: Frames) -> list[RunConfig]:
-    """The different configurations of the runs; empty where the rows do not say what their runs were."""
+    """The different configurations of the runs; without those of runs whose rows do not hold one."""
     texts = frames.runs["config"].unique() if "config" in frames.runs else ()
-    return [RunConfig.from_dict(json.loads(text)) for text in texts]
+    return [RunConfig.from_dict(one) for one in map(json.loads, texts) if not is_imported(one)]
+
+
+def is_imported(config: Mapping[str, Any]) -> bool:
+    """Whether a run is the log of another trainer, whose settings nobody knows but for the few in `config`."""
+    return "task" not in config
 
 
 def replaying(frames: Frames) -> dict[str, bool]:
     """Which arms replay; empty where the rows do not say what their runs were."""
     texts = frames.runs.drop_duplicates("arm").set_index("arm")["config"] if "config" in frames.runs else {}
-    arms = {name: RunConfig.from_dict(json.loads(text)).arm for name, text in texts.items()}
+    arms = {name: RunConfig.from_dict(config).arm for name, text in texts.items()
+            if not is_imported(config := json.loads(text))}
     return {name: any(Component.of(part).name != "live" for part in (arm.routes, arm.ratio_routes) if part)
             for name, arm in arms.items()}
 

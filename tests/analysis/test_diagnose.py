@@ -349,6 +349,8 @@ ROWS = [[[0, 1]] * 4] * 3
         (json.dumps(GOOD | {"tokens": "5678"}), "tokens must be a list of ids"),
         (json.dumps({"logprobs": [-1.0]}), "neither token ids nor text"),
         (json.dumps({"tokens": [1]}), "no list of \"logprobs\""),
+        (json.dumps({"input": "1+1=", "output": "2", "gts": "2", "score": 1.0, "step": 1}),
+         "verl's rollout_data_dir has texts and scores, and no log-probs"),
         (json.dumps(GOOD | {"temperature": 0}), "temperature is 0; expected a number above 0"),
         (json.dumps(GOOD | {"top_p": 1.5}), "top_p is 1.5"),
         (json.dumps(GOOD | {"cached_tokens": 9}), "cached_tokens is 9"),

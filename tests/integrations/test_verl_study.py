@@ -12,12 +12,14 @@ from moe_rl.config import ModelConfig, RunConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.integrations.verl.log import read_log
 from moe_rl.integrations.verl.reward import compute_score, row_of
+from moe_rl.integrations.verl.rollouts import read_rollouts
 from moe_rl.integrations.verl.settings import TRANSLATED, WITHOUT_EFFECT, Data, check_settings, overrides_of
 from moe_rl.models.load import load, save_checkpoint
 from moe_rl.objectives.methods import arm
 from moe_rl.registry import Component
 from moe_rl.rollouts.batches import Collector
 from moe_rl.rollouts.hf import HFEngine
+from moe_rl.storage.frames import read_table
 from moe_rl.tasks.base import held_out, load_task
 
 
@@ -69,6 +71,12 @@ def test_routes_become_a_mode_of_replay(run, tmp_path, routes, mode, of_rollout)
     found = settings(run.replace(**{"arm.routes": routes}), tmp_path)
     assert json.loads(found["actor_rollout_ref.actor.fsdp_config.router_replay.mode"]) == mode
     assert found["actor_rollout_ref.rollout.enable_rollout_routing_replay"] == of_rollout
+
+
+def test_a_checkpoint_beside_the_study_is_found_from_verl_s_own_folder(run, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(checkpoint.parent)
+    found = settings(run.replace(**{"model.name": checkpoint.name}), tmp_path)
+    assert found["actor_rollout_ref.model.path"] == f'"{checkpoint}"'
 
 
 def test_further_settings_are_about_machines(run, tmp_path):
@@ -168,6 +176,22 @@ def test_a_console_says_the_same_as_a_file(tmp_path):
     assert read_log([console]) == read_log([write(tmp_path / "a.jsonl", (1, FIRST))])
 
 
+def test_a_response_in_the_console_is_no_step(tmp_path):
+    console = tmp_path / "console.txt"
+    console.write_text("\n".join([
+        "step:1 - critic/score/mean:0.5 - actor/grad_norm:np.float64(nan) - timing_s/step:None",
+        "[response] The plan is step:2 - critic/score/mean:0.9", "step:3 - first we add 4/2:1", "step:4 - so x:7",
+        "\x1b[36m(TaskRunnerV1 pid=7, ip=10.0.0.2)\x1b[0m step:5 - critic/score/mean:1e-05"]))
+    assert read_log([console])["steps"] == [{"step": 1, "reward": 0.5}, {"step": 5, "reward": 1e-05}]
+
+
+def test_several_held_out_sets_have_a_column_each(tmp_path):
+    both = {f"val-core/{name}/acc/mean@1": value for name, value in (("openai/gsm8k", 0.25), ("MATH-500", 0.75))}
+    rows = read_log([write(tmp_path / "a.jsonl", (1, both), (2, {"val-core/MATH-500/acc/mean@1": 0.5}))])["steps"]
+    assert rows == [{"step": 1, "own_eval_exact_greedy_openai_gsm8k": 0.25, "own_eval_exact_greedy_MATH_500": 0.75},
+                    {"step": 2, "eval_exact_greedy": 0.5}]
+
+
 def test_of_a_step_that_was_made_twice_the_later_one_counts(tmp_path):
     first = write(tmp_path / "a.jsonl", (1, FIRST), (2, FIRST))
     first.write_text(first.read_text()[:-30])  # killed while it wrote
@@ -206,7 +230,7 @@ def test_a_dry_run_prints_verl_s_command_and_starts_nothing(checkpoint, tmp_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "declared.py").write_text(DECLARED.format(name=str(checkpoint)))
     call = ["run", "declared.py", "--trainer", "verl", "--dry-run"]
-    assert main([*call, "--set", "verl.trainer.n_gpus_per_node=8"]) == 0
+    assert main([*call, "--set", "verl.trainer.n_gpus_per_node=8", "--set", "cold_start.target=0"]) == 0
     shown = "".join(capsys.readouterr().out.split())
     assert "python-mverl.trainer.main_ppo" in shown and "++trainer.n_gpus_per_node=8" in shown
     assert "verl/train.parquet" in shown and not (tmp_path / "runs").exists()
@@ -231,6 +255,50 @@ def test_a_run_that_somebody_made_by_hand_is_drawn(tmp_path, monkeypatch, capsys
     assert main(["runs", "import", "gsm8k.jsonl", "--to", "runs/mine/gspo/base/seed=0"]) == 2
     assert main(["runs", "import", "none.jsonl", "--to", "runs/mine/gspo/base/seed=1"]) == 2
     assert "there is no log none.jsonl" in capsys.readouterr().err
+
+
+def test_an_imported_run_claims_no_settings_and_cannot_be_run_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "gsm8k.jsonl", (1, FIRST), (2, FIRST))
+    assert main(["runs", "import", "gsm8k.jsonl", "--to", "runs/mine/gspo/base/seed=0"]) == 0
+    assert main(["report", "runs/mine"]) == 0
+    page = (tmp_path / "runs/mine/report.html").read_text()
+    assert "running_sums" not in page and "optimizer.lr" not in page and "torch" not in page
+    assert "<td>steps</td><td>2</td>" in page and "moe-rl rerun" not in page
+    assert main(["plot", "runs/mine"]) == 0 and "does not replay" not in capsys.readouterr().out
+    assert main(["rerun", "runs/mine", "--out", "again"]) == 2
+    assert "imported" in capsys.readouterr().err
+
+
+def dump(folder, step, *scores):
+    folder.mkdir(exist_ok=True)
+    lines = [{"input": f"{n // 4}+1=", "output": f"said {n}", "gts": "1", "score": score, "step": step, "uid": f"{n}"}
+             for n, score in enumerate(scores)]
+    (folder / f"{step}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_rollouts_that_verl_wrote_are_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "gsm8k.jsonl", (1, FIRST), (2, FIRST))
+    for step, scores in ((1, [0.5, 0.25]), (2, [n / 32 for n in range(29)]), (3, [1.0])):
+        dump(tmp_path / "dump", step, *scores)
+    call = ["runs", "import", "gsm8k.jsonl", "--to", "runs/mine/gspo/base/seed=0", "--rollouts", "dump"]
+    assert main(call) == 0
+    found = read_table(tmp_path / "runs/mine/gspo/base/seed=0", "rollouts")
+    assert found["step"].tolist() == [1] * 2 + [2] * 8, "the log ends before step 3"
+    assert found["reward"].tolist()[2:] == [n / 32 for n in range(0, 29, 4)]
+    assert found["group"].tolist()[2:] == [*range(8)]
+    assert main(["runs", "read", "runs/mine/gspo/base/seed=0", "--best", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "step 2, rollout 28  reward 0.875" in out and "7+1=" in out and "said 28" in out
+    assert "nan" not in out and "clipped" not in out and "furthest" not in out
+    assert main(["runs", "read", "runs/mine/gspo/base/seed=0", "--page", "read.html"]) == 0
+    assert "NaN" not in (tmp_path / "read.html").read_text().partition("<script>")[0]
+    with pytest.raises(ConfigError, match="has no file N.jsonl of a step from 1 to 2"):
+        read_rollouts(tmp_path, 2)
+    (tmp_path / "dump" / "1.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    with pytest.raises(ConfigError, match="line 1: verl writes input and output as texts.* prompt, response"):
+        read_rollouts(tmp_path / "dump", 2)
 
 
 def test_options_of_a_trainer_reach_it_and_what_is_beside_it(tmp_path, monkeypatch):

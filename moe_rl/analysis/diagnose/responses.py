@@ -99,6 +99,10 @@ class Rollouts:
         values = entry.get("logprobs")
         if values == []:
             raise ConfigError(f"{where}: no log-prob, of a response without tokens; leave the line out.")
+        if {"input", "output", "score"} <= set(entry) and values is None:
+            raise ConfigError(f"{where}: verl's rollout_data_dir has texts and scores, and no log-probs of the engine, "
+                              "so nothing can be compared. To read it: moe-rl runs import LOG --rollouts FOLDER. In "
+                              "verl itself, routing/engine_kl_k3 measures the gap.")
         if not isinstance(values, list):
             raise ConfigError(f"{where}: no list of \"logprobs\". Its keys are {_keys(entry)}; expected {FORMS}.")
         tokens, prompt = self._tokens(entry, where, len(values))

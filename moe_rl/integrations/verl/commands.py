@@ -10,28 +10,34 @@ from pathlib import Path
 from moe_rl.cli.verbs import argument, verb
 from moe_rl.errors import ConfigError
 from moe_rl.integrations.verl.log import read_log
+from moe_rl.integrations.verl.rollouts import read_rollouts
 from moe_rl.storage.folder import DECLARATION, RunFolder, write_json
 from moe_rl.storage.frames import labels_of
 
 
 @verb(
     argument("log", type=Path, nargs="+", help="of verl's logger `file`, or what its console printed; in their order"),
+    argument("--rollouts", type=Path, metavar="FOLDER", help="verl's trainer.rollout_data_dir: for `moe-rl runs read`"),
     argument("--to", type=Path, required=True, metavar="FOLDER", help="STUDY/ARM/FACTORS/seed=N, a new folder"),
     examples="""
   moe-rl runs import verl_examples/gsm8k.jsonl --to runs/mine/gspo/base/seed=0
   moe-rl plot runs/mine""",
 )
 def import_run(options: argparse.Namespace) -> int:
-    """Rows of a log, in a run folder. Raises ConfigError for a folder that is there."""
+    """Rows of a log, in a run folder: its settings, versions and machine are not recorded. Raises ConfigError for a
+    folder that is there."""
     missing = [str(file) for file in options.log if not file.is_file()]
     if missing or options.to.exists():
         raise ConfigError(f"there is no log {missing[0]}" if missing else
                           f"{options.to} is there already; give a new folder")
     rows, labels = read_log(options.log), labels_of(options.to)
     steps = rows["steps"][-1]["step"]
+    if options.rollouts:
+        rows["rollouts"] = read_rollouts(options.rollouts, steps)
     config = {"arm": {"name": labels["arm"]}, "seed": labels["seed"], "steps": steps}
     digest = hashlib.sha256(json.dumps([config, *(file.read_text(errors="replace") for file in options.log)]).encode())
     with RunFolder.open(options.to, config, digest.hexdigest()[:16]) as folder:
+        folder.manifest |= {"packages": {}, "git": None, "device": "not recorded", "threads": "not recorded"}
         for table, found in rows.items():
             folder.add(table, found)
         folder.commit(steps, lambda target: write_json(target / "logs.json", {"logs": [*map(str, options.log)]}))
@@ -39,6 +45,7 @@ def import_run(options: argparse.Namespace) -> int:
     declared = options.to.absolute().parents[2] / DECLARATION
     if not declared.exists():
         write_json(declared, {"name": labels["study"], "question": "", "hypothesis": "", "arms": [],
-                              "figures": ["learning", "expert_change"], "endpoint": "reward, second half"})
+                              "figures": ["learning", "expert_change"], "endpoint": "reward, second half",
+                              "trainer": "imported"})
     print(f"{steps} steps in {options.to}")
     return 0

@@ -1,7 +1,9 @@
 """What verl logs, as rows of our tables: the lines of its file logger, or of its console.
 
 A quantity that verl's log has by our definition is in our column. What is a mean over the updates of a step is in a
-column `own_…`: our columns of steps pool the tokens of all updates. What verl does not measure is not there.
+column `own_…`: our columns of steps pool the tokens of all updates. Where verl evaluates on several held-out sets,
+each has columns `own_eval_…_SET`, and our columns, which are of one set, are absent. What verl does not measure is not
+there.
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ STEPS = {
 """verl's names, and the columns of `steps`."""
 ACTIVE = "actor/routing/coverage"
 """In every step of a trainer in which moe_rl is active."""
-CONSOLE = re.compile(r"\bstep:(\d+) - (.*)")
+CONSOLE = re.compile(r"^(?:\x1b\[\d+m)?(?:\(\w+ [^)]*\))?(?:\x1b\[0m)? ?step:(\d+) - (.*)")
+"""A line that verl's console printed, as it is or with the name of Ray's worker before it. A response that is printed
+may begin so too: the parts of a true one are all numbers with a name that contains a slash."""
+PART = re.compile(r"[^\s:]+/[^\s:]+:(?:np\.\w+\()?[-+.\w]+\)?")
 UPDATE = re.compile(r"actor/routing/update_(\d+)/(\w+)")
 STEP, LAYER = re.compile(r"actor/routing/step_(\w+)"), re.compile(r"actor/routing/step_(\w+)/layer_(\d+)")
 """What all updates of a step change together."""
-HELD_OUT = re.compile(r"val-\w+/.*/(acc|reward)/mean@1")
+HELD_OUT = re.compile(r"val-\w+/(.*)/(acc|reward)/mean@1")
+COLUMNS = {"acc": "eval_exact_greedy", "reward": "eval_reward_greedy"}
 MEAN = re.compile(r"actor/routing/(\w+)")
 
 
@@ -59,8 +65,8 @@ def read_log(files: Iterable[Path], active: bool = False) -> dict[str, list[Row]
 def _entries(file: Path) -> Iterator[tuple[int, dict[str, float]]]:
     """Step and numbers of every line of a log that has them; a line that a kill cut off has none."""
     for line in file.read_text(errors="replace").splitlines():
-        if match := CONSOLE.search(line):
-            pairs = (pair.rpartition(":") for pair in match[2].split(" - "))
+        if (match := CONSOLE.search(line)) and all(map(PART.fullmatch, parts := match[2].strip().split(" - "))):
+            pairs = (part.rpartition(":") for part in parts)
             values = {key: re.sub(r"np\.\w+\((.*)\)", r"\1", text.strip()) for key, _, text in pairs}
             yield int(match[1]), _numbers(values)
         elif line.startswith("{") and line.endswith("}"):
@@ -88,9 +94,11 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
 
 def _step_row(step: int, values: dict[str, float]) -> Row:
     row: Row = {"step": step} | {column: values[name] for name, column in STEPS.items() if name in values}
+    several = len({match[1] for name in values if (match := HELD_OUT.fullmatch(name))}) > 1
     for name, value in values.items():
         if match := HELD_OUT.fullmatch(name):
-            row[{"acc": "eval_exact_greedy", "reward": "eval_reward_greedy"}[match[1]]] = value
+            column, name_of_set = COLUMNS[match[2]], re.sub(r"\W+", "_", match[1])
+            row[f"own_{column}_{name_of_set}" if several else column] = value
         elif match := STEP.fullmatch(name):
             row[match[1]] = value
         elif (match := MEAN.fullmatch(name)) and name not in STEPS:

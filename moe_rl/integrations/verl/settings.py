@@ -31,7 +31,7 @@ TRANSLATED = {
 WITHOUT_EFFECT = {"measure.detail_every", "measure.rollouts", "sampling_mask", "cold_start.seed",
                   "cold_start.max_steps", "cold_start.batch_size", "cold_start.lr"}
 """Settings of what verl does not measure, and of what is off."""
-ONLY: dict[str, tuple[Any, ...]] = {"cold_start.target": (0,), "policy": ("hf", "fsdp")}
+ONLY: dict[str, tuple[Any, ...]] = {"cold_start.target": (0,), "policy": (Component("hf"), Component("fsdp"))}
 """Other settings that need not have their default."""
 REMEDIES = {
     "cold_start.target": "Let our trainer save its start with hf_checkpoints=0, and give that folder as model.name",
@@ -87,7 +87,7 @@ def check_settings(run: RunConfig) -> None:
     """Raise ConfigError for the first setting that verl cannot do, by its name."""
     for key, field in fields_of(RunConfig):
         value, allowed = _value_at(run, key), ONLY.get(key, (field.get_default(call_default_factory=True),))
-        if key not in TRANSLATED | WITHOUT_EFFECT and str(value) not in map(str, allowed):
+        if key not in TRANSLATED | WITHOUT_EFFECT and value not in allowed:
             remedy = REMEDIES.get(key, "Leave it out, or use our own trainer")
             raise ConfigError(f"{key}={value}: --trainer verl can do {' or '.join(map(str, allowed))} only. {remedy}.")
     engine, name, mode = Component.of(run.engine), run.model.name, Mode.of({"mode": _mode(run)})
@@ -147,7 +147,7 @@ def _machine(run: RunConfig, data: Data) -> dict[str, Any]:
 
 def _decided(run: RunConfig, data: Data, folder: Path) -> dict[str, Any]:
     """What the study decides, part by part of verl's configuration."""
-    optimizer, dtype = run.optimizer, DTYPES[run.model.dtype]
+    optimizer, dtype, name = run.optimizer, DTYPES[run.model.dtype], run.model.name
     aggregation, factor = losses.mode_of(run.arm.aggregate) or ("", None)
     actor = {
         "strategy": "fsdp2", "fsdp_config.strategy": "fsdp2", "fsdp_config.model_dtype": dtype,
@@ -169,7 +169,8 @@ def _decided(run: RunConfig, data: Data, folder: Path) -> dict[str, Any]:
         "enable_rollout_routing_replay": Mode.of({"mode": _mode(run)}).of_rollout,
     }  # fmt: skip
     model = {
-        "path": run.model.name, "external_lib": "moe_rl.integrations.verl.active",
+        "path": str(Path(name).absolute()) if Path(name).is_dir() else name,
+        "external_lib": "moe_rl.integrations.verl.active",
         "enable_gradient_checkpointing": run.activation_checkpointing, "custom_chat_template": data.template,
     }  # fmt: skip
     data_settings = {
