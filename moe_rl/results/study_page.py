@@ -176,4 +176,4 @@ def provenance(runs: pd.DataFrame) -> dict[str, list[str]]:
 
 
 def _list(values: Iterable[object]) -> str:
-    return ", ".join(dict.fromkeys(str(value) for value in values))
+    return ", ".join(dict.fromkeys(str(value) for value in values)) or UNRECORDED

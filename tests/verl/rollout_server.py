@@ -48,7 +48,9 @@ class Server:
                 out = self.model(input_ids=torch.tensor([tokens[read:]]), past_key_values=cache, use_cache=True)
                 cache, read = out.past_key_values, len(tokens)
                 choice = out.logits[0, -1].log_softmax(-1)
-                tokens.append(int(torch.multinomial(choice.exp(), 1, generator=self.generator)))
+                greedy = sampling_params.get("temperature") == 0  # as verl evaluates
+                tokens.append(int(choice.argmax() if greedy else torch.multinomial(
+                    choice.exp(), 1, generator=self.generator)))
                 logprobs.append(float(choice[tokens[-1]]))
         routes = None if recording is None else np.asarray(
             recording.trace(torch.tensor([tokens])).experts[0, :-1].to(torch.int16))  # the last was never an input

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.routing import layout_of, record_routing
@@ -126,6 +127,27 @@ def test_missing_and_foreign_routes_are_refused(checkpoint):
     with pytest.raises(RoutingError, match="was not recorded by this engine"):
         update(made, data)
     update(made, with_old_policy(batch(64), found))  # the scopes of the failures are gone
+
+
+def test_routes_in_the_batch_are_measured_with_every_engine(checkpoint):
+    """With verl's own engine, which records nothing; Megatron's and VeOmni's have the same `train_batch`."""
+    ours, theirs = engine(checkpoint, {"mode": "R2"}), engine(checkpoint, kind=FSDPEngineWithLMHead)
+    found = score(ours, batch(64))
+    data = with_old_policy(batch(64), found)
+    expected, metrics = update(ours, data), update(theirs, data)
+    assert metrics["routing/coverage"] == [1.0] and metrics["grad_norm"] > 0
+    loads = [name for name in expected if "/load_" in name]
+    assert len(loads) == 3 + 3 and [metrics[name] for name in loads] == [expected[name] for name in loads]
+    assert not [name for name in update(theirs, with_old_policy(batch(64), {"log_probs": found["log_probs"]}))
+                if name.startswith("routing/")]
+    dense = found["routed_experts"].values().clone()
+    dense[:, 1] = 0  # as a layer without experts has it
+    dense[:4] = 0  # and an engine that does not know the routes of the first tokens
+    data["routed_experts"] = torch.nested.nested_tensor_from_jagged(dense, data["input_ids"].offsets())
+    metrics = update(theirs, data)
+    inputs = len(dense) - len(data)
+    assert metrics["routing/coverage"] == [pytest.approx((inputs - 4) / inputs)]
+    assert "routing/load_max_violation/layer_01" not in metrics and "routing/load_max_violation/layer_02" in metrics
 
 
 def test_sequences_that_only_fill_a_batch_up_are_not_counted(checkpoint):

@@ -16,15 +16,18 @@ VARIABLE = "MOE_RL_VERL"
 
 
 def activate() -> None:
-    """Put our engine in the place of verl's for this machine's device; twice does nothing.
+    """Put our engine in the place of verl's for this machine's device, and measure routes with the others; twice does
+    nothing.
 
     Raises ImportError without verl, and ConfigError where another engine is already registered for the vendor.
     """
     from verl.utils.device import get_device_name, get_vendor
     from verl.workers.engine.base import EngineRegistry
 
+    from moe_rl.integrations.verl.any_engine import measure_every_engine
     from moe_rl.integrations.verl.engine import RoutingFSDPEngine
 
+    measure_every_engine()
     device = os.getenv("VERL_ENGINE_DEVICE") or get_device_name()
     vendor = os.getenv("VERL_ENGINE_VENDOR") or get_vendor()  # as verl looks an engine up: the vendor's comes first
     for strategy in ("fsdp", "fsdp2"):
