@@ -206,6 +206,14 @@ def test_a_trainer_that_goes_on_evaluates_before_its_next_step(tmp_path):
     assert [(row["reward"], row["eval_exact_greedy"]) for row in rows] == [(0.5, 0.5), (0.5, 0.25)]
 
 
+def test_a_step_that_was_saved_and_not_logged_has_its_evaluation_alone(tmp_path):
+    first = write(tmp_path / "a.jsonl", (0, {"val-core/x/acc/mean@1": 0.125}), (1, FIRST))
+    again = write(tmp_path / "b.jsonl", (2, {"val-core/x/acc/mean@1": 0.5}), (3, FIRST))
+    rows = read_log([first, again], active=True)
+    assert rows["steps"][2] == {"step": 2, "eval_exact_greedy": 0.5}
+    assert [row["step"] for row in rows["updates"]] == [1, 1, 3, 3]
+
+
 def test_a_log_without_coverage_is_refused_where_moe_rl_must_be_active(tmp_path):
     file = write(tmp_path / "a.jsonl", (1, FIRST), (2, {"critic/score/mean": 0.5}))
     assert len(read_log([file])["steps"]) == 2

@@ -53,7 +53,9 @@ def read_log(files: Iterable[Path], active: bool = False) -> dict[str, list[Row]
     if not found:
         raise RunError(f"{', '.join(map(str, files)) or 'the folder'} has no step of verl: give the file of its logger "
                        "`file` (trainer.logger), or what its console printed.")
-    if active and (without := [step for step, values in found.items() if step and ACTIVE not in values]):
+    # verl saves a step before it logs it: killed between the two, it goes on with the next, and has evaluated alone.
+    trained = {step: values for step, values in found.items() if any(not name.startswith("val-") for name in values)}
+    if active and (without := [step for step, values in trained.items() if ACTIVE not in values]):
         raise RunError(f"step {without[0]} of verl's log has no {ACTIVE}, so moe_rl was not active in verl's workers "
                        "and nothing was replayed. Is moe_rl installed on every machine?")
     rows = sorted(found.items())
