@@ -17,6 +17,7 @@ import early_warning
 import exploratory
 import flip_effects_verdicts
 import gradient_clipping_verdicts
+import in_two_trainers_updates
 import irreversible_verdicts
 import lengths_verdicts
 import open_side_verdicts
@@ -49,6 +50,7 @@ ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
     "stabilisers": (stabilisers_verdicts.main, exploratory.stabilisers),
     "open_side": (open_side_verdicts.main, exploratory.open_side),
     "many_turns": (many_turns,),
+    "in_two_trainers": (in_two_trainers_updates.main,),
     "lag": (lag, exploratory.lag),
     "clip_fraction": (clip_fraction,),
     "engine_mismatch": (engine_mismatch, exploratory.engine_mismatch),

@@ -9,7 +9,7 @@ fewer rollouts in a step, lost its reward in verl.
 START is a copy of the folder `checkpoints/step=000000` of a run of the first line. verl asks its tokenizer for
 `<|im_end|>`: add `"unk_token": "<|pad|>"` to its `tokenizer_config.json`. A control has
 `trainer="in_two_trainers_split:execute"`. It was added when both trainers had been seen, to find the cause of their
-difference. The results are in docs/verl.md.
+difference. The results are in archive/in_two_trainers.md.
 """
 
 from small import BASE, DIFFERS, grpo, gspo, replay
