@@ -147,15 +147,16 @@ def _route_change(
     known: Integer[Tensor, "token site"], overlap: Integer[Tensor, "token site"], size: Integer[Tensor, "token site"],
     size_after: Integer[Tensor, "token site"], moved: Float[Tensor, "token site"] | None = None,
 ) -> RouteChange:
-    changed = torch.ne(overlap, torch.maximum(size, size_after), out=torch.empty_like(overlap))
+    largest, union = torch.maximum(size, size_after), size.short() + size_after - overlap
+    changed = torch.ne(overlap, largest, out=torch.empty_like(overlap))
     n, changes = known.sum(0, dtype=torch.int64).double(), changed.sum(-1, dtype=torch.int64)
     whole, none = known.sum(-1, dtype=torch.int64) == known.shape[1], torch.zeros_like(n)
     return RouteChange(
         n=n,
         unknown=len(known) - n,
-        expert_change_rate=_missing(overlap, torch.maximum(size, size_after)).sum(0),
+        expert_change_rate=_missing(overlap, largest).sum(0),
         any_change_rate=changed.sum(0, dtype=torch.int64).double(),
-        jaccard_distance=_missing(overlap, size.short() + size_after - overlap).sum(0),
+        jaccard_distance=_missing(overlap, union).sum(0),
         gate_mass_moved=none if moved is None else torch.where(known > 0, moved, 0).sum(0),
         gated=none if moved is None else n,
         tokens=whole.double().sum(),
@@ -349,8 +350,7 @@ def _usage(traces: Sequence[AnyK], mask: Mask, num_experts: int) -> list[Int64[T
     if traces[0].dtype == torch.uint8 and num_experts > 255:
         raise ValueError(f"ids of {num_experts} experts are uint8, where 255 marks a slot without an expert; give them "
                          "as int16.")
-    starts = torch.arange(sites, device=device, dtype=torch.int32) * width
-    at_site = [starts.repeat_interleave(ids.shape[3]) for ids in traces]
+    at_site = [(torch.arange(sites, device=device) * width).int().repeat_interleave(ids.shape[3]) for ids in traces]
     found = [torch.zeros(batch, sites, num_experts, dtype=torch.int64, device=device) for _ in traces]
     for tokens in _tokens(mask, *traces).split(block_tokens(sites)):
         parts = [ids.flatten(0, 1).index_select(0, tokens) for ids in traces]
