@@ -26,6 +26,7 @@ from moe_rl.routing.sites import Layout
 from moe_rl.types import boolean
 
 Ids = Integer[Tensor, "batch time site k"]
+AnyK = Integer[Tensor, "batch time site _"]
 Mask = Bool[Tensor, "batch time"]
 PerSite = Float[Tensor, " site"]
 PerSlot = Float[Tensor, "batch time site k"]
@@ -107,7 +108,7 @@ class RouteChange(Pooled):
 
 
 def route_change(
-    before: Ids, after: Ids, mask: Mask, gates: Float[Tensor, "batch time site k"] | None = None
+    before: Ids, after: AnyK, mask: Mask, gates: Float[Tensor, "batch time site k"] | None = None
 ) -> RouteChange:
     """Compare two routings of the same tokens where `mask` is true. `gates` are the combine weights of `before`, of any
     sum; where that is 1, the share they lose is their sum, but for rounding."""
@@ -122,23 +123,24 @@ def route_change(
 
 
 def _compare(
-    before: Integer[Tensor, "token site k"], after: Integer[Tensor, "token site k"],
+    before: Integer[Tensor, "token site k"], after: Integer[Tensor, "token site _"],
     gates: Float[Tensor, "token site k"] | None = None,
 ) -> tuple[Shaped[Tensor, "token site"], ...]:
     """1 where both are known, and |S ∩ S'|, |S| and |S'|, which are 1 elsewhere; with gates, their share on S \\ S'."""
     old, new = slots_first(before), slots_first(after)
-    leaves, differs = torch.ones_like(old), torch.empty_like(old)  # 0 and 1
-    for slot in new:
-        leaves &= torch.ne(old, slot, out=differs)
-    in_use, in_use_after = used(old, torch.empty_like(old)), used(new, torch.empty_like(new))
+    stays, same = torch.empty_like(old), torch.empty_like(new)  # 0 and 1
+    for slot, found in zip(old, stays, strict=True):
+        torch.amax(torch.eq(new, slot, out=same), 0, out=found)
+    in_use, in_use_after = used(old, out=old), used(new, out=new)
+    stays &= in_use
     count = torch.uint8 if max(len(old), len(new)) <= 255 else torch.int16
-    stays = torch.gt(in_use, leaves, out=differs)
     known = (in_use[0] & in_use_after[0]).to(count)
-    found = known, *(x.sum(0, dtype=count) * known + (1 - known) for x in (stays, in_use, in_use_after))
+    unknown = 1 - known
+    sums = known, *(x.sum(0, dtype=count).mul_(known).add_(unknown) for x in (stays, in_use, in_use_after))
     if gates is None:
-        return found
-    lost, whole = (x.bool().movedim(0, -1).contiguous() for x in (in_use & leaves, in_use))
-    return *found, _share(gates, lost, whole)
+        return sums
+    lost, whole = (x.bool().movedim(0, -1).contiguous() for x in (in_use - stays, in_use))
+    return *sums, _share(gates, lost, whole)
 
 
 def _route_change(
@@ -146,20 +148,27 @@ def _route_change(
     size_after: Integer[Tensor, "token site"], moved: Float[Tensor, "token site"] | None = None,
 ) -> RouteChange:
     largest, union = torch.maximum(size, size_after), size.short() + size_after - overlap
-    at_sites, changed, kept = known.double(), torch.ne(overlap, largest).double(), overlap.double()
-    whole, changes, none = at_sites.sum(-1) == known.shape[1], changed.sum(-1), at_sites.new_zeros(known.shape[1])
+    changed = torch.ne(overlap, largest, out=torch.empty_like(overlap))
+    n, changes = known.sum(0, dtype=torch.int64).double(), changed.sum(-1, dtype=torch.int64)
+    whole, none = known.sum(-1, dtype=torch.int64) == known.shape[1], torch.zeros_like(n)
     return RouteChange(
-        n=at_sites.sum(0),
-        unknown=len(at_sites) - at_sites.sum(0),
-        expert_change_rate=(1 - kept / largest).sum(0),
-        any_change_rate=changed.sum(0),
-        jaccard_distance=(1 - kept / union).sum(0),
+        n=n,
+        unknown=len(known) - n,
+        expert_change_rate=_missing(overlap, largest).sum(0),
+        any_change_rate=changed.sum(0, dtype=torch.int64).double(),
+        jaccard_distance=_missing(overlap, union).sum(0),
         gate_mass_moved=none if moved is None else torch.where(known > 0, moved, 0).sum(0),
-        gated=none if moved is None else at_sites.sum(0),
+        gated=none if moved is None else n,
         tokens=whole.double().sum(),
         any_layer_change=((changes > 0) & whole).double().sum(),
-        layers_changed=(changes * whole).sum(),
+        layers_changed=(changes * whole).sum().double(),
     )
+
+
+def _missing(part: Integer[Tensor, "token site"], whole: Integer[Tensor, "token site"]) -> Float[Tensor, "token site"]:
+    """1 - part / whole."""
+    share = part.double().div_(whole)
+    return torch.sub(1, share, out=share)
 
 
 @dataclass(frozen=True)
@@ -178,8 +187,9 @@ class ResponseChange(Pooled):
                 for name in ("response_set_change", "response_usage_change")}
 
 
-def response_change(before: Ids, after: Ids, mask: Mask, num_experts: int) -> ResponseChange:
-    """Compare which experts each response uses, over its rows known in both. `num_experts`: the most at any site."""
+def response_change(before: Ids, after: AnyK, mask: Mask, num_experts: int) -> ResponseChange:
+    """Compare which experts each response uses, over its rows known in both. `num_experts`: the most at any site. The
+    number of slots may differ: sets and shares are those of each side."""
     before, after = _alike(before, after)
     batch, time, sites, _ = before.shape
     rows = max(1, min(block_tokens(sites) // max(1, time), BLOCK // num_experts))
@@ -193,7 +203,7 @@ def response_change(before: Ids, after: Ids, mask: Mask, num_experts: int) -> Re
     )
 
 
-def _response_change(before: Ids, after: Ids, mask: Mask, num_experts: int) -> tuple[PerResponse, ...]:
+def _response_change(before: Ids, after: AnyK, mask: Mask, num_experts: int) -> tuple[PerResponse, ...]:
     """Of each response and site: whether it has a known token, and its two changes."""
     old, new = (counts.double() for counts in _usage([before, after], mask, num_experts))
     union = (old > 0).sum(-1)
@@ -319,12 +329,12 @@ def _share(gates: Float[Tensor, "token site k"], of: Bool[Tensor, "token site k"
     return torch.where(whole > 0, part / whole, 0)
 
 
-def _alike(before: Ids, after: Ids) -> tuple[Ids, Ids]:
+def _alike(before: Ids, after: AnyK) -> tuple[Ids, AnyK]:
     """Both in one dtype, so that they mark an empty slot alike."""
     return (before, after) if before.dtype == after.dtype else (signed(before), signed(after))
 
 
-def _tokens(mask: Mask, *traces: Ids) -> Int64[Tensor, " token"]:
+def _tokens(mask: Mask, *traces: AnyK) -> Int64[Tensor, " token"]:
     """Which of batch × time tokens are True in the mask."""
     for ids in traces:
         if ids.shape[:2] != mask.shape:
@@ -333,27 +343,27 @@ def _tokens(mask: Mask, *traces: Ids) -> Int64[Tensor, " token"]:
     return boolean(mask).flatten().nonzero()[:, 0].to(traces[0].device)
 
 
-def _usage(traces: Sequence[Ids], mask: Mask, num_experts: int) -> list[Int64[Tensor, "batch site expert"]]:
+def _usage(traces: Sequence[AnyK], mask: Mask, num_experts: int) -> list[Int64[Tensor, "batch site expert"]]:
     """Slots that each expert fills in each row of the batch, where the mask is true and all of the traces know it."""
     batch, time, sites, _ = traces[0].shape
     device, width = traces[0].device, num_experts + 1
     if traces[0].dtype == torch.uint8 and num_experts > 255:
         raise ValueError(f"ids of {num_experts} experts are uint8, where 255 marks a slot without an expert; give them "
                          "as int16.")
-    at_site = (torch.arange(sites, device=device) * width).int().repeat_interleave(traces[0].shape[3])
+    at_site = [(torch.arange(sites, device=device) * width).int().repeat_interleave(ids.shape[3]) for ids in traces]
     found = [torch.zeros(batch, sites, num_experts, dtype=torch.int64, device=device) for _ in traces]
     for tokens in _tokens(mask, *traces).split(block_tokens(sites)):
         parts = [ids.flatten(0, 1).index_select(0, tokens) for ids in traces]
-        unknown = (~torch.stack([used(ids[..., 0]) for ids in parts]).all(0)).nonzero(as_tuple=True)
+        unknown = (~(used(parts[0][..., 0]) & used(parts[-1][..., 0]))).nonzero(as_tuple=True)
         at_row = (tokens // max(1, time) * (sites * width)).int()[:, None]
-        for counts, ids in zip(found, parts, strict=True):
+        for counts, at, ids in zip(found, at_site, parts, strict=True):
             ids[unknown] = unknown_id(ids.dtype)
             ids = ids.short() if ids.dtype == torch.int8 else ids  # 127 + 1 would wrap
-            experts = (ids + 1).clamp(min=0)  # 0 where there is none: 255 + 1 wraps
+            experts = (ids + 1).clamp_(min=0)  # 0 where there is none: 255 + 1 wraps
             if experts.numel() and int(experts.max()) > num_experts:
                 raise ValueError(f"an id is {int(experts.max()) - 1}, but ids of {num_experts} experts end at "
                                  f"{num_experts - 1}.")
-            bins = experts.flatten(1).int().add_(at_site)
+            bins = experts.flatten(1).int().add_(at)
             bins = (bins if batch == 1 else bins.add_(at_row)).flatten()
             counts += torch.bincount(bins, minlength=batch * sites * width).view(batch, sites, width)[..., 1:]
     return found

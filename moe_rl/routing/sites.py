@@ -19,7 +19,7 @@ from jaxtyping import Bool, Integer, UInt8
 from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing.ids import blocks, sorted_slots, unknown_id
+from moe_rl.routing.ids import blocks, slots_first, unknown_id
 
 LIGHTEST = 1e-6
 """The heaviest combine weight of a row is at least this."""
@@ -157,7 +157,7 @@ class Layout:
             here = [s for s, site in enumerate(self.sites) if site.top_k == k]
             rows = ids if len(here) == len(self.sites) else ids[..., here, :k]
             experts = torch.tensor([self.sites[s].num_experts for s in here], dtype=torch.int32, device=ids.device)
-            found = _kinds(sorted_slots(rows), experts, missing)
+            found = _kinds(slots_first(rows), experts, missing)
             if rows is ids:
                 return found
             kinds[..., here] = found
@@ -372,17 +372,20 @@ def _narrow(ids: Integer[Tensor, "*axes"]) -> Integer[Tensor, "*axes"]:
 def _kinds(
     slots: Integer[Tensor, "k *axes site"], experts: Integer[Tensor, " site"], missing: Sequence[int]
 ) -> UInt8[Tensor, "*axes site"]:
-    """See `Layout.kinds_of_rows`; of sorted slots."""
-    low, high = slots[0].int(), slots[-1].int()  # in uint8, 255 equals -1
+    """See `Layout.kinds_of_rows`."""
+    low, high = slots.amin(0).int(), slots.amax(0).int()  # in uint8, 255 equals -1
 
     def which(compare: Callable[..., Tensor], x: Tensor, y: Tensor | int) -> Tensor:
         """0 and 1 in the dtype of x: of bool, PyTorch vectorises less."""
         return compare(x, y, out=torch.empty_like(x))
 
-    count = torch.uint8 if len(slots) <= 256 else torch.int32
-    twice = which(torch.eq, slots[1:], slots[:-1]).sum(0, dtype=count).clamp(max=1)
+    twice = torch.zeros_like(slots[0])
+    for apart in range(1, len(slots)):
+        twice |= which(torch.eq, slots[apart:], slots[:-apart]).amax(0)
     outside = which(torch.lt, low, 0) | which(torch.ge, high, experts)
     kinds = torch.maximum(twice * TWICE, outside * OUTSIDE)
+    if not bool(kinds.any()):  # a mark, or zeros, would be an id outside or one that stands twice
+        return kinds.to(torch.uint8)
     if len(slots) > 1:
         kinds = torch.maximum(kinds, (which(torch.eq, low, 0) & which(torch.eq, high, 0)) * ALL_ZERO)
     for mark in missing:

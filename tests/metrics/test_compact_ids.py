@@ -240,6 +240,21 @@ def test_expert_255_is_no_empty_slot_of_another_dtype():
     assert change.expert_change_rate.item() == change.jaccard_distance.item() == 0.5
 
 
+def test_another_number_of_slots_afterwards_is_compared_as_sets():
+    """U = {0, 1, 2} and U' = {0, 1, 2, 3}; f = (2, 1, 1, 0) / 4 and f' = (2, 1, 1, 2) / 6. Empty slots add nothing."""
+    two = torch.tensor([[[[0, 1]], [[0, 2]]]], dtype=torch.uint8)
+    three = torch.tensor([[[[0, 1, 3]], [[3, 0, 2]]]], dtype=torch.uint8)
+    padded, mask = torch.nn.functional.pad(two, (0, 1), value=255), torch.ones(1, 2, dtype=torch.bool)
+    for before, after, set_change, slots in ((two, three, 0, 1 / 3), (three, two, 1 / 4, 1 / 3)):
+        change, routes = response_change(before, after, mask, 4), route_change(before, after, mask)
+        assert change.response_set_change.item() == set_change
+        assert change.response_usage_change.item() == pytest.approx(1 / 3)
+        assert routes.expert_change_rate.item() == pytest.approx(2 * slots)
+        same = [padded if x is two else x for x in (before, after)]
+        assert vars(change) == vars(response_change(*same, mask, 4))
+        assert vars(routes) == vars(route_change(*same, mask))
+
+
 def test_what_does_not_fit_is_refused():
     x, mask = torch.zeros(2, 3, 1, 1, dtype=torch.uint8), torch.ones(2, 3, dtype=torch.bool)
     for measure in (lambda: load_statistics(x, 256, mask), lambda: response_change(x, x, mask, 256)):

@@ -10,6 +10,7 @@ that cannot be a route — all zero where k > 1, an id out of range, an expert t
 from __future__ import annotations
 
 import base64
+import binascii
 import io
 import math
 import warnings
@@ -76,7 +77,8 @@ def decode_routes(
     require_policy(invalid)
     ids, start, weights = _reported(payload, layout, len(tokens), start, dtype, num_layers, False, gates)
     ids = _sites(ids, layout, num_layers)
-    trace = checked_trace(ids[None], layout, invalid, torch.tensor(list(tokens))[None, :-1], start)
+    inputs = torch.from_numpy(np.fromiter(tokens, np.int64, len(tokens)))[None, :-1]
+    trace = checked_trace(ids[None], layout, invalid, inputs, start)
     if weights is None:
         return trace
     layers = [site.decoder_layer for site in layout.sites]
@@ -170,7 +172,7 @@ def _from_buffer(payload: str | bytes | bytearray, dtype: str) -> NDArray:
     raw = bytes(payload) if isinstance(payload, bytes | bytearray) else None
     if raw is None:
         try:
-            raw = base64.b64decode(payload, validate=True)
+            raw = binascii.a2b_base64(payload, strict_mode=True)  # base64.b64decode would copy the text first
         except ValueError as error:
             raise RoutingError(f"routes are neither base64 nor known text ({error}): {payload[:40]!r}.") from error
     if raw.startswith(NPY):
