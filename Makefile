@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 BROWSER := .cache/test-browser
+SPHINX := .cache/sphinx
 
 VLLM := .venv-vllm
 TRL := .venv-trl
@@ -13,7 +14,7 @@ VERSION := transformers-5.5.4 transformers-5.9.0 transformers-5.15.0 transformer
   torch-2.6.0 torch-newest
 
 .PHONY: setup study results test test-processors test-ranks test-browser test-vllm test-trl test-verl test-trackers test-versions \
-  test-slurm test-gpu bench-gpu test-wheel lint clean
+  test-slurm test-gpu bench-gpu test-wheel docs lint clean
 
 setup: $(STAMP)
 
@@ -29,6 +30,15 @@ study: $(STAMP)
 results: $(STAMP)
 	for study in studies/results/*/; do $(BIN)/moe-rl plot $$study --trust || exit 1; done
 	OMP_NUM_THREADS=1 $(BIN)/python studies/pages.py
+
+# README, docs, the studies' pages and the docstrings as one site, in build/site; a link that leads nowhere fails it.
+$(SPHINX): $(STAMP)
+	$(BIN)/python -m pip install --upgrade --target $@ sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
+	touch $@
+
+docs: $(SPHINX)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(SPHINX) $(BIN)/python -m sphinx -q -W --keep-going -c docs . build/site
+	cp build/site/README.html build/site/index.html
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n auto -m "not ranks"
