@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 CONTENTS = {
     "README": [*(f"docs/{name}" for name in (
         "quickstart", "concepts", "tasks", "studies", "extending", "your_trainer", "checkpoints", "diagnose", "engines",
-        "distributed", "settings", "methods", "columns", "api/modules")), "studies/README", "CHANGELOG", "CONTRIBUTING"],
+        "distributed", "settings", "methods", "columns")), "studies/README", "Modules <docs/api/modules>",
+               "CHANGELOG", "CONTRIBUTING"],
     "studies/README": ["archive/README", "*"],
     "studies/archive/README": ["*"],
     "CONTRIBUTING": ["tests/benchmarks/README", "tests/tasks/matching"],
