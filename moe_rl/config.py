@@ -339,7 +339,7 @@ class RunConfig(Settings):
 
     arm: InstanceOf[Arm]
     seed: Seed = 0
-    """Prompts, sampling noise, mini-batch split and probe; shared by all arms of a study."""
+    """Prompts, sampling noise, mini-batch split and measurement subset; shared by all arms of a study."""
     task: Named = Component("running_sums")
     """Prompts and rewards: `running_sums`, `reasoning_gym:<dataset>`, `jsonl:<file>`, `pkg.module:Class`, or a
     `Component` with options, e.g. `Component("running_sums", digits=12)`."""
