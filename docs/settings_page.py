@@ -23,8 +23,8 @@ in `moe_rl/config.py`.
 | command line | `--set optimizer.lr=1e-4`; arms with `--arm`, seeds and steps with `--seeds` and `--steps` |
 | `factors` and `cells` of a study | dotted keys, such as `optimizer.lr` |
 
-Values are checked when settings are made. The manifest of a run contains all of them. A `Part` is a name, or a
-`Component` with options, which `--set task.options.digits=8` sets."""
+The manifest of a run contains all settings. A `Part` is a name, or a `Component` with options, which
+`--set task.digits=8` sets."""
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 

@@ -226,24 +226,24 @@ class ModelConfig(Settings):
     device: str = "cpu"
     dtype: str = "float32"
     router_dtype: str | None = None
-    """`float32`: weights of routers are kept, and their logits and combine weights computed, in it, whatever `dtype`
-    is. None: as the family's own code does it, most in `dtype`. policy='megatron' computes them in float32 anyway."""
+    """`float32`: routers keep their weights, and compute logits and combine weights, in float32, whatever `dtype` is.
+    None: as the family's own code does, mostly in `dtype`. policy='megatron' always computes them in float32."""
 
 
 class ColdStart(Settings):
-    """Supervised training until a target success rate. Ignored for a checkpoint with `target=0`."""
+    """Supervised warm-up until a target success rate. `target=0` turns it off, as for a trained checkpoint."""
 
     target: Annotated[Float, Field(ge=0, le=1), "a success rate, from 0 (no cold start) to 1"] = 0.35
-    """Share of sampled completions with reward 1 at which it stops; 0 turns the cold start off."""
+    """Share of sampled completions with reward 1 at which it stops; 0: no warm-up."""
     seed: Seed = 0
-    """Of initial weights and the order of examples. Runs that share a cold start say nothing about other starts."""
+    """Of initial weights and the order of examples. Runs that share a warm-up give no evidence about other warm-ups."""
     max_steps: Steps = 3000
     batch_size: Count = 64
     lr: LearningRate = 2e-3
 
 
 class Optimizer(Settings):
-    """AdamW, or SGD, and its surroundings."""
+    """AdamW or SGD, learning rate, and gradient clipping."""
 
     name: Literal["adamw", "sgd"] = "adamw"
     """`adamw`, or `sgd` with momentum `betas[0]`."""
@@ -259,7 +259,7 @@ class Optimizer(Settings):
     """Learning-rate factor of the router weights; 0 freezes them."""
     loss_free_bias: Annotated[Float, Field(ge=0), "a negative step would load the experts that are full"] = 0.0
     """Step u of every expert's correction bias after an update, u · sign(mean count − count), counted over the
-    mini-batch's live choices (arXiv 2408.15664, where u is 1e-3). For families that choose with such a bias."""
+    mini-batch's unconstrained choices (arXiv 2408.15664: u = 1e-3). For families that choose with such a bias."""
 
     def lr_at(self, update: int) -> float:
         """Learning rate of an update, counted from 1 over the whole run."""
@@ -267,16 +267,16 @@ class Optimizer(Settings):
 
 
 class Measure(Settings):
-    """The measuring budget (docs/concepts.md, "Measure")."""
+    """How much is measured (docs/concepts.md, "Measure")."""
 
     responses: Count = 32
     """Responses per step on which quantities that need an extra forward are measured."""
     detail_every: Interval = 10
     """Steps between detailed measurements: per-update volatility, attribution by mini-batch index, noise floor."""
     rollouts: Annotated[int, Field(ge=0), "a number of rollouts, or 0 to keep none"] = 8
-    """Rollouts that are kept per step for `moe-rl runs read`, at most; 0: none. It changes neither numbers nor hash."""
+    """Most rollouts that are kept per step for `moe-rl runs read`; 0: none. It changes neither numbers nor hash."""
     full: bool = False
-    """Measure every response at every step and print what that costs."""
+    """Measure every response at every step, and print the cost."""
     gradient_cosine: bool = False
     """The cosine of every update's gradient with that of the update before. Memory and resume checkpoints grow by the
     size of the trainable weights. For policy='hf'."""
@@ -291,45 +291,45 @@ class RouterNoise(Settings):
     scale: Deviation = 0.0
     """In standard deviations of each router's weights; 0 turns it off."""
     target: Literal["weights", "choice", "other_weights"] = "weights"
-    """`weights`: gates and sets move. `choice`: sets alone. `other_weights`: not the routers, but all other matrices of
-    the decoder's layers do, in standard deviations of each."""
+    """`weights`: gates and expert sets change. `choice`: expert sets only. `other_weights`: a control, noise on
+    all matrices of the decoder's layers except the routers, in standard deviations of each."""
     direction: Literal["random", "last_step"] = "random"
-    """Which way they are moved: `random`, or `last_step`, on along the optimizer's own last step."""
+    """Direction of the noise: `random`, or `last_step`, along the last optimizer step."""
     applied_to: Literal["both", "ratio", "gradient"] = "both"
-    """What the moved network gives: the `ratio`, the `gradient`, or `both`."""
+    """Computed with noise: the `ratio`, the `gradient`, or `both`."""
 
     def size(self, update: int, updates: int) -> float:
-        """The dose of an update, counted from 0, in units of `scale`."""
+        """The noise scale of an update, counted from 0."""
         return self.scale * update / (updates - 1) if updates > 1 else 0.0
 
 
 class Arm(Settings):
-    """One row of the comparison, made of parts: a name, or a `Component` with options, each.
+    """One algorithm with its settings. Each field is a component: a name, or a `Component` with options.
 
     GRPO with Routing Replay is `Arm(name="replay", loss="grpo", routes="old_policy")`; a KL to the reference is
-    `terms=(Component("kl", coef=0.04),)`. What is there is in `moe_rl.objectives` and `moe_rl.routing.sources`; a
-    user's own function is `pkg.module:function`.
+    `terms=(Component("kl", coef=0.04),)`. docs/methods.md lists all components. Your own function is
+    `pkg.module:function`.
     """
 
     name: str
     loss: Named = Component("grpo")
-    """Ratio level and trust region: `objectives.losses`."""
+    """Level of the ratio, and clipping rule: `objectives.losses`."""
     aggregate: Named = Component("seq_mean_token_mean")
-    """How the tokens of a mini-batch weigh: `objectives.aggregate`."""
+    """Weights of the tokens of a mini-batch: `objectives.weights`."""
     corrections: AllNamed = ()
-    """Factors on those weights, without gradient, e.g. `Component("truncated", cap=2.0)`: `objectives.corrections`."""
+    """Factors on these weights, without gradient, e.g. `Component("truncated", cap=2.0)`: `objectives.weights`."""
     filters: AllNamed = ()
-    """Corrections whose zeros leave the loss altogether: such tokens count neither in |y| nor in the number of
-    sequences, nor in the mean of a sequence's ratio; under `corrections` they keep all three."""
+    """Corrections that also change the denominators: a token with factor 0 counts neither in |y|, nor in the number of
+    sequences, nor in the mean of a sequence's ratio. With `corrections` it counts in all three."""
     terms: AllNamed = ()
-    """What is added to the loss, e.g. `Component("entropy", coef=0.01)`: `objectives.terms`."""
+    """Terms added to the loss, e.g. `Component("entropy", coef=0.01)`: `objectives.terms`."""
     advantage: Annotated[Part | tuple[Part, ...], PlainValidator(_make_uses)] = (Component("group"),)
-    """Rewards to advantages in steps, e.g. `("overlong", "group", Component("clipped", at=2.0))`:
+    """Steps from rewards to advantages, e.g. `("overlong", "group", Component("clipped", at=2.0))`:
     `objectives.advantages`."""
     routes: Named = Component("live")
-    """Routes of ratio and gradient: `routing.sources`."""
+    """Replayed routing, in ratio and gradient: `routing.sources`. `live`: no replay."""
     ratio_routes: Named | None = None
-    """Routes of the ratio alone, for one more forward per update: splits replay into its mechanisms. None: `routes`."""
+    """Replayed routing of the ratio alone, which costs one more forward per update. None: as `routes`."""
     anchor: Literal["policy", "engine"] = "policy"
     """Denominator of the ratio: `policy` (recomputed by the trainer) or `engine` (the rollout's own log-probs)."""
 
@@ -339,23 +339,23 @@ class RunConfig(Settings):
 
     arm: InstanceOf[Arm]
     seed: Seed = 0
-    """Prompts, sampling noise, mini-batch split and probe; shared by all arms of a study."""
+    """Prompts, sampling noise, mini-batch split and measurement subset; shared by all arms of a study."""
     task: Named = Component("running_sums")
-    """What is asked and rewarded: `running_sums`, `reasoning_gym:<dataset>`, `jsonl:<file>`, `pkg.module:Class`, or a
-    `Component` of one with its options, e.g. `Component("running_sums", digits=12)`."""
+    """Prompts and rewards: `running_sums`, `reasoning_gym:<dataset>`, `jsonl:<file>`, `pkg.module:Class`, or a
+    `Component` with options, e.g. `Component("running_sums", digits=12)`."""
     model: InstanceOf[ModelConfig] = Field(default_factory=ModelConfig)
     cold_start: InstanceOf[ColdStart] = Field(default_factory=ColdStart)
     optimizer: InstanceOf[Optimizer] = Field(default_factory=Optimizer)
     measure: InstanceOf[Measure] = Field(default_factory=Measure)
     router_noise: InstanceOf[RouterNoise] = Field(default_factory=RouterNoise)
     policy: Called = Component("hf")
-    """What scores and updates: `hf`; on several processes `fsdp` (hf cut by FSDP2) or `megatron(tp=2)`
+    """Scores and updates the model: `hf`; on several processes `fsdp` (hf with FSDP2) or `megatron(tp=2)`
     (Megatron-core); `pkg.module:name`. docs/extending.md has the signature of your own."""
     engine: Called = Component("hf")
-    """What draws the rollouts: `hf` (by default the policy's own module, so that engine and policy agree to float
-    rounding), `perturbed(dtype=bfloat16)`, `vllm`, `server(url='http://…')`, `pkg.module:name`."""
+    """Samples the rollouts: `hf` (the policy's own module, so that both agree up to float rounding),
+    `perturbed(dtype=bfloat16)`, `vllm`, `server(url='http://…')`, `pkg.module:name`."""
     batches: Called = Component("fresh")
-    """What every step trains on: `fresh` (drawn in the step), `lagged(lag=4)`, `dynamic(refills=4)`,
+    """The batch of a step: `fresh` (sampled in the step), `lagged(lag=4)`, `dynamic(refills=4)`,
     `pkg.module:name`."""
     steps: Count = 100
     """A step is `prompts_per_step` × `group_size` rollouts, and `mini_batches` × `epochs` updates on them."""
@@ -363,35 +363,35 @@ class RunConfig(Settings):
     group_size: Count = 8
     mini_batches: Count = 8
     epochs: Count = 1
-    """Passes over the rollouts of a step, each with a split of its own: `mini_batches` × `epochs` updates."""
+    """Passes over the rollouts of a step, each with its own split: `mini_batches` × `epochs` updates."""
     micro_batch: Count = 64
     """Most rows in one forward with gradient."""
     micro_batch_tokens: Annotated[int | None, Field(ge=1), AT_LEAST_ONE] = None
-    """Most tokens, padding included, in any forward: rows are sorted by length, and those that fit go together. A row
-    that is longer goes alone. None: forwards are cut by rows alone."""
+    """Most tokens, padding included, in any forward. Rows are sorted by length and grouped up to this number; a longer
+    row is alone. None: no limit besides the rows."""
     activation_checkpointing: bool = False
     temperature: Annotated[Float, Field(gt=0), "logits are divided by it, so it must be positive"] = 1.0
     """Of sampling, and of every log-probability; above 0."""
     top_p: Annotated[Float, Field(gt=0, le=1), "a share of the probability, above 0, or nothing is drawn"] = 1.0
-    """Completions are drawn from the fewest tokens that together have this probability, after `min_p` and `top_k`, and
-    every log-probability is over these alone. 1: from all. The cold start draws from all."""
+    """Sample from the fewest tokens that together have this probability, after `min_p` and `top_k`; every
+    log-probability is over these tokens. 1: all tokens. The supervised warm-up samples from all tokens."""
     top_k: Annotated[int, Field(ge=0), "a number of tokens, or 0 for all"] = 0
-    """Completions are drawn from at most so many tokens. 0: from all."""
+    """Sample from at most so many tokens. 0: all tokens."""
     min_p: Annotated[Float, Field(ge=0, le=1), "a share of the highest probability"] = 0.0
-    """Completions are drawn from tokens of at least so many times the highest probability."""
+    """Sample from tokens with at least this share of the highest probability."""
     sampling_mask: bool = True
-    """Where `top_p`, `top_k` or `min_p` truncate: which tokens they kept travels with the rollouts, and trainer and
-    reference renormalise over the same ones. False: they are over the whole vocabulary, the engine's are not."""
+    """With `top_p`, `top_k` or `min_p`, trainer and reference renormalise over the tokens that the engine kept. False:
+    trainer and reference use the whole vocabulary, and differ from the engine."""
     max_new_tokens: Count = 16
     stop: Annotated[tuple[Text, ...], FromList, "every completion contains the empty string, so all would end"] = ()
-    """Texts that end a completion, beside the end token."""
+    """Texts that end a completion, besides the end token."""
     eval_every: Interval = 10
-    """Steps between evaluations on held-out prompts, greedy and sampled; before training and at its end, too."""
+    """Steps between evaluations on held-out prompts, greedy and sampled; also before and after training."""
     eval_prompts: Count = 128
     save_every: Interval = 25
     """Steps between resume checkpoints."""
     hf_checkpoints: Annotated[tuple[Step, ...], FromList, "steps are counted from 1, and 0 is before them"] = ()
-    """Steps after which the weights are also saved as a Hugging Face checkpoint in the run's folder; 0: at first."""
+    """Steps after which the weights are also saved as a Hugging Face checkpoint in the run's folder; 0: before all."""
 
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:
@@ -449,10 +449,10 @@ def hash_of(settings: Mapping[str, Any]) -> str:
 
 
 class Pretraining(Settings):
-    """Supervised training from nothing until loss and load have settled: `moe-rl checkpoint pretrain`."""
+    """Supervised training of random weights until loss and load are stable: `moe-rl checkpoint pretrain`."""
 
     task: Named = Component("running_sums")
-    """What it learns: answers of these prompts. Usually a `mixture`."""
+    """The task whose answers are learned, usually a `mixture`."""
     model: InstanceOf[ModelConfig] = Field(default_factory=ModelConfig)
     seed: Seed = 0
     """Initial weights and order of examples."""
@@ -463,20 +463,20 @@ class Pretraining(Settings):
     warmup: int = 100
     """Steps over which the learning rate rises; then it is constant, until all goals are met or steps run out."""
     load_balance: Float = 0.01
-    """Switch's loss per site (arXiv 2101.03961, eq. 4), over real tokens, prompts included."""
+    """Switch's loss per MoE layer (arXiv 2101.03961, eq. 4), over real tokens, prompts included."""
     max_steps: int = 5000
-    """Of the constant rate. A fifth of the steps taken follows, over which the rate falls to 0."""
+    """Most steps at the constant rate. A fifth as many steps follow, in which the rate falls to 0."""
     every: Interval = 100
-    """Steps between measurements on held-out prompts, after each of which a killed pretraining goes on."""
+    """Steps between measurements on held-out prompts. A killed pretraining continues from the last measurement."""
     held_out: int = 256
-    """Prompts kept out: those that a run with as many `eval_prompts` evaluates on, or begins with."""
+    """Held-out prompts: the same as in a run with as many `eval_prompts`; a run with more begins with them."""
     patience: int = 5
     least_gain: Float = 0.02
-    """The loss is flat when its best of the last `patience` measurements is not this share below the best before."""
+    """The loss is flat if its best of the last `patience` values is less than this share below the best before."""
     least_entropy: Float = 0.95
-    """Goal of the least even site: −Σ f log f / log E of the share of slots that each expert fills."""
+    """Goal for the least balanced MoE layer: −Σ f log f / log E of the share of slots that each expert fills."""
     most_violation: Float = 1.0
-    """Goal of the least even site: max f / mean f − 1. No expert may be dead (f below a hundredth of a fair share)."""
+    """Goal for the least balanced MoE layer: max f / mean f − 1. No expert may be dead (f < 0.01 / E)."""
 
     def goals(self, rows: list[dict[str, float]]) -> dict[str, bool]:
         """Which are met after these measurements on held-out prompts: `flat`, `balanced`."""

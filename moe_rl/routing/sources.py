@@ -194,7 +194,7 @@ def by_probability(batch: Sampled, natural: Natural, *, below: float, base: str 
 
 
 def soft(batch: Sampled, natural: Natural, *, ratio: float, base: str = "old_policy") -> RoutingTrace:
-    """Replay of an expert while its live score is at least `ratio` times the weakest live top-k score.
+    """Replay of an expert while its current score is at least `ratio` times the weakest top-k score.
 
     In every forward; the slots of other experts are filled with the best of the live top-k that are not there yet.
     Soft replay, "extend router replay", prime-rl's pull request 2703. Scores are those the router chooses by,

@@ -425,8 +425,8 @@ def table() -> str:
         if found := "; ".join(remarks(family)):
             by_remark.setdefault(found, []).append(f"`{family.model_type}`")
     rows += [f"| {', '.join(names)} | {remark} |" for remark, names in by_remark.items()]
-    rows += ["", "| refused | class | reason |", "|---|---|---|"]
-    rows += [f"| `{r.package}` | `{r.class_name}` | {UNSUPPORTED[r.class_name]} |" for r in REFUSED]
+    rows += ["", "| refused | reason |", "|---|---|"]
+    rows += [f"| `{r.package}` | {UNSUPPORTED[r.class_name]} |" for r in REFUSED]
     return "\n".join(rows) + "\n"
 
 
