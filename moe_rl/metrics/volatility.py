@@ -150,15 +150,15 @@ def _route_change(
     largest, union = torch.maximum(size, size_after), size.short() + size_after - overlap
     changed = torch.ne(overlap, largest, out=torch.empty_like(overlap))
     n, changes = known.sum(0, dtype=torch.int64).double(), changed.sum(-1, dtype=torch.int64)
-    whole, none = known.sum(-1, dtype=torch.int64) == known.shape[1], torch.zeros_like(n)
+    whole = known.sum(-1, dtype=torch.int64) == known.shape[1]
     return RouteChange(
         n=n,
         unknown=len(known) - n,
         expert_change_rate=_missing(overlap, largest).sum(0),
         any_change_rate=changed.sum(0, dtype=torch.int64).double(),
         jaccard_distance=_missing(overlap, union).sum(0),
-        gate_mass_moved=none if moved is None else torch.where(known > 0, moved, 0).sum(0),
-        gated=none if moved is None else n,
+        gate_mass_moved=torch.zeros_like(n) if moved is None else torch.where(known > 0, moved, 0).sum(0),
+        gated=torch.zeros_like(n) if moved is None else n.clone(),
         tokens=whole.double().sum(),
         any_layer_change=((changes > 0) & whole).double().sum(),
         layers_changed=(changes * whole).sum().double(),
