@@ -265,3 +265,13 @@ def test_json_that_is_nested_too_deeply_is_named(out, file, capsys):
     for command in (["plot"], ["runs", "collect", "--out", str(out / "tables")]):
         assert cli.main([*command, str(out / "fake")]) == 2
         assert f"{file} is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to, said", [("/", "would hide the runs below it"), ("{out}/other", "readme.txt, but no")])
+def test_tables_are_not_collected_into_a_folder_of_other_things(out, to, said, capsys):
+    (out / "other").mkdir()
+    (out / "other" / "readme.txt").touch()
+    before = sorted(out.rglob("*")), sorted(Path("/").iterdir())
+    assert cli.main(["runs", "collect", str(out / "fake"), "--out", to.format(out=out)]) == 2
+    assert said in capsys.readouterr().err
+    assert before == (sorted(out.rglob("*")), sorted(Path("/").iterdir()))
