@@ -238,8 +238,9 @@ def compute_advantages(
 
     `prompt` says which prompt a row answers; the rows of all its responses belong into one call. `finished` is false
     where a response was cut off (default: none was); `inputs` are the other fields of `AdvantageInputs` that the arm
-    needs. Steps that remember earlier batches want one `advantage_of(arm)`, whose `compute` is called step after step.
-    Raises RunError for a reward that is not finite, ConfigError for an input that the arm needs and does not get.
+    needs. Nothing is kept from one call to the next. Raises RunError for a reward that is not finite, ConfigError for
+    an input that the arm needs and does not get, and for an arm whose steps remember earlier batches: for these make
+    `advantage_of(arm)` once, and call its `compute` step after step.
     """
     made = advantage_of(arm_of_text(arm) if isinstance(arm, str) else arm)
     require_mask(mask)
@@ -247,7 +248,11 @@ def compute_advantages(
         raise ConfigError(f"{len(rewards)} rewards and {len(prompt)} prompts for {len(mask)} rows: give one per row")
     rewards = rewards if rewards.dtype == torch.float64 else rewards.float()  # of 0 and 1 steps make fractions
     every = torch.ones(len(mask), dtype=torch.bool) if finished is None else finished
-    return made.compute(rewards=rewards, prompt=prompt, mask=mask, finished=every, **inputs)[0]
+    found = made.compute(rewards=rewards, prompt=prompt, mask=mask, finished=every, **inputs)[0]
+    if any(made.memory.values()):
+        raise ConfigError("an advantage of this arm remembers earlier batches, and compute_advantages forgets them: "
+                          "call moe_rl.objectives.advantage_of(arm) once, and its compute(…) with each batch")
+    return found
 
 
 def correction_weights(arm: Arm | str, **inputs: Any) -> PerToken:
