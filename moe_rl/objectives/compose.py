@@ -33,7 +33,7 @@ from moe_rl.types import Batch, require_mask
 
 NARROW = (torch.bfloat16, torch.float16)
 
-GIVEN = {"reference": "ref_logprobs", "entropy": "entropy"}
+GIVEN = {"reference": "ref_logprobs", "entropy": "entropy", "lag": "lag"}
 """Which of a loss's inputs is there for components that need it."""
 
 
@@ -49,7 +49,7 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What its components ask for beyond the log-probs: `reference` (log-probs), `entropy` (with gradient),
+        """What its components ask for beyond the log-probs: `reference` (log-probs), `entropy` (with gradient), `lag`,
         `router` (`RouterInputs`), `load` (theirs of all the mini-batch), and `mini_batch`: its marks, from log-probs
         and entropy of all of it. Corrections say `engine` (they compare with it) and `policy` (they read π_θ, row by
         row, so that they wait for the update)."""
@@ -108,7 +108,8 @@ def _known_inputs(part: Batch) -> dict[str, Any]:
 def _all_inputs(part: Batch, logprobs: PerToken, entropy: PerToken, **further: Any) -> LossInputs:
     assert part.weights is not None, "attach_weights comes before the update"
     return LossInputs(**_known_inputs(part), logprobs=logprobs, entropy=entropy, weights=part.weights,
-                      trust=part.trust, marks=part.marks, ratio_logprobs=part.ratio_logprobs, **further)
+                      trust=part.trust, marks=part.marks, ratio_logprobs=part.ratio_logprobs,
+                      lag=None if part.lag is None else part.lag.to(logprobs.dtype), **further)
 
 
 def compute_factors(correction: Callable[..., Tensor], x: CorrectionInputs) -> PerToken:
