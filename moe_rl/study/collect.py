@@ -200,7 +200,8 @@ def _own(frames: Frames) -> dict[str, pd.DataFrame]:
 def _runs(frames: Frames) -> pd.DataFrame:
     """Paths within the study: where it lay on somebody's machine says nothing."""
     parts = frames.runs[["arm", "factors", "seed"]].itertuples(index=False)
-    return frames.runs.assign(path=[f"{arm}/{factors}/seed={seed}" for arm, factors, seed in parts])
+    paths = [f"{arm}/{factors}/seed={seed}" for arm, factors, seed in parts]
+    return frames.runs.assign(path=paths, threads=frames.runs["threads"].map(str, na_action="ignore"))
 
 
 def _write(frame: pd.DataFrame, file: Path) -> None:
