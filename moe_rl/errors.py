@@ -56,3 +56,18 @@ def raise_os_errors(file: Path) -> Iterator[None]:
             raise
         why = errno.EIO if shutil.disk_usage(file.parent).free else errno.ENOSPC
         raise OSError(why, os.strerror(why), str(file)) from error
+
+
+@contextmanager
+def name_full_disk(folder: Path) -> Iterator[None]:
+    """Raise RunError where a disk is full in the block: which one, and what to do. `folder` is where the block writes,
+    for the errors that name no file, as those of `write` and of pyarrow."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        file = Path(error.filename or folder)
+        disk = next(place for place in (file.resolve(), *file.resolve().parents) if place.is_mount())
+        raise RunError(f"{file}: {os.strerror(error.errno)}. Make room on the disk at {disk}, then give the same "
+                       "command again: what was committed is kept") from error

@@ -185,6 +185,8 @@ class Probe:
         self.engine = self._engine_replayed() if self.detail else {}
         self.routes = self.old.routes
         """Natural routes after the last update that was followed."""
+        self.followed: list[list[Row]] = []
+        """What each of these updates changed, a row per site."""
 
     def score_before(self, update: int) -> Row:
         """Detail: attribution on the mini-batch about to be updated (undefined at the first: nothing has moved)."""
@@ -205,9 +207,11 @@ class Probe:
             return {}
         with self.timed("measure"):
             routes = self.policy.score(self.batch).routes
-            change = volatility.route_change(self.routes.experts, routes.experts, response_rows(self.batch)).row()
+            change = volatility.route_change(self.routes.experts, routes.experts, response_rows(self.batch))
             self.routes = routes
-            return {name: change[name] for name in CHANGE}
+            self.followed.append(change.site_rows())
+            row = change.row()
+            return {name: row[name] for name in CHANGE}
 
     def score_at_end(self) -> tuple[Row, list[Row]]:
         """What all updates of the step did together: a row for `steps`, and one per site for `layers`."""
@@ -224,6 +228,8 @@ class Probe:
             found = [(suffix, part) for suffix, rows in (("", response_rows), ("_prompt", prompt_rows))
                      for part in self._changes(after, rows(self.batch))]
             found += [("", ({}, self._use(after))), *([("", self._noise_floor(after))] if self.detail else [])]
+            found += [("", ({}, [{f"change_update_{n}": site["expert_change_rate"]} for site in of_update]))
+                      for n, of_update in enumerate(self.followed, 1)]
             for suffix, (part, per_site) in found:
                 for mine, values in zip((row, *sites), (part, *per_site), strict=True):
                     mine |= {name + suffix: value for name, value in values.items()}

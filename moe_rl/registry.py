@@ -123,8 +123,8 @@ def lookup(
     """The function or class that `use` names, one of `known` or a user's own, its options bound.
 
     Options are the callable's keyword-only parameters. `hint` is asked for what an unknown name is elsewhere. Raises
-    ConfigError, before anything is called, for a name that is not there, for an option that the callable does not have,
-    and for one that it needs.
+    ConfigError, before anything is called, for a name that is not there, for an option that the callable does not have
+    or that is of another type, and for one that it needs.
     """
     use = Component.of(use)
     if use.name in known:
@@ -135,6 +135,11 @@ def lookup(
     else:
         unknown(kind, use.name, [*known, "pkg.module:name"], hint(use.name, known) if hint else "")
     check_options(kind, use, found)
+    for option, value in use.options.items():
+        parameter = inspect.signature(found).parameters.get(option)
+        if parameter is not None and not _fits(value, parameter.annotation):
+            raise ConfigError(f"{use.name}({option}={value!r}): the option is of type "
+                              f"{getattr(parameter.annotation, '__name__', parameter.annotation)}")
     return partial(found, **use.options) if use.options else found
 
 
@@ -249,13 +254,8 @@ def checked(check: Callable[..., None]) -> Callable[[F], F]:
 
 
 def check_component(part: Callable[..., Any], run: Any) -> None:
-    """Raise ConfigError for options of another type; then have a component that `lookup` gave check the run, where it
-    brings a check."""
+    """Have a component that `lookup` gave check the run, where it brings a check."""
     function, options = (part.func, part.keywords) if isinstance(part, partial) else (part, {})
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name in options and not _fits(options[name], parameter.annotation):
-            raise ConfigError(f"{function.__name__}({name}={options[name]!r}): the option is of type "
-                              f"{getattr(parameter.annotation, '__name__', parameter.annotation)}")
     if (check := getattr(function, "check", None)) is not None:
         check(run, **options)
 

@@ -161,7 +161,8 @@ def train_step(run: RunConfig, parts: Parts, step: int, recorder: Recorder) -> R
         batch = parts.from_rank_0(lambda: attach_advantages(parts, step, parts.batches.next(parts.collector, step)))
     with timed("score"):
         natural = policy.score(batch, scores=parts.needs_scores)
-        batch = attach_old_policy(run, parts, batch, natural)
+        lag = batch.response_mask.long() * 0 if batch.sampled_at is None else step - 1 - batch.sampled_at
+        batch = replace(attach_old_policy(run, parts, batch, natural), lag=lag)
     split = split_into_mini_batches(run, step, len(batch))
     recorder.begin(step, batch, natural, split)
     probe = recorder.start_probe()  # its calls are the forwards that measuring needs

@@ -200,6 +200,8 @@ class Batch:
     rollout_routes: RoutingTrace | None = None
     sampled_at: Int[Tensor, "batch time"] | None = None
     """The step after which the weights were those that drew each response token; 0 outside the response."""
+    lag: Int[Tensor, "batch time"] | None = None
+    """Steps between those weights and the ones that the step began with; without meaning outside the response."""
     old_logprobs: Float[Tensor, "batch time"] | None = None
     """log π_old, the denominator of the ratio."""
     routes: RoutingTrace | None = None

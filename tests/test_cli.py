@@ -140,6 +140,20 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
     assert runs.state(path)["state"] == "interrupted"
 
 
+def test_a_full_disk_is_named_with_what_to_do_and_the_same_command_goes_on(tmp_path, command):
+    run = tmp_path / "fake/grpo/base/seed=0"
+    run.mkdir(parents=True)
+    for name in ("lock.holder", "log.txt"):
+        (run / name).symlink_to("/dev/full")
+    arguments = (*RUN, "--arms", "grpo", "--seeds", "1", "--steps", "3", "--out", str(tmp_path))
+    code, out, err = command(*arguments)
+    assert (code, "Traceback" in out + err) == (2, False), err
+    assert f"{run}: No space left on device. Make room on the disk at /" in err and "same command again" in err
+    for name in ("lock.holder", "log.txt"):
+        (run / name).unlink()
+    assert command(*arguments)[0] == 0
+
+
 def test_a_study_ends_with_its_summary_its_caution_and_its_figures(tmp_path, command, capsys):
     code, out, err = command(*RUN, "--out", str(tmp_path), "--steps", "3")
     assert (code, err) == (0, "")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from moe_rl import cli
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.results.printed import print_study
 from moe_rl.storage import folder as runs
@@ -116,8 +118,6 @@ def test_a_study_of_another_question_under_the_same_name_is_said(out, capsys):
 
 
 def test_a_refused_run_overwrites_nothing(out, tmp_path, capsys):
-    from moe_rl import cli
-
     before = read_declaration(out / "fake")
     manifest = next(out.glob("fake/grpo/*/seed=0/manifest.json"))
     manifest.write_text(manifest.read_text().replace('"hash": "', '"hash": "f'))
@@ -217,7 +217,11 @@ def test_a_manifest_of_a_great_many_steps_takes_no_memory(out):
         load_study(out / "fake", mix_code=True)
 
 
-@pytest.mark.parametrize("key, value", [("finished", "2"), ("finished", 2.5), ("steps", "2"), ("steps", None)])
+@pytest.mark.parametrize("key, value", [
+    ("finished", "2"), ("finished", 2.5), ("steps", "2"), ("steps", None), ("code", [1, 2]), ("config", {"a": 1}),
+    ("created", [1, 2]), ("created", "x"), ("checkpoint", 5), ("declared", 5), ("inputs", [1]), ("packages", {"a": 1}),
+    ("git", "x"), ("trainer", 3), ("seed", "x"), ("diverged", True), ("threads", {}), ("device", 5),
+])  # fmt: skip
 def test_a_manifest_of_other_types_is_named(out, key, value):
     file = next(out.glob("fake/grpo/*/seed=0/manifest.json"))
     manifest = json.loads(file.read_text())
@@ -243,7 +247,8 @@ def test_two_studies_are_not_collected_into_one_folder_at_once(out, tmp_path):
 
 @pytest.mark.parametrize("key, value", [
     ("verdict", 3), ("figures", "learning"), ("figures", [1]), ("arms", [{}]), ("arms", ["grpo"]), ("cells", []),
-    ("comparisons", [["a"]]), ("metrics", {"a": 1}), ("endpoint", None), ("caution", ["x"]),
+    ("comparisons", [["a"]]), ("metrics", {"a": 1}), ("endpoint", None), ("caution", ["x"]), ("cells", 5),
+    ("cells", [1, 2]), ("cells", {"a": 5}), ("cells", {"a": {"arms": 5}}), ("cells", {"a": {"seeds": 3}}),
 ])  # fmt: skip
 def test_a_declaration_of_other_types_is_named(out, key, value):
     write_declaration(STUDY, out)
@@ -251,3 +256,22 @@ def test_a_declaration_of_other_types_is_named(out, key, value):
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(RunError, match=f"study.json is damaged: {key}"):
         read_declaration(out / "fake")
+
+
+@pytest.mark.parametrize("file", ["study.json", "grpo/base/seed=0/manifest.json"])
+def test_json_that_is_nested_too_deeply_is_named(out, file, capsys):
+    write_declaration(STUDY, out)
+    (out / "fake" / file).write_text("[" * 100_000)
+    for command in (["plot"], ["runs", "collect", "--out", str(out / "tables")]):
+        assert cli.main([*command, str(out / "fake")]) == 2
+        assert f"{file} is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to, said", [("/", "would hide the runs below it"), ("{out}/other", "readme.txt, but no")])
+def test_tables_are_not_collected_into_a_folder_of_other_things(out, to, said, capsys):
+    (out / "other").mkdir()
+    (out / "other" / "readme.txt").touch()
+    before = sorted(out.rglob("*")), sorted(Path("/").iterdir())
+    assert cli.main(["runs", "collect", str(out / "fake"), "--out", to.format(out=out)]) == 2
+    assert said in capsys.readouterr().err
+    assert before == (sorted(out.rglob("*")), sorted(Path("/").iterdir()))

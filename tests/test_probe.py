@@ -40,3 +40,16 @@ def test_two_mini_batches_share_a_probe_of_one_response(tmp_path):
     tables = carry_out(run, tmp_path / "run")
     assert tables["steps"].iloc[-1]["measured_responses"] == 2
     assert tables["updates"].set_index("update")["attribution_n"].notna().to_dict() == {1: False, 2: True}
+
+
+def test_what_an_update_changed_is_there_of_every_layer(tmp_path):
+    """Every site has the same tokens, so that the mean over sites is the update's own number."""
+    run = TINY.replace(mini_batches=3, steps=4, measure=Measure(responses=6, detail_every=2))
+    tables = carry_out(run, tmp_path / "run")
+    layers, updates = tables["layers"], tables["updates"]
+    followed = updates.dropna(subset="expert_change_rate")
+    assert set(followed["step"]) == {2, 4} and followed["expert_change_rate"].max() > 0
+    for row in followed.itertuples():
+        sites = layers.loc[layers["step"] == row.step, f"change_update_{row.update}"]
+        assert len(sites) > 1 and sites.mean() == pytest.approx(row.expert_change_rate)
+    assert layers.loc[layers["step"] == 3, "change_update_1"].isna().all()

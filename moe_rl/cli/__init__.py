@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from moe_rl.cli.verbs import Verb
-from moe_rl.errors import ConfigError, MoeRlError
+from moe_rl.errors import ConfigError, MoeRlError, name_full_disk
 
 COMMANDS = {
     "run": ("moe_rl.cli.running:run", "Run a study, or go on with it; ends with tables and figures."),
@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             asked = bool({"-h", "--help"} & {*words})
             print(overview(name), file=sys.stdout if asked else sys.stderr)
             return 0 if asked else 2
-        return verb_of(name)(parsed(words))
+        options = parsed(words)
+        with name_full_disk(Path(getattr(options, "out", None) or getattr(options, "folder", None) or "")):
+            return verb_of(name)(options)
     except MoeRlError as error:
         print(f"moe-rl: {error}", file=sys.stderr, flush=True)
         return 2
@@ -80,11 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:  # a folder that cannot be written, a full disk; without a file it is a bug of ours
-        if error.filename is None and error.errno != errno.ENOSPC:
+    except OSError as error:  # a folder that cannot be written; without a file it is a bug of ours
+        if error.filename is None:
             raise
-        where = "" if error.filename is None else f"{error.filename}: "  # who writes by pyarrow hears no name
-        print(f"moe-rl: {where}{os.strerror(error.errno or 0)}", file=sys.stderr, flush=True)
+        print(f"moe-rl: {error.filename}: {os.strerror(error.errno or 0)}", file=sys.stderr, flush=True)
         return 2
 
 

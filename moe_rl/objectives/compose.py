@@ -33,7 +33,7 @@ from moe_rl.types import Batch, require_mask
 
 NARROW = (torch.bfloat16, torch.float16)
 
-GIVEN = {"reference": "ref_logprobs", "entropy": "entropy"}
+GIVEN = {"reference": "ref_logprobs", "entropy": "entropy", "lag": "lag"}
 """Which of a loss's inputs is there for components that need it."""
 
 
@@ -49,7 +49,7 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What its components ask for beyond the log-probs: `reference` (log-probs), `entropy` (with gradient),
+        """What its components ask for beyond the log-probs: `reference` (log-probs), `entropy` (with gradient), `lag`,
         `router` (`RouterInputs`), `load` (theirs of all the mini-batch), and `mini_batch`: its marks, from log-probs
         and entropy of all of it. Corrections say `engine` (they compare with it) and `policy` (they read π_θ, row by
         row, so that they wait for the update)."""
@@ -108,7 +108,8 @@ def _known_inputs(part: Batch) -> dict[str, Any]:
 def _all_inputs(part: Batch, logprobs: PerToken, entropy: PerToken, **further: Any) -> LossInputs:
     assert part.weights is not None, "attach_weights comes before the update"
     return LossInputs(**_known_inputs(part), logprobs=logprobs, entropy=entropy, weights=part.weights,
-                      trust=part.trust, marks=part.marks, ratio_logprobs=part.ratio_logprobs, **further)
+                      trust=part.trust, marks=part.marks, ratio_logprobs=part.ratio_logprobs,
+                      lag=None if part.lag is None else part.lag.to(logprobs.dtype), **further)
 
 
 def compute_factors(correction: Callable[..., Tensor], x: CorrectionInputs) -> PerToken:
@@ -238,8 +239,9 @@ def compute_advantages(
 
     `prompt` says which prompt a row answers; the rows of all its responses belong into one call. `finished` is false
     where a response was cut off (default: none was); `inputs` are the other fields of `AdvantageInputs` that the arm
-    needs. Steps that remember earlier batches want one `advantage_of(arm)`, whose `compute` is called step after step.
-    Raises RunError for a reward that is not finite, ConfigError for an input that the arm needs and does not get.
+    needs. Nothing is kept from one call to the next. Raises RunError for a reward that is not finite, ConfigError for
+    an input that the arm needs and does not get, and for an arm whose steps remember earlier batches: for these make
+    `advantage_of(arm)` once, and call its `compute` step after step.
     """
     made = advantage_of(arm_of_text(arm) if isinstance(arm, str) else arm)
     require_mask(mask)
@@ -247,7 +249,11 @@ def compute_advantages(
         raise ConfigError(f"{len(rewards)} rewards and {len(prompt)} prompts for {len(mask)} rows: give one per row")
     rewards = rewards if rewards.dtype == torch.float64 else rewards.float()  # of 0 and 1 steps make fractions
     every = torch.ones(len(mask), dtype=torch.bool) if finished is None else finished
-    return made.compute(rewards=rewards, prompt=prompt, mask=mask, finished=every, **inputs)[0]
+    found = made.compute(rewards=rewards, prompt=prompt, mask=mask, finished=every, **inputs)[0]
+    if any(made.memory.values()):
+        raise ConfigError("an advantage of this arm remembers earlier batches, and compute_advantages forgets them: "
+                          "call moe_rl.objectives.advantage_of(arm) once, and its compute(…) with each batch")
+    return found
 
 
 def correction_weights(arm: Arm | str, **inputs: Any) -> PerToken:

@@ -12,13 +12,14 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Int8
 from torch import Tensor
 
 from moe_rl.errors import ConfigError
-from moe_rl.registry import needs
+from moe_rl.registry import Component, lookup, needs, needs_of
 from moe_rl.routing.inputs import RouterInputs
 
 PerToken = Float[Tensor, "batch time"]
@@ -72,6 +73,8 @@ class LossInputs(CorrectionInputs):
     """log π_θ under the ratio's own routes, where they are not the gradient's; without gradient."""
     router: RouterInputs | None = None
     """The routers behind every token."""
+    lag: PerToken | None = None
+    """Steps between the weights that drew a token and those that the step began with."""
     log_shift: PerToken | None = None
     """Log of a factor on every token's ratio, before its region, in nats; without gradient."""
 
@@ -386,6 +389,37 @@ def dppo(
     return surrogate(x, weight * (1 + (x.log_ratio - log_ratio)), log_ratio, above, below)
 
 
+def ipo(x: LossInputs, *, threshold: float = 0.1) -> LossOutput:
+    """w · A, 0 where |π − π_old| > threshold, in whichever direction A pushes.
+
+    prime-rl's loss "ipo", which anchors at the engine (`anchor="engine"`), with its threshold: `dppo` has two bounds,
+    each on the side that A pushes to. The gradient is w · A · ∇ log π. threshold 1: w · A.
+    """
+    require(threshold >= 0, f"ipo(threshold={threshold:g}): a distance of probabilities, from 0 to 1")
+    log_ratio, old = x.log_ratio.detach(), torch.where(x.mask, x.old_logprobs, 0)
+    far = x.mask & (x.advantages != 0) & (((old + log_ratio).exp() - old.exp()).abs() > threshold)
+    weight = torch.where(far | (x.advantages == 0) | (x.weights == 0), 0, log_ratio.exp())
+    lost = far & (log_ratio > 0), far & (log_ratio < 0)
+    return surrogate(x, weight * (1 + (x.log_ratio - log_ratio)), log_ratio, *lost)
+
+
+@needs("lag")
+def a3po(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, high: float = math.inf) -> LossOutput:
+    """PPO's clip of π_θ/π_prox, times v = π_prox/π_old where v ≤ high; π_prox = sg[π_old · w^α], α = 1 − 1/lag.
+
+    A-3PO, arXiv 2512.06547, in the log-linear form of AReaL, whose example leaves tokens out of the loss where v is
+    above 5. π_prox stands for the policy one step behind π_θ; α = 0 at lag 0 and 1, where the loss is `grpo` with this
+    range. π_old is what drew the tokens: `anchor="engine"`.
+    """
+    if x.lag is None:
+        raise ConfigError("a3po needs to know how many steps behind the weights are that drew each token: give lag")
+    require(high > 0, f"a3po(high={high:g}): the largest weight of a token must be positive; inf keeps all")
+    log_ratio, share = x.log_ratio.detach(), 1 / x.lag.clamp(min=1)
+    weight = finite_exp((1 - share) * log_ratio)
+    kept = replace(x, weights=x.weights * torch.where(weight > high, 0, weight))
+    return clip_surrogate(kept, share * log_ratio + (x.log_ratio - log_ratio), clip_low, clip_high)
+
+
 def topr(x: LossInputs, *, level: str = "product") -> LossOutput:
     """sg[1 for A > 0, else min(w, 1)] · A · log π.
 
@@ -484,6 +518,29 @@ def sat(
     return replace(clip_surrogate(x, ratio, low, high), marks=marks)
 
 
+@needs("mini_batch", "entropy")
+def high_entropy(
+    x: LossInputs, *, share: float = 0.2, base: str = "grpo", options: Mapping[str, Any] | None = None
+) -> LossOutput:
+    """The loss `base` at the `share` of tokens with the highest entropy, 0 at the others.
+
+    arXiv 2506.01939, with its 20 %: entropies of at least the quantile 1 − share, interpolated linearly, over the
+    mini-batch's response tokens. The others stay in |y| and N. TRL and ms-swift take the quantile over a micro-batch.
+    `base` has `options`. share 1: `base`. Raises ConfigError for a base that needs more than log-probs.
+    """
+    require(0 < share <= 1, f"high_entropy(share={share:g}): a share of the tokens, above 0 and at most 1")
+    loss = lookup("loss", Component(base, **(options or {})), LOSSES)
+    require(not needs_of(loss), f"high_entropy(base={base!r}): a loss that needs log-probs alone")
+    if x.entropy is None:
+        raise ConfigError("high_entropy chooses tokens by their entropy, but there is none: give entropy")
+    entropy, marks = x.entropy.detach(), x.marks
+    if marks is None:
+        least = entropy[x.mask].quantile(1 - share) if bool(x.mask.any()) else 0.0
+        marks = (x.mask & (entropy >= least)).to(entropy.dtype)
+    found = loss(replace(x, weights=x.weights * marks, marks=None))
+    return replace(found, clipped_by=torch.where(marks > 0, found.clipped_by, 0), marks=marks)
+
+
 def _covariance(x: LossInputs) -> PerToken:
     """(A − mean A) · (log π − mean log π), means over the response tokens; 0 elsewhere, without gradient."""
     return torch.mul(*(torch.where(x.mask, y - y[x.mask].mean(), 0) for y in (x.advantages, x.logprobs.detach())))
@@ -498,8 +555,8 @@ def _mark_first(x: LossInputs, order: Int[Tensor, " tokens"], share: float) -> P
 
 LOSSES: dict[str, Callable[..., LossOutput]] = {
     "grpo": grpo, "gspo": gspo, "gspo_token": gspo_token, "gmpo": gmpo, "sapo": sapo, "crossed": crossed,
-    "reinforce": reinforce, "cispo": cispo, "minirl": minirl, "band": band, "dppo": dppo, "topr": topr, "vespo": vespo,
-    "clip_cov": clip_cov, "kl_cov": kl_cov, "sat": sat,
+    "reinforce": reinforce, "cispo": cispo, "minirl": minirl, "band": band, "dppo": dppo, "ipo": ipo, "a3po": a3po,
+    "topr": topr, "vespo": vespo, "clip_cov": clip_cov, "kl_cov": kl_cov, "sat": sat, "high_entropy": high_entropy,
 }  # fmt: skip
 CLIPS = {"grpo": "level", "gspo": "sequence", "gspo_token": "sequence", "crossed": "clip", "sat": "base"}
 """At which level of ratio a loss has its range, so that one which never clips is found out: that, or the option that

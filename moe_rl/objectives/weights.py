@@ -6,7 +6,9 @@ Micro-batches and ranks receive slices of the weights and only add, so how a min
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -17,7 +19,7 @@ from moe_rl.errors import ConfigError
 from moe_rl.objectives.losses import LEVELS as RATIO_LEVELS
 from moe_rl.objectives.losses import CorrectionInputs, LossInputs, Mask, PerToken, segment_level, sequence_level
 from moe_rl.objectives.terms import ESTIMATORS
-from moe_rl.registry import needs, unknown
+from moe_rl.registry import Component, lookup, needs, unknown
 
 
 # -------------------------------------------------------------------------------------------------------- aggregations
@@ -162,6 +164,21 @@ def opsm(x: LossInputs, *, delta: float, against: str = "engine") -> PerToken:
     return 1 - ((x.advantages < 0) & (-sequence_level(log_ratio, x.mask) > delta)).to(log_ratio.dtype)
 
 
+@needs("policy")
+def current(x: LossInputs, *, rule: str = "truncated", options: Mapping[str, Any] | None = None) -> PerToken:
+    """`truncated`, `masked` or `rejected` of π_θ/π_engine.
+
+    In the place of ρ, by `rule`, which has `options`; without gradient. verl's bypass_mode with loss_type reinforce is
+    `reinforce+current(…)+anchor=engine`; there rejection also leaves |y| and N. Where π_θ = π_old: the rule itself.
+    """
+    options = dict(options or {})
+    if options.get("batch_normalized"):
+        raise ConfigError("current(options={batch_normalized: true}): its mean is over a mini-batch, and π_θ is known "
+                          "of parts of it; leave the option out")
+    found = lookup("rule of current", Component(rule, **options), {name: CORRECTIONS[name] for name in OF_RATIOS})
+    return found(replace(x, old_logprobs=(x.old_logprobs + x.log_ratio).detach()))
+
+
 def finished(x: CorrectionInputs) -> PerToken:
     """0 in truncated responses, else 1. As a filter, DAPO's overlong filtering (arXiv 2503.14476, sec. 3.4)."""
     if x.finished is None:
@@ -209,5 +226,7 @@ def _check_band(part: str, low: float, high: float) -> tuple[float, float]:
 
 CORRECTIONS: dict[str, Callable[..., PerToken]] = {
     "truncated": truncated, "masked": masked, "rejected": rejected, "m2po": m2po, "vaco": vaco, "opsm": opsm,
-    "finished": finished,
+    "finished": finished, "current": current,
 }  # fmt: skip
+OF_RATIOS = ("truncated", "masked", "rejected")
+"""Corrections that are functions of ρ alone, row by row."""

@@ -20,7 +20,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Required
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from moe_rl.errors import RunError, Stopped
 from moe_rl.ranks import from_rank_0
@@ -221,14 +224,48 @@ def check(path: Path, config: Mapping[str, Any], hash: str) -> None:
                        "nothing was overwritten: choose another --out or remove that folder")
 
 
+class ManifestConfig(TypedDict):
+    """Of the settings in a manifest the one that is read as it stands."""
+
+    steps: int
+
+
+class Manifest(TypedDict, total=False):
+    """What those who read a manifest take for granted of it."""
+
+    hash: Required[str]
+    config: Required[ManifestConfig]
+    code: Required[list[str]]
+    seed: int | None
+    created: float
+    finished: int
+    finished_at: float
+    seconds: float | None
+    checkpoint: str
+    diverged: str
+    trainer: str
+    device: str
+    threads: int | str | None
+    packages: dict[str, str]
+    inputs: dict[str, str]
+    git: dict[str, Any]
+    declared: dict[str, Any] | None
+
+
+MANIFEST = TypeAdapter(Manifest)
+
+
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """The run's manifest, or None where there is none. Raises RunError for a file that is not one."""
-    manifest = read_json(path / "manifest.json", ("hash", "config", "code"))
-    if manifest is not None and not (
-        isinstance(manifest["config"], dict) and isinstance(manifest["code"], list)
-        and all(type(n) is int for n in (manifest["config"].get("steps", 0), manifest.get("finished", 0)))
-    ):
-        raise RunError(f"{path / 'manifest.json'} is damaged: restore it from a copy, or remove {path}")
+    manifest = read_json(path / "manifest.json", ())
+    if manifest is None:
+        return None
+    try:
+        MANIFEST.validate_python(manifest, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise RunError(f"{path / 'manifest.json'} is damaged: {'.'.join(map(str, first['loc']))}, "
+                       f"{first['msg'].lower()}; restore it from a copy, or remove {path}") from None
     return manifest
 
 
@@ -285,7 +322,7 @@ def read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
         content = json.loads(file.read_text())
     except FileNotFoundError:
         return None
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):  # also for numbers of thousands of digits, and what is nested too deeply
         content = None
     if not isinstance(content, dict) or not set(keys) <= set(content):
         raise RunError(f"{file} is damaged or was not written by moe_rl; nothing was touched: remove it, or choose "

@@ -5,6 +5,7 @@ Several machines that share a file system need one whose locks reach from one to
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import platform
@@ -57,7 +58,7 @@ class Lock:
 
 
 def is_held(file: Path) -> bool:
-    """Whether a process holds the lock. Writes nothing."""
+    """Whether a process holds the lock. Writes nothing. Where a file system has no locks, no process can hold one."""
     try:
         with file.open() as opened:
             fcntl.flock(opened.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -65,6 +66,9 @@ def is_held(file: Path) -> bool:
         return False
     except BlockingIOError:
         return True
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+            raise
     return False
 
 

@@ -108,11 +108,11 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), without: Seque
     `also` names further columns, by pattern, wherever they appear, `without` those to leave out; a pattern may name a
     table, `layers:engine_*`, and a table of which nothing but keys would be left is left out whole. The columns of the
     declared metrics are kept, too. Unfinished runs are left out, and named in `study.json`. Raises ConfigError for a
-    pattern that no column matches and for a folder `out` where the tables would hide runs or overwrite those of another
-    study, RunError where nothing has finished. A kill leaves the tables of an earlier time as they are, or, between two
-    renames, says so to whoever reads them.
+    pattern that no column matches and for a folder `out` that holds other things or another study's tables, or where
+    the tables would hide runs; RunError where nothing has finished. A kill leaves the tables of an earlier time as they
+    are, or, between two renames, says so to whoever reads them.
     """
-    beside = out.absolute().with_name(f".{out.absolute().name}.collect.lock")
+    beside = out.absolute().parent / f".{out.absolute().name}.collect.lock"
     with Lock(beside):  # two studies at once would each find nothing there
         try:
             return _collect(folder, out, also, without, mix_code)
@@ -158,6 +158,9 @@ def _check_out(folder: Path, out: Path, name: str) -> None:
         raise ConfigError(f"--out {out}: tables there would hide the runs below it, those of {folder} and all that "
                           "are still to come; give a folder of their own, e.g. --out results")
     there = runs.read_json(out / DECLARATION, ("name",))
+    if there is None and (other := sorted(p.name for p in out.glob("*") if not p.name.startswith("."))):
+        raise ConfigError(f"--out {out}: it holds {', '.join(other[:3])}, but no {DECLARATION}, so it is no study's "
+                          f"folder of tables; give a folder of their own, e.g. --out {out / name}")
     if there is not None and there["name"] != name:
         raise ConfigError(f"--out {out}: the tables of the study {there['name']!r} are there, and those of {name!r} "
                           f"would overwrite them; give a folder of their own, e.g. --out {out.parent / name}")
@@ -197,7 +200,8 @@ def _own(frames: Frames) -> dict[str, pd.DataFrame]:
 def _runs(frames: Frames) -> pd.DataFrame:
     """Paths within the study: where it lay on somebody's machine says nothing."""
     parts = frames.runs[["arm", "factors", "seed"]].itertuples(index=False)
-    return frames.runs.assign(path=[f"{arm}/{factors}/seed={seed}" for arm, factors, seed in parts])
+    paths = [f"{arm}/{factors}/seed={seed}" for arm, factors, seed in parts]
+    return frames.runs.assign(path=paths, threads=frames.runs["threads"].map(str, na_action="ignore"))
 
 
 def _write(frame: pd.DataFrame, file: Path) -> None:

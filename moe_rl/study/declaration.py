@@ -291,6 +291,13 @@ class DeclaredArm(TypedDict):
     name: str
 
 
+class DeclaredCell(TypedDict, total=False):
+    """A cell of a `study.json`: of its settings these are read here."""
+
+    arms: list[str] | tuple[str, ...]
+    seeds: list[int] | tuple[int, ...]
+
+
 class Declared(TypedDict):
     """What those who read a `study.json` take for granted of it."""
 
@@ -304,7 +311,7 @@ class Declared(TypedDict):
     further_endpoints: list[str] | tuple[str, ...]
     comparisons: list[tuple[str, str]] | tuple[()]
     factors: dict[str, list[Any]]
-    cells: dict[str, dict[str, Any]]
+    cells: dict[str, DeclaredCell]
     decision_rule: str
     verdict: str
     differs_from_paper: str

@@ -81,12 +81,19 @@ def preview(run: RunConfig) -> Preview:
     if left is not None and left < run.prompts_per_step:
         found.append(f"a step draws {run.prompts_per_step} prompts, and {left} different ones are left to train on: "
                      "some come several times in a step.")
+    cold = run.cold_start
+    if left is not None and cold.target and run.model.name in PRESETS and left - split.stopping < cold.batch_size:
+        found.append(f"the cold start trains on {left - split.stopping} different prompts, less than one batch of "
+                     f"{cold.batch_size}: an untrained model most likely memorises them, and the run ends before its "
+                     "first step. Of sums of 12 digits 57 were too few, and 430 enough. Bring more data, or begin from "
+                     "a checkpoint that knows the task, with cold_start.target=0.")
     return Preview(tuple(lines), tuple(found))
 
 
 def previews(runs: Iterable[RunConfig]) -> list[Preview]:
     """Those of the runs that ask different things, each once."""
-    distinct = {str((r.task, r.model, r.max_new_tokens, r.eval_prompts, r.prompts_per_step)): r for r in runs}
+    distinct = {str((r.task, r.model, r.cold_start, r.max_new_tokens, r.eval_prompts, r.prompts_per_step)): r
+                for r in runs}
     return [preview(run) for run in distinct.values()]
 
 

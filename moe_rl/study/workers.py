@@ -32,7 +32,7 @@ from rich.console import Console
 
 from moe_rl import ranks
 from moe_rl.config import RunConfig
-from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError, Stopped
+from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError, Stopped, name_full_disk
 from moe_rl.registry import Component, import_component
 from moe_rl.storage import folder as runs
 from moe_rl.storage.lock import Held
@@ -234,8 +234,8 @@ def carry_out(planned: Planned, trainer: str, cache: Path, trackers: Sequence[st
         with contextlib.suppress(Diverged):  # rank 0 records it
             load(trainer)(config, runs.SharedFolder(None), cache=cache)
         return
-    with runs.RunFolder.open(planned.path, config.to_dict(), config.hash, trainer=trainer,
-                             study_file=planned.study_file) as folder:
+    with name_full_disk(planned.path), runs.RunFolder.open(planned.path, config.to_dict(), config.hash, trainer=trainer,
+                                                           study_file=planned.study_file) as folder:
         folder.stopping = stopping
         watch = Watch(folder)
         track = import_component("listener", "trackers", TRACKERS)(trackers, folder) if trackers else None
@@ -399,11 +399,12 @@ def work(source: str, number: int, stop: Path | None = None) -> int:
         expected = isinstance(error, MoeRlError) and not isinstance(error, Diverged)
         message = str(error) if expected else traceback.format_exc()
         code = TO_MEND if expected and not isinstance(error, Held) else BUG
-    if code:
-        print(f"moe-rl: {message}" if expected else message, file=sys.stderr)
     if not ranks.rank():
         json.dump({"message": message[-20_000:], "expected": expected}, report)
         print(file=report, flush=True)
+    if code:
+        with contextlib.suppress(OSError):  # the log may lie on a full disk
+            print(f"moe-rl: {message}" if expected else message, file=sys.stderr)
     return code
 
 

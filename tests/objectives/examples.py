@@ -27,8 +27,10 @@ def case(seed=0, spread=0.3):
 
 
 def inputs(new, old, advantages, mask, *, weights=None, **further) -> LossInputs:
-    """Of arrays or tensors; advantages per row or per token, the aggregation of exactly these rows unless given."""
+    """Of arrays or tensors; advantages per row or per token, the aggregation of exactly these rows unless given. Tokens
+    are of the step before and of one entropy, unless that is given."""
     logprobs, old, advantages, mask = (torch.as_tensor(x) for x in (new, old, advantages, mask))
+    further = {name: torch.ones(mask.shape, dtype=logprobs.dtype) for name in ("lag", "entropy")} | further
     return LossInputs(
         logprobs=logprobs,
         old_logprobs=old,

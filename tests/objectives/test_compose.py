@@ -211,8 +211,8 @@ def takes_a_column(x: LossInputs) -> LossOutput:
     [
         ({"terms": (Component(f"{__name__}:reads_entropy", coef=0.1),)}, r"needs\('entropy'\)"),
         ({"loss": f"{__name__}:takes_a_column"}, "the metrics loss, which could be"),
-        ({"loss": Component("grpo", clip_low="0.2")}, "an option of another type"),
-        ({"terms": (Component("kl", coef="0.2"),)}, "an option of another type"),
+        ({"loss": Component("grpo", clip_low="0.2")}, "clip_low='0.2'.: the option is of type float"),
+        ({"terms": (Component("kl", coef="0.2"),)}, "coef='0.2'.: the option is of type float"),
         ({"corrections": ("truncated", "truncated")}, "a correction twice"),
     ],
 )
@@ -243,11 +243,13 @@ def test_a_loss_of_another_shape_is_told_which(monkeypatch, changed, said):
         objective_of(Arm(name="a"))
 
 
-@pytest.mark.parametrize("loss", [
-    Component("grpo", clip_low=None), Component("cispo", clip_high=None), Component("clip_cov", seed=2**70)
+@pytest.mark.parametrize("loss, said", [
+    (Component("grpo", clip_low=None), r"grpo\(clip_low=None\): the option is of type float"),
+    (Component("cispo", clip_high=None), r"cispo\(clip_high=None\): the option is of type float"),
+    (Component("clip_cov", seed=2**70), "Is an option of another type"),
 ])  # fmt: skip
-def test_an_option_of_another_type_is_refused_whatever_it_raises(loss):
-    with pytest.raises(ConfigError, match="Is an option of another type"):
+def test_an_option_of_another_type_is_refused_whatever_it_raises(loss, said):
+    with pytest.raises(ConfigError, match=said):
         objective_of(Arm(name="a", loss=loss))
 
 

@@ -33,7 +33,8 @@ def batch_of(name, **changes):
     x = peers.case(name)
     advantages = torch.as_tensor(np.broadcast_to(x["advantages"][:, None], x["mask"].shape).copy())
     batch = rewarded(x["rewards"], x["groups"], x["mask"], torch.float64, advantages=advantages,
-                     old_logprobs=x["old_logprobs"], rollout_logprobs=x["rollout_logprobs"])  # fmt: skip
+                     old_logprobs=x["old_logprobs"], rollout_logprobs=x["rollout_logprobs"],
+                     lag=np.arange(x["mask"].size).reshape(x["mask"].shape) % 4)  # fmt: skip
     ends = torch.arange(24)[None] <= batch.response_mask.long().cumsum(1).argmax(1, keepdim=True)
     return replace(batch, attention_mask=ends, **changes), torch.tensor(x["logprobs"]), torch.as_tensor(x["entropy"])
 

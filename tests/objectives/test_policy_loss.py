@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.objectives import compute_advantages, correction_weights, policy_loss
+from moe_rl.objectives import advantage_of, compute_advantages, correction_weights, policy_loss
 from moe_rl.objectives.methods import arm
 from moe_rl.registry import Component
 
@@ -67,6 +67,30 @@ def test_advantages_of_an_arm_by_hand():
     assert compute_advantages("grpo", **inputs)[:2, 0].tolist() == pytest.approx([expected, -expected])
     with pytest.raises(RunError, match="reward of row 1 is nan"):
         compute_advantages("grpo", **inputs | {"rewards": torch.tensor([1.0, math.nan, 0.0, 0.0])})
+
+
+def test_an_advantage_that_remembers_is_refused_where_nothing_is_kept():
+    inputs = {"rewards": torch.tensor([1.0, 0.0]), "prompt": torch.zeros(2, dtype=torch.long), "mask": MASK}
+    text = "grpo+normalized(center=running,scale=running)"
+    with pytest.raises(ConfigError, match="remembers earlier batches, and compute_advantages forgets them"):
+        compute_advantages(text, **inputs)
+    made, finished = advantage_of(arm(text)), torch.ones(2, dtype=torch.bool)
+    first, second = (made.compute(**inputs | {"rewards": r}, finished=finished)[0][:, 0]
+                     for r in (inputs["rewards"], torch.tensor([1.0, 1.0])))
+    assert first.tolist() == pytest.approx([0.5 / math.sqrt(0.5), -0.5 / math.sqrt(0.5)])
+    assert second.tolist() == pytest.approx([0.5, 0.5]), "r − 3/4, over the sample deviation 1/2 of 1, 0, 1, 1"
+
+
+@pytest.mark.parametrize("option", ["critic_lr=true", "lam=true", "gamma=false", "value_clip=true", "critic_lr=fast"])
+def test_a_truth_value_is_no_number(option):
+    with pytest.raises(ConfigError, match=r"gae\(.*the option is of type float"):
+        advantage_of(arm(f"ppo+gae({option})"))
+
+
+def test_factors_that_are_given_count_where_an_arm_has_no_corrections():
+    """`trust` takes the place of what corrections would give: half of every weight is half of the loss."""
+    for text in ("grpo", "gspo", "cispo"):
+        assert loss(text, trust=torch.full((2, 3), 0.5)) == pytest.approx(loss(text) / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])

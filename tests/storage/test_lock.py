@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import random
@@ -123,3 +124,14 @@ def test_a_file_system_without_locks_is_refused_with_what_to_do(tmp_path, monkey
     monkeypatch.setattr(lock.FileLock, "acquire", no_locks)
     with pytest.raises(RunError, match="cannot be locked: .*has no locks.*--out"):
         Lock(tmp_path / "run/lock")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
+def test_where_a_file_system_has_no_locks_nobody_holds_one(tmp_path, monkeypatch, number):
+    """As on the read-only mount of somebody else's runs."""
+    def no_locks(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "lock").touch()
+    monkeypatch.setattr(lock.fcntl, "flock", no_locks)
+    assert not is_held(tmp_path / "lock")

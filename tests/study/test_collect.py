@@ -314,5 +314,15 @@ def test_a_full_disk_is_one_sentence(folder, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(collecting, "_write", full)
     assert cli.main(["runs", "collect", str(folder), "--out", str(tmp_path / "tables"), "--mix-code"]) == 2
-    assert capsys.readouterr().err == "moe-rl: No space left on device\n"
+    said = capsys.readouterr().err
+    assert said.startswith(f"moe-rl: {tmp_path / 'tables'}: No space left on device. Make room on the disk at /")
     assert not list(tmp_path.glob("tables/*.parquet"))
+
+
+def test_runs_of_a_worker_and_of_this_process_are_collected_together(folder, tmp_path):
+    """The threads of one are the text of a variable, those of the other a number of cores."""
+    copy = shutil.copytree(folder, tmp_path / folder.name)
+    for threads, file in zip(("1", 2), sorted(copy.glob("*/*/*/manifest.json")), strict=False):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"threads": threads}))
+    collect(copy, tmp_path / "tables", mix_code=True)
+    assert {"1", "2"} <= set(pd.read_parquet(tmp_path / "tables" / "runs.parquet")["threads"])

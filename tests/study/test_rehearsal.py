@@ -117,3 +117,17 @@ def test_a_prompt_is_shown_in_its_chat_template_and_a_small_file_with_its_repeat
     shown = preview(run)
     assert dict(shown.lines)["prompt"].startswith("'[user] q") and "[/]'" in dict(shown.lines)["prompt"]
     assert "a step draws 7 prompts, and 6 different ones are left" in shown.cautions[0]
+
+
+def test_data_that_a_warm_up_most_likely_memorises_are_a_caution(tmp_path):
+    """Of 136 questions 10 are held out, 63 say when the warm-up ends, and 63 are left, one less than a batch."""
+    def cautions(lines, **changes):
+        file = tmp_path / f"{lines}.jsonl"
+        file.write_text("".join(json.dumps({"question": f"q{i}", "answer": "a"}) + "\n" for i in range(lines)))
+        run = TINY.replace(task=f"jsonl:{file}", eval_prompts=10, **{"cold_start.target": 0.3} | changes)
+        return [text for text in preview(run).cautions if "memorises" in text]
+
+    assert cautions(137) == [] and cautions(40, **{"cold_start.target": 0.0}) == []
+    (caution,) = cautions(136)
+    assert "the cold start trains on 63 different prompts, less than one batch of 64" in caution
+    assert "bring more data" in caution.lower() and "cold_start.target=0" in caution

@@ -1,0 +1,181 @@
+"""IPO, A-3PO, a mask of entropies and corrections of π_θ/π_engine, against their sources' equations in numpy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.errors import ConfigError
+from moe_rl.objectives import objective_of, policy_loss
+from moe_rl.objectives.losses import LOSSES
+from moe_rl.objectives.methods import arm
+from moe_rl.objectives.weights import current, masked, rejected, truncated
+from tests.objectives import peers
+from tests.objectives.examples import inputs
+
+CASES = [name for name in peers.CASES if "extreme" not in name]
+
+
+def ours(case, name, anchor="rollout_logprobs", *, weights=None, **options):
+    """(output, gradient) of a loss with weights 1 / number of tokens, and of the terms of a field more."""
+    x = peers.case(case)
+    logprobs = torch.tensor(x["logprobs"], requires_grad=True)
+    further = {k: torch.as_tensor(options.pop(k)) for k in ("lag", "entropy") if k in options}
+    weights = x["mask"] / x["mask"].sum() if weights is None else weights
+    given = inputs(logprobs, x[anchor], x["advantages"], x["mask"], weights=torch.as_tensor(weights), **further)
+    output = LOSSES[name](given, **options)
+    output.loss.backward()
+    return output, logprobs.grad.numpy()
+
+
+def agree(found, expected):
+    np.testing.assert_allclose(found[0].loss.item(), expected[0], rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-10, atol=1e-12)
+
+
+def of_case(case, anchor="rollout_logprobs"):
+    """A, mask, log π_θ and its log-ratio, 0 outside the response."""
+    x = peers.case(case)
+    mask = x["mask"]
+    return np.where(mask, x["advantages"][:, None], 0), mask, np.where(mask, x["logprobs"] - x[anchor], 0), x
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("threshold", [0.1, 0.02, 0.0, 1.0])
+def test_ipo_is_prime_rls(case, threshold):
+    """−keep · A · r + 1e-3 · (log r)², keep where |p − p_engine| is at most the threshold; r has the gradient."""
+    advantages, mask, log_ratio, x = of_case(case)
+    keep = mask & ~(np.abs(np.exp(x["logprobs"]) - np.exp(x["rollout_logprobs"])) > threshold)
+    value = np.where(keep, -advantages * np.exp(log_ratio), 0)
+    count = mask.sum()
+    found = ours(case, "ipo", threshold=threshold)
+    agree(found, (value.sum() / count, value / count))
+    assert ((found[0].clipped_by.numpy() != 0) == (mask & ~keep & (advantages != 0))).all()
+    logprobs = torch.tensor(x["logprobs"], requires_grad=True)
+    output = policy_loss(f"ipo(threshold={threshold})+advantage=none", logprobs=logprobs,
+                         old_logprobs=torch.tensor(x["old_logprobs"]), advantages=torch.tensor(x["advantages"]),
+                         rollout_logprobs=torch.tensor(np.where(mask, x["rollout_logprobs"], 0)),
+                         mask=torch.tensor(mask))
+    output.loss.backward()
+    whole = value + 1e-3 * log_ratio**2, value + 2e-3 * log_ratio
+    np.testing.assert_allclose(output.loss.item(), whole[0].sum() / count, rtol=1e-10)
+    np.testing.assert_allclose(logprobs.grad.numpy(), whole[1] / count, rtol=1e-10, atol=1e-12)
+
+
+def test_ipo_masks_either_side_and_dppo_the_one_that_the_advantage_pushes_to():
+    """Probabilities .2 → .5 and .5 → .2, for either sign of A: of four tokens ipo takes all, dppo two."""
+    old, new = torch.tensor([[0.2, 0.5, 0.2, 0.5]]).log(), torch.tensor([[0.5, 0.2, 0.5, 0.2]]).log()
+    x = inputs(new, old, torch.tensor([[1.0, 1.0, -1.0, -1.0]]), torch.ones(1, 4, dtype=torch.bool))
+    assert LOSSES["ipo"](x).clipped_by.tolist() == [[1, -1, 1, -1]]
+    assert LOSSES["dppo"](x).clipped_by.tolist() == [[1, 0, 0, -1]]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("high", [math.inf, 1.05])
+def test_a3po_is_areals(case, high):
+    """log π_prox = log π_b + α (log π_θ − log π_b), α = (v_θ − 1 − v_b)/(v_θ − v_b) in [0, 1], 0 at v_b = v_θ; PPO's
+    clip of π_θ/π_prox times π_prox/π_b, of tokens whose π_prox/π_b is at most `high`; denominators of all tokens."""
+    advantages, mask, log_ratio, x = of_case(case)
+    version, current_version = np.arange(mask.size).reshape(mask.shape) % 5, 4
+    apart = (current_version - version).astype(float)
+    alpha = np.clip(np.where(apart > 0, (current_version - 1 - version) / np.where(apart > 0, apart, 1), 0), 0, 1)
+    to_behaviour = alpha * log_ratio
+    ratio, weight = np.exp(log_ratio - to_behaviour), np.exp(to_behaviour)
+    plain, clipped = -advantages * ratio, -advantages * np.clip(ratio, 0.8, 1.2)
+    kept = mask & (weight <= high)
+    value = np.where(kept, np.maximum(plain, clipped) * weight, 0)
+    gradient = np.where(kept & (plain >= clipped), plain * weight, 0)
+    found = ours(case, "a3po", lag=apart, high=high)
+    agree(found, (value.sum() / mask.sum(), gradient / mask.sum()))
+    assert "wide" not in case or not np.allclose(found[1], ours(case, "grpo", clip_high=0.2)[1])
+    fresh = ours(case, "a3po", lag=np.minimum(apart, 1), clip_low=0.2, clip_high=0.2)
+    np.testing.assert_array_equal(fresh[1], ours(case, "grpo", clip_low=0.2, clip_high=0.2)[1])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("base, options", [
+    ("grpo", {"clip_high": 0.2}), ("gspo", {"clip_low": 0.02, "clip_high": 0.03})
+])  # fmt: skip
+def test_the_mask_of_entropies_is_trls(case, base, options):
+    """Entropies of at least their quantile 1 − share over response tokens; a token's loss times that mask, over
+    all tokens."""
+    advantages, mask, log_ratio, x = of_case(case)
+    kept = mask & (x["entropy"] >= np.quantile(x["entropy"][mask], 0.7))
+    assert 0.25 < kept.sum() / mask.sum() < 0.35
+    found = ours(case, "high_entropy", share=0.3, base=base, options=options, entropy=x["entropy"])
+    agree(found, (lambda o, g: (o.loss.item(), g))(*ours(case, base, weights=kept / mask.sum(), **options)))
+    whole = ours(case, "high_entropy", share=1.0, base=base, options=options, entropy=x["entropy"])
+    np.testing.assert_array_equal(whole[1], ours(case, base, **options)[1])
+    if base == "grpo":
+        ratio = np.exp(log_ratio)
+        plain, clipped = -advantages * ratio, -advantages * np.clip(ratio, 0.8, 1.2)
+        agree(found, ((kept * np.maximum(plain, clipped)).sum() / mask.sum(),
+                      np.where(kept & (plain >= clipped), plain, 0) / mask.sum()))
+
+
+def test_parts_of_a_mini_batch_find_the_mask_of_the_whole():
+    x = peers.loss_inputs("main-wide-0")
+    whole = LOSSES["high_entropy"](x, share=0.3)
+    rows = [slice(0, 3), slice(3, 8)]
+    pieces = [replace(x, **{name: value[r] for name, value in vars(x).items() if isinstance(value, torch.Tensor)})
+              for r in rows]
+    parts = [LOSSES["high_entropy"](replace(piece, marks=whole.marks[r]))
+             for piece, r in zip(pieces, rows, strict=True)]
+    assert sum(part.loss for part in parts).item() == pytest.approx(whole.loss.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("cap", [1.05, 2.0])
+def test_reinforce_with_corrections_of_the_policy_is_verls_bypass_mode(case, cap):
+    """−A · log π · sg[min(π_θ/π_rollout, cap)], over tokens."""
+    advantages, mask, log_ratio, x = of_case(case)
+    weight = np.minimum(np.exp(log_ratio), cap)
+    logprobs = torch.tensor(x["logprobs"], requires_grad=True)
+    text = f"bypass+corrections=current(options={{cap:{cap}}})+advantage=none"
+    output = policy_loss(text, logprobs=logprobs, old_logprobs=torch.tensor(x["old_logprobs"]),
+                         rollout_logprobs=torch.tensor(np.where(mask, x["rollout_logprobs"], 0)),
+                         advantages=torch.tensor(x["advantages"]), mask=torch.tensor(mask))
+    output.loss.backward()
+    value = -advantages * np.where(mask, x["logprobs"], 0) * weight
+    np.testing.assert_allclose(output.loss.item(), value.sum() / mask.sum(), rtol=1e-10)
+    np.testing.assert_allclose(logprobs.grad.numpy(), -advantages * weight / mask.sum(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule, options", [
+    (truncated, {"cap": 1.1, "level": "product"}), (masked, {"high": 1.1, "low": 0.9}),
+    (rejected, {"high": 1.01, "low": 0.99}),
+])  # fmt: skip
+def test_a_correction_of_the_policy_is_the_rule_of_other_log_probs(rule, options):
+    """As if π_θ were π_old, under either anchor; it has no gradient."""
+    x = peers.loss_inputs("main-wide-0")
+    expected = rule(replace(x, old_logprobs=x.logprobs), **options)
+    for old in (x.old_logprobs, x.rollout_logprobs):
+        found = current(replace(x, old_logprobs=old, logprobs=x.logprobs.clone().requires_grad_()),
+                        rule=rule.__name__, options=options)
+        assert not found.requires_grad and torch.allclose(found[x.mask], expected[x.mask], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("text, said", [
+    ("ipo(threshold=-0.1)", "from 0 to 1"), ("a3po(high=0)", "must be positive"), ("a3po(clip_low=-1)", "is no range"),
+    ("high_entropy(share=0)", "a share of the tokens"), ("high_entropy(share=1.5)", "a share of the tokens"),
+    ("high_entropy(base=sat)", "needs log-probs alone"), ("high_entropy(base=grpo,options={clip:1})", "no option"),
+    ("grpo+current(rule=m2po)", "no rule of current is called 'm2po'"),
+    ("grpo+current(options={cap:-1})", "must be positive"), ("grpo+current(rule=masked)", "needs high"),
+    ("grpo+current(options={batch_normalized:true})", "leave the option out"),
+    ("grpo+filters=current(options={cap:2})", "reads log π_θ|reads π_θ"),
+])  # fmt: skip
+def test_options_that_are_wrong_are_refused(text, said):
+    with pytest.raises(ConfigError, match=said):
+        objective_of(arm(text))
+
+
+def test_inputs_that_are_not_there_are_asked_for():
+    x = peers.case("main-wide-0")
+    given = {name: torch.tensor(x[name]) for name in ("logprobs", "old_logprobs", "advantages", "mask")}
+    for text, said in (("a3po", "give lag"), ("high_entropy", "give entropy")):
+        with pytest.raises(ConfigError, match=said):
+            policy_loss(f"{text}+advantage=none", **given, rollout_logprobs=given["old_logprobs"])
