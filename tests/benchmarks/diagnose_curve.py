@@ -1,0 +1,82 @@
+"""The operating curve of `moe-rl diagnose`: honest and faulty files by kind, engine dtype and seed.
+
+    python tests/benchmarks/diagnose_curve.py --seeds 0:2                     # every kind, one file per seed and dtype
+    python tests/benchmarks/diagnose_curve.py --honest 600 --seeds 0:0        # honest files alone
+
+Seeds below 1000 calibrate thresholds; the tables of docs/diagnose.md are of seeds from 1000 on, looked at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter, defaultdict
+
+import torch
+
+from moe_rl.analysis.diagnose import Diagnosis, diagnose
+from tests.analysis.engine_files import FAULTS, HONEST, STRANGE, UNKNOWN, make_file
+
+DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+QUIET = ((), ("rounding",), ("dtype",))
+VAGUE = {"unexplained", "routing", "combine_weights"}
+
+
+def judge(found: Diagnosis, cause: str) -> str:
+    """named, near (among others or as equally good), wrong, unexplained, nothing to mend; of an honest file ok or
+    false alarm. A fault within twice the rounding that is called rounding is hidden."""
+    if not cause:
+        return "false alarm" if found.fault else "ok"
+    if found.causes[:1] == (cause,) and not found.equally:
+        return "named"
+    if cause in found.causes or any(cause in x.split("+") for x in found.equally):
+        return "near"
+    if not found.fault:
+        natural, _, rounding = found.fits[:3]
+        return "nothing to mend" if natural.mean > 2 * rounding.mean else "hidden"
+    return UNKNOWN if set(found.causes) <= VAGUE | set(("rounding", "dtype")) else "wrong"
+
+
+def report(kind: str, seed: int, dtype: str, tables: dict[str, Counter[str]],
+           trainer: torch.dtype | None = None) -> None:
+    file = make_file(kind, seed, DTYPES[dtype], trainer)
+    found = diagnose(file.entries, file.model, tokenizer=file.tokenizer, also=file.also)
+    verdict = judge(found, file.cause)
+    group = "honest" if not file.cause else "no hypothesis" if file.cause == UNKNOWN else "listed"
+    tables[f"{group}, {dtype}"][verdict] += 1
+    fits = {f.name: f for f in found.fits}
+    base, rounding = found.fits[0], found.fits[2]
+    rungs = [f"{n[7:]} {f.distance.mean() / max(base.distance.mean(), 1e-12):.2f} {f.nearer.mean():+.2f}"
+             for n, f in fits.items() if n.startswith("all in ") and "matrices" not in n]
+    best = sorted((x[0], n) for n, x in found.left.items() if "forced" not in n)[:2]
+    print(kind, seed, dtype, type(file.model).__name__[:8], f"n={found.responses}/{found.tokens}", verdict,
+          "+".join(found.causes) + "".join(f" or {x}" for x in found.equally),
+          f"KL {base.mean:.2g} = {base.mean / max(rounding.mean, 1e-12):.2g} x",
+          f"d {base.distance.mean() / max(rounding.distance.mean(), 1e-12):.2g} x", *rungs,
+          "; ".join(f"{n} {100 * x:.2g}%" for x, n in best), sep="\t", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0:1", help="from:to, of the faults")
+    parser.add_argument("--honest", type=int, default=0, help="honest files, of the seeds from the first on")
+    parser.add_argument("--kinds", default=",".join((*FAULTS, *STRANGE)))
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    low, high = map(int, options.seeds.split(":"))
+    tables: dict[str, Counter[str]] = defaultdict(Counter)
+    for seed in range(low, high):
+        for kind in filter(None, options.kinds.split(",")):
+            for dtype in options.dtypes.split(","):
+                report(kind, seed, dtype, tables)
+    for n in range(options.honest):  # a sixth of the trainers is in bfloat16, as is its engine then
+        trainer = torch.bfloat16 if n % 6 == 4 else None
+        report(HONEST[n % 2], low + n, list(DTYPES)[n % 3], tables, trainer)
+    columns = ("ok", "false alarm", "named", "near", UNKNOWN, "wrong", "nothing to mend", "hidden")
+    print("\n| files |", " | ".join(columns), "|\n|" + "---|" * (1 + len(columns)))
+    for name, row in sorted(tables.items()):
+        print(f"| {name} |", " | ".join(str(row[c]) for c in columns), "|")
+
+
+if __name__ == "__main__":
+    main()
