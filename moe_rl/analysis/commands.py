@@ -162,6 +162,7 @@ def view(options: argparse.Namespace) -> int:
     DEVICE,
     argument("--dtype", default="float32", help="the trainer's (default: float32)"),
     argument("--router-dtype", help="the trainer's, of its routers (default: as --dtype)"),
+    argument("--engine-dtype", help="what the engine computes in: rounding of another dtype then explains no gap"),
     argument("--responses", type=int, default=128, help="most responses looked at, drawn at random (default: 128)"),
     argument("--batch-tokens", type=int, default=4096, help="tokens in one forward (default: 4096)"),
     argument("--out", type=Path, default=Path("diagnosis.html"), help="page to write (default: diagnosis.html)"),
@@ -171,7 +172,7 @@ def view(options: argparse.Namespace) -> int:
   moe-rl diagnose rollouts.jsonl step-500/ --also step-499/ --device cuda
 a line of the file: {"tokens": [ids], "prompt_length": 5, "logprobs": […],
 "temperature": 1.0, "routes": …}: docs/diagnose.md. The exit code is 1 where
-something is to be mended.""",
+something is to be mended, 2 for input that cannot be used.""",
 )
 def diagnose(options: argparse.Namespace) -> int:
     """Print the verdict and its evidence; write the page."""
@@ -182,7 +183,8 @@ def diagnose(options: argparse.Namespace) -> int:
 
     _require_page(options.out)
     found = diagnose_checkpoint(options.rollouts, options.checkpoint, also=options.also, device=options.device,
-                                dtype=options.dtype, router_dtype=options.router_dtype, responses=options.responses,
+                                dtype=options.dtype, router_dtype=options.router_dtype,
+                                engine_dtype=options.engine_dtype, responses=options.responses,
                                 batch_tokens=options.batch_tokens, trust_remote_code=options.trust_remote_code)
     print_diagnosis(Console(), found)
     write_page(found, options.out, rollouts=options.rollouts, checkpoint=options.checkpoint)

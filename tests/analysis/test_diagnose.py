@@ -17,7 +17,7 @@ import torch
 
 from moe_rl import cli
 from moe_rl.analysis.diagnose import diagnose
-from moe_rl.analysis.diagnose.diagnosis import Explanation, Gap
+from moe_rl.analysis.diagnose.explanations import Explanation, Gap
 from moe_rl.analysis.diagnose.hypotheses import (
     cast_to,
     change_routers,

@@ -5,20 +5,35 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import scipy
 import torch
 from torch import nn
 
-from moe_rl.analysis.diagnose.hypotheses import Hypothesis, list_hypotheses, make_runnable, set_to_eval
+from moe_rl.analysis.diagnose.explanations import (
+    DTYPES,
+    FLOORS,
+    LEAD,
+    NOTHING,
+    QUIET,
+    ROUNDINGS,
+    TOKENS,
+    Explanation,
+    Gap,
+)
+from moe_rl.analysis.diagnose.hypotheses import (
+    Hypothesis,
+    list_hypotheses,
+    make_runnable,
+    set_to_eval,
+    take_weights,
+)
 from moe_rl.analysis.diagnose.locations import MOST, Example, Location, choose_example, describe_start, locate_gap
 from moe_rl.analysis.diagnose.responses import Rollouts, has_routes, select_ids
-from moe_rl.analysis.diagnose.route_faults import Fault, Reported, find_faults
-from moe_rl.analysis.diagnose.scoring import STATED, Fit, Scorer, Scores, compute_left, force_each_site, mask_ids
+from moe_rl.analysis.diagnose.route_faults import RIGHT, Fault, Reported, find_faults
+from moe_rl.analysis.diagnose.scoring import Fit, Scorer, compute_left, force_each_site, mask_ids
 from moe_rl.analysis.folders import describe
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RoutingError
@@ -28,25 +43,10 @@ from moe_rl.routing.sites import layout_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NOTHING = 1e-9
-"""KL per token, in nats, below which log-probs agree: √(2 · 10⁻⁹) is 4.5 · 10⁻⁵ nats, four printed digits."""
-FLOORS = 4.0
-"""Times the noise floor that is still noise."""
-ROUNDINGS, DISTANCES = 4.0, 3.0
-"""Times the KL, and the mean |log r|, of rounding that an honest engine in another dtype may show."""
-SPARED = 100.0
-"""Times the noise by which rounding moves a response, for one without a gap to say that there is no rounding."""
-LITTLE, CLOSE = 0.1, 0.4
-"""What may be left of the KL, with its interval, and of the mean |log r| by what explains a gap."""
-WORTH = 0.5
-"""What is left of the KL under a pair that is worth a row of the table."""
-QUANTISED, CHANCE, NEARER = ("router_int8", "router_fp8"), 1e-3, 0.2
-"""Routers that are named where rounding hides them, the chance that as many tokens come nearer by accident, and by how
-much the share that does must be larger than the share that goes away, lest another small change has to do with them."""
-TOKENS = 8
-"""Fewer of the engine's own name nothing: of some hundred things tried, one fits a few numbers by accident."""
-APART = 1.5
-"""Explanations whose KL is within this factor of the best fit equally well."""
+LITTLE = 0.1
+"""Times the gap of a group of responses that another group may have, to be without one."""
+BY_THE_GAP = ("overwritten_layer", "stale_prefix", "gates_raw", "gates_renormalised", "gates_scaled", "stale_routes")
+"""Faults of routes that a gap without a reason may make: the engine's model is another one there."""
 UNEXPLAINED = "unexplained"
 FEW = 8
 """Responses on which single layers are forced."""
@@ -76,7 +76,7 @@ class Diagnosis:
     fits: tuple[Fit, ...]
     """One per forward: natural first, then the noise floor, forced routes, and every hypothesis, the best first."""
     left: Mapping[str, tuple[float, float, float]]
-    """By forward: what is left of the natural KL, with its 95 % interval; empty where there is no gap."""
+    """By forward its score, what is left of the natural mean |log r|, with its 95 % interval; empty without a gap."""
     locations: tuple[Location, ...]
     """Where the gap is."""
     responses: int
@@ -95,6 +95,7 @@ def diagnose(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     also: Mapping[str, nn.Module] | None = None,
+    engine_dtype: str | None = None,
     responses: int = 128,
     batch_tokens: int = 4096,
     seed: int = 0,
@@ -104,9 +105,12 @@ def diagnose(
     `rollouts` is a JSONL file, or dictionaries with its keys (`docs/diagnose.md`); `responses` of them, drawn at random
     from `seed`, are looked at (of a file that was read before, those that were kept). `tokenizer` cuts text and knows
     special tokens. `also` names other checkpoints of the same architecture that the engine may have had, all of it or
-    parts. The model is as before afterwards. Raises ConfigError for rollouts that cannot be used, RoutingError for a
-    model without routers.
+    parts. `engine_dtype` is what the engine computes in, where that is known: rounding of another dtype is then no
+    reason for a gap. The model is as before afterwards. Raises ConfigError for rollouts that cannot be used,
+    RoutingError for a model without routers.
     """
+    if engine_dtype not in (None, *DTYPES):
+        raise ConfigError(f"--engine-dtype {engine_dtype!r} is none; use {', '.join(DTYPES)}.")
     layout = layout_of(model)
     config: Any = model.config
     config = config.get_text_config()
@@ -115,7 +119,8 @@ def diagnose(
         limit=responses, seed=seed)
     with set_to_eval(model), make_runnable(model):
         scorer = Scorer(model, read.responses, batch_tokens)
-        return _Case(scorer, Gap(scorer, *scorer.measure_noise())).decide(read.count, tokenizer, dict(also or {}))
+        gap = Gap(scorer, *scorer.measure_noise(), engine_dtype)
+        return _Case(scorer, gap).decide(read.count, tokenizer, dict(also or {}))
 
 
 def diagnose_checkpoint(
@@ -126,6 +131,7 @@ def diagnose_checkpoint(
     device: str = "cpu",
     dtype: str = "float32",
     router_dtype: str | None = None,
+    engine_dtype: str | None = None,
     responses: int = 128,
     batch_tokens: int = 4096,
     trust_remote_code: bool = False,
@@ -152,6 +158,7 @@ def diagnose_checkpoint(
     with no_progress_bars():
         loaded, *older = [load(s, seed=0, trust_remote_code=trust_remote_code) for s in settings]
     return diagnose(read, loaded.model, tokenizer=loaded.tokenizer, batch_tokens=batch_tokens,
+                    engine_dtype=engine_dtype,
                     also={name: other.model for name, other in zip(also, older, strict=True)})
 
 
@@ -173,6 +180,8 @@ class _Case:
             gap.try_all(list_hypotheses(scorer.model, scorer.responses, tokenizer, also))
         found = [] if gap.agrees else gap.find_explanations()
         findings = self._find_faults(found[0] if found else None)
+        if not findings and self.scorer.routed and (stale := self._find_stale_routes(also)) is not None:
+            findings = [stale]
         causes, says, fault = self._conclude(found, findings)
         where = list(locate_gap(scorer))
         if self.forced and not (gap.agrees and self._is_harmless()):
@@ -251,6 +260,22 @@ class _Case:
                 self.forced[repaired.name] = repaired
         return found
 
+    def _find_stale_routes(self, also: dict[str, nn.Module]) -> Fault | None:
+        """Routes that are those of another checkpoint, and not of this one."""
+        scorer = self.scorer
+        own = Reported(scorer.responses, scorer.natural.routes, [], scorer.layout, scorer.expected)
+        for name, other in also.items():
+            scores = scorer.score_under([Hypothesis("", name, "", take_weights(other, lambda n: True))],
+                                        keep_routes=True)
+            if scores is None or not own.pairs:
+                continue
+            theirs = Reported(scorer.responses, scores.routes, [], scorer.layout, scorer.expected).agreement
+            if theirs >= RIGHT * scorer.expected and theirs > own.agreement + (1 - own.agreement) / 2:
+                return Fault("stale_routes", f"the engine reports the routes of {name}",
+                             f"{100 * theirs:.3g} % of the sets are those of {name}, {100 * own.agreement:.3g} % those "
+                             "of the checkpoint")
+        return None
+
     def _repaired_ids(self, finding: Fault) -> Any:
         assert finding.repair is not None
         return lambda r, layout: finding.repair(r, layout) if has_routes(r, layout) else select_ids(r, layout)
@@ -264,7 +289,8 @@ class _Case:
     # ------------------------------------------------------------------ the sentence
     def _conclude(self, found: Sequence[Explanation], findings: Sequence[Fault]) -> tuple[tuple[str, ...], str, bool]:
         gap, base = self.gap, self.scorer.base
-        faults = [f for f in findings if f.fault]
+        quiet = gap.agrees or gap.small
+        faults = [f for f in findings if f.fault and (quiet or found or f.cause not in BY_THE_GAP)]
         for f in findings:
             self.evidence.append(f"{f.says[0].upper()}{f.says[1:]}: {f.evidence}.")
         size = f"KL {base.mean:.2g} nats per token"
@@ -272,19 +298,19 @@ class _Case:
         if found:
             best = found[0]
             self._add_evidence(best)
-            causes = (*best.causes, *(f.cause for f in faults if f.cause not in best.causes))
-            causes = causes if best.fault else (*causes[len(best.causes):], *best.causes)
+            routed = tuple(f.cause for f in faults if f.cause not in best.causes)
+            causes = (*(c for c in best.causes if c not in QUIET), *routed) if best.fault else (*routed, *best.causes)
             also = f" Its routes are wrong too: {routes}." if any(f.cause not in best.causes for f in faults) else ""
             says = f"{_sentence(best.says)} ({size}, {best.fit.mean:.2g} when the trainer does the same).{also}"
             return causes, says, best.fault or bool(faults)
-        quiet = gap.agrees or gap.small
         if faults:
             engine = "The engine's log-probs are those of the checkpoint" + ("" if gap.agrees else " up to rounding")
             start = f"{engine}, but the routes it reports are not those it used" if quiet else \
                 f"There is a gap ({size}) that nothing tried explains, and the reported routes are wrong"
             causes = tuple(f.cause for f in faults)
             return causes if quiet else (*causes, UNEXPLAINED), f"{start}: {routes}.", True
-        if not gap.agrees and (routed := self._explain_by_routes()) is not None:
+        if not gap.agrees and (routed := self._explain_by_routes()) is not None and (
+                not quiet or routed.fit.mean <= gap.noise):  # forced routes leave rounding, where there is some
             self._add_evidence(routed)
             return routed.causes, (f"{_sentence(routed.says)}, for a reason that is none of those tried: with what it "
                                    f"reports forced, the gap goes ({size}, {routed.fit.mean:.2g} forced)."), True
@@ -297,8 +323,11 @@ class _Case:
             return (), (f"No gap: {size}, and log-probs agree up to {gap.noise:.2g}: {FLOORS:g} times the noise floor "
                         f"of {gap.floor.mean:.2g}, at least {gap.least:.2g}."), False
         if quiet:
-            return ("rounding",), (f"The gap is what rounding makes ({size}; the checkpoint in float32 and in bfloat16 "
-                                   f"differ by {gap.rounding.mean:.2g}). Nothing to mend."), False
+            says = (f"The gap is what rounding makes ({size}; the checkpoint in float32 and in bfloat16 differ by "
+                    f"{gap.rounding.mean:.2g}).")
+            return ("rounding",), says + (
+                " Nothing to mend." if gap.shrinks else " No dtype tried brings the tokens nearer to the engine's: a "
+                "fault of this size may hide in it. --engine-dtype names the engine's dtype."), False
         return self._explain_by_group(size)
 
     def _explain_by_routes(self) -> Explanation | None:
@@ -331,177 +360,24 @@ class _Case:
             return (UNEXPLAINED,), (f"There is a gap ({size}), but of tokens there are {int(self.scorer.own.sum())}, "
                                     f"too few to tell one reason from another: {TOKENS} are needed."), True
         best = min(self.gap.tried, key=lambda e: e.left[0], default=None)
-        near = f" The nearest, {best.fit.name}, leaves {100 * best.left[0]:.3g} % of it." if best else ""
-        return (UNEXPLAINED,), (f"There is a gap ({size}) that nothing tried explains: other weights, perhaps (--also "
-                                f"names a checkpoint to try), or something that is not among the tests.{near}"), True
+        near = f" The nearest, {best.fit.name}, leaves {100 * best.left[0]:.3g} % of the mean |log r|." \
+            if best and best.left[0] < LEAD else ""
+        times = self.scorer.base.mean / max(self.gap.rounding.mean, NOTHING)
+        return (UNEXPLAINED,), (f"There is a gap of {times:.2g} times the rounding ({size}) that nothing tried "
+                                "explains: other weights, perhaps (--also names a checkpoint to try), or something "
+                                f"that is not among the tests.{near}"), True
 
     def _add_evidence(self, e: Explanation) -> None:
         ratio, low, high = e.left
         self.evidence.append(
             f"With {e.fit.name or e.says} the KL goes from {self.scorer.base.mean:.2g} to {e.fit.mean:.2g} nats per "
-            f"token: {100 * ratio:.2g} % of it is left [{100 * low:.2g}, {100 * high:.2g}]; noise floor "
-            f"{self.gap.floor.mean:.2g}, rounding {self.gap.rounding.mean:.2g}"
+            f"token, and {100 * ratio:.2g} % [{100 * low:.2g}, {100 * high:.2g}] of the mean |log r| is left; noise "
+            f"floor {self.gap.floor.mean:.2g}, rounding {self.gap.rounding.mean:.2g}"
             + (f"; in {e.responses} of {int((self.scorer.base.kl > self.gap.noise).sum())} responses with a gap."
                if e.responses else ".")
             + (f" Of the tokens of a response it brings {50 + 50 * e.fit.nearer.mean():.0f} % nearer to the engine's, "
                "where another router than the engine's takes more away than it brings."
                if self.gap.moves_nearer(e) else ""))
-
-
-# ---------------------------------------------------------------------- from fits to explanations
-@dataclass(frozen=True)
-class Explanation:
-    """One thing, or two together, that the engine may do otherwise."""
-
-    causes: tuple[str, ...]
-    says: str
-    fit: Fit
-    left: tuple[float, float, float]
-    """Of the natural KL, with its 95 % interval."""
-    fault: bool
-    hypotheses: tuple[Hypothesis, ...] = ()
-    """What changes the model or its inputs; readings of log-probs are none."""
-    responses: int = 0
-    """Of how many responses with a gap it takes the gap away."""
-
-
-@dataclass
-class Gap:
-    """The engine's gap and everything that was tried on it."""
-
-    scorer: Scorer
-    floor: Fit
-    rounding: Fit
-    tried: list[Explanation] = field(default_factory=list)
-
-    @property
-    def least(self) -> float:
-        """KL up to which log-probs agree whatever the noise floor is: that was measured in two orders of summation, and
-        the engine's is a third."""
-        return max(NOTHING, self.scorer.rounded**2 / 2)
-
-    @property
-    def noise(self) -> float:
-        """KL up to which log-probs agree."""
-        return max(self.least, FLOORS * self.floor.mean)
-
-    @property
-    def agrees(self) -> bool:
-        return self.scorer.base.mean <= self.noise
-
-    def is_rounding(self, fit: Fit) -> bool:
-        """Whether a gap is no larger than rounding makes it. Few tokens with heavy tails make a mean of KL an accident;
-        the mean |log r| is none, so the larger gap has to be larger in both, unless its KL is out of all proportion."""
-        kl = fit.mean / max(self.rounding.mean, NOTHING / ROUNDINGS)
-        distance = fit.distance.mean() / max(self.rounding.distance.mean(), 1e-12)
-        return bool(kl <= ROUNDINGS or (kl <= 25 * ROUNDINGS and distance <= DISTANCES))
-
-    @property
-    def small(self) -> bool:
-        """Whether the engine's gap is one of rounding: no larger on average, and not a larger one of a few responses,
-        while most of those that rounding would have moved are as the checkpoint has them."""
-        base, rounding = self.scorer.base, self.rounding
-        moved, gap = rounding.kl > SPARED * self.noise, base.kl > self.noise
-        few = moved.any() and gap.any() and gap[moved].mean() <= 0.5
-        larger = few and (base.kl[gap].mean() > ROUNDINGS * rounding.mean
-                          and base.distance[gap].mean() > DISTANCES * rounding.distance.mean())
-        return self.is_rounding(base) and not larger
-
-    # ------------------------------------------------------------------ trying
-    def try_all(self, hypotheses: Sequence[Hypothesis]) -> None:
-        """Try every hypothesis alone, each under every reading of the log-probs too; then pairs, if none is enough."""
-        natural = self.scorer.natural
-        self._add_readings((), natural)
-        for by in (1, -1):
-            self._add(("logprob_shift",), f"the engine's log-probs are off by one: that of token t is token t{by:+d}'s",
-                      self.scorer.compare_shifted(by), True)
-        for hypothesis in hypotheses:
-            if (found := self.scorer.score_under([hypothesis])) is not None:
-                self._add_readings((hypothesis,), found)
-        if not self.few and not self.small and not self.find_explanations():
-            near = [e for e in self.tried if len(e.hypotheses) == 1 and e.left[0] < 0.7]
-            leading = list(dict.fromkeys(e.hypotheses[0] for e in sorted(near, key=lambda e: e.left[0])))[:2]
-            done = set()
-            for first in leading:
-                for second in hypotheses:
-                    if first.target != second.target and (pair := frozenset({first.name, second.name})) not in done:
-                        done.add(pair)
-                        if (found := self.scorer.score_under([first, second])) is not None:
-                            self._add_readings((first, second), found)
-
-    def _add_readings(self, hypotheses: tuple[Hypothesis, ...], scores: Scores) -> None:
-        for reading, logprobs in scores.logprobs.items():
-            if not hypotheses and reading == STATED:
-                continue
-            parts = [(s.cause, s.name, s.says, s.fault) for s in hypotheses]
-            if reading != STATED:
-                kept = reading == "kept set"
-                parts.append(("kept_set" if kept else "temperature",
-                              "log-probs over the kept set" if kept else f"log-probs at {reading}",
-                              self.scorer.readings[reading], True))
-            parts.sort(key=lambda part: not part[3])  # what is to be mended comes first
-            causes, fits, says, faults = zip(*parts, strict=True)
-            fit = self.scorer.compare(" + ".join(fits), logprobs, scores.best)
-            self._add(causes, "; and ".join(says), fit, any(faults), hypotheses)
-
-    def _add(self, causes: tuple[str, ...], says: str, fit: Fit, fault: bool,
-             hypotheses: tuple[Hypothesis, ...] = ()) -> None:
-        base = self.scorer.base
-        # Where only some responses have the fault, the others are as they are.
-        helped = fit.kl < base.kl
-        mixed = replace(fit, **{name: np.where(helped, getattr(fit, name), getattr(base, name))
-                                for name in ("kl", "distance", "beyond_2", "flips")})
-        whole = fit.mean <= mixed.mean * APART or helped.all()
-        kept = fit if whole else mixed
-        left = compute_left(kept, base)
-        if len(causes) == 1 or left[0] < WORTH:
-            helped &= base.kl > self.noise
-            self.tried.append(Explanation(causes, says, kept, left, fault, hypotheses, int(helped.sum())))
-
-    # ------------------------------------------------------------------ deciding
-    @property
-    def few(self) -> bool:
-        """Whether too few tokens were looked at to tell one reason from another."""
-        return int(self.scorer.own.sum()) < TOKENS
-
-    def find_explanations(self) -> list[Explanation]:
-        """What explains the gap, the best first, then what fits equally well; nothing where tokens are few. A pair only
-        where it is needed: either of its parts alone leaves much more."""
-        if self.few:
-            return []
-        enough = [e for e in self.tried if self.explains(e)]
-        single = [e for e in enough if len(e.causes) == 1]
-        found = single or [e for e in enough if self._needs_both(e)] or [e for e in self.tried if self.moves_nearer(e)]
-        if not found:
-            return []
-        found.sort(key=lambda e: (max(e.fit.mean, self.noise), len(e.hypotheses), e.fit.mean))
-        limit = APART * max(found[0].fit.mean, self.noise)
-        return [e for e in found if e.fit.mean <= limit]
-
-    def explains(self, e: Explanation) -> bool:
-        """Whether an explanation takes the gap away: all but little of it, in KL and in distance; or a gap whose KL is
-        beyond what rounding makes, down to that or to the noise floor. Any other has to go nearly whole."""
-        base, fit, rounding = self.scorer.base, e.fit, self.rounding
-        distance = float(fit.distance.mean() / base.distance.mean())
-        if base.mean <= max(ROUNDINGS * rounding.mean, NOTHING):
-            return e.left[2] <= LITTLE / 5 and distance <= CLOSE / 2
-        if e.left[2] <= LITTLE and distance <= CLOSE:
-            return True
-        quiet = fit.mean <= 2 * rounding.mean and fit.distance.mean() <= 2 * rounding.distance.mean()
-        return bool(e.left[2] <= 1 / 3 and (quiet or fit.mean <= self.noise))
-
-    def moves_nearer(self, e: Explanation) -> bool:
-        """Whether a quantised router is what rounding hides: what it leaves is rounding, and it brings more tokens of a
-        response nearer to the engine's than it takes away. A router that is not the engine's moves them at random,
-        most of them away from where they only were rounded to."""
-        votes = e.fit.nearer
-        if e.causes[1:] or e.causes[0] not in QUANTISED or votes.mean() < NEARER or not self.is_rounding(e.fit):
-            return False
-        return bool(np.ptp(votes) and scipy.stats.ttest_1samp(votes, 0, alternative="greater").pvalue < CHANCE)
-
-    def _needs_both(self, e: Explanation) -> bool:
-        alone = [x.fit.mean for x in self.tried if len(x.causes) < len(e.causes) and set(x.causes) <= set(e.causes)]
-        return min(alone, default=np.inf) > 3 * max(e.fit.mean, self.noise)
 
 
 def _sentence(text: str) -> str:

@@ -7,13 +7,17 @@ positions; nothing of it is left behind.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from moe_rl.analysis.diagnose.responses import Response
@@ -45,8 +49,10 @@ class Hypothesis:
     """A sentence: what it would mean."""
     model: Scope = nullcontext
     tokens: Callable[[Response], Response] | None = None
-    shift: int = 0
-    """By how much the positions of the response move."""
+    positions: Callable[[Response], NDArray] | None = None
+    """Other positions of the response's tokens."""
+    late: bool = False
+    """Whether it is tried only where nothing else explains the gap: one of a forward per layer."""
     fault: bool = True
     """Whether it is something to mend; a dtype or another kernel is not."""
 
@@ -62,7 +68,8 @@ def list_hypotheses(
     also: dict[str, nn.Module],
 ) -> list[Hypothesis]:
     """Every hypothesis that would change something about this model and these responses."""
-    return [*_routers(model), *_numerics(model), *_versions(model, also), *_tokens(responses, tokenizer), *_positions()]
+    return [*_routers(model), *_numerics(model), *_attention(model), *_versions(model, also), *_swapped_layers(model),
+            *_tokens(responses, tokenizer), *_positions(responses)]
 
 
 def _routers(model: nn.Module) -> Iterator[Hypothesis]:
@@ -97,6 +104,13 @@ def _routers(model: nn.Module) -> Iterator[Hypothesis]:
         yield Hypothesis("lost_scaling", "routed scaling factor lost",
                          "the engine leaves out the factor on routed experts (routed_scaling_factor)",
                          change_routers(lambda spec: setattr(spec.selector, "routed_scaling_factor", 1.0)))
+    if told is not None and not any(hasattr(m, BIAS) for m in modules):
+        yield Hypothesis("sigmoid", "combine weights by sigmoid", "the engine takes the sigmoid of router scores where "
+                         "the trainer takes the softmax",
+                         change_routers(lambda spec: spec.selector.register_forward_hook(partial(_sigmoid, told))))
+    if shared := [x for n, x in model.named_parameters() if "shared_expert" in n and "down_proj" in n]:
+        yield Hypothesis("shared_expert", "without the shared expert", "the engine leaves out the shared expert",
+                         set_values(shared, [torch.zeros_like(x) for x in shared]))
     yield from _counts(selectors, [spec.site.num_experts for spec in find_sites(model)])
 
 
@@ -120,7 +134,7 @@ def _use(spec: RoutingModule, count: int) -> None:
 
 def _numerics(model: nn.Module) -> Iterator[Hypothesis]:
     own = next(model.parameters()).dtype
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if dtype != own:
             name = str(dtype).removeprefix("torch.")
             yield Hypothesis("dtype", f"all in {name}", f"the engine computes in {name}, the trainer in "
@@ -144,6 +158,59 @@ def _versions(model: nn.Module, also: dict[str, nn.Module]) -> Iterator[Hypothes
             yield Hypothesis(f"{part}_not_pushed", f"{part} of {name}, the rest as given",
                              f"the engine has the {part} of {name} and the rest of the checkpoint: "
                              f"the {part} did not reach it", take_weights(other, picks))
+        for layer in _layers(model):
+            yield Hypothesis("layer_not_pushed", f"layer {layer} of {name}, the rest as given",
+                             f"the engine has layer {layer} of {name} and the rest of the checkpoint",
+                             take_weights(other, lambda n, layer=layer: f"layers.{layer}." in n), late=True)
+
+
+def _layers(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """By number of the layer, its weights by their names within it."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, x in model.named_parameters():
+        if parts := re.search(r"(?:^|\.)layers\.(\d+)\.(.*)", name):
+            found.setdefault(parts[1], {})[parts[2]] = x
+    return found
+
+
+def _swapped_layers(model: nn.Module) -> Iterator[Hypothesis]:
+    layers = _layers(model)
+    for (one, a), (two, b) in pairwise(layers.items()):
+        if {n: x.shape for n, x in a.items()} == {n: x.shape for n, x in b.items()}:
+            yield Hypothesis("swapped_layers", f"layers {one} and {two} swapped", f"the engine has the weights of "
+                             f"layer {one} in layer {two}, and the other way round",
+                             set_values([*a.values(), *b.values()], [*(b[n] for n in a), *(a[n] for n in b)]),
+                             late=True)
+
+
+def _attention(model: nn.Module) -> Iterator[Hypothesis]:
+    config: Any = model.config
+    config = config.get_text_config()
+    tables = [m.inv_freq for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
+    if tables:
+        plain = [torch.arange(len(x), device=x.device) / len(x) for x in tables]
+        for base in (1e4, 1e5, 5e5, 1e6, 5e6, 1e7):
+            values = [(base**-x).to(own.dtype) for x, own in zip(plain, tables, strict=True)]
+            if not all(torch.allclose(x, own, rtol=1e-3) for x, own in zip(values, tables, strict=True)):
+                yield Hypothesis("rope_base", f"RoPE base {base:g}, unscaled", f"the engine rotates positions with "
+                                 f"base {base:g} and no scaling, unlike the trainer", set_values(tables, values))
+        for factor in (2, 4, 8):
+            yield Hypothesis("rope_scaling", f"positions divided by {factor}", f"the engine divides positions by "
+                             f"{factor} (linear RoPE scaling)", set_values(tables, [x / factor for x in tables]))
+    modules = [m for m in model.modules() if isinstance(getattr(m, "scaling", None), float) and hasattr(m, "o_proj")]
+    for power, words in ((0, "without a scale"), (2, "scaled by 1/d, not by 1/√d")):
+        if modules:
+            yield Hypothesis("attention_scale", f"attention {words}", f"the engine computes attention {words}",
+                             set_attributes([(m, "scaling", m.scaling**power) for m in modules]))
+    if norms := [(m, n, nn.Identity()) for m in model.modules() for n in ("q_norm", "k_norm") if hasattr(m, n)]:
+        yield Hypothesis("qk_norm", "without norms of queries and keys", "the engine leaves out the norms of queries "
+                         "and keys", set_attributes(norms))
+    if sinks := [x for n, x in model.named_parameters() if n.endswith(".sinks")]:
+        yield Hypothesis("sinks", "without attention sinks", "the engine leaves out the sinks of attention",
+                         set_values(sinks, [torch.full_like(x, -1e4) for x in sinks]))
+    if isinstance(getattr(config, "sliding_window", None), int):
+        yield Hypothesis("window_lost", "without the sliding window", "the engine reads beyond the sliding window",
+                         set_attributes([(config, "sliding_window", 2**30)]))
 
 
 def _is_router(name: str) -> bool:
@@ -173,6 +240,13 @@ def _tokens(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase | 
                         r, tuple(t for t in r.tokens[: r.prompt] if t not in special))))
     changes.append(("prompt_cut", "first token of the prompt dropped", "the engine reads the prompt without its first "
                     "token", lambda r: _with_prompt(r, r.tokens[1 : r.prompt])))
+    longest = max((r.prompt for r in responses), default=0)
+    for pad in dict.fromkeys((getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0)):
+        if pad is not None:
+            changes.append(("visible_padding", f"padded on the left with token {pad}, visible",
+                            "the engine's attention reads the padding on the left of prompts",
+                            lambda r, pad=pad: _with_prompt(
+                                r, (*[pad] * (longest - r.prompt), *r.tokens[: r.prompt]))))
     seen = [[r.tokens for r in responses]]
     for cause, name, says, change in changes:
         read = [change(r).tokens for r in responses]
@@ -189,12 +263,23 @@ def _with_prompt(response: Response, prompt: tuple[int, ...]) -> Response:
     return replace(response, tokens=tokens, prompt=len(prompt), ids=None, gates=None)
 
 
-def _positions() -> Iterator[Hypothesis]:
+def _positions(responses: Sequence[Response]) -> Iterator[Hypothesis]:
     for shift in (1, -1):
         yield Hypothesis("positions", f"positions of the response {shift:+d}", f"the engine counts positions of the "
                          f"response {abs(shift)} too {'high' if shift > 0 else 'low'}, as after a cached prefix of "
-                         "another length",
-                         shift=shift)
+                         "another length", positions=lambda r, shift=shift: (
+                             np.arange(len(r.tokens)) + shift * (np.arange(len(r.tokens)) >= r.prompt)))
+    if any((_restart(r) != np.arange(len(r.tokens))).any() for r in responses):
+        yield Hypothesis("positions_per_turn", "positions from 0 in every turn", "the engine counts the positions of "
+                         "each further turn of a response from 0", positions=_restart)
+
+
+def _restart(response: Response) -> NDArray:
+    """Positions that begin again where the engine goes on after tokens of an environment."""
+    own = np.isfinite(response.logprobs)
+    starts = response.prompt + 1 + np.flatnonzero(own[1:] & ~own[:-1])
+    t = np.arange(len(response.tokens))
+    return t - np.max([np.zeros_like(t), *(np.where(t >= start, start, 0) for start in starts)], 0)
 
 
 def _renormalises(modules: Sequence[nn.Module]) -> bool | None:
@@ -289,6 +374,34 @@ def _untied(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+
+
+def set_values(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Scope:
+    """Other values of these tensors of the model, which may be those of each other."""
+
+    @contextmanager
+    def scope(model: nn.Module) -> Iterator[nn.Module]:
+        with _values(tensors, [x.detach().clone() for x in values]):
+            yield model
+
+    return scope
+
+
+def set_attributes(changes: Sequence[tuple[Any, str, Any]]) -> Scope:
+    """Other attributes: (object, name, value) of each."""
+
+    @contextmanager
+    def scope(model: nn.Module) -> Iterator[nn.Module]:
+        kept = [getattr(of, name) for of, name, _ in changes]
+        try:
+            for of, name, value in changes:
+                setattr(of, name, value)
+            yield model
+        finally:
+            for (of, name, _), value in zip(changes, kept, strict=True):
+                setattr(of, name, value)
+
+    return scope
 
 
 @contextmanager
@@ -388,4 +501,11 @@ def _raw_weights(module: nn.Module, args: Any, output: Any) -> Any:
     scores = logits.float()
     made = (scores >= 0).all() and (scores.sum(-1) - 1).abs().max() < 1e-3  # before transformers 5.6
     raw = (scores if made else scores.softmax(-1)).gather(-1, ids).to(weights.dtype)
+    return tuple((logits, raw, ids)[i] for i in order or (0, 1, 2))
+
+
+def _sigmoid(renormalised: bool, module: nn.Module, args: Any, output: Any) -> Any:
+    (logits, weights, ids), order = in_order(output)
+    raw = logits.float().sigmoid().gather(-1, ids)
+    raw = (raw / raw.sum(-1, keepdim=True) if renormalised else raw).to(weights.dtype)
     return tuple((logits, raw, ids)[i] for i in order or (0, 1, 2))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ FORMS = ('{"tokens": [ids], "prompt_length": n, "logprobs": […]}, {"prompt_tok
 ROUTES = ("routes", "routed_experts")
 LOWEST, ABOVE_ONE = -1e6, 1e-4
 """Between these is a log-probability; the second is rounding."""
+LONGEST = 200
+"""Characters of a value that an error shows."""
 
 
 @dataclass(frozen=True)
@@ -114,18 +116,20 @@ class Rollouts:
             raise ConfigError(f"{where}: the prompt has no token, so nothing predicts the first of the response.")
         odd = [x for x in values if not (x is None or _number(x) and LOWEST < x <= ABOVE_ONE)]
         if odd:
-            raise ConfigError(f"{where}: {odd[0]!r} is no log-probability of a sampled token: finite, in nats and at "
-                              f"most 0 ({len(odd)} of {len(values)} are not); null marks what it did not sample.")
+            raise ConfigError(f"{where}: {_short(odd[0])} is no log-probability of a sampled token: finite, in nats "
+                              f"and at most 0 ({len(odd)} of {len(values)} are not); null marks what it did not "
+                              "sample.")
         if all(x is None for x in values):
             raise ConfigError(f"{where}: every log-prob is null, so there is nothing to compare; leave the line out.")
         cached, version = entry.get("cached_tokens"), entry.get("weight_version")
         if cached is not None and not (_integer(cached) and 0 <= cached <= len(tokens)):
-            raise ConfigError(f"{where}: cached_tokens is {cached!r}; expected a number of its {len(tokens)} tokens.")
+            raise ConfigError(f"{where}: cached_tokens is {_short(cached)}; expected a number of its {len(tokens)} "
+                              "tokens.")
         return Response(
             where, line, tokens, prompt, np.array([math.nan if x is None else x for x in values], dtype=np.float64),
             _setting(entry, "temperature", where, 1.0, 0.0, 1e6), _setting(entry, "top_p", where, 1.0, 0.0, 1.0),
             int(_setting(entry, "top_k", where, 0, -2, 2**31)), _setting(entry, "min_p", where, 0.0, -1e-9, 1.0),
-            None if version is None else visible(str(version)), cached)
+            None if version is None else visible(_short(version, str)), cached)
 
     def _tokens(self, entry: Mapping[str, Any], where: str, count: int) -> tuple[tuple[int, ...], int]:
         """Token ids of prompt and response, and how many are the prompt's."""
@@ -135,7 +139,7 @@ class Rollouts:
             tokens, prompt = entry["tokens"], entry.get("prompt_length")
             if not _integer(prompt):
                 raise ConfigError(f"{where}: \"tokens\" without \"prompt_length\", the number of them that the prompt "
-                                  f"has, but {prompt!r}.")
+                                  f"has, but {_short(prompt)}.")
         elif "response_tokens" in entry:
             head, body = entry.get("prompt_tokens"), entry["response_tokens"]
             if not (isinstance(head, list) and isinstance(body, list)):
@@ -148,8 +152,8 @@ class Rollouts:
         if not isinstance(tokens, list) or not all(map(_integer, tokens)):
             raise ConfigError(f"{where}: tokens must be a list of ids.")
         if odd := [t for t in tokens if not 0 <= t < self.vocabulary]:
-            raise ConfigError(f"{where}: token id {odd[0]}, but the model has {self.vocabulary} tokens from 0 on; are "
-                              "these rollouts of another model?")
+            raise ConfigError(f"{where}: token id {_short(odd[0])}, but the model has {self.vocabulary} tokens from 0 "
+                              "on; are these rollouts of another model?")
         return tuple(tokens), prompt
 
     def _encoded(self, prompt: str, response: str, where: str, count: int) -> tuple[list[int], int]:
@@ -167,10 +171,16 @@ class Rollouts:
         payload = next((entry[key] for key in ROUTES if entry.get(key) is not None), None)
         if payload is None:
             return response
+        start, dtype = entry.get("routes_start"), entry.get("routes_dtype")
+        if not (start is None or _integer(start)):
+            raise ConfigError(f"{response.where}: routes_start is {_short(start)}; expected the number of the first "
+                              "token that has routes.")
+        if not (dtype is None or isinstance(dtype, str)):
+            raise ConfigError(f"{response.where}: routes_dtype is {_short(dtype)}; expected a name such as uint8.")
         try:
             ids, gates = reported_routes(payload, layout=self.layout, tokens=response.tokens, any_k=True,
-                                         num_layers=self.num_layers, start=entry.get("routes_start") or 0,
-                                         dtype=entry.get("routes_dtype"), gates=entry.get("gates"))
+                                         num_layers=self.num_layers, start=start or 0, dtype=dtype,
+                                         gates=entry.get("gates"))
         except (RoutingError, TypeError) as error:
             raise ConfigError(f"{response.where}: {error}") from error
         ids = self._within(ids, response.where)
@@ -239,7 +249,7 @@ def _setting(entry: Mapping[str, Any], name: str, where: str, default: float, ab
     if value is None:
         return default
     if not _number(value) or not above < value <= most:
-        raise ConfigError(f"{where}: {name} is {value!r}; expected a number above {above:g}, at most {most:g}.")
+        raise ConfigError(f"{where}: {name} is {_short(value)}; expected a number above {above:g}, at most {most:g}.")
     return float(value)
 
 
@@ -252,4 +262,10 @@ def _integer(x: Any) -> bool:
 
 
 def _keys(entry: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, entry)) or "none"
+    return _short(", ".join(map(repr, entry)) or "none", str)
+
+
+def _short(value: Any, write: Callable[[Any], str] = repr) -> str:
+    """A value as an error shows it: its beginning, where it is long."""
+    text = write(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

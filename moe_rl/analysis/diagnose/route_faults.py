@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import scipy.optimize
 from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 
@@ -22,6 +23,8 @@ SURE = 0.6
 """What it must agree at least, as a share of what rounding leaves of agreement."""
 RIGHT = 0.8
 """What the other layers, or the other rows, must agree, as a share of the same, where some agree with nothing."""
+ROWS = 20_000
+"""Tokens of which the numbers of experts are compared."""
 FEW = 8
 """Fewer (token, layer) pairs than this show no pattern."""
 
@@ -144,13 +147,15 @@ def find_faults(routes: Reported) -> list[Fault]:
     whole = find_row_shift(routes) or find_swapped_responses(routes)
     if whole is not None:
         return [*found, whole]
-    found += find_overwritten_layers(routes) or find_stale_prefix(routes)
+    found += find_physical_ids(routes) or find_overwritten_layers(routes) or find_stale_prefix(routes)
     return found + find_faults_of_order(routes)
 
 
 def find_layer_shift(routes: Reported) -> Fault | None:
     reach = max(3, routes.layers[0]) if routes.layers else 0
-    tried = {d: routes.match(layers=d) for d in range(-reach, reach + 1) if d and len(routes.layers) > 1}
+    every = {p.ids.shape[1] for p in routes.pairs}.pop()
+    tried = {d: routes.match(layers=d) for d in range(-reach, reach + 1)
+             if d and sum(0 <= layer + d < every for layer in routes.layers) > 1}  # one that fits is a copy
     best = max(tried, key=lambda d: -1.0 if np.isnan(tried[d]) else tried[d], default=0)
     base = routes.match(inside=best)  # of the same sites: one that holds another's routes is no shift of them all
     if not best or not routes.is_clear(tried[best], base):
@@ -229,6 +234,31 @@ def _is_of(mine: NDArray, p: Pair, q: Pair, expected: float) -> bool:
     theirs, own = (int(((mine[:n] == keys[:n]) & apart).sum()) for keys in (q.natural_keys, p.natural_keys))
     places = int(apart.sum())
     return places >= FEW and theirs >= max(SURE * expected * places, own + CLEAR * places)
+
+
+def find_physical_ids(routes: Reported) -> list[Fault]:
+    """Experts by other numbers: in every layer one permutation makes the sets the model's own."""
+    reported = np.concatenate([p.ids[:, routes.layers] for p in routes.pairs]).astype(np.int64)
+    natural = np.concatenate([p.natural for p in routes.pairs]).astype(np.int64)
+    tables = []
+    for s, site in enumerate(routes.layout.sites):
+        n = site.num_experts
+        a, b = reported[:ROWS, s], natural[:ROWS, s]
+        if len(a) < 4 * n:
+            return []
+        both = (a[:, :, None] * n + b[:, None, :])[(a >= 0).all(-1) & (b >= 0).all(-1)]
+        counts = np.bincount(both.ravel(), minlength=n * n).reshape(n, n)
+        tables.append(scipy.optimize.linear_sum_assignment(-counts)[1])
+    at = np.arange(len(tables))[:, None]
+    own = (np.sort(np.stack(tables)[at, reported.clip(min=0)], -1) == np.sort(natural, -1)).all(-1)
+    if not routes.is_clear(float(own.mean()), routes.agreement):
+        return []
+    used = [table[np.unique(reported[:, s])] - np.unique(reported[:, s]) for s, table in enumerate(tables)]
+    from_one = all((moved == -1).all() for moved in used)
+    return [Fault("physical_ids", "the engine counts experts from 1" if from_one else "the engine reports where its "
+                  "experts are, not which: their numbers are permuted in every layer, as by a load balancer",
+                  f"{_share(own.mean())} of the sets are the model's own under one permutation per layer, "
+                  f"{_share(routes.agreement)} as they stand")]
 
 
 def find_overwritten_layers(routes: Reported) -> list[Fault]:
@@ -316,7 +346,7 @@ def find_faults_of_order(routes: Reported) -> list[Fault]:
         by_slot, by_expert = np.concatenate(slot).mean(), np.concatenate(expert).mean()
         ratio = np.concatenate(sums) / np.concatenate(theirs).clip(min=1e-12)
         low, times, high = np.quantile(ratio, (0.05, 0.5, 0.95))
-        if by_expert > 0.01 and by_slot < 0.25 * by_expert:
+        if is_sorted and by_expert > 0.01 and by_slot < 0.25 * by_expert:
             found.append(Fault(
                 "sorted_ids", "the engine reports ids in ascending order, but their combine weights in the order of "
                 "the scores: each weight is paired with another expert",

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import scipy
 import torch
 from jaxtyping import Bool, Float, Int64
 from numpy.typing import NDArray
@@ -34,6 +34,8 @@ LOGITS, AT_ONCE = 2**26, 2**24
 """Most logits of one forward of several responses, and most that are read at once."""
 Routes = Callable[[Response, Layout], NDArray]
 """Ids [rows, site, k] to be forced on a response, -1 where free."""
+Positions = Callable[[Response], NDArray]
+"""Of every token of a response."""
 RESAMPLES, ROUNDS = 999, 3
 """Of the bootstrap; and of readings at further temperatures, the last of which is right to a hundredth."""
 LARGEST = 60.0
@@ -73,16 +75,21 @@ def compute_distances(log_ratio: Float[NDArray, " token"]) -> tuple[NDArray, NDA
 
 
 def compute_left(fit: Fit, base: Fit) -> tuple[float, float, float]:
-    """What is left of the KL of `base`, as a ratio of means, with the bounds of its 95 % interval over responses (both
-    resampled together); of one response, and where nothing is gained, the ratio alone."""
-    a, b = fit.kl, base.kl
+    """What is left of the mean |log r| of `base`, as a ratio of means, with the bounds of its 95 % interval over
+    responses (both resampled together); of one response, and where nothing is gained, the ratio alone."""
+    a, b = fit.distance, base.distance
     ratio = float(a.sum() / b.sum()) if b.sum() > 0 else 1.0
     if len(a) < 2 or np.ptp(a) == np.ptp(b) == 0 or ratio > 0.9:
         return ratio, ratio, ratio
-    tiny = b.mean() * 1e-12  # a resample of responses that all agree has no ratio
-    found = scipy.stats.bootstrap((a, b), lambda x, y, axis: x.mean(axis) / (y.mean(axis) + tiny), paired=True,
-                                  n_resamples=RESAMPLES, method="percentile", rng=np.random.default_rng(0))
-    return ratio, float(found.confidence_interval.low), float(found.confidence_interval.high)
+    at = _resample(len(a))
+    tiny = b.sum() * 1e-12  # a resample of responses that all agree has no ratio
+    low, high = np.quantile(a[at].sum(1) / (b[at].sum(1) + tiny), (0.025, 0.975))
+    return ratio, float(low), float(high)
+
+
+@lru_cache(maxsize=1)
+def _resample(count: int) -> Int64[NDArray, "resample response"]:
+    return np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
 
 
 @dataclass
@@ -164,20 +171,45 @@ class Scorer:
         kl, distance, beyond_2 = map(mean, compute_distances(moved - self.engine))
         return Fit(f"log-probs {by:+d} token", kl, distance, beyond_2, *np.zeros((2, len(pairs))))
 
+    def compare_readings(self) -> Iterator[tuple[str, str, Fit]]:
+        """What else the engine may call a log-prob of its natural forward: cause, sentence, fit."""
+        natural = self.natural.logprobs[STATED]
+        for by in (1, -1):
+            yield ("logprob_shift", f"the engine's log-probs are off by one: that of token t is token t{by:+d}'s",
+                   self.compare_shifted(by))
+        for base in (2, 10):
+            yield ("log_base", f"the engine's log-probs are to base {base}, not natural",
+                   self.compare(f"log-probs to base {base}", natural / np.log(base)))
+        greedy = score(self.model, self.responses, ("greedy",), batch_tokens=self.batch_tokens).logprobs["greedy"]
+        yield ("greedy", "the engine reports the log-prob of the most likely token, not of the sampled one",
+               self.compare("log-probs of the most likely token", greedy))
+        found, starts = natural.copy(), np.cumsum([0, *(len(r.logprobs) for r in self.responses)])
+        for i, r in enumerate(self.responses):
+            here, own = slice(starts[i], starts[i + 1]), np.isfinite(r.logprobs)
+            others = [natural[starts[j] : starts[j + 1]] for j, o in enumerate(self.responses)
+                      if len(o.logprobs) == len(r.logprobs) and own.sum() >= 4]
+            best = min(others, key=lambda x: float(np.abs(x - r.logprobs)[own].sum()), default=found[here])
+            found[here] = best
+        yield ("others_logprobs", "the engine reports log-probs of another response of the file",
+               self.compare("log-probs of another response", found))
+
     # ------------------------------------------------------------------ forwards
     def score_under(self, hypotheses: Sequence[Hypothesis], keep_routes: bool = False,
                     keep_gates: bool = False) -> Scores | None:
         """Scores where all of these hold; None, with the reason noted, where the model cannot do so."""
-        responses, shift = list(self.responses), 0
+        responses, positions = list(self.responses), None
         try:
             with ExitStack() as stack:
                 model = self.model
                 for hypothesis in hypotheses:
                     model = stack.enter_context(hypothesis.model(model))
-                    shift += hypothesis.shift
+                    positions = hypothesis.positions or positions
                     responses = [hypothesis.tokens(r) for r in responses] if hypothesis.tokens else responses
-                return score(model, responses, (STATED, *self.readings), batch_tokens=self.batch_tokens, shift=shift,
-                             keep_routes=keep_routes, keep_gates=keep_gates)
+                found = score(model, responses, (STATED, *self.readings), batch_tokens=self.batch_tokens,
+                              positions=positions, keep_routes=keep_routes, keep_gates=keep_gates)
+            if np.isfinite(found.logprobs[STATED]).all():
+                return found
+            raise ConfigError("log-probs are not finite.")
         except Exception as error:  # a family's code, with settings that it never had, may raise anything
             why = "" if isinstance(error, MoeRlError) else f"{type(error).__name__}: "
             self.skipped.append(f"{' and '.join(s.name for s in hypotheses)}: {why}{error}")
@@ -312,15 +344,15 @@ def score(
     batch_tokens: int = 4096,
     routes: Routes | None = None,
     gates: bool = False,
-    shift: int = 0,
+    positions: Positions | None = None,
     extra: int = 0,
     keep_routes: bool = False,
     keep_gates: bool = False,
 ) -> Scores:
     """Scores of the responses under `model`, in their order.
 
-    `routes` forces ids, with `gates` the reported combine weights too; `shift` moves the positions of the response by
-    so many; `extra` pads. Raises RoutingError where the model cannot do so.
+    `routes` forces ids, with `gates` the reported combine weights too; `positions` gives other positions;
+    `extra` pads. Raises RoutingError where the model cannot do so.
     """
     config: Any = model.config
     vocabulary = config.get_text_config().vocab_size
@@ -329,7 +361,7 @@ def score(
     for part in cut_batches(responses, batch_tokens, vocabulary):
         rows = Rows.of(part, extra)
         trace = None if routes is None else make_trace(model, rows, routes, gates)
-        logits, seen, scored = _forward(model, rows, trace, shift, keep_routes, keep_gates)
+        logits, seen, scored = _forward(model, rows, trace, positions, keep_routes, keep_gates)
         first = rows.tokens.shape[1] - logits.shape[1]
         at = rows.response[:, first:]
         logits = logits[at.to(logits.device)]
@@ -345,15 +377,17 @@ def score(
 
 
 def _forward(
-    model: nn.Module, rows: Rows, trace: RoutingTrace | None, shift: int, keep: bool, scored: bool
+    model: nn.Module, rows: Rows, trace: RoutingTrace | None, positions: Positions | None, keep: bool, scored: bool
 ) -> tuple[Tensor, list[NDArray], list[NDArray]]:
     """Logits from the first place at which a response has a token; on request the experts used and their weights."""
     device = next(model.parameters()).device
     inputs, followed = rows.tokens[:, :-1].to(device), rows.mask[:, 1:].to(device)
     settings = {}
-    if shift:  # with a mask, since transformers takes a jump of positions for a packed sequence
-        positions = torch.arange(inputs.shape[1]) + shift * rows.response[:, :-1]
-        settings = {"position_ids": positions.to(device), "attention_mask": rows.mask[:, :-1].long().to(device)}
+    if positions:  # with a mask, since transformers takes a jump of positions for a packed sequence
+        moved = torch.arange(inputs.shape[1]).repeat(len(inputs), 1)
+        for row, r in zip(moved, rows.responses, strict=True):
+            row[: len(r.tokens) - 1] = torch.from_numpy(positions(r)[:-1])
+        settings = {"position_ids": moved.to(device), "attention_mask": rows.mask[:, :-1].long().to(device)}
     first = max(1, int(rows.response.any(0).long().argmax()))
     kept = rows.tokens.shape[1] - first
     with replay_routing(model, trace, part=True):
@@ -412,9 +446,12 @@ def read_logprobs(
     responses: Sequence[Response],
     reading: str,
 ) -> Float[Tensor, " token"]:
-    """log p of the chosen tokens. A reading is STATED, "T=0.7", "T inverted", "T twice", or "kept set": renormalised
+    """log p of the chosen tokens. A reading is STATED, "greedy" (of the most likely tokens instead), "T=0.7",
+    "T inverted", "T twice", or "kept set": renormalised
     over what top-k, top-p and min-p keep, at the stated temperature (the whole vocabulary where neither is stated)."""
     stated = torch.tensor([r.temperature for r in responses], device=logits.device)[owner][:, None]
+    if reading == "greedy":
+        return (logits / stated).log_softmax(-1).amax(-1)
     temperature = {"T inverted": 1 / stated, "T twice": stated**2}.get(reading, stated)
     if reading.startswith("T="):
         temperature = torch.full_like(stated, float(reading[2:]))
