@@ -30,7 +30,16 @@ from moe_rl.analysis.diagnose.hypotheses import (
     set_to_eval,
     take_weights,
 )
-from moe_rl.analysis.diagnose.locations import MOST, Example, Location, choose_example, describe_start, locate_gap
+from moe_rl.analysis.diagnose.locations import (
+    MOST,
+    Example,
+    Location,
+    choose_example,
+    describe_largest,
+    describe_start,
+    locate_gap,
+)
+from moe_rl.analysis.diagnose.remedies import list_remedies
 from moe_rl.analysis.diagnose.responses import Rollouts, has_routes, select_ids
 from moe_rl.analysis.diagnose.route_faults import RIGHT, Fault, Reported, find_faults
 from moe_rl.analysis.diagnose.scoring import Fit, Scorer, compute_left, force_each_site, mask_ids
@@ -71,6 +80,8 @@ class Diagnosis:
     """Other causes that fit equally well."""
     evidence: tuple[str, ...]
     """Sentences, each with its numbers."""
+    remedies: tuple[str, ...]
+    """What to do, a text per cause."""
     notes: tuple[str, ...]
     """What else is worth knowing: missing routes, skipped forwards."""
     fits: tuple[Fit, ...]
@@ -180,15 +191,15 @@ class _Case:
             gap.try_all(list_hypotheses(scorer.model, scorer.responses, tokenizer, also))
         found = [] if gap.agrees else gap.find_explanations()
         findings = self._find_faults(found[0] if found else None)
-        if not findings and self.scorer.routed and (stale := self._find_stale_routes(also)) is not None:
-            findings = [stale]
+        if not findings and not found and scorer.routed:
+            findings = self._find_stale_routes(also)
         causes, says, fault = self._conclude(found, findings)
         where = list(locate_gap(scorer))
         if self.forced and not (gap.agrees and self._is_harmless()):
             where += [*self.sets, *(Location("layer", str(scorer.layout.sites[s].decoder_layer), kl, 0)
                                     for s, kl in force_each_site(scorer, FEW))]
         if not gap.agrees:
-            self.evidence.append(describe_start(scorer, gap.noise))
+            self.evidence += [describe_start(scorer, gap.noise), describe_largest(where)]
         fits = [scorer.base, gap.floor, gap.rounding, *self.forced.values(),
                 *(e.fit for e in sorted(gap.tried, key=lambda e: e.fit.mean))]
         left = {} if gap.agrees else {r.name: compute_left(r, scorer.base) for r in self.forced.values()} | {
@@ -196,9 +207,9 @@ class _Case:
         equally = [c for c in dict.fromkeys("+".join(e.causes) for e in found) if c != "+".join(found[0].causes)]
         if equally:
             says += f" As good an explanation: {'; or '.join(e.says for e in found if e.causes != found[0].causes)}."
-        return Diagnosis(causes, says, fault, tuple(equally), tuple(self.evidence), (*self.notes, *scorer.skipped),
-                         tuple(fits), left, tuple(where), len(scorer.responses), of, int(scorer.own.sum()),
-                         None if gap.agrees else choose_example(scorer, tokenizer))
+        return Diagnosis(causes, says, fault, tuple(equally), tuple(self.evidence), list_remedies(causes),
+                         (*self.notes, *scorer.skipped), tuple(fits), left, tuple(where), len(scorer.responses), of,
+                         int(scorer.own.sum()), None if gap.agrees else choose_example(scorer, tokenizer))
 
     # ------------------------------------------------------------------ forced routes
     def _force_routes(self) -> None:
@@ -260,7 +271,7 @@ class _Case:
                 self.forced[repaired.name] = repaired
         return found
 
-    def _find_stale_routes(self, also: dict[str, nn.Module]) -> Fault | None:
+    def _find_stale_routes(self, also: dict[str, nn.Module]) -> list[Fault]:
         """Routes that are those of another checkpoint, and not of this one."""
         scorer = self.scorer
         own = Reported(scorer.responses, scorer.natural.routes, [], scorer.layout, scorer.expected)
@@ -271,10 +282,10 @@ class _Case:
                 continue
             theirs = Reported(scorer.responses, scores.routes, [], scorer.layout, scorer.expected).agreement
             if theirs >= RIGHT * scorer.expected and theirs > own.agreement + (1 - own.agreement) / 2:
-                return Fault("stale_routes", f"the engine reports the routes of {name}",
-                             f"{100 * theirs:.3g} % of the sets are those of {name}, {100 * own.agreement:.3g} % those "
-                             "of the checkpoint")
-        return None
+                return [Fault("stale_routes", f"the engine reports the routes of {name}",
+                              f"{100 * theirs:.3g} % of the sets are those of {name}, {100 * own.agreement:.3g} % "
+                              "those of the checkpoint")]
+        return []
 
     def _repaired_ids(self, finding: Fault) -> Any:
         assert finding.repair is not None
@@ -298,8 +309,8 @@ class _Case:
         if found:
             best = found[0]
             self._add_evidence(best)
-            routed = tuple(f.cause for f in faults if f.cause not in best.causes)
-            causes = (*(c for c in best.causes if c not in QUIET), *routed) if best.fault else (*routed, *best.causes)
+            others = tuple(f.cause for f in faults if f.cause not in best.causes)
+            causes = (*(c for c in best.causes if c not in QUIET), *others) if best.fault else (*others, *best.causes)
             also = f" Its routes are wrong too: {routes}." if any(f.cause not in best.causes for f in faults) else ""
             says = f"{_sentence(best.says)} ({size}, {best.fit.mean:.2g} when the trainer does the same).{also}"
             return causes, says, best.fault or bool(faults)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 import scipy
@@ -27,17 +28,20 @@ FLOORS = 4.0
 ROUNDINGS, DISTANCES = 4.0, 3.0
 """Times the KL, or the mean |log r|, of rounding that forced routes, or a quantised router, may leave."""
 EVIDENT = 0.7
-"""The score of "all in" the engine's dtype where rounding is the reason, at most. Of n tokens 1/√n is granted."""
+"""The score of "all in" the engine's dtype where rounding is the reason, at most. Of n tokens 1/√n is granted, as it is
+to NEARER."""
 SPARED = 100.0
 """Times the noise by which rounding moves a response, for one without a gap to show that there is no rounding."""
-QUANTISED, CHANCE, NEARER = ("router_int8", "router_fp8"), 1e-3, 0.2
-"""Routers that are named where rounding hides them, the chance that as many tokens come nearer by accident, and by how
-much the share that does must be larger than the share that goes away, lest another small change has to do with them."""
+NEARER = 0.2
+"""By how much the share of tokens that come nearer must be larger than that of those that go away, to be evidence of
+rounding or of a quantised router that rounding hides."""
+QUANTISED, CHANCE = ("router_int8", "router_fp8"), 1e-3
+"""Routers that are named where rounding hides them, and the chance that as many tokens come nearer by accident."""
 TOKENS = 8
 """Fewer of the engine's own name nothing: of some hundred things tried, one fits a few numbers by accident."""
 LEAD, LEADING = 0.7, (2, 5)
-"""The score of what is tried further in pairs, and is mentioned where nothing explains the gap, at most; and how many
-are: with every other hypothesis, and in another dtype."""
+"""The score of what is tried with every other hypothesis, and is mentioned where nothing explains the gap, at most; and
+how many hypotheses are tried so, and in another dtype."""
 DTYPES = ("float32", "bfloat16", "float16")
 QUIET = {"dtype", "experts", "router_fp32"}
 """What an honest engine may do otherwise."""
@@ -104,10 +108,11 @@ class Gap:
     @property
     def shrinks(self) -> bool:
         """Whether there is evidence that rounding is the reason: in a dtype that the engine may have, our side comes
-        much nearer to the engine's log-probs, and as near as rounding leaves them."""
+        nearer to the engine's log-probs, of most tokens too, and as near as rounding leaves them."""
         error = 1 / math.sqrt(self.scorer.own.sum())
         allowed = (1 + 2 * error) * self.rounding.distance.mean()
-        return any(e.left[0] <= EVIDENT + error and e.fit.distance.mean() <= allowed for e in self.dtypes)
+        return any(e.left[0] <= EVIDENT + error and e.fit.distance.mean() <= allowed
+                   and np.average(e.fit.nearer, weights=self.scorer.counts) >= NEARER - error for e in self.dtypes)
 
     @property
     def small(self) -> bool:
@@ -143,12 +148,11 @@ class Gap:
 
     def _list_pairs(self, hypotheses: Sequence[Hypothesis]) -> list[tuple[Hypothesis, Hypothesis]]:
         """The nearest hypotheses with every other one, and some more in another dtype."""
-        near = sorted((e for e in self.tried if len(e.hypotheses) == 1 and e.left[0] < LEAD), key=lambda e: e.left[0])
-        leading = list(dict.fromkeys(e.hypotheses[0] for e in near))
-        dtypes = [e.hypotheses[0] for e in self.dtypes]
-        pairs = {frozenset({a.name, b.name}): (a, b) for few, others in zip(LEADING, (hypotheses, dtypes), strict=True)
-                 for a in leading[:few] for b in others if a.target != b.target}
-        return list(pairs.values())
+        ranked = sorted((e for e in self.tried if len(e.hypotheses) == 1), key=lambda e: e.left[0])
+        near = list(dict.fromkeys(e.hypotheses[0] for e in ranked if e.left[0] < LEAD))[: LEADING[0]]
+        more = list(dict.fromkeys(e.hypotheses[0] for e in ranked))[: LEADING[1]]
+        pairs = [*product(near, hypotheses), *product(more, (e.hypotheses[0] for e in self.dtypes))]
+        return list({frozenset({a.name, b.name}): (a, b) for a, b in pairs if a.target != b.target}.values())
 
     def _try(self, together: Iterator[tuple[Hypothesis, ...]] | Sequence[tuple[Hypothesis, ...]]) -> None:
         for hypotheses in together:

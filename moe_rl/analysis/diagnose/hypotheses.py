@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moe_rl.analysis.diagnose.responses import Response
+from moe_rl.analysis.diagnose.responses import Response, count_turns
 from moe_rl.errors import ConfigError
 from moe_rl.integrations.cpu_kernels.experts import NAME
 from moe_rl.models.load import keep_routers_in
@@ -161,7 +161,11 @@ def _versions(model: nn.Module, also: dict[str, nn.Module]) -> Iterator[Hypothes
         for layer in _layers(model):
             yield Hypothesis("layer_not_pushed", f"layer {layer} of {name}, the rest as given",
                              f"the engine has layer {layer} of {name} and the rest of the checkpoint",
-                             take_weights(other, lambda n, layer=layer: f"layers.{layer}." in n), late=True)
+                             take_weights(other, partial(_is_in_layer, layer)), late=True)
+
+
+def _is_in_layer(layer: str, name: str) -> bool:
+    return f"layers.{layer}." in name
 
 
 def _layers(model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -186,7 +190,7 @@ def _swapped_layers(model: nn.Module) -> Iterator[Hypothesis]:
 def _attention(model: nn.Module) -> Iterator[Hypothesis]:
     config: Any = model.config
     config = config.get_text_config()
-    tables = [m.inv_freq for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
+    tables: list[Any] = [m.inv_freq for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
     if tables:
         plain = [torch.arange(len(x), device=x.device) / len(x) for x in tables]
         for base in (1e4, 1e5, 5e5, 1e6, 5e6, 1e7):
@@ -197,7 +201,8 @@ def _attention(model: nn.Module) -> Iterator[Hypothesis]:
         for factor in (2, 4, 8):
             yield Hypothesis("rope_scaling", f"positions divided by {factor}", f"the engine divides positions by "
                              f"{factor} (linear RoPE scaling)", set_values(tables, [x / factor for x in tables]))
-    modules = [m for m in model.modules() if isinstance(getattr(m, "scaling", None), float) and hasattr(m, "o_proj")]
+    modules: list[Any] = [m for m in model.modules() if hasattr(m, "o_proj")
+                          and isinstance(getattr(m, "scaling", None), float)]
     for power, words in ((0, "without a scale"), (2, "scaled by 1/d, not by 1/√d")):
         if modules:
             yield Hypothesis("attention_scale", f"attention {words}", f"the engine computes attention {words}",
@@ -245,14 +250,17 @@ def _tokens(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase | 
         if pad is not None:
             changes.append(("visible_padding", f"padded on the left with token {pad}, visible",
                             "the engine's attention reads the padding on the left of prompts",
-                            lambda r, pad=pad: _with_prompt(
-                                r, (*[pad] * (longest - r.prompt), *r.tokens[: r.prompt]))))
+                            partial(_pad_prompt, pad, longest)))
     seen = [[r.tokens for r in responses]]
     for cause, name, says, change in changes:
         read = [change(r).tokens for r in responses]
         if read not in seen:
             seen.append(read)
             yield Hypothesis(cause, name, says, tokens=change)
+
+
+def _pad_prompt(pad: int, length: int, r: Response) -> Response:
+    return _with_prompt(r, (*[pad] * (length - r.prompt), *r.tokens[: r.prompt]))
 
 
 def _with_prompt(response: Response, prompt: tuple[int, ...]) -> Response:
@@ -267,19 +275,22 @@ def _positions(responses: Sequence[Response]) -> Iterator[Hypothesis]:
     for shift in (1, -1):
         yield Hypothesis("positions", f"positions of the response {shift:+d}", f"the engine counts positions of the "
                          f"response {abs(shift)} too {'high' if shift > 0 else 'low'}, as after a cached prefix of "
-                         "another length", positions=lambda r, shift=shift: (
-                             np.arange(len(r.tokens)) + shift * (np.arange(len(r.tokens)) >= r.prompt)))
+                         "another length", positions=partial(_move, shift))
     if any((_restart(r) != np.arange(len(r.tokens))).any() for r in responses):
         yield Hypothesis("positions_per_turn", "positions from 0 in every turn", "the engine counts the positions of "
                          "each further turn of a response from 0", positions=_restart)
 
 
+def _move(by: int, response: Response) -> NDArray:
+    t = np.arange(len(response.tokens))
+    return t + by * (t >= response.prompt)
+
+
 def _restart(response: Response) -> NDArray:
     """Positions that begin again where the engine goes on after tokens of an environment."""
-    own = np.isfinite(response.logprobs)
-    starts = response.prompt + 1 + np.flatnonzero(own[1:] & ~own[:-1])
-    t = np.arange(len(response.tokens))
-    return t - np.max([np.zeros_like(t), *(np.where(t >= start, start, 0) for start in starts)], 0)
+    t, turn = np.arange(len(response.tokens)), count_turns(response.logprobs)
+    first = np.searchsorted(turn, turn) + response.prompt
+    return t - np.r_[np.zeros(response.prompt, dtype=int), np.where(turn > 1, first, 0)]
 
 
 def _renormalises(modules: Sequence[nn.Module]) -> bool | None:

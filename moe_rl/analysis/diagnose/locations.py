@@ -4,7 +4,7 @@ and in the response whose log-probs are furthest apart, token by token, with a p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_rl.analysis.diagnose.responses import Response, has_routes, select_ids
+from moe_rl.analysis.diagnose.responses import Response, count_turns, has_routes, select_ids
 from moe_rl.analysis.diagnose.scoring import STATED, Scorer, compute_distances, find_possible, score
 from moe_rl.analysis.response_page import write_response_page
 from moe_rl.errors import RoutingError
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 2**62)
 MOST = 12
-"""Weight versions shown."""
+"""Weight versions shown, and twice the experts."""
+SEEN, LARGER = 8, 1.5
+"""Tokens that a place has at least, and times the mean gap that tokens of an expert have."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Location:
     """A part of the tokens, and the natural gap in it."""
 
     kind: str
-    """position, length, weight version, prefix; or layer, or sets of a layer."""
+    """turn, expert, position, length, weight version, prefix; or layer, or sets of a layer."""
     name: str
     value: float
     """k3 per token, in nats; of a layer with its reported ids alone forced; of sets the share that the model would not
@@ -45,12 +47,16 @@ def locate_gap(scorer: Scorer, versions_shown: int | None = MOST) -> Iterator[Lo
     """The natural gap, taken apart; parts without tokens are left out, and further weight versions (None: none are)."""
     kl, position = _gaps(scorer)
     length = np.array([len(r.logprobs) for r in scorer.responses])[scorer.owner]
+    turn = np.concatenate([count_turns(r.logprobs) for r in scorer.responses])
 
     def place(kind: str, name: str, where: NDArray) -> Iterator[Location]:
         here = kl[where & scorer.own]
         if len(here):
             yield Location(kind, name, float(here.mean()), len(here))
 
+    for number in range(1, int(turn.max()) + 1):
+        yield from place("turn", str(number), turn == number)
+    yield from _locate_experts(scorer, kl)
     for kind, values in (("position", position), ("length", length)):
         for low, high in zip(EDGES, EDGES[1:], strict=False):
             name = f"{low}" if high == low + 1 else f"{low}–{high - 1}"
@@ -63,6 +69,35 @@ def locate_gap(scorer: Scorer, versions_shown: int | None = MOST) -> Iterator[Lo
         cached = np.array([bool(r.cached) for r in scorer.responses])[scorer.owner]
         yield from place("prefix", "cached", cached)
         yield from place("prefix", "fresh", ~cached)
+
+
+def _locate_experts(scorer: Scorer, kl: NDArray) -> Iterator[Location]:
+    """The gap of the tokens that use an expert, by the model's own routing: the experts with the largest, if any has
+    one that is clearly larger than that of all tokens."""
+    rows = [ids[r.prompt - 1 :] for r, ids in zip(scorer.responses, scorer.natural.routes, strict=True)]
+    used, found, mean = np.concatenate(rows)[scorer.own], [], float(kl[scorer.own].mean())
+    for s, site in enumerate(scorer.layout.sites):
+        for expert in range(site.num_experts):
+            here = kl[scorer.own][(used[:, s] == expert).any(-1)]
+            if len(here) >= SEEN and here.mean() > LARGER * mean:
+                found.append(Location("expert", f"layer {site.decoder_layer}, expert {expert}", float(here.mean()),
+                                      len(here)))
+    yield from sorted(found, key=lambda x: -x.value)[: MOST // 2]
+
+
+def describe_largest(locations: Sequence[Location]) -> str:
+    """Where the gap is largest, in words."""
+    found = []
+    for kind in ("turn", "position", "expert", "layer", "sets"):
+        places = [x for x in locations if x.kind == kind and (x.tokens >= SEEN or not x.tokens)]
+        if len(places) > 1 or kind == "expert" and places:
+            most = min(places, key=lambda x: x.value) if kind == "layer" else max(places, key=lambda x: x.value)
+            words = {"layer": f"least with the ids of layer {most.name} alone forced (KL {most.value:.2g})",
+                     "sets": f"most other sets of experts in layer {most.name} ({100 * most.value:.2g} %)",
+                     "position": f"in tokens {most.name} of the response (KL {most.value:.2g})"}
+            found.append(words.get(kind, f"in {kind + ' ' if kind == 'turn' else 'tokens of '}{most.name} "
+                                         f"(KL {most.value:.2g})"))
+    return f"The gap is largest {'; '.join(found)}." if found else "The gap is the same everywhere."
 
 
 def describe_start(scorer: Scorer, noise: float) -> str:

@@ -22,7 +22,8 @@ from moe_rl.storage.terminal import say
 
 SHOWN = 12
 """Hypotheses that a terminal shows; the page shows all."""
-KINDS = {"position": "by token of the response, from 0", "length": "by length of the response, in tokens",
+KINDS = {"turn": "by turn, from 1", "expert": "by expert that the token uses, the largest",
+         "position": "by token of the response, from 0", "length": "by length of the response, in tokens",
          "weight version": "by weight version", "prefix": "by prefix", "layer": "by layer, its ids alone forced",
          "sets": "sets of experts that the checkpoint would not pick itself, by layer"}
 
@@ -32,6 +33,7 @@ def print_diagnosis(console: Console, found: Diagnosis) -> None:
     say(console, (found.verdict, "bold"), wrap=True)
     for text in found.evidence:
         say(console, f"• {text}", wrap=True)
+    say(console, f"What to do: {' '.join(found.remedies)}", wrap=True)
     for shown in tables(found, SHOWN):
         print_table(console, shown)
     for text in found.notes:

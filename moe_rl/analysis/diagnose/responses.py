@@ -225,6 +225,12 @@ def select_ids(response: Response, layout: Layout) -> Integer[NDArray, "rows sit
     return response.ids[:, match_layers(response.ids.shape[1], layout)]
 
 
+def count_turns(logprobs: Float[NDArray, " response"]) -> Integer[NDArray, " response"]:
+    """The turn of each token, from 1; one begins where the engine goes on after tokens that are not its own."""
+    own = np.isfinite(logprobs)
+    return 1 + np.cumsum(np.r_[False, own[1:] & ~own[:-1] & (np.cumsum(own)[:-1] > 0)])
+
+
 # ---------------------------------------------------------------------- small parts
 def match_layers(reported: int, layout: Layout) -> list[int]:
     """Which of so many reported layers is which site: all layers, or those that route."""
