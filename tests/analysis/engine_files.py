@@ -1,7 +1,8 @@
 """Files of honest and faulty engines by kind and seed, for `moe-rl diagnose`: tiny models, real forwards.
 
-The seed draws family, number of responses (1 to 40; 8 to 40 of a fault), turns and the place of the fault. Faults are
-made by hand in the engine's model or in what it reports. Nothing here is shared with what finds them.
+The seed draws family, number of responses, turns and the place of the fault. A faulty engine writes one file of 8 to 40
+responses; an honest one writes 40 responses, cut into four files of 1 to 31. Faults are made by hand in the engine's
+model or in what it reports. Nothing here is shared with what finds them.
 """
 
 from __future__ import annotations
@@ -89,6 +90,17 @@ class Engine(Bench):
 
         return self.honest(change=lambda m: [r.register_forward_hook(weighted) for r in self.routers(m)])
 
+    def lost_expert(self):
+        """One expert without its last matrix."""
+        return self.honest(change=lambda m: self._mlp(m).experts.down_proj[0].zero_())
+
+    def router_int4(self):
+        def rounded(w):
+            scale = w.abs().amax(1, keepdim=True) / 7
+            return (w / scale).round() * scale
+
+        return self._rounded(rounded)
+
     # -------------------------------------------------------------- its attention
     def rope_base(self):
         def change(model):
@@ -146,6 +158,14 @@ class Engine(Bench):
             return picked(logits_of(self.engine(), e, torch.where(t >= start, t - start, t)[None]), e)
 
         return [{k: v for k, v in e.items() if k != "routes"} for e in self._each(logprobs=moved)]
+
+    def shifted_mask(self):
+        """The tokens of the environment count, with the zeros that engines write there; the second turn does not."""
+        def masked(e):
+            first, words = e["said"]
+            return [*e["logprobs"][:first], *[0.0] * words, *[None] * (len(e["logprobs"]) - first - words)]
+
+        return [{k: v for k, v in e.items() if k != "said"} for e in self._each(logprobs=masked)]
 
     # -------------------------------------------------------------- what it calls a log-prob
     def log_base(self):
@@ -207,11 +227,12 @@ FAULTS: dict[str, Kind] = {
     "physical_ids": Kind("physical_ids", PLAIN), "stale_routes": Kind("stale_routes", PLAIN, also=True),
 }
 """Faults by name: the cause to be named, and where each is possible."""
-STRANGE: dict[str, Kind] = {"permuted_expert": Kind(UNKNOWN, ("qwen3_moe", "deepseek_v3", "glm4_moe", "olmoe")),
-                            "attention_warmer": Kind(UNKNOWN), "older_unknown": Kind(UNKNOWN),
-                            "stale_layer_unknown": Kind(UNKNOWN)}
+STRANGE: dict[str, Kind] = {
+    **{name: Kind(UNKNOWN, ("qwen3_moe", "deepseek_v3", "glm4_moe", "olmoe")) for name in (
+        "permuted_expert", "lost_expert")},
+    "router_int4": Kind(UNKNOWN, PLAIN), "shifted_mask": Kind(UNKNOWN, turns=(2,)),
+    **{name: Kind(UNKNOWN) for name in ("attention_warmer", "older_unknown", "stale_layer_unknown")}}
 """Faults without a hypothesis: to be called unexplained, never rounding."""
-HONEST = ("honest", "combine_weights")
 
 
 @dataclass(frozen=True)
@@ -226,20 +247,28 @@ class File:
     """"" for an honest engine."""
 
 
-def make_file(kind: str, seed: int, dtype: torch.dtype | None, trainer: torch.dtype | None = None) -> File:
-    """The file of this kind and seed, of an engine that computes in `dtype` (None: float32)."""
-    draw = random.Random(f"{kind} {seed}")
-    of = FAULTS.get(kind) or STRANGE.get(kind) or Kind("")
-    count = round(40 ** draw.random() if not of.cause else draw.uniform(8, 40))
-    engine = Engine(draw.choice(of.families), count, seed, dtype, draw.choice(of.turns))
+def make_file(kind: str, seed: int, dtype: torch.dtype | None) -> File:
+    """The file of this fault and seed, of an engine that computes in `dtype` (None: float32)."""
+    draw, of = random.Random(f"{kind} {seed}"), FAULTS.get(kind) or STRANGE[kind]
+    engine = Engine(draw.choice(of.families), draw.randint(8, 40), seed, dtype, draw.choice(of.turns))
     maker = {"older_unknown": "weight_version", "stale_layer_unknown": "stale_layer"}.get(kind, kind)
-    entries = getattr(engine, maker)()
-    entries = [e | {"logprobs": _without_environment(e)} for e in entries]
-    if not of.cause and draw.random() < 0.3:
-        entries = [{k: v for k, v in e.items() if k not in ("routes", "gates")} for e in entries]
+    entries = [e | {"logprobs": _without_environment(e)} for e in getattr(engine, maker)()]
     cause = broken_engines.expected("gates", engine) if kind == "gates" else of.cause
+    return File(entries, engine.model, engine.tokenizer, {"older": engine.older()} if of.also else {}, cause)
+
+
+def make_honest_files(seed: int, dtype: torch.dtype | None, trainer: torch.dtype | None = None) -> list[File]:
+    """Four files of an honest engine, with combine weights of every second seed and without routes of some files."""
+    draw = random.Random(f"honest {seed}")
+    engine = Engine(draw.choice(FAMILIES), 40, seed, dtype, draw.choice((1, 2)))
+    entries = [e | {"logprobs": _without_environment(e)} for e in (engine.honest, engine.combine_weights)[seed % 2]()]
     model = engine.model if trainer is None else engine.model.to(trainer)
-    return File(entries, model, engine.tokenizer, {"older": engine.older().to(trainer)} if of.also else {}, cause)
+    cuts, files = sorted((0, 1, draw.randint(3, 6), draw.randint(9, 20), 40)), []
+    for low, high in zip(cuts, cuts[1:], strict=False):
+        hidden = ("routes", "gates") if draw.random() < 0.3 else ()
+        part = [{k: v for k, v in e.items() if k not in hidden} for e in entries[low:high]]
+        files.append(File(part, model, engine.tokenizer, {}, ""))
+    return files
 
 
 def _without_environment(entry: dict[str, Any]) -> list[float | None]:

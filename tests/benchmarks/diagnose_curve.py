@@ -1,7 +1,7 @@
 """The operating curve of `moe-rl diagnose`: honest and faulty files by kind, engine dtype and seed.
 
     python tests/benchmarks/diagnose_curve.py --seeds 0:2                     # every kind, one file per seed and dtype
-    python tests/benchmarks/diagnose_curve.py --honest 600 --seeds 0:0        # honest files alone
+    python tests/benchmarks/diagnose_curve.py --honest 150 --seeds 0:0        # 600 files of 150 honest engines
 
 Seeds below 1000 calibrate thresholds; the tables of docs/diagnose.md are of seeds from 1000 on, looked at once.
 """
@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 import torch
 
 from moe_rl.analysis.diagnose import Diagnosis, diagnose
-from tests.analysis.engine_files import FAULTS, HONEST, STRANGE, UNKNOWN, make_file
+from tests.analysis.engine_files import FAULTS, STRANGE, UNKNOWN, File, make_file, make_honest_files
 
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUIET = ((), ("rounding",), ("dtype",))
@@ -36,9 +36,7 @@ def judge(found: Diagnosis, cause: str) -> str:
     return UNKNOWN if set(found.causes) <= VAGUE | set(("rounding", "dtype")) else "wrong"
 
 
-def report(kind: str, seed: int, dtype: str, tables: dict[str, Counter[str]],
-           trainer: torch.dtype | None = None) -> None:
-    file = make_file(kind, seed, DTYPES[dtype], trainer)
+def report(kind: str, seed: int, dtype: str, file: File, tables: dict[str, Counter[str]]) -> None:
     found = diagnose(file.entries, file.model, tokenizer=file.tokenizer, also=file.also)
     verdict = judge(found, file.cause)
     group = "honest" if not file.cause else "no hypothesis" if file.cause == UNKNOWN else "listed"
@@ -58,7 +56,7 @@ def report(kind: str, seed: int, dtype: str, tables: dict[str, Counter[str]],
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:1", help="from:to, of the faults")
-    parser.add_argument("--honest", type=int, default=0, help="honest files, of the seeds from the first on")
+    parser.add_argument("--honest", type=int, default=0, help="honest engines, of the seeds from the first on")
     parser.add_argument("--kinds", default=",".join((*FAULTS, *STRANGE)))
     parser.add_argument("--dtypes", default="float32,bfloat16")
     options = parser.parse_args()
@@ -68,10 +66,11 @@ def main() -> None:
     for seed in range(low, high):
         for kind in filter(None, options.kinds.split(",")):
             for dtype in options.dtypes.split(","):
-                report(kind, seed, dtype, tables)
-    for n in range(options.honest):  # a sixth of the trainers is in bfloat16, as is its engine then
-        trainer = torch.bfloat16 if n % 6 == 4 else None
-        report(HONEST[n % 2], low + n, list(DTYPES)[n % 3], tables, trainer)
+                report(kind, seed, dtype, make_file(kind, seed, DTYPES[dtype]), tables)
+    for n in range(low, low + options.honest):  # a sixth of the trainers is in bfloat16, as is its engine then
+        dtype, trainer = list(DTYPES)[n % 3], torch.bfloat16 if n % 6 == 4 else None
+        for file in make_honest_files(n, DTYPES[dtype], trainer):
+            report("honest", n, dtype if trainer is None else "both bfloat16", file, tables)
     columns = ("ok", "false alarm", "named", "near", UNKNOWN, "wrong", "nothing to mend", "hidden")
     print("\n| files |", " | ".join(columns), "|\n|" + "---|" * (1 + len(columns)))
     for name, row in sorted(tables.items()):

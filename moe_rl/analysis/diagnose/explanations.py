@@ -118,13 +118,14 @@ class Gap:
     def small(self) -> bool:
         """Whether the engine's gap is one of rounding: with evidence; or without, up to the rounding that is measured
         here, unless the engine's dtype is known to be another, or most responses that rounding moves have no gap. Two
-        sides in bfloat16 round twice."""
+        sides in bfloat16 round twice, and of n tokens 4/√n are granted."""
         base, rounding = self.scorer.base, self.rounding
         moved, gap = rounding.kl > SPARED * self.noise, base.kl > self.noise
         spared = moved.any() and gap.any() and gap[moved].mean() <= 0.5
         known = (None, "bfloat16") if self.own_dtype == "float32" else (None, self.own_dtype, "float32")
-        most = (1 if self.own_dtype == "float32" else 2) * rounding.mean
-        return bool(self.shrinks or (self.engine_dtype in known and base.mean <= most and not spared))
+        most = (1 if self.own_dtype == "float32" else math.sqrt(2)) * (1 + 4 / math.sqrt(self.scorer.own.sum()))
+        within = (base.distance.mean() <= most * rounding.distance.mean() and base.mean <= most**2 * rounding.mean)
+        return bool(self.shrinks or (self.engine_dtype in known and within and not spared))
 
     # ------------------------------------------------------------------ trying
     def try_all(self, hypotheses: Sequence[Hypothesis]) -> None:
@@ -180,7 +181,7 @@ class Gap:
         # Where only some responses have the fault, the others are as they are.
         helped = fit.kl < base.kl
         mixed = replace(fit, **{name: np.where(helped, getattr(fit, name), getattr(base, name))
-                                for name in ("kl", "distance", "beyond_2", "flips")})
+                                for name in ("kl", "distance", "beyond_2", "flips", "squares", "products")})
         whole = fit.mean <= mixed.mean * APART**2 or helped.all()
         kept = fit if whole else mixed
         left = compute_left(kept, base)

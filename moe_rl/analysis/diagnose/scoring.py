@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,8 +35,8 @@ Routes = Callable[[Response, Layout], NDArray]
 """Ids [rows, site, k] to be forced on a response, -1 where free."""
 Positions = Callable[[Response], NDArray]
 """Of every token of a response."""
-RESAMPLES, ROUNDS = 999, 3
-"""Of the bootstrap; and of readings at further temperatures, the last of which is right to a hundredth."""
+ROUNDS = 3
+"""Of readings at further temperatures, the last of which is right to a hundredth."""
 LARGEST = 60.0
 """Log-ratios are cut here, e^60, so that one token cannot make a sum infinite."""
 
@@ -57,6 +56,9 @@ class Fit:
     """Share of tokens whose most likely token is another than under the natural forward."""
     nearer: Float[NDArray, " response"]
     """Share of tokens that are nearer to the engine's than in the natural forward, less the share of those further."""
+    squares: Float[NDArray, " response"] | float = 0.0
+    products: Float[NDArray, " response"] | float = 0.0
+    """Sums over tokens of |log r|², and of |log r| times that of the natural forward, by the square of their number."""
 
     @property
     def mean(self) -> float:
@@ -75,21 +77,15 @@ def compute_distances(log_ratio: Float[NDArray, " token"]) -> tuple[NDArray, NDA
 
 
 def compute_left(fit: Fit, base: Fit) -> tuple[float, float, float]:
-    """What is left of the mean |log r| of `base`, as a ratio of means, with the bounds of its 95 % interval over
-    responses (both resampled together); of one response, and where nothing is gained, the ratio alone."""
+    """What is left of the mean |log r| of `base`, as a ratio R of means, with its 95 % interval: R ± 1.96 √Σ e² / Σ b,
+    e = a − R b, of the a and b of responses, or of tokens, whichever is wider (delta method)."""
     a, b = fit.distance, base.distance
-    ratio = float(a.sum() / b.sum()) if b.sum() > 0 else 1.0
-    if len(a) < 2 or np.ptp(a) == np.ptp(b) == 0 or ratio > 0.9:
-        return ratio, ratio, ratio
-    at = _resample(len(a))
-    tiny = b.sum() * 1e-12  # a resample of responses that all agree has no ratio
-    low, high = np.quantile(a[at].sum(1) / (b[at].sum(1) + tiny), (0.025, 0.975))
-    return ratio, float(low), float(high)
-
-
-@lru_cache(maxsize=1)
-def _resample(count: int) -> Int64[NDArray, "resample response"]:
-    return np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
+    if not b.sum() > 0:
+        return 1.0, 1.0, 1.0
+    ratio = float(a.sum() / b.sum())
+    tokens = np.sum(fit.squares - 2 * ratio * fit.products + ratio**2 * base.squares)
+    error = 1.96 * float(np.sqrt(max(np.sum((a - ratio * b) ** 2), tokens)) / b.sum())
+    return ratio, max(0.0, ratio - error), ratio + error
 
 
 @dataclass
@@ -146,8 +142,10 @@ class Scorer:
         """Of the log-probs of all response tokens, compared with the engine's or with those of `against`."""
         found = compute_distances(logprobs - (self.engine if against is None else against))
         flips = np.zeros(len(logprobs)) if best is None else best != self.natural.best
-        nearer = np.sign(np.abs(self.natural.logprobs[STATED] - self.engine) - np.abs(logprobs - self.engine))
-        return Fit(name, *(self.average_by_response(x) for x in (*found, flips, nearer)))
+        natural = compute_distances(self.natural.logprobs[STATED] - self.engine)[1]
+        nearer = np.sign(natural - found[1])
+        squares, products = (self.average_by_response(found[1] * x) / self.counts for x in (found[1], natural))
+        return Fit(name, *(self.average_by_response(x) for x in (*found, flips, nearer)), squares, products)
 
     def average_by_response(self, values: NDArray) -> NDArray:
         """Means over the engine's own tokens of each response."""
@@ -169,7 +167,8 @@ class Scorer:
             return np.bincount(self.owner[inside], values[inside], len(pairs)) / pairs
 
         kl, distance, beyond_2 = map(mean, compute_distances(moved - self.engine))
-        return Fit(f"log-probs {by:+d} token", kl, distance, beyond_2, *np.zeros((2, len(pairs))))
+        squares = mean(np.abs(moved - self.engine) ** 2) / pairs
+        return Fit(f"log-probs {by:+d} token", kl, distance, beyond_2, *np.zeros((2, len(pairs))), squares)
 
     def compare_readings(self) -> Iterator[tuple[str, str, Fit]]:
         """What else the engine may call a log-prob of its natural forward: cause, sentence, fit."""
