@@ -11,7 +11,7 @@ import torch
 from moe_rl import cli
 from moe_rl.analysis.diagnose import diagnose
 from moe_rl.analysis.diagnose.explanations import Explanation, Gap
-from moe_rl.analysis.diagnose.hypotheses import Hypothesis, list_hypotheses
+from moe_rl.analysis.diagnose.hypotheses import Hypothesis, list_hypotheses, set_values
 from moe_rl.analysis.diagnose.locations import locate_gap
 from moe_rl.analysis.diagnose.remedies import REMEDIES, list_remedies
 from moe_rl.analysis.diagnose.responses import Rollouts, count_turns
@@ -46,15 +46,16 @@ def bench():
 
 
 # ---------------------------------------------------------------------- the decision, by hand
+class ByHand(Scorer):
+    rounded = 0.0
+
+
 def gap_by_hand(base, *, dtype=torch.float32, tokens=100, engine_dtype=None):
     """Ten responses whose mean |log r| is `base` times rounding, which is 0.01 nats, with a KL of 5e-5."""
-    scorer = object.__new__(Scorer)
+    scorer = object.__new__(ByHand)
     scorer.model, scorer.base = torch.nn.Linear(1, 1).to(dtype), fit(base)
     scorer.own, scorer.counts = np.ones(tokens, dtype=bool), np.full(10, tokens // 10)
-    floor = fit(1e-9)
-    gap = Gap(scorer, floor, fit(1.0), engine_dtype)
-    type(gap).least = property(lambda self: 1e-9)
-    return gap
+    return Gap(scorer, fit(1e-6), fit(1.0), engine_dtype)
 
 
 def fit(times, nearer=0.0):
@@ -66,19 +67,12 @@ def tried(causes, left, base, nearer=0.0, fault=True):
     return Explanation(causes, "", fit(left * base, nearer), (left,) * 3, fault)
 
 
-@pytest.fixture(autouse=True)
-def least():
-    kept = Gap.least
-    yield
-    Gap.least = kept
-
-
 @pytest.mark.parametrize("left, nearer, base, small", [
     (0.5, 0.5, 1.0, True), (0.65, 0.3, 1.4, True),
     (0.5, 0.5, 1.8, True), (0.95, 0.05, 1.8, False),  # KL 3.2 times that of rounding, with and without evidence
     (0.7, -0.6, 1.8, False),  # nearer on average, further away of most tokens
     (0.6, 0.5, 3.0, False),  # much nearer, and still twice as far as rounding leaves it
-    (1.2, -0.2, 0.9, True), (1.2, -0.2, 1.1, False),  # as large as rounding, and 1.2 times its KL
+    (1.2, -0.2, 1.3, True), (1.2, -0.2, 1.5, False),  # of 100 tokens 1 + 4 / √100 times rounding needs no evidence
 ])  # fmt: skip
 def test_a_gap_is_rounding_with_evidence_or_up_to_its_size(left, nearer, base, small):
     gap = gap_by_hand(base)
@@ -126,14 +120,19 @@ def test_a_quantised_router_has_to_beat_the_dtype():
 
 # ---------------------------------------------------------------------- the decision, on engines
 def test_a_gap_of_the_size_of_rounding_without_evidence_is_unexplained():
-    """The columns of one expert are permuted in an engine in float32: the KL is 1 to 4 times that of rounding."""
-    engine = Engine("olmoe", 8, 2, None, 1)
-    found = answer(engine, [{k: v for k, v in e.items() if k != "routes"} for e in engine.permuted_expert()])
+    """One expert of an engine in float32 is half on its way to a permutation of its columns."""
+    engine = Engine("glm4_moe", 8, 1, None, 1)
+
+    def change(model):
+        weight = model.model.layers[engine.moe[1]].mlp.experts.down_proj[0]
+        weight.lerp_(weight.flip(-1), 0.6)
+
+    found = answer(engine, [{k: v for k, v in e.items() if k != "routes"} for e in engine.honest(change=change)])
     natural, _, rounding = found.fits[:3]
     assert 1 < natural.mean / rounding.mean < 4
     assert found.causes == ("unexplained",) and found.fault
     assert f"a gap of {natural.mean / rounding.mean:.2g} times the rounding" in found.verdict
-    assert "layer 2, expert 0" in " ".join(found.evidence), found.evidence
+    assert "The gap is largest in tokens" in " ".join(found.evidence)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +147,7 @@ def test_an_honest_engine_in_bfloat16_is_rounding_unless_it_is_known_to_be_in_fl
     found = answer(engine, entries, engine_dtype=dtype)
     assert found.fault is fault and found.causes == (("unexplained",) if fault else ("rounding",)), found.verdict
     assert ("Nothing to mend" in found.verdict) is not fault
-    assert len(found.fits) < 25 or fault, "where rounding is evident, nothing else is tried"
+    assert any("attention" in f.name for f in found.fits) is fault, "where rounding is evident, it is not tried"
 
 
 def test_an_honest_engine_in_float16_has_a_test_of_its_own():
@@ -200,12 +199,8 @@ def test_what_is_no_log_prob_of_the_token_is_read_so(bench, fault):
 def test_numbers_of_experts_by_place_or_from_one(bench):
     engine = bench("qwen3_moe")
     assert answer(engine, engine.physical_ids()).causes == ("physical_ids",)
-    experts = engine.routers(engine.model)[0].num_experts
-    last = [e for e in engine.honest() if e["routes"].max() < experts - 1]  # of others a reader refuses an id
-    honest = last or [e | {"routes": np.where(e["routes"] == experts - 1, e["routes"] - experts, e["routes"])}
-                      for e in engine.honest()]
-    found = answer(engine, [e | {"routes": e["routes"] + 1} for e in honest])
-    assert found.causes[0] in ("physical_ids", "repeated_ids") and "from 1" in found.verdict
+    with pytest.raises(ConfigError, match="has 8 from 0 on .* are they counted from 1"):
+        answer(engine, [e | {"routes": e["routes"] + 1} for e in engine.honest()])
 
 
 def test_routes_of_the_weights_before_are_theirs_only_while_log_probs_are_not(bench):
@@ -268,11 +263,12 @@ def test_every_cause_has_a_remedy(bench):
                                                         "that it read.",)
 
 
-def test_a_scope_that_fails_or_overflows_is_a_note(bench):
+def test_a_forward_that_overflows_is_a_note(bench):
     engine = bench("qwen3_moe")
-    scorer = scorer_of(engine, engine.honest())
-    broken = Hypothesis("", "weights of NaN", "", model=lambda m: pytest.raises(ZeroDivisionError))
-    assert scorer.score_under([broken]) is None and "weights of NaN" in scorer.skipped[0]
+    scorer, head = scorer_of(engine, engine.honest()), engine.model.lm_head.weight
+    broken = Hypothesis("", "head of NaN", "", model=set_values([head], [torch.full_like(head, torch.nan)]))
+    assert scorer.score_under([broken]) is None and scorer.skipped == ["head of NaN: log-probs are not finite."]
+    assert scorer.score_under([]).logprobs[STATED].tolist() == scorer.natural.logprobs[STATED].tolist()
 
 
 def test_help_names_both_exit_codes(capsys):

@@ -198,8 +198,9 @@ class Rollouts:
             t, s = np.argwhere(wrong)[0].tolist()
             raise ConfigError(f"{where}: token {t} has experts {here[t, s].tolist()} in layer "
                               f"{self.layout.sites[s].decoder_layer}, but the model has {int(limits[s, 0])} from 0 on "
-                              f"({int(wrong.sum())} of {wrong.size} rows do not fit): routes of another model, or read "
-                              "with another dtype?")
+                              f"({int(wrong.sum())} of {wrong.size} rows do not fit): "
+                              + ("are they counted from 1?" if here[here >= 0].min() == 1 and (here <= limits).all()
+                                 else "routes of another model, or read with another dtype?"))
         return ids.astype(np.int16 if most > 128 else np.int8)
 
 

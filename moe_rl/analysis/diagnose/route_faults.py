@@ -253,10 +253,8 @@ def find_physical_ids(routes: Reported) -> list[Fault]:
     own = (np.sort(np.stack(tables)[at, reported.clip(min=0)], -1) == np.sort(natural, -1)).all(-1)
     if not routes.is_clear(float(own.mean()), routes.agreement):
         return []
-    used = [table[np.unique(reported[:, s])] - np.unique(reported[:, s]) for s, table in enumerate(tables)]
-    from_one = all((moved == -1).all() for moved in used)
-    return [Fault("physical_ids", "the engine counts experts from 1" if from_one else "the engine reports where its "
-                  "experts are, not which: their numbers are permuted in every layer, as by a load balancer",
+    return [Fault("physical_ids", "the engine reports where its experts are, not which: their numbers are permuted in "
+                  "every layer, as by a load balancer",
                   f"{_share(own.mean())} of the sets are the model's own under one permutation per layer, "
                   f"{_share(routes.agreement)} as they stand")]
 
