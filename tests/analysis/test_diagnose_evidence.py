@@ -15,7 +15,7 @@ from moe_rl.analysis.diagnose.hypotheses import Hypothesis, list_hypotheses, set
 from moe_rl.analysis.diagnose.locations import locate_gap
 from moe_rl.analysis.diagnose.remedies import REMEDIES, list_remedies
 from moe_rl.analysis.diagnose.responses import Rollouts, count_turns
-from moe_rl.analysis.diagnose.scoring import STATED, Fit, Scorer
+from moe_rl.analysis.diagnose.scoring import STATED, Fit, Scorer, compute_left
 from moe_rl.errors import ConfigError
 from moe_rl.routing import layout_of
 from tests.analysis.broken_engines import with_gates
@@ -106,6 +106,22 @@ def test_a_pair_is_needed_only_where_its_fault_is():
     assert gap.find_explanations() == [both], "the dtype need not be much"
     gap.tried[2] = tried(("dtype",), 0.45, 5.0, fault=False)
     assert gap.find_explanations() == [], "the fault has to be"
+
+
+def test_a_score_is_bounded_over_tokens_where_one_makes_most_of_the_gap(bench):
+    """Of one response with a gap of 1 nat at one token and 0.01 at nine, 0.2 and 0.02 are left: 35 % ± 28."""
+    a, b = np.array([0.2, *[0.02] * 9]), np.array([1.0, *[0.01] * 9])
+    one = np.ones(1)
+    left, base = (Fit("", one, x.mean() * one, one, one, one, (x * x).sum() / 100 * one, (x * b).sum() / 100 * one)
+                  for x in (a, b))
+    ratio, low, high = compute_left(left, base)
+    error = 1.96 * np.sqrt(((a - ratio * b) ** 2).sum()) / b.sum()
+    assert ratio == pytest.approx(0.38 / 1.09) and (low, high) == pytest.approx((ratio - error, ratio + error))
+    assert 0.6 < high < 0.65
+    scorer = scorer_of(bench("qwen3_moe"), bench("qwen3_moe").greedy())
+    natural = np.split(np.abs(scorer.natural.logprobs[STATED] - scorer.engine), np.cumsum(scorer.counts)[:-1])
+    assert scorer.base.squares == pytest.approx([(x * x).sum() / len(x) ** 2 for x in natural])
+    assert scorer.base.products == pytest.approx(scorer.base.squares)
 
 
 def test_a_quantised_router_has_to_beat_the_dtype():
