@@ -113,8 +113,8 @@ def test_a_score_is_bounded_over_tokens_where_one_makes_most_of_the_gap(bench):
     """Of one response with a gap of 1 nat at one token and 0.01 at nine, 0.2 and 0.02 are left: 35 % ± 28."""
     a, b = np.array([0.2, *[0.02] * 9]), np.array([1.0, *[0.01] * 9])
     one = np.ones(1)
-    left, base = (Fit("", one, x.mean() * one, one, one, one, (x * x).sum() / 100 * one, (x * b).sum() / 100 * one)
-                  for x in (a, b))
+    left, base = (Fit("", one, x.mean() * one, one, one, one, squares=(x * x).sum() / 100 * one,
+                      products=(x * b).sum() / 100 * one) for x in (a, b))
     ratio, low, high = compute_left(left, base)
     error = 1.96 * np.sqrt(((a - ratio * b) ** 2).sum()) / b.sum()
     assert ratio == pytest.approx(0.38 / 1.09) and (low, high) == pytest.approx((ratio - error, ratio + error))

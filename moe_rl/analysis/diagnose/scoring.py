@@ -56,8 +56,8 @@ class Fit:
     """Share of tokens whose most likely token is another than under the natural forward."""
     nearer: Float[NDArray, " response"]
     """Share of tokens that are nearer to the engine's than in the natural forward, less the share of those further."""
-    squares: Float[NDArray, " response"] | float = 0.0
-    products: Float[NDArray, " response"] | float = 0.0
+    squares: Float[NDArray, " response"] | float = field(default=0.0, kw_only=True)
+    products: Float[NDArray, " response"] | float = field(default=0.0, kw_only=True)
     """Sums over tokens of |log r|², and of |log r| times that of the natural forward, by the square of their number."""
 
     @property
@@ -145,7 +145,8 @@ class Scorer:
         natural = compute_distances(self.natural.logprobs[STATED] - self.engine)[1]
         nearer = np.sign(natural - found[1])
         squares, products = (self.average_by_response(found[1] * x) / self.counts for x in (found[1], natural))
-        return Fit(name, *(self.average_by_response(x) for x in (*found, flips, nearer)), squares, products)
+        return Fit(name, *(self.average_by_response(x) for x in (*found, flips, nearer)),
+                   squares=squares, products=products)
 
     def average_by_response(self, values: NDArray) -> NDArray:
         """Means over the engine's own tokens of each response."""
@@ -168,7 +169,7 @@ class Scorer:
 
         kl, distance, beyond_2 = map(mean, compute_distances(moved - self.engine))
         squares = mean(np.abs(moved - self.engine) ** 2) / pairs
-        return Fit(f"log-probs {by:+d} token", kl, distance, beyond_2, *np.zeros((2, len(pairs))), squares)
+        return Fit(f"log-probs {by:+d} token", kl, distance, beyond_2, *np.zeros((2, len(pairs))), squares=squares)
 
     def compare_readings(self) -> Iterator[tuple[str, str, Fit]]:
         """What else the engine may call a log-prob of its natural forward: cause, sentence, fit."""
