@@ -117,11 +117,13 @@ class Gap:
     @property
     def small(self) -> bool:
         """Whether the engine's gap is one of rounding: with evidence; or without, up to the rounding that is measured
-        here, unless the engine's dtype is known to be another, or most responses that rounding moves have no gap. Two
-        sides in bfloat16 round twice, and of n tokens 4/√n are granted."""
+        here, unless the engine's dtype is known to be another, or a few responses have a larger gap while most of those
+        that rounding moves have none. Two sides in bfloat16 round twice, and of n tokens 4/√n are granted."""
         base, rounding = self.scorer.base, self.rounding
         moved, gap = rounding.kl > SPARED * self.noise, base.kl > self.noise
-        spared = moved.any() and gap.any() and gap[moved].mean() <= 0.5
+        spared = moved.any() and gap.any() and gap[moved].mean() <= 0.5 and (
+            base.kl[gap].mean() > ROUNDINGS * rounding.mean
+            and base.distance[gap].mean() > DISTANCES * rounding.distance.mean())
         known = (None, "bfloat16") if self.own_dtype == "float32" else (None, self.own_dtype, "float32")
         most = (1 if self.own_dtype == "float32" else math.sqrt(2)) * (1 + 4 / math.sqrt(self.scorer.own.sum()))
         within = (base.distance.mean() <= most * rounding.distance.mean() and base.mean <= most**2 * rounding.mean)
