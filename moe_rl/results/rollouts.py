@@ -109,6 +109,7 @@ def write_pages(runs: pd.DataFrame, report: Path) -> Iterator[tuple[str, str]]:
     for run in runs.itertuples():
         path = Path(run.path)
         if (path / "manifest.json").exists() and len(read_table(path, "rollouts")):
-            page = report.with_name(f"{report.stem}_rollouts").joinpath(*path.parts[-3:]).with_suffix(".html")
+            page = report.with_name(f"{report.stem}_rollouts").joinpath(
+                *path.resolve().parts[1:][-3:]).with_suffix(".html")
             write_rollouts_page(path, page)
             yield f"{run.arm}, {run.factors}, seed {run.seed}", quote(page.relative_to(report.parent).as_posix())

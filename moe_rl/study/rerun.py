@@ -84,7 +84,8 @@ def _planned(row: Any, out: Path, tables: Path, steps: int | None) -> Planned:
 
 def _study_file(name: str | None, tables: Path) -> Path | None:
     """Where the study file of a row is now: under the path that it had in its checkout, or its name alone, below a
-    folder above the tables or the current one."""
+    folder above the tables or the current one. A file among the tables is none: git would be asked about its folder,
+    and runs commands that a checkout of somebody else names."""
     if name is None:
         return None
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or not name.endswith(".py"):
@@ -92,7 +93,8 @@ def _study_file(name: str | None, tables: Path) -> Path | None:
                           "edited the table")
     roots = [*tables.absolute().parents, Path.cwd(), *Path.cwd().parents]
     places = (root / form for root in roots for form in (name, PurePosixPath(name).name))
-    return next((place for place in places if place.is_file()), None)
+    inside = tables.resolve()
+    return next((place for place in places if place.is_file() and inside not in place.resolve().parents), None)
 
 
 def make_importable(code: list[str], tables: Path, study_files: Iterable[Path | None] = ()) -> None:

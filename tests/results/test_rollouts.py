@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
+import pandas as pd
 import pytest
 from jinja2 import Environment
 
@@ -139,3 +140,14 @@ def test_the_report_links_the_page_of_every_run(run, tmp_path):
     assert "#" not in "".join(links.values()) and len(load_rollouts(odd)) == 1
     text = Environment(autoescape=True).from_string('<a href="{{ page }}">').render(page=links["gspo, base, seed 0"])
     assert text == '<a href="report_rollouts/gspo/base/seed%3D0.html">'
+
+
+@pytest.mark.parametrize("place", ["a/b/../../index", "."])
+def test_a_page_stays_beside_its_report_whatever_path_a_table_names(run, tmp_path, monkeypatch, place):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    run.rename(tmp_path / "index")
+    monkeypatch.chdir(tmp_path / "index" if place == "." else tmp_path)
+    runs = pd.DataFrame([{"path": place, "arm": "grpo", "factors": "base", "seed": 0}])
+    (link,) = dict(reading.write_pages(runs, tmp_path / "out" / "report.html")).values()
+    assert link.startswith("report_rollouts/") and ".." not in link
+    assert (tmp_path / "out" / unquote(link)).is_file()

@@ -23,7 +23,7 @@ from moe_rl.storage.provenance import HARDWARE
 from moe_rl.study import workers
 from moe_rl.study.collect import collect
 from moe_rl.study.declaration import write_declaration
-from moe_rl.study.rerun import outside_code, rerun, verdict
+from moe_rl.study.rerun import _study_file, outside_code, rerun, verdict
 from tests import fake_study
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
@@ -205,6 +205,16 @@ def test_a_study_file_that_is_no_path_in_a_checkout_is_refused(far, tmp_path, na
     change(far, declared=json.dumps({"file": name, "sources": {}}))
     with pytest.raises(ConfigError, match="edited the table"):
         again(far, tmp_path / "again")
+
+
+def test_a_study_file_among_the_tables_is_not_used(tmp_path):
+    """Git runs commands that the settings of a checkout name, and is asked about the folder of a study file."""
+    sent = tmp_path / "sent" / "study.py"
+    sent.parent.mkdir()
+    sent.touch()
+    assert _study_file("sent/study.py", sent.parent) is None
+    (tmp_path / "study.py").touch()
+    assert _study_file("sent/study.py", sent.parent) == tmp_path / "study.py"
 
 
 def test_an_older_table_is_read_and_says_what_it_does_not_know(results, tmp_path, elsewhere):
