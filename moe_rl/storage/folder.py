@@ -248,7 +248,7 @@ class Manifest(TypedDict, total=False):
     threads: int | str | None
     packages: dict[str, str]
     inputs: dict[str, str]
-    git: dict[str, Any]
+    git: dict[str, Any] | None
     declared: dict[str, Any] | None
 
 

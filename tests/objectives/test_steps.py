@@ -340,8 +340,8 @@ def test_whitening_what_does_not_differ_gives_exactly_0():
         Component("difficulty_mask", low=None),
     ],
 )
-def test_an_option_of_another_type_is_refused_with_its_arm(step):
-    with pytest.raises(ConfigError, match="(?s)arm 'a': its advantage failed.*another type"):
+def test_an_option_of_another_type_is_refused(step):
+    with pytest.raises(ConfigError, match=r"^\w+\(\w+=.*\): the option is of type (float|int)$"):
         advantage_of(Arm(name="a", advantage=(step,)))
 
 
