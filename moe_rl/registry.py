@@ -135,8 +135,9 @@ def lookup(
     else:
         unknown(kind, use.name, [*known, "pkg.module:name"], hint(use.name, known) if hint else "")
     check_options(kind, use, found)
+    parameters = inspect.signature(found).parameters
     for option, value in use.options.items():
-        parameter = inspect.signature(found).parameters.get(option)
+        parameter = parameters.get(option)
         if parameter is not None and not _fits(value, parameter.annotation):
             raise ConfigError(f"{use.name}({option}={value!r}): the option is of type "
                               f"{getattr(parameter.annotation, '__name__', parameter.annotation)}")

@@ -188,9 +188,9 @@ class Bench:
 
         return self.honest(change=change)
 
-    def router_int8(self):
+    def router_int8(self, largest=127):
         def rounded(w):
-            scale = w.abs().amax(1, keepdim=True) / 127
+            scale = w.abs().amax(1, keepdim=True) / largest
             return (w / scale).round() * scale
 
         return self._rounded(rounded)

@@ -95,11 +95,7 @@ class Engine(Bench):
         return self.honest(change=lambda m: self._mlp(m).experts.down_proj[0].zero_())
 
     def router_int4(self):
-        def rounded(w):
-            scale = w.abs().amax(1, keepdim=True) / 7
-            return (w / scale).round() * scale
-
-        return self._rounded(rounded)
+        return self.router_int8(largest=7)
 
     # -------------------------------------------------------------- its attention
     def rope_base(self):
