@@ -41,7 +41,7 @@ def full() -> Batch:
 def test_a_batch_is_one_line(full):
     assert "\n" not in repr(full) and len(repr(full)) < 300
     assert repr(full).startswith(f"Batch({len(full)} × {full.tokens.shape[1]} tokens, ")
-    assert ", rollout_routes, sampled_at, old_logprobs, " in repr(full)
+    assert ", rollout_routes, sampled_at, " in repr(full)
     assert repr(make_batch().rows(slice(0, 0))).startswith("Batch(0 × 0 tokens, 0 prompts, 0 response tokens")
 
 
