@@ -26,7 +26,7 @@ class Forked(subprocess.Popen):
                        pass_fds: tuple, cwd: None, env: dict[str, str], startupinfo: None, creationflags: int,
                        shell: bool, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int,
                        errwrite: int, *others: object) -> None:
-        assert args[:3] == [sys.executable, "-m", "moe_rl"] and cwd is None, args
+        assert args[0] == sys.executable and args[1:].index("moe_rl") <= 2 and cwd is None, args
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
@@ -41,7 +41,7 @@ class Forked(subprocess.Popen):
                 os.environ.update(env)
                 if preexec_fn is not None:
                     preexec_fn()
-                code = cli.main(args[3:])
+                code = cli.main(args[args.index("moe_rl") + 1 :])
                 sys.stdout.flush()
                 sys.stderr.flush()
             finally:

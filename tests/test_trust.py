@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
 from moe_rl import cli
+from moe_rl.errors import RunError
+from moe_rl.objectives.methods_page import row
+from moe_rl.results import plots
+from moe_rl.storage import commits
 from moe_rl.study.declaration import read_declaration, write_declaration
 from tests import fake_study
 from tests.test_cli import fake_runs
@@ -40,8 +49,6 @@ def folder(finished, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     name(tmp_path / "fake", **NAMES)
     yield tmp_path / "fake"
-    import sys
-
     sys.modules.pop("payload", None)
 
 
@@ -111,3 +118,65 @@ def test_the_settings_of_a_row_run_no_code(folder, tmp_path):
     for command in (["plot", "tables"], ["report", "tables"], ["runs", "show", "tables"], ["runs", "list", "tables"]):
         cli.main(command)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_worker_imports_nothing_from_the_folder_that_it_is_started_in(folder):
+    (folder / "rich.py").write_text(PAYLOAD)
+    name(folder, trainer="moe_rl.build:execute")
+    words = [sys.executable, "-P", "-m", "moe_rl", "rerun", ".", "--out", "again", "--jobs", "1", "--steps", "1"]
+    ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert "again/" in ended.stdout, ended  # a worker was there
+    assert not (folder / "ran").exists()
+
+
+def test_the_options_of_a_trainer_need_trust(folder, capsys):
+    verl = "moe_rl.integrations.verl.study:execute"
+    name(folder, trainer=f"{verl}(settings=['trainer.project_name=x'])")
+    assert cli.main(["rerun", str(folder), "--out", "again"]) == 2
+    error = capsys.readouterr().err
+    assert "trainer.project_name=x" in error and "--trust" in error
+
+
+def test_text_of_a_study_does_not_steer_the_terminal(folder, capsys):
+    name(folder, verdict="", figures=[], metrics=[], further_endpoints=[], caution="\x1b[2Jgone\u202e")
+    assert cli.main(["plot", str(folder)]) == 0
+    assert r"\x1b[2Jgone\u202e" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("arm", ["\x1b[2J", "..", "a/../../b"])
+def test_a_name_that_steers_or_leads_elsewhere_is_refused(folder, arm, capsys):
+    assert cli.main(["runs", "collect", str(folder), "--out", "tables"]) == 0
+    for file in ("runs", "steps", "updates", "layers"):
+        rows = pd.read_parquet(f"tables/{file}.parquet") if Path(f"tables/{file}.parquet").exists() else None
+        if rows is not None:
+            rows.assign(arm=rows["arm"].replace("gspo", arm)).to_parquet(f"tables/{file}.parquet")
+    for command in (["plot", "tables"], ["report", "tables"], ["runs", "export", "tables"]):
+        assert cli.main(command) == 2
+        error = capsys.readouterr().err
+        assert "name of a folder" in error and "\x1b" not in error
+
+
+def test_a_card_shows_tags_and_ends_of_lines_as_text():
+    assert row("a|b", "<script>x</script>\n# title", "n < 3") == r"| a\|b | &lt;script>x&lt;/script> # title | n < 3 |"
+
+
+def test_a_length_or_a_table_that_fits_no_memory_is_refused(folder, capsys, tmp_path):
+    manifest = next(folder.glob("*/*/seed=0/manifest.json"))
+    told = json.loads(manifest.read_text())
+    told["config"]["steps"] = 10**12
+    manifest.write_text(json.dumps(told | {"diverged": "a test", "finished": 3}))
+    assert cli.main(["plot", str(folder)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(RunError, match="rows"):
+        huge = tmp_path / "huge.parquet"
+        pd.DataFrame({"step": [1] * 50}).to_parquet(huge)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(commits, "MOST_ROWS", 49)
+            commits.read_parquet(huge)
+
+
+def test_a_name_with_a_formula_that_is_none_is_drawn(tmp_path):
+    with rc_context(plots.STYLE):
+        figure = Figure()
+        figure.subplots().set_title(r"$\frac$")
+        figure.savefig(tmp_path / "drawn.png")

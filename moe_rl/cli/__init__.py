@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from moe_rl.cli.verbs import Verb
 from moe_rl.errors import ConfigError, MoeRlError, name_full_disk
+from moe_rl.storage.terminal import harmless
 
 COMMANDS = {
     "run": ("moe_rl.cli.running:run", "Run a study, or go on with it; ends with tables and figures."),
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with name_full_disk(Path(getattr(options, "out", None) or getattr(options, "folder", None) or "")):
             return verb_of(name)(options)
     except MoeRlError as error:
-        print(f"moe-rl: {error}", file=sys.stderr, flush=True)
+        print(f"moe-rl: {harmless(str(error))}", file=sys.stderr, flush=True)
         return 2
     except ModuleNotFoundError as error:
         from moe_rl.registry import STUDY

@@ -168,7 +168,7 @@ mend, else a bug, a kill, or another worker has the run
 SIGTERM and SIGUSR1 are as --stop""",
 )
 def work(options: argparse.Namespace) -> int:
-    """The worker process of a study, on any machine."""
+    """The worker process of a study, on any machine. It runs the code that its plan names."""
     from moe_rl.study.workers import work as carried_out
 
     return carried_out(options.plan, options.number, options.stop)
@@ -280,7 +280,7 @@ def _confirmed(code: list[str]) -> bool:
     """Ask whoever sits at a terminal; nobody else can say yes."""
     if not sys.stdin.isatty():
         return False
-    print("the rows name code from outside moe_rl, which would run here:", *code, sep="\n  ")
+    print("the rows name code from outside moe_rl, or another trainer's options:", *code, sep="\n  ")
     return input("run it? [y/N] ").strip().lower() in ("y", "yes")
 
 

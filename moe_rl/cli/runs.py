@@ -26,7 +26,7 @@ from moe_rl.metrics.rounding import number
 def list_runs(options: argparse.Namespace) -> int:
     """A line per run. A folder of runs needs neither pandas nor torch."""
     from moe_rl.storage.folder import run_folders, state
-    from moe_rl.storage.terminal import duration, table
+    from moe_rl.storage.terminal import duration, harmless, table
 
     found = [(path, state(path)) for path in run_folders(options.folder)]
     for path, now in found:
@@ -46,7 +46,7 @@ def list_runs(options: argparse.Namespace) -> int:
         silent = min(now.get("without_signal") or [0]) == 1
         rows.append((str(path), now["state"] + reached, f"{now['step']}/{now['steps']}", reward, age, left,
                      "no group ever had a signal: rewards trained nothing" if silent else ""))
-    print(*table(rows), sep="\n")
+    print(*map(harmless, table(rows)), sep="\n")
     return 0
 
 

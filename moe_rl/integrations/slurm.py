@@ -33,6 +33,8 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 """SLURM's states of a task that will not run again by itself."""
 JOBS = ".jobs"
 """The folder of a study that holds its submissions."""
+NAMED = "moe-rl-"
+"""How the name of a study's job begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +170,7 @@ def arguments(name: str, here: Path, asked: Slurm, runs: int, jobs: int | None) 
     """Of sbatch, for an array of so many runs."""
     named = {"partition": asked.partition, "time": asked.time, "mem": asked.memory,
              "gres": f"gpu:{asked.gpus}" if asked.gpus else ""}
-    return [f"--job-name=moe-rl-{name}", f"--array=0-{runs - 1}" + (f"%{jobs}" if jobs else ""), "--ntasks=1",
+    return [f"--job-name={NAMED}{name}", f"--array=0-{runs - 1}" + (f"%{jobs}" if jobs else ""), "--ntasks=1",
             f"--cpus-per-task={asked.cpus}", "--requeue", "--open-mode=append", f"--output={here}/task-%a.txt",
             f"--signal=B:USR1@{asked.warning}", *(f"--{key}={value}" for key, value in named.items() if value),
             *asked.options]  # fmt: skip
@@ -218,14 +220,15 @@ def scheduled(folder: Path) -> dict[Path, Scheduled]:
     found: dict[Path, Scheduled] = {}
     if not (submissions := [*_submissions(folder.absolute())]):
         return {}
-    states, words = {}, ("--noheader", "--me", "--array", "--states=all", "--format=%F_%K|%T|%r")
+    states, words = {}, ("--noheader", "--me", "--array", "--states=all", "--format=%F_%K|%j|%T|%r")
     for line in asked_of("squeue", *words).splitlines():
-        task, state, why = line.split("|", 2)
-        states[task] = f"{state}: {why}" if why not in ("None", "") and state not in ENDED else state
+        task, name, state, why = line.split("|", 3)
+        states[task, name] = f"{state}: {why}" if why not in ("None", "") and state not in ENDED else state
     for study, submission in submissions:
         for number, run in enumerate(submission["runs"]):
             task, path = f"{submission['job']}_{number}", study / run["path"]
-            one = Scheduled(task, states.get(task, ""), run["steps"])
+            state = states.get((task, f"{NAMED}{study.name}"), "")  # any other job is not of this study
+            one = Scheduled(task, state, run["steps"])
             if path.is_relative_to(folder.absolute()) and not (path in found and found[path].live and not one.live):
                 found[path] = one
     return found
@@ -243,7 +246,7 @@ def cancel(folder: Path) -> list[str]:
 def _submissions(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Of the studies below, at, or around a folder, in order: each with the folder of its study."""
     files = [f for study in (*sorted(folder.glob("*/")), folder, *folder.parents[:3])
-             for f in sorted(study.glob(f"{JOBS}/*/submission.json"), key=lambda f: int(f.parent.name))]
+             for f in sorted(study.glob(f"{JOBS}/[0-9]*/submission.json"), key=lambda f: f.parent.name.zfill(9))]
     for file in files:
         if found := read_json(file, ("job", "runs")):
             yield file.parents[2], found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from moe_rl.config import Arm
@@ -44,8 +45,9 @@ def describe(name: str) -> list[str]:
 
 
 def row(*cells: str) -> str:
-    """A row of a table in Markdown."""
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    """A row of a table in Markdown, on one line; tags of HTML in it are shown, not followed."""
+    whole = " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells)
+    return f"| {re.sub(r'<(?=[a-zA-Z/!?])', '&lt;', whole)} |"
 
 
 def _equations(made: Arm) -> list[str]:

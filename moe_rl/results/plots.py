@@ -38,7 +38,7 @@ STYLE: dict[Any, Any] = {
     "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
     "grid.color": "#e6e6e6", "grid.linewidth": 0.8, "legend.frameon": False, "lines.linewidth": 2,
-    "savefig.dpi": 160, "svg.hashsalt": "moe_rl",
+    "savefig.dpi": 160, "svg.hashsalt": "moe_rl", "text.parse_math": False,  # a name may hold a $
 }
 SEEDS, LINES, ARMS, FEWEST = 8, 24, 6, 4
 COUNTED = ("step", "update", "site")

@@ -13,8 +13,8 @@ from rich.text import Text
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.registry import lookup
 from moe_rl.storage import folder as runs
-from moe_rl.storage.terminal import duration, say
-from moe_rl.study.declaration import Planned, Study, folder_name, read_declaration
+from moe_rl.storage.terminal import duration, harmless, say
+from moe_rl.study.declaration import Planned, Study, read_declaration
 from moe_rl.study.workers import Failure
 
 if TYPE_CHECKING:
@@ -92,11 +92,12 @@ def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfin
 
 def print_table(console: Console, shown: Shown) -> None:
     """One table and the note below it."""
-    table = Table(title=Text(shown.title, style="bold"), title_justify="left")
+    table = Table(title=Text(harmless(shown.title), style="bold"), title_justify="left")
     for i, column in enumerate(shown.header):
-        table.add_column(Text(column), justify="right" if i else "left", overflow="fold")  # narrow: wrapped, never cut
+        # Where it is narrow, cells are wrapped, never cut.
+        table.add_column(Text(harmless(column)), justify="right" if i else "left", overflow="fold")
     for row in shown.rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(harmless(cell)) for cell in row))
     console.print(table)
     say(console, f"{shown.note}\n", wrap=True)
 
@@ -109,7 +110,7 @@ def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path,
     from moe_rl.results import figures, plots
 
     for name, cell, figure in figures.draw_planned(frames, declared, every=every):
-        where = folder if cell in (None, "base") else folder / folder_name("factors", cell, folder)
+        where = folder if cell in (None, "base") else folder / cell
         if isinstance(figure, RunError):
             say(console, (f"no figure {name}", "yellow"), f": {figure}", wrap=True)
         else:

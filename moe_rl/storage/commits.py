@@ -26,6 +26,7 @@ from moe_rl.storage.columns import TABLES, ordered, unknown
 
 Row = dict[str, Any]
 """A value that was not measured is simply absent."""
+MOST_ROWS = 10**8
 
 
 def check_rows(name: str, rows: list[Row]) -> None:
@@ -127,9 +128,11 @@ def drop_parts(path: Path) -> None:
 
 
 def read_parquet(file: Path) -> pa.Table:
-    """A file as it is. Raises RunError for one that is damaged."""
+    """A file as it is. Raises RunError for one that is damaged, and for more rows than MOST_ROWS."""
     try:
         with pq.ParquetFile(file) as opened:  # read_table would make a column of "seed=0" in the path, and is slower
+            if (rows := opened.metadata.num_rows) > MOST_ROWS:  # a few bytes can hold them
+                raise RunError(f"{file} has {rows} rows, which may not fit in memory; at most {MOST_ROWS} are read")
             return opened.read()
     except FileNotFoundError:
         raise

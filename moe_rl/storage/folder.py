@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +26,7 @@ from typing import Any, Required
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from moe_rl.errors import RunError, Stopped
+from moe_rl.errors import ConfigError, RunError, Stopped
 from moe_rl.ranks import from_rank_0
 from moe_rl.storage import commits
 from moe_rl.storage.columns import TABLES
@@ -315,6 +316,14 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> d
         elif x != y:
             found[prefix + key] = (x, y)
     return found
+
+
+def folder_name(kind: str, label: Any) -> str:
+    """The label of a run, which is the name of a folder. It may come from a table: raises ConfigError for a path, which
+    could lead elsewhere, and for what would steer a terminal."""
+    if not isinstance(label, str) or label in ("", ".", "..") or re.search(r"[/\\]", label) or not label.isprintable():
+        raise ConfigError(f"{kind} {label!r} becomes the name of a folder: no path, and only what can be printed")
+    return label
 
 
 def read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:

@@ -16,8 +16,9 @@ from moe_rl.errors import RunError
 from moe_rl.storage.columns import TABLES, pooled, timing
 from moe_rl.storage.commits import read_parquet, read_rows
 from moe_rl.storage.comparable import require_comparable
-from moe_rl.storage.folder import ENDED, differing, read_manifest, run_folders, state
+from moe_rl.storage.folder import ENDED, differing, folder_name, read_manifest, run_folders, state
 
+MOST_STEPS = 10**7
 REPLACING = ".replacing"
 """The file beside the tables that `collect` replaces, until all are those of one time."""
 LABELS = ["study", "arm", "factors", "seed", "code"]
@@ -110,9 +111,20 @@ def load_study(root: Path, *, unfinished: bool = False, mix_code: bool = False) 
     """
     tables = None if any(run_folders(root)) else collected(root)  # runs go on, so they know more than tables of them
     frames = tables or _from_runs(root, unfinished)
+    _require_readable(root, frames.runs)
     if not mix_code:
         require_comparable(root, frames.runs)
     return frames
+
+
+def _require_readable(root: Path, runs: pd.DataFrame) -> None:
+    """Raise ConfigError for a label that is no `folder_name`, RunError for a length that no run has: a diverged run is
+    filled up to it."""
+    for label in ("study", "arm", "factors"):
+        for name in runs[label].unique():
+            folder_name(label, name)
+    if (longest := runs["steps"].max()) > MOST_STEPS:
+        raise RunError(f"{root}: a run has {longest} steps, and at most {MOST_STEPS} are read. Somebody has edited it")
 
 
 def collected(root: Path) -> Frames | None:

@@ -17,13 +17,19 @@ def say(console: Console, *parts: str | tuple[str, str], wrap: bool = False) -> 
     """
     from rich.text import Text
 
-    console.print(Text.assemble(*parts), soft_wrap=not wrap)
+    shown = [harmless(part) if isinstance(part, str) else (harmless(part[0]), part[1]) for part in parts]
+    console.print(Text.assemble(*shown), soft_wrap=not wrap)
+
+
+def harmless(text: str) -> str:
+    """Text of anybody's, with every character that is not shown as itself written out, but for the ends of lines: one
+    that moves the cursor, colours, reverses the line or hides does nothing."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def visible(text: str) -> str:
-    """Text of anybody's, with every character that is not shown as itself written out: one that moves the cursor,
-    colours, reverses the line or hides does nothing. Lines still end, behind a ⏎."""
-    return "".join(c if c.isprintable() else "⏎\n" if c == "\n" else ascii(c)[1:-1] for c in text)
+    """As `harmless`; a line ends behind a ⏎."""
+    return harmless(text).replace("\n", "⏎\n")
 
 
 def duration(seconds: float) -> str:

@@ -246,15 +246,7 @@ def _made(arms: Sequence[Arm | str]) -> tuple[Arm, ...]:
 def path_of(out: Path, study: Any, arm: Any, factors: Any, seed: Any) -> Path:
     """The folder of a run. Raises ConfigError for a label that is no `folder_name`."""
     labels = {"study": study, "arm": arm, "factors": factors, "seed": f"seed={seed}"}
-    return out.joinpath(*(folder_name(kind, label, out) for kind, label in labels.items()))
-
-
-def folder_name(kind: str, label: Any, out: Path) -> str:
-    """The label, where it is the name of one folder. It may come from a table: raises ConfigError for a path, which
-    could lead out of `out`."""
-    if not isinstance(label, str) or label in ("", ".", "..") or re.search(r"[/\\\0]", label):
-        raise ConfigError(f"{kind} {label!r} becomes the name of a folder in {out}, and cannot be a path")
-    return label
+    return out.joinpath(*(runs.folder_name(kind, label) for kind, label in labels.items()))
 
 
 def write_declaration(study: Study, out: Path, *, keep: bool = False) -> list[str]:

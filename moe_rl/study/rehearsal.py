@@ -85,8 +85,8 @@ def preview(run: RunConfig) -> Preview:
     if left is not None and cold.target and run.model.name in PRESETS and left - split.stopping < cold.batch_size:
         found.append(f"the cold start trains on {left - split.stopping} different prompts, less than one batch of "
                      f"{cold.batch_size}: an untrained model most likely memorises them, and the run ends before its "
-                     "first step. Of sums of 12 digits 57 were too few, and 430 enough. Bring more data, or begin from "
-                     "a checkpoint that knows the task, with cold_start.target=0.")
+                     "first step. Of sums of 12 digits 12 were memorised, and 430 were enough. Bring more data, or "
+                     "begin from a checkpoint that knows the task, with cold_start.target=0.")
     return Preview(tuple(lines), tuple(found))
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from moe_rl.config import NAMED, RunConfig
 from moe_rl.errors import ConfigError
+from moe_rl.registry import Component
 from moe_rl.storage import folder as runs
 from moe_rl.storage.columns import pooled, timing
 from moe_rl.storage.folder import DECLARATION
@@ -49,9 +50,8 @@ def rerun(path: Path, out: Path, *, jobs: int | None, console: Console, steps: i
     planned = [_planned(row, out, tables, steps) for row in rows]
     if code := outside_code([p.config for p in planned], trainer):
         if not trusted(code):
-            raise ConfigError(f"the rows in {path} name code from outside moe_rl, which would run here: "
-                              f"{', '.join(code)}. A table can name anything that is installed: look at that code, "
-                              "then say --trust")
+            raise ConfigError(f"the rows in {path} name code from outside moe_rl, or another trainer's options: "
+                              f"{', '.join(code)}. Look at what they name, then say --trust to run it")
         make_importable(code, tables, [p.study_file for p in planned])
     notes = (note for row, p in zip(rows, planned, strict=True) for note in _differences(row, p, trainer, bool(code)))
     for note in dict.fromkeys(notes):
@@ -67,9 +67,11 @@ def rerun(path: Path, out: Path, *, jobs: int | None, console: Console, steps: i
 
 
 def outside_code(configs: Iterable[RunConfig], trainer: str) -> list[str]:
-    """Every `pkg.module:name` outside this package that these runs would import and call, in alphabetical order."""
+    """Every `pkg.module:name` outside this package that these runs would import and call, in alphabetical order, and
+    a trainer with options, since these may reach the command line of another program."""
     found = set(NAMED.findall(trainer)).union(*(config.own_code() for config in configs))
-    return sorted(name for name in found if name.partition(":")[0].partition(".")[0] != "moe_rl")
+    outside = sorted(name for name in found if name.partition(":")[0].partition(".")[0] != "moe_rl")
+    return outside + [trainer] * bool(Component.read(trainer).options)
 
 
 def _planned(row: Any, out: Path, tables: Path, steps: int | None) -> Planned:

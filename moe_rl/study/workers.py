@@ -214,8 +214,8 @@ def start(planned: Planned, trainer: str, cache: Path, trackers: Sequence[str] =
     """Start the worker of one run; its output goes to `log.txt` in the run's folder."""
     planned.path.mkdir(parents=True, exist_ok=True)
     with (planned.path / "log.txt").open("ab") as log:
-        process = subprocess.Popen([sys.executable, "-m", "moe_rl", "work", "-", "0"], stdin=subprocess.PIPE,
-                                   stdout=subprocess.PIPE, stderr=log, env=environment())
+        process = subprocess.Popen([sys.executable, "-P", "-m", "moe_rl", "work", "-", "0"], env=environment(),
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
     assert process.stdin is not None, "it is a pipe"
     with contextlib.suppress(BrokenPipeError):  # a worker that died at once is reported when it is polled
         # It was checked when the study began, and is that of this process.

@@ -10,6 +10,7 @@ import pytest
 from moe_rl import build as execute
 from moe_rl import cli, ranks
 from moe_rl.errors import ConfigError, RunError
+from moe_rl.integrations import slurm
 from moe_rl.integrations.slurm import Slurm, arguments, cancel, launcher, scheduled, script
 from moe_rl.storage import folder as runs
 from tests.fake_study import study
@@ -88,3 +89,20 @@ def test_runs_of_several_ranks_are_checked_before_they_are_submitted(monkeypatch
     pytest.importorskip("megatron", reason="pip install 'moe_rl[megatron]'")
     execute.check(run.replace(policy="megatron(ep=2)"))
     assert ranks.world() == 1 and not ranks.launched()
+
+
+def test_only_a_job_with_the_name_of_the_study_is_its_own_and_is_cancelled(tmp_path, monkeypatch):
+    """A folder that somebody sent may hold the number of any job."""
+    for number, job in (("1", "7"), ("2", "8"), ("x1", "9")):
+        here = tmp_path / "fake" / ".jobs" / number
+        here.mkdir(parents=True)
+        run = {"path": f"grpo/base/seed={job}", "steps": 12}
+        runs.write_json(here / "submission.json", {"job": job, "runs": [run]})
+    asked = []
+
+    def answer(program, *words):
+        asked.append((program, *words))
+        return "7_0|moe-rl-fake|RUNNING|None\n8_0|somebody's training|RUNNING|None\n9_0|moe-rl-fake|RUNNING|None\n"
+
+    monkeypatch.setattr(slurm, "asked_of", answer)
+    assert cancel(tmp_path) == ["7_0"] and asked[-1] == ("scancel", "7_0")
