@@ -56,8 +56,8 @@ class Monitor:
 
     - with a `probe`, a fixed batch of what `model` is called with: `expert_change_rate` and all other volatility of its
       natural routes, and `load_…`, `router_confidence` and `margin_…` under the weights of now. It is read without
-      gradient, in eval mode, when `row` is called, and before a measured step unless the weights are those of the last
-      row. So a row says what one step did, whatever changed them in between; `since="start"`: all since the first step;
+      gradient, in eval mode, before a measured step and when `row` is called. So a row says what one step did, whatever
+      changed the weights in between; `since="start"`: all since the first step, and no forward before the others;
     - without one, `load_…`, `router_confidence` and `margin_…` of the block's own forwards that did not replay;
     - `pull` and `coverage` of the block's forwards inside `replay_routing`;
     - `engine_…` of the log-probs that `engine` was given, `token_…` of those that `ratios` was.
@@ -97,8 +97,6 @@ class Monitor:
         """What was seen since the block began: sums, or values one after the other."""
         self._before: Seen | None = None
         """The probe under the weights that the next row compares with."""
-        self._weights: tuple[int, ...] = ()
-        """How often each weight had been written when `_before` was read."""
         self._replayed = False
         self._scope: ExitStack | None = None
 
@@ -110,8 +108,8 @@ class Monitor:
             warnings.warn(text, AuxLossSilentlyOn, stacklevel=2)
         self.blocks += 1
         self.measures = self.blocks % self.every == 0
-        if self.probe is not None and self._must_read():
-            self._keep(self._read_probe())
+        if self.probe is not None and (self._before is None if self.since == "start" else self.measures):
+            self._before = self._read_probe().without_softmax()
         self._scope = ExitStack()
         if self.measures:
             self._found, self._replayed = {}, False
@@ -162,17 +160,6 @@ class Monitor:
         return self._row_of(found)
 
     # ------------------------------------------------------------------ what is seen
-    def _must_read(self) -> bool:
-        """Whether the block begins with weights that the probe has not been read under; the same on all ranks."""
-        if self.since == "start" or self._before is None:
-            return self._before is None and (self.since == "start" or self.measures)
-        if not self.measures:
-            return False
-        return any(self._of_ranks(writes_of(self.model) != self._weights))
-
-    def _keep(self, seen: Seen) -> None:
-        self._before, self._weights = seen.without_softmax(), writes_of(self.model)
-
     def _of_ranks(self, mine: Any) -> list[Any]:
         """What every rank of the group has."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self.group) == 1:
@@ -233,8 +220,6 @@ class Monitor:
         for change in volatility.changes(old.experts, new.experts, mask, self.forwards.layout, gates, both):
             self._add(type(change).__name__, change)
         self._use(after)
-        if self.since == "step":
-            self._keep(after)
 
     def _warn_of_biases(self) -> None:
         now = named_correction_biases(self.model) if self._replayed and self._biases else {}
@@ -355,13 +340,6 @@ def auxiliary_loss(model: nn.Module, coefficient: float | None = None) -> str | 
     return (f"{type(module).__name__} ({text.model_type}) has a load-balancing loss, router_aux_loss_coef={given:g}: "
             f"{adds}. It counts what routers prefer, pulls on them in every step, under replay away from the forced "
             "experts, and is no part of the objective. To be without it: router_aux_loss_coef=0.0.")
-
-
-def writes_of(model: nn.Module) -> tuple[int, ...]:
-    """Where each parameter and buffer lies, and how often it was written in place by torch's own count. In-place writes
-    to `.data` are not counted."""
-    found = [getattr(x, "_local_tensor", x) for x in (*model.parameters(), *model.buffers())]
-    return tuple(n for x in found for n in (x.data_ptr(), 0 if x.is_inference() else x._version))
 
 
 def named_correction_biases(model: nn.Module) -> dict[str, Tensor]:

@@ -478,7 +478,8 @@ def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 0.1) -> LossOutp
     """w · A, − coef · |log w| at the `share` of tokens with the highest covariance (`clip_cov`).
 
     KL-Cov, arXiv 2505.22617: at least one token; of equals the first. Defaults are verl's; SkyRL has coef 1. The
-    penalty is weighed and corrected as the loss is. share or coef 0: w · A.
+    penalty is weighed and corrected as the loss is. share or coef 0: w · A. At π_θ = π_old rounding decides the sign of
+    the penalty's gradient, so there the cut into micro-batches changes it.
     """
     require(coef >= 0, f"kl_cov(coef={coef:g}): it pulls back to π_old, so it must be >= 0")
     highest = _covariance(x).masked_fill(~x.mask, -torch.inf).flatten().argsort(descending=True, stable=True)

@@ -90,7 +90,7 @@ def draw_learning(axes: Sequence[Axes], panels: Mapping[str, str], frames: Frame
 @plots.styled
 def learning_over_compute(frames: Frames, arms: Sequence[str]) -> Figure:
     """Training reward and held-out exact match over what training took (GSPO, arXiv 2507.18071, Fig. 1): tokens
-    sampled, and seconds of steps, evaluations aside, where the tables still have them.
+    sampled, and seconds of steps with their evaluations, where the tables still have them.
 
     A point stands where its arm's runs had come by that step on average.
     """

@@ -148,7 +148,8 @@ def paired(a: Mapping[int, float], b: Mapping[int, float], confidence: float = 0
         raise ConfigError(f"seeds {odd} have no finite difference: {[a[s] for s in odd]} − {[b[s] for s in odd]}, so "
                           "there is no test of it; give them a value, or leave them out of both arms and say so")
     n, exact = len(d), len(d) <= 16
-    least = np.abs(d.mean()) - 1e-12 * np.abs(d).mean()  # rounding must not lose the pattern itself, nor its equals
+    # Rounding must not lose the pattern itself, nor its equals: tables keep float32, whose half unit is 2^-24.
+    least = np.abs(d.mean()) - 2**-22 * np.mean([abs(a[s]) + abs(b[s]) for s in shared])
     patterns, reached, rng = 2**n if exact else 65_536, 0, np.random.default_rng(seed)
     for first in range(0, patterns, 4096):  # a part at a time: of thousands of pairs all would be gigabytes
         some = min(4096, patterns - first)

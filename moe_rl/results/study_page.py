@@ -25,7 +25,7 @@ from moe_rl.registry import Component
 from moe_rl.results import figures, plots
 from moe_rl.results.rollouts import write_pages
 from moe_rl.results.summary import Metric, compare, configs_of, family, is_imported, metric, verdict_of
-from moe_rl.results.tables import Shown, arms_of, study_tables, untrained
+from moe_rl.results.tables import Shown, arms_of, left_out, study_tables, untrained
 from moe_rl.storage.frames import Frames, load_study
 from moe_rl.storage.provenance import HARDWARE
 from moe_rl.study.declaration import read_declaration
@@ -72,10 +72,12 @@ def card(frames: Frames, declared: Mapping[str, Any]) -> str:
         for (cell, a, b), first in tables[0].items():
             found = [table.get((cell, a, b)) for table in tables]
             cells = [f"{a} − {b}", *[cell] * several, str(first.result.n)]
-            cells += [text for c in found for text in (str(c.result.difference) if c else "–",
-                                                       f"{c.p_holm:.2g}" if c else "–")]
+            for c in found:
+                other = f" (n = {c.result.n})" if c and c.result.n != first.result.n else ""
+                cells += [f"{c.result.difference}{other}", f"{c.p_holm:.2g}"] if c else ["–", "–"]
             lines.append(row(*cells))
-        lines += ["", f"p: permutations of signs within seeds, after Holm over the {asked} comparisons of an endpoint."]
+        lines += ["", f"p: permutations of signs within seeds, after Holm over the {asked} comparisons of an endpoint.",
+                  *filter(None, (left_out(frames, arms, declared["comparisons"], one) for one in endpoints))]
     return "\n".join(lines) + "\n"
 
 
@@ -91,7 +93,7 @@ def _set_up(frames: Frames, declared: Mapping[str, Any], endpoints: Sequence[Met
     yield "seeds", f"{len(seeds)}: {f'{seeds[0]} to {seeds[-1]}' if whole else _list(seeds)}"
     yield "arms", _list(arms_of(frames, declared))
     yield "endpoints", "; ".join(one.name for one in endpoints)
-    yield "compute", f"{len(frames.runs)} runs, {frames.runs['seconds'].sum() / 3600:.1f} hours of one core"
+    yield "compute", f"{len(frames.runs)} runs, {frames.runs['seconds'].sum() / 3600:.1f} hours of steps"
     packages = [json.loads(text or "null") or {} for text in frames.runs["packages"].unique()]
     yield "processor", _list(one.get("processor", UNRECORDED) for one in packages)
     for name, values in provenance(frames.runs).items():

@@ -162,11 +162,12 @@ def per_run(frames: Frames, metric: Metric) -> pd.Series:
         all_steps, all_values = (rows[name].to_numpy() for name in ("step", metric.column))
         measured = rows.groupby(["arm", "seed"]).indices
         for run in frames.runs.sort_values(["arm", "seed"])[["arm", "seed", "state", "steps"]].itertuples():
-            if (at := measured.get((run.arm, run.seed))) is None:
-                continue
+            at = measured.get((run.arm, run.seed), np.array([], int))
             steps, values = all_steps[at], all_values[at].astype(float)
-            if metric.since_start and steps[0] != 0:
+            if metric.since_start and steps[:1] != 0:
                 continue
+            if not len(at) and (run.state != "diverged" or math.isnan(metric.after_divergence)):
+                continue  # of a run that diverged in its first step every one counts
             if run.state == "diverged":
                 steps = np.append(steps, _unseen(steps, run.steps))
                 values = np.append(values, np.full(len(steps) - len(values), metric.after_divergence))
@@ -177,8 +178,12 @@ def per_run(frames: Frames, metric: Metric) -> pd.Series:
 
 def _unseen(measured: Steps, end: int) -> Int[np.ndarray, " unseen"]:
     """The steps up to the run's last that a diverged run did not live to see, as far apart as those it measured."""
+    if not len(measured):
+        return np.arange(1, end + 1)
+    if measured[-1] >= end:  # it diverged in the evaluation after its last step
+        return np.array([], int)
     apart = int(np.median(np.diff(measured))) if len(measured) > 1 else measured[0] or end
-    return np.append(np.arange(measured[-1] + apart, end, apart), max(end, measured[-1] + 1))
+    return np.append(np.arange(measured[-1] + apart, end, apart), end)
 
 
 def gaps(frames: Frames, pairs: Sequence[Sequence[str]], metric: Metric) -> dict[tuple[str, str], pd.Series]:

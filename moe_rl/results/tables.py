@@ -105,7 +105,7 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
             ended = fates[(fates["arm"] == arm) & (fates["factors"] == cell)]["fate"]
             means = [_of(values[one.column], arm) for one, _, _ in further]
             rows.append((f"{'  ' * (len(frames.cells) > 1)}{arm}", str(estimate or "–"), str(difference or "–"),
-                         *(format(float(np.mean(v)), f[2]) if v else "–" for v, f in zip(means, further, strict=True)),
+                         *(_mean(v, f[2], len(seeds)) for v, f in zip(means, further, strict=True)),
                          *[f"{ended.isin(list(FATES)).sum()} of {len(ended)}"] * bool(fell)))
             used += [one for one in (estimate, difference) if one]
             counts.add(len(seeds))
@@ -113,10 +113,18 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
     note = [f"Means over n = {n} seed{'s' * (counts != {1})}. {_methods(used)}"]
     if noise_scale(frames) and any(one.column == "expert_change_rate" for one, _, _ in further):
         note.append("Experts changed: of the network without the router noise.")
-    note += filter(None, (*_lengths(frames), *_dips(frames), _lost(frames, arms, declared["comparisons"], endpoint)))
+    lost = left_out(frames, arms, declared["comparisons"], endpoint)
+    note += filter(None, (*_lengths(frames), *_dips(frames), lost))
     header = ("", endpoint.name.replace(", ", ",\n"), f"difference\nfrom {base}", *(name for _, name, _ in further),
               *["collapsed"] * bool(fell))
     return Shown(f"{declared['name']}: {_made_of(frames)}", header, rows, " ".join(note))
+
+
+def _mean(values: Sequence[float], form: str, seeds: int) -> str:
+    """A mean, with the number of its values where it is not that of the endpoint."""
+    if not values:
+        return "–"
+    return format(float(np.mean(values)), form) + f" (n = {len(values)})" * (len(values) != seeds)
 
 
 def _made_of(frames: Frames) -> str:
@@ -173,7 +181,7 @@ def comparison_table(frames: Frames, arms: Sequence[str], endpoint: Metric,
     """The contrasts, or all pairs of arms; nothing where no two arms share a seed. Of a study of which a part has run,
     p values are adjusted for all that it declares. Seeds that are left out are counted."""
     comparisons, asked = declared["comparisons"], family(declared)
-    found, lost = compare(frames, arms, comparisons, endpoint, asked), _lost(frames, arms, comparisons, endpoint)
+    found, lost = compare(frames, arms, comparisons, endpoint, asked), left_out(frames, arms, comparisons, endpoint)
     if not found and not lost:
         return []
     n = len(found)
@@ -189,7 +197,7 @@ def comparison_table(frames: Frames, arms: Sequence[str], endpoint: Metric,
     return [Shown(f"{endpoint.name}: {what}", header, rows, " ".join(filter(None, (note, lost))))]
 
 
-def _lost(frames: Frames, arms: Sequence[str], comparisons: Sequence[Sequence[str]], endpoint: Metric) -> str:
+def left_out(frames: Frames, arms: Sequence[str], comparisons: Sequence[Sequence[str]], endpoint: Metric) -> str:
     """The seeds that comparisons leave out, as a sentence; empty where there are none."""
     found = without_value(frames, pairs_of(arms, comparisons), endpoint)
     named = [f"{a} − {b}" + f", {cell}" * (len(frames.cells) > 1) + f": {lost} of {n}"

@@ -287,10 +287,11 @@ def state(path: Path, steps: int | None = None) -> dict[str, Any]:
     steps = steps or manifest["config"]["steps"]
     if is_held(path / LOCK):
         name = "running"
-    elif manifest.get("finished", -1) >= steps:
-        name, progress["step"] = "finished", manifest["finished"]
+    elif (ended := manifest.get("finished", -1)) >= steps and not (
+            "diverged" in manifest and ended == manifest["config"]["steps"]):  # in the evaluation after its last step
+        name, progress["step"] = "finished", ended
     elif "diverged" in manifest:
-        name, progress["step"] = "diverged", manifest["finished"]
+        name, progress["step"] = "diverged", ended
     else:
         name = "failed" if "error" in progress else "interrupted"
     if name not in ENDED and "finished" in manifest:

@@ -69,7 +69,7 @@ KEPT = {
         "first_update_log_ratio_max",
         "grad_cosine",
         "lag_*",
-        "drawn_*",
+        "sampled_*",
         "own_*",
     ),
     "updates": (
@@ -107,10 +107,11 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), without: Seque
 
     `also` names further columns, by pattern, wherever they appear, `without` those to leave out; a pattern may name a
     table, `layers:engine_*`, and a table of which nothing but keys would be left is left out whole. The columns of the
-    declared metrics are kept, too. Unfinished runs are left out, and named in `study.json`. Raises ConfigError for a
-    pattern that no column matches and for a folder `out` that holds other things or another study's tables, or where
-    the tables would hide runs; RunError where nothing has finished. A kill leaves the tables of an earlier time as they
-    are, or, between two renames, says so to whoever reads them.
+    declared endpoints and metrics are kept, too. Unfinished runs are left out, and named in `study.json`.
+
+    Raises ConfigError for a pattern that no column matches and for a folder `out` that holds other things or another
+    study's tables, or where the tables would hide runs; RunError where nothing has finished. A kill leaves the tables
+    of an earlier time as they are, or, between two renames, says so to whoever reads them.
     """
     beside = out.absolute().parent / f".{out.absolute().name}.collect.lock"
     with Lock(beside):  # two studies at once would each find nothing there
@@ -129,7 +130,9 @@ def _collect(folder: Path, out: Path, also: Sequence[str], without: Sequence[str
         for pattern in patterns:
             if not any(_matches(name, c, (pattern,)) for name in pooled() for c in frames[name]):
                 raise ConfigError(f"--{option} {pattern}: no column of this study matches; see docs/columns.md")
-    also = [*also, *(f"steps:{one.partition(',')[0]}" for one in declared.get("metrics", ()))]
+    endpoints = (declared["endpoint"], *declared["further_endpoints"], *declared["metrics"])
+    drawn = (name.split(":")[2] for name in declared["figures"] if name.count(":") == 2)  # against:FACTOR:METRIC
+    also = [*also, *(f"steps:{one.partition(',')[0]}" for one in (*endpoints, *drawn))]
     tables = {name: _select(name, frames[name], also, without) for name in pooled()}
     nothing = [name for name in tables if name != "steps" and _says_nothing(name, tables[name])]
     tables = {name: table for name, table in tables.items() if name not in nothing} | _own(frames)

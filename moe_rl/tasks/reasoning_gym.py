@@ -49,11 +49,11 @@ class ReasoningGym:
     def reward(self, prompt: Prompt, completion: str) -> float:
         """The dataset's own score of the completion without surrounding white space.
 
-        Scorers that add up partial credit can round past 1 for a wrong answer (`spell_backward` does when the right
-        one has something appended); such a score becomes the float32 just below 1, so that it does not count as right.
+        Scorers that add up partial credit can come within rounding of 1 for a wrong answer (`spell_backward` does when
+        the right one has something appended); such a score becomes 1 − 1e-5, so that it does not count as right.
         """
         score = float(self._scorer.score_answer(completion.strip(), dict(prompt.entry)))
-        return 1 - 2**-24 if 1 < score < 1 + 1e-9 else score
+        return score if score == 1 or abs(score - 1) > 1e-6 else 1 - 1e-5
 
     def _create(self, size: int, seed: int) -> Any:
         from reasoning_gym import create_dataset

@@ -9,6 +9,8 @@ import json
 import re
 import sys
 
+import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -168,5 +170,12 @@ def test_the_card_says_what_was_run_and_every_declared_difference():
                                        created=None, finished_at=None, seconds=1800.0), frames.tables)
     text = card(frames, declared)
     assert "| gspo − grpo | 2 | 0.100 [0.100, 0.100] | 0.5 |" in text
-    assert "| seeds | 2: 3, 4 |" in text and "| compute | 4 runs, 2.0 hours of one core |" in text
+    assert "| seeds | 2: 3, 4 |" in text and "| compute | 4 runs, 2.0 hours of steps |" in text
     assert "difference" not in card(frames, DECLARED)
+    steps = frames["steps"].assign(entropy=frames["steps"]["reward"])
+    steps.loc[(steps["arm"] == "gspo") & (steps["seed"] == 4), "entropy"] = np.nan
+    steps = pd.concat([steps, steps[(steps["seed"] == 3)].assign(seed=5)])
+    more = pd.concat([frames.runs, frames.runs[frames.runs["seed"] == 3].assign(seed=5)])
+    lost = Frames(more.assign(state=["finished"] * 5 + ["diverged"], steps=[8] * 5 + [10]), {"steps": steps})
+    text = card(lost, declared | {"further_endpoints": ["entropy"]})
+    assert "| gspo − grpo | 3 |" in text and "(n = 1)" in text and "Seeds left out" in text

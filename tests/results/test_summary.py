@@ -25,7 +25,7 @@ from moe_rl.results.summary import (
     summarise,
     verdict_of,
 )
-from moe_rl.results.tables import comparison_table, overview, summary_table, untrained
+from moe_rl.results.tables import comparison_table, overview, short_table, summary_table, untrained
 from moe_rl.storage.frames import Frames
 from tests import fake_study
 from tests.results.test_plots import ARMS, frames_of
@@ -102,6 +102,19 @@ def test_a_diverged_run_has_collapsed_for_good_and_earns_nothing_from_then_on():
     assert outcomes(late).loc[0, ["fate", "time"]].to_list() == ["lasting", 44]
 
 
+def test_a_run_that_diverged_in_its_first_step_earns_nothing_and_is_counted():
+    frames = with_curves({("gspo", 0): [0.4] * 4, ("gspo", 1): [0.6] * 4, ("gspo", 2): []}, ("gspo", 2), steps=4)
+    assert per_run(frames, MAIN)["gspo"].to_dict() == {0: 0.4, 1: 0.6, 2: 0.0}
+    assert ("gspo", 2) not in per_run(frames, metric("expert_change_rate")), "nobody measured it in any run"
+
+
+def test_a_run_that_diverged_in_its_last_evaluation_has_no_step_more():
+    rewards = with_curves({("gspo", 0): [0.4] * 4}, diverged=("gspo", 0), steps=4)
+    assert per_run(rewards, MAIN)["gspo", 0] == 0.4
+    evaluations = evaluated({2: 0.9}, "diverged", steps=4)
+    assert per_run(evaluations, metric("greedy exact match, end"))["a", 0] == 0
+
+
 def test_what_a_diverged_run_no_longer_has_is_missing(frames):
     runs = frames.runs.copy()
     runs.loc[(runs["arm"] == "gspo") & (runs["seed"] == 0), ["state", "steps"]] = ["diverged", 40]
@@ -124,6 +137,8 @@ def test_seeds_that_a_comparison_leaves_out_are_counted_below_it():
     assert whole.rows[0][2] == "4" and "left out" not in whole.note
     all_died = dataclasses.replace(frames, runs=frames.runs.assign(state="diverged"))
     (none,) = comparison_table(all_died, ["a", "b"], metric("entropy"), declared)
+    short = short_table(frames, declared | {"name": "s", "endpoint": MAIN.name, "metrics": ["entropy"]})
+    assert [row[3] for row in short.rows] == ["0.6", "0.5 (n = 2)"] and "n = 4 seeds" in short.note
     assert none.rows == [] and none.note.startswith("Seeds left out") and "a − b: 4 of 4." in none.note
 
 

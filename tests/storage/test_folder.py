@@ -191,6 +191,14 @@ def test_a_diverged_run_has_ended(tmp_path):
         commit(folder, 3, [{"step": 3}])
         folder.finish(diverged="gradients are not finite")
     assert runs.state(folder.path)["state"] == "diverged"
+    assert runs.state(folder.path, steps=3)["state"] == "finished", "it had come so far"
+
+
+def test_a_run_that_diverged_in_the_evaluation_at_its_end_has_diverged(tmp_path):
+    with open_run(tmp_path) as folder:
+        commit(folder, CONFIG.steps, [{"step": CONFIG.steps}])
+        folder.finish(diverged="logits are not finite")
+    assert runs.state(folder.path)["state"] == "diverged"
 
 
 def commit_forever(path: Path) -> None:

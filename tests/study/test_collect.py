@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import itertools
 import json
 import shutil
@@ -20,6 +21,7 @@ from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.results.summary import summarise
 from moe_rl.storage import folder as runs
+from moe_rl.storage.columns import COLUMNS
 from moe_rl.storage.folder import RunFolder
 from moe_rl.storage.frames import Frames, load_study
 from moe_rl.study import collect as collecting
@@ -326,3 +328,20 @@ def test_runs_of_a_worker_and_of_this_process_are_collected_together(folder, tmp
         file.write_text(json.dumps(json.loads(file.read_text()) | {"threads": threads}))
     collect(copy, tmp_path / "tables", mix_code=True)
     assert {"1", "2"} <= set(pd.read_parquet(tmp_path / "tables" / "runs.parquet")["threads"])
+
+
+def test_every_pattern_of_what_is_kept_names_a_column():
+    for table, patterns in KEPT.items():
+        listed = [name for name, column in COLUMNS.items() if table in column.tables.split()]
+        assert [p for p in patterns if not fnmatch.filter(listed, p)] == [], table
+
+
+def test_every_column_that_a_study_decides_by_or_draws_is_kept(folder, tmp_path):
+    declared = json.loads((folder / "study.json").read_text())
+    shutil.copytree(folder, tmp_path / "fake")
+    (tmp_path / "fake" / "study.json").write_text(json.dumps(declared | {
+        "endpoint": "seconds_step, second half", "further_endpoints": ["memory_peak_mb"],
+        "figures": ["against:optimizer.lr:noise_floor_kl_k3"]}))
+    collect(tmp_path / "fake", tmp_path / "tables", mix_code=True, without=["noise_floor_beyond_2"])
+    steps = load_study(tmp_path / "tables", mix_code=True)["steps"]
+    assert {"seconds_step", "memory_peak_mb", "noise_floor_kl_k3"} <= {*steps}
