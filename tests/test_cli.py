@@ -148,7 +148,7 @@ def test_a_full_disk_is_named_with_what_to_do_and_the_same_command_goes_on(tmp_p
     arguments = (*RUN, "--arms", "grpo", "--seeds", "1", "--steps", "3", "--out", str(tmp_path))
     code, out, err = command(*arguments)
     assert (code, "Traceback" in out + err) == (2, False), err
-    assert f"{run}: No space left on device. Make room on the disk at /" in err and "same command again" in err
+    assert f"{run}: No space left on device. Free some space on the disk at /" in err and "repeat the command" in err
     for name in ("lock.holder", "log.txt"):
         (run / name).unlink()
     assert command(*arguments)[0] == 0

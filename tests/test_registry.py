@@ -99,11 +99,11 @@ def test_files_that_a_mixture_names_are_found_from_everywhere(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("part, words", [
-    (lambda x: x, "<lambda>.*no name that another process could import"),
-    (Mine().__init__, "no name that another process could import"),
-    (partial(demanding, 3), "binds 1 arguments by their place"),
+    (lambda x: x, "<lambda>.*cannot be imported by other processes"),
+    (Mine().__init__, "cannot be imported by other processes"),
+    (partial(demanding, 3), "has 1 positional arguments"),
     (partial(partial(demanding, share=1), share=2), None),
-    (grpo, "the package's own: give it by its name there, e.g. 'grpo'"),
+    (grpo, "belongs to this package. Use its short name, e.g. 'grpo'"),
 ])
 def test_what_no_other_process_could_import_is_one_sentence(part, words):
     if words is None:
@@ -116,7 +116,7 @@ def test_what_no_other_process_could_import_is_one_sentence(part, words):
 
 @pytest.mark.parametrize("wrong", ["", 3, None, {"name": "grpo"}, {"name": "grpo", "options": {}, "more": 1}, ["grpo"]])
 def test_what_names_nothing_is_refused(wrong):
-    with pytest.raises(ConfigError, match="names nothing"):
+    with pytest.raises(ConfigError, match="is not the name of a component"):
         Component.of(wrong)
 
 

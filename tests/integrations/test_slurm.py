@@ -83,7 +83,7 @@ def test_runs_of_several_ranks_are_checked_before_they_are_submitted(monkeypatch
     monkeypatch.setattr(ranks, "_planned", 1)
     run = megatron_study.base
     ranks.plan_for(2)
-    with pytest.raises(ConfigError, match="a run of 2 processes, but policy='hf' runs in one"):
+    with pytest.raises(ConfigError, match="policy='hf' runs in one process, but this run has 2"):
         execute.check(run)
     pytest.importorskip("megatron", reason="pip install 'moe_rl[megatron]'")
     execute.check(run.replace(policy="megatron(ep=2)"))

@@ -101,7 +101,7 @@ def test_vllm_and_servers_are_engines_of_megatrons_policy_too(engine, monkeypatc
     run = RunConfig(arm=replay, policy="megatron", model=TINY)
     check(run.replace(engine=engine))
     check(run.replace(engine=Component("hf", routes="unknown")))
-    with pytest.raises(ConfigError, match="a copy of the module of policy='hf'"):
+    with pytest.raises(ConfigError, match="copies the model of policy='hf'"):
         check(run.replace(engine=Component("perturbed", dtype="bfloat16")))
 
 
@@ -117,9 +117,9 @@ def test_torchrun_is_refused_for_a_policy_of_one_process(monkeypatch):
     ("settings", "reason"),
     [
         ({"policy": Component("fsdp", tp=2)}, "no option of the policy 'fsdp' is called 'tp'"),
-        ({"policy": Component("fsdp", compute_dtype="int8")}, "compute_dtype='int8' is no dtype"),
+        ({"policy": Component("fsdp", compute_dtype="int8")}, "compute_dtype='int8' is not a floating-point dtype"),
         ({"policy": Component("hf", compute_dtype="bfloat16")}, "no option of the policy 'hf'"),
-        ({"engine": Component("perturbed", dtype="bfloat16")}, "a copy of the module of policy='hf'"),
+        ({"engine": Component("perturbed", dtype="bfloat16")}, "copies the model of policy='hf'"),
         (
             {"router_noise.scale": 1.0, "router_noise.target": "choice", "router_noise.direction": "last_step"},
             "parts of the moments",

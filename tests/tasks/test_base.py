@@ -33,7 +33,7 @@ class Finite:
         ("jsonl", "jsonl:<file>"),
         ("jsonl:", "jsonl:<file>"),
         ("reasoning_gym", "reasoning_gym:<dataset>"),
-        ("", "names nothing"),
+        ("", "is not the name of a component"),
         ("reasoning_gym:spel_backward", "Did you mean spell_backward"),
         ("no_such_package.tasks:Mine", "no module 'no_such_package'"),
         ("moe_rl.tasks.running_sums:RuningSums", "Did you mean RunningSums"),
