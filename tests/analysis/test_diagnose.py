@@ -337,7 +337,7 @@ ROWS = [[[0, 1]] * 4] * 3
 @pytest.mark.parametrize(
     "line, says",
     [
-        ('{"tokens": [5, 6', "a JSON object is needed"),
+        ('{"tokens": [5, 6', "expected a JSON object"),
         (json.dumps(GOOD | {"logprobs": [-1.0, float("nan")]}), "nan is no log-probability"),
         (json.dumps(GOOD | {"logprobs": [-1.0, 0.5]}), "0.5 is no log-probability"),
         (json.dumps(GOOD | {"logprobs": [-1.0]}), "1 log-probs for a response of 2 tokens"),

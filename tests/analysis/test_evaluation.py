@@ -190,7 +190,7 @@ def test_checkpoints_and_files_may_be_added_and_settings_may_not_change(there, t
     (["--data", "aime.jsonl", "--data", "aime.jsonl"], "given twice"),
     (["--data", "nothing.jsonl"], "no such file"),
     (["--data", "aime.jsonl", "-k", "0"], "at least one"),
-    (["--data", "aime.jsonl", "--max-tokens", "2000"], "the model .max_position_embeddings. reads"),
+    (["--data", "aime.jsonl", "--max-tokens", "2000"], "the model .max_position_embeddings. reads at most"),
     (["--data", "aime.jsonl", "--set", "temperature=0"], "must be positive"),
     (["--data", "aime.jsonl", "--set", "top_pp=1"], "no setting"),
     (["--task", "guessing", "--problems", "2", "--set", "task.turns=3"], "--set task.turns: an eval"),

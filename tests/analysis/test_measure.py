@@ -423,7 +423,7 @@ def bad(there):
     [
         ("none", "data.jsonl", "there is no checkpoint folder"),
         ("torn", "data.jsonl", "model-00002-of-"),
-        ("adapter", "data.jsonl", "merge it into its base"),
+        ("adapter", "data.jsonl", "Merge it into its base"),
         ("after", "none.jsonl", "there is no such file"),
         ("after", ".", "is a folder; give one JSONL file"),
         ("after", "empty.jsonl", "is empty"),
