@@ -84,7 +84,7 @@ def test_rewards_of_rows_go_to_every_turn():
 
 
 @pytest.mark.parametrize(("steps", "says"), [
-    ((Component("clipped", at=1), "by_turn"), "put it first"),
+    ((Component("clipped", at=1), "by_turn"), "Put by_turn first"),
     ((Component("by_turn", gamma=2),), "from 0 to 1"),
     ((Component("by_turn", among="turns"),), "among of by_turn"),
     (("turn_rewards",), "rewards per token"),

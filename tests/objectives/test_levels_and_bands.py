@@ -278,23 +278,23 @@ def test_a_correction_that_means_nothing_is_refused(part, message):
 @pytest.mark.parametrize("where", ["corrections", "filters"])
 @pytest.mark.parametrize("name", [name for name in CORRECTIONS if "engine" in needs_of(CORRECTIONS[name])])
 def test_with_the_engine_as_anchor_there_is_nothing_to_correct(name, where):
-    with pytest.raises(ConfigError, match=f"{name} weighs.*every weight is 1"):
+    with pytest.raises(ConfigError, match=f"every weight of {name} is 1"):
         objective_of(Arm(name="a", anchor="engine", **{where: (Component(name, **OPTIONS[name]),)}))
 
 
 def test_the_engine_as_anchor_may_still_be_masked_by_opsm_but_not_filtered():
     objective_of(Arm(name="a", anchor="engine", corrections=(Component("opsm", delta=0.1),)))
-    with pytest.raises(ConfigError, match="opsm.*reads π_θ.*make it a correction"):
+    with pytest.raises(ConfigError, match="opsm.*uses π_θ.*Use it as a correction"):
         objective_of(Arm(name="a", filters=(Component("opsm", delta=0.1),)))
 
 
 def test_a_filter_that_is_never_zero_is_refused():
-    with pytest.raises(ConfigError, match="truncated is never 0, so as a filter it does nothing: make it a correction"):
+    with pytest.raises(ConfigError, match="truncated is never 0, so it has no effect as a filter. Use it as a correction"):
         objective_of(Arm(name="a", filters=("truncated",)))
 
 
 def test_finished_needs_to_know():
-    with pytest.raises(ConfigError, match="which were is not given"):
+    with pytest.raises(ConfigError, match="Give finished"):
         CORRECTIONS["finished"](drawn()[1])
 
 

@@ -176,7 +176,7 @@ def test_reinforce_pp_and_its_baseline_are_steps(policies):
 
 
 @pytest.mark.parametrize("steps, message", [
-    (("whitened", "group"), "normalized takes one value per row.*put whitened"),
+    (("whitened", "group"), "normalized takes one value per row.*Put whitened"),
     (("returns", "leave_one_out"), "leave_one_out takes one value per row"),
     (("whitened", Component("overlong", limit=3, buffer=1)), "overlong takes one value per row"),
     (("whitened", "returns"), "whitened before returns"),
@@ -349,5 +349,5 @@ def test_what_an_earlier_version_remembered_is_refused(tmp_path):
     """Else its running mean would begin anew, and nobody would know."""
     (tmp_path / "advantage.json").write_text('{"0": {"n": 8, "mean": 0.25}}')
     found = advantage_of(Arm(name="own", advantage=Component("normalized", center="running")))
-    with pytest.raises(RunError, match="of release 0.1.0 or before"):
+    with pytest.raises(RunError, match="written by release 0.1.0 or earlier"):
         found.load(tmp_path)
