@@ -125,9 +125,9 @@ class Settings(BaseModel):
         same = [k for k in known if k.rpartition(".")[2] == word]
         near = [beside[name] for name in difflib.get_close_matches(word, beside)] or difflib.get_close_matches(
             key, same, cutoff=0.8) or same or difflib.get_close_matches(key, () if beside else known, cutoff=0.8)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        hint = f": did you mean {' or '.join(near)}?" if near else "."
         groups = [name if name in known else f"{name}.…" for name in type(self).model_fields]
-        raise ConfigError(f"there is no setting {key!r}.{hint} There are: "
+        raise ConfigError(f"there is no setting {key!r}{hint} There are: "
                           f"{', '.join(beside.values() if group and beside else groups)}.")
 
 

@@ -161,7 +161,7 @@ def import_component(kind: str, name: str, path: str) -> Callable[..., Any]:
         package, own = missing.partition(".")[0], __package__.partition(".")[0]
         if package == own:
             raise ConfigError(f"the {kind} {name!r} needs the folder {'/'.join(missing.split('.')[:2])}, which this "
-                              f"installation of {own} does not have. Install the whole package.") from error
+                              f"installation of {own} lacks. Install the whole package.") from error
         how = f": pip install 'moe_rl[{EXTRAS[package]}]'" if package in EXTRAS else ""
         raise ConfigError(f"the {kind} {name!r} needs {missing}, which is not installed{how}") from error
 
@@ -267,7 +267,7 @@ def unknown(kind: str, name: str, choices: Iterable[str], other: str = "") -> No
     just that, or nothing here comes close."""
     choices = sorted(choices)
     close = difflib.get_close_matches(name, choices, n=3)
-    hint = f" Did you mean {' or '.join(close)}?" if close else ""
-    hint = f" {other}." if other and (not close or other.startswith(f"{name} ")) else hint
+    hint = f": did you mean {' or '.join(close)}?" if close else "."
+    hint = f": {other}." if other and (not close or other.startswith(f"{name} ")) else hint
     all_of_them = "" if close and len(choices) > 40 else f" There are: {', '.join(choices) or 'none'}."
-    raise ConfigError(f"no {kind} is called {name!r}.{hint}{all_of_them}")
+    raise ConfigError(f"no {kind} is called {name!r}{hint}{all_of_them}")

@@ -20,14 +20,14 @@ def arm(**parts) -> dict:
 
 REFUSED = [
     (arm(loss="gpro"), "no loss is called 'gpro'"),
-    (arm(loss=Component("grpo", clip_low=-1.0)), "no range"),
+    (arm(loss=Component("grpo", clip_low=-1.0)), "must be at least 0"),
     (arm(aggregate="mean"), "no aggregation is called 'mean'"),
     (arm(corrections=("truncate",)), "no correction is called 'truncate'"),
-    (arm(corrections=("truncated",), anchor="engine"), "every weight is 1"),
+    (arm(corrections=("truncated",), anchor="engine"), "every weight of truncated is 1"),
     (arm(terms=("kl",)), "the term 'kl' needs coef"),
     (arm(advantage="groups"), "no advantage is called 'groups'"),
-    (arm(routes="old_polcy"), "no route source is called 'old_polcy'. Did you mean old_policy"),
-    (arm(ratio_routes="old_polcy"), "no route source is called 'old_polcy'. Did you mean old_policy"),
+    (arm(routes="old_polcy"), "no route source is called 'old_polcy': did you mean old_policy"),
+    (arm(ratio_routes="old_polcy"), "no route source is called 'old_polcy': did you mean old_policy"),
     (arm(ratio_routes="random_share"), "the route source 'random_share' needs share"),
     ({"task": "runing_sums"}, "no task is called 'runing_sums'"),
     ({"policy": "megatorn"}, "no policy is called 'megatorn'"),

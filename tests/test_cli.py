@@ -361,7 +361,7 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
 
 @pytest.mark.parametrize("arguments, words", [
     (["run", "nowhere.py"], "no study file nowhere.py"),
-    (["run", FAKE, "--set", "optimiser.lr=1"], "Did you mean optimizer.lr?"),
+    (["run", FAKE, "--set", "optimiser.lr=1"], "did you mean optimizer.lr?"),
     (["run", FAKE, "--arms", "gspo,ppo"], "no arm of study 'fake' is called 'ppo'"),
     (["run", FAKE, "--set", "prompts_per_step=0"], "prompts_per_step=0"),
     (["run", FAKE, "--steps", "0"], "steps=0"),
@@ -375,7 +375,7 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
     (["report", "nowhere"], "not the folder of a study"),
     (["runs", "collect", "nowhere", "--out", "there"], "not the folder of a study"),
     (["rerun", "nowhere"], "not the folder of a study"),
-    (["run", "studies/routing_replay.py", "--task", "running_sum"], "Did you mean running_sums"),
+    (["run", "studies/routing_replay.py", "--task", "running_sum"], "did you mean running_sums"),
     (["run", "studies/routing_replay.py", "--task", "jsonl:nowhere.jsonl"], "nowhere.jsonl"),
     (["run", "studies/routing_replay.py", "--dry-run", "--set", "model.name=/nowhere"], "'/nowhere'"),
     (["run", "studies/routing_replay.py", "--dry-run", "--set", "model.device=cuda:99"], "cuda:99"),
@@ -520,9 +520,9 @@ def test_help_has_examples(command, capsys):
 
 
 def test_what_a_verb_does_not_take_prints_its_usage_and_the_nearest(capsys):
-    for words, usage, hint in ((["run", FAKE, "--seed", "3"], "run [options] study", "Did you mean --seeds or --set?"),
-                               (["plot", "x", "--al"], "plot [options] folder", "Did you mean --all?"),
-                               (["runs", "list", "a", "b"], "runs list [options] [folder]", "unknown argument: b.")):
+    for words, usage, hint in ((["run", FAKE, "--seed", "3"], "run [options] study", "did you mean --seeds or --set?"),
+                               (["plot", "x", "--al"], "plot [options] folder", "did you mean --all?"),
+                               (["runs", "list", "a", "b"], "runs list [options] [folder]", "unknown argument b.")):
         with pytest.raises(SystemExit, match="2"):
             cli.main(words)
         err = capsys.readouterr().err
@@ -531,8 +531,8 @@ def test_what_a_verb_does_not_take_prints_its_usage_and_the_nearest(capsys):
 
 
 @pytest.mark.parametrize("words, hint", [
-    (["rum"], "no command of moe-rl is called 'rum'. Did you mean run?"),
-    (["runs", "lst"], "no command of moe-rl runs is called 'lst'. Did you mean list?"),
+    (["rum"], "no command of moe-rl is called 'rum': did you mean run?"),
+    (["runs", "lst"], "no command of moe-rl runs is called 'lst': did you mean list?"),
     (["volatility", "a", "b"], "volatility is now `moe-rl checkpoint compare`"),
     (["list"], "list is now `moe-rl runs list`"),
     (["evaluate", "--help"], "evaluate is now `moe-rl checkpoint evaluate`"),

@@ -129,8 +129,8 @@ def check_request(prompts: list[Prompt], group_size: int, sampling: Sampling, co
         if context is not None and whole > context:
             raise ConfigError(
                 f"prompt {i} ({prompt.text[:40]!r}) has {len(prompt.tokens)} tokens, with "
-                f"max_new_tokens={sampling.max_new_tokens} {whole}, but the model (max_position_embeddings) reads "
-                f"{context}. Shorten prompts, or lower max_new_tokens."
+                f"max_new_tokens={sampling.max_new_tokens} {whole}, but the model (max_position_embeddings) reads at "
+                f"most {context}. Shorten prompts, or lower max_new_tokens."
             )
 
 

@@ -31,7 +31,7 @@ def test_settings_come_from_a_file_and_from_the_command_line_which_wins(tmp_path
 @pytest.mark.parametrize("name, settings, words", [
     ("local", ["launcher.gpus=1"], "add --launcher slurm"),
     ("sge", [], "local, slurm, and a file .*none of them"),
-    ("slurm", ["launcher.gpu=1"], "no setting of the launcher is called 'gpu'. Did you mean .*gpus"),
+    ("slurm", ["launcher.gpu=1"], "no setting of the launcher is called 'gpu': did you mean .*gpus"),
     ("slurm", ["launcher.gpus=two"], "launcher.gpus='two' is of type str, where int is wanted"),
     ("slurm", ["launcher.gpus"], "a value is missing"),
     ("slurm", ["launcher.array=0"], "launcher.array=0: 1 is the least"),

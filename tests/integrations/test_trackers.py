@@ -178,8 +178,8 @@ def test_run_gives_a_tracker_its_rows_and_says_nothing_of_it_in_the_configuratio
 
 
 @pytest.mark.parametrize("text, words", [
-    ("wanndb", "no tracker is called 'wanndb'. Did you mean wandb"),
-    ("tests.own_trackers:Line", "Did you mean Lines"),
+    ("wanndb", "no tracker is called 'wanndb': did you mean wandb"),
+    ("tests.own_trackers:Line", "did you mean Lines"),
 ])
 def test_what_is_no_tracker_is_refused_before_anything_starts(tmp_path, text, words, capsys):
     with pytest.raises(ConfigError, match=words.replace(".", r"\.")):

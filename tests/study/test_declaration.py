@@ -198,11 +198,11 @@ def test_settings_get_the_type_of_their_field(text, key, value):
     ("optimizer.lr=fast", "type float"),
     ("measure.full=1", "type bool"),
     ("optimizer.rate=1", "'optimizer.rate'. There are: optimizer.name, optimizer.lr"),
-    ("optimiser.lr=1", "no setting 'optimiser.lr'. Did you mean optimizer.lr\\?"),
-    ("lr=1", "Did you mean cold_start.lr or optimizer.lr\\?"),
-    ("optimizer.weight_decy=1", "Did you mean optimizer.weight_decay\\?"),
-    ("optimizer.device=cpu", "Did you mean model.device\\?"),
-    ("mini_batch=1", "Did you mean mini_batches or"),
+    ("optimiser.lr=1", "no setting 'optimiser.lr': did you mean optimizer.lr\\?"),
+    ("lr=1", "did you mean cold_start.lr or optimizer.lr\\?"),
+    ("optimizer.weight_decy=1", "did you mean optimizer.weight_decay\\?"),
+    ("optimizer.device=cpu", "did you mean model.device\\?"),
+    ("mini_batch=1", "did you mean mini_batches or"),
     ("nothing=1", "nothing"),
     ("optimizer.lr.more=1", "no setting"),
     ("group_size", "key=value"),
@@ -315,7 +315,7 @@ def test_arms_of_ones_own_are_named_with_their_commas_and_others_are_refused():
     mine = with_changes(arms=(*study.arms, "dapo+masked(low=0.5,high=5.0)"))
     assert mine.own_arms("gspo,dapo+masked(low=0.5,high=5.0),grpo") == ["gspo", "dapo+masked(low=0.5,high=5.0)", "grpo"]
     assert mine.own_arms(None) == []
-    with pytest.raises(ConfigError, match="no arm of study 'fake' is called 'gspoo'. Did you mean gspo"):
+    with pytest.raises(ConfigError, match="no arm of study 'fake' is called 'gspoo': did you mean gspo"):
         mine.own_arms("grpo,gspoo")
     with pytest.raises(ConfigError, match="is called 'ppo'.* --arm takes any other arm"):
         mine.own_arms("ppo")
