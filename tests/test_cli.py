@@ -136,7 +136,7 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
     code, _, err = ended(process)
-    assert code == 130 and "the same command goes on" in err and "Traceback" not in err
+    assert code == 130 and "The same command continues" in err and "Traceback" not in err
     assert runs.state(path)["state"] == "interrupted"
 
 
@@ -206,7 +206,7 @@ def test_a_run_that_diverges_is_a_result_and_the_others_go_on(tmp_path, command,
 def test_a_divergence_without_a_commit_is_a_failure_of_its_own_run_alone(tmp_path, command):
     code, out, err = command("run", FAKE, "--mix-code", "--jobs", "1", "--out", str(tmp_path), "--seeds", "0",
                              "--steps", "6", "--task", "raises", "--set", "task.diverges_at=1")
-    assert code == 1 and "the gradient norm is nan" in err and "before its first commit" in err
+    assert code == 1 and "the gradient norm is nan" in err and "The run has no checkpoint" in err
     states = {p.parent.parent.name: runs.state(p)["state"] for p in run_folders(tmp_path)}
     assert states == {"grpo": "failed", "grpo-replay": "finished", "gspo": "finished"}
 
@@ -381,7 +381,7 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
     (["run", "studies/routing_replay.py", "--dry-run", "--set", "model.device=cuda:99"], "cuda:99"),
     (["run", "studies/routing_replay.py", "--set", "model.overrides=3"], "one entry at a time, model.overrides.NAME="),
     (["run", "studies/routing_replay.py", "--set", "measure.detail_every=0"], "at least 1 step"),
-    (["run", FAKE, "--seeds", "-3"], "seeds are not negative"),
+    (["run", FAKE, "--seeds", "-3"], "seeds must not be negative"),
     (["run", "studies/routing_replay.py", "--set", "optimizer.lr=-1"], "a learning rate must not be negative"),
     (["run", "studies/learning_rates.py", "--set", "optimizer.lr=2"],
      "optimizer.lr is a factor of study 'learning_rates'"),
@@ -497,10 +497,10 @@ def test_a_run_whose_rewards_trained_nothing_says_so(tmp_path, capsys, monkeypat
     capsys.readouterr()
     for where in (folder, tmp_path / "tables"):
         assert cli.main(["runs", "list", str(where)]) == 0
-        said = [line for line in capsys.readouterr().out.splitlines() if "no group ever had a signal" in line]
+        said = [line for line in capsys.readouterr().out.splitlines() if "no gradient" in line]
         assert [Path(line.split()[0]).parts[-3] for line in said] == ["gspo"]
     assert cli.main(["report", str(folder), "--mix-code"]) == 0
-    assert "no group ever had a signal: in 1 of 3 runs (gspo seed=0)" in (folder / "report.html").read_text()
+    assert "no gradient in 1 of 3 runs (gspo seed=0)" in (folder / "report.html").read_text()
 
 
 def test_listing_and_showing_runs_draws_nothing(tmp_path):

@@ -91,8 +91,8 @@ def parse(text: str, methods: Mapping[str, str]) -> Arm:
         field, use = _read_piece(text, piece)
         where = field or _field_of(text, use, methods)
         if where not in SEVERAL and (where in found or where == "loss"):
-            raise ConfigError(f"arm {text!r} has more than one {where}; an arm has one")
-        if where in ("name", f"arm {text!r} has more than one {where}. Give one."):
+            raise ConfigError(f"arm {text!r} has more than one {where}. Give one.")
+        if where in ("name", "anchor"):
             found[where] = ast.literal_eval(use.name) if use.name[0] in "'\"" else use.name
         elif where in SEVERAL:
             before = () if field or where == "advantage" else getattr(start, where)

@@ -283,7 +283,7 @@ def test_a_finished_comparison_is_read_whole_or_not_at_all(there, tmp_path, fram
         file = out / f"{name}.parquet"
         kept = file.read_bytes()
         file.write_bytes(b"")
-        with pytest.raises(RunError, match=rf"{name}.parquet cannot be read .*restore it from a copy, or remove .*out"):
+        with pytest.raises(RunError, match=rf"{name}.parquet cannot be read .*Restore it from a copy, or delete .*out"):
             compare(there, out)
         file.unlink()
         with pytest.raises(RunError, match=rf"{name}.parquet is missing, although the comparison has finished; restore "

@@ -74,7 +74,7 @@ def test_without_a_submission_nobody_is_asked_and_without_slurm_it_is_said(tmp_p
         pass
     assert cli.main(["runs", "list", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
-    assert "interrupted" in out and "what its scheduler says is left out" in err
+    assert "interrupted" in out and "The states of the scheduler are missing" in err
     assert cli.main(["run", FAKE, "--out", str(tmp_path / "b"), "--launcher", "slurm", "--mix-code"]) == 2
     assert "sbatch cannot be run" in capsys.readouterr().err
 

@@ -278,7 +278,7 @@ def test_without_recording_nothing_else_changes(model, tokenizer) -> None:
         ([(1,)], 0, Sampling(), "at least 1"),
         ([(1,)], 1, Sampling(max_new_tokens=0), "at least 1"),
         ([(1,)], 1, Sampling(temperature=0.0), "greedy"),
-        ([(1,), (1,) * 65], 1, Sampling(max_new_tokens=1), "prompt 1 .* has 65 tokens.*the model .* reads 64"),
+        ([(1,), (1,) * 65], 1, Sampling(max_new_tokens=1), "prompt 1 .* has 65 tokens.*the model .* reads at most 64"),
         ([(1,) * 60], 1, Sampling(max_new_tokens=5), "prompt 0 .* has 60 tokens, with max_new_tokens=5 65.* 64"),
     ],
 )
