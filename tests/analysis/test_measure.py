@@ -430,7 +430,7 @@ def bad(there):
         ("after", "bad.jsonl", "line 2: no text. Its keys are 'question'"),
         ("fewer", "data.jsonl", "different architectures"),
         ("longer", "data.jsonl", "resize_token_embeddings"),
-        ("dense", "data.jsonl", "has no routing site: it is a dense model"),
+        ("dense", "data.jsonl", "has no MoE layer: it is dense"),
         ("renamed", "data.jsonl", "differ in 4 entries"),
     ],
 )

@@ -230,7 +230,7 @@ def test_a_dense_model_is_refused(tmp_path):
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=8)
     Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(tmp_path)
-    with pytest.raises(RoutingError, match="no routing site"):
+    with pytest.raises(RoutingError, match="no MoE layer"):
         engine(tmp_path, {"mode": "R2"})
 
 
