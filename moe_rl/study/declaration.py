@@ -363,8 +363,8 @@ def _is_outside(name: str) -> bool:
 
 def _leave_out_code(declared: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     names = outside_names(declared)
-    how = (f"(in {folder / DECLARATION}) {'is' if len(names) == 1 else 'are'} code from outside moe_rl. Read that code; "
-           "if you trust it, repeat the command with --trust.")
+    how = (f"(in {folder / DECLARATION}) {'is' if len(names) == 1 else 'are'} code from outside moe_rl. Read that "
+           "code; if you trust it, repeat the command with --trust.")
     if declared["endpoint"] in names:
         raise ConfigError(f"{', '.join(names)} {how}")
     kept = {key: [name for name in declared[key] if name not in names]

@@ -79,8 +79,8 @@ def preview(run: RunConfig) -> Preview:
         lines.append(("answer", "the task has no reference answers, so it cannot have a supervised warm-up"))
     left = None if split.different is None else split.different - split.evaluation
     if left is not None and left < run.prompts_per_step:
-        found.append(f"a step samples {run.prompts_per_step} prompts, but only {left} different ones can be trained on. "
-                     "Some appear several times in a step.")
+        found.append(f"a step samples {run.prompts_per_step} prompts, but only {left} different ones can be trained "
+                     "on. Some appear several times in a step.")
     cold = run.cold_start
     if left is not None and cold.target and run.model.name in PRESETS and left - split.stopping < cold.batch_size:
         found.append(f"the supervised warm-up trains on {left - split.stopping} different prompts, less than one batch "

@@ -161,13 +161,13 @@ def verdict(reported: Frames, path: Path) -> str:
         values = f"equal values in all {count} columns"
     else:
         first, largest = min(step for step, _ in parted.values()), max(parted, key=lambda c: parted[c][1])
-        values = (f"values differ in {len(parted)} of {count} columns ({', '.join([*parted][:3])}, …), from step {first} "
-                  f"on, by at most {parted[largest][1]:.1g} of the largest value of a column ({largest})")
+        values = (f"values differ in {len(parted)} of {count} columns ({', '.join([*parted][:3])}, …), from step "
+                  f"{first} on, by at most {parted[largest][1]:.1g} of the largest value of a column ({largest})")
     lacking = f", and {len(without)} columns of the row are missing now ({', '.join(without[:3])}, …)" * bool(without)
     if alike and not parted:
         return f"the same weights and optimizer state, bit for bit{lacking}"
-    checkpoint = ("the same weights and optimizer state" if alike else
-                  f"another checkpoint, because it ran {last} of {row['step']} steps" if shorter else "another checkpoint")
+    checkpoint = ("the same weights and optimizer state" if alike else "another checkpoint"
+                  + f", because it ran {last} of {row['step']} steps" * shorter)
     there, here = _made_from(row), _made_from({**made, "code": " then ".join(made["code"])})
     others = [f"{name} {there[name]} there, {here.get(name)} here" for name in there if there[name] != here.get(name)]
     if parted and any(there[name] != here[name] for name in HARDWARE):
