@@ -84,8 +84,8 @@ def preparing(now: Mapping[str, Any]) -> str:
         return "first step" if "seconds_per_step" in now else "preparing"
     if cold.get("waiting"):
         return "waiting for the supervised warm-up of another run"
-    return (f"supervised warm-up {cold['step']}/{cold['steps']}, success {cold['rate']:.0%} of {cold['target']:.0%}, at "
-            f"most {duration(cold['seconds_left'])} left")
+    return (f"supervised warm-up {cold['step']}/{cold['steps']}, success {cold['rate']:.0%} of {cold['target']:.0%}, "
+            f"at most {duration(cold['seconds_left'])} left")
 
 
 def _name(path: Path) -> str:

@@ -357,7 +357,7 @@ ROWS = [[[0, 1]] * 4] * 3
         (json.dumps(GOOD | {"routes": [[[0, 8]] * 4] * 3}), "the model has 8 from 0 on"),
         (json.dumps(GOOD | {"routes": [[[0, 1]] * 6] * 3}), "expected [3 rows, 4 layers, 2]"),
         (json.dumps(GOOD | {"routes": ROWS[:1]}), "expected [3 rows, 4 layers, 2]"),
-        (json.dumps(GOOD | {"routes": "!!"}), "neither base64 nor known text"),
+        (json.dumps(GOOD | {"routes": "!!"}), "neither base64 nor another known text"),
         (json.dumps(GOOD | {"routes": ROWS, "gates": [[[0.5]]]}), "gates do not fit the ids"),
         (json.dumps(GOOD | {"routes": ROWS, "routes_start": "a"}), "routes_start is 'a'; expected the number"),
         (json.dumps(GOOD | {"routes": "AAAA", "routes_dtype": 8}), "routes_dtype is 8; expected a name such as uint8"),

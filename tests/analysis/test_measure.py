@@ -286,8 +286,8 @@ def test_a_finished_comparison_is_read_whole_or_not_at_all(there, tmp_path, fram
         with pytest.raises(RunError, match=rf"{name}.parquet cannot be read .*Restore it from a copy, or delete .*out"):
             compare(there, out)
         file.unlink()
-        with pytest.raises(RunError, match=rf"{name}.parquet is missing, although the comparison has finished; restore "
-                                           "it from a copy, or remove .*out and compare again"):
+        with pytest.raises(RunError, match=rf"{name}.parquet is missing, although the comparison has finished. Restore "
+                                           "it from a copy, or delete .*out and compare again"):
             compare(there, out)
         file.write_bytes(kept)
 

@@ -29,13 +29,13 @@ def test_settings_come_from_a_file_and_from_the_command_line_which_wins(tmp_path
 
 
 @pytest.mark.parametrize("name, settings, words", [
-    ("local", ["launcher.gpus=1"], "add --launcher slurm"),
-    ("sge", [], "local, slurm, and a file .*none of them"),
+    ("local", ["launcher.gpus=1"], "Add --launcher slurm"),
+    ("sge", [], "is unknown. Use local, slurm, or a TOML file"),
     ("slurm", ["launcher.gpu=1"], "no setting of the launcher is called 'gpu': did you mean .*gpus"),
     ("slurm", ["launcher.gpus=two"], "launcher.gpus='two' is of type str, where int is wanted"),
-    ("slurm", ["launcher.gpus"], "a value is missing"),
+    ("slurm", ["launcher.gpus"], "has no value"),
     ("slurm", ["launcher.array=0"], "launcher.array=0: 1 is the least"),
-    ("{file}", [], "is no TOML"),
+    ("{file}", [], "is not a TOML file"),
 ])  # fmt: skip
 def test_what_cannot_be_meant_is_refused_with_what_to_do(tmp_path, name, settings, words):
     (tmp_path / "bad.toml").write_text("partition = gpu")
@@ -67,7 +67,7 @@ def test_without_a_submission_nobody_is_asked_and_without_slurm_it_is_said(tmp_p
     here = tmp_path / "fake" / ".jobs" / "1"
     here.mkdir(parents=True)
     runs.write_json(here / "submission.json", {"job": "7", "runs": [{"path": "grpo/base/seed=0", "steps": 12}]})
-    with pytest.raises(RunError, match="squeue cannot be run .*no part of a cluster"):
+    with pytest.raises(RunError, match="squeue cannot be run .*of a SLURM cluster"):
         scheduled(tmp_path)
     planned = study.runs(tmp_path)[0]
     with runs.RunFolder.open(planned.path, planned.config.to_dict(), planned.config.hash):

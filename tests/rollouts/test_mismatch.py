@@ -147,7 +147,7 @@ def test_a_resumed_run_of_another_numerics_ends_identical(tmp_path):
         ("perturbed(router_noise=nan)", "must be finite"),
         ("perturbed(int8)", "must be name=value"),
         ("server", "the engine 'server' needs url"),
-        ("server(url=localhost)", "give the address"),
+        ("server(url=localhost)", "must be the address of a server"),
     ],
 )
 def test_engine_settings_that_cannot_be_meant_are_refused(settings, message):

@@ -100,7 +100,7 @@ def test_twenty_pushes_in_a_row_stay_at_parity_and_the_first_weights_come_back(s
 def test_a_push_that_corrupts_the_experts_is_a_hard_error(serving, monkeypatch):
     """vLLM's own reload, as it is: it says nothing."""
     monkeypatch.setattr(adapter, "repack_experts", lambda model: None)
-    with pytest.raises(RunError, match="does not serve the policy's weights"):
+    with pytest.raises(RunError, match="has other weights than the policy"):
         serving.engine.load(serving.policy.weights())
     monkeypatch.undo()
     assert serving.engine.load(serving.policy.weights()) < 1e-5, "and the next push mends it"
