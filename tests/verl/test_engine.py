@@ -217,7 +217,7 @@ def test_settings_that_cannot_be_are_refused(checkpoint):
                             ({"mode": "moe_rl:recal"}, "recall"),
                             ({"mode": "moe_rl:recall"}, "combine weights"), ({"mode": "R2", "file": "x"}, "has file"),
                             ({"mode": "moe_rl:under_noise(sigma=0.1)"}, "other routers"),
-                            ({"mode": "moe_rl:soft(ratio=0.5,base=rolout)"}, "base is one of old_policy, rollout"),
+                            ({"mode": "moe_rl:soft(ratio=0.5,base=rolout)"}, "base must be one of old_policy, rollout"),
                             ({"mode": "moe_rl:soft(ratio=-1)"}, "a number of at least 0"),
                             ({"mode": "moe_rl:soft"}, "ratio"), ({"measured_sequences": -1}, "measured_sequences=-1")):
         with pytest.raises(ConfigError, match=message):
