@@ -292,7 +292,7 @@ def test_other_settings_than_those_of_the_runs_that_are_there_are_refused_also_f
 def test_no_runs_at_a_time_are_refused_also_for_the_plan(tmp_path, capsys):
     for arguments in ([], ["--dry-run"]):
         assert cli.main(["run", FAKE, "--jobs", "0", "--out", str(tmp_path / "runs"), *arguments]) == 2
-        assert "--jobs 0: at least one run" in capsys.readouterr().err
+        assert "--jobs 0 must be at least 1" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
@@ -338,7 +338,7 @@ def test_a_number_of_seeds_is_not_taken_for_a_seed():
     """A study whose seeds begin at 400 would else get 403 of them."""
     assert running._seeds("403,", (400, 403)) == [403] and running._seeds("2", (400, 403)) == [0, 1]
     assert running._seeds("2", (0, 1, 2)) == [0, 1] and running._seeds("5", (0, 1, 2)) == [0, 1, 2, 3, 4]
-    with pytest.raises(ConfigError, match="give 403, with a comma"):
+    with pytest.raises(ConfigError, match="write --seeds 403, with the comma"):
         running._seeds("403", (400, 403))
 
 
@@ -368,7 +368,7 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
     (["run", FAKE, "--seeds", "a"], "--seeds a"),
     (["run", FAKE, "--jobs", "-1"], "--jobs -1"),
     (["plot", "nowhere"], "not the folder of a study"),
-    (["runs", "list", "nowhere"], "no run below nowhere, where STUDY/ARM/FACTORS/seed=N would be"),
+    (["runs", "list", "nowhere"], "no run below nowhere. Give a folder of studies"),
     (["runs", "show", "nowhere"], "not a run"),
     (["runs", "diff", "nowhere", "nowhere"], "not a run"),
     (["runs", "export", "nowhere"], "no finished run below nowhere"),
@@ -384,7 +384,7 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
     (["run", FAKE, "--seeds", "-3"], "seeds must not be negative"),
     (["run", "studies/routing_replay.py", "--set", "optimizer.lr=-1"], "a learning rate must not be negative"),
     (["run", "studies/learning_rates.py", "--set", "optimizer.lr=2"],
-     "optimizer.lr is a factor of study 'learning_rates'"),
+     "study 'learning_rates' gives the factor optimizer.lr the values 0.0002"),
     (["run", "studies/engine_mismatch.py", "--set", "engine.experts=fast"], "choose eager, batched_mm, grouped_mm"),
     (["runs", "export", TABLES, "--to", FAKE], "File exists"),
 ])
@@ -417,9 +417,9 @@ def test_an_unknown_figure_is_noticed_before_anything_runs(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("changes, words", [
-    ("endpoint='rewards'", "no metric 'rewards'"),
-    ("figures=('against:optimizer.lr',)", "needs optimizer.lr among the study's factors"),
-    ("comparisons=(('gspo', 'ppo'),)", "contrast gspo − ppo of study 'fake' needs two of its arms"),
+    ("endpoint='rewards'", "no metric is called 'rewards'"),
+    ("figures=('against:optimizer.lr',)", "needs the factor optimizer.lr, but the study's factors are none"),
+    ("comparisons=(('gspo', 'ppo'),)", "the comparison gspo − ppo of study 'fake' needs two of its arms"),
 ])
 def test_a_declaration_that_cannot_be_reported_is_noticed_before_anything_runs(tmp_path, capsys, changes, words):
     file = tmp_path / f"wrong_{abs(hash(changes))}.py"

@@ -179,7 +179,7 @@ def _refuse_ambiguous(use: Component, method: Arm) -> None:
                     raise ConfigError(
                         f"{_spell_use(Component(use.name, **{name: use.options[name]}))}: {name} is an option "
                         f"of {part.name}. Write {use.name}+{text}"
-                        + (f", or {loss}(…) for the option of the loss" if mine else "")
+                        + (f", or begin with {loss}(…) for its loss" if mine else "")
                     )
 
 

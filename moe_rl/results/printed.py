@@ -37,7 +37,7 @@ def check(study: Study) -> None:
         figures.draw(name, study.endpoint)
         if (factor := factor_of(name)) and factor not in known:
             raise ConfigError(f"figure {name!r} needs the factor {factor}, but the study's factors are "
-                              f"{', '.join(sorted(known))}")
+                              f"{', '.join(sorted(known)) or 'none'}")
 
 
 def print_plan(console: Console, study: Study, planned: Sequence[Planned], jobs: int) -> None:

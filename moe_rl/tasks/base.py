@@ -142,8 +142,8 @@ def draw(task: AnyTask, count: int, seed: int, excluding: Collection[str] = ()) 
             break
         factor *= 2
     raise ConfigError(
-        f"{type(task).__name__} has too few prompts: {len(fresh)} of {len(prompts)} are not among the {len(excluded)} "
-        f"held-out prompts, but {count} are needed. Lower eval_prompts, or add data."
+        f"{type(task).__name__} has too few prompts: {count} are needed, but {len(fresh)} of "
+        f"{len({p.text for p in prompts})} different ones are not held out. Lower eval_prompts, or add data."
     )
 
 

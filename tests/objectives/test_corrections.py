@@ -169,7 +169,7 @@ def test_a_correction_that_reads_the_policy_only_sometimes_is_refused_before_the
     objective = objective_of(Arm(name="a", corrections=(f"{__name__}:reads_where_positive",)))
     batch = make_batch()
     batch = replace(batch, old_logprobs=batch.rollout_logprobs, advantages=batch.response_mask.float())
-    with pytest.raises(ConfigError, match="reads_where_positive reads log π_θ"):
+    with pytest.raises(ConfigError, match="reads_where_positive uses log π_θ"):
         objective.attach_weights(batch)
 
 

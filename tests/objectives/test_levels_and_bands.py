@@ -261,9 +261,9 @@ def test_log_ratios_that_overflow_give_no_nan(part, dtype):
 
 @pytest.mark.parametrize("part, message", [
     (Component("truncated", cap=2.0, level="max"), "no level of a correction is called 'max'.*geometric.*product"),
-    (Component("truncated", cap=1.0, low=2.0), "truncated: 2 to 1 is no band"),
-    (Component("masked", low=3.0, high=2.0), "masked: 3 to 2 is no band"),
-    (Component("masked", low=-1.0, high=2.0), "masked: -1 to 2 is no band"),
+    (Component("truncated", cap=1.0, low=2.0), "truncated: 2 to 1 is not a valid range"),
+    (Component("masked", low=3.0, high=2.0), "masked: 3 to 2 is not a valid range"),
+    (Component("masked", low=-1.0, high=2.0), "masked: -1 to 2 is not a valid range"),
     ("masked", "needs high"),
     (Component("rejected", high=2.0, statistic="k1"), "no statistic of rejected is called 'k1'.*ratio"),
     (Component("m2po", threshold=-0.1), "m2po: -0.1 to inf"),

@@ -166,7 +166,7 @@ def test_a_correction_of_the_policy_is_the_rule_of_other_log_probs(rule, options
     ("grpo+current(rule=m2po)", "no rule of current is called 'm2po'"),
     ("grpo+current(options={cap:-1})", "must be positive"), ("grpo+current(rule=masked)", "needs high"),
     ("grpo+current(options={batch_normalized:true})", "Remove the option"),
-    ("grpo+filters=current(options={cap:2})", "reads log π_θ|reads π_θ"),
+    ("grpo+filters=current(options={cap:2})", "uses log π_θ|uses π_θ"),
 ])  # fmt: skip
 def test_options_that_are_wrong_are_refused(text, said):
     with pytest.raises(ConfigError, match=said):

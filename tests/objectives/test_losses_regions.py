@@ -389,7 +389,7 @@ def test_a_token_that_is_cut_in_a_sequence_that_is_clipped_was_clipped():
         (Component("cispo", mask="both"), "choose none or unified"), (Component("band", low=1.1), "must contain 1"),
         (Component("dppo", kind="js"), "choose tv or kl"), (Component("dppo", low=-0.1), "low=-0.1.*>= 0"),
         (Component("dppo", cap=0.5), "cap >= 1"), (Component("topr", level="turn"), "is not a level"),
-        (Component("vespo", k_neg=-1.0), "k_neg=-1.*negative"),
+        (Component("vespo", k_neg=-1.0), "k_neg=-1.*at least 0"),
         (Component("vespo", lambda_pos=math.nan), "lambda_pos=nan"),
         (Component("clip_cov", share=1.5), "share=1.5"), (Component("kl_cov", share=-0.1), "share=-0.1"),
         (Component("kl_cov", coef=-1.0), "coef=-1"), (Component("sat", base="gmpo"), "choose grpo or gspo"),

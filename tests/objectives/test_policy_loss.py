@@ -52,7 +52,7 @@ def test_an_arm_that_replays_is_refused(text):
 
 
 def test_an_arm_that_makes_advantages_is_refused():
-    with pytest.raises(ConfigError, match=r"makes its advantages by normalized.*compute_advantages.*advantage=none"):
+    with pytest.raises(ConfigError, match=r"computes advantages .normalized.*compute_advantages.*advantage=none"):
         loss("dr_grpo")
     assert math.isfinite(loss("dr_grpo+advantage=none"))
 

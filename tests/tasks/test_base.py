@@ -89,7 +89,7 @@ def test_a_task_of_ones_own_is_found_in_the_working_directory(tmp_path, monkeypa
 
 def test_a_class_that_is_no_task_is_not_even_built(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="'subprocess:Popen' is no task"):
+    with pytest.raises(ConfigError, match="'subprocess:Popen' is not a task"):
         load_task(Component("subprocess:Popen", args=["touch", "built"]))
     assert not (tmp_path / "built").exists()
 
@@ -103,7 +103,7 @@ def test_draw_leaves_out_what_is_excluded_and_keeps_the_order():
 
 
 def test_draw_of_an_exhausted_task_says_how_many_there_are():
-    with pytest.raises(ConfigError, match=r"2 were asked for.*5 different.*only 0.*5 held out"):
+    with pytest.raises(ConfigError, match=r"2 are needed, but 0 of 5 different ones are not held out"):
         draw(Finite(), 2, 0, excluding=set("01234"))
 
 

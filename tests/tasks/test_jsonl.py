@@ -59,10 +59,10 @@ def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
 @pytest.mark.parametrize(
     "lines, said",
     [
-        ([{"question": "q", "answer": "1"}, {"question": "q", "solution": "1"}], "line 2: no 'answer'.*'solution'"),
-        ([{"question": "q", "answer": ""}], "line 1: no 'answer'"),
-        ([{"question": "q", "answer": None}], "line 1: no 'answer'"),
-        (["", "{}"], "line 2: no 'question'"),
+        ([{"question": "q", "answer": "1"}, {"question": "q", "solution": "1"}], "line 2: no key 'answer'.*'solution'"),
+        ([{"question": "q", "answer": ""}], "line 1: no key 'answer'"),
+        ([{"question": "q", "answer": None}], "line 1: no key 'answer'"),
+        (["", "{}"], "line 2: no key 'question'"),
         ([{"question": "q", "answer": ["1"]}], "line 1: 'answer' is .*Write text or a number"),
         ([{"question": [{"role": "user"}], "answer": "1"}], "line 1: 'question' is .*Write text or a number"),
         ([{"question": "q", "answer": True}], "line 1: 'answer' is true"),
@@ -89,7 +89,7 @@ def test_a_byte_order_mark_is_read_over(tmp_path):
 @pytest.mark.parametrize(
     "line, said",
     [
-        (rb'{"question": "a\ud800b", "answer": "1"}', r"pairs.jsonl, line 2: .ud800 is half of a surrogate pair"),
+        (rb'{"question": "a\ud800b", "answer": "1"}', r"pairs.jsonl, line 2: .ud800 is only half of a surrogate pair"),
         (rb'{"question": "a", "answer": "1", "more": [{"\uDFFF": 1}]}', r"line 2: .*half of a surrogate pair"),
         (b'{"question": "\xff", "answer": "1"}', "pairs.jsonl, line 2: not UTF-8"),
         (b'{"question": "q", "answer": ' + b"1" * 5000 + b"}", "line 2: expected a JSON object"),
