@@ -97,8 +97,8 @@ def check(run: RunConfig) -> list[str]:
         advantage_of(run.arm)
         if run.router_noise.scale and run.router_noise.applied_to != "ratio" and "reference" in objective.needs:
             raise ConfigError(
-                f"arm {run.arm.name!r} compares with a reference, which no router noise moves: at equal weights "
-                "it would be pulled against the noise. Use router_noise.applied_to='ratio', or leave the term out."
+                f"arm {run.arm.name!r} compares with a reference, and router noise does not change the reference. Use "
+                "router_noise.applied_to='ratio', or remove the term."
             )
         for routes in (run.arm.routes, run.arm.ratio_routes):
             if routes is not None:
@@ -228,7 +228,7 @@ def _progress(folder: Path, stopping: Callable[[], bool]) -> Progress:
 
     def tell(now: Mapping[str, Any]) -> None:
         if "waiting" in now and stopping():
-            raise Stopped(f"{folder} was told to stop while it waited for the cold start that another run makes")
+            raise Stopped(f"{folder} was stopped while it waited for the supervised warm-up of another run")
         if (found := read_json(file, ("step",))) and found.get("cold_start") != now:
             write_json(file, {**found, "updated": time.time(), "cold_start": now}, durable=False)
 

@@ -120,14 +120,14 @@ class Settings(BaseModel):
         key, known = prefix + key, [known for known, _ in fields_of(type(self), prefix)]
         group, _, word = key.rpartition(".")
         if group in known:
-            raise ConfigError(f"there is no setting {key!r}: {group} is one value")
+            raise ConfigError(f"there is no setting {key!r}: {group} has no settings of its own")
         beside = {k.removeprefix(f"{group}."): k for k in known if k.rpartition(".")[0] == group}
         same = [k for k in known if k.rpartition(".")[2] == word]
         near = [beside[name] for name in difflib.get_close_matches(word, beside)] or difflib.get_close_matches(
             key, same, cutoff=0.8) or same or difflib.get_close_matches(key, () if beside else known, cutoff=0.8)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        hint = f": did you mean {' or '.join(near)}?" if near else "."
         groups = [name if name in known else f"{name}.…" for name in type(self).model_fields]
-        raise ConfigError(f"there is no setting {key!r}.{hint} There are: "
+        raise ConfigError(f"there is no setting {key!r}{hint} There are: "
                           f"{', '.join(beside.values() if group and beside else groups)}.")
 
 
@@ -396,22 +396,23 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:
         if self.model.router_dtype not in (None, "float32"):
-            raise ConfigError(f"model.router_dtype={self.model.router_dtype!r}: choose float32, or None: the model's")
+            raise ConfigError(f"model.router_dtype={self.model.router_dtype!r}: choose float32, or None for the "
+                              "model's dtype")
         rows = self.prompts_per_step * self.group_size
         if self.mini_batches > rows:
             raise ConfigError(f"mini_batches={self.mini_batches} is more than the {rows} rollouts of a step "
-                              f"({self.prompts_per_step} prompts × {self.group_size}); some would be empty")
+                              f"({self.prompts_per_step} prompts × {self.group_size}). Use at most {rows}.")
         if (
             self.router_noise.direction == "last_step"
             and self.router_noise.target != "other_weights"
             and not self.optimizer.router_lr_scale
         ):
-            raise ConfigError("router_noise.direction='last_step' moves routers on along their own last step, but "
-                              "optimizer.router_lr_scale=0 freezes them: use the direction 'random'")
+            raise ConfigError("router_noise.direction='last_step' needs routers that train, but "
+                              "optimizer.router_lr_scale=0 freezes them. Use the direction 'random'.")
         if self.router_noise.direction == "last_step" and self.optimizer.name == "sgd" and not self.optimizer.betas[0]:
             raise ConfigError(
-                "router_noise.direction='last_step' reads the last step off the optimizer's momentum, but "
-                f"optimizer.betas={self.optimizer.betas} gives sgd none: use the direction 'random'"
+                "router_noise.direction='last_step' needs the optimizer's momentum, but sgd with "
+                f"optimizer.betas={self.optimizer.betas} has none. Use the direction 'random'."
             )
         return self
 
@@ -507,7 +508,8 @@ def parse_settings(config: RunConfig | Pretraining, settings: Sequence[str]) -> 
         if not equals:
             raise ConfigError(f"--set takes key=value, e.g. optimizer.lr=1e-4, but got {key!r}")
         if key.split(".")[0] in ("arm", "seed", "steps"):
-            raise ConfigError(f"{key} is not set with --set: arms belong to the study file; use --seeds and --steps")
+            raise ConfigError(f"{key} cannot be changed with --set. Change arms in the study file; use --seeds and "
+                              "--steps for the others.")
         typed[key] = _parse_value(config, key, text)
     config.replace(**typed)
     return typed

@@ -69,5 +69,5 @@ def name_full_disk(folder: Path) -> Iterator[None]:
             raise
         file = Path(error.filename or folder)
         disk = next(place for place in (file.resolve(), *file.resolve().parents) if place.is_mount())
-        raise RunError(f"{file}: {os.strerror(error.errno)}. Make room on the disk at {disk}, then give the same "
-                       "command again: what was committed is kept") from error
+        raise RunError(f"{file}: {os.strerror(error.errno)}. Free some space on the disk at {disk}, then repeat the "
+                       "command: checkpoints are kept.") from error

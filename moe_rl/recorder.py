@@ -63,8 +63,8 @@ class Recorder:
         begins with, `split` the rows of every update's mini-batch, epoch after epoch."""
         self.step, self.batch, self.natural, self.split = step, batch, natural, split
         if self.run.truncates and self.run.sampling_mask and batch.kept is None:
-            warnings.warn("the engine does not say which tokens it kept, so log-probs are over the whole vocabulary, "
-                          "which is not what it draws from", stacklevel=2)
+            warnings.warn("the engine does not report which tokens sampling kept. The log-probs are over the whole "
+                          "vocabulary, so they are not those of the sampler.", stacklevel=2)
         self.lags = None if batch.sampled_at is None else step - 1 - batch.sampled_at
         """Steps between the weights that drew a response token and those of `natural`."""
         self.fresh = self.lags is None or not bool(self.lags[batch.response_mask].any())

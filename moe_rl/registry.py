@@ -53,7 +53,7 @@ class Component:
             return Component(part["name"], **part["options"])
         if callable(part):
             return _use_of(part)
-        raise ConfigError(f'{part!r} names nothing: write "name", or Component("name", option=value)')
+        raise ConfigError(f'{part!r} is not the name of a component. Write "name", or Component("name", option=value).')
 
     @staticmethod
     def read(part: Part | Mapping[str, Any]) -> Component:
@@ -79,13 +79,13 @@ def _use_of(part: Callable[..., Any]) -> Component:
     function, options = (part.func, part.keywords) if isinstance(part, partial) else (part, {})
     module, name = str(getattr(function, "__module__", "")), str(getattr(function, "__qualname__", ""))
     if isinstance(part, partial) and part.args:
-        raise ConfigError(f"{part!r} binds {len(part.args)} arguments by their place; bind options by their names")
+        raise ConfigError(f"{part!r} has {len(part.args)} positional arguments. Give options by name.")
     if not name.isidentifier() or module == "__main__":
-        raise ConfigError(f"{function!r} has no name that another process could import, as runs do: write a function "
-                          "or a class at the top level of a module, e.g. mine.py beside the study file")
+        raise ConfigError(f"{function!r} cannot be imported by other processes. Define a function or a class at the "
+                          "top level of a module, e.g. mine.py beside the study file.")
     if module.partition(".")[0] == __package__.partition(".")[0]:
-        raise ConfigError(f"{module}.{name} is the package's own: give it by its name there, e.g. {name!r}, or "
-                          f"Component({name!r}, option=value)")
+        raise ConfigError(f"{module}.{name} belongs to this package. Use its short name, e.g. {name!r}, or "
+                          f"Component({name!r}, option=value).")
     return Component(f"{module}:{name}", **options)
 
 
@@ -103,11 +103,11 @@ def read_options(text: str, where: str) -> dict[str, Any]:
         assert isinstance(call, ast.Call)
         named = [(keyword.arg, ast.literal_eval(_Words().visit(keyword.value))) for keyword in call.keywords]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"the options of {where} cannot be read; they are name=value, where a value is a number, a "
-                          "word, 'text', a list or a dictionary") from error
+        raise ConfigError(f"the options of {where} cannot be read. Write name=value, where a value is a number, a "
+                          "word, 'text', a list or a dictionary.") from error
     names = [name for name, _ in named if name]
     if call.args or len(set(names)) < len(named):
-        raise ConfigError(f"the options of {where} are name=value, each once")
+        raise ConfigError(f"the options of {where} must be name=value, and no name may appear twice")
     return {name: value for name, value in named if name}
 
 
@@ -161,7 +161,7 @@ def import_component(kind: str, name: str, path: str) -> Callable[..., Any]:
         package, own = missing.partition(".")[0], __package__.partition(".")[0]
         if package == own:
             raise ConfigError(f"the {kind} {name!r} needs the folder {'/'.join(missing.split('.')[:2])}, which this "
-                              f"installation of {own} lacks; install the whole package") from error
+                              f"installation of {own} lacks. Install the whole package.") from error
         how = f": pip install 'moe_rl[{EXTRAS[package]}]'" if package in EXTRAS else ""
         raise ConfigError(f"the {kind} {name!r} needs {missing}, which is not installed{how}") from error
 
@@ -190,8 +190,8 @@ def import_callable(kind: str, name: str) -> Callable[..., Any]:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module exists, and one of its own imports fails
         raise ConfigError(
-            f"{kind} {name!r}: there is no module {error.name!r} in {Path.cwd()} or among the installed packages; is "
-            "its folder on PYTHONPATH?"
+            f"{kind} {name!r}: no module {error.name!r} in {Path.cwd()} or among the installed packages. Is its folder "
+            "on PYTHONPATH?"
         ) from error
     if not callable(found):
         public = [n for n, v in vars(sys.modules[module]).items() if callable(v) and not n.startswith("_")]
@@ -211,7 +211,7 @@ def check_options(kind: str, use: Component, found: Callable[..., Any], said: Co
         if name not in options:
             unknown(f"option of the {kind} {use.name!r}", name, options)
         if isinstance(use.options[name], float) and math.isnan(use.options[name]):
-            raise ConfigError(f"the {kind} {use.name!r} got {name}=nan, which every comparison passes over in silence")
+            raise ConfigError(f"the {kind} {use.name!r}: {name} must not be NaN")
     if missing := [n for n, p in options.items() if p.default is p.empty and n not in use.options]:
         raise ConfigError(
             f"the {kind} {use.name!r} needs {', '.join(missing)}: Component({use.name!r}, {missing[0]}=…)"
@@ -267,7 +267,7 @@ def unknown(kind: str, name: str, choices: Iterable[str], other: str = "") -> No
     just that, or nothing here comes close."""
     choices = sorted(choices)
     close = difflib.get_close_matches(name, choices, n=3)
-    hint = f" Did you mean {' or '.join(close)}?" if close else ""
-    hint = f" {other}." if other and (not close or other.startswith(f"{name} ")) else hint
+    hint = f": did you mean {' or '.join(close)}?" if close else "."
+    hint = f": {other}." if other and (not close or other.startswith(f"{name} ")) else hint
     all_of_them = "" if close and len(choices) > 40 else f" There are: {', '.join(choices) or 'none'}."
-    raise ConfigError(f"no {kind} is called {name!r}.{hint}{all_of_them}")
+    raise ConfigError(f"no {kind} is called {name!r}{hint}{all_of_them}")

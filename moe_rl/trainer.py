@@ -106,8 +106,8 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
             if parts.critic:
                 parts.critic.load(checkpoint)
         except Exception as error:  # of safetensors, torch or Megatron: each has its own
-            raise RunError(f"the checkpoint {checkpoint} cannot be read ({error}): restore it from a copy, or remove "
-                           "the run and start it again") from error
+            raise RunError(f"the checkpoint {checkpoint} cannot be read ({error}). Restore it from a copy, or delete "
+                           "the run and start it again.") from error
     parts.collector.engine.load(parts.policy.weights())
     if checkpoint is None:
         if 0 in run.hf_checkpoints and parts.export:
@@ -197,8 +197,8 @@ def attach_advantages(parts: Parts, step: int, batch: Batch) -> Batch:
     batch = parts.advantage.attach_advantages(batch)
     if not bool(batch.advantages.any()):
         warnings.warn(
-            f"step {step}: all rewards of every group are equal, so nothing can be learned from it. If this goes on, "
-            "make the task easier or harder, or start from a better cold start.",
+            f"step {step}: all rewards of every group are equal, so there is no gradient. If this continues, change "
+            "the difficulty of the task, or use a longer supervised warm-up.",
             stacklevel=2,
         )
     return batch

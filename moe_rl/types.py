@@ -312,7 +312,7 @@ def boolean(mask: Bool[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
 def require_mask(mask: Tensor, name: str = "the mask") -> None:
     """Raise ConfigError for a mask of numbers, which somebody else's loop gave."""
     if mask.dtype != torch.bool:
-        raise ConfigError(f"{name} is of {str(mask.dtype).removeprefix('torch.')}: give it as bool, mask.bool()")
+        raise ConfigError(f"{name} has dtype {str(mask.dtype).removeprefix('torch.')}. Give it as bool: mask.bool().")
 
 
 def response_rows(batch: Batch) -> Bool[Tensor, "batch time"]:

@@ -20,23 +20,23 @@ def arm(**parts) -> dict:
 
 REFUSED = [
     (arm(loss="gpro"), "no loss is called 'gpro'"),
-    (arm(loss=Component("grpo", clip_low=-1.0)), "no range"),
+    (arm(loss=Component("grpo", clip_low=-1.0)), "must be at least 0"),
     (arm(aggregate="mean"), "no aggregation is called 'mean'"),
     (arm(corrections=("truncate",)), "no correction is called 'truncate'"),
-    (arm(corrections=("truncated",), anchor="engine"), "every weight is 1"),
+    (arm(corrections=("truncated",), anchor="engine"), "every weight of truncated is 1"),
     (arm(terms=("kl",)), "the term 'kl' needs coef"),
     (arm(advantage="groups"), "no advantage is called 'groups'"),
-    (arm(routes="old_polcy"), "no route source is called 'old_polcy'. Did you mean old_policy"),
-    (arm(ratio_routes="old_polcy"), "no route source is called 'old_polcy'. Did you mean old_policy"),
+    (arm(routes="old_polcy"), "no route source is called 'old_polcy': did you mean old_policy"),
+    (arm(ratio_routes="old_polcy"), "no route source is called 'old_polcy': did you mean old_policy"),
     (arm(ratio_routes="random_share"), "the route source 'random_share' needs share"),
     ({"task": "runing_sums"}, "no task is called 'runing_sums'"),
     ({"policy": "megatorn"}, "no policy is called 'megatorn'"),
-    ({"engine": Component("hf", routes="off"), **arm(routes="rollout")}, "asks for none"),
-    ({"engine": Component("hf", routes="off"), **arm(ratio_routes="rollout")}, "asks for none"),
+    ({"engine": Component("hf", routes="off"), **arm(routes="rollout")}, "records none"),
+    ({"engine": Component("hf", routes="off"), **arm(ratio_routes="rollout")}, "records none"),
     ({"model": ModelConfig(name="no/such/checkpoint")}, "no/such/checkpoint"),
     (
         {"engine": Component("hf", routes="off"), **arm(routes=Component("soft", ratio=0.5, base="rollout"))},
-        "asks for none",
+        "records none",
     ),
     (arm(loss=Component("rspo", base="grpo", floor=2.0)), r"rspo\(floor=2\)"),
     (arm(terms=("z_loss",)), "the term 'z_loss' needs coef"),
@@ -60,7 +60,7 @@ def test_an_anchor_that_is_none_is_refused_where_the_arm_is_declared():
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"engine": Component("perturbed", int8=True)}, "a copy of the module of policy='hf'"),
+    ({"engine": Component("perturbed", int8=True)}, "copies the model of policy='hf'"),
     (arm(terms=(Component("z_loss", coef=1e-3),)), "looks at routers, which policy='megatron' cannot do"),
     (arm(routes=Component("soft", ratio=0.5)), "routes=soft, which policy='megatron' cannot do: RouterReplay"),
     (arm(ratio_routes="recall"), "recall.*, which policy='megatron' cannot do: RouterReplay"),

@@ -136,7 +136,7 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
     code, _, err = ended(process)
-    assert code == 130 and "the same command goes on" in err and "Traceback" not in err
+    assert code == 130 and "The same command continues" in err and "Traceback" not in err
     assert runs.state(path)["state"] == "interrupted"
 
 
@@ -148,7 +148,7 @@ def test_a_full_disk_is_named_with_what_to_do_and_the_same_command_goes_on(tmp_p
     arguments = (*RUN, "--arms", "grpo", "--seeds", "1", "--steps", "3", "--out", str(tmp_path))
     code, out, err = command(*arguments)
     assert (code, "Traceback" in out + err) == (2, False), err
-    assert f"{run}: No space left on device. Make room on the disk at /" in err and "same command again" in err
+    assert f"{run}: No space left on device. Free some space on the disk at /" in err and "repeat the command" in err
     for name in ("lock.holder", "log.txt"):
         (run / name).unlink()
     assert command(*arguments)[0] == 0
@@ -206,7 +206,7 @@ def test_a_run_that_diverges_is_a_result_and_the_others_go_on(tmp_path, command,
 def test_a_divergence_without_a_commit_is_a_failure_of_its_own_run_alone(tmp_path, command):
     code, out, err = command("run", FAKE, "--mix-code", "--jobs", "1", "--out", str(tmp_path), "--seeds", "0",
                              "--steps", "6", "--task", "raises", "--set", "task.diverges_at=1")
-    assert code == 1 and "the gradient norm is nan" in err and "before its first commit" in err
+    assert code == 1 and "the gradient norm is nan" in err and "The run has no checkpoint" in err
     states = {p.parent.parent.name: runs.state(p)["state"] for p in run_folders(tmp_path)}
     assert states == {"grpo": "failed", "grpo-replay": "finished", "gspo": "finished"}
 
@@ -292,7 +292,7 @@ def test_other_settings_than_those_of_the_runs_that_are_there_are_refused_also_f
 def test_no_runs_at_a_time_are_refused_also_for_the_plan(tmp_path, capsys):
     for arguments in ([], ["--dry-run"]):
         assert cli.main(["run", FAKE, "--jobs", "0", "--out", str(tmp_path / "runs"), *arguments]) == 2
-        assert "--jobs 0: at least one run" in capsys.readouterr().err
+        assert "--jobs 0 must be at least 1" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
@@ -338,7 +338,7 @@ def test_a_number_of_seeds_is_not_taken_for_a_seed():
     """A study whose seeds begin at 400 would else get 403 of them."""
     assert running._seeds("403,", (400, 403)) == [403] and running._seeds("2", (400, 403)) == [0, 1]
     assert running._seeds("2", (0, 1, 2)) == [0, 1] and running._seeds("5", (0, 1, 2)) == [0, 1, 2, 3, 4]
-    with pytest.raises(ConfigError, match="give 403, with a comma"):
+    with pytest.raises(ConfigError, match="write --seeds 403, with the comma"):
         running._seeds("403", (400, 403))
 
 
@@ -361,30 +361,30 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
 
 @pytest.mark.parametrize("arguments, words", [
     (["run", "nowhere.py"], "no study file nowhere.py"),
-    (["run", FAKE, "--set", "optimiser.lr=1"], "Did you mean optimizer.lr?"),
+    (["run", FAKE, "--set", "optimiser.lr=1"], "did you mean optimizer.lr?"),
     (["run", FAKE, "--arms", "gspo,ppo"], "no arm of study 'fake' is called 'ppo'"),
     (["run", FAKE, "--set", "prompts_per_step=0"], "prompts_per_step=0"),
     (["run", FAKE, "--steps", "0"], "steps=0"),
     (["run", FAKE, "--seeds", "a"], "--seeds a"),
     (["run", FAKE, "--jobs", "-1"], "--jobs -1"),
     (["plot", "nowhere"], "not the folder of a study"),
-    (["runs", "list", "nowhere"], "no run below nowhere, where STUDY/ARM/FACTORS/seed=N would be"),
+    (["runs", "list", "nowhere"], "no run below nowhere. Give a folder of studies"),
     (["runs", "show", "nowhere"], "not a run"),
     (["runs", "diff", "nowhere", "nowhere"], "not a run"),
     (["runs", "export", "nowhere"], "no finished run below nowhere"),
     (["report", "nowhere"], "not the folder of a study"),
     (["runs", "collect", "nowhere", "--out", "there"], "not the folder of a study"),
     (["rerun", "nowhere"], "not the folder of a study"),
-    (["run", "studies/routing_replay.py", "--task", "running_sum"], "Did you mean running_sums"),
+    (["run", "studies/routing_replay.py", "--task", "running_sum"], "did you mean running_sums"),
     (["run", "studies/routing_replay.py", "--task", "jsonl:nowhere.jsonl"], "nowhere.jsonl"),
     (["run", "studies/routing_replay.py", "--dry-run", "--set", "model.name=/nowhere"], "'/nowhere'"),
     (["run", "studies/routing_replay.py", "--dry-run", "--set", "model.device=cuda:99"], "cuda:99"),
     (["run", "studies/routing_replay.py", "--set", "model.overrides=3"], "one entry at a time, model.overrides.NAME="),
     (["run", "studies/routing_replay.py", "--set", "measure.detail_every=0"], "at least 1 step"),
-    (["run", FAKE, "--seeds", "-3"], "seeds are not negative"),
+    (["run", FAKE, "--seeds", "-3"], "seeds must not be negative"),
     (["run", "studies/routing_replay.py", "--set", "optimizer.lr=-1"], "a learning rate must not be negative"),
     (["run", "studies/learning_rates.py", "--set", "optimizer.lr=2"],
-     "optimizer.lr is a factor of study 'learning_rates'"),
+     "study 'learning_rates' gives the factor optimizer.lr the values 0.0002"),
     (["run", "studies/engine_mismatch.py", "--set", "engine.experts=fast"], "choose eager, batched_mm, grouped_mm"),
     (["runs", "export", TABLES, "--to", FAKE], "File exists"),
 ])
@@ -417,9 +417,9 @@ def test_an_unknown_figure_is_noticed_before_anything_runs(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("changes, words", [
-    ("endpoint='rewards'", "no metric 'rewards'"),
-    ("figures=('against:optimizer.lr',)", "needs optimizer.lr among the study's factors"),
-    ("comparisons=(('gspo', 'ppo'),)", "contrast gspo − ppo of study 'fake' needs two of its arms"),
+    ("endpoint='rewards'", "no metric is called 'rewards'"),
+    ("figures=('against:optimizer.lr',)", "needs the factor optimizer.lr, but the study's factors are none"),
+    ("comparisons=(('gspo', 'ppo'),)", "the comparison gspo − ppo of study 'fake' needs two of its arms"),
 ])
 def test_a_declaration_that_cannot_be_reported_is_noticed_before_anything_runs(tmp_path, capsys, changes, words):
     file = tmp_path / f"wrong_{abs(hash(changes))}.py"
@@ -497,10 +497,10 @@ def test_a_run_whose_rewards_trained_nothing_says_so(tmp_path, capsys, monkeypat
     capsys.readouterr()
     for where in (folder, tmp_path / "tables"):
         assert cli.main(["runs", "list", str(where)]) == 0
-        said = [line for line in capsys.readouterr().out.splitlines() if "no group ever had a signal" in line]
+        said = [line for line in capsys.readouterr().out.splitlines() if "no gradient" in line]
         assert [Path(line.split()[0]).parts[-3] for line in said] == ["gspo"]
     assert cli.main(["report", str(folder), "--mix-code"]) == 0
-    assert "no group ever had a signal: in 1 of 3 runs (gspo seed=0)" in (folder / "report.html").read_text()
+    assert "no gradient in 1 of 3 runs (gspo seed=0)" in (folder / "report.html").read_text()
 
 
 def test_listing_and_showing_runs_draws_nothing(tmp_path):
@@ -520,9 +520,9 @@ def test_help_has_examples(command, capsys):
 
 
 def test_what_a_verb_does_not_take_prints_its_usage_and_the_nearest(capsys):
-    for words, usage, hint in ((["run", FAKE, "--seed", "3"], "run [options] study", "Did you mean --seeds or --set?"),
-                               (["plot", "x", "--al"], "plot [options] folder", "Did you mean --all?"),
-                               (["runs", "list", "a", "b"], "runs list [options] [folder]", "unknown argument: b.")):
+    for words, usage, hint in ((["run", FAKE, "--seed", "3"], "run [options] study", "did you mean --seeds or --set?"),
+                               (["plot", "x", "--al"], "plot [options] folder", "did you mean --all?"),
+                               (["runs", "list", "a", "b"], "runs list [options] [folder]", "unknown argument b.")):
         with pytest.raises(SystemExit, match="2"):
             cli.main(words)
         err = capsys.readouterr().err
@@ -531,8 +531,8 @@ def test_what_a_verb_does_not_take_prints_its_usage_and_the_nearest(capsys):
 
 
 @pytest.mark.parametrize("words, hint", [
-    (["rum"], "no command of moe-rl is called 'rum'. Did you mean run?"),
-    (["runs", "lst"], "no command of moe-rl runs is called 'lst'. Did you mean list?"),
+    (["rum"], "no command of moe-rl is called 'rum': did you mean run?"),
+    (["runs", "lst"], "no command of moe-rl runs is called 'lst': did you mean list?"),
     (["volatility", "a", "b"], "volatility is now `moe-rl checkpoint compare`"),
     (["list"], "list is now `moe-rl runs list`"),
     (["evaluate", "--help"], "evaluate is now `moe-rl checkpoint evaluate`"),

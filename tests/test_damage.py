@@ -64,7 +64,7 @@ def test_a_checkpoint_that_is_not_what_was_written_is_refused(half, tmp_path, fi
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 255
     damaged.write_bytes(bytes(content[:500]) if damage == "cut" else bytes(content))
-    with pytest.raises(RunError, match=f"checkpoint is not {what}"):
+    with pytest.raises(RunError, match=f"checkpoint differs from {what}"):
         carry_out(TINY.replace(steps=6), path)
 
 
@@ -114,7 +114,7 @@ def test_a_study_of_another_question_under_the_same_name_is_said(out, capsys):
     from rich.console import Console
 
     print_study(Console(width=200), out / "fake")
-    assert "not declared grpo-replay: 1 finished runs are in no table" in capsys.readouterr().out
+    assert "not declared grpo-replay: 1 finished runs of this arm are in no table" in capsys.readouterr().out
 
 
 def test_a_refused_run_overwrites_nothing(out, tmp_path, capsys):
@@ -125,7 +125,7 @@ def test_a_refused_run_overwrites_nothing(out, tmp_path, capsys):
     file.write_text("from dataclasses import replace\nfrom tests.test_damage import STUDY\n"
                     "study = replace(STUDY, question='another')\n")
     assert cli.main(["run", str(file), "--out", str(out)]) == 2
-    assert "nothing was overwritten" in capsys.readouterr().err
+    assert "Nothing was overwritten" in capsys.readouterr().err
     assert read_declaration(out / "fake") == before
 
 
@@ -136,7 +136,7 @@ def test_a_row_whose_labels_are_not_its_configurations_is_not_run(out, tmp_path)
     rows = pd.read_parquet(out / "tables" / "runs.parquet")
     rows["config"] = rows["config"].str.replace('"seed": 0', '"seed": 77')
     rows.to_parquet(out / "tables" / "runs.parquet")
-    with pytest.raises(ConfigError, match="holds the configuration of arm .* seed 77"):
+    with pytest.raises(ConfigError, match="contains the configuration of arm .* seed 77"):
         rerun(out / "tables", tmp_path / "again", jobs=1, console=Console(quiet=True), trusted=lambda code: True)
 
 
@@ -166,7 +166,7 @@ def test_the_folder_of_a_run_that_diverged_and_then_finished_no_longer_says_so(t
 def test_the_folder_of_a_study_names_the_file_in_it(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mine.py").write_text("")
-    with pytest.raises(ConfigError, match=r"mine is a folder: give the study file in it, .*mine/mine\.py"):
+    with pytest.raises(ConfigError, match=r"mine is a folder. Give the study file in it: .*mine/mine\.py"):
         load_study_file(str(tmp_path / "mine"))
 
 
@@ -179,10 +179,10 @@ def edit_rows(out, change):
 
 
 @pytest.mark.parametrize("change, said", [
-    (lambda rows: rows[rows["step"] != 2], "no rows of 1 of them"),
+    (lambda rows: rows[rows["step"] != 2], "lacks 1 of them"),
     (lambda rows: rows.assign(reward=rows["reward"].where(rows["step"] != 1)),
-     "its reward is no number in 1 of its steps"),
-    (lambda rows: rows.assign(reward=float("nan")), "its reward is no number in any step"),
+     "its reward is missing in 1 of its steps"),
+    (lambda rows: rows.assign(reward=float("nan")), "its reward is missing in every step"),
 ])  # fmt: skip
 def test_a_finished_run_that_is_not_whole_is_refused(out, tmp_path, change, said):
     """By whatever reads it, of runs and of collected tables."""
@@ -197,7 +197,7 @@ def test_collected_tables_without_some_rows_are_refused(out, tmp_path):
     file = tmp_path / "tables" / "steps.parquet"
     rows = pd.read_parquet(file)
     rows[rows["step"] != 2].to_parquet(file)
-    with pytest.raises(RunError, match="no rows of 1 of them"):
+    with pytest.raises(RunError, match="lacks 1 of them"):
         load_study(tmp_path / "tables")
 
 
@@ -213,7 +213,7 @@ def test_a_trainer_that_logs_some_steps_only_is_read(out, tmp_path):
 def test_a_manifest_of_a_great_many_steps_takes_no_memory(out):
     manifest = next(out.glob("fake/grpo/*/seed=0/manifest.json"))
     manifest.write_text(manifest.read_text().replace('"finished": 4', '"finished": 1000000000'))
-    with pytest.raises(RunError, match="no rows of 999999996 of them"):
+    with pytest.raises(RunError, match="lacks 999999996 of them"):
         load_study(out / "fake", mix_code=True)
 
 
@@ -234,7 +234,7 @@ def test_a_manifest_of_other_types_is_named(out, key, value):
 def test_a_manifest_whose_settings_were_edited_is_refused(out):
     manifest = next(out.glob("fake/grpo/*/seed=0/manifest.json"))
     manifest.write_text(manifest.read_text().replace('"group_size": ', '"group_size": 1'))
-    with pytest.raises(RunError, match="are not those that the run had"):
+    with pytest.raises(RunError, match="were changed: their hash"):
         load_study(out / "fake", mix_code=True)
 
 
@@ -267,7 +267,7 @@ def test_json_that_is_nested_too_deeply_is_named(out, file, capsys):
         assert f"{file} is damaged" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("to, said", [("/", "would hide the runs below it"), ("{out}/other", "readme.txt, but no")])
+@pytest.mark.parametrize("to, said", [("/", "would hide the runs of"), ("{out}/other", "readme.txt but no")])
 def test_tables_are_not_collected_into_a_folder_of_other_things(out, to, said, capsys):
     (out / "other").mkdir()
     (out / "other" / "readme.txt").touch()

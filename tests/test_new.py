@@ -56,8 +56,8 @@ def test_it_plans_and_trains_with_its_own_parts(folder, capsys, forked_workers):
 
 def test_nothing_that_is_there_is_touched_and_names_that_hide_a_module_are_refused(folder, capsys):
     (folder / "own.txt").write_text("mine")
-    for name, words in ((str(folder), "exists and is not empty"), ("my-study", "becomes the name of a module"),
-                        ("json", "would hide"), ("numpy", "would hide"), ("class", "becomes the name of a module")):
+    for name, words in ((str(folder), "is not empty"), ("my-study", "cannot be the name of a module"),
+                        ("json", "would hide"), ("numpy", "would hide"), ("class", "cannot be the name of a module")):
         assert cli.main(["new", name]) == 2
         assert words in capsys.readouterr().err
     assert (folder / "own.txt").read_text() == "mine"

@@ -99,11 +99,11 @@ def test_files_that_a_mixture_names_are_found_from_everywhere(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("part, words", [
-    (lambda x: x, "<lambda>.*no name that another process could import"),
-    (Mine().__init__, "no name that another process could import"),
-    (partial(demanding, 3), "binds 1 arguments by their place"),
+    (lambda x: x, "<lambda>.*cannot be imported by other processes"),
+    (Mine().__init__, "cannot be imported by other processes"),
+    (partial(demanding, 3), "has 1 positional arguments"),
     (partial(partial(demanding, share=1), share=2), None),
-    (grpo, "the package's own: give it by its name there, e.g. 'grpo'"),
+    (grpo, "belongs to this package. Use its short name, e.g. 'grpo'"),
 ])
 def test_what_no_other_process_could_import_is_one_sentence(part, words):
     if words is None:
@@ -116,7 +116,7 @@ def test_what_no_other_process_could_import_is_one_sentence(part, words):
 
 @pytest.mark.parametrize("wrong", ["", 3, None, {"name": "grpo"}, {"name": "grpo", "options": {}, "more": 1}, ["grpo"]])
 def test_what_names_nothing_is_refused(wrong):
-    with pytest.raises(ConfigError, match="names nothing"):
+    with pytest.raises(ConfigError, match="is not the name of a component"):
         Component.of(wrong)
 
 
@@ -166,19 +166,19 @@ def test_a_known_name_is_its_function_with_the_options_bound():
 def test_an_unknown_name_is_refused_with_the_closest_and_all_known_ones():
     with pytest.raises(ConfigError) as error:
         lookup("part", "plane", KNOWN)
-    assert "no part is called 'plane'. Did you mean plain?" in str(error.value)
+    assert "no part is called 'plane': did you mean plain?" in str(error.value)
     assert all(name in str(error.value) for name in (*KNOWN, "pkg.module:name"))
 
 
 @pytest.mark.parametrize("kind, name, hint", [
-    ("route source", "grpo", "grpo is of the kind loss, and goes into Arm(loss=…)."),
-    ("loss", "random_share", "random_share is of the kind routes, and goes into Arm(routes=…)."),
-    ("term", "truncatd", "truncated is of the kind correction, and goes into Arm(corrections=…)."),
-    ("loss", "dapo", "dapo is a whole method: an arm by itself, arms=('dapo',), or --arm dapo."),
-    ("loss", "plane", "Did you mean plain?"),
+    ("route source", "grpo", "grpo goes into Arm(loss=…)."),
+    ("loss", "random_share", "random_share goes into Arm(routes=…)."),
+    ("term", "truncatd", "truncated goes into Arm(corrections=…)."),
+    ("loss", "dapo", "dapo is a whole method; use --arm dapo, or arms=('dapo',)."),
+    ("loss", "plane", "did you mean plain?"),
 ])
 def test_a_name_of_another_kind_is_said_to_be_one(kind, name, hint):
-    with pytest.raises(ConfigError, match=rf"no {kind} is called '{name}'\. {re.escape(hint)} There are: anything"):
+    with pytest.raises(ConfigError, match=rf"no {kind} is called '{name}': {re.escape(hint)} There are: anything"):
         lookup(kind, name, KNOWN, suggest_field)
 
 

@@ -314,7 +314,7 @@ def test_a_run_diverges_where_its_policy_can_no_longer_be_sampled_from(tmp_path,
     steps = carry_out(run, tmp_path / "run")["steps"]
     assert list(steps["step"]) == [0, 1, 2], "what was measured of a whole step is kept"
     with RunFolder.open(tmp_path / "run", run.to_dict(), run.hash) as folder:
-        assert "no longer finite" in folder.manifest["diverged"]
+        assert "NaN or infinite" in folder.manifest["diverged"]
 
 
 def test_a_task_whose_prompts_leave_no_room_in_the_context_is_refused_before_any_compute(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ def pass_at(k: int, n: int, right: int) -> float:
     """Probability that one of k completions is right, estimated without bias from `right` right ones of n:
     1 − C(n − right, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374). Raises ConfigError unless 1 ≤ k ≤ n."""
     if not (1 <= k <= n and 0 <= right <= n):
-        raise ConfigError(f"pass@{k} of {right} right ones in {n} completions is undefined: draw at least k of them")
+        raise ConfigError(f"pass@{k} needs at least {k} completions, but there are {n} ({right} right). Sample more.")
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 

@@ -51,7 +51,7 @@ def compare(options: argparse.Namespace) -> int:
     where = {"device": options.device, "keep_traces": options.traces, "trust_remote_code": options.trust_remote_code}
     names = [name for given in options.checkpoints for name in checkpoints_of(given)]
     if len(names) < 2:
-        raise ConfigError(f"{names[0]} is one checkpoint; give two or more to compare")
+        raise ConfigError(f"{names[0]} is one checkpoint. Give two or more.")
     if len(names) > 2:
         print_series(Console(), measure_series(names, options.data, options.out, settings=settings, **where),
                      options.out)
@@ -109,14 +109,14 @@ def evaluate(options: argparse.Namespace) -> int:
         Component(task) for task in options.task
     ]
     if not tasks:
-        raise ConfigError("give the problems: --data FILE.jsonl, or --task NAME with --problems N")
+        raise ConfigError("no problems were given. Use --data FILE.jsonl, or --task NAME with --problems N.")
     run = RunConfig(arm=Arm(name="evaluate"), seed=options.seed, temperature=options.temperature,
                     max_new_tokens=options.max_tokens, engine=Component("hf", routes="off"),
                     model=ModelConfig(device=options.device, dtype=options.dtype))
     given = parse_settings(run, options.settings)
     if idle := [key for key in given if key not in EVALUATED and not key.startswith("engine.")]:
-        raise ConfigError(f"--set {idle[0]}: an evaluation has settings of sampling, model and engine alone: "
-                          f"{', '.join(EVALUATED)} and engine.…; a task has the options it comes with")
+        raise ConfigError(f"--set {idle[0]} has no effect on an evaluation. Set one of {', '.join(EVALUATED)} or "
+                          "engine.…; options of a task belong to --task.")
     run = run.replace(**given)
     names = [name for folder in options.checkpoints for name in checkpoints_of(folder)]
     found = measure_evaluations(names, [benchmark(task, options.problems) for task in tasks],
@@ -150,7 +150,7 @@ def view(options: argparse.Namespace) -> int:
         row = write_response_page(options.traces, options.out, row=options.row, tokenizer=options.tokenizer)
     for warning in heard:
         print(f"warning: {warning.message}", file=sys.stderr)
-    print(f"{options.out}: response {row}; open it in any browser")
+    print(f"{options.out}: response {row}; open it in a browser")
     return 0
 
 
@@ -188,11 +188,11 @@ def diagnose(options: argparse.Namespace) -> int:
                                 batch_tokens=options.batch_tokens, trust_remote_code=options.trust_remote_code)
     print_diagnosis(Console(), found)
     write_page(found, options.out, rollouts=options.rollouts, checkpoint=options.checkpoint)
-    print(f"{options.out}: every test; open it in any browser")
+    print(f"{options.out}: every test; open it in a browser")
     return int(found.fault)
 
 
 def _require_page(out: Path) -> None:
     """Raise ConfigError, before anything is done, where a page has the name of a folder."""
     if out.is_dir():
-        raise ConfigError(f"--out {out} is a folder; name the page in it, such as {out / 'page.html'}.")
+        raise ConfigError(f"--out {out} is a folder. Name a page in it, such as {out / 'page.html'}.")

@@ -142,11 +142,11 @@ def benchmark(use: Component, problems: int | None = None) -> Benchmark:
     if isinstance(task, JsonlTask):
         scored = str(Component(kind, **{"match": "exact"} | dict(use.options)))
         if problems is not None and problems > len(task):
-            raise ConfigError(f"--problems {problems}: {name} has {len(task)} different questions")
+            raise ConfigError(f"--problems {problems} is too many: {name} has {len(task)} different questions")
         asked = once(task.lines) if problems is None else held_out(task, problems)
         return Benchmark(Path(name).stem, task, asked, scored, inputs, packages)
     if problems is None:
-        raise ConfigError(f"{use.name} has no end: say with --problems how many of its prompts are asked")
+        raise ConfigError(f"{use.name} can give any number of prompts. Choose the number with --problems.")
     return Benchmark(re.sub(r"[^\w.-]+", "_", name or kind), task, held_out(task, problems), str(use), inputs,
                      packages)
 
@@ -268,8 +268,8 @@ def _manifest(out: Path, parts: tuple[str, ...]) -> dict[str, Any] | None:
             said |= {f"benchmarks.{name}": entry for name, entry in there["benchmarks"].items()}
         for name, value in said.items():
             if not isinstance(value, dict):
-                raise RunError(f"{out / MANIFEST} is damaged: {name} is {repr(value)[:80]}, where names and their "
-                               f"values belong; restore it from a copy, or delete {out}.")
+                raise RunError(f"{out / MANIFEST} is damaged: {name} is {repr(value)[:80]}, but should map names to "
+                               f"values. Restore it from a copy, or delete {out}.")
     return there
 
 
@@ -290,10 +290,10 @@ def read_rows(file: Path, count: int, asked: Sequence[Prompt], numbers: Sequence
     rows = []
     for i, line in enumerate(_first(file, count)):
         wrong = (_wrong(line, i, asked[i], numbers) if i < len(asked) else
-                 f"is one too many, {len(asked)} problems being asked")
+                 f"is one too many for {len(asked)} problems")
         if wrong:
-            raise RunError(f"{file}, line {i + 1}, {wrong}: the file was damaged; remove it, and its problems are "
-                           "asked again")
+            raise RunError(f"{file}, line {i + 1}, {wrong}, so the file was damaged. Delete it to sample its problems "
+                           "again.")
         rows += [{key: sample[key] for key in ("problem", "sample", *FIELDS)} for sample in json.loads(line)["samples"]]
     return rows
 
@@ -333,9 +333,9 @@ def _wrong(line: bytes, problem: int, prompt: Prompt, numbers: Sequence[int]) ->
 def _check(names: Sequence[str], benchmarks: Sequence[str], plan: Plan) -> None:
     for what, given in (("checkpoint", names), ("benchmark", benchmarks)):
         if twice := {name for name in given if given.count(name) > 1}:
-            raise ConfigError(f"the {what} {sorted(twice)[0]} was given twice; each needs a name of its own")
+            raise ConfigError(f"the {what} {sorted(twice)[0]} was given twice. Give each one once.")
     if plan.samples < 1 or plan.at_once < 1:
-        raise ConfigError(f"-k {plan.samples}, --at-once {plan.at_once}: at least one of each is needed")
+        raise ConfigError(f"-k {plan.samples} and --at-once {plan.at_once} must be at least one")
     for name in names:
         check_checkpoint(name)
     check_component(lookup("engine", plan.run.engine, ENGINES), plan.run)

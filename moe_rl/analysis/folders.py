@@ -31,8 +31,8 @@ def checkpoints_of(name: str) -> list[str]:
     places = (folder / "checkpoints",) if run else (folder / "checkpoints", folder)
     below = [file.parent for where in places for file in where.glob(f"*/{WHOLE}")]
     if not below and (run or not any(folder.iterdir())):
-        raise ConfigError(f"{name} holds no checkpoint (looked at {folder.absolute()}): neither it, nor a folder in "
-                          f"{'' if run else 'it or in '}its checkpoints/ has a {WHOLE}. A run saves some with --set "
+        raise ConfigError(f"{name} contains no checkpoint ({folder.absolute()}): no {WHOLE} in "
+                          f"{('' if run else 'it or in ')}its checkpoints/. To save some during a run, use --set "
                           "hf_checkpoints=(10,20).")
     if not below:  # a damaged checkpoint, or an adapter: whoever reads it says so
         return [name]
@@ -66,7 +66,7 @@ def fingerprint(name: str) -> str:
 def check_checkpoint(name: str) -> None:
     """Raises ConfigError for a preset, and for a checkpoint without weights."""
     if name in PRESETS:
-        raise ConfigError(f"{name!r} is a preset, whose weights are random; give the folder of a checkpoint.")
+        raise ConfigError(f"{name!r} is a preset with random weights. Give the folder of a checkpoint.")
     check_weights(name)
 
 
@@ -77,7 +77,7 @@ def describe(name: str, trust: bool) -> tuple[Layout, Any]:
         model: Any = skeleton(ModelConfig(name=name), trust)
     except ConfigError as error:
         if "trust_remote_code" in str(error.__cause__):
-            raise ConfigError(f"{name} brings its own code, which runs only with --trust-remote-code.") from error
+            raise ConfigError(f"{name} contains code of its own. If you trust it, add --trust-remote-code.") from error
         raise
     try:
         return layout_of(model), model.config.get_text_config()
@@ -93,11 +93,11 @@ def versions() -> dict[str, Any]:
 def check_new(out: Path) -> None:
     """Raises RunError for a folder that has files in it, a lock aside."""
     if out.exists() and any(file.name not in (runs.LOCK, "lock.holder") for file in out.iterdir()):
-        raise RunError(f"--out {out} has other files in it; give a folder that is new or empty.")
+        raise RunError(f"--out {out} is not empty. Give a new or empty folder.")
 
 
 def check_same(out: Path, what: str, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises RunError, which lists what differs, unless a folder holds `what` is wanted."""
     if different := runs.differing(there, wanted):
         listed = "; ".join(f"{key}: {a!r} there, {b!r} now" for key, (a, b) in different.items())
-        raise RunError(f"{out} holds {what} ({listed}); give another --out, or delete it.")
+        raise RunError(f"{out} contains {what} ({listed}). Give another --out, or delete it.")

@@ -61,18 +61,18 @@ def write_response_page(traces: Sequence[Path], out: Path, *, row: int | None = 
     same tokens and architecture, ConfigError for a row or tokenizer that is not there.
     """
     if len(traces) < 2:
-        raise ConfigError(f"{', '.join(map(str, traces)) or 'nothing'}: give two traces of the same tokens, or more.")
+        raise ConfigError(f"{', '.join(map(str, traces)) or 'nothing'}: give two traces or more of the same tokens")
     sides = [_rows(path) for path in traces]
     for path, other in zip(traces[1:], sides[1:], strict=True):
         if len(sides[0]) != len(other):
-            raise RoutingError(f"{traces[0]} holds {len(sides[0])} responses, {path} {len(other)}; they need to be "
-                               "traces of the same tokens.")
+            raise RoutingError(f"{traces[0]} contains {len(sides[0])} responses, but {path} contains {len(other)}. "
+                               "Give traces of the same tokens.")
         for i, (a, b) in enumerate(zip(sides[0], other, strict=True)):
             _check(a, b, f"row {i} of {traces[0]} and {path}")
     if row is None:
         row = max(range(len(sides[0])), key=lambda i: _changed(sides[0][i], sides[1][i]))
     if not 0 <= row < len(sides[0]):
-        raise ConfigError(f"--row {row}: the traces hold rows 0 to {len(sides[0]) - 1}.")
+        raise ConfigError(f"--row {row}: the traces have rows 0 to {len(sides[0]) - 1}")
     if warning := reversed_order(traces[:2], [side[row].versions for side in sides[:2]]):
         warnings.warn(warning, stacklevel=2)
     shown = [side[row] for side in sides]
@@ -88,12 +88,12 @@ def reversed_order(paths: Sequence[Path], versions: Sequence[tuple[str | None, .
     if all(steps):
         if min(steps[0]) <= max(steps[1]):
             return None
-        why = f"its weights are {versions[0][0]!r}, those of the other {versions[1][0]!r}"
+        why = f"its weights are {versions[0][0]!r} and those of the other trace are {versions[1][0]!r}"
     elif (late := paths[0].stat().st_mtime - paths[1].stat().st_mtime) > LATER:
-        why = f"it was written {late:.0f} s after the other"
+        why = f"it was written {late:.0f} s after the other trace"
     else:
         return None
-    return f"{paths[0]} is shown as before, but {why}: are the traces in the wrong order?"
+    return f"{paths[0]} is shown as 'before', but {why}. Check the order of the traces."
 
 
 def _rows(path: Path) -> list[Response]:
@@ -118,7 +118,7 @@ def _check(a: Response, b: Response, where: str) -> None:
     a.layout.require(b.layout, "the second trace")
     same = a.tokens is None or b.tokens is None or torch.equal(a.tokens, b.tokens)
     if len(a.experts) != len(b.experts) or not same:
-        raise RoutingError(f"{where} are routes of different tokens, so they cannot be compared.")
+        raise RoutingError(f"{where} are of different tokens, so their routing cannot be compared")
 
 
 def _changed(a: Response, b: Response) -> float:

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"moe-rl needs {error.name}: pip install 'moe_rl[study]'", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
-        print("moe-rl: interrupted; the same command goes on from the last commits", file=sys.stderr)
+        print("moe-rl: interrupted. The same command continues from the last checkpoints.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -27,11 +27,12 @@ def new(options: argparse.Namespace) -> int:
     """Write the folder. Nothing that is there is touched."""
     folder, name = options.folder, options.folder.name
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise ConfigError(f"{name!r} becomes the name of a module: use letters, digits and '_' only, a letter first")
+        raise ConfigError(f"{name!r} cannot be the name of a module. Use letters, digits and '_' only, and begin with "
+                          "a letter.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists and is not empty (looked at {folder.absolute()}): choose another name")
+        raise ConfigError(f"{folder} is not empty ({folder.absolute()}). Choose another name.")
     if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
-        raise ConfigError(f"there is a module {name!r} already, which the study would hide: choose another name")
+        raise ConfigError(f"a module {name!r} is already installed, and the study would hide it. Choose another name.")
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted((resources.files("moe_rl.cli") / "new_study").iterdir(), key=lambda f: f.name):
         if file.is_file():

@@ -100,9 +100,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if changed := ranks.from_rank_0(lambda: write_declaration(
             whole if {*study.arms} <= {*whole.arms} else study, options.out, keep=bool(chosen))):
-        say(console, ("warning", "yellow"), f" {options.out / study.name} has runs of an earlier declaration of "
-            f"the study (changed: {', '.join(changed)}). The new one is used; to keep both, "
-            "give the study another name.", wrap=True)
+        say(console, ("warning", "yellow"), f" {options.out / study.name} contains runs of an earlier version of the "
+            f"study (changed: {', '.join(changed)}). The new version is used; to keep both, give the study another "
+            "name.", wrap=True)
     if cluster is not None:
         return _submitted(console, study, planned, cluster, options)
     failures = run_study(study, planned, cache=options.out / ".cache", jobs=jobs, trackers=options.track,
@@ -152,7 +152,7 @@ def cancel(options: argparse.Namespace) -> int:
     """Cancel tasks, and say which."""
     tasks = _slurm("cancel")(options.folder)
     if not tasks:
-        raise ConfigError(f"no run below {options.folder} is in the queue of a cluster (see `moe-rl runs list`)")
+        raise ConfigError(f"no run below {options.folder} is in the queue of a cluster. See `moe-rl runs list`.")
     print(f"{len(tasks)} cancelled: {', '.join(tasks)}")
     return 0
 
@@ -182,8 +182,8 @@ def _launcher(options: argparse.Namespace) -> tuple[Any, list[str]]:
     cluster = _slurm("launcher")(options.launcher, its) if its or options.launcher != "local" else None
     if cluster is not None:
         if ranks.launched():
-            raise ConfigError("--launcher slurm under torchrun: leave torchrun out, and say how many processes a run "
-                              "has with --set launcher.ranks=N")
+            raise ConfigError("--launcher slurm does not work under torchrun. Leave torchrun out, and give the "
+                              "processes of a run with --set launcher.ranks=N.")
         ranks.plan_for(cluster.ranks)
     return cluster, [text for text in options.settings if text not in its]
 
@@ -236,9 +236,10 @@ def _submitted(console: Console, study: Study, planned: Sequence[Planned], clust
                                    trackers=options.track, mix_code=options.mix_code)
     folder = options.out / study.name
     what = f"submitted as job {' and '.join(ids)}" if ids else "nothing to submit"
-    say(console, f"{study.name}: {what}" + f"; {queued} runs are in the queue already" * bool(queued))
-    say(console, f"moe-rl runs list {folder}     their states\nmoe-rl cancel {folder}   out of the queue\n"
-                 f"moe-rl plot {folder}     tables and figures of what has finished")
+    say(console, f"{study.name}: {what}" + f"; {queued} runs are already in the queue" * bool(queued))
+    say(console, f"moe-rl runs list {folder}     states of the runs\n"
+                 f"moe-rl cancel {folder}   remove them from the queue\n"
+                 f"moe-rl plot {folder}     tables and figures of the finished runs")
     return 0
 
 
@@ -247,8 +248,8 @@ def _changed_setting(study: Study, changes: Mapping[str, Any]) -> list[str]:
     run = study.base.replace(**changes)
     if (run.task, run.model) == (study.base.task, study.base.model):
         return []
-    return [f"the settings of {study.name} were chosen for {study.base.task} on {study.base.model.name}; "
-            "check the learning rate, max_new_tokens and the cold start with --set."]
+    return [f"the settings of {study.name} were chosen for {study.base.task} on {study.base.model.name}. Check the "
+            "learning rate, max_new_tokens and cold_start, and change them with --set."]
 
 
 def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> list[str]:
@@ -260,7 +261,7 @@ def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> li
     found = previews(p.config for p in planned)
     paces = [pace for p in planned if (pace := runs.state(p.path).get("seconds_per_step"))]
     measured = f"{statistics.median(paces):.2g} s a step, measured on {len(paces)} of these runs" if paces else ""
-    unknown = "" if study.seconds_per_step else "not known before the first steps: it is shown while runs go on"
+    unknown = "" if study.seconds_per_step else "unknown before the first steps"
     for one in found:
         for name, text in (*one.lines, *[("time", measured or unknown)] * bool(measured or unknown)):
             say(console, (f"{name:<8}", "bold"), f" {text}", wrap=True)
@@ -280,7 +281,8 @@ def _confirmed(code: list[str]) -> bool:
     """Ask whoever sits at a terminal; nobody else can say yes."""
     if not sys.stdin.isatty():
         return False
-    print("the rows name code from outside moe_rl, or another trainer's options:", *code, sep="\n  ")
+    print("the rows name code from outside moe_rl, or another trainer's options, which this command would run:", *code,
+          sep="\n  ")
     return input("run it? [y/N] ").strip().lower() in ("y", "yes")
 
 
@@ -291,10 +293,10 @@ def _seeds(text: str | None, declared: Sequence[int]) -> list[int] | None:
     try:
         numbers = [int(part) for part in text.removesuffix(",").split(",")]
     except ValueError as error:
-        raise ConfigError(f"--seeds {text}: give a number N or a list such as 0,1,2") from error
+        raise ConfigError(f"--seeds {text} is not a number N or a list such as 0,1,2") from error
     if min(numbers) < 0:
-        raise ConfigError(f"--seeds {text}: seeds are not negative; give a number N or a list such as 0,1,2")
+        raise ConfigError(f"--seeds {text}: seeds must not be negative. Give a number N, or a list such as 0,1,2.")
     if "," not in text and 0 not in declared and numbers[0] in declared:
-        raise ConfigError(f"--seeds {text} would be seeds 0 to {numbers[0] - 1}, and {text} is one that the study "
-                          f"declares; for that one give {text}, with a comma")
+        raise ConfigError(f"--seeds {text} means seeds 0 to {numbers[0] - 1}, but the study declares the seed {text}. "
+                          f"For that seed write --seeds {text}, with the comma.")
     return numbers if "," in text else list(range(max(numbers[0], 1)))  # --seeds 0 can only mean the seed 0

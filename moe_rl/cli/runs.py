@@ -34,8 +34,8 @@ def list_runs(options: argparse.Namespace) -> int:
     found += _submitted(options.folder, found)
     found = found or _collected_runs(options.folder)
     if not found:
-        raise ConfigError(f"there is no run below {options.folder}, where STUDY/ARM/FACTORS/seed=N would be; give the "
-                          "folder that holds the studies, or one of them")
+        raise ConfigError(f"no run below {options.folder}. Give a folder of studies, or a study: it contains "
+                          "ARM/CONDITION/seed=N.")
     rows: list[tuple[str, ...]] = [("run", "state", "step", "reward", "changed", "left", "")]
     for path, now in found:
         age = f"{duration(time.time() - now['updated'])} ago" if "updated" in now else ""
@@ -45,7 +45,7 @@ def list_runs(options: argparse.Namespace) -> int:
         reached += f" ({now['scheduler']})" if now.get("scheduler") else ""
         silent = min(now.get("without_signal") or [0]) == 1
         rows.append((str(path), now["state"] + reached, f"{now['step']}/{now['steps']}", reward, age, left,
-                     "no group ever had a signal: rewards trained nothing" if silent else ""))
+                     "all rewards of every group were equal: no gradient" if silent else ""))
     print(*map(harmless, table(rows)), sep="\n")
     return 0
 
@@ -69,7 +69,7 @@ def show(options: argparse.Namespace) -> int:
     else:
         frames = collected(options.run)
         if frames is None or len(frames.runs) != 1:
-            raise ConfigError(f"{options.run} is not a run: it has no manifest.json (see `moe-rl runs list`)")
+            raise ConfigError(f"{options.run} is not a run: it has no manifest.json. See `moe-rl runs list`.")
         row = frames.runs.iloc[0].to_dict()
         print(json.dumps(row | {k: json.loads(row[k] or "null") for k in NESTED}, indent=2, default=str))
     for name in TABLES if frames is None else pooled():
@@ -104,7 +104,8 @@ def read(options: argparse.Namespace) -> int:
 
     if options.page is not None:
         if (options.step, options.sort, options.best, options.worst) != (None, "reward", None, None):
-            raise ConfigError("--page holds every step, and sorts itself: leave out --step, --sort, --best and --worst")
+            raise ConfigError("--page shows every step and can be sorted. Leave out --step, --sort, --best and "
+                              "--worst.")
         write_rollouts_page(options.run, options.page)
         print(f"{options.page}: open it in any browser")
         return 0
@@ -126,7 +127,7 @@ def _range(text: str | None) -> tuple[int, int] | None:
     try:
         return None if text is None else (int(first), int(last or first))
     except ValueError as error:
-        raise ConfigError(f"--step {text}: give a step, or two as in 10:20") from error
+        raise ConfigError(f"--step {text} is not a step, or two steps such as 10:20") from error
 
 
 @verb(
@@ -144,12 +145,12 @@ def diff(options: argparse.Namespace) -> int:
 
     for path in (options.a, options.b):
         if not (path / "manifest.json").exists():
-            raise ConfigError(f"{path} is not a run: it has no manifest.json (see `moe-rl runs list`)")
+            raise ConfigError(f"{path} is not a run: it has no manifest.json. See `moe-rl runs list`.")
     for key, (a, b) in settings_that_differ(options.a, options.b).items():
         print(f"{key}: {a!r} | {b!r}")
     found = first_difference(options.a, options.b)
     if found is None:
-        print("every row is equal (seconds_* and memory_* are not compared)")
+        print("all rows are equal (seconds_* and memory_* are not compared)")
         return 0
     where = ", ".join(f"{k} {v}" for k, v in found.row.items())
     if found.column is None:
@@ -169,7 +170,7 @@ def _submitted(folder: Path, found: Sequence[tuple[Path, dict[str, Any]]]) -> li
     try:
         waiting = scheduled(folder)
     except RunError as error:
-        print(f"moe-rl: {error}; what its scheduler says is left out", file=sys.stderr)
+        print(f"moe-rl: {error}. The states of the scheduler are missing.", file=sys.stderr)
         return []
     for path, now in found:
         if (one := waiting.pop(path.absolute(), None)) and (one.live or now["state"] not in ENDED):

@@ -56,7 +56,7 @@ def report(options: argparse.Namespace) -> int:
     _make_importable(options)
     out = options.out or options.folder / "report.html"
     write_study_page(options.folder, out, mix_code=options.mix_code, trust=options.trust)
-    print(f"{out}: open it in any browser, or print it\n{card_file(out)}: set-up and results, as Markdown")
+    print(f"{out}: open it in a browser, or print it\n{card_file(out)}: settings and results, as Markdown")
     return 0
 
 
@@ -114,7 +114,8 @@ def export(options: argparse.Namespace) -> int:
             print(line, flush=True)
         return 0
     if options.follow:
-        raise ConfigError(f"--follow is for a tracker, and {options.to} is a folder of CSV files")
+        raise ConfigError(f"--follow needs a tracker, but {options.to} is a folder of CSV files. Use --to tensorboard "
+                          "or --to wandb.")
     frames = load_study(options.folder, unfinished=options.unfinished, mix_code=options.mix_code)
     folder = Path(options.to)
     folder.mkdir(parents=True, exist_ok=True)

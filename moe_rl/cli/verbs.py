@@ -47,8 +47,8 @@ class Verb(NamedTuple):
         options, unknown = parser.parse_known_args(words)
         if unknown:
             close = difflib.get_close_matches(unknown[0].partition("=")[0], self.options[1:], n=2)
-            hint = f" Did you mean {' or '.join(close)}?" if close else ""
-            parser.error(f"unknown argument: {' '.join(unknown)}.{hint} The options are {', '.join(self.options)}.")
+            hint = f": did you mean {' or '.join(close)}?" if close else "."
+            parser.error(f"unknown argument {' '.join(unknown)}{hint} The options are {', '.join(self.options)}.")
         return options
 
     def _required(self) -> str:

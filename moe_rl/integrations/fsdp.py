@@ -47,9 +47,8 @@ def _check(run: RunConfig, *, compute_dtype: str | None = None, reduce: str = "m
         raise ConfigError(f"policy.reduce={reduce!r}: choose {' or '.join(REDUCE)}.")
     if run.router_noise.scale and run.router_noise.target == "choice" and run.router_noise.direction == "last_step":
         raise ConfigError(
-            "router_noise.target='choice' along router_noise.direction='last_step' moves a router inside its forward, "
-            "where policy='fsdp' has whole weights, but parts of the moments: use the direction "
-            "'random', another form, or policy='hf'."
+            "router_noise.target='choice' with router_noise.direction='last_step' is not possible with policy='fsdp'. "
+            "Use the direction 'random', another target, or policy='hf'."
         )
     layers_of(skeleton(run.model))
 
@@ -220,11 +219,10 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     """The decoder's layers. Raises ConfigError for a model that cannot be cut layer by layer."""
     layers = getattr(getattr(model, "get_decoder", lambda: None)(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
-        raise ConfigError(f"policy='fsdp' gathers one layer of a decoder at a time, but {type(model).__name__} has no "
-                          "list of layers; use policy='hf'.")
+        raise ConfigError(f"policy='fsdp' needs a list of decoder layers, which {type(model).__name__} does not have. "
+                          "Use policy='hf'.")
     routers = {id(p) for p in router_parameters(model)}
     if len(dtypes := {p.dtype for p in model.parameters() if id(p) not in routers}) > 1:
-        raise ConfigError(f"policy='fsdp' gathers the parameters of a layer as one, but those of "
-                          f"{type(model).__name__} have several dtypes ({', '.join(sorted(map(str, dtypes)))}); "
-                          "use model.dtype=float32.")
+        raise ConfigError(f"policy='fsdp' needs one dtype per layer, but {type(model).__name__} has several "
+                          f"({', '.join(sorted(map(str, dtypes)))}). Use model.dtype=float32.")
     return layers

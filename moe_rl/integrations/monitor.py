@@ -84,8 +84,8 @@ class Monitor:
         group: Any = None,
     ):
         if type(every) is not int or every < 1 or since not in ("step", "start"):
-            raise ConfigError(f"every={every}, since={since!r}: every is a number of blocks, 1 at least, and since is "
-                              "'step' (before the measured step) or 'start' (before the first).")
+            raise ConfigError(f"every={every}, since={since!r}: every must be a number of blocks, at least 1, and "
+                              "since 'step' or 'start'")
         self.model, self.every, self.since, self.group = model, every, since, group
         self.router_aux_loss_coef = router_aux_loss_coef
         self.forwards = Forwards(model)
@@ -103,7 +103,7 @@ class Monitor:
     # ------------------------------------------------------------------ what a trainer calls
     def __enter__(self) -> Monitor:
         if self._scope is not None:
-            raise RoutingError("this monitor is in a block already: leave that first, or make a monitor for each.")
+            raise RoutingError("this monitor is already in a block. Leave it first, or use another monitor.")
         if self.blocks == 0 and (text := auxiliary_loss(self.model, self.router_aux_loss_coef)):
             warnings.warn(text, AuxLossSilentlyOn, stacklevel=2)
         self.blocks += 1
@@ -126,7 +126,8 @@ class Monitor:
     def decides(self, mask: Tensor) -> None:
         """Say of the next forward in the block which inputs [batch, time] have a response token as their *next*."""
         if self._scope is None:
-            raise RoutingError("decides was called outside of the block; it is about the next forward inside it.")
+            raise RoutingError("decides was called outside of the block. Call it inside, before the forward that it "
+                               "describes.")
         self.forwards.decides(mask)
 
     def engine(self, logprobs: PerToken, engine_logprobs: PerToken, mask: Mask) -> None:
@@ -148,15 +149,15 @@ class Monitor:
         if not self.measures:
             return {}
         if self._scope is not None:
-            raise RoutingError("row was called inside the block; call it after the block, and after optimizer.step().")
+            raise RoutingError("row was called inside the block. Call it after the block, and after optimizer.step().")
         self.measures = False
         self._warn_of_biases()
         if self.probe is not None:
             self._compare(self._read_probe())
         found, self._found = self._over_ranks(), {}
         if not found:
-            raise RoutingError("no forward of the monitored model ran inside the block, so there is nothing to say. "
-                               "Give the monitor the module that is trained, and put its forward inside the block.")
+            raise RoutingError("no forward of the monitored model ran inside the block. Give the monitor the module "
+                               "that is trained, and call its forward inside the block.")
         return self._row_of(found)
 
     # ------------------------------------------------------------------ what is seen
@@ -200,10 +201,10 @@ class Monitor:
                 self.forwards.decides(self.probe_decides)
             self.model(**self.probe or {})
         if len(seen) != 1:
-            raise RoutingError(f"the call of the model on the probe was {len(seen)} forwards; it must be one.")
+            raise RoutingError(f"the model ran {len(seen)} forwards for the probe; it must run one")
         if seen[0].replay is not None:
-            raise RoutingError("the probe was read inside replay_routing, so its routes are not natural: enter the "
-                               "monitor before replay_routing, and ask for its row after that block.")
+            raise RoutingError("the probe was read inside replay_routing, so its routing is replayed. Enter the "
+                               "monitor before replay_routing, and call row() after that block.")
         return seen[0]
 
     def _compare(self, after: Seen) -> None:
@@ -214,8 +215,8 @@ class Monitor:
         if scores is not None and after.scores is not None:
             gates, both = scores.gates, (scores.log_probs, after.scores.log_probs_at(old.ids()))
             if torch.equal(scores.log_probs, after.scores.log_probs):
-                warnings.warn("the routers say of the probe, bit for bit, what they said before the block: row() was "
-                              "called before optimizer.step(), or nothing was trained.", stacklevel=3)
+                warnings.warn("the routing of the probe did not change at all. Call row() after optimizer.step(), and "
+                              "check that the model is trained.", stacklevel=3)
         mask = after.routes.attention_mask
         for change in volatility.changes(old.experts, new.experts, mask, self.forwards.layout, gates, both):
             self._add(type(change).__name__, change)
@@ -226,24 +227,23 @@ class Monitor:
         moved = [name for name, bias in now.items() if not torch.equal(bias, self._biases[name])]
         if moved:
             warnings.warn(
-                f"{len(moved)} correction biases moved in a step that replayed routes, {moved[0]} first. Forced "
-                "choices do not follow a bias: an update that counts them goes on for ever, and shows once replay ends "
-                "(prime-rl, pull request 2953). Switch it off, or let it count what the routers prefer; where it does, "
-                "nothing is wrong.",
+                f"{len(moved)} correction biases moved in a step with replay, {moved[0]} first, though replayed "
+                "choices do not depend on them (prime-rl, pull request 2953). Switch their update off, or count the "
+                "experts that the routers prefer.",
                 AuxLossSilentlyOn, stacklevel=3)  # fmt: skip
 
     # ------------------------------------------------------------------ from what was seen to a row
     def _log_ratio(self, name: str, whose: str, logprobs: Tensor, others: Tensor, mask: Tensor) -> None:
         if not logprobs.shape == others.shape == mask.shape:
             shapes = [list(x.shape) for x in (logprobs, others, mask)]
-            raise ConfigError(f"log-probs {shapes[0]}, {whose} {shapes[1]} and the mask {shapes[2]} are not of one "
+            raise ConfigError(f"log-probs {shapes[0]}, {whose} {shapes[1]} and the mask {shapes[2]} must have one "
                               "shape [batch, time]")
         require_mask(mask)
         if self.measures:
             gap = (logprobs.detach() - others.to(logprobs.device))[mask]
             if not bool(gap.isfinite().all()):
                 raise ConfigError(f"{int((~gap.isfinite()).sum())} of {gap.numel()} differences of log-probs and "
-                                  f"{whose} are not finite, so no number made of them would be one")
+                                  f"{whose} are not finite")
             self._add(name, gap)
 
     def _add(self, name: str, value: Any) -> None:
@@ -337,9 +337,9 @@ def auxiliary_loss(model: nn.Module, coefficient: float | None = None) -> str | 
         adds = "with output_router_logits=True its forward adds it to its loss"
     else:
         adds = "TRL and NeMo Automodel add it to theirs, transformers where output_router_logits is set"
-    return (f"{type(module).__name__} ({text.model_type}) has a load-balancing loss, router_aux_loss_coef={given:g}: "
-            f"{adds}. It counts what routers prefer, pulls on them in every step, under replay away from the forced "
-            "experts, and is no part of the objective. To be without it: router_aux_loss_coef=0.0.")
+    return (f"{type(module).__name__} ({text.model_type}) has a load-balancing loss, router_aux_loss_coef={given:g}, "
+            f"outside of the objective: {adds}. It works against replay; to switch it off, set "
+            "router_aux_loss_coef=0.0.")
 
 
 def named_correction_biases(model: nn.Module) -> dict[str, Tensor]:
@@ -426,7 +426,7 @@ class Forwards:
                 return read_scores(self.modules[site], used, choice, output)
             except RoutingError as error:
                 self.scored = False
-                warnings.warn(f"{error} Left out: router_confidence, router_shift, gate_mass_moved and margins.",
+                warnings.warn(f"{error} Not measured: router_confidence, router_shift, gate_mass_moved and margins.",
                               stacklevel=2)
         return None
 
@@ -442,8 +442,8 @@ class Forwards:
         if self._decides is not None:
             if self._decides.numel() != batch * time:
                 raise RoutingError(
-                    f"decides has shape {tuple(self._decides.shape)}, but the forward reads {batch} rows of {time} "
-                    "tokens; it says of every input whether its next token is of a response."
+                    f"decides has shape {tuple(self._decides.shape)}, but the forward has {batch} rows of {time} "
+                    "tokens. Give one value per input: whether its next token is of a response."
                 )
             return self._decides.reshape(batch, time)
         given = self._attention if replay is None else replay.routes.attention_mask
@@ -468,20 +468,20 @@ def probe_of(
     if probe is None:
         return None, None
     if not isinstance(probe, Mapping):
-        raise ConfigError(f"the probe is a {type(probe).__name__}: it is a batch by name, {{'input_ids': …}}.")
+        raise ConfigError(f"the probe is a {type(probe).__name__}. Give a dictionary, {{'input_ids': …}}.")
     ids, decides = probe.get("input_ids", probe.get("inputs_embeds")), probe.get("decides")
     if not isinstance(ids, Tensor) or ids.dim() < 2 or not ids.numel():
-        raise ConfigError(f"the probe has {sorted(probe)}: it is a batch as the model is called with it, by name, with "
-                          "input_ids [batch, time] or inputs_embeds among them.")
+        raise ConfigError(f"the probe has {sorted(probe)}. Give the keyword arguments of the model, with input_ids "
+                          "[batch, time] or inputs_embeds.")
     if decides is not None:
         require_mask(decides, "the probe's decides")
     if decides is not None and (decides.shape != ids.shape[:2] or not decides.any()):
-        raise ConfigError(f"the probe's decides has shape {tuple(decides.shape)} and is true at {int(decides.sum())} "
-                          f"inputs, of {tuple(ids.shape[:2])}: it is true where the next token is of a response.")
+        raise ConfigError(f"the probe's decides has shape {tuple(decides.shape)} and {int(decides.sum())} true values, "
+                          f"for {tuple(ids.shape[:2])} inputs. Set it to true where the next token is of a response.")
     pad = None if ids.dim() > 2 or "attention_mask" in probe else pad_of(readers)
     if pad is not None and bool((ids[:, [0, -1]] == pad).any()):
-        warnings.warn(f"the probe has the padding token {pad} at an end of a row and no attention_mask: if it is "
-                      "padding, it counts as text. Give the attention_mask.", stacklevel=3)
+        warnings.warn(f"a row of the probe begins or ends with the padding token {pad}, and there is no "
+                      "attention_mask. If it is padding, give the attention_mask.", stacklevel=3)
     understood = {name for module in readers for name in inspect.signature(module.forward).parameters}
     quiet = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in understood}
     given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in probe.items() if name != "decides"}

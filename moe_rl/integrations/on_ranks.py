@@ -32,15 +32,14 @@ def check_spread(run: RunConfig, no_critic: str) -> None:
     policy = Component.of(run.policy).name
     if run.truncates and run.sampling_mask:
         raise ConfigError(
-            f"top_p={run.top_p:g}, top_k={run.top_k}, min_p={run.min_p:g}: policy={policy!r} has no log-probs over "
-            "the tokens that were kept. Use policy='hf' or, knowing that engine and trainer are then different "
-            "distributions, sampling_mask=False.")
+            f"top_p={run.top_p:g}, top_k={run.top_k}, min_p={run.min_p:g}: policy={policy!r} has no log-probs over the "
+            "kept tokens. Use policy='hf', or sampling_mask=False if engine and trainer may differ.")
     if run.measure.gradient_cosine:
-        raise ConfigError(f"measure.gradient_cosine=True: policy={policy!r} spreads its gradients over ranks, and "
-                          "compares none; it is for policy='hf'.")
+        raise ConfigError(f"measure.gradient_cosine=True: policy={policy!r} spreads its gradients over ranks. Use "
+                          "policy='hf'.")
     if "values" in advantage_of(run.arm).needs:
-        raise ConfigError(f"arm {run.arm.name!r} needs a critic, which policy={policy!r} cannot have: {no_critic}. Use "
-                          "policy='hf', or returns (gae without a critic).")
+        raise ConfigError(f"arm {run.arm.name!r} needs a critic, but policy={policy!r} has none: {no_critic}. Use "
+                          "policy='hf', or the advantage `returns`.")
 
 
 def one_per_machine(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, bool]:
@@ -63,8 +62,8 @@ def one_per_machine(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, b
     try:
         found = torch.from_file(name, shared=True, size=count, dtype=dtype) if name else torch.empty(0, dtype=dtype)
     except RuntimeError as error:
-        raise ConfigError(f"rank {ranks.rank()} cannot map {name}, which another rank of {here} made ({error}): ranks "
-                          "of one machine need one TMPDIR.") from error
+        raise ConfigError(f"rank {ranks.rank()} cannot map {name}, which another rank on {here} created ({error}). Use "
+                          "one TMPDIR for all ranks of a machine.") from error
     dist.barrier()
     if first and name:
         os.unlink(name)

@@ -103,18 +103,18 @@ def launcher(name: str, settings: Sequence[str]) -> Slurm | None:
     themselves or from a TOML file. Raises ConfigError for what is neither, and for a setting that does not exist."""
     if name == "local":
         if settings:
-            raise ConfigError(f"--set {settings[0]} is for a cluster, and this study would run on this machine: add "
-                              "--launcher slurm")
+            raise ConfigError(f"--set {settings[0]} needs a cluster. Add --launcher slurm.")
         return None
     found: dict[str, Any] = {}
     if name != "slurm":
         if not (file := Path(name)).is_file():
-            raise ConfigError(f"--launcher {name}: there are local, slurm, and a file of SLURM's settings such as "
-                              "cluster.toml, and that is none of them")
+            raise ConfigError(f"--launcher {name} is unknown. Use local, slurm, or a TOML file with settings of SLURM, "
+                              "such as cluster.toml.")
         try:
             found = tomllib.loads(file.read_text())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{name} is no TOML: {error}; a line is e.g. partition = \"gpu\"") from error
+            raise ConfigError(f"{name} is not a TOML file: {error}. Write lines such as partition = "
+                              "\"gpu\".") from error
     fields = {field.name for field in dataclasses.fields(Slurm)}
     for key in [*found, *(text.partition("=")[0].removeprefix("launcher.") for text in settings)]:
         if key not in fields:
@@ -124,18 +124,17 @@ def launcher(name: str, settings: Sequence[str]) -> Slurm | None:
     for text in settings:
         key, equals, value = text.removeprefix("launcher.").partition("=")
         if not equals:
-            raise ConfigError(f"--set {text}: a value is missing, as in launcher.{key}=…")
+            raise ConfigError(f"--set {text} has no value. Write launcher.{key}=….")
         whole = type(defaults[key]) is int and value.lstrip("-").isdigit()
         found[key] = int(value) if whole else tuple(shlex.split(value)) if key == "options" else value
     for key, value in found.items():
         if type(value) is not (wanted := type(defaults[key])):
-            raise ConfigError(f"launcher.{key}={value!r} is of type {type(value).__name__}, where {wanted.__name__} is "
-                              "wanted")
+            raise ConfigError(f"launcher.{key}={value!r} must be of type {wanted.__name__}, not {type(value).__name__}")
     asked = Slurm(**found)
     low = {"gpus": 0, "cpus": 1, "array": 1, "warning": 5, "retries": 0, "ranks": 1}
     for key, least in low.items():
         if getattr(asked, key) < least:
-            raise ConfigError(f"launcher.{key}={getattr(asked, key)}: {least} is the least")
+            raise ConfigError(f"launcher.{key}={getattr(asked, key)} must be at least {least}")
     return asked
 
 
@@ -257,7 +256,8 @@ def asked_of(program: str, *words: str) -> str:
     try:
         return subprocess.run([program, *words], capture_output=True, text=True, check=True).stdout
     except OSError as error:
-        raise RunError(f"{program} cannot be run ({error.strerror}): this machine is no part of a cluster of SLURM") \
+        raise RunError(f"{program} cannot be run ({error.strerror}). Run this command on a machine of a SLURM "
+                       "cluster.") \
             from error
     except subprocess.CalledProcessError as error:
-        raise RunError(f"{program} refused: {error.stderr.strip() or error}") from error
+        raise RunError(f"{program} failed: {error.stderr.strip() or error}") from error

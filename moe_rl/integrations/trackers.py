@@ -158,8 +158,8 @@ class Listeners:
             yield
         except Exception as error:  # each tracker has its own
             self._open.pop(text, None)
-            print(f"moe-rl: warning: the tracker {text} is dropped: {error!r}. The run goes on; moe-rl runs export "
-                  f"{self._root} --to {text} gives the tracker what it lacks.", file=sys.stderr, flush=True)
+            print(f"moe-rl: warning: the tracker {text} failed and is no longer used: {error!r}. To send its rows "
+                  f"later, run `moe-rl runs export {self._root} --to {text}`.", file=sys.stderr, flush=True)
 
 
 def export(root: Path, target: str, follow: bool = False, wait: Callable[[float], Any] = time.sleep) -> Iterator[str]:
@@ -182,8 +182,8 @@ def export(root: Path, target: str, follow: bool = False, wait: Callable[[float]
                 except MoeRlError:
                     raise
                 except Exception as error:
-                    raise RunError(f"{target} did not take the rows of {run.place}: {error!r}"
-                                   f"{getattr(make, 'hint', '')}") from error
+                    raise RunError(f"{target} did not accept the rows of {run.place}: "
+                                   f"{error!r}{getattr(make, 'hint', '')}") from error
                 if new or run.place not in trackers:
                     yield f"{run.place}: {len(new)} steps"
                 trackers[run.place] = tracker, max(new, default=last)

@@ -75,11 +75,11 @@ class ReplayGRPOTrainer(GRPOTrainer):
     def __init__(self, *args: Any, routes: str = "old_policy", measure_every: int = 1, **kwargs: Any):
         if routes not in ROUTES or measure_every < 1:
             raise ConfigError(
-                f"routes={routes!r}, measure_every={measure_every}: routes is 'old_policy', 'rollout' or 'live', and "
-                "measure_every a number of micro-steps, 1 at least."
+                f"routes={routes!r}, measure_every={measure_every}: routes must be 'old_policy', 'rollout' or 'live', "
+                "and measure_every a number of micro-steps, at least 1"
             )
         if routes == "rollout" and kwargs.get("rollout_func") is None:
-            raise ConfigError(f"routes='rollout' replays what an engine reports: give a rollout_func that returns "
+            raise ConfigError("routes='rollout' needs the routing of an engine. Give a rollout_func that returns "
                               f"{ENGINE_ROUTES!r} beside the completions, or use routes='old_policy'.")
         super().__init__(*args, **kwargs)
         self.routes = routes
@@ -112,7 +112,7 @@ class ReplayGRPOTrainer(GRPOTrainer):
         if self.routes == "rollout" and self.model.training:
             if payloads is None:
                 raise RoutingError(f"rollout_func returned {', '.join(fields) or 'nothing'} beside TRL's keys, and no "
-                                   f"{ENGINE_ROUTES!r}: the routes of the engine are unknown.")
+                                   f"{ENGINE_ROUTES!r}. Return the routing of the engine under that key.")
             layers = self.model.config.get_text_config().num_hidden_layers
             self._engine_routes = [
                 decode_routes(payload, layout=self.layout, tokens=[*prompt, *completion], num_layers=layers).experts[0]
@@ -138,8 +138,8 @@ class ReplayGRPOTrainer(GRPOTrainer):
             self._scored = None
         if not routes:
             raise RoutingError(
-                "this TRL's old log-probs did not come from _get_per_token_logps_and_entropies, so the routes of the "
-                "old policy are unknown. moe_rl is tested with trl 1.16.0."
+                "this version of TRL computes its old log-probs in another way, so the old policy's routing is "
+                "unknown. Use trl 1.16.0, which moe_rl is tested with."
             )
         return {**outputs, OLD_ROUTES: routes[0]}
 
@@ -149,8 +149,8 @@ class ReplayGRPOTrainer(GRPOTrainer):
             loss = super().compute_loss(model, inputs, *args, **kwargs)
             if self._inputs is not None:
                 raise RoutingError(
-                    "this TRL's loss did not take its log-probs from _get_per_token_logps_and_entropies, so nothing "
-                    "would be replayed. Switch a fused loss (Liger) off; moe_rl is tested with trl 1.16.0."
+                    "TRL computed its loss in another way, so nothing would be replayed. Switch a fused loss (Liger) "
+                    "off, and use trl 1.16.0, which moe_rl is tested with."
                 )
         finally:
             self._inputs = None
@@ -210,9 +210,8 @@ class ReplayGRPOTrainer(GRPOTrainer):
                 hook.remove()
         if sum(len(part) for part in rows) != input_ids.numel():
             raise RoutingError(
-                f"TRL scored {input_ids.shape[0]} rows of {input_ids.shape[1]} tokens, but the model's forwards read "
-                f"{[len(part) for part in rows]} tokens. Sequences that are packed or split over devices are not "
-                "supported."
+                f"TRL scored {input_ids.shape[0]} rows of {input_ids.shape[1]} tokens, but the forwards had "
+                f"{[len(part) for part in rows]} tokens. Do not pack sequences or split them over devices."
             )
         ids = torch.cat(rows).unflatten(0, tuple(input_ids.shape))
         return scored, self._trace(ids, input_ids, attention_mask)
@@ -247,8 +246,8 @@ class ReplayGRPOTrainer(GRPOTrainer):
         """Open a replay scope that ends with the training step."""
         if self._step_scope is None:
             raise RoutingError(
-                "compute_loss was called outside training_step, so replay could not span the backward, in which "
-                "activation checkpointing recomputes. Call training_step, or use routes='live'."
+                "compute_loss was called outside training_step, so replay would not cover the backward pass. Call "
+                "training_step, or use routes='live'."
             )
         self._step_scope.enter_context(replay_routing(self.model, old))
 
@@ -264,16 +263,16 @@ class ReplayGRPOTrainer(GRPOTrainer):
         """Routes can be seen, and TRL scores the old policy: only if it updates more than once per generation batch."""
         args = self.args
         if args.torch_compile:
-            raise ConfigError("torch_compile=True hides the routers' choices from recording and replay; set "
+            raise ConfigError("torch_compile=True hides the routers from recording and replay. Set "
                               "torch_compile=False.")
         if args.gradient_accumulation_steps % (args.steps_per_generation * self.num_iterations) != 0:
             return
         if self.routes == "rollout":
             return
         text = (
-            f"every generation batch is used up by one update (gradient_accumulation_steps="
-            f"{args.gradient_accumulation_steps}, steps_per_generation={args.steps_per_generation}, num_iterations="
-            f"{self.num_iterations}), so the policy is the old policy, every ratio is 1 and "
+            f"each generation batch has one update (gradient_accumulation_steps={args.gradient_accumulation_steps}, "
+            f"steps_per_generation={args.steps_per_generation}, num_iterations={self.num_iterations}), so every ratio "
+            "is 1 and "
         )
         if self.routes == "old_policy":
             raise ConfigError(f"{text}replay would do nothing. Raise steps_per_generation or num_iterations, or use "

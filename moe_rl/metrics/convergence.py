@@ -56,7 +56,7 @@ def collapse(steps: ArrayLike, rewards: ArrayLike) -> Collapse:
     """
     steps, rewards = np.asarray(steps, dtype=np.int64), _curve(rewards)
     if len(steps) != len(rewards) or (np.diff(steps) != 1).any():
-        raise ConfigError(f"collapse needs one reward for each of consecutive steps: got {len(rewards)} for {steps}")
+        raise ConfigError(f"collapse needs one reward per step, but got {len(rewards)} rewards for {steps}")
     broken = np.flatnonzero(~np.isfinite(rewards))
     end = int(broken[0]) if broken.size else len(rewards)
     runs = _runs(_dips(ema(rewards[:end], SPAN)))
@@ -79,7 +79,8 @@ def second_half_mean(values: ArrayLike) -> float:
 def _curve(values: ArrayLike) -> NDArray[np.float64]:
     values = np.asarray(values, dtype=np.float64)
     if values.ndim != 1:
-        raise ConfigError(f"a curve is one value per step, but this has shape {values.shape}: pass one run at a time")
+        raise ConfigError(f"a curve has one value per step, but this one has shape {values.shape}. Pass one run at a "
+                          "time.")
     return values
 
 

@@ -144,13 +144,13 @@ def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Any, name: str
     Raises ConfigError where it has no EOS token, or more tokens than the model.
     """
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer of {name} has no EOS token, so no completion could ever end.")
+        raise ConfigError(f"the tokenizer of {name} has no EOS token, so no completion could end. Set its eos_token.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
-        raise ConfigError(f"the tokenizer of {name} has {len(tokenizer)} tokens but the model only {rows} embeddings: "
-                          "they do not belong together.")
+        raise ConfigError(f"the tokenizer of {name} has {len(tokenizer)} tokens, but the model has {rows} embeddings. "
+                          "Use the tokenizer of this model.")
 
 
 def hf_config(model_config: ModelConfig, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -159,8 +159,8 @@ def hf_config(model_config: ModelConfig, trust_remote_code: bool = False) -> Pre
 
     if model_config.name not in PRESETS:
         if model_config.overrides:
-            raise ConfigError(f"model {model_config.name!r} is a checkpoint, whose weights fix its shape, so the "
-                              f"overrides {dict(model_config.overrides)!r} cannot apply; presets with overrides are "
+            raise ConfigError(f"model {model_config.name!r} is a checkpoint, so its shape is fixed and the overrides "
+                              f"{dict(model_config.overrides)!r} cannot apply. Presets with overrides are "
                               f"{', '.join(PRESETS)}.")
         if not may_exist(model_config.name):
             unknown("model preset or checkpoint folder", model_config.name, [*PRESETS, *SHIPPED])
@@ -187,22 +187,22 @@ def skeleton(model_config: ModelConfig, trust_remote_code: bool = False) -> PreT
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=dtype).eval()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"no model can be built of {model_config.name!r} with the overrides "
-                          f"{dict(model_config.overrides)!r}: {error}") from error
+        raise ConfigError(f"{model_config.name!r} cannot be built with the overrides {dict(model_config.overrides)!r}: "
+                          f"{error}") from error
 
 
 def placement(model_config: ModelConfig) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of a configuration. Raises ConfigError for one that is not there."""
     dtype = getattr(torch, model_config.dtype, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigError(f"model dtype {model_config.dtype!r} is none; use float32 or bfloat16.")
+        raise ConfigError(f"model.dtype={model_config.dtype!r} is unknown. Use float32 or bfloat16.")
     try:
         device = torch.device(model_config.device)
     except RuntimeError as error:
-        raise ConfigError(f"model device {model_config.device!r} is none; use cpu, cuda or cuda:<index>.") from error
+        raise ConfigError(f"model.device={model_config.device!r} is unknown. Use cpu, cuda or cuda:<index>.") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"model device {model_config.device!r} is not there: this machine shows "
-                          f"{torch.cuda.device_count()} CUDA devices to this PyTorch; use cpu.")
+        raise ConfigError(f"model.device={model_config.device!r} does not exist: PyTorch finds "
+                          f"{torch.cuda.device_count()} CUDA devices. Use cpu.")
     return device, dtype
 
 
@@ -219,8 +219,8 @@ def load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
 
     folder = folder_of(name)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        raise ConfigError(f"{name!r} holds an adapter of PEFT, not a model; merge it into its base "
-                          "(merge_and_unload) and give the folder that the merged model was saved to.")
+        raise ConfigError(f"{name!r} is a PEFT adapter, not a model. Merge it into its base (merge_and_unload), save "
+                          "the merged model, and give that folder.")
     return _pretrained(AutoConfig, name, trust_remote_code)
 
 
@@ -230,7 +230,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
     tokenizer = _pretrained(AutoTokenizer, name, trust_remote_code)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes an empty one when it finds no files
-        raise ConfigError(f"{name!r} cannot be loaded: it has no tokenizer; save the model's tokenizer beside it.")
+        raise ConfigError(f"{name!r} cannot be loaded: it has no tokenizer. Save the model's tokenizer in the same "
+                          "folder.")
     return tokenizer
 
 
@@ -250,7 +251,7 @@ def load_weights(name: str, dtype: torch.dtype, trust_remote_code: bool = False)
         if names:
             some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
             raise ConfigError(f"{name!r} {what} {len(names)} of the weights of {type(model).__name__} ({some}), which "
-                              "would stay random; save the whole model.")
+                              "would be random. Save the whole model.")
     return model
 
 
@@ -282,12 +283,12 @@ def check_weights(name: str) -> list[Path]:
 
 def _require(name: str) -> None:
     if not may_exist(name):
-        raise ConfigError(f"there is no checkpoint folder {name!r} (looked at {folder_of(name).absolute()}).")
+        raise ConfigError(f"there is no checkpoint folder {name!r} (searched at {folder_of(name).absolute()})")
     folder = folder_of(name)
     known = ("config.json", "adapter_config.json", "tokenizer_config.json")  # the last, where a tokenizer is alone
     if folder.is_dir() and not any((folder / file).exists() for file in known):
-        raise ConfigError(f"{name!r} cannot be loaded as a Hugging Face causal-LM checkpoint: the folder has no "
-                          f"config.json (looked at {folder.absolute()}).")
+        raise ConfigError(f"{name!r} cannot be loaded as a Hugging Face causal-LM checkpoint: no config.json in "
+                          f"{folder.absolute()}")
 
 
 def _pretrained(auto_class: Any, name: str, trust: bool, **settings: Any) -> Any:
@@ -312,8 +313,8 @@ def make_deterministic() -> None:
     default = ":4096:8"  # cuBLAS adds in one order with this workspace, and with :16:8
     if (given := os.environ.get("CUBLAS_WORKSPACE_CONFIG")) not in (default, ":16:8"):
         if torch.cuda.is_initialized():
-            raise ConfigError(f"CUDA has begun with CUBLAS_WORKSPACE_CONFIG={given!r}, so its products may differ from "
-                              f"run to run: call make_deterministic() first of all, or set it to {default} outside.")
+            raise ConfigError(f"CUDA has started with CUBLAS_WORKSPACE_CONFIG={given!r}, so results may differ between "
+                              f"runs. Call make_deterministic() first, or set the variable to {default}.")
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = default
     torch.use_deterministic_algorithms(True, warn_only=True)
     for allow in ("flash", "mem_efficient", "cudnn"):

@@ -69,7 +69,7 @@ def checkpoint_weights(
     if odd := sorted(expected.keys() ^ given):
         raise RunError(
             f"the policy gave {len(given)} weights, the engine's model has {len(expected)}; {odd[0]!r} is in one of "
-            "them only: not the same model."
+            "them only. Use the same model for both."
         )
     yield from revert_weight_conversion(model, kept).items()
 
@@ -172,8 +172,8 @@ class StoredWeights(Mapping[str, Tensor]):
         found = getattr(module, last)
         setattr(module, last, outline)
         if found is outline:
-            raise ConfigError(f"the checkpoint has other shapes of {', '.join(parts[:3])}, of which "
-                              f"{type(self.model).__name__} makes {name!r}; save the whole model.")
+            raise ConfigError(f"the checkpoint stores {name!r} of {type(self.model).__name__} in other shapes "
+                              f"({', '.join(parts[:3])}). Save the whole model.")
         return found.detach().to(outline.dtype)
 
     def __iter__(self) -> Iterator[str]:

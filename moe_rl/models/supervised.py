@@ -171,8 +171,8 @@ def encode_examples(task: AnyTask, prompts: list[Prompt], loaded: LoadedModel) -
     examples = demonstrated(task, encode_prompts(prompts, loaded.tokenizer), loaded.tokenizer)
     if any(p.answer is None for p in examples):
         raise ConfigError(
-            f"{type(task).__name__} has prompts without a reference answer, so there is nothing to imitate. Leave it "
-            "out of a pretraining; start a run from a checkpoint that knows the task, with cold_start.target=0.")
+            f"{type(task).__name__} has prompts without a reference answer. Remove it from the pretraining, or start a "
+            "run from a trained checkpoint with cold_start.target=0.")
     return examples
 
 
@@ -232,7 +232,7 @@ def cold_start(
     with alone(folder.with_suffix(".lock"), progress):
         if folder.exists():
             return _from_cache(folder, loaded, report)
-        report(f"cold start: {split}")
+        report(f"supervised warm-up: {split}")
         result = _train(loaded, task, run, chain(first, batches), stop_prompts, split, sample, report, progress)
         _write(folder, loaded, identity, result)
     return dataclasses.replace(result, path=folder)
@@ -241,13 +241,15 @@ def cold_start(
 def _check_reachable(examples: list[Prompt], loaded: LoadedModel, run: RunConfig) -> None:
     target = run.cold_start.target
     if not 0 < target <= 1:
-        raise ConfigError(f"cold_start.target is {target}; it is a success rate, so choose one in [0, 1] (0 = off).")
+        raise ConfigError(f"cold_start.target={target} must be a success rate in [0, 1]; 0 turns the supervised "
+                          "warm-up off")
     lengths = [len(answer) - 1 for answer in encode_answers(loaded, examples)]
     fit = sum(n <= run.max_new_tokens for n in lengths) / len(lengths)
     if fit < target:
         raise ConfigError(
-            f"cold_start.target is {target}, but only {fit:.0%} of the answers fit into max_new_tokens="
-            f"{run.max_new_tokens} (the longest has {max(lengths)} tokens): raise max_new_tokens or lower the target."
+            f"cold_start.target={target}, but only {fit:.0%} of the answers fit into "
+            f"max_new_tokens={run.max_new_tokens} (the longest has {max(lengths)} tokens). Raise max_new_tokens, or "
+            "lower the target."
         )
 
 
@@ -283,21 +285,20 @@ def _train(
             rate, sampled = _success_rate(loaded, task, run, stop_prompts, sample, step), step
             best = max(best, rate)
             samples = len(stop_prompts) * STOP_SAMPLES
-            report(f"cold start: step {step}, loss {number(loss, '.3f')}, success {rate:.1%} of {samples} samples")
+            report(f"supervised warm-up: step {step}, loss {number(loss, '.3f')}, success {rate:.1%} of {samples} "
+                   "samples")
             if rate >= settings.target:
                 return ColdStartResult(rate, step, time.process_time() - started, None)
             in_vain += again and predicted >= KNOWN and rate < settings.target / 2
             if in_vain == PATIENCE:
                 raise RunError(
-                    f"the cold start of {run.model.name!r} on {run.task} memorised its {len(seen)} training prompts: "
-                    f"at step {step} it gives their answers in {predicted:.0%} of samples (loss "
-                    f"{number(loss, '.3f')}), and right ones to other prompts in {rate:.0%}, where the target is "
-                    f"{settings.target:.0%}. More steps cannot help: bring more data ({split}), an easier task, or a "
-                    "checkpoint that knows it, with cold_start.target=0.")
+                    f"the supervised warm-up on {run.task} memorised its {len(seen)} training prompts: at step {step} "
+                    f"it solves {predicted:.0%} of them, but {rate:.0%} of the others (target {settings.target:.0%}). "
+                    f"Use more data ({split}), an easier task, or a trained checkpoint with cold_start.target=0.")
     raise RunError(
-        f"the cold start of {run.model.name!r} on {run.task} reached a success rate of {best:.1%} at best in "
-        f"{settings.max_steps} steps, not the target of {settings.target:.0%}: below it too few groups would have "
-        "rewards that differ. Raise cold_start.max_steps, lower cold_start.target, or make the task easier."
+        f"the supervised warm-up of {run.model.name!r} on {run.task} reached {best:.1%} success in "
+        f"{settings.max_steps} steps, below the target of {settings.target:.0%}. Raise cold_start.max_steps, lower "
+        "cold_start.target, or make the task easier."
     )
 
 
@@ -365,8 +366,9 @@ def _from_cache(folder: Path, loaded: LoadedModel, report: Callable[[str], None]
             raise ValueError("its weights are of another model")
         loaded.model.load_state_dict(saved)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise RunError(f"the cached cold start {folder} cannot be read ({error}); delete that folder.") from error
-    report(f"cold start: success {result.rate:.1%} after {result.steps} steps, from {folder}")
+        raise RunError(f"the cached supervised warm-up {folder} cannot be read ({error}). Delete that "
+                       "folder.") from error
+    report(f"supervised warm-up: success {result.rate:.1%} after {result.steps} steps, from {folder}")
     return result
 
 
@@ -460,7 +462,7 @@ def _record(folder: Path, described: Mapping[str, Any]) -> Mapping[str, Any] | N
         found = json.loads((folder / RECORD).read_text())
         same = found["settings"] == described
     except (ValueError, KeyError) as error:
-        raise RunError(f"{folder / RECORD} cannot be read ({error}); delete {folder} to pretrain again") from error
+        raise RunError(f"{folder / RECORD} cannot be read ({error}). Delete {folder} to pretrain again.") from error
     if not same:
         raise _other(folder, found["settings"], described)
     return found
@@ -482,8 +484,8 @@ def _resume(
 
 def _other(folder: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> ConfigError:
     parts = [f"{key} was {was.get(key)!r}, is {now.get(key)!r}" for key in now if was.get(key) != now[key]]
-    return ConfigError(f"{folder} holds a pretraining with other settings ({'; '.join(parts)}): choose another folder, "
-                       "or delete it")
+    return ConfigError(f"{folder} contains a pretraining with other settings ({'; '.join(parts)}). Choose another "
+                       "folder, or delete it.")
 
 
 def _keep(

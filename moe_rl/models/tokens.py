@@ -82,8 +82,8 @@ def demonstrated(task: AnyTask, prompts: list[Prompt], tokenizer: PreTrainedToke
     for prompt in prompts:
         transcript = tuple(show(prompt))
         if len(transcript) % 2 == 0:
-            raise ConfigError(f"{type(task).__name__}: the demonstration {shortened(transcript)} of the prompt "
-                              f"{prompt.text[:80]!r} must end with a turn of the policy.")
+            raise ConfigError(f"{type(task).__name__}: the demonstration {shortened(transcript)} for the prompt "
+                              f"{prompt.text[:80]!r} must end with a response of the policy")
         tokens = list(prompt.tokens)
         for text, said in zip(transcript[:-1:2], transcript[1::2], strict=True):
             tokens += [*completion_tokens(text, tokenizer), *reply_tokens(said, tokenizer, ended=True)]
@@ -109,8 +109,8 @@ def reply_tokens(text: str, tokenizer: PreTrainedTokenizerBase, ended: bool) -> 
         ends = [i for i, token in enumerate(whole) if token == tokenizer.eos_token_id]
         return tuple(_known(whole[ends[closing - 1] + ended :], "reply", text, tokenizer))
     if whole[: len(before)] != before:
-        raise ConfigError("the tokenizer's chat template closes no turn by its end token and writes earlier turns "
-                          "otherwise once there is another, so a conversation cannot go on token by token.")
+        raise ConfigError("the tokenizer's chat template changes earlier turns when a turn is added, so a multi-turn "
+                          "rollout cannot continue. Use a template that ends each turn with the end token.")
     return tuple(_known(whole[len(before) :], "reply", text, tokenizer))
 
 
@@ -135,7 +135,8 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     else:
         ids = plain_tokens(text, tokenizer)
     if not ids:
-        raise ConfigError(f"the prompt {text!r} has no tokens; the first token of a response needs one before it.")
+        raise ConfigError(f"the prompt {text!r} has no tokens. Give at least one: it predicts the first token of the "
+                          "response.")
     return _known(ids, "prompt", text, tokenizer)
 
 
@@ -143,7 +144,7 @@ def _known(ids: list[int], what: str, text: str, tokenizer: PreTrainedTokenizerB
     """The ids. Raises ConfigError where one stands for anything unknown."""
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
         raise ConfigError(
-            f"the tokenizer has no tokens for part of the {what} {text[:80]!r}, which the model would not see; "
-            f"choose a model whose vocabulary (now {len(tokenizer)}) covers the task."
+            f"the tokenizer cannot encode part of the {what} {text[:80]!r}. Choose a model whose vocabulary (now "
+            f"{len(tokenizer)} tokens) covers the task."
         )
     return ids

@@ -91,11 +91,12 @@ class Advantage:
         if not bool(torch.isfinite(rewards).all()):
             row = int((~torch.isfinite(rewards)).nonzero()[0])
             raise RunError(
-                f"the reward of row {row} is {rewards[row].item()}, which would make the advantages of its whole "
-                "group and then the weights NaN: make the task's reward return a number in [0, 1]"
+                f"the reward of row {row} is {rewards[row].item()}. Rewards must be numbers in [0, 1]: one NaN spoils "
+                "the whole group."
             )
         if (turn is None) != (turn_rewards is None):
-            raise ConfigError("turn and turn_rewards belong together: give both, or none where a row is one turn")
+            raise ConfigError("turn and turn_rewards are needed together. Give both, or neither if each row is one "
+                              "turn.")
         if turn is None or turn_rewards is None:
             turn, turn_rewards = mask.long(), place_on_last(rewards, mask)
         x = AdvantageInputs(values=rewards, rewards=rewards, mask=mask, turn=turn, turn_rewards=turn_rewards, **inputs)
@@ -104,8 +105,8 @@ class Advantage:
             x = replace(x, memory=self.memory.setdefault(str(number), {}))
             x = replace(x, values=step(x))
             if x.values.shape not in (x.rewards.shape, x.mask.shape):
-                raise ConfigError(f"the advantage {name} gives shape {tuple(x.values.shape)} for {len(mask)} rewards: "
-                                  "it needs (batch,), or (batch, time) where one per token is meant")
+                raise ConfigError(f"the advantage {name} has shape {tuple(x.values.shape)} for {len(mask)} rewards. "
+                                  "Return shape (batch,), or (batch, time) for one value per token.")
             if "values" in needs_of(step) and x.state_values is not None:
                 returns = torch.where(x.mask, _per_token(x.values) + x.state_values, 0)
         return torch.where(x.mask, _per_token(x.values), 0), returns
@@ -118,15 +119,15 @@ class Advantage:
                 torch.load(folder / MEMORY, weights_only=True)
             except Exception as error:  # of pickle or torch, by what it is
                 names = " and ".join(self.steps[int(n)][0] for n, memory in self.memory.items() if memory)
-                raise ConfigError(f"what the advantage {names} keeps in x.memory cannot be kept in a checkpoint: give "
-                                  "it numbers, text, tensors, and lists, tuples or dictionaries of these "
-                                  f"({str(error).partition(chr(10))[0]})") from error
+                raise ConfigError(f"x.memory of the advantage {names} cannot be saved "
+                                  f"({str(error).partition(chr(10))[0]}). Store only numbers, text and tensors in it, "
+                                  "or lists, tuples and dictionaries of these.") from error
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote. Raises RunError for a checkpoint of an earlier version."""
         if (folder / "advantage.json").exists():
-            raise RunError(f"{folder / 'advantage.json'} is of release 0.1.0 or before, which alone reads it: "
-                           "resume the run there, or begin it anew")
+            raise RunError(f"{folder / 'advantage.json'} was written by release 0.1.0 or earlier. Resume the run with "
+                           "that release, or start it again.")
         self.memory.clear()
         if (folder / MEMORY).exists():
             self.memory.update(torch.load(folder / MEMORY, weights_only=True))
@@ -140,9 +141,8 @@ def advantage_of(arm: Arm) -> Advantage:
     for one, after in zip(steps, [*steps, Component("")][1:], strict=True):
         rewards = one.name == "turn_rewards" or one.name == "kl_penalty" and one.options.get("per_token", True)
         if rewards != (after.name in ESTIMATES) and (rewards or one.name in ("whitened", "by_turn", *ESTIMATES)):
-            raise ConfigError(f"arm {arm.name!r}: {one} before {after if after.name else 'the end'}: kl_penalty and "
-                              "turn_rewards make rewards per token, returns or gae advantages of them, and of nothing "
-                              "else per token")
+            raise ConfigError(f"arm {arm.name!r}: {one} cannot come before {after if after.name else 'the end'}. Put "
+                              "kl_penalty or turn_rewards directly before returns or gae, and nowhere else.")
     found = Advantage(tuple((str(step), lookup("advantage", step, ADVANTAGES, suggest_field)) for step in steps))
     turn = torch.tensor([[1, 2], [1, 2]])
     earned, said = torch.tensor([[1.0, 0.0], [0.0, 0.25]]), torch.tensor([[0.0, -0.1], [-0.3, 0.0]])
@@ -157,8 +157,8 @@ def advantage_of(arm: Arm) -> Advantage:
     except MoeRlError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"arm {arm.name!r}: its advantage failed when it was tried on two responses ({error}). Is an "
-                          "option of another type?") from error
+        raise ConfigError(f"arm {arm.name!r}: its advantage failed on two test responses ({error}). Check the types of "
+                          "its options.") from error
     found.memory.clear()
     return replace(found, per_token=not torch.equal(first, second))
 
@@ -190,7 +190,7 @@ def normalized(x: AdvantageInputs, *, center: str = "group", scale: str = "group
             "running": lambda: _running(values, x.memory),
             "none": lambda: (torch.zeros_like(values), torch.ones_like(values))}
     if not eps >= 0:
-        raise ConfigError(f"normalized(eps={eps:g}): it is added to a deviation, so it must not be negative")
+        raise ConfigError(f"normalized(eps={eps:g}): eps is added to a standard deviation, so it must not be negative")
     if wrong := {center, scale} - set(sets):
         unknown("set that normalized compares with", min(wrong), sets)
     moments = {name: sets[name]() for name in {center, scale}}  # each once: a running one counts
@@ -218,8 +218,8 @@ def overlong(x: AdvantageInputs, *, limit: int, buffer: int) -> Values:
     In tokens; DAPO: 20480 and 4096. 0 up to limit − buffer, −1 from `limit` on. Before `group`.
     """
     if not 0 < buffer <= limit:
-        raise ConfigError(f"overlong(limit={limit}, buffer={buffer}): the buffer is the part of the limit, in tokens, "
-                          "over which the punishment grows, so 0 < buffer <= limit")
+        raise ConfigError(f"overlong(limit={limit}, buffer={buffer}): buffer is a number of tokens, with 0 < buffer <= "
+                          "limit")
     return (_per_row(x, "overlong") + ((limit - buffer - x.mask.sum(1)) / buffer).clamp(-1, 0)).to(x.values.dtype)
 
 
@@ -227,7 +227,7 @@ def overlong(x: AdvantageInputs, *, limit: int, buffer: int) -> Values:
 def clipped(x: AdvantageInputs, *, at: float) -> Values:
     """min(max(v, −at), at), of rewards or advantages (ROLL's `reward_clip` 10, `advantage_clip` 2)."""
     if not at > 0:
-        raise ConfigError(f"clipped(at={at:g}): values are kept within ± it, so it must be positive")
+        raise ConfigError(f"clipped(at={at:g}): values are clipped to [-at, at], so at must be positive")
     return x.values.clamp(-at, at)
 
 
@@ -248,7 +248,7 @@ def by_turn(x: AdvantageInputs, *, gamma: float = 1.0, among: str = "turn", scal
     """
     require_raw_rewards(x, "by_turn")
     if not 0 <= gamma <= 1:
-        raise ConfigError(f"by_turn(gamma={gamma:g}): a discount is from 0 to 1, per turn")
+        raise ConfigError(f"by_turn(gamma={gamma:g}): the discount per turn must be from 0 to 1")
     for name, value, choices in (("among", among, ("turn", "group")), ("scale", scale, ("group", "none"))):
         if value not in choices:
             unknown(f"{name} of by_turn", value, choices)
@@ -268,7 +268,7 @@ def by_turn(x: AdvantageInputs, *, gamma: float = 1.0, among: str = "turn", scal
 def whitened(x: AdvantageInputs, *, eps: float = 1e-8) -> Values:
     """(v − mean) / sqrt(var + eps) over all response tokens. var with n − 1, as verl and ROLL's `whiten_advantages`."""
     if not eps >= 0:
-        raise ConfigError(f"whitened(eps={eps:g}): it is added to a variance, so it must not be negative")
+        raise ConfigError(f"whitened(eps={eps:g}): eps is added to a variance, so it must not be negative")
     values = _per_token(x.values).expand(x.mask.shape).double()
     tokens = values[x.mask]
     if not len(tokens) or tokens.min() == tokens.max():  # where eps is 0, or their mean is rounded, they are 0 as well
@@ -286,7 +286,7 @@ def kl_penalty(x: AdvantageInputs, *, coef: float, estimator: str = "k1", per_to
     if estimator not in ESTIMATORS:
         unknown("estimator of a KL", estimator, ESTIMATORS)
     if x.old_logprobs is None or x.ref_logprobs is None:
-        raise ConfigError("kl_penalty compares with the reference policy: it needs old_logprobs and ref_logprobs")
+        raise ConfigError("kl_penalty compares with the reference policy, so it needs old_logprobs and ref_logprobs")
     rewards, k = _per_row(x, "kl_penalty"), ESTIMATORS[estimator]((x.ref_logprobs - x.old_logprobs).double())
     penalty = coef * torch.where(x.mask, k, 0)
     return (place_on_last(rewards, x.mask) - penalty if per_token else rewards - penalty.sum(1)).to(x.values.dtype)
@@ -305,7 +305,7 @@ def returns(x: AdvantageInputs, *, gamma: float = 1.0) -> Values:
     REINFORCE++, arXiv 2501.03262; GAE (arXiv 1506.02438) with λ = 1 and no critic. Holes in the mask are stepped over.
     """
     if not 0 <= gamma <= 1:
-        raise ConfigError(f"returns(gamma={gamma:g}): a discount is from 0 to 1")
+        raise ConfigError(f"returns(gamma={gamma:g}): the discount must be from 0 to 1")
     return _estimate(x, torch.zeros_like(x.mask, dtype=torch.float64), gamma, 1.0)
 
 
@@ -330,15 +330,15 @@ def gae(
     """
     for name, share in (("gamma", gamma), ("lam", lam)):
         if not 0 <= share <= 1:
-            raise ConfigError(f"gae({name}={share:g}): a discount is from 0 to 1")
+            raise ConfigError(f"gae({name}={share:g}): the discount must be from 0 to 1")
     if critic_lr is not None and not 0 < critic_lr < math.inf:
-        raise ConfigError(f"gae(critic_lr={critic_lr:g}): a learning rate above 0, or None for the policy's; "
-                          "`returns` needs no critic")
+        raise ConfigError(f"gae(critic_lr={critic_lr:g}): the learning rate must be above 0, or None for the policy's. "
+                          "Without a critic use `returns`.")
     if not value_clip > 0:
-        raise ConfigError(f"gae(value_clip={value_clip:g}): a distance above 0, or inf for no clipping")
+        raise ConfigError(f"gae(value_clip={value_clip:g}): the distance must be above 0, or inf for no clipping")
     if x.state_values is None:
-        raise ConfigError("gae compares returns with the values of a critic, and the batch has none: score it "
-                          "with one, or use `returns`, which needs none")
+        raise ConfigError("gae needs the values of a critic, and the batch has none. Score the batch with a critic, or "
+                          "use `returns`.")
     return _estimate(x, x.state_values.double(), gamma, lam)
 
 
@@ -363,8 +363,8 @@ def _per_token(values: Values) -> PerToken:
 def _per_row(x: AdvantageInputs, step: str) -> Float[Tensor, " batch"]:
     """The values, float64, one per row. Raises ConfigError where a step before has made them per token."""
     if x.values.dim() != 1:
-        raise ConfigError(f"the advantage {step} takes one value per row, but a step before it made one per token: put "
-                          "whitened, kl_penalty and returns after it")
+        raise ConfigError(f"the advantage {step} takes one value per row, but an earlier step made one per token. Put "
+                          "whitened, kl_penalty and returns after it.")
     return x.values.double()
 
 
@@ -394,8 +394,8 @@ def _running(values: Float[Tensor, " batch"], memory: dict[str, Any]) -> tuple[T
 def require_raw_rewards(x: AdvantageInputs, step: str) -> None:
     """Raise ConfigError where a step before has made something else of the rewards."""
     if x.values is not x.rewards:
-        raise ConfigError(f"the advantage {step} reads the rewards of turns, and a step before it changed those of "
-                          "rows, which would be lost: put it first")
+        raise ConfigError(f"the advantage {step} uses the rewards of turns, and an earlier step changed the rewards of "
+                          f"rows. Put {step} first.")
 
 
 def place_on_last(rewards: Float[Tensor, " batch"], mask: Mask) -> PerToken:

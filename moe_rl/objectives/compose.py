@@ -121,15 +121,15 @@ def compute_factors(correction: Callable[..., Tensor], x: CorrectionInputs) -> P
         if not isinstance(error.obj, CorrectionInputs):
             raise
         name = getattr(getattr(correction, "func", correction), "__name__", correction)
-        raise ConfigError(f"the correction {name} reads log π_θ (x.{error.name}), which is not known before the update "
-                          "of a mini-batch: mark it with moe_rl.registry.needs('policy') and make it a correction, no "
-                          "filter") from error
+        raise ConfigError(f"the correction {name} uses log π_θ (x.{error.name}), which is unknown before the update. "
+                          "Mark it with moe_rl.registry.needs('policy'), and use it as a correction, not as a "
+                          "filter.") from error
     if factors.shape != x.mask.shape:
-        raise ConfigError(f"a correction gave shape {tuple(factors.shape)}: it needs one factor per token, "
-                          f"(batch, time), here {tuple(x.mask.shape)}")
+        raise ConfigError(f"a correction has shape {tuple(factors.shape)}. Return one factor per token: (batch, time), "
+                          f"here {tuple(x.mask.shape)}.")
     factors = torch.where(x.mask, factors, 1)
     if bool(factors.isnan().any()):
-        raise ConfigError("a correction gave NaN: some log-probs that it reads are no numbers")
+        raise ConfigError("a correction is NaN: some of its log-probs are not numbers")
     return factors
 
 
@@ -152,17 +152,17 @@ def objective_of(arm: Arm) -> Objective:
     except MoeRlError:
         raise
     except (TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"arm {arm.name!r}: a part failed when it was tried on one token ({error}). Is an option of "
-                          "another type? One that reads the entropy, the reference or the routers is marked with "
-                          "moe_rl.registry.needs('entropy'), ('reference') or ('router').") from error
+        raise ConfigError(f"arm {arm.name!r}: a component failed on one test token ({error}). Check the types of its "
+                          "options, and mark what it needs with moe_rl.registry.needs('entropy'), ('reference') or "
+                          "('router').") from error
     for name, shape, needed in (("loss", (), "one number"), ("log_ratio", (1, 1), "(batch, time)"),
                                 ("clipped_by", (1, 1), "(batch, time)")):
         if (found := tuple(getattr(output, name).shape)) != shape:
-            raise ConfigError(f"arm {arm.name!r}: its loss, tried on one token, gave a {name} of shape {found}: it "
-                              f"needs {needed}, here {shape}")
+            raise ConfigError(f"arm {arm.name!r}: its loss returned a {name} of shape {found} for one token. Return "
+                              f"{needed}, here {shape}.")
     if taken := [name for name in output.metrics if not name.startswith(("own_", "term_"))]:
-        raise ConfigError(f"arm {arm.name!r}: its loss gives the metrics {', '.join(taken)}, which could be the names "
-                          "of measured columns; let them begin with own_")
+        raise ConfigError(f"arm {arm.name!r}: its loss returns the metrics {', '.join(taken)}, which may be names of "
+                          "measured columns. Start their names with own_.")
     _check_per_token(arm, objective)
     _warn_of_wide_range(arm, objective)
     return objective
@@ -199,24 +199,23 @@ def policy_loss(
     further = {name: _widen(x) for name, x in further.items()}
     if arm.anchor == "engine":
         if further.get("rollout_logprobs") is None:
-            raise ConfigError(f"arm {arm.name!r} takes its ratio against the engine's log-probs: give rollout_logprobs")
+            raise ConfigError(f"arm {arm.name!r} divides by the engine's probabilities: give rollout_logprobs")
         old_logprobs = further["rollout_logprobs"]
     require_mask(mask)
     _require_finite(mask, old_logprobs=old_logprobs, rollout_logprobs=further.get("rollout_logprobs"),
                     ref_logprobs=further.get("ref_logprobs"))
     if advantages.dim() not in (1, 2) or advantages.dim() == 2 and advantages.shape != mask.shape:
-        raise ConfigError(f"advantages have shape {tuple(advantages.shape)}: give one per row, {len(mask)}, or one per "
-                          f"token, {tuple(mask.shape)}")
+        raise ConfigError(f"advantages have shape {tuple(advantages.shape)}. Give one per row, {len(mask)}, or one per "
+                          f"token, {tuple(mask.shape)}.")
     if advantages.dim() == 1 and len(advantages) != len(mask):
-        raise ConfigError(f"{len(advantages)} advantages for {len(mask)} rows: give one per row, or one per token")
+        raise ConfigError(f"{len(advantages)} advantages for {len(mask)} rows. Give one per row, or one per token.")
     if weights is not None and objective.filters:
-        raise ConfigError("filters say over a whole mini-batch what counts, so they cannot be asked about a part that "
-                          "has weights: give the arm without filters, a mask they have been applied to, and weights "
-                          "of that mask")
+        raise ConfigError("filters need the whole mini-batch, so they cannot run on a part with given weights. Give "
+                          "the arm without filters, a mask after the filters, and weights of that mask.")
     counted = advantages[mask if advantages.dim() == 2 else mask.any(1)]
     if not bool(counted.isfinite().all()):
-        raise ConfigError(f"{int((~counted.isfinite()).sum())} of {counted.numel()} advantages are not finite, and "
-                          "would make every weight NaN")
+        raise ConfigError(f"{int((~counted.isfinite()).sum())} of {counted.numel()} advantages are not finite, so "
+                          "every weight would be NaN")
     x = LossInputs(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask,
                    advantages=advantages[:, None].expand(mask.shape) if advantages.dim() == 1 else advantages,
                    weights=torch.zeros_like(logprobs) if weights is None else weights, **further)
@@ -246,13 +245,13 @@ def compute_advantages(
     made = advantage_of(arm_of_text(arm) if isinstance(arm, str) else arm)
     require_mask(mask)
     if not len(rewards) == len(prompt) == len(mask):
-        raise ConfigError(f"{len(rewards)} rewards and {len(prompt)} prompts for {len(mask)} rows: give one per row")
+        raise ConfigError(f"{len(rewards)} rewards and {len(prompt)} prompts for {len(mask)} rows. Give one per row.")
     rewards = rewards if rewards.dtype == torch.float64 else rewards.float()  # of 0 and 1 steps make fractions
     every = torch.ones(len(mask), dtype=torch.bool) if finished is None else finished
     found = made.compute(rewards=rewards, prompt=prompt, mask=mask, finished=every, **inputs)[0]
     if any(made.memory.values()):
-        raise ConfigError("an advantage of this arm remembers earlier batches, and compute_advantages forgets them: "
-                          "call moe_rl.objectives.advantage_of(arm) once, and its compute(…) with each batch")
+        raise ConfigError("an advantage of this arm remembers earlier batches, and compute_advantages does not. Call "
+                          "moe_rl.objectives.advantage_of(arm) once, and its compute(…) for each batch.")
     return found
 
 
@@ -262,8 +261,8 @@ def correction_weights(arm: Arm | str, **inputs: Any) -> PerToken:
     objective = _objective_once(arm_of_text(arm) if isinstance(arm, str) else arm)
     require_mask(inputs["mask"])
     if objective.filters:
-        raise ConfigError("filters say first what counts, and corrections may depend on it: give the arm without "
-                          "filters (filters=none), and a mask they have been applied to")
+        raise ConfigError("filters must run before corrections. Give the arm without filters (filters=none), and a "
+                          "mask after the filters.")
     x = CorrectionInputs(**{name: _widen(value) for name, value in inputs.items()})
     return functools.reduce(torch.mul, (compute_factors(one, x) for one in objective.corrections),
                             torch.ones_like(x.old_logprobs))
@@ -280,13 +279,13 @@ def _require_finite(mask: Mask, **logprobs: PerToken | None) -> None:
 def _require_plain(arm: Arm) -> None:
     """Raise ConfigError for what an arm says and a loss alone cannot do."""
     if Component.of(arm.routes).name != "live" or arm.ratio_routes is not None:
-        raise ConfigError(f"arm {arm.name!r} replays routes, and a loss replays none: score under "
-                          "moe_rl.routing.replay_routing, and give the arm without them (routes=none)")
+        raise ConfigError(f"arm {arm.name!r} replays routing, but a loss cannot. Score under "
+                          "moe_rl.routing.replay_routing, and give the arm with routes=none.")
     assert isinstance(arm.advantage, tuple), "an arm makes one of a part alone"
     if arm.advantage not in ((), (Component("group"),)):
-        raise ConfigError(f"arm {arm.name!r} makes its advantages by {', '.join(map(str, arm.advantage))}, and a loss "
-                          "takes them as they are: make them with moe_rl.objectives.compute_advantages, and give the "
-                          "arm without them (advantage=none)")
+        raise ConfigError(f"arm {arm.name!r} computes advantages ({', '.join(map(str, arm.advantage))}), but a loss "
+                          "takes given advantages. Call moe_rl.objectives.compute_advantages, and give the arm with "
+                          "advantage=none.")
 
 
 def _widen(x: Any) -> Any:
@@ -324,16 +323,16 @@ def _check_corrections(arm: Arm, objective: Objective) -> None:
     for part, function in zip((*arm.corrections, *arm.filters), functions, strict=True):
         if arm.anchor == "engine" and "engine" in needs_of(function):
             raise ConfigError(
-                f"arm {arm.name!r}: {Component.of(part).name} weighs the trainer's π_old against the engine, but "
-                "anchor='engine' takes the engine's log-probs for π_old: every weight is 1. Choose one of the two."
+                f"arm {arm.name!r}: with anchor='engine' π_old is the engine's policy, so every weight of "
+                f"{Component.of(part).name} is 1. Remove one of the two."
             )
     for part, function in zip(arm.filters, objective.filters, strict=True):
         if Component.of(part).name == "truncated":
-            raise ConfigError(f"arm {arm.name!r}: truncated is never 0, so as a filter it does nothing: make it a "
-                              "correction")
+            raise ConfigError(f"arm {arm.name!r}: truncated is never 0, so it has no effect as a filter. Use it as a "
+                              "correction.")
         if "policy" in needs_of(function):
-            raise ConfigError(f"arm {arm.name!r}: {part} reads π_θ, which is not known when filters decide what "
-                              "counts: make it a correction")
+            raise ConfigError(f"arm {arm.name!r}: {part} uses π_θ, which is unknown when filters run. Use it as a "
+                              "correction.")
     for kind, names in (("correction", [*map(str, arm.corrections)]), ("term", [*map(_term_name, arm.terms)])):
         if len(set(names)) < len(names):
             raise ConfigError(f"arm {arm.name!r} has a {kind} twice: {', '.join(names)}")
@@ -349,7 +348,7 @@ def _check_per_token(arm: Arm, objective: Objective) -> None:
     except ConfigError as error:
         assert isinstance(arm.advantage, tuple), "an arm makes one of a part alone"
         steps = ", ".join(map(str, arm.advantage))
-        raise ConfigError(f"arm {arm.name!r}: its advantage ({steps}) differs within a response; {error}") from error
+        raise ConfigError(f"arm {arm.name!r}: its advantage ({steps}) differs within a response. {error}") from error
 
 
 def _warn_of_wide_range(arm: Arm, objective: Objective) -> None:
@@ -359,9 +358,9 @@ def _warn_of_wide_range(arm: Arm, objective: Objective) -> None:
     level = options.get(CLIPS.get(name, ""), CLIPS.get(name, ""))
     if CLIPS.get(level, level) in MEANS and max(high, low) >= 0.1:
         warnings.warn(
-            f"arm {arm.name!r}: the clip range {low:g}/{high:g} never clips the sequence-level ratio of "
-            f"{name}, a mean over tokens that stays within a few percent of 1, so nothing bounds its updates; "
-            "the paper uses 3e-4/4e-4 (short responses need a range of their own, usually below 0.05)", stacklevel=3)
+            f"arm {arm.name!r}: the clip range {low:g}/{high:g} never clips the sequence ratio of {name}, which stays "
+            "within a few percent of 1. The paper uses 3e-4/4e-4; short responses need another range, usually below "
+            "0.05.", stacklevel=3)
 
 
 def _term_name(part: Part) -> str:

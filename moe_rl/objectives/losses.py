@@ -51,7 +51,7 @@ class CorrectionInputs:
     def __post_init__(self) -> None:
         shapes = {name: tuple(x.shape) for name, x in vars(self).items() if isinstance(x, Tensor)}
         if len(set(shapes.values())) > 1:
-            raise ConfigError(f"the inputs of a loss must have one shape (batch, time), but they have {shapes}")
+            raise ConfigError(f"the inputs of a loss must have one shape (batch, time), but their shapes are {shapes}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ MEANS = ("sequence", "sequence_token", "segment")
 def at_level(level: str, log_ratio: PerToken, mask: Mask) -> PerToken:
     """The log-ratio at a level, 0 outside the response. Raises ConfigError for a level that is not there."""
     if level not in LEVELS:
-        raise ConfigError(f"level={level!r} is no level of a ratio: choose {', '.join(LEVELS)}")
+        raise ConfigError(f"level={level!r} is not a level of a ratio. Choose {', '.join(LEVELS)}.")
     return LEVELS[level](log_ratio, mask)
 
 
@@ -163,8 +163,8 @@ def at_level(level: str, log_ratio: PerToken, mask: Mask) -> PerToken:
 def find_outside(x: LossInputs, ratio: PerToken, low: Bound, high: Bound, middle: float = 1.0) -> tuple[Mask, Mask]:
     """Mask a ratio is beyond middle + high and A > 0, and where below middle − low and A < 0, both strictly."""
     if not all(bool((torch.as_tensor(bound) >= 0).all()) for bound in (low, high)):  # no text for tensors every time
-        raise ConfigError(f"a clip range of ({low}, {high}) is no range: ratios are clipped to [1 - clip_low, 1 + "
-                          "clip_high], so both must be >= 0 (inf turns a side off)")
+        raise ConfigError(f"clip_low={low} and clip_high={high} must be at least 0: ratios are clipped to [1 - "
+                          "clip_low, 1 + clip_high]. inf turns a side off.")
     up, down = x.mask & (x.advantages > 0), x.mask & (x.advantages < 0)
     return up & (ratio > middle + high), down & (ratio < middle - low)
 
@@ -214,8 +214,8 @@ def require_one_advantage(x: LossInputs, name: str, instead: str) -> None:
     """Raise ConfigError where advantages differ within a response of a loss that has one ratio for all of it."""
     highest = x.advantages.masked_fill(~x.mask, -torch.inf).amax(1, keepdim=True)
     require(not bool((x.mask & (x.advantages != highest)).any()),
-            f"{name} has one ratio and one advantage per sequence, but got advantages that differ within one: use "
-            f"{instead}, which takes an advantage per token")
+            f"{name} has one ratio and one advantage per sequence, but the advantages differ within a sequence. Use "
+            f"{instead}, which takes one advantage per token.")
 
 
 def require(fulfilled: bool, message: str) -> None:
@@ -242,9 +242,10 @@ def grpo(
 
     At level "sequence" the advantage of one token moves its whole sequence, as in TRL: that is not GSPO-token.
     """
-    require(dual >= 1 and cap >= 1, f"grpo(dual={dual:g}, cap={cap:g}): below 1 they would clip tokens that have not "
-             "moved; usual are 3 for dual and 4 for cap, and inf turns them off")  # fmt: skip
-    require(log_clamp > 0, f"grpo(log_clamp={log_clamp:g}): nats must be positive, usually 20; inf turns it off")
+    require(dual >= 1 and cap >= 1, f"grpo(dual={dual:g}, cap={cap:g}): both must be at least 1, usually dual=3 and "
+                                    "cap=4; inf turns one off")  # fmt: skip
+    require(log_clamp > 0, f"grpo(log_clamp={log_clamp:g}): the limit in nats must be positive, usually 20; inf turns "
+                           "it off")
     token = x.log_ratio  # on the bound its gradient is kept, which torch's clamp drops since 2.15
     bounded = torch.where(token.detach().abs() > log_clamp, token.detach().sign() * log_clamp, token)
     ratio = at_level(level, bounded, x.mask)
@@ -311,7 +312,7 @@ def crossed(
     """
     choices = ("token", "sequence", "none", "segment", "product")
     require({weigh, clip} <= set(choices),
-             f"crossed(weigh={weigh!r}, clip={clip!r}): each is one of {', '.join(choices)}")  # fmt: skip
+             f"crossed(weigh={weigh!r}, clip={clip!r}): choose each from {', '.join(choices)}")  # fmt: skip
     token = x.log_ratio.detach()
     weight, bounded = (at_level(name, token, x.mask) if name in LEVELS else 0 * token for name in (weigh, clip))
     above, below = find_outside(x, bounded.exp(), clip_low, clip_high)
@@ -359,7 +360,8 @@ def band(x: LossInputs, *, low: float = 0.5, high: float = 5.0) -> LossOutput:
     GLM-5, arXiv 2602.15763, against the engine (`anchor="engine"`); the band is IcePop's (arXiv 2510.18855), which is
     one of π_old / π_engine, a correction. [0, inf]: w · A · ∇ log π.
     """
-    require(0 <= low <= 1 <= high, f"band(low={low:g}, high={high:g}): it must hold 1, where nothing has moved")
+    require(0 <= low <= 1 <= high, f"band(low={low:g}, high={high:g}): the range must contain 1, the ratio before an "
+                                   "update")
     ratio, pushed = x.log_ratio.detach().exp(), x.mask & (x.advantages != 0)
     return weigh_logprobs(x, ratio, x.log_ratio, pushed & (ratio > high), pushed & (ratio < low))
 
@@ -395,7 +397,7 @@ def ipo(x: LossInputs, *, threshold: float = 0.1) -> LossOutput:
     prime-rl's loss "ipo", which anchors at the engine (`anchor="engine"`), with its threshold: `dppo` has two bounds,
     each on the side that A pushes to. The gradient is w · A · ∇ log π. threshold 1: w · A.
     """
-    require(threshold >= 0, f"ipo(threshold={threshold:g}): a distance of probabilities, from 0 to 1")
+    require(threshold >= 0, f"ipo(threshold={threshold:g}): the distance of probabilities must be from 0 to 1")
     log_ratio, old = x.log_ratio.detach(), torch.where(x.mask, x.old_logprobs, 0)
     far = x.mask & (x.advantages != 0) & (((old + log_ratio).exp() - old.exp()).abs() > threshold)
     weight = torch.where(far | (x.advantages == 0) | (x.weights == 0), 0, log_ratio.exp())
@@ -412,7 +414,7 @@ def a3po(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, high: 
     range. π_old is what drew the tokens: `anchor="engine"`.
     """
     if x.lag is None:
-        raise ConfigError("a3po needs to know how many steps behind the weights are that drew each token: give lag")
+        raise ConfigError("a3po needs the lag: how many steps old the weights were that sampled each token. Give lag.")
     require(high > 0, f"a3po(high={high:g}): the largest weight of a token must be positive; inf keeps all")
     log_ratio, share = x.log_ratio.detach(), 1 / x.lag.clamp(min=1)
     weight = finite_exp((1 - share) * log_ratio)
@@ -438,8 +440,11 @@ def vespo(
     VESPO, arXiv 2602.10693, with TRL's defaults. The weight goes to 0 on both sides of w = 1. TRL cuts log w to
     [log 1e-8, 20] and that of tokens to ±20; here nothing is cut. k = λ = 0: REINFORCE.
     """
-    require(all(one >= 0 for one in (k_pos, lambda_pos, k_neg, lambda_neg)), f"vespo(k_pos={k_pos:g}, lambda_pos="
-             f"{lambda_pos:g}, k_neg={k_neg:g}, lambda_neg={lambda_neg:g}): none may be negative")  # fmt: skip
+    require(all(one >= 0 for one in (k_pos, lambda_pos, k_neg, lambda_neg)), f"vespo(k_pos={k_pos:g}, "
+                                                                             f"lambda_pos={lambda_pos:g}, "
+                                                                             f"k_neg={k_neg:g}, "
+                                                                             f"lambda_neg={lambda_neg:g}): all must be "
+                                                                             "at least 0")  # fmt: skip
     log_ratio = at_level("product", x.log_ratio.detach(), x.mask)
     positive, negative = (k * log_ratio - rate * (finite_exp(log_ratio) - 1)
                           for k, rate in ((k_pos, lambda_pos), (k_neg, lambda_neg)))  # fmt: skip
@@ -481,7 +486,7 @@ def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 0.1) -> LossOutp
     penalty is weighed and corrected as the loss is. share or coef 0: w · A. At π_θ = π_old rounding decides the sign of
     the penalty's gradient, so there the cut into micro-batches changes it.
     """
-    require(coef >= 0, f"kl_cov(coef={coef:g}): it pulls back to π_old, so it must be >= 0")
+    require(coef >= 0, f"kl_cov(coef={coef:g}): the coefficient must be at least 0")
     highest = _covariance(x).masked_fill(~x.mask, -torch.inf).flatten().argsort(descending=True, stable=True)
     marks = _mark_first(x, highest, share) if x.marks is None else x.marks
     found = surrogate(x, exponential(x, x.log_ratio), x.log_ratio)
@@ -505,9 +510,10 @@ def sat(
     """
     require(base in ("grpo", "gspo"), f"sat(base={base!r}): choose grpo or gspo")
     require(0 <= quantile <= 1 and exponent > 0,
-            f"sat(quantile={quantile:g}, exponent={exponent:g}): a share of tokens, and a positive number")  # fmt: skip
+            f"sat(quantile={quantile:g}, exponent={exponent:g}): quantile must be a share of tokens, and exponent "
+            "positive")  # fmt: skip
     if x.rollout_logprobs is None:
-        raise ConfigError("sat reads the distance to the engine, but there are no rollout_logprobs")
+        raise ConfigError("sat needs the log-probs of the engine. Give rollout_logprobs.")
     gap = torch.where(x.mask, x.log_ratio + x.old_logprobs - x.rollout_logprobs, 0).detach()
     sizes = gap.abs()
     marks = x.marks
@@ -529,11 +535,11 @@ def high_entropy(
     mini-batch's response tokens. The others stay in |y| and N. TRL and ms-swift take the quantile over a micro-batch.
     `base` has `options`. share 1: `base`. Raises ConfigError for a base that needs more than log-probs.
     """
-    require(0 < share <= 1, f"high_entropy(share={share:g}): a share of the tokens, above 0 and at most 1")
+    require(0 < share <= 1, f"high_entropy(share={share:g}): the share of tokens must be above 0 and at most 1")
     loss = lookup("loss", Component(base, **(options or {})), LOSSES)
-    require(not needs_of(loss), f"high_entropy(base={base!r}): a loss that needs log-probs alone")
+    require(not needs_of(loss), f"high_entropy(base={base!r}): the base must be a loss that needs log-probs only")
     if x.entropy is None:
-        raise ConfigError("high_entropy chooses tokens by their entropy, but there is none: give entropy")
+        raise ConfigError("high_entropy selects tokens by their entropy. Give entropy.")
     entropy, marks = x.entropy.detach(), x.marks
     if marks is None:
         least = entropy[x.mask].quantile(1 - share) if bool(x.mask.any()) else 0.0
@@ -549,7 +555,7 @@ def _covariance(x: LossInputs) -> PerToken:
 
 def _mark_first(x: LossInputs, order: Int[Tensor, " tokens"], share: float) -> PerToken:
     """1 at the first of some tokens, as many as are that share of the response tokens, at least one; 0 elsewhere."""
-    require(0 <= share <= 1, f"share={share:g} is no share of the tokens: it goes from 0 to 1")
+    require(0 <= share <= 1, f"share={share:g}: a share of tokens must be from 0 to 1")
     count = max(1, int(share * int(x.mask.sum()))) if share else 0
     return torch.zeros_like(x.logprobs.detach()).flatten().index_fill(0, order[:count], 1).view_as(x.mask)
 

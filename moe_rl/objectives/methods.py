@@ -93,7 +93,7 @@ def entry(name: str) -> Method:
     found = methods().get(name) or presets().get(name)
     if found is None:
         arm(name)  # says what there is, or why there is none
-        raise ConfigError(f"{name!r} is a loss, not a method; see `moe-rl methods`")
+        raise ConfigError(f"{name!r} is a loss, not a method. See `moe-rl methods`.")
     return found
 
 

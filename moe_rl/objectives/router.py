@@ -37,11 +37,12 @@ def rspo(
     a floor outside [0, 1], and for a base that needs more than log-probs.
     """
     if not 0 <= floor <= 1:
-        raise ConfigError(f"rspo(floor={floor:g}): the least factor on a ratio is from 0 (no floor) to 1 (no factor)")
+        raise ConfigError(f"rspo(floor={floor:g}): the smallest factor on a ratio must be from 0 (no floor) to 1 (no "
+                          "factor)")
     loss = lookup("loss", Component(base, **(options or {})), LOSSES, suggest_field)
     if needs_of(loss):
-        raise ConfigError(f"rspo(base={base!r}): it weighs the ratio of a loss that needs log-probs alone, not of one "
-                          f"that needs {', '.join(sorted(needs_of(loss)))}")
+        raise ConfigError(f"rspo(base={base!r}): the base loss may need log-probs only, but this one needs "
+                          f"{', '.join(sorted(needs_of(loss)))}")
     router = _router(x, "rspo")
     moved = router_shift(router)
     log_floor = math.log(floor) if floor else -math.inf
@@ -103,7 +104,8 @@ def load_balance(x: LossInputs, *, coef: float, routes: str = "live") -> Float[T
     counts what the live routers picked, or the "replayed" experts, which no term can balance.
     """
     if routes not in ("live", "replayed"):
-        raise ConfigError(f"load_balance(routes={routes!r}): f counts 'live' or 'replayed' choices of experts")
+        raise ConfigError(f"load_balance(routes={routes!r}): choose 'live' or 'replayed', the expert choices that f "
+                          "counts")
     router = _router(x, "load_balance")
     load = router.loads()["preferred" if routes == "live" else "used"]
     pairs = zip(load, router.log_probs, strict=True)
@@ -112,8 +114,8 @@ def load_balance(x: LossInputs, *, coef: float, routes: str = "live") -> Float[T
 
 def _router(x: LossInputs, who: str) -> RouterInputs:
     if x.router is None:
-        raise ConfigError(f"{who} looks at routers, but there are no RouterInputs: policy='hf' makes them, other loops "
-                          "have to give them")
+        raise ConfigError(f"{who} needs RouterInputs, which the batch does not have. Use policy='hf', or fill them in "
+                          "in your own loop.")
     return x.router
 
 

@@ -66,11 +66,10 @@ def known_components() -> Mapping[str, Known]:
 
 
 def suggest_field(name: str, choices: Collection[str]) -> str:
-    """What a name, or the closest to it, is of another kind than that of `choices`: `grpo is of the kind loss, and goes
-    into Arm(loss=…)`; empty where it is nothing."""
-    others = {n: f"is a whole method: an arm by itself, arms=({n!r},), or --arm {n}" for n in read_table()["methods"]}
-    others |= {n: f"is of the kind {known.kind}, and goes into Arm({FIELD[known.kind]}=…)"
-               for n, known in known_components().items()}
+    """What a name, or the closest to it, is of another kind than that of `choices`: `grpo goes into Arm(loss=…)`;
+    empty where it is nothing."""
+    others = {n: f"is a whole method; use --arm {n}, or arms=({n!r},)" for n in read_table()["methods"]}
+    others |= {n: f"goes into Arm({FIELD[known.kind]}=…)" for n, known in known_components().items()}
     found = difflib.get_close_matches(name, others.keys() - {*choices}, n=1, cutoff=0.8)
     return f"{found[0]} {others[found[0]]}" if found else ""
 
@@ -85,14 +84,14 @@ def parse(text: str, methods: Mapping[str, str]) -> Arm:
     head, *rest = split_pieces(text)
     field, use = _read_piece(text, head)
     if field not in (None, "loss"):
-        raise ConfigError(f"arm {text!r} begins with {head!r}: first comes a method, a preset, a loss, or loss=…")
+        raise ConfigError(f"arm {text!r} begins with {head!r}. Begin with a method, a preset, a loss, or loss=….")
     start = _start_from(use, {} if field else methods)
     found: dict[str, Any] = {}
     for piece in rest:
         field, use = _read_piece(text, piece)
         where = field or _field_of(text, use, methods)
         if where not in SEVERAL and (where in found or where == "loss"):
-            raise ConfigError(f"arm {text!r} has more than one {where}; an arm has one")
+            raise ConfigError(f"arm {text!r} has more than one {where}. Give one.")
         if where in ("name", "anchor"):
             found[where] = ast.literal_eval(use.name) if use.name[0] in "'\"" else use.name
         elif where in SEVERAL:
@@ -100,17 +99,17 @@ def parse(text: str, methods: Mapping[str, str]) -> Arm:
             found[where] = () if use.name == "none" else (*found.get(where, before), require_options(use))
         else:
             if field is None and getattr(start, where) != getattr(DEFAULT, where):
-                raise ConfigError(f"arm {text!r}: {head} has {where}={getattr(start, where)} already; to replace it, "
-                                  f"write {where}={piece}")
+                raise ConfigError(f"arm {text!r}: {head} already has {where}={getattr(start, where)}. To replace it, "
+                                  f"write {where}={piece}.")
             if use.name == "none" and getattr(DEFAULT, where) is not None:
-                raise ConfigError(f"arm {text!r}: {where} cannot be empty, only replaced")
+                raise ConfigError(f"arm {text!r}: {where} cannot be none. Replace it by another component.")
             found[where] = None if use.name == "none" else require_options(use)
     steps = found.get("advantage")
     if steps and "advantage=" not in text and not any(step.name in BASELINES for step in steps):
         written = "+".join(map(_spell_use, steps))
-        raise ConfigError(f"arm {text!r} names advantage steps, which are then all of them, but none that compares a "
-                          f"response with others or a critic ({', '.join(BASELINES)}): write group+{written} or "
-                          f"{written}+group, or, if that is what you mean, advantage={written}")
+        raise ConfigError(f"arm {text!r} has no advantage step that compares with other responses or a critic "
+                          f"({', '.join(BASELINES)}). Write group+{written} or {written}+group, or advantage={written} "
+                          "for no baseline.")
     return start.replace(**{"name": "".join(text.split()), **found})
 
 
@@ -179,8 +178,8 @@ def _refuse_ambiguous(use: Component, method: Arm) -> None:
                     mine = name in known_components()[loss].options
                     raise ConfigError(
                         f"{_spell_use(Component(use.name, **{name: use.options[name]}))}: {name} is an option "
-                        f"of its {part.name}: write {use.name}+{text}"
-                        + (f", or, for the loss, begin with {loss}(…)" if mine else "")
+                        f"of {part.name}. Write {use.name}+{text}"
+                        + (f", or begin with {loss}(…) for its loss" if mine else "")
                     )
 
 
@@ -189,13 +188,13 @@ def _field_of(text: str, use: Component, methods: Mapping[str, str]) -> str:
     if (field := _known_field(use)) is not None:
         return field
     if use.own:
-        raise ConfigError(f"arm {text!r}: say what {use.name} is, e.g. terms={use.name}; a field of an arm is one of "
-                          f"{', '.join(FIELDS)}")
+        raise ConfigError(f"arm {text!r}: name the field of {use.name}, e.g. terms={use.name}. The fields are "
+                          f"{', '.join(FIELDS)}.")
     if use.name in methods:
         added = methods[use.name].partition("+")[2]
-        raise ConfigError(f"arm {text!r}: {use.name} is a whole method, and can only come first"
-                          + (f"; the part that you may mean is {added}" if added else ""))
-    unknown("part", use.name, known_components())
+        raise ConfigError(f"arm {text!r}: {use.name} is a whole method, and can only come first."
+                          + (f" Its component is {added}." if added else ""))
+    unknown("component", use.name, known_components())
 
 
 def _known_field(use: Component) -> str | None:
@@ -212,16 +211,16 @@ def _read_piece(text: str, piece: str) -> tuple[str | None, Component]:
     """The field that a piece names, if it does, and its component."""
     match = PIECE.fullmatch(piece)
     if match is None:
-        raise ConfigError(f"arm {text!r}: {piece!r} cannot be read; parts are name, name(option=value,…) or "
-                          "field=name, joined by +")
+        raise ConfigError(f"arm {text!r}: {piece!r} cannot be read. Write name, name(option=value,…) or field=name, "
+                          "joined by +.")
     field, name, options = match.groups()
     if field is not None and field not in FIELDS:
         unknown("field of an arm", field, FIELDS)
     use = Component(name, **read_options(options or "", f"{piece!r} in arm {text!r}"))
     if field not in (None, "name", "anchor") and name != "none" and not use.own and name not in _names_for(field):
         if known := _known_field(use):
-            raise ConfigError(f"arm {text!r}: {name} belongs into {known}, not into {field}")
-        unknown(f"part for {field}", name, [*_names_for(field), "pkg.module:name"],
+            raise ConfigError(f"arm {text!r}: {name} goes into {known}, not into {field}")
+        unknown(f"component for {field}", name, [*_names_for(field), "pkg.module:name"],
                 suggest_field(name, _names_for(field)))
     return field, use
 

@@ -49,8 +49,8 @@ def kl(
         e = -x.log_ratio
     elif x.ref_logprobs is None:
         raise ConfigError(
-            f"the term kl(coef={coef:g}) compares with the reference policy, but there are no ref_logprobs: score the "
-            "batch with the reference, or leave the term out"
+            f"the term kl(coef={coef:g}) needs ref_logprobs. Score the batch with the reference policy, or remove the "
+            "term."
         )
     else:
         e = torch.where(x.mask, x.ref_logprobs.detach() - x.logprobs, 0)
@@ -68,7 +68,7 @@ def kl(
 def entropy(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
     """−coef · Σ weights · entropy, in nats."""
     if x.entropy is None:
-        raise ConfigError(f"the term entropy(coef={coef:g}) needs the entropy of every token, but there is none")
+        raise ConfigError(f"the term entropy(coef={coef:g}) needs the entropy of every token, which is missing")
     return -coef * (x.weights * torch.where(x.mask, x.entropy, 0)).sum()
 
 

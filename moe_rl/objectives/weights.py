@@ -49,8 +49,8 @@ def seq_mean_token_sum_norm(mask: Mask, *, horizon: float, rows: str = "live") -
     """1 / (N·horizon): the horizon is often `max_new_tokens` (Dr. GRPO, arXiv 2503.20783). No default:
     some peers take the width of a batch, which changes with its padding. Raises ConfigError unless 0 < horizon < ∞."""
     if not 0 < horizon < math.inf:
-        raise ConfigError(f"seq_mean_token_sum_norm(horizon={horizon:g}): a number of tokens, by which sums are "
-                          "divided, must be positive and finite; usually it is max_new_tokens")
+        raise ConfigError(f"seq_mean_token_sum_norm(horizon={horizon:g}): the number of tokens must be positive and "
+                          "finite, usually max_new_tokens")
     return mask.double() / (_sequences(mask, rows) * horizon)
 
 
@@ -173,8 +173,8 @@ def current(x: LossInputs, *, rule: str = "truncated", options: Mapping[str, Any
     """
     options = dict(options or {})
     if options.get("batch_normalized"):
-        raise ConfigError("current(options={batch_normalized: true}): its mean is over a mini-batch, and π_θ is known "
-                          "of parts of it; leave the option out")
+        raise ConfigError("current(options={batch_normalized: true}) needs a mean over the mini-batch, but π_θ is "
+                          "known for a part of it only. Remove the option.")
     found = lookup("rule of current", Component(rule, **options), {name: CORRECTIONS[name] for name in OF_RATIOS})
     return found(replace(x, old_logprobs=(x.old_logprobs + x.log_ratio).detach()))
 
@@ -182,7 +182,7 @@ def current(x: LossInputs, *, rule: str = "truncated", options: Mapping[str, Any
 def finished(x: CorrectionInputs) -> PerToken:
     """0 in truncated responses, else 1. As a filter, DAPO's overlong filtering (arXiv 2503.14476, sec. 3.4)."""
     if x.finished is None:
-        raise ConfigError("finished leaves out responses that were cut off, but which were is not given")
+        raise ConfigError("finished masks truncated responses. Give finished: whether each response ended by itself.")
     return x.finished.to(x.old_logprobs.dtype)
 
 
@@ -204,7 +204,7 @@ def _at(level: str, values: Tensor, mask: Mask) -> Tensor:
 
 def _log_rho(x: CorrectionInputs, part: str) -> Tensor:
     if x.rollout_logprobs is None:
-        raise ConfigError(f"{part} weighs π_old against the engine, but there are no rollout_logprobs")
+        raise ConfigError(f"{part} compares π_old with the engine. Give rollout_logprobs.")
     return torch.where(x.mask, x.old_logprobs - x.rollout_logprobs, 0).detach()
 
 
@@ -220,7 +220,7 @@ def _is_inside(value: Tensor, low: float, high: float) -> Tensor:
 
 def _check_band(part: str, low: float, high: float) -> tuple[float, float]:
     if not 0 <= low <= high:
-        raise ConfigError(f"{part}: {low:g} to {high:g} is no band: what is compared with its bounds is at least 0")
+        raise ConfigError(f"{part}: {low:g} to {high:g} is not a valid range. Use 0 <= low <= high.")
     return low, high
 
 

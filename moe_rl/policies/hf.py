@@ -42,8 +42,8 @@ BIAS = "e_score_correction_bias"
 
 def _check(run: RunConfig) -> None:
     if ranks.planned() > 1:
-        raise ConfigError(f"a run of {ranks.planned()} processes, but policy='hf' runs in one: leave torchrun or "
-                          "launcher.ranks out, or add --policy fsdp or --policy megatron.")
+        raise ConfigError(f"policy='hf' runs in one process, but this run has {ranks.planned()}. Leave torchrun or "
+                          "launcher.ranks out, or use --policy fsdp or --policy megatron.")
 
 
 @checked(_check)
@@ -391,7 +391,7 @@ def take_step(
     total = ranks.join_shards(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
     norm = total.item()
     if not math.isfinite(norm):
-        raise Diverged(f"the{whose} gradient norm is {norm}: a step would destroy the weights. Lower the{whose} "
+        raise Diverged(f"the{whose} gradient norm is {norm}, so a step would destroy the weights. Lower the{whose} "
                        "learning rate.")
     if norm + 1e-6 > limit:  # else torch would multiply every gradient by 1; the constant is its own
         nn.utils.clip_grads_with_norm_(model.parameters(), limit, total)
@@ -463,11 +463,10 @@ def correction_biases(model: nn.Module) -> list[Tensor]:
         bias = getattr(site.module, BIAS, None)
         if not isinstance(bias, Tensor):
             raise ConfigError(f"optimizer.loss_free_bias: {site.site.name} ({type(site.module).__name__}) has no "
-                              f"{BIAS}, so nothing is added to its scores when it chooses; families with one are "
-                              "deepseek_v3, glm4_moe and their like")
+                              f"{BIAS}. Use a family that has one, such as deepseek_v3 or glm4_moe.")
         if bias.dtype not in (torch.float32, torch.float64):
-            raise ConfigError(f"optimizer.loss_free_bias: the bias of {site.site.name} is {bias.dtype}, which rounds "
-                              "steps of .001 away; set model.router_dtype='float32'")
+            raise ConfigError(f"optimizer.loss_free_bias: the bias of {site.site.name} is {bias.dtype}, which is too "
+                              "coarse for steps of 0.001. Set model.router_dtype='float32'.")
         found.append(bias)
     return found
 

@@ -175,7 +175,7 @@ def ratio_spread(frames: Frames, arms: Sequence[str]) -> Figure:
     spread = attribution(frames["updates"], by=["update"])
     present = [arm for arm in arms if (spread["arm"] == arm).any()]
     if not present:
-        raise RunError("no run has measured attribution sums, so there is nothing to draw")
+        raise RunError("no run measured attribution sums, so there is nothing to draw")
     title = "How far do log-ratios spread as mini-batches go by?" + aside_from_noise(frames)
     figure, axes = plots.new_figure(len(present), title, sharey=True)
     replay = replaying(frames)
@@ -214,8 +214,8 @@ def variance_shares(frames: Frames, arms: Sequence[str]) -> Figure:
         for seed, row in rows.set_index("seed")[list(SHARES)].iterrows():
             ax.plot(x, row, "o", color="white", markeredgecolor="black", markersize=4, gid=f"{arm} seed={seed}")
     if not found:
-        raise RunError("no run has attribution sums with a variance to share, so there is nothing to draw; train for "
-                       "more steps or measure in more detail (--set measure.detail_every=1)")
+        raise RunError("no run measured attribution sums with a variance. Train for more steps, or measure more often "
+                       "(--set measure.detail_every=1).")
     ax.axhline(0, color="black", linewidth=1)
     ax.set_xticks(range(len(SHARES)), list(SHARES.values()))
     ax.grid(axis="x", visible=False)
@@ -437,8 +437,8 @@ def attribution(updates: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     `natural_std` and `replayed_std`, the standard deviations of D and R in nats."""
     sums = ["attribution_n", *(f"attribution_sum_{s}" for s in ("d", "r", "dd", "rr", "jj", "rj"))]
     if not set(sums) <= set(updates):
-        raise RunError("no run has measured attribution sums, so there is nothing to draw; train for more steps or "
-                       "measure in more detail (--set measure.detail_every=1)")
+        raise RunError("no run measured attribution sums. Train for more steps, or measure more often (--set "
+                       "measure.detail_every=1).")
     pooled = updates.dropna(subset=sums).groupby(["arm", "seed", *by])[sums].sum()
     shares = [AttributionSums(*row).shares() for row in pooled.itertuples(index=False)]
     found = pooled.reset_index().join(pd.DataFrame(shares, columns=["variance", "replayed", "routes", "covariance"]))
@@ -546,7 +546,7 @@ def draw_planned(frames: Frames, declared: Mapping[str, Any], *,
 def _check(figure: object) -> None:
     """Raise what saving it would raise."""
     if not isinstance(figure, Figure):
-        raise RunError(f"its function gave {figure!r}, and no matplotlib Figure: it should return the one that it drew")
+        raise RunError(f"its function returned {figure!r}. Return the matplotlib Figure.")
     figure.draw_without_rendering()
 
 

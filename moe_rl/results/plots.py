@@ -162,7 +162,7 @@ def curves(ax: Axes, frame: pd.DataFrame, column: str, x: str, arms: Sequence[st
                 markerfacecolor=face or colour, label=label or arm, gid=f"{arm} mean {column}")
         found.append(b)
     if not found:
-        raise RunError(f"no run has measured {column!r}, so there is nothing to draw")
+        raise RunError(f"no run measured {column!r}, so there is nothing to draw")
     if x in COUNTED:
         use_whole_steps(ax)
     return note_of(found, "band", "thin lines" if seeds_drawn else "")
@@ -171,7 +171,7 @@ def curves(ax: Axes, frame: pd.DataFrame, column: str, x: str, arms: Sequence[st
 def require_columns(frame: pd.DataFrame, *columns: str) -> None:
     """Raise RunError for a column that no run has."""
     if missing := [c for c in columns if c not in frame.columns]:
-        raise RunError(f"no run has measured {', '.join(missing)}, so there is nothing to draw")
+        raise RunError(f"no run measured {', '.join(missing)}, so there is nothing to draw")
 
 
 def one_by_one(n: int, arms: Sequence[str]) -> bool:

@@ -36,7 +36,8 @@ def check(study: Study) -> None:
     for name in study.figures:
         figures.draw(name, study.endpoint)
         if (factor := factor_of(name)) and factor not in known:
-            raise ConfigError(f"figure {name!r} needs {factor} among the study's factors: {', '.join(sorted(known))}")
+            raise ConfigError(f"figure {name!r} needs the factor {factor}, but the study's factors are "
+                              f"{', '.join(sorted(known)) or 'none'}")
 
 
 def print_plan(console: Console, study: Study, planned: Sequence[Planned], jobs: int) -> None:
@@ -74,7 +75,8 @@ def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfin
     names = {arm["name"] for arm in declared["arms"]} or set(frames.runs["arm"])
     for arm, part in frames.runs.groupby("arm", sort=False):
         if arm not in names:
-            say(console, ("not declared", "yellow"), f" {arm}: {len(part)} finished runs are in no table and no figure")
+            say(console, ("not declared", "yellow"), f" {arm}: {len(part)} finished runs of this arm are in no table "
+                                                     "and no figure")
     for table in study_tables(frames, declared, cells=True) if everything else [short_table(frames, declared)]:
         print_table(console, table)
     for i, sentence in enumerate(verdict_of(frames, declared)):

@@ -35,18 +35,18 @@ def load_rollouts(run: Path, steps: tuple[int, int] | None = None) -> pd.DataFra
     """The rows of `rollouts` of one run up to its last commit, with `length` and `ratio`, the largest |log r|; of the
     given steps, both included. Raises RunError where there are none."""
     if read_manifest(run) is None:
-        raise RunError(f"{run} is not a run: it has no manifest.json (see `moe-rl runs list`)")
+        raise RunError(f"{run} is not a run: it has no manifest.json. See `moe-rl runs list`.")
     found = read_table(run, "rollouts")
     if not len(found):
-        raise RunError(f"{run} keeps no rollouts: it has no commit yet, is of an older version, or was run with "
-                       "measure.rollouts=0")
+        raise RunError(f"{run} stores no rollouts. It has no checkpoint yet, is of an older version, or ran with "
+                       "measure.rollouts=0.")
     found = found.reindex(columns=found.columns.union(KNOWN))
     found = found.assign(length=found["response_tokens"].astype("Int64"),
                          ratio=found[["log_ratio_min", "log_ratio_max"]].abs().max(axis=1))
     if steps is not None:
         first, last = found["step"].min(), found["step"].max()
         if (found := found[found["step"].between(*steps)]).empty:
-            raise ConfigError(f"--step {steps[0]}:{steps[1]}: {run} keeps rollouts of steps {first} to {last}")
+            raise ConfigError(f"--step {steps[0]}:{steps[1]}: {run} stores rollouts of steps {first} to {last}")
     return found
 
 

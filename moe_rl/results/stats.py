@@ -96,7 +96,7 @@ def band(values: Float[np.ndarray, "seed column"], confidence: float = 0.95, see
     values = np.asarray(values, dtype=float)
     n = values.shape[0]
     if n == 0:
-        raise ConfigError("an interval over no seeds is undefined; run at least one seed")
+        raise ConfigError("an interval needs at least one seed")
     mean = values.mean(0)
     if n == 1:
         return Band(mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan), 1, "one seed, no interval")
@@ -119,7 +119,7 @@ def band(values: Float[np.ndarray, "seed column"], confidence: float = 0.95, see
 def geometric_band(values: Float[np.ndarray, "seed column"]) -> Band:
     """What `geometric` is for one quantity, at every column of a matrix. Raises ConfigError unless all is above 0."""
     if not (values > 0).all():
-        raise ConfigError(f"a geometric mean needs numbers above 0, and here is {np.min(values):g}: use a linear axis")
+        raise ConfigError(f"a geometric mean needs numbers above 0, but one is {np.min(values):g}. Use a linear axis.")
     b = band(np.log(values))
     return Band(np.exp(b.mean), np.exp(b.low), np.exp(b.high), b.n, f"{b.method} of logs")
 
@@ -142,11 +142,12 @@ def paired(a: Mapping[int, float], b: Mapping[int, float], confidence: float = 0
     """
     shared = sorted(set(a) & set(b))
     if not shared:
-        raise ConfigError(f"no seed is shared: one arm has {sorted(a)}, the other {sorted(b)}; pairs need equal seeds")
+        raise ConfigError(f"the arms share no seed: one has {sorted(a)}, the other {sorted(b)}. Run both with the same "
+                          "seeds.")
     d = np.array([a[s] - b[s] for s in shared])
     if odd := [s for s, x in zip(shared, d, strict=True) if not math.isfinite(x)]:
-        raise ConfigError(f"seeds {odd} have no finite difference: {[a[s] for s in odd]} − {[b[s] for s in odd]}, so "
-                          "there is no test of it; give them a value, or leave them out of both arms and say so")
+        raise ConfigError(f"seeds {odd} have no finite difference: {[a[s] for s in odd]} − {[b[s] for s in odd]}. Give "
+                          "them a value, or remove them from both arms and report it.")
     n, exact = len(d), len(d) <= 16
     # Rounding must not lose the pattern itself, nor its equals: tables keep float32, whose half unit is 2^-24.
     least = np.abs(d.mean()) - 2**-22 * np.mean([abs(a[s]) + abs(b[s]) for s in shared])
@@ -212,7 +213,7 @@ def survival(times: ArrayLike, observed: ArrayLike, confidence: float = 0.95) ->
     """
     times, observed = np.asarray(times, dtype=float), np.asarray(observed, dtype=bool)
     if not len(times):
-        raise ConfigError("a survival curve of no runs is undefined; run at least one seed")
+        raise ConfigError("a survival curve needs at least one seed")
     curve = scipy.stats.ecdf(_censored(times, observed)).sf
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # about where the interval is undefined: NaN says so
@@ -254,7 +255,7 @@ def half_lost(x: ArrayLike, y: ArrayLike, fraction: float = 0.5) -> Crossing | N
     """
     x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     if len(x) != len(y) or not len(x) or (x <= 0).any() or (np.diff(x) <= 0).any() or not np.isfinite(y).all():
-        raise ConfigError(f"half of a curve is lost between positive, increasing x with finite y, not {x} and {y}")
+        raise ConfigError(f"the half-loss of a curve needs positive, increasing x and finite y, not {x} and {y}")
     best = int(np.argmax(y))
     if y[best] <= 0:
         return None

@@ -138,8 +138,8 @@ def metric(name: str) -> Metric:
         return Metric(name.partition(":")[2].replace("_", " "), name, of=lookup("metric", name, {}))
     if unknown("steps", {name}):
         names = ", ".join(repr(m.name) for m in (*METRICS, *ENGINE, *ON_REQUEST))
-        raise ConfigError(f"there is no metric {name!r}; choose {names}, a column of `steps` (docs/columns.md), or a "
-                          "function of your own as pkg.module:name")
+        raise ConfigError(f"no metric is called {name!r}. Choose {names}, a column of `steps` (docs/columns.md), or "
+                          "your own function, as pkg.module:name.")
     return Metric(name, name)
 
 
@@ -154,8 +154,8 @@ def per_run(frames: Frames, metric: Metric) -> pd.Series:
             try:
                 found[arm, seed] = float(metric.of(frames.run(arm, seed)))
             except (Exception, SystemExit) as error:  # their code may raise anything
-                raise ConfigError(f"the metric {metric.column!r}, called with the tables of the run {arm} seed={seed}, "
-                                  f"gives no number: {type(error).__name__}: {error}") from error
+                raise ConfigError(f"the metric {metric.column!r} returned no number for the tables of the run {arm}, "
+                                  f"seed={seed}: {type(error).__name__}: {error}") from error
     elif metric.column in frames["steps"]:
         columns = dict.fromkeys(("arm", "seed", "step", metric.column))
         rows = frames["steps"][[*columns]].dropna(subset=[metric.column]).sort_values("step")
@@ -390,7 +390,7 @@ def against(frames: Frames, factor: str, metric: Metric) -> pd.DataFrame:
         parts.append(values.assign(x=x, others=others, cell=cell))
     table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["x"])
     if table["x"].nunique() < 2:
-        raise RunError(f"no two runs differ in {factor}, so there is nothing to draw against it")
+        raise RunError(f"all runs have the same {factor}, so there is nothing to draw against it")
     return table.sort_values("x", kind="stable") if numeric(table["x"].to_list()) else table
 
 

@@ -242,7 +242,7 @@ def untrained(frames: Frames) -> str:
     runs = unlearned(frames)
     some = ", ".join(runs[:6]) + f" and {len(runs) - 6} more" * (len(runs) > 6)
     which = "in every run" if len(runs) == len(frames.runs) else f"in {len(runs)} of {len(frames.runs)} runs ({some})"
-    said = f"no group ever had a signal: {which} every advantage was 0, so that rewards trained nothing."
+    said = f"no gradient {which}: all rewards of every group were equal, so every advantage was 0."
     return said if runs else ""
 
 

@@ -167,12 +167,11 @@ def _check(run: RunConfig, *, lag: int = 0, mode: str = "fixed", partial_tokens:
         return
     if not (lag and 1 <= partial_tokens < run.max_new_tokens):
         raise ConfigError(f"batches.partial_tokens={partial_tokens} has no effect with batches.lag={lag} and "
-                          f"max_new_tokens={run.max_new_tokens}: a response that waits for no step, or needs no "
-                          "second one, is drawn at once; set a lag, and 1 or more, but fewer tokens per step, or leave "
-                          "it out.")
+                          f"max_new_tokens={run.max_new_tokens}. Use a lag of 1 or more and 1 to "
+                          f"{run.max_new_tokens - 1} tokens, or leave it out.")
     if isinstance(load_task(run.task), Environment):
-        raise ConfigError(f"batches.partial_tokens={partial_tokens}: the task answers back, and its turns are drawn as "
-                          "a whole; leave it out. A lag of whole conversations works.")
+        raise ConfigError(f"batches.partial_tokens={partial_tokens} cannot split multi-turn rollouts. Leave it out; "
+                          "batches.lag works.")
 
 
 def fresh() -> Queue:
@@ -226,9 +225,9 @@ class Queue:
             elif number in self.begun:
                 rollouts = self._continue(collector, number, step, self.begun.pop(number))
             else:
-                raise RunError(f"in step {step} the batch of step {number}, to be begun in step {begins}, is not "
-                               f"there: a source is asked at every step in turn, and resumes with {FILE} of its "
-                               "checkpoint")
+                raise RunError(f"the batch of step {number} is missing in step {step}; it was due to start in step "
+                               f"{begins}. Draw a batch at every step in order, and resume with {FILE} of the "
+                               "checkpoint.")
             if number == step or all(self._complete(run, rollout) for rollout in rollouts):
                 rewards, row = collector.rewards(rollouts), Row()
                 if self.refills:

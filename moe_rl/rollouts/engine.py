@@ -70,23 +70,23 @@ def check_routes(run: RunConfig, routes: str) -> None:
         raise ConfigError(f"engine.routes={routes!r}: choose {', '.join(ROUTES)}.")
     sources = [Component.of(use) for use in (run.arm.routes, run.arm.ratio_routes) if use is not None]
     if routes == "off" and "rollout" in {name for use in sources for name in (use.name, use.options.get("base"))}:
-        raise ConfigError("routes='rollout' replays the engine's routes, but engine.routes='off' asks for none.")
+        raise ConfigError("routes='rollout' replays the engine's routing, but engine.routes='off' records none. Set "
+                          "engine.routes to 'raise' or 'unknown'.")
 
 
 def warn_without_mask(run: RunConfig, why: str) -> None:
     """Warn where a run truncates and the engine does not say which tokens it kept."""
     if run.truncates:
         warnings.warn(
-            f"top_p={run.top_p:g}, top_k={run.top_k}, min_p={run.min_p:g} without their mask ({why}): completions are "
-            "drawn from the kept tokens, but the trainer's log-probs are over the whole vocabulary, so that engine and "
-            "trainer, and an engine's log-probs as anchor, are different distributions. What corrects for it is "
-            "truncated, masked or another correction; the engine hf gives the mask.", stacklevel=2)
+            f"top_p={run.top_p:g}, top_k={run.top_k}, min_p={run.min_p:g}: the trainer's log-probs are over the whole "
+            f"vocabulary, not over the kept tokens ({why}). Use engine='hf', which reports the kept tokens, or a "
+            "correction such as truncated.", stacklevel=2)
 
 
 def check_dtype(name: str, dtype: str | None) -> None:
     """Raise ConfigError for a dtype that torch does not have, or that is not of floats."""
     if dtype is not None and not getattr(getattr(torch, dtype, None), "is_floating_point", False):
-        raise ConfigError(f"{name}={dtype!r} is no dtype of torch for floats; use bfloat16 or float32.")
+        raise ConfigError(f"{name}={dtype!r} is not a floating-point dtype of torch. Use bfloat16 or float32.")
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -113,23 +113,24 @@ def context_length(config: PreTrainedConfig) -> int | None:
 def check_request(prompts: list[Prompt], group_size: int, sampling: Sampling, context: int | None = None) -> None:
     """Raise ConfigError for what no engine can carry out. `context` is the most tokens that a sequence may have."""
     if not prompts:
-        raise ConfigError("zero prompts were given, so there is nothing to complete.")
+        raise ConfigError("no prompts were given. Give at least one.")
     if group_size < 1 or sampling.max_new_tokens < 1:
         raise ConfigError(f"group size {group_size} and max_new_tokens {sampling.max_new_tokens} must be at least 1.")
     if not sampling.temperature > 0:
-        raise ConfigError(f"temperature {sampling.temperature} must be above 0; for the arg max use greedy.")
+        raise ConfigError(f"temperature {sampling.temperature} must be above 0. For greedy decoding, use "
+                          "Sampling(greedy=True).")
     if not (0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p <= 1):
-        raise ConfigError(f"top_p={sampling.top_p:g} must be in (0, 1], top_k={sampling.top_k} at least 0 and "
-                          f"min_p={sampling.min_p:g} in [0, 1], or no token may be left to be drawn.")
+        raise ConfigError(f"top_p={sampling.top_p:g} must be in (0, 1], top_k={sampling.top_k} at least 0, and "
+                          f"min_p={sampling.min_p:g} in [0, 1].")
     for i, prompt in enumerate(prompts):
         if not prompt.tokens:
-            raise ConfigError(f"prompt {i} ({prompt.text[:40]!r}) has no token ids; encode it with the tokenizer.")
+            raise ConfigError(f"prompt {i} ({prompt.text[:40]!r}) has no token ids. Encode it with the tokenizer.")
         whole = len(prompt.tokens) + sampling.max_new_tokens
         if context is not None and whole > context:
             raise ConfigError(
-                f"prompt {i} ({prompt.text[:40]!r}) has {len(prompt.tokens)} tokens, with max_new_tokens="
-                f"{sampling.max_new_tokens} {whole}, but the context of the model (max_position_embeddings) ends at "
-                f"{context}: beyond it positions were never trained. Shorten prompts, or lower max_new_tokens."
+                f"prompt {i} ({prompt.text[:40]!r}) has {len(prompt.tokens)} tokens, with "
+                f"max_new_tokens={sampling.max_new_tokens} {whole}, but the model (max_position_embeddings) reads at "
+                f"most {context}. Shorten prompts, or lower max_new_tokens."
             )
 
 

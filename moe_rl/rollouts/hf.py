@@ -115,12 +115,13 @@ class HFEngine:
         given = set()
         for name, tensor in weights:
             if name not in mine:
-                raise RunError(f"the policy has a weight {name!r} that the engine's model lacks: not the same model.")
+                raise RunError(f"the policy has a weight {name!r} that the engine's model lacks. Use the same model "
+                               "for both.")
             given.add(name)
             if tensor.data_ptr() != mine[name].data_ptr():
                 mine[name].copy_(tensor.detach())
         if missing := sorted(set(mine) - given):
-            raise RunError(f"the policy gave no {missing[0]!r} ({len(missing)} missing): not the same model.")
+            raise RunError(f"the policy gave no {missing[0]!r} ({len(missing)} missing). Use the same model for both.")
 
     def close(self) -> None:
         """Nothing to give back: the module belongs to whoever made it."""
@@ -264,7 +265,7 @@ def draw_tokens(
     if bool(broken.any()):
         raise Diverged(
             f"the logits of {int(broken.sum())} of {len(broken)} completions are NaN or infinite, so no token can be "
-            "drawn: the weights are no longer finite, or too large for their dtype. Lower the learning rate."
+            "sampled. Lower the learning rate, or use float32."
         )
     if sampling.greedy:
         token = logits.argmax(-1)

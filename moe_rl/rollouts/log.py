@@ -71,12 +71,12 @@ class GapFiles:
                         break
                     out.write(line)
         except OSError as error:
-            warnings.warn(f"step {step}: the engine's gap is {gap:.2g} nats per token, and its rollouts cannot be "
-                          f"kept: {error}", stacklevel=2)
+            warnings.warn(f"step {step}: the engine's log-probs differ by {gap:.2g} nats per token, and the rollouts "
+                          f"cannot be saved: {error}", stacklevel=2)
             return
-        warnings.warn(f"step {step}: the engine's log-probs are {gap:.2g} nats per token (KL) from the trainer's, "
-                      f"usually up to {usual:.2g}. `moe-rl diagnose {file} CHECKPOINT`, with the weights after step "
-                      f"{step - 1}, says why.", stacklevel=2)
+        warnings.warn(f"step {step}: the KL between engine and trainer is {gap:.2g} nats per token, usually at most "
+                      f"{usual:.2g}. To find the cause, run `moe-rl diagnose {file} CHECKPOINT` with the weights after "
+                      f"step {step - 1}.", stacklevel=2)
 
 
 def to_lines(batch: Batch, sampling: Sampling, version: str) -> Iterator[str]:

@@ -42,8 +42,8 @@ def _check(
     check_routes(run, routes)
     check_dtype("engine.dtype", dtype)
     if Component.of(run.policy).name != "hf":
-        raise ConfigError(f"engine='perturbed' is a copy of the module of policy='hf', and policy={str(run.policy)!r} "
-                          "has none: use hf, vllm or a server.")
+        raise ConfigError(f"engine='perturbed' copies the model of policy='hf', which policy={str(run.policy)!r} does "
+                          "not have. Use engine hf, vllm or a server.")
     if experts not in (None, *EXPERTS):
         raise ConfigError(f"engine.experts={experts!r}: choose {', '.join(EXPERTS)}.")
     if not router_noise >= 0:
@@ -125,4 +125,4 @@ def _set_experts(model: PreTrainedModel, name: str) -> None:
     except (AttributeError, ValueError) as error:
         raise ConfigError(f"engine.experts={name!r} does not exist for {type(model).__name__}: {error}") from error
     if getattr(model.config, "_experts_implementation", None) != name:
-        raise ConfigError(f"engine.experts={name!r} has no effect on {type(model).__name__}: leave it out.")
+        raise ConfigError(f"engine.experts={name!r} has no effect on {type(model).__name__}. Leave it out.")

@@ -130,7 +130,7 @@ def generate_by_turns(
         more = draw(so_far, [(*key, *rows[b], number, 0, 0) for b in going], room)
         for b, most, new in zip(going, room, more, strict=True):
             if len(new.tokens) > most:
-                raise RunError(f"the engine drew {len(new.tokens)} tokens in a turn that had room for {most}.")
+                raise RunError(f"the engine sampled {len(new.tokens)} tokens in a turn with room for {most}.")
             drawn[b] = append_turn(drawn[b], ids[b], new)
     return drawn
 

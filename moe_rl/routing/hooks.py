@@ -69,8 +69,8 @@ def replay_routing(
         yield None
         return
     if not isinstance(trace, RoutingTrace):
-        raise RoutingError(f"replay_routing needs a RoutingTrace, not a {type(trace).__name__}; of ids it is made by "
-                           "RoutingTrace.from_ids(ids, layout_of(model), attention_mask=…).")
+        raise RoutingError(f"replay_routing needs a RoutingTrace, not a {type(trace).__name__}. Make one of expert ids "
+                           "with RoutingTrace.from_ids(ids, layout_of(model), attention_mask=…).")
     modules = find_sites(model)
     make_layout(model, modules).require(trace.layout, "the trace")
     if not part:
@@ -85,26 +85,27 @@ def replay_routing(
         with tokens_noted(model, check):
             yield replay
     if not replay.ran:
-        raise RoutingError("replay reached no router: no forward of this model ran inside the block.")
+        raise RoutingError("replay reached no router: no forward of this model ran inside the block. Call the model "
+                           "inside it.")
     if replay.pending:
         raise RoutingError(
-            f"{len(replay.pending)} checkpointed layers were not backpropagated inside the replay block; outside it "
-            "they would be recomputed under other routes and the gradients would be wrong. Call backward inside."
+            f"{len(replay.pending)} checkpointed layers were not backpropagated inside the replay block, so their "
+            "gradients would be wrong. Call backward inside the block."
         )
 
 
 def _require_tokens(trace: RoutingTrace, shape: torch.Size, tokens: Integer[Tensor, "batch time"] | None) -> None:
     """The forward must read the tokens that were routed, in the same padding; embeddings have a shape alone."""
     if shape != trace.attention_mask.shape:
-        raise RoutingError(f"the forward reads tokens of shape {tuple(shape)}, the trace has "
-                           f"{tuple(trace.attention_mask.shape)}.")
+        raise RoutingError(f"the forward has tokens of shape {tuple(shape)}, but the trace has "
+                           f"{tuple(trace.attention_mask.shape)}. Replay the trace of these tokens.")
     if trace.tokens is not None and tokens is not None:
         same = (tokens == trace.tokens.to(tokens.device)) | ~trace.attention_mask.to(tokens.device)
         if not bool(same.all()):
             b, t = (~same).nonzero()[0].tolist()
             raise RoutingError(
-                f"the trace holds the routes of other tokens: row {b}, position {t} is token {int(tokens[b, t])} in "
-                f"the forward, {int(trace.tokens[b, t])} in the trace. Align paddings with trace.align(attention_mask)."
+                f"the trace is of other tokens: row {b}, position {t} is token {int(tokens[b, t])} in the forward, and "
+                f"{int(trace.tokens[b, t])} in the trace. Align paddings with trace.align(attention_mask)."
             )
 
 
@@ -216,7 +217,7 @@ class Recording:
         if any(piece % batch for piece in pieces) or columns not in (time, time - 1):
             raise RoutingError(
                 f"recorded forwards of {pieces} tokens do not add up to {batch} rows of {time} (or {time - 1}) tokens. "
-                "Record one forward, or a prefill and decode steps of the same rows; use take() for anything else."
+                "Record one forward, or a prefill and its decode steps; otherwise use take()."
             )
         forwards = [self.layout.stack(sites).unflatten(0, (batch, -1)) for sites in zip(*self._ids, strict=True)]
         ids = torch.cat(forwards, 1).to(input_ids.device)
@@ -231,7 +232,7 @@ class Recording:
     def scores(self, batch: int) -> RouterScores:
         """Router scores of the last forward, for `batch` rows. Needs `record_routing(model, scores=True)`."""
         if not self.scored:
-            raise RoutingError("router scores were not recorded; use record_routing(model, scores=True).")
+            raise RoutingError("router scores were not recorded. Use record_routing(model, scores=True).")
         self._require_forward()
 
         def rows(key: str, slots: bool = False) -> list[Tensor]:
@@ -251,7 +252,7 @@ class Recording:
         """Logits of every site's router in the last forward, with their graph, for `batch` rows. Needs
         `record_routing(model, logits=True)`."""
         if not self.graphed:
-            raise RoutingError("router logits were not recorded; use record_routing(model, logits=True).")
+            raise RoutingError("router logits were not recorded. Use record_routing(model, logits=True).")
         self._require_forward()
         return tuple(x.reshape(batch, -1, x.shape[-1]) for x in self._logits if x is not None)
 
@@ -259,8 +260,8 @@ class Recording:
         calls = [len(c) for c in self._ids]
         if min(calls) != max(calls) or not calls[0]:
             raise RoutingError(
-                f"the sites of the model were reached {min(calls)} to {max(calls)} times inside the scope; "
-                "run whole forwards of the recorded model inside it."
+                f"the MoE layers ran {min(calls)} to {max(calls)} times inside the block. Run whole forwards of the "
+                "recorded model inside it."
             )
 
     def _require_read(
@@ -271,8 +272,8 @@ class Recording:
         for (shape, here), width in zip(self._read, widths, strict=True):
             if shape is not None and shape != (len(tokens), width):
                 raise RoutingError(
-                    f"a recorded forward read {shape[0]} rows of {shape[1]} tokens, but {len(tokens)} rows "
-                    f"of {width} are asked for. Ask for the rows that were read, or use take()."
+                    f"a recorded forward has {shape[0]} rows of {shape[1]} tokens, not {len(tokens)} rows of {width}. "
+                    "Give the tokens of that forward, or use take()."
                 )
             read.append(tokens[:, start : start + width] if here is None else here.to(tokens.device))
             start += width
@@ -281,10 +282,9 @@ class Recording:
         if bool(other.any()):
             b, t = other.nonzero()[0].tolist()
             raise RoutingError(
-                f"the recorded forwards read other tokens: row {b}, position {t} is token {int(tokens[b, t])} here, "
-                f"but they read token {int(joined[b, t])}. Beam search and other schemes that move rows or take tokens "
-                "back leave routes of other rows or tokens: use take() after each forward, or record a fresh forward "
-                "of these tokens."
+                f"the recorded forwards are of other tokens: row {b}, position {t} is token {int(tokens[b, t])} here, "
+                f"and {int(joined[b, t])} there. After beam search, use take() after each forward, or record a new "
+                "forward of these tokens."
             )
 
     # ------------------------------------------------------------------ for the sites
@@ -317,12 +317,12 @@ def read_logits(spec: RoutingModule, output: Any) -> Float[Tensor, "tokens exper
     name = family_class(spec.module).__name__
     logits = output[0] if isinstance(output, tuple) and len(output) > 2 else None
     if logits is None or logits.shape[-1:] != (spec.site.num_experts,):
-        raise RoutingError(f"{name} does not hand out its logits, so its router can have no term in a loss."
-                           + since(name))
+        raise RoutingError(f"{name} does not return its logits, so a loss cannot use them. Leave the term out"
+                           f"{since(name)}.")
     if not torch.is_grad_enabled():
         raise RoutingError(
-            f"{spec.site.name} runs without a graph, so no gradient of its logits could reach the router: re-entrant "
-            "activation checkpointing computes layers that way. Use the other kind, activation_checkpointing=True."
+            f"{spec.site.name} runs without a graph, as in re-entrant activation checkpointing, so its router gets no "
+            "gradient. Use activation_checkpointing=True instead."
         )
     return logits
 
@@ -337,8 +337,7 @@ def read_scores(spec: RoutingModule, used: Tensor, choice: Tensor, output: Any) 
     logits, gates = output[:2] if isinstance(output, tuple) and len(output) > 2 else (choice, choice)
     if logits.shape != choice.shape or gates.shape != used.shape:
         name = family_class(spec.module).__name__
-        raise RoutingError(f"{name} does not hand out its logits and combine weights; record without scores."
-                           + since(name))
+        raise RoutingError(f"{name} does not return its logits and gate weights. Record without scores{since(name)}.")
     log_probs = logits.detach().float().log_softmax(-1)
     if k < experts:
         top = choice.topk(k + 1, dim=-1).values

@@ -80,8 +80,8 @@ class RouterInputs:
         """Of a forward, recorded with its logits, of rows of a mini-batch whose tokens weigh so; `old` are the scores
         of π_old's routers there. Raises RoutingError where nobody has scored them."""
         if old is None:
-            raise RoutingError("a part of the objective looks at routers, but the batch has no old_scores of π_old's: "
-                               "fill them in with policy.score(batch, routes, scores=True).scores")
+            raise RoutingError("a component needs the router scores of π_old, but the batch has no old_scores. Set "
+                               "them to policy.score(batch, routes, scores=True).scores.")
         used, preferred = routed.traces
         logits = routed.recording.logits(len(routed.inputs))
         return RouterInputs(

@@ -55,8 +55,8 @@ class StandIn:
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         raise RoutingError(
-            "the model is inside record_routing or replay_routing, and a copy of it would go on recording or replaying "
-            "for ever; copy it outside the block."
+            "a copy of the model would record or replay forever. Copy the model outside of record_routing and "
+            "replay_routing."
         )
 
 
@@ -145,8 +145,8 @@ class SiteForward(StandIn):
         """What the moved router picks from the same hidden states."""
         if self.spec.by_maxima:
             raise RoutingError(
-                f"{self.spec.site.name} ({type(self.spec.module).__name__}) weighs within a band below "
-                "its own maximum, so its choice cannot be moved alone; use router_noise.target='weights'."
+                f"{self.spec.site.name} ({type(self.spec.module).__name__}) couples its gate weights to the choice, so "
+                "noise cannot move the choice alone. Use router_noise.target='weights'."
             )
         seen = self.selection(self.spec, self.index, None, None)
         with torch.no_grad(), self.moved[-1](self.spec, self.index), seen:

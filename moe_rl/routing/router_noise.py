@@ -95,6 +95,6 @@ def steps(matrices: Sequence[nn.Parameter], last_step: LastStep | None) -> list[
     """The optimizer's last step on some matrices, each over its root mean square."""
     found = [None if last_step is None else last_step(matrix) for matrix in matrices]
     if any(step is None or not step.any() for step in found):
-        raise RoutingError("a dose along the optimizer's last step, but the optimizer has not moved these weights: no "
-                           "gradient reaches them, or no update was taken yet. Use the direction 'random'.")
+        raise RoutingError("router noise along the optimizer's last step, but the optimizer has not changed these "
+                           "weights yet. Use the direction 'random'.")
     return [step / step.square().mean().sqrt() for step in found if step is not None]

@@ -59,7 +59,7 @@ class Replay:
         Not the natural routes: those need a forward without replay.
         """
         if not self.ran:
-            raise RoutingError("no forward has run inside the replay scope yet.")
+            raise RoutingError("no forward has run inside the replay block yet")
         layout = self.routes.layout
         ids = layout.stack([self._own[site] for site in sorted(self._own)]).unflatten(0, self.routes.shape[:2])
         mask = self.routes.attention_mask.to(ids.device)
@@ -73,8 +73,8 @@ class Replay:
         layout, (batch, time) = self.routes.layout, self.routes.shape[:2]
         if scores.shape[0] != batch * time:
             raise RoutingError(
-                f"{layout.sites[site].name}: the forward has {scores.shape[0]} tokens, "
-                f"the trace {batch} rows of {time}."
+                f"{layout.sites[site].name}: the forward has {scores.shape[0]} tokens, but the trace has {batch} rows "
+                f"of {time}"
             )
         ids = self.routes.experts[:, :, site, : layout.sites[site].top_k].flatten(0, 1).to(scores.device).long()
         return ids.masked_fill_(ids == layout.unknown, -1) if len(self.free) else ids
@@ -87,9 +87,9 @@ class Replay:
         spec = self.routes.layout.sites[site]
         gates = self.routes.gates[:, :, site, : spec.top_k].flatten(0, 1)
         if not (isinstance(output, tuple) and len(output) == 3 and output[1].shape == gates.shape):
-            raise RoutingError(f"{spec.name} ({router}) does not hand out (logits, combine weights, ids) and nothing "
-                               "else, so its combine weights cannot be recalled. Replay ids alone: routes='old_policy'"
-                               " or 'rollout', or replace(trace, gates=None)." + since(router))
+            raise RoutingError(f"{spec.name} ({router}) does not return (logits, gate weights, ids), so its gate "
+                               "weights cannot be replayed. Replay ids only (routes='old_policy' or 'rollout', or "
+                               f"replace(trace, gates=None)){since(router)}.")
         gates = gates.to(output[1].device, output[1].dtype)
         known = self.routes.known[:, :, site].flatten()[:, None].to(gates.device)
         return output[0], torch.where(known, gates, output[1]) if len(self.free) else gates, output[2]
@@ -197,9 +197,9 @@ class Selection(TorchFunctionMode):
         expected = self.spec.site.top_k if self.spec.by_maxima else 1
         if self.hits != expected:
             raise RoutingError(
-                f"{self.spec.site.name} ({type(self.spec.module).__name__}) took {self.hits} top-k over "
-                f"{self.spec.site.num_experts} experts where {expected} was expected, so its routes can be neither "
-                "recorded nor replayed. A fused or compiled kernel may have replaced the router: switch it off."
+                f"{self.spec.site.name} ({type(self.spec.module).__name__}) called top-k over "
+                f"{self.spec.site.num_experts} experts {self.hits} times instead of {expected}, so its routing cannot "
+                "be recorded or replayed. Switch off kernels that replace the router (fused, compiled)."
             )
 
 
@@ -225,11 +225,11 @@ class MaximaSelection(Selection):
         if self.spec.module.training:
             raise RoutingError(
                 f"{self.spec.site.name} ({type(self.spec.module).__name__}) samples its experts in training mode, so "
-                "its routes cannot be replayed. Call eval() on the model; gradients flow all the same."
+                "its routing cannot be replayed. Call eval() on the model; it still gets gradients."
             )
         if self.replay is not None and self.replay.routes.keep:
-            raise RoutingError(f"{self.spec.site.name} ({type(self.spec.module).__name__}) chooses slot by slot, not "
-                               "by one score per expert, so no replay of its routes can be soft.")
+            raise RoutingError(f"{self.spec.site.name} ({type(self.spec.module).__name__}) has no single score per "
+                               "expert, so soft replay is not possible. Use another route source.")
         if self.hits == 1:
             self.choice = scores.detach()
             if self.replay is not None:

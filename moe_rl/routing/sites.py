@@ -105,13 +105,13 @@ class Layout:
         """Raise unless `other` is this layout."""
         if self.architecture != other.architecture or len(self.sites) != len(other.sites):
             raise RoutingError(
-                f"{what} comes from another model: it has {len(other.sites)} routing sites of architecture "
-                f"{other.architecture}, the model has {len(self.sites)} of {self.architecture}. "
-                "Record the routes again with this model."
+                f"{what} is of another model: it has {len(other.sites)} MoE layers of architecture "
+                f"{other.architecture}, this model has {len(self.sites)} of {self.architecture}. Record the routing "
+                "again with this model."
             )
         for mine, theirs in zip(self.sites, other.sites, strict=True):
             if mine != theirs:
-                raise RoutingError(f"{what} does not fit the model: it has {theirs}, the model has {mine}.")
+                raise RoutingError(f"{what} does not fit the model: it has {theirs}, the model has {mine}")
 
     def check(self) -> None:
         """Raise unless this layout, which was read from a file, could be a model's."""
@@ -119,16 +119,17 @@ class Layout:
             sizes = (site.decoder_layer, site.num_experts, site.top_k)
             if not all(type(x) is int for x in sizes) or not isinstance(site.name, str) \
                     or not (site.decoder_layer >= 0 and 1 <= site.top_k <= site.num_experts < 2**15):
-                raise RoutingError(f"no router of a model is {site}, which the trace names.")
+                raise RoutingError(f"the trace names {site}, which no router of a model can be. Record it again.")
         if not self.sites or not isinstance(self.architecture, str):
-            raise RoutingError(f"the trace names {len(self.sites)} sites of architecture {self.architecture!r}.")
+            raise RoutingError(f"the trace has {len(self.sites)} MoE layers of architecture {self.architecture!r}. "
+                               "Record it again.")
 
     def check_ids(self, ids: Integer[Tensor, "batch time site k"]) -> None:
         """Raise unless every row is unknown, or holds distinct ids in range (so an all-zero row with k > 1 is refused).
         """
         if ids.dim() != 4 or ids.shape[2:] != (len(self.sites), self.top_k):
             expected = f"[batch, time, {len(self.sites)} sites, {self.top_k}]"
-            raise RoutingError(f"routes have shape {tuple(ids.shape)}; expected {expected}.")
+            raise RoutingError(f"expert ids have shape {tuple(ids.shape)}; expected {expected}")
         kinds = torch.empty(ids.shape[:3], dtype=torch.uint8, device=ids.device)
         faulty = False
         for at in blocks(*ids.shape[:3]):
@@ -141,9 +142,9 @@ class Layout:
             for hit in (kind == OUTSIDE, (kind == TWICE) | (kind == ALL_ZERO)):
                 if bool(hit.any()):
                     b, t = hit.nonzero()[0].tolist()
-                    why = (f"but ids run from 0 to {site.num_experts - 1}; mark a missing route with -1 in every slot."
-                           if int(kind[b, t]) == OUTSIDE else "which names an expert twice. An all-zero row is how "
-                           "some engines write a missing route; mark it with -1.")
+                    why = (f"but ids run from 0 to {site.num_experts - 1}. Mark missing routing with -1 in every slot."
+                           if int(kind[b, t]) == OUTSIDE else "which contain an expert twice. Mark missing "
+                           "routing with -1; some engines write zeros.")
                     experts = ids[b, t, s, : site.top_k].tolist()
                     raise RoutingError(f"{site.name}: row {b}, token {t} has experts {experts}, {why}")
 
@@ -176,16 +177,15 @@ class Layout:
         """Raise unless combine weights are float32 or float16, one per slot, and where a route is known finite, not
         negative and not all 0."""
         if gates.dtype not in (torch.float32, torch.float16) or gates.shape != (*known.shape, self.top_k):
-            raise RoutingError(f"combine weights are {gates.dtype} of shape {tuple(gates.shape)}; expected float32 or "
-                               f"float16, one per id: {(*known.shape, self.top_k)}.")
+            raise RoutingError(f"gate weights have dtype {gates.dtype} and shape {tuple(gates.shape)}; expected "
+                               f"float32 or float16, one per id: {(*known.shape, self.top_k)}")
         slots = torch.arange(self.top_k) < torch.tensor([site.top_k for site in self.sites])[:, None]
         weights = gates.masked_fill(~slots.to(gates.device), 0)
         bad = ((~weights.isfinite() | (weights < 0)).any(-1) | (weights.amax(-1) < LIGHTEST)) & known
         if bool(bad.any()):
             b, t, s = bad.nonzero()[0].tolist()
-            raise RoutingError(f"{self.sites[s].name}: row {b}, token {t} has combine weights "
-                               f"{gates[b, t, s].tolist()}; expected finite ones, not negative, of which one weighs "
-                               f"{LIGHTEST} or more.")
+            raise RoutingError(f"{self.sites[s].name}: row {b}, token {t} has gate weights {gates[b, t, s].tolist()}; "
+                               f"expected finite values of at least 0, with one of {LIGHTEST} or more")
 
 
 @dataclass(frozen=True)
@@ -225,8 +225,8 @@ def find_sites(model: nn.Module) -> tuple[RoutingModule, ...]:
     ]
     if not found:
         raise RoutingError(
-            f"{type(model).__name__} has no routing site: it is a dense model, or routes in an unsupported way. "
-            "Recording and replaying routes needs a Mixture-of-Experts model."
+            f"{type(model).__name__} has no MoE layer: it is dense, or its family is not supported. Use a "
+            "Mixture-of-Experts model."
         )
     return tuple(sorted(found, key=lambda s: (s.site.decoder_layer, "attention" not in s.site.name)))
 
@@ -288,8 +288,8 @@ def token_readers(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def since(router: str) -> str:
-    """For the refusal of a router's logits or combine weights: from which release of transformers on it has them."""
-    return f" It does with transformers >= {COMPLETE_SINCE[router]}." if router in COMPLETE_SINCE else ""
+    """The end of a message about missing logits or gate weights: the release of transformers that returns them."""
+    return f", or use transformers >= {COMPLETE_SINCE[router]}" if router in COMPLETE_SINCE else ""
 
 
 def _describe(name: str, module: nn.Module, selector: nn.Module, reader: nn.Module) -> RoutingModule:
@@ -310,8 +310,8 @@ def _beside(name: str, selector: nn.Module, modules: dict[str, nn.Module]) -> Ro
         for path, module in modules.items():
             if plain_name(path) in routers and "modules_to_save" not in module._modules:
                 return _describe(path, module, selector, modules[owner])
-    raise RoutingError(f"{name} ({type(selector).__name__}) selects experts, but neither it nor the module around it "
-                       "has a router named gate or router, so its routes can be neither recorded nor replayed.")
+    raise RoutingError(f"{name} ({type(selector).__name__}) chooses experts, but no router named gate or router is in "
+                       "it or around it. Its routing cannot be recorded or replayed.")
 
 
 def _running_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -334,7 +334,7 @@ def _routing_classes(kinds: set[type]) -> set[type]:
     recorded: set[type] = set()
     for kind in kinds:
         if kind.__name__ in UNSUPPORTED:
-            raise RoutingError(f"{kind.__name__} can be neither recorded nor replayed: {UNSUPPORTED[kind.__name__]}.")
+            raise RoutingError(f"{kind.__name__} cannot be recorded or replayed: {UNSUPPORTED[kind.__name__]}")
         outputs = getattr(kind, "_can_record_outputs", None)
         spec = outputs.get("router_logits") if isinstance(outputs, dict) else None
         targets = [getattr(s, "target_class", s) for s in (spec if isinstance(spec, list | tuple) else [spec])]
@@ -404,8 +404,8 @@ def _first(module: nn.Module, *attributes: str, last: int | None = None) -> int:
     if last is not None:
         return last
     raise RoutingError(
-        f"{type(module).__name__} looks like a router, but has none of {', '.join(attributes)}: "
-        "its selection cannot be recognised, so it can be neither recorded nor replayed."
+        f"{type(module).__name__} looks like a router, but has no {', '.join(attributes)}. Its routing cannot be "
+        "recorded or replayed."
     )
 
 
@@ -413,5 +413,5 @@ def _decoder_layer(name: str) -> int:
     """The absolute layer index in a module path: `model.layers.3.mlp.gate` → 3."""
     number = re.search(r"\.(\d+)\.", name)
     if number is None:
-        raise RoutingError(f"cannot tell the decoder layer of routing site {name!r} from its path.")
+        raise RoutingError(f"the path of the MoE layer {name!r} does not contain the number of its decoder layer")
     return int(number.group(1))

@@ -61,8 +61,8 @@ def rollout(batch: Sampled, natural: Natural) -> RoutingTrace:
     """Rollout Routing Replay (R3): the routing of the inference engine. arXiv 2510.11370."""
     if batch.rollout_routes is None:
         raise RoutingError(
-            "routes='rollout' replays the engine's routes, but the rollouts carry none. "
-            "Use an engine that reports routes, or routes='old_policy'."
+            "routes='rollout' replays the engine's routing, but the rollouts have none. Use an engine that reports "
+            "routing, or routes='old_policy'."
         )
     return batch.rollout_routes
 
@@ -75,7 +75,8 @@ def shuffled(batch: Sampled, natural: Natural) -> RoutingTrace:
     """
     groups = batch.prompt_index.unique()
     if len(groups) < 2:
-        raise RoutingError("routes='shuffled' takes routes from another prompt, but the batch has only one.")
+        raise RoutingError("routes='shuffled' takes routing from another prompt, but the batch has only one. Use two "
+                           "prompts or more per batch.")
     rows = [(batch.prompt_index == g).nonzero()[:, 0] for g in groups]
     donor = torch.empty_like(batch.prompt_index)
     for mine, theirs in zip(rows, rows[1:] + rows[:1], strict=True):
@@ -110,7 +111,7 @@ def under_noise(
     noise. A sigma of 0 is `old_policy`. Raises ConfigError for one that is negative or infinite.
     """
     if not 0 <= sigma < torch.inf:
-        raise ConfigError(f"under_noise(sigma={sigma:g}): how far routers are moved, in standard deviations, is >= 0.")
+        raise ConfigError(f"under_noise(sigma={sigma:g}): the noise scale must be at least 0")
     return score(batch, noise=Noise("weights", sigma, _seed(seed, batch))).routes if sigma else natural.routes
 
 
@@ -149,7 +150,7 @@ def by_layer(
     options = {"first": first, "last": last, "share": share, "sites": sites}
     given = {name: value for name, value in options.items() if value is not None}
     if len(given) != 1:
-        raise ConfigError(f"by_layer takes one of first, last, share and sites, not {given or 'none'}.")
+        raise ConfigError(f"by_layer takes exactly one of first, last, share and sites, not {given or 'none'}")
     if share is not None:
         _require_share("by_layer", share)
         done = [int(round(s * share, 9)) for s in range(count + 1)]  # 100 · 0.29 is 28.999…: rounding takes no site
@@ -157,7 +158,7 @@ def by_layer(
     elif sites is None:
         sites = range(count)[:first] if last is None else range(count)[max(0, count - last) :]
     if any(not 0 <= s < count for s in sites) or min(first or 0, last or 0) < 0:
-        raise ConfigError(f"by_layer({given}): the model has {count} routing sites, numbered from 0.")
+        raise ConfigError(f"by_layer({given}): the model has {count} MoE layers, numbered from 0")
     routes = _base("by_layer", base, batch, natural)
     chosen = torch.zeros(count, dtype=torch.bool, device=routes.experts.device)
     chosen[list(sites)] = True
@@ -171,7 +172,7 @@ def by_margin(batch: Sampled, natural: Natural, *, below: float, base: str = "ol
     below=inf is `base`, 0 is `live`. Raises ConfigError for a bound that is negative.
     """
     if not below >= 0:
-        raise ConfigError(f"by_margin(below={below:g}): margins of scores are not negative, so it selects nothing.")
+        raise ConfigError(f"by_margin(below={below:g}) selects nothing: margins of scores are at least 0")
     assert natural.scores is not None, "what is marked as needing scores is given them"
     routes = _base("by_margin", base, batch, natural)
     return routes if below == torch.inf else _where(routes, natural.scores.margins < below)
@@ -186,7 +187,7 @@ def by_probability(batch: Sampled, natural: Natural, *, below: float, base: str 
     A bound above 1 is `base`, 0 is `live`. Raises ConfigError for a bound that is negative.
     """
     if not below >= 0:
-        raise ConfigError(f"by_probability(below={below:g}): probabilities are not negative, so it selects nothing.")
+        raise ConfigError(f"by_probability(below={below:g}) selects nothing: probabilities are at least 0")
     assert natural.scores is not None, "what is marked as needing scores is given them"
     routes = _base("by_probability", base, batch, natural)
     mass = natural.scores.log_probs.exp().where(natural.scores.ids >= 0, 0).sum(-1)
@@ -204,7 +205,7 @@ def soft(batch: Sampled, natural: Natural, *, ratio: float, base: str = "old_pol
     ConfigError for a ratio that is negative or infinite.
     """
     if not 0 <= ratio < torch.inf:
-        raise ConfigError(f"soft(ratio={ratio:g}): a share of the weakest live score, from 0 (replay all) to 1 (none).")
+        raise ConfigError(f"soft(ratio={ratio:g}): the ratio must be from 0 (replay all) to 1 (replay none)")
     routes = _base("soft", base, batch, natural)
     return replace(routes, keep=ratio) if ratio else routes
 
@@ -221,9 +222,8 @@ def recall(batch: Sampled, natural: Natural, *, base: str = "old_policy") -> Rou
     if base != "old_policy":
         routes = _base("recall", base, batch, natural)
         if routes.gates is None:
-            raise RoutingError("routes='recall(base=\"rollout\")' forces the engine's combine weights, but its routes "
-                               "carry none: of what is decoded, prime-rl's Total Router Recall does. For ids alone "
-                               "replay routes='rollout'.")
+            raise RoutingError('routes=\'recall(base="rollout")\' needs the gate weights of the engine, but its '
+                               'rollouts have none. To replay ids only, use routes=\'rollout\'.')
         return routes
     assert natural.scores is not None, "what is marked as needing scores is given them"
     return replace(natural.routes, gates=natural.scores.gates)
@@ -244,7 +244,7 @@ def false_flips(batch: Sampled, natural: Natural, *, share: float) -> RoutingTra
     routes, scores = natural.routes, natural.scores
     assert scores is not None, "what is marked as needing scores is given them"
     if len({site.num_experts for site in routes.layout.sites}) > 1:
-        raise RoutingError("false_flips needs the same number of experts at every site.")
+        raise RoutingError("false_flips needs the same number of experts in every MoE layer")
     ids, log_probs = routes.ids(), torch.stack(scores.all_log_probs, 2)
     used = ids.clamp(min=0)
     runner_up = log_probs.scatter(-1, used, -torch.inf).argmax(-1)
@@ -272,14 +272,14 @@ def _where(routes: RoutingTrace, chosen: Bool[Tensor, "batch time site"]) -> Rou
 
 def _require_share(source: str, share: float) -> None:
     if not 0 <= share <= 1:
-        raise ConfigError(f"{source} takes a share of (token, site) pairs, from 0 to 1, not {share}.")
+        raise ConfigError(f"{source}: the share of (token, layer) pairs must be from 0 to 1, not {share}")
 
 
 def _require_dose(source: str, share: float) -> None:
     """Raise ConfigError for a share that a run cannot have; warn of one with which it replays nothing."""
     _require_share(source, share)
     if not share:
-        warnings.warn(f"{source}(share=0) replays nothing: its runs are those of the routes `live`.", stacklevel=2)
+        warnings.warn(f"{source}(share=0) replays nothing. Use routes=live for a run without replay.", stacklevel=2)
 
 
 def _generator(seed: int, batch: Sampled) -> torch.Generator:

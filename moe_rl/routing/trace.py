@@ -92,7 +92,7 @@ class RoutingTrace:
             _require_rows(trace, number, traces[0], tokens[row : row + trace.shape[0]], row, mixed)
             row += trace.shape[0]
         if row != tokens.shape[0]:
-            raise RoutingError(f"the traces have {row} rows, the batch has {tokens.shape[0]}.")
+            raise RoutingError(f"the traces have {row} rows, but the batch has {tokens.shape[0]}")
         wide = _with_one_index([trace.wide(tokens.shape[1]) for trace in traces])
         joined: dict[str, Any] = {name: [getattr(trace, name) for trace in wide] for name in ROUTED}
         joined = {name: None if x[0] is None else torch.cat(x).to(tokens.device) for name, x in joined.items()}
@@ -115,7 +115,7 @@ class RoutingTrace:
         """
         mask = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         if not parts:
-            raise RoutingError("no traces to splice; for rows without routes replay None.")
+            raise RoutingError("no traces to join. For rows without routing, replay None.")
         for number, part in enumerate(parts):
             _require_rows(part, number, parts[0], tokens, 0, mixed=True)
         *earlier, whole = _with_one_index([RoutingTrace.cat([part], tokens, mask, mixed=True) for part in parts])
@@ -161,8 +161,8 @@ class RoutingTrace:
         """Raise unless some token's route is known."""
         if not bool((self.known & self.attention_mask[..., None]).any()):
             raise RoutingError(
-                "the trace holds no known route, so replay would do nothing. For live routing replay None; where it is "
-                "a part of a trace that does know some, say replay_routing(model, trace, part=True)."
+                "the trace contains no known routing, so replay would do nothing. Replay None, or use part=True if it "
+                "is a part of a trace: replay_routing(model, trace, part=True)."
             )
 
     def __eq__(self, other: object) -> bool:
@@ -226,8 +226,8 @@ class RoutingTrace:
         attention_mask = attention_mask.bool().to(self.experts.device)
         mine, theirs = self.attention_mask.sum(1), attention_mask.sum(1)
         if not torch.equal(mine, theirs):
-            raise RoutingError(f"cannot align: rows of the trace hold {mine.tolist()} tokens, rows of the mask "
-                               f"{theirs.tolist()}.")
+            raise RoutingError(f"cannot align: rows of the trace have {mine.tolist()} tokens, rows of the mask have "
+                               f"{theirs.tolist()}")
         moved = self.each(lambda _, x: unpacked(x[self.attention_mask], attention_mask))
         experts = unpacked(self.experts[self.attention_mask], attention_mask, self.layout.unknown)
         index = self.version_index
@@ -244,7 +244,7 @@ class RoutingTrace:
         out even. Raises RoutingError for a rank that there is not, and for a stage without a layer that routes.
         """
         if not 0 <= rank < world:
-            raise RoutingError(f"rank {rank} of {world}: ranks run from 0 to one less than their number.")
+            raise RoutingError(f"rank={rank} must be from 0 to {world - 1}")
         batch, time = self.shape[:2]
         if by == "rows":
             return self.rows(torch.arange(batch).tensor_split(world)[rank])
@@ -262,13 +262,13 @@ class RoutingTrace:
         layers = [site.decoder_layer for site in self.layout.sites]
         total = num_layers or max(layers) + 1
         if total % world or total <= max(layers):
-            raise RoutingError(f"{total} decoder layers over {world} stages; expected a number that {world} divides, "
-                               f"of more than {max(layers)}, the last that routes: give num_layers.")
+            raise RoutingError(f"{total} decoder layers cannot be cut into {world} equal stages that include layer "
+                               f"{max(layers)}. Give num_layers, the number of decoder layers.")
         each = total // world
         here = [s for s, layer in enumerate(layers) if layer // each == rank]
         if not here:
-            raise RoutingError(f"stage {rank} of {world} has layers {rank * each} to {rank * each + each - 1}, none of "
-                               "which routes: it needs no trace.")
+            raise RoutingError(f"stage {rank} of {world} has layers {rank * each} to {rank * each + each - 1}, which "
+                               "have no router. It needs no trace.")
         layout = Layout(tuple(self.layout.sites[s] for s in here), self.layout.architecture)
         experts = self.experts[:, :, here, : layout.top_k].contiguous().to(layout.dtype)
         if layout.dtype != self.experts.dtype:
@@ -327,21 +327,22 @@ def _require_rows(
     first.layout.require(trace.layout, f"trace {number}")
     if trace.weights != first.weights and not mixed:
         versions = " and ".join(", ".join(map(repr, one.weights)) for one in (first, trace))
-        raise RoutingError(f"traces 0 and {number} are of two weight versions, {versions}: join them apart, or say "
-                           "mixed=True, and the result knows the one of every token.")
+        raise RoutingError(f"traces 0 and {number} have different weight versions, {versions}. Join them separately, "
+                           "or set mixed=True to keep the version of every token.")
     if trace.keep != first.keep or (trace.gates is None) != (first.gates is None):
-        raise RoutingError(f"traces 0 and {number} are replayed by different rules, one keeps or weighs experts "
-                           "otherwise than the other: join them apart.")
+        raise RoutingError(f"traces 0 and {number} have different keep or gates, so they are replayed by different "
+                           "rules. Join them separately.")
     rows, time = trace.shape[:2]
     if time > tokens.shape[1]:
-        raise RoutingError(f"trace {number} has {time} columns, the batch {tokens.shape[1]}: rows of other tokens?")
+        raise RoutingError(f"trace {number} has {time} columns, but the batch has {tokens.shape[1]}. Give the trace of "
+                           "these rows.")
     if trace.tokens is None or rows != len(tokens):  # too many rows are refused by their sum
         return
     other = (trace.tokens.to(tokens.device) != tokens[:, :time]) & trace.attention_mask.to(tokens.device)
     if bool(other.any()):
         b, t = other.nonzero()[0].tolist()
         raise RoutingError(
-            f"trace {number} holds the routes of other tokens than row {row + b} of the batch: at position {t} token "
+            f"trace {number} is of other tokens than row {row + b} of the batch: position {t} is token "
             f"{int(trace.tokens[b, t])}, in the batch {int(tokens[b, t])}. Give the traces in the order of the rows."
         )
 

@@ -37,7 +37,7 @@ def write_fields(fields: Mapping[str, Any], path: str | Path, beside: Mapping[st
 
     layout, mask, experts = fields["layout"], fields["attention_mask"], fields["experts"]
     if odd := [v for v in (fields["weight_version"], *fields["versions"]) if not isinstance(v, str | None)]:
-        raise RoutingError(f"a weight version is of type {type(odd[0]).__name__}, {odd[0]!r}: name it in text.")
+        raise RoutingError(f"a weight version has type {type(odd[0]).__name__}: {odd[0]!r}. Use a text.")
     tensors = {f"beside.{name}": x[mask] for name, x in (beside or {}).items()}
     tensors |= {"attention_mask": mask, "experts": experts[mask]}
     tensors |= {name: fields[name][mask] for name in ("tokens", "gates") if fields[name] is not None}
@@ -74,7 +74,7 @@ def _header_sum(header: Mapping[str, str]) -> str:
 def read_fields(path: str | Path, rows: slice, columns: slice, sites: slice) -> dict[str, Any]:
     """The fields of a trace; see `RoutingTrace.load`."""
     if any(part.step not in (None, 1) for part in (rows, columns, sites)):
-        raise RoutingError(f"rows={rows}, columns={columns}, sites={sites}: parts of a file are read without a step.")
+        raise RoutingError(f"rows={rows}, columns={columns}, sites={sites}: slices with a step are not supported")
     with _opened(path) as file:
         return file.fields(rows, columns, sites)
 
@@ -101,7 +101,7 @@ def _opened(path: str | Path) -> Iterator[TraceFile]:
             RecursionError, AttributeError) as error:
         if isinstance(error, RoutingError) and str(path) in str(error):
             raise
-        raise RoutingError(f"{path} is not a readable routing trace ({error}); record it again.") from error
+        raise RoutingError(f"{path} is not a readable routing trace ({error}). Record it again.") from error
 
 
 class TraceFile:
@@ -114,15 +114,14 @@ class TraceFile:
             raise RoutingError(f"{path} is a safetensors file, but not a routing trace of moe_rl.")
         version = int(self.header["moe_rl_trace"])
         if version > FORMAT:
-            raise RoutingError(f"{path} has trace format {version}; this version reads {FORMAT}: upgrade moe_rl.")
+            raise RoutingError(f"{path} has trace format {version}, but this version reads {FORMAT}. Upgrade moe_rl.")
         if version in (1, 2):
-            raise RoutingError(f"{path} has trace format {version}, written by an earlier version; moe_rl 0.1.0 reads "
-                               "it.")
+            raise RoutingError(f"{path} has trace format {version} of an earlier version. Read it with moe_rl 0.1.0.")
         if version < 1 or self.header["sum"] != _header_sum(self.header):
-            raise RoutingError("its header is not the one that was written")
+            raise RoutingError("its header was changed")
         self.sums: dict[str, int] = json.loads(self.header["sums"])
         if set(self.sums) != self.names:
-            raise RoutingError(f"it holds {sorted(self.names)}, but was written with {sorted(self.sums)}")
+            raise RoutingError(f"it contains {sorted(self.names)}, but was written with {sorted(self.sums)}")
 
     def tensor(self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None,
                part: tuple[slice, ...] | None = None) -> Tensor:
@@ -137,7 +136,7 @@ class TraceFile:
         """A tensor of any form, checked."""
         whole = self.opened.get_tensor(name)
         if self.sums[name] != _sum(name, whole):
-            raise RoutingError(f"{name} does not have the sum it was written with")
+            raise RoutingError(f"{name} has another checksum than when it was written")
         return whole
 
     def fields(self, rows: slice, columns: slice, sites: slice) -> dict[str, Any]:
@@ -147,14 +146,14 @@ class TraceFile:
         layout.check()
         part = Layout(layout.sites[sites], layout.architecture)
         if not part.sites:
-            raise RoutingError(f"sites={sites}: there are {len(layout.sites)}")
+            raise RoutingError(f"sites={sites}: the trace has {len(layout.sites)} MoE layers")
         mask = self.tensor("attention_mask", (torch.bool,))
         inner, n, shape = mask[rows, columns], int(mask.sum()), (len(layout.sites), layout.top_k)
         chosen = None if rows == columns == sites == ALL else _spans(mask, rows, columns)
         size = inner.numel() * len(part.sites) * layout.top_k * (layout.dtype.itemsize + 4 * ("gates" in self.names))
         if size > max(LARGEST, PER_BYTE * Path(self.path).stat().st_size):
-            raise RoutingError(f"{self.path} would unpack to {size:,} bytes, {inner.numel():,} padded positions of "
-                               f"{n:,} tokens: load it in parts, by rows, columns or sites.")
+            raise RoutingError(f"{self.path} needs {size:,} bytes for {n:,} tokens in {inner.numel():,} padded "
+                               "positions. Load it in parts, by rows, columns or sites.")
 
         def read(name: str, dtypes: tuple[torch.dtype, ...], *shape: int, of: tuple[slice, ...] = ()) -> Tensor:
             """A tensor with one row per token: the rows of the chosen tokens."""
@@ -213,7 +212,7 @@ def _as_stored_by(part: Layout, experts: Tensor, whole: Layout) -> Tensor:
     part.check_ids(experts)
     for s, site in enumerate(part.sites):
         if bool((experts[:, :, s, site.top_k :] != part.unknown).any()):
-            raise RoutingError(f"{site.name} uses {site.top_k} slots, but others hold ids too")
+            raise RoutingError(f"{site.name} uses {site.top_k} slots, but other slots contain ids too")
     return experts
 
 

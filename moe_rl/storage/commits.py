@@ -32,12 +32,11 @@ MOST_ROWS = 10**8
 def check_rows(name: str, rows: list[Row]) -> None:
     """Raise RunError for a table or a column that the data dictionary does not explain."""
     if name not in TABLES:
-        raise RunError(f"there is no table {name!r}, only {', '.join(TABLES)}; add it, and the keys of its rows, to "
-                       "TABLES in moe_rl/storage/columns.py")
+        raise RunError(f"there is no table {name!r}, only {', '.join(TABLES)}. Add it, and the keys of its rows, to "
+                       "TABLES in moe_rl/storage/columns.py.")
     if bad := unknown(name, {key for row in rows for key in row}):
-        raise RunError(f"table {name!r} got columns that moe_rl/storage/columns.toml does not explain: "
-                       f"{', '.join(sorted(bad))}; add an entry with unit and formula for each, or name what is your "
-                       "own own_…")
+        raise RunError(f"table {name!r} has columns that moe_rl/storage/columns.toml does not explain: "
+                       f"{', '.join(sorted(bad))}. Add their unit and formula there, or begin their names with own_.")
 
 
 def to_table(rows: list[Row]) -> pa.Table:
@@ -97,8 +96,8 @@ def read_rows(path: Path, name: str, finished: int | None, *, beyond: bool = Tru
     """
     whole, commit = path / f"{name}.parquet", latest_commit(path)
     if finished is not None and name == "steps" and not whole.exists():
-        raise RunError(f"{whole} is missing, although the run has finished; restore it from a copy, or remove {path} "
-                       "and run it again")
+        raise RunError(f"{whole} is missing, although the run has finished. Restore it from a copy, or delete {path} "
+                       "and run it again.")
     # By rows, not by files alone: a kill may fall between the publishing of two tables, or of tables and manifest.
     step, pieces, start = pc.field("step"), [], -1
     if finished is not None and whole.exists():
@@ -137,8 +136,8 @@ def read_parquet(file: Path) -> pa.Table:
     except FileNotFoundError:
         raise
     except (pa.ArrowInvalid, OSError) as error:
-        raise RunError(f"{file} cannot be read ({error}); restore it from a copy, or remove {file.parent} and run it "
-                       "again") from error
+        raise RunError(f"{file} cannot be read ({error}). Restore it from a copy, or delete {file.parent} and run it "
+                       "again.") from error
 
 
 def fsync(path: Path) -> None:

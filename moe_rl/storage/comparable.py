@@ -12,7 +12,7 @@ import pandas as pd
 from moe_rl.errors import RunError
 from moe_rl.storage.folder import DECLARATION, differing
 
-ELSE = "so their numbers may not be comparable; run them again in another --out, or pool them with --mix-code"
+ELSE = "Run them again in another --out, or pool them with --mix-code"
 
 
 def require_comparable(root: Path, runs: pd.DataFrame) -> None:
@@ -20,16 +20,16 @@ def require_comparable(root: Path, runs: pd.DataFrame) -> None:
     code, made from different versions of data, checkpoints or code of one's own, or have different settings; for one
     that is not the run that its folder says, or is a copy, and for runs of another study in the folder of one."""
     if (Path(root) / DECLARATION).exists() and len(studies := runs["study"].unique()) > 1:
-        raise RunError(f"the runs below {root}, the folder of one study, are of {len(studies)} ({', '.join(studies)}), "
-                       f"{ELSE}, or move the others out of it")
+        raise RunError(f"the runs below {root}, the folder of one study, are of {len(studies)} studies "
+                       f"({', '.join(studies)}). {ELSE}, or move the other studies out of it.")
     codes = runs["code"]
     if runs.groupby("study")["code"].nunique().max() > 1 or codes.str.contains(" then ").any():
         counts = ", ".join(f"{n} by {code}" for code, n in codes.value_counts().items())
-        raise RunError(f"the runs below {root} were written by different versions of the code ({counts}), {ELSE}")
+        raise RunError(f"the runs below {root} were written by different versions of the code ({counts}). {ELSE}.")
     if names := _parted_inputs(runs):
-        raise RunError(f"the runs below {root} were made from different versions of {', '.join(names)}, {ELSE}")
+        raise RunError(f"the runs below {root} were made from different versions of {', '.join(names)}. {ELSE}.")
     for text in _mislabelled(runs):
-        raise RunError(f"the runs below {root} are not those that their folders say: {text}, {ELSE}, or remove a copy")
+        raise RunError(f"the runs below {root} are not in their folders: {text}. {ELSE}, or delete a copy.")
     require_equal_settings(root, runs)
 
 
@@ -39,7 +39,7 @@ def require_equal_settings(root: Path, runs: pd.DataFrame) -> None:
     for setting, text in _parted_settings(runs):
         parted.setdefault(setting, text)
     if parted:
-        raise RunError(f"the runs below {root} have different settings ({'; '.join(parted.values())}), {ELSE}")
+        raise RunError(f"the runs below {root} have different settings ({'; '.join(parted.values())}). {ELSE}.")
 
 
 def _parted_inputs(runs: pd.DataFrame) -> list[str]:
@@ -57,10 +57,10 @@ def _mislabelled(runs: pd.DataFrame) -> Iterator[str]:
     first: dict[tuple[Any, ...], Any] = {}
     for run, config in _configs(runs):
         if (said := (config["arm"]["name"], config["seed"])) != (run.arm, run.seed):
-            yield f"{_place(run)} holds a run of arm {said[0]!r}, seed {said[1]}"
+            yield f"{_place(run)} contains a run of arm {said[0]!r}, seed {said[1]}"
         there = first.setdefault((run.study, run.hash, run.created), run)
         if there is not run and pd.notna(run.created):  # older tables do not say
-            yield f"{_place(run)} holds a copy of {_place(there)}"
+            yield f"{_place(run)} contains a copy of {_place(there)}"
 
 
 def _parted_settings(runs: pd.DataFrame) -> Iterator[tuple[str, str]]:

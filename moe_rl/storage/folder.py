@@ -121,9 +121,9 @@ class RunFolder:
         finished = self.manifest.get("finished") == self.step
         written = self.manifest["checkpoint"] if finished else _digest_beside(commit)
         if written is not None and digest(commit / "checkpoint") != written:
-            raise RunError(f"{commit / 'checkpoint'} is not what the run {'finished with' if finished else 'wrote'}: a "
-                           f"file was damaged or replaced. Restore it from a copy, or remove {self.path} and run it "
-                           "again")
+            raise RunError(f"{commit / 'checkpoint'} differs from what the run "
+                           f"{('finished with' if finished else 'wrote')}: a file was damaged or replaced. Restore it "
+                           f"from a copy, or delete {self.path} and run it again.")
         return self.step, commit / "checkpoint"
 
     def add(self, table: str, rows: Iterable[Row]) -> None:
@@ -173,7 +173,7 @@ class RunFolder:
 
     def _stop(self, step: int) -> None:
         if self.stopping():
-            raise Stopped(f"{self.path} was told to stop; step {step} is committed, and it goes on from there")
+            raise Stopped(f"{self.path} was told to stop; step {step} is committed. Repeat the command to continue.")
 
     def progress(self, step: int, **values: Any) -> None:
         """Where the run is, for `list` and the live display: atomically replaced, not fsynced."""
@@ -188,7 +188,7 @@ class RunFolder:
         """
         commit = latest_commit(self.path)
         if commit is None:
-            raise RunError(f"{self.path} has no commit, so there is nothing to finish; commit the last step first")
+            raise RunError(f"{self.path} has no checkpoint. Save the last step before finish().")
         finished = self.manifest.get("finished")
         commits.publish(self.path, finished)
         rows = commits.read_parquet(self.path / "steps.parquet")
@@ -211,18 +211,19 @@ def _digest_beside(commit: Path) -> str | None:
 def check(path: Path, config: Mapping[str, Any], hash: str) -> None:
     """Raise RunError where the folder cannot become, or go on with, a run of this configuration. Changes nothing."""
     if path.exists() and not path.is_dir():
-        raise RunError(f"{path} is a file, where a run needs a folder; choose another --out")
+        raise RunError(f"{path} is a file, but a run needs a folder. Choose another --out.")
     manifest = read_manifest(path)
     if manifest is None:
         found = {p.name for p in path.iterdir() if not p.name.startswith(".tmp-")} if path.is_dir() else set()
         if foreign := sorted(found - {LOCK, "lock.holder", "log.txt"}):
-            raise RunError(f"{path} holds {', '.join(foreign[:3])} but no manifest.json, so it is not a run; "
-                           "nothing was touched: choose another --out")
+            raise RunError(f"{path} contains {', '.join(foreign[:3])} but no manifest.json, so it is not a run. "
+                           "Nothing was changed; choose another --out.")
     elif manifest["hash"] != hash:
         changes = "; ".join(f"{k}: {a!r} there, {b!r} now" for k, (a, b) in
                             differing(manifest["config"], config).items() if k != "steps")
-        raise RunError(f"{path} holds a run of another configuration ({changes or 'another version of its settings'}); "
-                       "nothing was overwritten: choose another --out or remove that folder")
+        raise RunError(f"{path} contains a run of another configuration "
+                       f"({changes or 'another version of its settings'}). Nothing was overwritten; choose another "
+                       "--out, or delete that folder.")
 
 
 class ManifestConfig(TypedDict):
@@ -266,7 +267,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise RunError(f"{path / 'manifest.json'} is damaged: {'.'.join(map(str, first['loc']))}, "
-                       f"{first['msg'].lower()}; restore it from a copy, or remove {path}") from None
+                       f"{first['msg'].lower()}. Restore it from a copy, or delete {path}.") from None
     return manifest
 
 
@@ -335,8 +336,8 @@ def read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # also for numbers of thousands of digits, and what is nested too deeply
         content = None
     if not isinstance(content, dict) or not set(keys) <= set(content):
-        raise RunError(f"{file} is damaged or was not written by moe_rl; nothing was touched: remove it, or choose "
-                       "another folder")
+        raise RunError(f"{file} is damaged, or moe_rl did not write it. Nothing was changed; delete it, or choose "
+                       "another folder.")
     return content
 
 

@@ -136,8 +136,8 @@ def collected(root: Path) -> Frames | None:
     if folder is None:
         return None
     if not (folder / "steps.parquet").exists():
-        raise RunError(f"{folder / 'steps.parquet'} is missing beside runs.parquet; restore it from a copy, or collect "
-                       "the study again")
+        raise RunError(f"{folder / 'steps.parquet'} is missing beside runs.parquet. Restore it from a copy, or collect "
+                       "the study again.")
     tables = {name: pd.DataFrame(columns=[*LABELS, *keys]) for name, keys in pooled().items()}
     for name in ("runs", *pooled()):
         if name in ("runs", "steps") or (folder / f"{name}.parquet").exists():  # others may be younger than the folder
@@ -150,24 +150,23 @@ def collected(root: Path) -> Frames | None:
         value = int(part.removeprefix("seed=")) if label == "seed" and part.startswith("seed=") else part
         frames = frames._with(label, value)
     if frames.runs.empty:
-        raise RunError(f"the tables in {folder} hold no run {root}")
+        raise RunError(f"the tables in {folder} contain no run {root}")
     return frames
 
 
 def _require_whole(folder: Path, runs: pd.DataFrame, steps: pd.DataFrame) -> None:
     """Raise RunError where tables are not of one time, as after a kill while a folder was written again."""
     if (folder / REPLACING).exists():
-        raise RunError(f"{folder / REPLACING} is there, so the tables beside it are of two times: whoever replaced "
-                       "them was killed, or is at it; collect the study again, or restore them from a copy")
+        raise RunError(f"{folder / REPLACING} exists: the tables are being replaced, or that was interrupted. Collect "
+                       "the study again, or restore the tables from a copy.")
     ended = runs[(runs["state"] == "finished") & (runs["step"] > 0)]
     known, finished, measured = ({*f[LABELS[:4]].drop_duplicates().itertuples(index=False, name=None)}
                                  for f in (runs, ended, steps))
     for alone, table in ((measured - known, "steps"), (finished - measured if measured else set(), "runs")):
         if alone:  # a trainer of one's own may write no steps at all
             example = "/".join(map(str, next(iter(alone))))
-            raise RunError(f"{folder / 'steps.parquet'} and runs.parquet are not of the same runs ({len(alone)} in "
-                           f"{table} alone, e.g. {example}), so what they say together would be wrong; collect the "
-                           "study again, or restore them from a copy")
+            raise RunError(f"{folder / 'steps.parquet'} and runs.parquet contain different runs ({len(alone)} in "
+                           f"{table} alone, e.g. {example}). Collect the study again, or restore them from a copy.")
     rows = dict(tuple(steps.groupby(list(LABELS[:4]), sort=False)))
     for run in ended.itertuples():
         key = tuple(getattr(run, label) for label in LABELS[:4])
@@ -180,13 +179,13 @@ def _require_rows(run: str, finished: int, steps: pd.DataFrame) -> None:
     trainer of one's own may log some steps only: one that never logs two in a row."""
     trained = steps[steps["step"] > 0].sort_values("step")
     if missing := _gaps(trained["step"], finished):
-        raise RunError(f"{run} finished {finished} steps, but its table has no rows of {missing} of them: restore it "
-                       "from a copy, or run it again")
+        raise RunError(f"{run} finished {finished} steps, but its table lacks {missing} of them. Restore it from a "
+                       "copy, or run it again.")
     if "reward" in trained:
         known = trained.dropna(subset=["reward"])["step"]
         if missing := _gaps(known, len(trained) if len(trained) == finished else 0):
-            raise RunError(f"{run} finished, but its reward is no number in {missing} of its steps: restore it from a "
-                           "copy, or run it again")
+            raise RunError(f"{run} finished, but its reward is missing in {missing} of its steps. Restore it from a "
+                           "copy, or run it again.")
 
 
 def _gaps(steps: pd.Series, finished: int) -> int:
@@ -199,8 +198,8 @@ def _require_hash(path: Path, manifest: Mapping[str, Any]) -> None:
     """Raise RunError where a manifest has other settings than those that its hash was made of."""
     settings = manifest["config"]
     if isinstance(settings.get("measure"), dict) and hash_of(settings) != manifest["hash"]:
-        raise RunError(f"the settings in {path / 'manifest.json'} are not those that the run had: their hash is "
-                       f"{hash_of(settings)}, and it began with {manifest['hash']}. Restore it from a copy.")
+        raise RunError(f"the settings in {path / 'manifest.json'} were changed: their hash is {hash_of(settings)}, and "
+                       f"the run began with {manifest['hash']}. Restore it from a copy.")
 
 
 def _from_runs(root: Path, unfinished: bool) -> Frames:
@@ -211,7 +210,7 @@ def _from_runs(root: Path, unfinished: bool) -> Frames:
         assert manifest is not None, "run_folders finds them by it"
         if now["state"] not in ENDED and not unfinished:
             before = manifest.get("finished")
-            shown = "" if before is None else f"; the {before} steps that it finished before are shown"
+            shown = "" if before is None else f"; the {before} steps that it finished earlier are shown"
             left_out.append(f"{path} ({now['state']}, step {now['step']} of {now['steps']}{shown})")
             if before is None:
                 continue
@@ -225,7 +224,7 @@ def _from_runs(root: Path, unfinished: bool) -> Frames:
             if name == "steps" and now["state"] == "finished":
                 _require_rows(str(path), now["step"], frame)
                 if "reward" in frame and len(frame) and frame["reward"].isna().all():
-                    raise RunError(f"{path} finished, but its reward is no number in any step: run it again")
+                    raise RunError(f"{path} finished, but its reward is missing in every step. Run it again.")
             tables[name].append(frame.assign(**labels)[[*LABELS, *frame.columns]])
     if not runs:
         why = f"; unfinished: {'; '.join(left_out)}" if left_out else ""
@@ -253,8 +252,8 @@ def labels_of(path: Path) -> dict[str, Any]:
     """Study, arm, factors and seed of a run, from its path. Raises RunError for one that was renamed."""
     *_, study, arm, factors, name = ("", "", "", *Path(path).absolute().parts)
     if not re.fullmatch(r"seed=\d+", name):
-        raise RunError(f"{path} holds a run, but its name says no seed, which rows are told apart by; rename it to "
-                       "seed=<n>, or move it out of its study")
+        raise RunError(f"the name of the run folder {path} contains no seed. Rename it to seed=<n>, or move it out of "
+                       "its study.")
     return {"study": study, "arm": arm, "factors": factors, "seed": int(name.removeprefix("seed="))}
 
 

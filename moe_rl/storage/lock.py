@@ -37,12 +37,12 @@ class Lock:
                 self._lock.acquire(timeout=NOTICE if wait is None else 0.1)
             except Timeout:
                 if wait is None:
-                    raise Held(f"another process is running {file.parent} ({holder(file)}); wait for it or choose "
-                               "another --out") from None
+                    raise Held(f"another process is running {file.parent} ({holder(file)}). Wait for it, or choose "
+                               "another --out.") from None
                 wait()
             except NotImplementedError as error:
-                raise RunError(f"{file} cannot be locked: its file system has no locks, so nothing would stop two "
-                               "processes from writing there at once; choose an --out on another one") from error
+                raise RunError(f"{file} cannot be locked, so two processes could write there at once. Choose an --out "
+                               "on a file system with locks.") from error
         job = f", job {job}" if (job := os.environ.get("SLURM_JOB_ID")) else ""
         file.with_suffix(".holder").write_text(f"process {os.getpid()} on {platform.node()}{job}")
 

@@ -129,7 +129,7 @@ def _collect(folder: Path, out: Path, also: Sequence[str], without: Sequence[str
     for option, patterns in (("also", also), ("without", without)):
         for pattern in patterns:
             if not any(_matches(name, c, (pattern,)) for name in pooled() for c in frames[name]):
-                raise ConfigError(f"--{option} {pattern}: no column of this study matches; see docs/columns.md")
+                raise ConfigError(f"--{option} {pattern}: no column of this study matches. See docs/columns.md.")
     endpoints = (declared["endpoint"], *declared["further_endpoints"], *declared["metrics"])
     drawn = (name.split(":")[2] for name in declared["figures"] if name.count(":") == 2)  # against:FACTOR:METRIC
     also = [*also, *(f"steps:{one.partition(',')[0]}" for one in (*endpoints, *drawn))]
@@ -158,15 +158,15 @@ def _collect(folder: Path, out: Path, also: Sequence[str], without: Sequence[str
 def _check_out(folder: Path, out: Path, name: str) -> None:
     """Tables stand for every run below them, also for those that are still to come; and for those of one study."""
     if folder.resolve().is_relative_to(out.resolve()) or any(runs.run_folders(out)):
-        raise ConfigError(f"--out {out}: tables there would hide the runs below it, those of {folder} and all that "
-                          "are still to come; give a folder of their own, e.g. --out results")
+        raise ConfigError(f"--out {out}: tables there would hide the runs of {folder}. Give another folder, e.g. --out "
+                          "results.")
     there = runs.read_json(out / DECLARATION, ("name",))
     if there is None and (other := sorted(p.name for p in out.glob("*") if not p.name.startswith("."))):
-        raise ConfigError(f"--out {out}: it holds {', '.join(other[:3])}, but no {DECLARATION}, so it is no study's "
-                          f"folder of tables; give a folder of their own, e.g. --out {out / name}")
+        raise ConfigError(f"--out {out} contains {', '.join(other[:3])} but no {DECLARATION}, so it is not a folder of "
+                          f"tables. Give another folder, e.g. --out {out / name}.")
     if there is not None and there["name"] != name:
-        raise ConfigError(f"--out {out}: the tables of the study {there['name']!r} are there, and those of {name!r} "
-                          f"would overwrite them; give a folder of their own, e.g. --out {out.parent / name}")
+        raise ConfigError(f"--out {out} contains the tables of the study {there['name']!r}, and those of {name!r} "
+                          f"would overwrite them. Give another folder, e.g. --out {out.parent / name}.")
 
 
 def _select(name: str, frame: pd.DataFrame, also: Sequence[str], without: Sequence[str]) -> pd.DataFrame:

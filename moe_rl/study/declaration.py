@@ -113,31 +113,33 @@ class Study:
         object.__setattr__(self, "arms", _made(self.arms))
         names = [arm.name for arm in _made(self.arms)]
         if not NAME.fullmatch(self.name):
-            raise ConfigError(f"{self.name!r} becomes the name of a folder: use letters, digits, '.', '_' and '-' only")
+            raise ConfigError(f"{self.name!r} cannot be the name of a folder. Use letters, digits, '.', '_' and '-' "
+                              "only.")
         for name in names:
             if not ARM.fullmatch(name):
-                raise ConfigError(f"arm {name!r} becomes the name of a folder: give it one of letters, digits and "
-                                  "'._+=,:()-', up to 120 of them, in a spelling as …+name=mine")
+                raise ConfigError(f"arm {name!r} cannot be the name of a folder. Add +name=mine with at most 120 "
+                                  "letters, digits and '._+=,:()-'.")
         if not names or len(set(names)) < len(names):
-            raise ConfigError(f"study {self.name!r} needs arms with names of their own, but has {names}")
+            raise ConfigError(f"the arms of study {self.name!r} need different names, but have {names}")
         for a, b in self.comparisons:
             if a == b or not {a, b} <= set(names):
-                raise ConfigError(f"contrast {a} − {b} of study {self.name!r} needs two of its arms {names}")
+                raise ConfigError(f"the comparison {a} − {b} of study {self.name!r} needs two of its arms {names}")
         for name, settings in self.cells.items():
             if unknown := set(settings.get("arms", ())) - set(names):
-                raise ConfigError(f"cell {name!r} of study {self.name!r} runs {', '.join(sorted(unknown))}, which is "
-                                  f"none of its arms {names}")
+                raise ConfigError(f"condition {name!r} of study {self.name!r} runs {', '.join(sorted(unknown))}, which "
+                                  f"are not among its arms {names}")
             here = settings.get("seeds", self.seeds)
             if not isinstance(here, Sequence) or not here or set(here) - set(self.seeds):
-                raise ConfigError(f"cell {name!r} of study {self.name!r} has seeds={here!r}: it runs some of the "
-                                  f"study's, which are {list(self.seeds)}")
+                raise ConfigError(f"condition {name!r} of study {self.name!r} has seeds={here!r}. Give some of the "
+                                  f"study's seeds: {list(self.seeds)}.")
             if not CELL.fullmatch(name) or {"seed", "arm"} & {key.split(".")[0] for key in settings}:
-                raise ConfigError(f"cell {name!r} of study {self.name!r} becomes the name of a folder (letters, digits "
-                                  "and '._+=,-'), and may change any setting but seed and arm")
+                raise ConfigError(f"condition {name!r} of study {self.name!r} cannot be the name of a folder (letters, "
+                                  "digits and '._+=,-'), or changes seed or arm. Rename it, or remove that setting.")
         if self.own_cold_starts and "cold_start.seed" in self.factors:
-            raise ConfigError("own_cold_starts gives every seed its cold start, so cold_start.seed cannot be a factor")
+            raise ConfigError("own_cold_starts trains a supervised warm-up for each seed, so cold_start.seed cannot be "
+                              "a factor")
         if "steps" in self.factors or "seed" in self.factors or any(k.split(".")[0] == "arm" for k in self.factors):
-            raise ConfigError("steps, seed and arm cannot be factors: use --steps, `seeds` and `arms`")
+            raise ConfigError("steps, seed and arm cannot be factors. Use --steps, `seeds` and `arms`.")
 
     def quick_form(self) -> Study:
         """A study of its own, `<name>-quick`, of one seed in all cells: run it for QUICK_STEPS, as a trial."""
@@ -149,8 +151,8 @@ class Study:
         """The study with another base. Raises ConfigError for a setting that a factor gives values of its own."""
         for key in changes:
             if factor := next((name for name in self.factors if f"{key}.".startswith(f"{name}.")), None):
-                raise ConfigError(f"{key} would change nothing: {factor} is a factor of study {self.name!r}, which "
-                                  f"gives it {', '.join(map(str, self.factors[factor]))}: change that in its file")
+                raise ConfigError(f"{key} has no effect: study {self.name!r} gives the factor {factor} the values "
+                                  f"{', '.join(map(str, self.factors[factor]))}. Change them in its file.")
         return dataclasses.replace(self, base=self.base.replace(**changes))
 
     def with_arms(self, arms: Sequence[str]) -> Study:
@@ -164,7 +166,7 @@ class Study:
                  for name, cell in self.cells.items()}
         cells = {name: cell for name, cell in cells.items() if cell.get("arms", names)}
         if self.cells and not cells:
-            raise ConfigError(f"no cell of study {self.name!r} runs {', '.join(sorted(names))}")
+            raise ConfigError(f"no condition of study {self.name!r} runs {', '.join(sorted(names))}")
         return dataclasses.replace(self, arms=chosen, comparisons=comparisons, cells=cells)
 
     def own_arms(self, text: str | None) -> list[str]:
@@ -184,11 +186,11 @@ class Study:
         """
         seeds = self.seeds if seeds is None else tuple(seeds)
         if not seeds or len(set(seeds)) < len(seeds):
-            raise ConfigError(f"a study needs at least one seed, each once, but got {list(seeds)}")
+            raise ConfigError(f"a study needs at least one seed, and each seed once, but got {list(seeds)}")
         count = len(seeds) * len(self.arms) * max(1, len(self.cells)) * math.prod(map(len, self.factors.values()))
         if count > MOST:
-            raise ConfigError(f"study {self.name!r} would be {count:,} runs, and at most {MOST:,} are planned: give "
-                              "fewer seeds, arms, cells or factors")
+            raise ConfigError(f"study {self.name!r} would have {count:,} runs, but at most {MOST:,} are allowed. Give "
+                              "fewer seeds, arms, conditions or factors.")
         planned: list[Planned] = []
         described: dict[Path, str] = {}
         combinations = itertools.product(self.cells or {"": {}}, itertools.product(*self.factors.values()))
@@ -208,11 +210,11 @@ class Study:
             values_here = ", ".join([name] * bool(name) + [f"{k}={v!r}" for k, v in chosen.items()])
             if path in described:
                 raise ConfigError(f"{described[path]} and {values_here} of study {self.name!r} would share the folder "
-                                  f"{path.parent.name}, where one would pass for the other; name them with `cells`")
+                                  f"{path.parent.name}. Name the conditions with `cells`.")
             described[path] = values_here
             planned.append(Planned(path, config, self.file))
         if not planned:
-            raise ConfigError(f"no cell of study {self.name!r} runs any of the seeds {list(seeds)}")
+            raise ConfigError(f"no condition of study {self.name!r} runs any of the seeds {list(seeds)}")
         return planned
 
 
@@ -239,7 +241,7 @@ def _located_task(task: Component) -> Component:
 
 def _made(arms: Sequence[Arm | str]) -> tuple[Arm, ...]:
     if isinstance(arms, str) or not all(isinstance(arm, Arm | str) for arm in arms):
-        raise ConfigError(f"arms={arms!r}: a list of arms or texts is wanted, e.g. arms=({'gspo'!r},)")
+        raise ConfigError(f"arms={arms!r} must be a list of arms or texts, e.g. arms=({'gspo'!r},)")
     return tuple(spelled_arm(arm) if isinstance(arm, str) else arm for arm in arms)
 
 
@@ -322,10 +324,11 @@ def read_declaration(folder: Path, trust: bool = False) -> dict[str, Any]:
     ConfigError where the primary endpoint is such code."""
     declared = runs.read_json(folder / DECLARATION, ("name", "arms", "figures"))
     if declared is None:
-        raise RunError(f"{folder} is not the folder of a study: it has no {DECLARATION} (e.g. runs/routing_replay)")
+        raise RunError(f"{folder} is not the folder of a study: it has no {DECLARATION}. Give one such as "
+                       "runs/routing_replay.")
     if "contrasts" in declared:
-        raise RunError(f"{folder} was written by release 0.1.0 or before, which alone reads it: columns and settings "
-                       "have other names since (CHANGELOG.md)")
+        raise RunError(f"{folder} was written by release 0.1.0 or earlier, with other names of columns and settings "
+                       "(CHANGELOG.md). Read it with that release.")
     later = {f.name: f.default for f in dataclasses.fields(Study) if f.default is not dataclasses.MISSING}
     declared = later | {"factors": {}, "cells": {}} | declared
     try:
@@ -333,7 +336,7 @@ def read_declaration(folder: Path, trust: bool = False) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise RunError(f"{folder / DECLARATION} is damaged: {'.'.join(map(str, first['loc']))}={first['input']!r:.60}, "
-                       f"{first['msg'].lower()}; restore it from a copy") from None
+                       f"{first['msg'].lower()}. Restore it from a copy.") from None
     return declared | {"untrusted": ""} if trust else _leave_out_code(declared, folder)
 
 
@@ -352,14 +355,14 @@ def _is_outside(name: str) -> bool:
 
 def _leave_out_code(declared: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     names = outside_names(declared)
-    how = (f"named in {folder / DECLARATION}, {'is' if len(names) == 1 else 'are'} code from outside moe_rl, which a "
-           "data file may not run: look at that code, then say --trust")
+    how = (f"(in {folder / DECLARATION}) {'is' if len(names) == 1 else 'are'} code from outside moe_rl. Read that "
+           "code; if you trust it, repeat the command with --trust.")
     if declared["endpoint"] in names:
-        raise ConfigError(f"{', '.join(names)}, {how}. Without its primary endpoint a study has no summary.")
+        raise ConfigError(f"{', '.join(names)} {how}")
     kept = {key: [name for name in declared[key] if name not in names]
             for key in ("figures", "metrics", "further_endpoints")}
     return {**declared, **kept, "verdict": "" if declared["verdict"] in names else declared["verdict"],
-            "untrusted": f"{', '.join(names)}, {how}" if names else ""}
+            "untrusted": f"{', '.join(names)} {how}" if names else ""}
 
 
 def load_study_file(source: str) -> Study:
@@ -371,14 +374,14 @@ def load_study_file(source: str) -> Study:
     path = Path(source)
     try:
         if path.is_dir() and (inside := path / f"{path.resolve().name}.py").is_file():
-            raise ConfigError(f"{source} is a folder: give the study file in it, {inside}")
+            raise ConfigError(f"{source} is a folder. Give the study file in it: {inside}.")
         if path.suffix == ".py":
             if not path.is_file():
-                raise ConfigError(f"there is no study file {source} (looked at {path.absolute()}); `moe-rl new NAME` "
-                                  f"begins one, `moe-rl run {COMES_ALONG[0]}` needs none")
+                raise ConfigError(f"there is no study file {source} (searched at {path.absolute()}). Create one with "
+                                  f"`moe-rl new NAME`, or use the built-in study: `moe-rl run {COMES_ALONG[0]}`.")
             if path.stem in sys.stdlib_module_names or path.stem == __package__.partition(".")[0]:
-                raise ConfigError(f"the study file {source} has the name of the module {path.stem!r}, which others "
-                                  "would then import from it: rename the file")
+                raise ConfigError(f"the study file {source} has the name of the module {path.stem!r}, so it would "
+                                  "replace that module. Rename the file.")
             sys.path.insert(0, str(path.resolve().parent))
             spec = importlib.util.spec_from_file_location(path.stem, path)
             assert spec is not None and spec.loader is not None, "a file of Python has both"
@@ -395,5 +398,5 @@ def load_study_file(source: str) -> Study:
         raise ConfigError(f"the study {source} cannot be imported: {where}{type(error).__name__}: {error}") from error
     study = getattr(module, "study", None)
     if not isinstance(study, Study):
-        raise ConfigError(f"{source} declares no study; it needs a line `study = Study(...)`")
+        raise ConfigError(f"{source} declares no study. Add a line `study = Study(...)`.")
     return dataclasses.replace(study, file=Path(module.__file__).absolute() if module.__file__ else None)

@@ -83,9 +83,9 @@ def preparing(now: Mapping[str, Any]) -> str:
     if not cold:
         return "first step" if "seconds_per_step" in now else "preparing"
     if cold.get("waiting"):
-        return "waiting for the cold start that another run makes"
-    return (f"cold start {cold['step']}/{cold['steps']}, success {cold['rate']:.0%} of {cold['target']:.0%}, at most "
-            f"{duration(cold['seconds_left'])} left")
+        return "waiting for the supervised warm-up of another run"
+    return (f"supervised warm-up {cold['step']}/{cold['steps']}, success {cold['rate']:.0%} of {cold['target']:.0%}, "
+            f"at most {duration(cold['seconds_left'])} left")
 
 
 def _name(path: Path) -> str:

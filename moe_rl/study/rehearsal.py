@@ -61,32 +61,31 @@ def preview(run: RunConfig) -> Preview:
     found = []
     if answered:
         fit, longest = sum(n - 1 <= run.max_new_tokens for n in needed), max(needed)
-        end = "its end and what was said before" if isinstance(task, Environment) else "its end"
+        end = "its end and the earlier turns" if isinstance(task, Environment) else "its end"
         of_first, of_all = (f"; its reward is {earned[0]:g}", f"; {sum(r >= 1 for r in earned)} of {len(earned)} earn 1"
-                            ) if earned else ("", "; what they earn, the environment says in a conversation")
+                            ) if earned else ("", "; the environment rewards them during a rollout")
         lines += [("answer", f"{_short(answered[0].answer or '')}, {needed[0]} tokens with {end}{of_first}"),
                   ("answers", f"{fit} of {len(answered)} fit into max_new_tokens={run.max_new_tokens}, the longest has "
                               f"{longest} tokens with {end}{of_all}")]
         if fit < len(answered):
             found.append(f"{len(answered) - fit} of {len(answered)} reference answers do not fit into max_new_tokens="
-                         f"{run.max_new_tokens}: what is cut off cannot be right. max_new_tokens={longest} would do.")
+                         f"{run.max_new_tokens}, so the model cannot learn them. Use max_new_tokens={longest}.")
         if (least := min(earned, default=1.0)) < 1:
             worst = answered[earned.index(least)]
-            found.append(f"{sum(r < 1 for r in earned)} of {len(earned)} reference answers do not earn 1, which is "
-                         f"right: {_short(worst.answer or '')} to {_short(worst.text)} earns {least:g}. A cold start "
-                         "would imitate what is not rewarded; look at the task's answers and reward.")
+            found.append(f"{sum(r < 1 for r in earned)} of {len(earned)} reference answers have a reward below 1: "
+                         f"{_short(worst.answer or '')} to {_short(worst.text)} has {least:g}. Check the answers and "
+                         "the reward of the task: the supervised warm-up imitates these answers.")
     else:
-        lines.append(("answer", "the task has no reference answers: there is nothing that a cold start could imitate"))
+        lines.append(("answer", "the task has no reference answers, so it cannot have a supervised warm-up"))
     left = None if split.different is None else split.different - split.evaluation
     if left is not None and left < run.prompts_per_step:
-        found.append(f"a step draws {run.prompts_per_step} prompts, and {left} different ones are left to train on: "
-                     "some come several times in a step.")
+        found.append(f"a step samples {run.prompts_per_step} prompts, but only {left} different ones can be trained "
+                     "on. Some appear several times in a step.")
     cold = run.cold_start
     if left is not None and cold.target and run.model.name in PRESETS and left - split.stopping < cold.batch_size:
-        found.append(f"the cold start trains on {left - split.stopping} different prompts, less than one batch of "
-                     f"{cold.batch_size}: an untrained model most likely memorises them, and the run ends before its "
-                     "first step. Of sums of 12 digits 12 were memorised, and 430 were enough. Bring more data, or "
-                     "begin from a checkpoint that knows the task, with cold_start.target=0.")
+        found.append(f"the supervised warm-up trains on {left - split.stopping} different prompts, less than one batch "
+                     f"of {cold.batch_size}, so an untrained model probably memorises them. Use more data, or start "
+                     "from a trained checkpoint with cold_start.target=0.")
     return Preview(tuple(lines), tuple(found))
 
 
@@ -161,8 +160,8 @@ def _explained(run: RunConfig, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         named = ", ".join(sorted(run.own_code())) or str(run.task)
-        raise ConfigError(f"{what} ({named}) failed, before anything was started: {_where(error, run.own_code())}"
-                          f"{type(error).__name__}: {error}") from error
+        raise ConfigError(f"{what} ({named}) failed before any run was started: "
+                          f"{_where(error, run.own_code())}{type(error).__name__}: {error}") from error
 
 
 def _where(error: Exception, own: Collection[str]) -> str:

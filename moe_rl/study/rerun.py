@@ -51,7 +51,7 @@ def rerun(path: Path, out: Path, *, jobs: int | None, console: Console, steps: i
     if code := outside_code([p.config for p in planned], trainer):
         if not trusted(code):
             raise ConfigError(f"the rows in {path} name code from outside moe_rl, or another trainer's options: "
-                              f"{', '.join(code)}. Look at what they name, then say --trust to run it")
+                              f"{', '.join(code)}. Read that code; if you trust it, repeat the command with --trust.")
         make_importable(code, tables, [p.study_file for p in planned])
     notes = (note for row, p in zip(rows, planned, strict=True) for note in _differences(row, p, trainer, bool(code)))
     for note in dict.fromkeys(notes):
@@ -79,8 +79,8 @@ def _planned(row: Any, out: Path, tables: Path, steps: int | None) -> Planned:
     config = config if steps is None else config.replace(steps=steps)
     path = path_of(out, row.study, row.arm, row.factors, row.seed)
     if (config.seed, config.arm.name) != (row.seed, row.arm):
-        raise ConfigError(f"the row of arm {row.arm!r}, seed {row.seed}, holds the configuration of arm "
-                          f"{config.arm.name!r}, seed {config.seed}: somebody has edited one of them")
+        raise ConfigError(f"the row of arm {row.arm!r}, seed {row.seed}, contains the configuration of arm "
+                          f"{config.arm.name!r}, seed {config.seed}. The table was edited; restore it from a copy.")
     return Planned(path, config, _study_file(json.loads(row.declared or "{}").get("file"), tables))
 
 
@@ -91,8 +91,8 @@ def _study_file(name: str | None, tables: Path) -> Path | None:
     if name is None:
         return None
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or not name.endswith(".py"):
-        raise ConfigError(f"the study file {name!r} of a row is no path of a Python file in a checkout: somebody has "
-                          "edited the table")
+        raise ConfigError(f"the study file {name!r} of a row is not the path of a Python file in a checkout. The table "
+                          "was edited; restore it from a copy.")
     roots = [*tables.absolute().parents, Path.cwd(), *Path.cwd().parents]
     places = (root / form for root in roots for form in (name, PurePosixPath(name).name))
     inside = tables.resolve()
@@ -115,17 +115,19 @@ def _differences(row: Any, planned: Planned, trainer: str, own: bool) -> Iterabl
     """What a row was made from and declared by, where that is not what is here."""
     declared, here = json.loads(row.declared or "{}"), planned.study_file
     if row.inputs is None and own:
-        yield f"the rows of {row.study} are older than digests: with which version of their code they ran is unknown"
+        yield f"the rows of {row.study} have no digests, so it is unknown with which version of their code they ran"
     elif names := changed(made_from := json.loads(row.inputs or "{}"),
                           inputs_of(planned.config.to_dict(), trainer, made_from)):
-        yield f"{', '.join(names)} changed or went since the rows of {row.study} ran; what follows is of what is here"
+        yield (f"{', '.join(names)} changed since the rows of {row.study} ran, or is missing. The rerun uses the "
+               "version here.")
     if not declared:
         return
     if here is None:
-        yield (f"the study file {declared['file']} of {row.study} is not found in or above {Path.cwd()} or the tables; "
-               "rows run without it")
+        yield (f"the study file {declared['file']} of {row.study} is not in or above {Path.cwd()} or the tables. "
+               "The rerun does not use it.")
     elif names := changed(declared["sources"], digests_of(declared["sources"], here.parent)):
-        yield f"{', '.join(names)} beside {here} changed since {row.study} ran; rows run from their own configuration"
+        yield (f"{', '.join(names)} beside {here} changed since {row.study} ran. The rerun uses the configuration of "
+               "the rows.")
 
 
 def verdict(reported: Frames, path: Path) -> str:
@@ -162,19 +164,19 @@ def verdict(reported: Frames, path: Path) -> str:
         values = f"equal values in all {count} columns"
     else:
         first, largest = min(step for step, _ in parted.values()), max(parted, key=lambda c: parted[c][1])
-        values = (f"values part in {len(parted)} of {count} columns ({', '.join([*parted][:3])}, …), from step {first} "
-                  f"on, by at most {parted[largest][1]:.1g} of the largest value of a column ({largest})")
-    lacking = f", and {len(without)} columns of the row are not there now ({', '.join(without[:3])}, …)" * bool(without)
+        values = (f"values differ in {len(parted)} of {count} columns ({', '.join([*parted][:3])}, …), from step "
+                  f"{first} on, by at most {parted[largest][1]:.1g} of the largest value of a column ({largest})")
+    lacking = f", and {len(without)} columns of the row are missing now ({', '.join(without[:3])}, …)" * bool(without)
     if alike and not parted:
         return f"the same weights and optimizer state, bit for bit{lacking}"
-    checkpoint = ("the same weights and optimizer state" if alike else
-                  f"another checkpoint, as after {last} of {row['step']} steps" if shorter else "another checkpoint")
+    checkpoint = ("the same weights and optimizer state" if alike else "another checkpoint"
+                  + f", because it ran {last} of {row['step']} steps" * shorter)
     there, here = _made_from(row), _made_from({**made, "code": " then ".join(made["code"])})
     others = [f"{name} {there[name]} there, {here.get(name)} here" for name in there if there[name] != here.get(name)]
     if parted and any(there[name] != here[name] for name in HARDWARE):
         others.append("another processor or instruction set alone can change these values")
     unsaid = ("as they should be" if shorter and not parted else
-              "the same versions, processor and instruction set, so has somebody edited the table?")
+              "versions, processor and instruction set are the same, so the table may have been edited")
     return f"{checkpoint}, {values}{lacking}; {'; '.join(others) or unsaid}"
 
 

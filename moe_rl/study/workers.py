@@ -97,7 +97,8 @@ def run_study(study: Study, planned: Sequence[Planned], *, cache: Path, jobs: in
                         why = "" if failure.expected else f"\n{failure.message}"
                         say(console, ("failed", "red"), f" {p.path}{why}")
                         if waiting and _alike(failures, planned):
-                            say(console, f"no more is started: {len(waiting)} runs would most likely fail alike")
+                            say(console, f"no more runs are started: {len(waiting)} would probably fail in the same "
+                                         "way")
                             waiting.clear()
                 display.update()
     finally:
@@ -168,7 +169,7 @@ def at_a_time(jobs: int | None) -> int:
     if jobs is None:
         return os.cpu_count() or 1
     if jobs < 1:
-        raise ConfigError(f"--jobs {jobs}: at least one run must be allowed at a time")
+        raise ConfigError(f"--jobs {jobs} must be at least 1")
     return jobs
 
 
@@ -264,11 +265,11 @@ def recorded(folder: runs.RunFolder, steps: int, watch: Watch) -> Iterator[None]
         except Diverged as error:
             if "diverged" not in folder.manifest:
                 if folder.latest()[1] is None:
-                    raise Diverged(f"{error} That was before its first commit, so nothing is left to be reported: a "
-                                   "trainer commits at step 0, or before it raises.") from error
+                    raise Diverged(f"{error} The run has no checkpoint. Save one at step 0, or before the error is "
+                                   "raised.") from error
                 folder.finish(diverged=str(error))
         if folder.manifest.get("finished", -1) < steps and "diverged" not in folder.manifest:
-            raise RunError(f"the trainer returned before {folder.path} was finished")
+            raise RunError(f"the trainer returned before the run {folder.path} was finished")
     except Stopped:
         raise
     except BaseException as error:
@@ -303,7 +304,7 @@ def load(spec: str) -> Any:
         found = getattr(importlib.import_module(module), name)
         return partial(found, **use.options) if use.options else found
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{spec!r} names nothing that can be imported ({error}); write pkg.module:name") from error
+        raise ConfigError(f"{spec!r} cannot be imported ({error}). Write pkg.module:name.") from error
 
 
 def check_code(path: Path, mix_code: bool) -> None:
@@ -312,12 +313,11 @@ def check_code(path: Path, mix_code: bool) -> None:
     if manifest is None or mix_code:
         return
     if manifest["code"] != [code_version()]:
-        raise RunError(f"{path} was written by code {' then '.join(manifest['code'])}, this is {code_version()}: their "
-                       "numbers may not be comparable; choose another --out, or go on knowingly with --mix-code")
+        raise RunError(f"{path} was written by code {' then '.join(manifest['code'])}, but this is {code_version()}. "
+                       "Choose another --out, or continue with --mix-code if the numbers remain comparable.")
     if names := changed(manifest.get("inputs", {}), inputs_of(manifest["config"], manifest.get("trainer", ""))):
-        raise RunError(f"{path} was made from {', '.join(names)}, which changed or went since: what it would do "
-                       "now may not be comparable with what it did; put it back, choose another --out, or go on "
-                       "knowingly with --mix-code")
+        raise RunError(f"{path} was made from {', '.join(names)}, which changed since, or is missing. Restore that, "
+                       "choose another --out, or continue with --mix-code.")
 
 
 def _outcome(process: subprocess.Popen, planned: Planned) -> Failure | None:
@@ -329,7 +329,7 @@ def _outcome(process: subprocess.Popen, planned: Planned) -> Failure | None:
         return None
     if not text:
         cause = {-s.value: s.name for s in signal.Signals}.get(process.returncode, f"exit code {process.returncode}")
-        return Failure(planned.path, f"the worker ended by {cause}; see {planned.path / 'log.txt'}", False)
+        return Failure(planned.path, f"the worker ended by {cause}. See {planned.path / 'log.txt'}.", False)
     return Failure(planned.path, **json.loads(text))
 
 
@@ -359,7 +359,7 @@ def read_plan(file: Path) -> dict[str, Any]:
     """What `freeze_plan` made, from a file. Raises ConfigError where there is none, RunError for another file."""
     plan = runs.read_json(file, ("trainer", "cache", "code", "mix_code", "search_path", "trackers", "runs"))
     if plan is None:
-        raise ConfigError(f"there is no plan {file}; `moe-rl run STUDY --launcher slurm` writes one for its job array")
+        raise ConfigError(f"there is no plan {file}. Create one with `moe-rl run STUDY --launcher slurm`.")
     return plan
 
 
@@ -367,17 +367,17 @@ def read_run(plan: Mapping[str, Any], number: int) -> Planned:
     """A run of a plan. Raises ConfigError for a number that has none, RunError for one that would not be the run that
     was planned."""
     if not 0 <= number < len(plan["runs"]):
-        raise ConfigError(f"the plan has runs 0 to {len(plan['runs']) - 1}, and none with the number {number}")
+        raise ConfigError(f"the plan has no run {number}, only 0 to {len(plan['runs']) - 1}")
     entry = plan["runs"][number]
     config = RunConfig.from_dict(entry["config"])
-    path, again = entry["path"], "submit the study again, or put back what was there"
+    path, again = entry["path"], "Submit the study again, or restore what changed."
     if config.hash != entry["hash"]:
-        raise RunError(f"the configuration of {path} reads differently now: {again}")
+        raise RunError(f"the configuration of {path} changed since it was planned. {again}")
     if not plan["mix_code"]:
         if plan["code"] != code_version():
-            raise RunError(f"{path} was planned by code {plan['code']}, this is {code_version()}: {again}")
+            raise RunError(f"{path} was planned by code {plan['code']}, but this is {code_version()}. {again}")
         if names := changed(entry["inputs"], inputs_of(entry["config"], plan["trainer"])):
-            raise RunError(f"{', '.join(names)} changed or went since {path} was planned: {again}")
+            raise RunError(f"{', '.join(names)} changed since {path} was planned, or is missing. {again}")
     return Planned(Path(path), config, entry["study_file"] and Path(entry["study_file"]))
 
 

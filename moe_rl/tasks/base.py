@@ -96,7 +96,8 @@ def load_task(use: Part) -> AnyTask:
     if name in TASKS:
         module, parameter = TASKS[name]
         if bool(parameter) != bool(argument):
-            raise ConfigError(f"task {use.name!r}: write {next(c for c in CHOICES if c.startswith(name))}.")
+            raise ConfigError(f"task {use.name!r} is incomplete: write "
+                              f"{next(c for c in CHOICES if c.startswith(name))}")
         cls = import_callable("task", module)
     elif use.own:
         cls = import_callable("task", use.name)
@@ -105,8 +106,8 @@ def load_task(use: Part) -> AnyTask:
     prompts, *rewarded = (callable(getattr(cls, method, None)) for method in ("prompts", "reward", "start"))
     if not isinstance(cls, type) or not prompts or not any(rewarded):
         raise ConfigError(
-            f"{use.name!r} is no task: it needs to be a class with the methods prompts(count, seed) and "
-            "reward(prompt, completion) or, of several turns, start(prompt)."
+            f"{use.name!r} is not a task. Write a class with prompts(count, seed) and reward(prompt, completion), or "
+            "start(prompt) for several turns."
         )
     said = {parameter: argument} if parameter else {}
     check_options("task", use, cls, said)
@@ -114,7 +115,7 @@ def load_task(use: Part) -> AnyTask:
     try:
         return cls(**options)
     except TypeError as error:
-        raise ConfigError(f"task {use.name!r} cannot be built with the options {options!r}: {error}") from error
+        raise ConfigError(f"task {use.name!r} does not accept the options {options!r}: {error}") from error
 
 
 def draw(task: AnyTask, count: int, seed: int, excluding: Collection[str] = ()) -> list[Prompt]:
@@ -124,16 +125,16 @@ def draw(task: AnyTask, count: int, seed: int, excluding: Collection[str] = ()) 
     ConfigError. Texts may repeat among the prompts returned; only `excluding` is kept out.
     """
     if count < 1:
-        raise ConfigError(f"{count} prompts were asked for; a step or an evaluation needs at least 1.")
+        raise ConfigError(f"{count} prompts were requested. Request at least 1.")
     excluded = frozenset(excluding)
     factor = 1
     while True:
         prompts = task.prompts(count * factor, seed)
         if not prompts:
-            raise ConfigError(f"{type(task).__name__}.prompts({count * factor}, {seed}) returned no prompts at all.")
+            raise ConfigError(f"{type(task).__name__}.prompts({count * factor}, {seed}) returned no prompts")
         if not all(isinstance(p, Prompt) for p in prompts):
             kind = type(prompts[0]).__name__
-            raise ConfigError(f"{type(task).__name__}.prompts must return moe_rl.types.Prompt objects, not {kind}.")
+            raise ConfigError(f"{type(task).__name__}.prompts must return moe_rl.types.Prompt objects, not {kind}")
         fresh = [p for p in prompts if p.text not in excluded]
         if len(fresh) >= count:
             return fresh[:count]
@@ -141,9 +142,8 @@ def draw(task: AnyTask, count: int, seed: int, excluding: Collection[str] = ()) 
             break
         factor *= 2
     raise ConfigError(
-        f"{type(task).__name__} has too few prompts: {count} were asked for, but of {len(prompts)} drawn "
-        f"({len({p.text for p in prompts})} different) only {len(fresh)} are not among the {len(excluded)} held out "
-        "for another purpose. Ask for fewer evaluation prompts, or give the task more data."
+        f"{type(task).__name__} has too few prompts: {count} are needed, but {len(fresh)} of "
+        f"{len({p.text for p in prompts})} different ones are not held out. Lower eval_prompts, or add data."
     )
 
 
@@ -159,12 +159,12 @@ class Split:
     """Of the others, those that say when the cold start ends; reinforcement learning trains on them, too."""
 
     def __str__(self) -> str:
-        apart = f"{self.evaluation} held out (eval_prompts), {self.stopping} to say when the cold start ends"
+        apart = f"{self.evaluation} held out (eval_prompts), {self.stopping} to end the supervised warm-up"
         if self.different is None:
-            return f"prompts without a known end: {apart}, all others to train on"
+            return f"prompts without a known number: {apart}, all others to train on"
         rest = self.different - self.evaluation
-        return (f"{self.different} different prompts: {apart}, {rest - self.stopping} that it trains on; reinforcement "
-                f"learning trains on {rest}")
+        return (f"{self.different} different prompts: {apart}, {rest - self.stopping} to train it on, {rest} for "
+                "reinforcement learning")
 
 
 def split_of(task: AnyTask, evaluation: int) -> Split:
@@ -176,9 +176,9 @@ def split_of(task: AnyTask, evaluation: int) -> Split:
         return Split(None, evaluation, STOPPING)
     if 2 * evaluation > different:
         raise ConfigError(
-            f"{type(task).__name__} has {different} different prompts, of which eval_prompts={evaluation} would hold "
-            f"out {'all' if evaluation >= different else 'more than half'}, and too few would be left to train on: use "
-            f"eval_prompts={max(1, different // 5)}, or bring more data.")
+            f"{type(task).__name__} has {different} different prompts, and eval_prompts={evaluation} would hold out "
+            f"{('all' if evaluation >= different else 'more than half')}. Use eval_prompts={max(1, different // 5)}, "
+            "or add data.")
     return Split(different, evaluation, max(1, min(STOPPING, (different - evaluation) // 2)))
 
 
@@ -191,8 +191,8 @@ def held_out(task: AnyTask, count: int) -> list[Prompt]:
         return found
     while len(different := once(found)) < count:
         if asked > 1024 * count:
-            raise ConfigError(f"{type(task).__name__} says that it has {len(task)} different prompts, but of "
-                              f"{len(found)} only {len(different)} are, where {count} are to be held out.")
+            raise ConfigError(f"{type(task).__name__} has a length of {len(task)}, but only {len(different)} of "
+                              f"{len(found)} prompts are different, and {count} must be held out. Correct its __len__.")
         found = draw(task, asked := 2 * asked, seed)
     return different[:count]
 
@@ -213,7 +213,7 @@ def votes_of(task: AnyTask, prompt: Prompt, completions: Sequence[str]) -> list[
         votes = list(own(prompt, completions))
         if len(votes) != len(completions) or not all(vote is None or isinstance(vote, int) for vote in votes):
             raise ConfigError(f"{type(task).__name__}.votes returned {votes!r} for {len(completions)} completions of "
-                              f"the prompt {prompt.text[:80]!r}; it needs one int or None for each")
+                              f"the prompt {prompt.text[:80]!r}. Return one int or None for each.")
         return votes
     first: dict[str, int] = {}
     return [first.setdefault(text.strip(), i) for i, text in enumerate(completions)]
@@ -229,7 +229,7 @@ def checked_reward(task: Task, prompt: Prompt, completion: str) -> float:
     if not 0.0 <= value <= 1.0:
         raise ConfigError(
             f"{type(task).__name__}.reward returned {reward!r} for the completion {completion[:80]!r} of the prompt "
-            f"{prompt.text[:80]!r}; a reward must be a number in [0, 1], since advantages and rates are made of it."
+            f"{prompt.text[:80]!r}. Return a number in [0, 1]."
         )
     return value
 

@@ -28,9 +28,9 @@ class CorrectedSums(RunningSums):
         super().__post_init__()
         for name in ("late", "spoiled"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"corrected_sums: {name} is {getattr(self, name)}; it is a share, from 0 to 1.")
+                raise ConfigError(f"corrected_sums: {name}={getattr(self, name)} must be a share, from 0 to 1")
         if self.partial:
-            raise ConfigError("corrected_sums: partial credit would be given twice; use late.")
+            raise ConfigError("corrected_sums: partial would reward an answer twice. Use late.")
 
     def start(self, prompt: Prompt) -> Checker:
         """A checker that knows the answer."""

@@ -50,14 +50,14 @@ def sample_rollouts(
         except Exception as error:
             raise RunError(
                 f"{type(task).__name__}: {method} failed ({error!r}) for the prompt {asked[row].text[:80]!r} after "
-                f"{shortened(transcript)}. The run goes on from its last commit once this is mended.") from error
+                f"{shortened(transcript)}. Correct it; the run then continues from its last checkpoint.") from error
 
     def reply(row: int, text: str) -> str | None:
         transcripts[row].append(text)
         said = call(row, "reply")
         if said is not None and not isinstance(said, str):
             raise ConfigError(f"{type(task).__name__}: reply returned {said!r} for the prompt "
-                              f"{asked[row].text[:80]!r}; it must be text, or None where the conversation is over.")
+                              f"{asked[row].text[:80]!r}. Return text, or None to end the rollout.")
         transcripts[row].extend(() if said is None else (said,))
         return said
 
@@ -75,14 +75,14 @@ def _check_rewards(task: Environment, rollout: Rollout, given: Any, transcript: 
     """One finite number per turn. Raises ConfigError for anything else, and for a sum outside of [0, 1]."""
     def refuse(why: str) -> NoReturn:
         raise ConfigError(f"{type(task).__name__}: rewards returned {given!r} for the {len(rollout.turns)} turns of "
-                          f"{shortened(transcript)} after the prompt {rollout.prompt.text[:80]!r}: {why}")
+                          f"{shortened(transcript)}, prompt {rollout.prompt.text[:80]!r}. Return {why}.")
 
     try:
         rewards = [float(x) for x in given] if hasattr(given, "__iter__") else [float(given)]
     except (TypeError, ValueError):
-        refuse("they must be numbers.")
+        refuse("numbers")
     if hasattr(given, "__iter__") and len(rewards) != len(rollout.turns):
-        refuse("one number, or as many as there are turns.")
+        refuse("one number, or one for each turn")
     if not all(map(math.isfinite, rewards)) or not 0 <= math.fsum(rewards) <= 1:
-        refuse("their sum must be in [0, 1], since advantages and rates are made of it.")
+        refuse("numbers whose sum is in [0, 1]")
     return [0.0] * (len(rollout.turns) - len(rewards)) + rewards

@@ -26,8 +26,7 @@ class Guessing:
 
     def __post_init__(self) -> None:
         if not 2 <= self.width <= HIGHEST - LOWEST + 1 or self.turns < 1:
-            raise ConfigError(f"guessing: width is {self.width} and turns is {self.turns}; numbers have two digits, so "
-                              "a range has 2 to 90 of them, and at least one guess is needed.")
+            raise ConfigError(f"guessing: width={self.width} must be from 2 to 90, and turns={self.turns} at least 1")
 
     def prompts(self, count: int, seed: int) -> list[Prompt]:
         """`count` random ranges, of 2 to `width` numbers, and a number in each; a larger count begins with the same."""

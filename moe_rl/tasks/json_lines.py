@@ -25,7 +25,7 @@ def objects(file: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
             try:
                 line = (raw.removeprefix(codecs.BOM_UTF8) if n == 1 else raw).decode()
             except UnicodeDecodeError as error:
-                raise ConfigError(f"{where}: not UTF-8 text ({error}); convert the file.") from error
+                raise ConfigError(f"{where}: not UTF-8 text ({error}). Convert the file.") from error
             if line.strip():
                 yield where, n, _object(line, where)
 
@@ -45,12 +45,12 @@ def _object(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits are ValueErrors of their own
         entry, reason = None, f" ({error})"
     if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: a JSON object is needed, not {line[:80].strip()!r}{reason}.")
+        raise ConfigError(f"{where}: expected a JSON object, not {line[:80].strip()!r}{reason}")
     if "\\u" in line:  # only an escape can write half a pair: UTF-8 has no bytes for it
         try:
             json.dumps(entry, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = f"\\u{ord(error.object[error.start]):04x}"
-            raise ConfigError(f"{where}: {half} is half of a surrogate pair without the other, so no text; write the "
-                              "whole character, or leave it out.") from error
+            raise ConfigError(f"{where}: {half} is only half of a surrogate pair. Write the whole character, or remove "
+                              "it.") from error
     return entry

@@ -25,18 +25,18 @@ class JsonlTask:
         self._right, self._match = matcher(match), match
         path = Path(file).expanduser()
         if not path.is_file():
-            raise ConfigError(f"task 'jsonl:{file}': there is no such file (looked at {path.absolute()}).")
+            raise ConfigError(f"task 'jsonl:{file}': file not found (searched at {path.absolute()})")
         found = [(where, _prompt(entry, where)) for where, _, entry in objects(path)]
         first: dict[str, tuple[str, Prompt]] = {}
         for where, prompt in found:
             there, known = first.setdefault(prompt.text, (where, prompt))
             if known.answer != prompt.answer:
-                raise ConfigError(f"{where}: the question {prompt.text[:80]!r} has the answer {prompt.answer!r}, but "
-                                  f"{known.answer!r} at {there}, so that what is right depends on which of them is "
-                                  "drawn; leave one out, or tell the questions apart.")
+                raise ConfigError(f"{where}: the question {prompt.text[:80]!r} has the answer {prompt.answer!r} here, "
+                                  f"but {known.answer!r} at {there}. Remove one, or change the question.")
         self.lines = [prompt for _, prompt in found]
         if not self.lines:
-            raise ConfigError(f'{path} holds no question; write lines such as {{"question": "1+1=", "answer": "2"}}.')
+            raise ConfigError(f'{path} contains no question. Write lines such as '
+                              '{"question": "1+1=", "answer": "2"}.')
 
     def __len__(self) -> int:
         """How many different questions there are."""
@@ -63,9 +63,8 @@ class JsonlTask:
 def _prompt(entry: Mapping[str, Any], where: str) -> Prompt:
     for key in ("question", "answer"):
         if key not in entry or entry[key] is None or str(entry[key]).strip() == "":
-            raise ConfigError(f"{where}: no {key!r}; the keys found are {', '.join(map(repr, entry)) or 'none'}.")
+            raise ConfigError(f"{where}: no key {key!r}; the keys are {', '.join(map(repr, entry)) or 'none'}")
         if not isinstance(entry[key], str | int | float) or isinstance(entry[key], bool) or entry[key] != entry[key]:
-            raise ConfigError(f"{where}: {key!r} is {json.dumps(entry[key])[:80]}, where text or a number is needed: "
-                              "write it as the text that the model reads or writes.")
+            raise ConfigError(f"{where}: {key!r} is {json.dumps(entry[key])[:80]}. Write text or a number.")
     return Prompt(text=str(entry["question"]), answer=str(entry["answer"]), entry=entry)
 

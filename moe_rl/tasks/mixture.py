@@ -21,12 +21,12 @@ class Mixture:
 
     def __init__(self, tasks: Sequence[Part | Mapping[str, Any]]) -> None:
         if isinstance(tasks, str) or len(tasks) < 2:
-            raise ConfigError(f"mixture: tasks={tasks!r}; name two tasks or more, in a list")
+            raise ConfigError(f"mixture: tasks={tasks!r} must be a list of two tasks or more")
         self.tasks: list[Task] = []
         for name in tasks:
             task = load_task(Component.of(name))
             if isinstance(task, Environment):
-                raise ConfigError(f"mixture: {name} answers back, and only completions can be mixed; leave it out")
+                raise ConfigError(f"mixture: {name} has several turns, and a mixture cannot contain it. Remove it.")
             self.tasks.append(task)
 
     def prompts(self, count: int, seed: int) -> list[Prompt]:
@@ -37,8 +37,8 @@ class Mixture:
         drawn = [task.prompts(n, seed) if (n := kinds.count(kind)) else [] for kind, task in enumerate(self.tasks)]
         for kind, (task, found) in enumerate(zip(self.tasks, drawn, strict=True)):
             if len(found) < (n := kinds.count(kind)):
-                raise ConfigError(f"mixture: {type(task).__name__}.prompts({n}, {seed}) returned {len(found)} prompts; "
-                                  "a task in a mixture gives as many as it is asked for, the same again if need be")
+                raise ConfigError(f"mixture: {type(task).__name__}.prompts({n}, {seed}) returned {len(found)} prompts. "
+                                  f"Return {n}, with repetitions if necessary.")
         left = [iter(found) for found in drawn]
         of_each = [next(left[kind]) for kind in kinds]
         return [dataclasses.replace(prompt, entry={"task": kind, "prompt": prompt})

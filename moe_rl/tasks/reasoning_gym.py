@@ -32,8 +32,8 @@ class ReasoningGym:
                 unknown(f"option of reasoning_gym:{dataset}", name, set(known) - {"seed", "size"})
         reserved = {"seed", "size"} & set(options)
         if reserved:
-            raise ConfigError(f"reasoning_gym:{dataset}: {', '.join(sorted(reserved))} cannot be an option, since the "
-                              "run sets it.")
+            raise ConfigError(f"reasoning_gym:{dataset}: {', '.join(sorted(reserved))} cannot be an option, because "
+                              "the run sets it")
         self.dataset = dataset
         self.options = options
         self._scorer = self._create(1, 0)
@@ -61,4 +61,5 @@ class ReasoningGym:
         try:
             return create_dataset(self.dataset, size=size, seed=seed, **self.options)
         except (TypeError, ValueError, AssertionError) as error:
-            raise ConfigError(f"reasoning_gym:{self.dataset} refuses the options {self.options!r}: {error}") from error
+            raise ConfigError(f"reasoning_gym:{self.dataset} does not accept the options {self.options!r}: "
+                              f"{error}") from error

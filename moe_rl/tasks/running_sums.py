@@ -28,11 +28,12 @@ class RunningSums:
 
     def __post_init__(self) -> None:
         if not 2 <= self.modulus <= 10:
-            raise ConfigError(f"running_sums: modulus is {self.modulus}, but sums are single digits; choose 2 to 10.")
+            raise ConfigError(f"running_sums: modulus={self.modulus} must be from 2 to 10, because answers are single "
+                              "digits")
         if not 1 <= self._fewest <= self.digits:
             raise ConfigError(
-                f"running_sums: digits={self.digits} and min_digits={self.min_digits}, but 1 <= min_digits <= digits "
-                "must hold, or no question could be asked."
+                f"running_sums: digits={self.digits} and min_digits={self.min_digits} must satisfy 1 <= min_digits <= "
+                "digits"
             )
 
     @property

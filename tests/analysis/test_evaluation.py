@@ -184,13 +184,13 @@ def test_checkpoints_and_files_may_be_added_and_settings_may_not_change(there, t
 
 
 @pytest.mark.parametrize("more, said", [
-    ([], "give the problems"),
+    ([], "no problems were given"),
     (["--task", "running_sums"], "--problems"),
     (["--data", "aime.jsonl", "--problems", "6"], "has 5 different questions"),
     (["--data", "aime.jsonl", "--data", "aime.jsonl"], "given twice"),
     (["--data", "nothing.jsonl"], "no such file"),
     (["--data", "aime.jsonl", "-k", "0"], "at least one"),
-    (["--data", "aime.jsonl", "--max-tokens", "2000"], "context of the model"),
+    (["--data", "aime.jsonl", "--max-tokens", "2000"], "the model .max_position_embeddings. reads at most"),
     (["--data", "aime.jsonl", "--set", "temperature=0"], "must be positive"),
     (["--data", "aime.jsonl", "--set", "top_pp=1"], "no setting"),
     (["--task", "guessing", "--problems", "2", "--set", "task.turns=3"], "--set task.turns: an eval"),
@@ -211,7 +211,7 @@ def test_a_preset_a_foreign_folder_and_a_damaged_file_are_refused(there, done, t
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "mine.txt").write_text("mine")
     assert cli.main(["checkpoint", "evaluate", str(there / "run"), *data, "--out", str(tmp_path / "b")]) == 2
-    assert "is a preset" in (said := capsys.readouterr().err) and "has other files" in said
+    assert "is a preset" in (said := capsys.readouterr().err) and "is not empty" in said
     assert cli.main(["checkpoint", "evaluate", str(there / "run"), *data, "--out", str(tmp_path / "c")]) == 0
     file = next((tmp_path / "c").rglob("aime.jsonl"))
     lines = file.read_text().splitlines(keepends=True)
@@ -254,7 +254,7 @@ def test_a_line_that_was_damaged_is_named_and_nothing_is_made_of_it(done, there,
     before = contents(out / "samples"), (out / "summary.parquet").read_bytes()
     assert cli.main(command(there, out, "--greedy")) == 2
     heard = capsys.readouterr().err
-    assert f"{file}, line" in heard and said in heard and "remove it, and its problems are asked again" in heard
+    assert f"{file}, line" in heard and said in heard and "Delete it to sample its problems again" in heard
     assert before == (contents(out / "samples"), (out / "summary.parquet").read_bytes())
 
 
@@ -278,7 +278,7 @@ def test_a_manifest_of_other_things_is_named(done, there, tmp_path, capsys, edit
     edited(tmp_path / "out" / "evaluation.json", edit)
     assert cli.main(command(there, tmp_path / "out", "--greedy")) == 2
     heard = capsys.readouterr().err
-    assert f"evaluation.json is damaged: {said}" in heard and "restore it from a copy, or delete" in heard
+    assert f"evaluation.json is damaged: {said}" in heard and "Restore it from a copy, or delete" in heard
 
 
 # ---------------------------------------------------------------------- scorers

@@ -268,7 +268,7 @@ def test_a_folder_is_one_comparison(there, tmp_path, frames):
         compare(there, tmp_path / "out", max_tokens=9)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "traces").write_text("precious")
-    with pytest.raises(RunError, match="has other files in it"):
+    with pytest.raises(RunError, match="is not empty"):
         compare(there, tmp_path / "mine")
 
 
@@ -283,11 +283,11 @@ def test_a_finished_comparison_is_read_whole_or_not_at_all(there, tmp_path, fram
         file = out / f"{name}.parquet"
         kept = file.read_bytes()
         file.write_bytes(b"")
-        with pytest.raises(RunError, match=rf"{name}.parquet cannot be read .*restore it from a copy, or remove .*out"):
+        with pytest.raises(RunError, match=rf"{name}.parquet cannot be read .*Restore it from a copy, or delete .*out"):
             compare(there, out)
         file.unlink()
-        with pytest.raises(RunError, match=rf"{name}.parquet is missing, although the comparison has finished; restore "
-                                           "it from a copy, or remove .*out and compare again"):
+        with pytest.raises(RunError, match=rf"{name}.parquet is missing, although the comparison has finished. Restore "
+                                           "it from a copy, or delete .*out and compare again"):
             compare(there, out)
         file.write_bytes(kept)
 
@@ -423,14 +423,14 @@ def bad(there):
     [
         ("none", "data.jsonl", "there is no checkpoint folder"),
         ("torn", "data.jsonl", "model-00002-of-"),
-        ("adapter", "data.jsonl", "merge it into its base"),
+        ("adapter", "data.jsonl", "Merge it into its base"),
         ("after", "none.jsonl", "there is no such file"),
         ("after", ".", "is a folder; give one JSONL file"),
         ("after", "empty.jsonl", "is empty"),
         ("after", "bad.jsonl", "line 2: no text. Its keys are 'question'"),
         ("fewer", "data.jsonl", "different architectures"),
         ("longer", "data.jsonl", "resize_token_embeddings"),
-        ("dense", "data.jsonl", "has no routing site: it is a dense model"),
+        ("dense", "data.jsonl", "has no MoE layer: it is dense"),
         ("renamed", "data.jsonl", "differ in 4 entries"),
     ],
 )
@@ -577,7 +577,7 @@ def test_sums_that_were_damaged_after_a_kill_are_named(there, tmp_path, monkeypa
     for name, content in (("change", b""), ("noise", (tmp_path / "out/sums/noise.safetensors").read_bytes()[:-9])):
         file = tmp_path / "out" / "sums" / f"{name}.safetensors"
         file.write_bytes(content)
-        with pytest.raises(RunError, match=f"{name}.safetensors is damaged .*; remove it"):
+        with pytest.raises(RunError, match=f"{name}.safetensors is damaged .*Delete it"):
             compare(there, tmp_path / "out")
         file.unlink()
     assert compare(there, tmp_path / "out")["summary"]["response"].notna().any()
@@ -604,7 +604,7 @@ def test_what_an_engine_reads_is_no_checkpoint_of_a_run(tmp_path):
     (tmp_path / "manifest.json").write_text("{}")
     assert checkpoints_of(str(tmp_path)) == steps
     shutil.rmtree(tmp_path / "checkpoints")
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match="contains no checkpoint"):
         checkpoints_of(str(tmp_path))
 
 
@@ -616,18 +616,18 @@ def test_a_step_is_read_from_a_name_and_a_size_is_none(name, step):
 
 
 def test_what_is_no_series_is_refused(there, tmp_path, capsys):
-    with pytest.raises(ConfigError, match="holds no checkpoint .*hf_checkpoints"):
+    with pytest.raises(ConfigError, match="contains no checkpoint .*hf_checkpoints"):
         checkpoints_of(str(tmp_path))
     assert checkpoints_of(str(there / "before")) == [str(there / "before")]
     assert checkpoints_of("somebody/model") == ["somebody/model"]
-    with pytest.raises(ConfigError, match="three checkpoints or more, each once"):
+    with pytest.raises(ConfigError, match="three different checkpoints or more"):
         measured(there, tmp_path, [str(there / n) for n in ("before", "after", "before")])
     data = ["--data", str(there / "data.jsonl")]
     assert cli.main(["checkpoint", "compare", str(there / "before"), *data]) == 2
     assert "is one checkpoint" in capsys.readouterr().err
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "other").touch()
-    with pytest.raises(RunError, match="has other files in it"):
+    with pytest.raises(RunError, match="is not empty"):
         measured(there, tmp_path, [str(there / "before"), str(there / "after"), "third"])
 
 

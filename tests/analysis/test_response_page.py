@@ -123,8 +123,8 @@ def test_without_a_tokenizer_ids_are_shown_and_without_gates_none(tmp_path):
 @pytest.mark.parametrize(
     "other, says",
     [
-        ({"texts": ["hullo"]}, "row 0 of .* are routes of different tokens"),
-        ({"texts": ["hell"]}, "are routes of different tokens"),
+        ({"texts": ["hullo"]}, "row 0 of .* are of different tokens"),
+        ({"texts": ["hell"]}, "are of different tokens"),
         ({"texts": ["hello", "x"]}, "holds 1 responses, .* 2; they need to be traces of the same tokens"),
         ({"experts": 9}, "does not fit the model"),
     ],
@@ -174,7 +174,7 @@ def test_traces_in_the_wrong_order_do_not_go_unnoticed(tmp_path, before, after, 
         warnings.simplefilter("always")
         write_response_page(files, tmp_path / "page.html")
     texts = [str(w.message) for w in heard]
-    assert [says in text and "wrong order?" in text for text in texts] == ([True] if says else [])
+    assert [says in text and "Check the order" in text for text in texts] == ([True] if says else [])
     assert (embedded(tmp_path / "page.html")["warning"] is None) == (says is None)
 
 
@@ -182,7 +182,7 @@ def test_the_command_says_so_in_a_line(tmp_path, capsys):
     files = [str(versioned(tmp_path / name, version)) for name, version in (("a", "step 10"), ("b", "step 9"))]
     assert cli.main(["checkpoint", "view", *files, "--out", str(tmp_path / "page.html")]) == 0
     said = capsys.readouterr().err
-    assert said.startswith("warning: ") and "wrong order?" in said and said.count("\n") == 1
+    assert said.startswith("warning: ") and "Check the order" in said and said.count("\n") == 1
     assert cli.main(["checkpoint", "view", *files[::-1], "--out", str(tmp_path / "page.html")]) == 0
     assert capsys.readouterr().err == ""
 

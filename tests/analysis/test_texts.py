@@ -152,12 +152,12 @@ def test_text_that_no_tokenizer_could_read_names_file_and_line(tmp_path, text, s
 def test_a_response_that_was_cut_off_whole_is_counted(tmp_path):
     found = texts(tmp_path, {"prompt": "abcdef", "response": "gh"}, {"text": "ab"}, max_tokens=5)
     assert (found.cut, found.lost) == (1, 1)
-    with pytest.raises(ConfigError, match="no response is left .*--max-tokens 5"):
+    with pytest.raises(ConfigError, match="has a response left, .*--max-tokens 5"):
         texts(tmp_path, {"prompt": "abcdef", "response": "gh"}, max_tokens=5)
 
 
 def test_a_missing_an_empty_and_a_binary_file_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is empty; write one JSON object per line"):
+    with pytest.raises(ConfigError, match="is empty. Write one JSON object per line"):
         texts(tmp_path, "", "  ")
     with pytest.raises(ConfigError, match="there is no such file"):
         Texts(tmp_path / "none.jsonl", byte_tokenizer(), max_tokens=9, batch_tokens=9)

@@ -189,13 +189,13 @@ def test_expert_zero_alone_is_a_route_where_k_is_one():
 @pytest.mark.parametrize(
     "payload, says",
     [
-        (None, "reported no routes"),
+        (None, "reported no routing"),
         (np.zeros((4, 3, 2)), "dtype float64; expected integer ids"),
         (np.zeros((4, 3, 3), int), r"shape \(4, 3, 3\); expected \[4 rows, 5 or 3 layers, 2\]"),
         (np.zeros((6, 3, 2), int), r"expected \[4 rows, 5 or 3 layers, 2\]"),
         (np.zeros((4, 6), int), r"shape \(4, 6\); expected"),
         ([[[1, 2], [3]]], "not an array of ids"),
-        ("not base64!", "neither base64 nor known text"),
+        ("not base64!", "neither base64 nor another known text"),
         (b64(b"\x93NUMPY rubbish"), "cannot be read as one"),
         (b64(bytes(7)), "does not hold whole int32 ids"),
         (b64(bytes(8)), "2 ids came; expected"),
@@ -221,7 +221,7 @@ def test_layers_counted_from_another_origin_are_noticed():
 
 
 def test_a_model_with_two_sites_in_a_layer_is_refused():
-    with pytest.raises(RoutingError, match="several routing sites in one decoder layer"):
+    with pytest.raises(RoutingError, match="several MoE layers in one decoder layer"):
         decode_routes(np.zeros((1, 2, 2), int), layout=layout([1, 1]), tokens=[1, 2])
 
 
@@ -384,13 +384,14 @@ def test_weights_beside_the_ids_of_one_payload_come_back_bit_for_bit(experts, dt
     trace = decode_routes(payload, layout=shape, tokens=range(5))
     assert np.array_equal(ids_of(trace)[start:], ids[start:4]) and not trace.known[0, :start].any()
     assert np.array_equal(trace.gates[0, start:], weights[start:4]) and not trace.gates[0, :start].any()
-    for change, says in (({"format_version": 2}, "format_version 2"), ({"format_version": np.ones(2)}, "version 1 can"),
+    for change, says in (({"format_version": 2}, "format_version 2"),
+                         ({"format_version": np.ones(2)}, "expected version 1"),
                          ({"weights": {}}, "gates do not fit"),
                          ({"weights": {"data": payload["weights"]["data"][:-16]}}, "gates do not fit")):
         with pytest.raises(RoutingError, match=says):
             decode_routes(payload | change, layout=shape, tokens=range(5))
     for twice in (payload, packed(ids, weights, shape)):
-        with pytest.raises(RoutingError, match="come twice"):
+        with pytest.raises(RoutingError, match="given twice"):
             decode_routes(twice, layout=shape, tokens=range(5), gates=weights)
 
 

@@ -155,7 +155,7 @@ def test_a_push_that_did_not_arrive_is_an_error(server, loaded, tmp_path, monkey
             server.fake.engine.model.model.layers[1].mlp.experts.down_proj.copy_(kept)
 
     monkeypatch.setattr(server.fake, "reload", forgets_a_layer)
-    with pytest.raises(RunError, match="does not serve the policy's weights"):
+    with pytest.raises(RunError, match="has other weights than the policy"):
         engine.load(policy.weights())
     monkeypatch.setattr(server.fake, "reload", lambda weights: None)
     with pytest.raises(RunError, match="pushes of weights"):
@@ -400,7 +400,8 @@ def test_answers_are_decoded_while_others_still_come_in(server, loaded, tmp_path
 
 @pytest.mark.parametrize("options, says", [
     ({"url": []}, "or a list of addresses"), ({"url": ["http://a", "b"]}, "or a list of addresses"),
-    ({"url": ["http://a", "http://a"]}, "names an address twice"), ({"url": "http://a", "concurrency": 0}, "in flight"),
+    ({"url": ["http://a", "http://a"]}, "names an address twice"),
+    ({"url": "http://a", "concurrency": 0}, "at least 1"),
 ])
 def test_addresses_and_requests_in_flight_are_checked_before_compute(options, says):
     with pytest.raises(ConfigError, match=says):
@@ -409,7 +410,7 @@ def test_addresses_and_requests_in_flight_are_checked_before_compute(options, sa
 
 def test_answers_of_another_dialect_say_what_is_missing(server, loaded, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "complete", lambda body: {"choices": [{"text": "hello", "logprobs": None}]})
-    with pytest.raises(BatchIncomplete, match="is it another dialect"):
+    with pytest.raises(BatchIncomplete, match="Does it have another dialect"):
         engine_of(server, loaded, tmp_path).generate(PROMPTS[:1], 1, key=(3,), sampling=SAMPLING)
 
 
@@ -487,7 +488,7 @@ def test_sglang_length_abort_and_old_weights(sglang, loaded):
 
 def test_sglang_takes_weights_from_disk_and_must_then_agree(sglang, loaded):
     sglang.replies = sglang_reply(loaded, weight_version="1", routed_experts=None)
-    with pytest.raises(RoutingError, match="no routes"):
+    with pytest.raises(RoutingError, match="no routing"):
         sglang.checked.load(policy_of(loaded).weights())
     path, body = sglang.asked[0]
     assert path == "/update_weights_from_disk" and body["weight_version"] == "1" and body["flush_cache"]

@@ -87,15 +87,15 @@ def test_after_a_prompt_that_ends_within_a_character_stop_strings_are_found_here
         ({"tokens": [65] * 7, "logprobs": [-1.0] * 7}, "7 tokens"),
         ({"tokens": [65, 66], "logprobs": [-1.0, float("nan")], "finished": False}, "nan"),
         ({"tokens": [65, 66], "logprobs": [-1.0, 3.0], "finished": False}, "3.0"),
-        ({"tokens": [65, 66], "logprobs": [-1.0, -1.0], "finished": True}, "leaves out or adds an end"),
-        ({"tokens": [65, 256], "logprobs": [-1.0, -1.0], "finished": False}, "leaves out or adds an end"),
+        ({"tokens": [65, 66], "logprobs": [-1.0, -1.0], "finished": True}, "keep end tokens and stop strings"),
+        ({"tokens": [65, 256], "logprobs": [-1.0, -1.0], "finished": False}, "keep end tokens and stop strings"),
         ({"tokens": [65, 258], "logprobs": [-1.0, -1.0], "finished": False}, "token 258, .*has 258 tokens"),
         ({"tokens": [-1, 65], "logprobs": [-1.0, -1.0], "finished": False}, "token -1, .*has 258 tokens"),
         ({"tokens": [65, 66.0], "logprobs": [-1.0, -1.0], "finished": False}, "66.0"),
         ({"tokens": [65, None], "logprobs": [-1.0, -1.0], "finished": False}, "None"),
         ({"tokens": [65, 66], "logprobs": [-1.0, None], "finished": False}, "None"),
         ({"tokens": [65, 66], "logprobs": [-1.0, "-1"], "finished": False}, "'-1'"),
-        ({"tokens": [65, 256, 66], "logprobs": [-1.0] * 3, "finished": False}, "sampled on after the end"),
+        ({"tokens": [65, 256, 66], "logprobs": [-1.0] * 3, "finished": False}, "continued after the end"),
     ],
 )
 def test_an_answer_that_cannot_be_one_is_refused(loaded, drawn, changes, message):

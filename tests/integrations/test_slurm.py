@@ -30,13 +30,13 @@ def test_settings_come_from_a_file_and_from_the_command_line_which_wins(tmp_path
 
 
 @pytest.mark.parametrize("name, settings, words", [
-    ("local", ["launcher.gpus=1"], "add --launcher slurm"),
-    ("sge", [], "local, slurm, and a file .*none of them"),
-    ("slurm", ["launcher.gpu=1"], "no setting of the launcher is called 'gpu'. Did you mean .*gpus"),
+    ("local", ["launcher.gpus=1"], "Add --launcher slurm"),
+    ("sge", [], "is unknown. Use local, slurm, or a TOML file"),
+    ("slurm", ["launcher.gpu=1"], "no setting of the launcher is called 'gpu': did you mean .*gpus"),
     ("slurm", ["launcher.gpus=two"], "launcher.gpus='two' is of type str, where int is wanted"),
-    ("slurm", ["launcher.gpus"], "a value is missing"),
+    ("slurm", ["launcher.gpus"], "has no value"),
     ("slurm", ["launcher.array=0"], "launcher.array=0: 1 is the least"),
-    ("{file}", [], "is no TOML"),
+    ("{file}", [], "is not a TOML file"),
 ])  # fmt: skip
 def test_what_cannot_be_meant_is_refused_with_what_to_do(tmp_path, name, settings, words):
     (tmp_path / "bad.toml").write_text("partition = gpu")
@@ -68,14 +68,14 @@ def test_without_a_submission_nobody_is_asked_and_without_slurm_it_is_said(tmp_p
     here = tmp_path / "fake" / ".jobs" / "1"
     here.mkdir(parents=True)
     runs.write_json(here / "submission.json", {"job": "7", "runs": [{"path": "grpo/base/seed=0", "steps": 12}]})
-    with pytest.raises(RunError, match="squeue cannot be run .*no part of a cluster"):
+    with pytest.raises(RunError, match="squeue cannot be run .*of a SLURM cluster"):
         scheduled(tmp_path)
     planned = study.runs(tmp_path)[0]
     with runs.RunFolder.open(planned.path, planned.config.to_dict(), planned.config.hash):
         pass
     assert cli.main(["runs", "list", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
-    assert "interrupted" in out and "what its scheduler says is left out" in err
+    assert "interrupted" in out and "The states of the scheduler are missing" in err
     assert cli.main(["run", FAKE, "--out", str(tmp_path / "b"), "--launcher", "slurm", "--mix-code"]) == 2
     assert "sbatch cannot be run" in capsys.readouterr().err
 
@@ -84,7 +84,7 @@ def test_runs_of_several_ranks_are_checked_before_they_are_submitted(monkeypatch
     monkeypatch.setattr(ranks, "_planned", 1)
     run = megatron_study.base
     ranks.plan_for(2)
-    with pytest.raises(ConfigError, match="a run of 2 processes, but policy='hf' runs in one"):
+    with pytest.raises(ConfigError, match="policy='hf' runs in one process, but this run has 2"):
         execute.check(run)
     pytest.importorskip("megatron", reason="pip install 'moe_rl[megatron]'")
     execute.check(run.replace(policy="megatron(ep=2)"))

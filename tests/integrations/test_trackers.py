@@ -160,7 +160,7 @@ def test_a_tracker_that_fails_is_dropped_with_a_warning_and_changes_nothing(tmp_
     for path, trackers in zip(paths, ([target, f"{LINES}={tmp_path / 'all'}"], []), strict=True):
         carry_out(Planned(path, config), "tests.fake_study:train", tmp_path, trackers)
     said = capsys.readouterr().err
-    assert said.count("is dropped") == 1 and words in said and f"the tracker {target}" in said
+    assert said.count("is no longer used") == 1 and words in said and f"the tracker {target}" in said
     assert len(points(tmp_path / "lines/fake+grpo+base+seed=0.jsonl")) == steps
     assert given(points(tmp_path / "all/fake+grpo+base+seed=0.jsonl")) == expected(paths[0]), "others go on"
     assert (tmp_path / "all/fake+grpo+base+seed=0.closed").exists()
@@ -178,8 +178,8 @@ def test_run_gives_a_tracker_its_rows_and_says_nothing_of_it_in_the_configuratio
 
 
 @pytest.mark.parametrize("text, words", [
-    ("wanndb", "no tracker is called 'wanndb'. Did you mean wandb"),
-    ("tests.own_trackers:Line", "Did you mean Lines"),
+    ("wanndb", "no tracker is called 'wanndb': did you mean wandb"),
+    ("tests.own_trackers:Line", "did you mean Lines"),
 ])
 def test_what_is_no_tracker_is_refused_before_anything_starts(tmp_path, text, words, capsys):
     with pytest.raises(ConfigError, match=words.replace(".", r"\.")):

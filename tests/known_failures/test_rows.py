@@ -138,7 +138,7 @@ def test_replay_without_routes_is_an_error_and_of_some_reports_its_share():
     batch = make_batch()
     policy = policy_of(build("qwen3_moe"))
     natural = policy.score(batch)
-    with pytest.raises(RoutingError, match="the rollouts carry none"):
+    with pytest.raises(RoutingError, match="the rollouts have none"):
         rollout_routes(batch, natural)
     for share, rows in ((0.5, slice(0, None, 2)), (0, slice(None))):
         experts = natural.routes.experts.clone()
@@ -146,7 +146,7 @@ def test_replay_without_routes_is_an_error_and_of_some_reports_its_share():
         routes = rollout_routes(replace(batch, rollout_routes=replace(natural.routes, experts=experts)), natural)
         part = part_of(batch, natural, routes)
         if not share:
-            with pytest.raises(RoutingError, match="no known route"):
+            with pytest.raises(RoutingError, match="no known routing"):
                 policy.update(part, GRPO)
             continue
         updated = policy.update(part, GRPO)

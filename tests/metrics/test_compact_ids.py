@@ -209,7 +209,7 @@ def test_counts_of_many_slots_do_not_overflow(slots, experts, dtype):
     both = [set(x) & set(y) for x, y in zip(before[0, :, 0].tolist(), after[0, :, 0].tolist(), strict=True)]
     assert change.expert_change_rate.item() == pytest.approx(sum(1 - len(x) / slots for x in both), rel=1e-12)
     assert change.jaccard_distance.item() == pytest.approx(sum(1 - len(x) / (2 * slots - len(x)) for x in both))
-    with pytest.raises(RoutingError, match="names an expert twice"):
+    with pytest.raises(RoutingError, match="contain an expert twice"):
         RoutingTrace.from_ids(torch.full_like(before, 3), shape)
 
 

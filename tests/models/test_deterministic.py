@@ -33,7 +33,7 @@ def test_it_asks_for_what_repeats_itself(put_back):
 
 def test_too_late_is_an_error_and_a_workspace_of_the_users_is_kept(put_back, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match="call make_deterministic\\(\\) first of all"):
+    with pytest.raises(ConfigError, match="Call make_deterministic\\(\\) first"):
         make_deterministic()
     assert not torch.are_deterministic_algorithms_enabled()
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")

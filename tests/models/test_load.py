@@ -140,7 +140,7 @@ def test_overrides_apply_under_either_of_a_settings_names():
     "config, said",
     [
         (ModelConfig(overrides={"num_expert": 4}), "num_experts"),
-        (ModelConfig(name="qwen3moe-tiny"), "Did you mean qwen3_moe-tiny"),
+        (ModelConfig(name="qwen3moe-tiny"), "did you mean qwen3_moe-tiny"),
         (ModelConfig(name="./nowhere"), "no model preset or checkpoint folder is called './nowhere'"),
         (ModelConfig(name="/no/such/folder"), "'/no/such/folder'"),
         (ModelConfig(dtype="float31"), "float31"),

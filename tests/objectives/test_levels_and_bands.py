@@ -261,9 +261,9 @@ def test_log_ratios_that_overflow_give_no_nan(part, dtype):
 
 @pytest.mark.parametrize("part, message", [
     (Component("truncated", cap=2.0, level="max"), "no level of a correction is called 'max'.*geometric.*product"),
-    (Component("truncated", cap=1.0, low=2.0), "truncated: 2 to 1 is no band"),
-    (Component("masked", low=3.0, high=2.0), "masked: 3 to 2 is no band"),
-    (Component("masked", low=-1.0, high=2.0), "masked: -1 to 2 is no band"),
+    (Component("truncated", cap=1.0, low=2.0), "truncated: 2 to 1 is not a valid range"),
+    (Component("masked", low=3.0, high=2.0), "masked: 3 to 2 is not a valid range"),
+    (Component("masked", low=-1.0, high=2.0), "masked: -1 to 2 is not a valid range"),
     ("masked", "needs high"),
     (Component("rejected", high=2.0, statistic="k1"), "no statistic of rejected is called 'k1'.*ratio"),
     (Component("m2po", threshold=-0.1), "m2po: -0.1 to inf"),
@@ -278,23 +278,23 @@ def test_a_correction_that_means_nothing_is_refused(part, message):
 @pytest.mark.parametrize("where", ["corrections", "filters"])
 @pytest.mark.parametrize("name", [name for name in CORRECTIONS if "engine" in needs_of(CORRECTIONS[name])])
 def test_with_the_engine_as_anchor_there_is_nothing_to_correct(name, where):
-    with pytest.raises(ConfigError, match=f"{name} weighs.*every weight is 1"):
+    with pytest.raises(ConfigError, match=f"every weight of {name} is 1"):
         objective_of(Arm(name="a", anchor="engine", **{where: (Component(name, **OPTIONS[name]),)}))
 
 
 def test_the_engine_as_anchor_may_still_be_masked_by_opsm_but_not_filtered():
     objective_of(Arm(name="a", anchor="engine", corrections=(Component("opsm", delta=0.1),)))
-    with pytest.raises(ConfigError, match="opsm.*reads π_θ.*make it a correction"):
+    with pytest.raises(ConfigError, match="opsm.*uses π_θ.*Use it as a correction"):
         objective_of(Arm(name="a", filters=(Component("opsm", delta=0.1),)))
 
 
 def test_a_filter_that_is_never_zero_is_refused():
-    with pytest.raises(ConfigError, match="truncated is never 0, so as a filter it does nothing: make it a correction"):
+    with pytest.raises(ConfigError, match="truncated is never 0, so it has no effect as a filter"):
         objective_of(Arm(name="a", filters=("truncated",)))
 
 
 def test_finished_needs_to_know():
-    with pytest.raises(ConfigError, match="which were is not given"):
+    with pytest.raises(ConfigError, match="Give finished"):
         CORRECTIONS["finished"](drawn()[1])
 
 

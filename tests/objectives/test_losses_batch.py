@@ -201,12 +201,12 @@ def test_an_engine_that_agrees_contracts_nothing():
 
 
 def test_without_the_engines_log_probs_there_is_no_gap():
-    with pytest.raises(ConfigError, match="no rollout_logprobs"):
+    with pytest.raises(ConfigError, match="Give rollout_logprobs"):
         LOSSES["sat"](replace(peers.loss_inputs("main-wide-0"), rollout_logprobs=None))
 
 
 def test_a_range_may_be_of_tokens():
     x = peers.loss_inputs("main-wide-0")
     none = torch.zeros_like(x.logprobs)
-    with pytest.raises(ConfigError, match="clip range"):
+    with pytest.raises(ConfigError, match="must be at least 0"):
         find_outside(x, x.log_ratio.exp(), none - 0.1, none)

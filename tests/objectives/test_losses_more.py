@@ -160,13 +160,14 @@ def test_a_correction_of_the_policy_is_the_rule_of_other_log_probs(rule, options
 
 
 @pytest.mark.parametrize("text, said", [
-    ("ipo(threshold=-0.1)", "from 0 to 1"), ("a3po(high=0)", "must be positive"), ("a3po(clip_low=-1)", "is no range"),
-    ("high_entropy(share=0)", "a share of the tokens"), ("high_entropy(share=1.5)", "a share of the tokens"),
-    ("high_entropy(base=sat)", "needs log-probs alone"), ("high_entropy(base=grpo,options={clip:1})", "no option"),
+    ("ipo(threshold=-0.1)", "from 0 to 1"), ("a3po(high=0)", "must be positive"),
+    ("a3po(clip_low=-1)", "must be at least 0"),
+    ("high_entropy(share=0)", "the share of tokens"), ("high_entropy(share=1.5)", "the share of tokens"),
+    ("high_entropy(base=sat)", "needs log-probs only"), ("high_entropy(base=grpo,options={clip:1})", "no option"),
     ("grpo+current(rule=m2po)", "no rule of current is called 'm2po'"),
     ("grpo+current(options={cap:-1})", "must be positive"), ("grpo+current(rule=masked)", "needs high"),
-    ("grpo+current(options={batch_normalized:true})", "leave the option out"),
-    ("grpo+filters=current(options={cap:2})", "reads log π_θ|reads π_θ"),
+    ("grpo+current(options={batch_normalized:true})", "Remove the option"),
+    ("grpo+filters=current(options={cap:2})", "uses log π_θ|uses π_θ"),
 ])  # fmt: skip
 def test_options_that_are_wrong_are_refused(text, said):
     with pytest.raises(ConfigError, match=said):
@@ -176,6 +177,6 @@ def test_options_that_are_wrong_are_refused(text, said):
 def test_inputs_that_are_not_there_are_asked_for():
     x = peers.case("main-wide-0")
     given = {name: torch.tensor(x[name]) for name in ("logprobs", "old_logprobs", "advantages", "mask")}
-    for text, said in (("a3po", "give lag"), ("high_entropy", "give entropy")):
+    for text, said in (("a3po", "Give lag"), ("high_entropy", "Give entropy")):
         with pytest.raises(ConfigError, match=said):
             policy_loss(f"{text}+advantage=none", **given, rollout_logprobs=given["old_logprobs"])

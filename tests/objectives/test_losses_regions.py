@@ -380,16 +380,16 @@ def test_a_token_that_is_cut_in_a_sequence_that_is_clipped_was_clipped():
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (Component("grpo", dual=0.9), "dual=0.9.*below 1"), (Component("grpo", cap=0.5), "cap=0.5"),
+        (Component("grpo", dual=0.9), "dual=0.9.*at least 1"), (Component("grpo", cap=0.5), "cap=0.5"),
         (Component("grpo", dual=math.nan), "dual=nan"), (Component("grpo", log_clamp=0.0), "log_clamp=0.*positive"),
         (Component("grpo", level="turn"), "level='turn'.*token, sequence, sequence_token, segment, product"),
         (Component("gmpo", level="token"), "choose sequence or product"),
-        (Component("gmpo", clip_low=-1.0), "clip range"),
-        (Component("sapo", tau_pos=0.0), "tau_pos=0.*positive"), (Component("sapo", level="turn"), "is no level"),
-        (Component("cispo", mask="both"), "choose none or unified"), (Component("band", low=1.1), "must hold 1"),
+        (Component("gmpo", clip_low=-1.0), "must be at least 0"),
+        (Component("sapo", tau_pos=0.0), "tau_pos=0.*positive"), (Component("sapo", level="turn"), "is not a level"),
+        (Component("cispo", mask="both"), "choose none or unified"), (Component("band", low=1.1), "must contain 1"),
         (Component("dppo", kind="js"), "choose tv or kl"), (Component("dppo", low=-0.1), "low=-0.1.*>= 0"),
-        (Component("dppo", cap=0.5), "cap >= 1"), (Component("topr", level="turn"), "is no level"),
-        (Component("vespo", k_neg=-1.0), "k_neg=-1.*negative"),
+        (Component("dppo", cap=0.5), "cap >= 1"), (Component("topr", level="turn"), "is not a level"),
+        (Component("vespo", k_neg=-1.0), "k_neg=-1.*at least 0"),
         (Component("vespo", lambda_pos=math.nan), "lambda_pos=nan"),
         (Component("clip_cov", share=1.5), "share=1.5"), (Component("kl_cov", share=-0.1), "share=-0.1"),
         (Component("kl_cov", coef=-1.0), "coef=-1"), (Component("sat", base="gmpo"), "choose grpo or gspo"),
@@ -416,7 +416,7 @@ def test_gmpo_refuses_advantages_that_differ_within_a_response():
     ids=str,
 )  # fmt: skip
 def test_a_range_for_tokens_on_a_mean_of_them_is_warned_about(loss):
-    with pytest.warns(UserWarning, match="never clips the sequence-level ratio"):
+    with pytest.warns(UserWarning, match="never clips the sequence ratio"):
         objective_of(Arm(name="a", loss=loss))
 
 

@@ -147,7 +147,7 @@ def test_other_arms_take_the_place_of_a_studys_and_keep_its_contrasts_where_they
     other = study.with_arms([first, "sapo"])
     assert other.arms == (study.arms[0], arm("sapo")) and not other.comparisons
     assert study.with_arms([]) == study
-    with pytest.raises(ConfigError, match="Did you mean"):
+    with pytest.raises(ConfigError, match="did you mean"):
         study.with_arms(["sappo"])
     contrasted = dataclasses.replace(study, comparisons=((first, second),))
     assert contrasted.with_arms([second, first, "gspo_token"]).comparisons == ((first, second),)
@@ -159,7 +159,7 @@ def test_the_command_line_takes_arms(tmp_path, capsys):
     assert cli.main(words) == 0
     assert "gspo_token+old_policy" in capsys.readouterr().out
     assert cli.main([*words[:-1], "gspo+oldpolicy"]) == 2
-    assert "Did you mean old_policy" in capsys.readouterr().err
+    assert "did you mean old_policy" in capsys.readouterr().err
 
 
 def test_methods_are_what_their_papers_and_peers_say():

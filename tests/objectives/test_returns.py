@@ -109,7 +109,7 @@ def test_the_critic_learns_what_gae_gave_whatever_becomes_of_the_advantages():
 
 def test_gae_asks_for_values_and_nothing_else_has_returns():
     assert advantage_of(Arm(name="a", advantage="gae")).needs == {"values"}
-    with pytest.raises(ConfigError, match="the batch has none: score it"):
+    with pytest.raises(ConfigError, match="the batch has none. Score the batch"):
         made("gae")
     batch = rewarded(REWARDS, PROMPT, MASK, values=VALUES.astype(np.float32))
     assert advantage_of(Arm(name="a", advantage="returns")).attach_advantages(batch).returns is None

@@ -205,7 +205,7 @@ def test_an_arm_with_router_parts_says_what_it_needs():
     assert objective_of(arm).needs == {"router"}
     assert needs_of(load_balance) == {"router", "load"}
     for part in (rspo, partial(z_loss, coef=1.0), partial(router_kl, coef=1.0)):
-        with pytest.raises(ConfigError, match="looks at routers, but there are no RouterInputs"):
+        with pytest.raises(ConfigError, match="needs RouterInputs"):
             part(inputs(*case()), **({"base": "grpo"} if part is rspo else {}))
 
 

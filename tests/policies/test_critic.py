@@ -266,7 +266,7 @@ def test_a_critic_on_megatron_is_refused():
 
 
 @pytest.mark.parametrize("key, value, words", [
-    ("critic_lr", -1.0, "above 0"), ("critic_lr", 0.0, "needs no critic"), ("critic_lr", math.inf, "above 0"),
+    ("critic_lr", -1.0, "above 0"), ("critic_lr", 0.0, "Without a critic"), ("critic_lr", math.inf, "above 0"),
     ("value_clip", -0.1, "above 0"), ("value_clip", math.nan, "must be finite"),
 ])  # fmt: skip
 def test_settings_that_no_critic_can_have_are_refused(key, value, words):

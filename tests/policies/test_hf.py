@@ -192,7 +192,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(batch):
 
 def test_rollout_replay_needs_routes_from_the_engine(batch):
     policy = policy_of(build("qwen3_moe"))
-    with pytest.raises(ValueError, match="rollouts carry none"):
+    with pytest.raises(ValueError, match="the rollouts have none"):
         rollout(batch, policy.score(batch))
 
 

@@ -24,9 +24,9 @@ TINY = ModelConfig()
 @pytest.mark.parametrize(
     ("parallel", "world", "reason"),
     [
-        (Parallel(tp=2, etp=1), 2, "silently wrong"),
+        (Parallel(tp=2, etp=1), 2, "wrong gradients of the experts"),
         (Parallel(dp=2, ep=2), 4, "needs 2 processes, but 4 run"),
-        (Parallel(dp=2, ep=4), 2, "does not divide"),
+        (Parallel(dp=2, ep=4), 2, "must divide"),
         (Parallel(dp=3, ep=3), 3, "16 experts over ep=3"),
         (Parallel(tp=4), 4, "2 key-value heads over tp=4"),
         (Parallel(pp=4), 4, "6 layers over pp=4"),
@@ -37,8 +37,8 @@ TINY = ModelConfig()
         (Parallel(settings={"moe_aux_loss_coeff": 1e-2}), 1, "change with micro_batch, layout and padding"),
         (Parallel(settings={"moe_z_loss_coeff": 1e-3}), 1, "change with micro_batch, layout and padding"),
         (Parallel(settings={"moe_router_bias_update_rate": 1e-3}), 1, "use optimizer.loss_free_bias"),
-        (Parallel(settings={"hidden_dropout": 0.5}), 1, "not known to leave the model"),
-        (Parallel(settings={"moe_router_force_load_balancing": True}), 1, "not known to leave the model"),
+        (Parallel(settings={"hidden_dropout": 0.5}), 1, "it may change the model"),
+        (Parallel(settings={"moe_router_force_load_balancing": True}), 1, "it may change the model"),
     ],
 )
 def test_layouts_that_megatron_gets_wrong_are_refused_with_the_reason(parallel, world, reason):
@@ -101,7 +101,7 @@ def test_vllm_and_servers_are_engines_of_megatrons_policy_too(engine, monkeypatc
     run = RunConfig(arm=replay, policy="megatron", model=TINY)
     check(run.replace(engine=engine))
     check(run.replace(engine=Component("hf", routes="unknown")))
-    with pytest.raises(ConfigError, match="a copy of the module of policy='hf'"):
+    with pytest.raises(ConfigError, match="copies the model of policy='hf'"):
         check(run.replace(engine=Component("perturbed", dtype="bfloat16")))
 
 
@@ -117,15 +117,15 @@ def test_torchrun_is_refused_for_a_policy_of_one_process(monkeypatch):
     ("settings", "reason"),
     [
         ({"policy": Component("fsdp", tp=2)}, "no option of the policy 'fsdp' is called 'tp'"),
-        ({"policy": Component("fsdp", compute_dtype="int8")}, "compute_dtype='int8' is no dtype"),
+        ({"policy": Component("fsdp", compute_dtype="int8")}, "compute_dtype='int8' is not a floating-point dtype"),
         ({"policy": Component("hf", compute_dtype="bfloat16")}, "no option of the policy 'hf'"),
-        ({"engine": Component("perturbed", dtype="bfloat16")}, "a copy of the module of policy='hf'"),
+        ({"engine": Component("perturbed", dtype="bfloat16")}, "copies the model of policy='hf'"),
         (
             {"router_noise.scale": 1.0, "router_noise.target": "choice", "router_noise.direction": "last_step"},
-            "parts of the moments",
+            "is not possible with policy='fsdp'",
         ),
         ({"arm": Arm(name="ppo", advantage=Component("gae", lam=0.95))}, "not cut over ranks"),
-        ({"model": ModelConfig(name="qwen3_moe-tiny", dtype="float33")}, "is none"),
+        ({"model": ModelConfig(name="qwen3_moe-tiny", dtype="float33")}, "is unknown"),
     ],
 )
 def test_what_fsdp_cannot_do_is_refused_by_name(settings, reason):

@@ -164,7 +164,7 @@ def test_expert_change_per_site_is_the_mean_over_steps(frames):
 
 def test_a_run_too_short_for_attribution_is_told_the_setting(frames):
     short = frames["updates"].drop(columns=[c for c in frames["updates"] if c.startswith("attribution")])
-    with pytest.raises(RunError, match=r"no run has measured attribution sums.*measure\.detail_every=1"):
+    with pytest.raises(RunError, match=r"no run measured attribution sums.*measure\.detail_every=1"):
         figures.ratio_spread(dataclasses.replace(frames, tables={**frames.tables, "updates": short}), ARMS)
 
 

@@ -82,9 +82,9 @@ def test_no_control_code_reaches_the_terminal(run, capsys):
 
 
 @pytest.mark.parametrize("options, said", [
-    (["--step", "3"], "keeps rollouts of steps 1 to 2"), (["--step", "x"], "give a step"),
-    (["--sort", "size"], "choose"), (["--page", os.devnull, "--step", "2"], "leave out --step"),
-    (["--page", os.devnull, "--sort", "ratio"], "leave out --step, --sort"),
+    (["--step", "3"], "stores rollouts of steps 1 to 2"), (["--step", "x"], "is not a step"),
+    (["--sort", "size"], "choose"), (["--page", os.devnull, "--step", "2"], "Leave out --step"),
+    (["--page", os.devnull, "--sort", "ratio"], "Leave out --step, --sort"),
 ])  # fmt: skip
 def test_what_is_not_there_is_said(run, capsys, options, said):
     assert cli.main(["runs", "read", str(run), *options]) == 2 and said in capsys.readouterr().err
@@ -94,7 +94,7 @@ def test_no_run_and_a_run_without_rollouts_are_told_apart(tmp_path, capsys):
     assert cli.main(["runs", "read", str(tmp_path)]) == 2
     assert cli.main(["runs", "read", str(run_of(tmp_path / "a" / "seed=0", [[]]))]) == 2
     said = capsys.readouterr().err
-    assert "is not a run" in said and "keeps no rollouts" in said
+    assert "is not a run" in said and "stores no rollouts" in said
 
 
 def data_of(page: str) -> dict:

@@ -60,7 +60,7 @@ def test_band_is_the_interval_of_every_column():
 
 
 def test_no_seed_is_an_error():
-    with pytest.raises(ConfigError, match="no seeds"):
+    with pytest.raises(ConfigError, match="at least one seed"):
         stats.interval([])
 
 
@@ -104,7 +104,7 @@ def test_every_pattern_reaches_a_mean_that_is_zero_but_for_rounding(d):
 def test_pairs_are_the_shared_seeds_only():
     got = stats.paired({0: 1.0, 1: 5.0, 7: 100.0}, {1: 4.0, 0: 0.0, 8: -100.0})
     assert got.n == 2 and got.difference.mean == 1
-    with pytest.raises(ConfigError, match="no seed is shared"):
+    with pytest.raises(ConfigError, match="share no seed"):
         stats.paired({0: 1.0}, {1: 1.0})
 
 
@@ -165,7 +165,7 @@ def test_the_interval_of_a_survival_curve_is_greenwoods_on_the_log_log_scale():
 def test_runs_without_an_event_survive_and_no_run_is_an_error():
     got = stats.survival([50, 60], [False, False])
     assert got.share.tolist() == [1, 1, 1] and got.events == 0
-    with pytest.raises(ConfigError, match="no runs"):
+    with pytest.raises(ConfigError, match="at least one seed"):
         stats.survival([], [])
 
 

@@ -274,7 +274,7 @@ def test_where_no_group_ever_had_a_signal_that_is_said(frames):
     steps = frames["steps"]
     assert untrained(frames) == ""
     none = dataclasses.replace(frames, tables={"steps": steps.assign(zero_variance_groups=1.0)})
-    assert untrained(none).startswith("no group ever had a signal: in every run")
+    assert untrained(none).startswith("no gradient in every run")
     one = (steps["arm"] == "gspo") & (steps["seed"] == 1)
     some = steps.assign(zero_variance_groups=steps["zero_variance_groups"].mask(one, 1.0))
     assert "in 1 of 9 runs (gspo seed=1)" in untrained(dataclasses.replace(frames, tables={"steps": some}))

@@ -147,7 +147,7 @@ def test_random_lags_are_within_bounds_and_all_of_them_happen(tmp_path):
 
 def test_a_source_that_is_not_asked_in_turn_says_so(tmp_path):
     parts = build(LAGGED, tmp_path, tmp_path)
-    with pytest.raises(RunError, match="in step 5 the batch of step 5, to be begun in step 3, is not there"):
+    with pytest.raises(RunError, match="the batch of step 5 is missing in step 5; it was due to start in step 3"):
         parts.batches.next(parts.collector, 5)
 
 
@@ -382,7 +382,7 @@ def test_a_queue_whose_file_is_gone_is_not_filled_anew(tmp_path):
         next((tmp_path / "run").glob(f"commit/*/{file}")).unlink()
     (tmp_path / "run" / "manifest.json").write_text(
         (tmp_path / "run" / "manifest.json").read_text().replace('"finished": 2', '"finished": 1'))
-    with pytest.raises(RunError, match="in step 3 the batch of step 3, to be begun in step 1, .*batches.pt"):
+    with pytest.raises(RunError, match="of step 3 is missing in step 3; it was due to start in step 1.*batches.pt"):
         carry_out(run.replace(steps=4), tmp_path / "run")
 
 
@@ -391,7 +391,7 @@ def test_a_queue_whose_file_is_gone_is_not_filled_anew(tmp_path):
     ("lagged(lag=1, mode=uniform)", "mode='uniform': choose fixed or random"),
     ("lagged(lag=0, partial_tokens=2)", "partial_tokens=2 has no effect with batches.lag=0"),
     ("lagged(lag=1, partial_tokens=6)", "partial_tokens=6 has no effect with batches.lag=1 and max_new_tokens=6"),
-    ("lagged(lag=1, partial_tokens=0)", "partial_tokens=0 has no effect .*set a lag, and 1 or more"),
+    ("lagged(lag=1, partial_tokens=0)", "partial_tokens=0 has no effect .*Use a lag of 1 or more"),
     ("dynamic(refills=-1)", "batches.refills=-1 must be a whole number"),
     ("fresh(lag=2)", "no option of the batch source 'fresh' is called 'lag'"),
     ("lagged", "the batch source 'lagged' needs lag"),

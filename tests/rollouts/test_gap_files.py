@@ -60,7 +60,7 @@ def test_a_gap_that_is_no_number_is_kept_and_not_remembered(parts, tmp_path):
     batch, watch = roll_out(RUN, parts, 1), GapFiles(tmp_path / "rollouts", Sampling())
     watch(1, replace(batch, response_mask=torch.zeros_like(batch.response_mask)), {"engine_kl_k3": math.nan})
     assert kept(tmp_path / "rollouts") == [], "nobody said anything"
-    with pytest.warns(UserWarning, match="step 1: the engine's log-probs are nan nats"):
+    with pytest.warns(UserWarning, match="step 1: the KL between engine and trainer is nan nats"):
         watch(1, batch, {"engine_kl_k3": math.nan})
     for step, gap in enumerate((1e-3, 1e-3, 1e-3, 4e-3), start=2):
         watch(step, batch, {"engine_kl_k3": gap})
@@ -99,7 +99,7 @@ def test_a_response_longer_than_a_file_may_be_is_kept(parts, tmp_path, monkeypat
 
 def test_a_folder_that_cannot_be_written_is_a_warning(parts, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.warns(UserWarning, match="cannot be kept"):
+    with pytest.warns(UserWarning, match="cannot be saved"):
         GapFiles(tmp_path / "file" / "rollouts", Sampling())(1, roll_out(RUN, parts, 1), {"engine_kl_k3": 1.0})
 
 

@@ -141,13 +141,13 @@ def test_a_resumed_run_of_another_numerics_ends_identical(tmp_path):
         ("hff", "no engine is called 'hff'"),
         ("vllm(int8=true)", "no option of the engine 'vllm' is called 'int8'"),
         ("hf(dialect=sglang)", "no option of the engine 'hf' is called 'dialect'"),
-        ("perturbed(dtype=bf16)", "no dtype"),
+        ("perturbed(dtype=bf16)", "not a floating-point dtype"),
         ("hf(routes=free)", "choose raise"),
         ("perturbed(router_noise=-1.0)", "negative"),
         ("perturbed(router_noise=nan)", "must be finite"),
-        ("perturbed(int8)", "are name=value"),
+        ("perturbed(int8)", "must be name=value"),
         ("server", "the engine 'server' needs url"),
-        ("server(url=localhost)", "give the address"),
+        ("server(url=localhost)", "must be the address of a server"),
     ],
 )
 def test_engine_settings_that_cannot_be_meant_are_refused(settings, message):
@@ -165,7 +165,7 @@ def test_more_stop_strings_than_an_endpoint_takes_are_refused_before_anything_ru
 
 def test_r3_needs_an_engine_that_is_asked_for_routes():
     run = TINY.replace(arm=Arm(name="r3", routes="rollout"), engine=Component("hf", routes="off"))
-    with pytest.raises(ConfigError, match="asks for none"):
+    with pytest.raises(ConfigError, match="records none"):
         check(run)
 
 

@@ -136,7 +136,7 @@ def test_an_engine_that_draws_more_than_there_is_room_for_is_refused(model, toke
     def draw(asked, noise, most):
         return engine.generate(asked, 1, key=(1,), sampling=sampling)
 
-    with pytest.raises(RunError, match="had room for"):
+    with pytest.raises(RunError, match="with room for"):
         generate_by_turns(draw, tokenizer, ENDS, prompts(), 3, key=(0, 0, 0), sampling=sampling,
                reply=lambda row, text: "a" * 5)  # fmt: skip
 

@@ -135,7 +135,7 @@ def test_the_last_step_is_where_the_optimizer_went_and_outlives_a_checkpoint(nam
 
 def test_before_its_first_step_an_optimizer_has_no_direction():
     policy = policy_of(build("qwen3_moe"))
-    with pytest.raises(RoutingError, match="has not moved these weights"):
+    with pytest.raises(RoutingError, match="has not changed these weights"):
         policy.score(make_batch(), noise=Noise("weights", 1.0, 0, "last_step"))
 
 
@@ -184,7 +184,7 @@ def test_a_direction_has_the_spread_of_its_weights_and_is_the_seeds_own(tokens):
 
 
 def test_a_dense_model_has_nothing_to_move():
-    with pytest.raises(RoutingError, match="routing site"), disturbed(torch.nn.Linear(2, 2), Noise("weights", 1.0, 0)):
+    with pytest.raises(RoutingError, match="no MoE layer"), disturbed(torch.nn.Linear(2, 2), Noise("weights", 1.0, 0)):
         pass
 
 

@@ -117,7 +117,7 @@ def test_a_policy_trains_the_adapters_alone_and_an_engine_on_its_module_needs_no
     mine = model.state_dict()
     assert all(w.data_ptr() == mine[name].data_ptr() for name, w in policy.weights())
     HFEngine(model, byte_tokenizer()).load(policy.weights())
-    with pytest.raises(RunError, match="not the same model"):
+    with pytest.raises(RunError, match="the same model for both"):
         HFEngine(build("qwen3_moe"), byte_tokenizer()).load(policy.weights())
 
 

@@ -41,7 +41,7 @@ def test_tokens_that_were_not_read_are_refused_by_row_position_and_id(model, tok
     other[2, 5] = 1
     with torch.no_grad(), record_routing(model) as recording:
         model(tokens)
-    says = rf"row 2, position 5 is token 1 .* read token {int(tokens[2, 5])}.*\n?.*take\(\)"
+    says = rf"row 2, position 5 is token 1 .* and {int(tokens[2, 5])} there.*\n?.*take\(\)"
     with pytest.raises(RoutingError, match=says):
         recording.trace(other)
     assert recording.trace(tokens).coverage == 1, "a refusal forgets nothing"
@@ -91,7 +91,7 @@ def test_embeddings_of_other_rows_are_refused(qwen, tokens):
     with torch.no_grad(), record_routing(qwen) as recording:
         for row in embedded:
             qwen(inputs_embeds=row[None])
-    with pytest.raises(RoutingError, match="read 1 rows of 8 tokens, but 2 rows of 4"):
+    with pytest.raises(RoutingError, match="has 1 rows of 8 tokens, not 2 rows of 4"):
         recording.trace(tokens)
     with torch.no_grad(), pytest.raises(RoutingError, match=r"shape \(4, 4\)"), replay_routing(qwen, plain):
         qwen(inputs_embeds=embedded.reshape(4, 4, -1))
@@ -115,7 +115,7 @@ def test_what_a_wrapper_takes_first_is_not_mistaken_for_tokens(qwen, tokens):
     routes = recording.trace(tokens)
     with torch.no_grad(), replay_routing(wrapped, routes):
         assert torch.equal(wrapped(mask, tokens).logits, logits)
-    with pytest.raises(RoutingError, match="routes of other tokens"), replay_routing(wrapped, routes):
+    with pytest.raises(RoutingError, match="trace is of other tokens"), replay_routing(wrapped, routes):
         wrapped(mask, tokens + 1)
 
 
@@ -124,7 +124,7 @@ def test_a_model_that_calls_its_tokens_otherwise_is_given_them_first(qwen, token
     decoder.forward = lambda words: forward(input_ids=words)
     with torch.no_grad(), record_routing(decoder) as recording:
         decoder(tokens)
-    with pytest.raises(RoutingError, match="routes of other tokens"), replay_routing(decoder, recording.trace(tokens)):
+    with pytest.raises(RoutingError, match="is of other tokens"), replay_routing(decoder, recording.trace(tokens)):
         decoder(tokens + 1)
 
 

@@ -90,17 +90,17 @@ def test_a_part_may_be_of_the_engines_routes(step):
     assert by_layer(sampled, natural, first=1, base="rollout") == engine.only(torch.tensor([[[True, False, False]]]))
     assert by_margin(sampled, natural, below=torch.inf, base="rollout") is engine
     assert soft(sampled, natural, ratio=0.5, base="rollout") == replace(engine, keep=0.5)
-    with pytest.raises(RoutingError, match="rollouts carry none"):
+    with pytest.raises(RoutingError, match="the rollouts have none"):
         soft(batch, natural, ratio=0.5, base="rollout")
 
 
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        (by_layer, {}, "takes one of first, last, share and sites, not none"),
-        (by_layer, {"first": 1, "last": 1}, "takes one of"),
-        (by_layer, {"sites": [3]}, "3 routing sites"),
-        (by_layer, {"first": -1}, "3 routing sites"),
+        (by_layer, {}, "takes exactly one of first, last, share and sites, not none"),
+        (by_layer, {"first": 1, "last": 1}, "takes exactly one of"),
+        (by_layer, {"sites": [3]}, "3 MoE layers"),
+        (by_layer, {"first": -1}, "3 MoE layers"),
         (by_layer, {"share": 1.5}, "not 1.5"),
         (by_layer, {"first": 1, "base": "live"}, "base='live'.*old_policy or rollout"),
         (by_margin, {"below": -1.0}, r"by_margin\(below=-1\)"),
@@ -207,7 +207,7 @@ def test_a_router_that_chooses_slot_by_slot_cannot_be_soft():
     tokens = torch.randint(3, 39, (2, 5))
     with torch.no_grad(), record_routing(model) as recording:
         model(tokens)
-    with pytest.raises(RoutingError, match="PhimoeTopKRouter.*slot by slot"), torch.no_grad(), \
+    with pytest.raises(RoutingError, match="PhimoeTopKRouter.*no single score per expert"), torch.no_grad(), \
             replay_routing(model, replace(recording.trace(tokens), keep=0.5)):  # fmt: skip
         model(tokens)
 
@@ -257,7 +257,7 @@ def test_a_family_that_hands_out_something_else_cannot_recall(kind):
         model(tokens)
     trace = recording.trace(tokens)
     name = type(find_sites(model)[0].module).__name__
-    with pytest.raises(RoutingError, match=rf"\({name}\).*cannot be recalled"), torch.no_grad(), \
+    with pytest.raises(RoutingError, match=rf"\({name}\).*cannot be replayed"), torch.no_grad(), \
             replay_routing(model, replace(trace, gates=torch.ones(trace.shape))):  # fmt: skip
         model(tokens)
 
@@ -278,7 +278,7 @@ def test_the_engines_weights_are_recalled_from_what_it_sent(family):
     under = [policy.score(batch, routes).logprobs
              for routes in (recall(sampled, natural, base="rollout"), recall(batch, natural))]
     assert torch.equal(*under) and not torch.equal(under[0], policy.score(batch, natural.routes).logprobs)
-    with pytest.raises(RoutingError, match="carry none.*Total Router Recall"):
+    with pytest.raises(RoutingError, match="its rollouts have none"):
         recall(replace(batch, rollout_routes=natural.routes), natural, base="rollout")
     with pytest.raises(ConfigError, match="base='live'"):
         recall(batch, natural, base="live")

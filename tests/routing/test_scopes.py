@@ -133,7 +133,7 @@ def test_a_second_backward_does_not_stand_in_for_a_missing_one(moved, tokens, mo
 def test_a_model_in_a_scope_refuses_to_be_copied(qwen, tokens):
     trace, _ = record(qwen, tokens)
     for scope in (record_routing(qwen), replay_routing(qwen, trace)):
-        with pytest.raises(RoutingError, match="copy it outside"), scope:
+        with pytest.raises(RoutingError, match="Copy the model outside"), scope:
             copy.deepcopy(qwen)
         assert not left_behind(qwen)
     twin = copy.deepcopy(qwen)
@@ -192,7 +192,7 @@ def test_a_whole_trace_that_knows_nothing_is_refused_everywhere():
     natural = policy.score(batch)
     routes = holed(random_sets(batch, natural), rows=())
     for use in (lambda: policy.score(batch, routes), lambda: policy.update(part_of(batch, natural, routes), GRPO)):
-        with pytest.raises(RoutingError, match="no known route"):
+        with pytest.raises(RoutingError, match="no known routing"):
             use()
-    with pytest.raises(RoutingError, match="no known route"), replay_routing(policy.model, routes):
+    with pytest.raises(RoutingError, match="no known routing"), replay_routing(policy.model, routes):
         pass

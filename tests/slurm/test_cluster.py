@@ -206,4 +206,4 @@ def test_a_run_of_two_ranks_is_one_task_and_goes_on_after_a_preemption_and_the_k
 def test_what_slurm_refuses_is_said(cluster, tmp_path, capsys):
     code = cli.main(["run", FAKE, "--mix-code", "--out", str(tmp_path), "--launcher", "slurm", "--set",
                      "launcher.partition=none"])
-    assert code == 2 and "sbatch refused: " in (err := capsys.readouterr().err) and "partition" in err
+    assert code == 2 and "sbatch failed: " in (err := capsys.readouterr().err) and "partition" in err

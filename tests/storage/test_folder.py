@@ -138,7 +138,7 @@ def test_a_foreign_folder_is_refused_and_not_touched(tmp_path, name, content):
     path = path_of(tmp_path, CONFIG)
     path.mkdir(parents=True)
     (path / name).write_text(content)
-    with pytest.raises(RunError, match="nothing was touched"):
+    with pytest.raises(RunError, match="Nothing was changed"):
         open_run(tmp_path)
     assert files(path) == {name: content.encode()} and not (path / runs.LOCK).exists()
 

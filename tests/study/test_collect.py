@@ -115,7 +115,7 @@ def test_an_arm_a_cell_or_a_run_of_collected_tables_can_be_read(results):
     assert len(arm.runs) == 9 and set(arm["steps"]["arm"]) == {"gspo"}
     one = load_study(results / "gspo" / "optimizer.lr=0.0002" / "seed=5", mix_code=True)
     assert len(one.runs) == 1 and len(one["steps"]) == 12 and set(one["layers"]["seed"]) == {5}
-    with pytest.raises(RunError, match="hold no run"):
+    with pytest.raises(RunError, match="contain no run"):
         load_study(results / "gspo" / "optimizer.lr=0.0002" / "seed=7")
 
 
@@ -223,7 +223,7 @@ def test_a_run_that_ends_otherwise_says_in_which_columns_and_under_which_version
     assert equal.startswith("another checkpoint, equal values in all ") and "code 0.0.1+other there" in equal
     steps = other["steps"].assign(reward=other["steps"]["reward"] + (other["steps"]["step"] == 12) * 1e-6)
     parted = verdict(dataclasses.replace(other, tables={**other.tables, "steps": steps}), folder / run)
-    assert "values part in 1 of " in parted and "steps.reward" in parted
+    assert "values differ in 1 of " in parted and "steps.reward" in parted
 
 
 @pytest.mark.parametrize("where", [".", "..", "../..", "gspo", "gspo/optimizer.lr=0.0002/seed=0"])
@@ -287,7 +287,7 @@ def test_a_kill_while_tables_are_replaced_is_seen_by_who_reads_them(folder, resu
     monkeypatch.setattr(Path, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
         collect(folder, out, mix_code=True)
-    with pytest.raises(RunError, match="of two times.*collect the study again"):
+    with pytest.raises(RunError, match="being replaced.*Collect the study again"):
         load_study(out, mix_code=True)
     monkeypatch.undo()
     collect(folder, out, mix_code=True)
@@ -297,7 +297,7 @@ def test_a_kill_while_tables_are_replaced_is_seen_by_who_reads_them(folder, resu
 @pytest.mark.parametrize("table", ["steps", "runs"])
 def test_tables_of_two_times_are_refused(results, part, table):
     shutil.copy(results / f"{table}.parquet", part)
-    with pytest.raises(RunError, match=f"not of the same runs \\(18 in {table} alone, e.g. fake/.*collect the study"):
+    with pytest.raises(RunError, match=f"contain different runs \\(18 in {table} alone, e.g. fake/.*Collect the study"):
         load_study(part, mix_code=True)
 
 

@@ -73,12 +73,12 @@ def test_own_cold_starts_belong_to_seeds_and_are_shared_by_arms(tmp_path):
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"own_cold_starts": True, "factors": {"cold_start.seed": (1, 2)}}, "gives every seed its cold start"),
+    ({"own_cold_starts": True, "factors": {"cold_start.seed": (1, 2)}}, "trains a supervised warm-up for each seed"),
     ({"cells": {"a/b": {}}}, "cell 'a/b'"),
-    ({"cells": {"a": {"arm.loss": "gspo"}}}, "any setting but seed and arm"),
+    ({"cells": {"a": {"arm.loss": "gspo"}}}, "or changes seed or arm"),
     ({"cells": {"a": {"arms": ("gpso",)}}}, "runs gpso, which is none of its arms"),
     ({"arms": ()}, "arms"),
-    ({"arms": (GRPO, GRPO)}, "names of their own"),
+    ({"arms": (GRPO, GRPO)}, "need different names"),
     ({"name": "a/b"}, "name of a folder"),
     ({"arms": (Arm(name="../up"),)}, "name of a folder"),
     ({"factors": {"seed": (1, 2)}}, "cannot be factors"),
@@ -198,11 +198,11 @@ def test_settings_get_the_type_of_their_field(text, key, value):
     ("optimizer.lr=fast", "type float"),
     ("measure.full=1", "type bool"),
     ("optimizer.rate=1", "'optimizer.rate'. There are: optimizer.name, optimizer.lr"),
-    ("optimiser.lr=1", "no setting 'optimiser.lr'. Did you mean optimizer.lr\\?"),
-    ("lr=1", "Did you mean cold_start.lr or optimizer.lr\\?"),
-    ("optimizer.weight_decy=1", "Did you mean optimizer.weight_decay\\?"),
-    ("optimizer.device=cpu", "Did you mean model.device\\?"),
-    ("mini_batch=1", "Did you mean mini_batches or"),
+    ("optimiser.lr=1", "no setting 'optimiser.lr': did you mean optimizer.lr\\?"),
+    ("lr=1", "did you mean cold_start.lr or optimizer.lr\\?"),
+    ("optimizer.weight_decy=1", "did you mean optimizer.weight_decay\\?"),
+    ("optimizer.device=cpu", "did you mean model.device\\?"),
+    ("mini_batch=1", "did you mean mini_batches or"),
     ("nothing=1", "nothing"),
     ("optimizer.lr.more=1", "no setting"),
     ("group_size", "key=value"),
@@ -291,7 +291,7 @@ def test_a_cell_cannot_name_seeds_that_the_study_does_not_run(seeds):
 
 def test_seeds_of_no_cell_are_refused_and_a_quick_form_runs_every_cell(tmp_path):
     study = with_changes(seeds=(0, 1, 2), cells={"one": {"seeds": (1,)}, "two": {"seeds": (1, 2)}})
-    with pytest.raises(ConfigError, match=r"no cell of study .* runs any of the seeds \[0\]"):
+    with pytest.raises(ConfigError, match=r"no condition of study .* runs any of the seeds \[0\]"):
         study.runs(tmp_path, seeds=(0,))
     printed.check(dataclasses.replace(study, cells={"N=2": {"seeds": (1,)}, "N=4": {}}, figures=("against:N",)))
     assert {(p.path.parts[-2], p.config.seed) for p in study.quick_form().runs(tmp_path)} == {("one", 0), ("two", 0)}
@@ -302,12 +302,12 @@ def test_other_arms_leave_cells_that_are_for_some(tmp_path):
     some = with_changes(cells=cells).with_arms(["gspo", "sapo"])
     assert {(p.path.parts[-3], p.path.parts[-2]) for p in some.runs(tmp_path)} == {
         ("gspo", "all"), ("sapo", "all"), ("gspo", "one")}  # fmt: skip
-    with pytest.raises(ConfigError, match="no cell of study .* runs sapo"):
+    with pytest.raises(ConfigError, match="no condition of study .* runs sapo"):
         with_changes(cells={"one": {"arms": ("gspo",)}}).with_arms(["sapo"])
 
 
 def test_a_text_is_no_list_of_arms():
-    with pytest.raises(ConfigError, match="a list of arms or texts is wanted"):
+    with pytest.raises(ConfigError, match="must be a list of arms or texts"):
         _made("gspo")
 
 
@@ -315,7 +315,7 @@ def test_arms_of_ones_own_are_named_with_their_commas_and_others_are_refused():
     mine = with_changes(arms=(*study.arms, "dapo+masked(low=0.5,high=5.0)"))
     assert mine.own_arms("gspo,dapo+masked(low=0.5,high=5.0),grpo") == ["gspo", "dapo+masked(low=0.5,high=5.0)", "grpo"]
     assert mine.own_arms(None) == []
-    with pytest.raises(ConfigError, match="no arm of study 'fake' is called 'gspoo'. Did you mean gspo"):
+    with pytest.raises(ConfigError, match="no arm of study 'fake' is called 'gspoo': did you mean gspo"):
         mine.own_arms("grpo,gspoo")
     with pytest.raises(ConfigError, match="is called 'ppo'.* --arm takes any other arm"):
         mine.own_arms("ppo")

@@ -129,5 +129,5 @@ def test_data_that_a_warm_up_most_likely_memorises_are_a_caution(tmp_path):
 
     assert cautions(137) == [] and cautions(40, **{"cold_start.target": 0.0}) == []
     (caution,) = cautions(136)
-    assert "the cold start trains on 63 different prompts, less than one batch of 64" in caution
-    assert "bring more data" in caution.lower() and "cold_start.target=0" in caution
+    assert "the supervised warm-up trains on 63 different prompts, less than one batch of 64" in caution
+    assert "Use more data" in caution and "cold_start.target=0" in caution

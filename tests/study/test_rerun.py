@@ -203,7 +203,7 @@ def test_a_study_file_that_is_gone_is_named(far, tmp_path):
 @pytest.mark.parametrize("name", ["../studies/mine.py", "/studies/mine.py", "studies/mine.txt"])
 def test_a_study_file_that_is_no_path_in_a_checkout_is_refused(far, tmp_path, name):
     change(far, declared=json.dumps({"file": name, "sources": {}}))
-    with pytest.raises(ConfigError, match="edited the table"):
+    with pytest.raises(ConfigError, match="table was edited"):
         again(far, tmp_path / "again")
 
 
@@ -223,7 +223,7 @@ def test_an_older_table_is_read_and_says_what_it_does_not_know(results, tmp_path
     row = load_study(results).runs.iloc[0]
     assert row[["inputs", "declared", "created", "finished_at"]].isna().all()
     text = said(results, tmp_path / "again")
-    assert "which version of their code they ran is unknown" in text and "bit for bit" in text
+    assert "unknown with which version of their code they ran" in text and "bit for bit" in text
 
 
 def test_rows_of_different_settings_are_run_again_each_as_it_says(results, tmp_path, elsewhere):
@@ -244,7 +244,7 @@ def test_rows_of_different_settings_are_run_again_each_as_it_says(results, tmp_p
 def test_the_first_steps_alone_are_run_and_compared(results, tmp_path, elsewhere, capsys):
     assert cli.main(["rerun", str(results), "--out", str(tmp_path / "a"), "--trust", "--steps", "2"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "another checkpoint, as after 2 of 3 steps, equal values in all" in text
+    assert "another checkpoint, because it ran 2 of 3 steps, equal values in all" in text
     assert "as they should be" in text and "processor" not in text
     run = tmp_path / "a" / "mine" / "grpo" / "base" / "seed=0"
     assert read_table(run, "steps")["step"].to_list() == [1, 2]
@@ -257,11 +257,11 @@ def test_values_that_part_are_named_even_where_the_weights_are_the_same(results,
     frame.loc[1, "reward"] += 1e-3
     frame.to_parquet(results / "steps.parquet")
     text = said(results, tmp_path / "again")
-    assert "bit for bit" not in text and "the same weights and optimizer state, values part in 1 of " in text
-    assert "columns (steps.reward, …), from step 2 on" in text and "edited the table?" in text
+    assert "bit for bit" not in text and "the same weights and optimizer state, values differ in 1 of " in text
+    assert "columns (steps.reward, …), from step 2 on" in text and "table was edited?" in text
     frame.assign(own_number=1.0).drop(columns="reward").to_parquet(results / "steps.parquet")
     text = said(results, tmp_path / "again")
-    assert "bit for bit, and 1 columns of the row are not there now (steps.own_number, …)" in text
+    assert "bit for bit, and 1 columns of the row are missing now (steps.own_number, …)" in text
 
 
 @pytest.mark.parametrize("kept", [("one", "DEFAULT"), ("one", None), (None, None)])
@@ -300,5 +300,5 @@ def test_from_which_step_on_and_by_how_much_values_part(results, tmp_path, elsew
     text = verdict(dataclasses.replace(row, tables={**row.tables, "steps": gone}), run)
     assert "steps, its rows" in text and "from step 1 on, by at most inf" in text
     text = compared(own_number=1.0)
-    assert "equal values" in text and "1 columns of the row are not there now (steps.own_number, …)" in text
-    assert "not there now" not in compared()
+    assert "equal values" in text and "1 columns of the row are missing now (steps.own_number, …)" in text
+    assert "missing now" not in compared()

@@ -49,6 +49,6 @@ def test_two_seeds_of_the_only_arm_are_all_that_can_fail_alike(tmp_path):
 
 def test_what_a_run_does_before_its_first_step():
     now = {"step": 400, "steps": 3000, "rate": 0.05, "target": 0.35, "seconds_left": 40.2}
-    assert preparing({"cold_start": now}) == "cold start 400/3000, success 5% of 35%, at most 40 s left"
-    assert preparing({"cold_start": {"waiting": True}}) == "waiting for the cold start that another run makes"
+    assert preparing({"cold_start": now}) == "supervised warm-up 400/3000, success 5% of 35%, at most 40 s left"
+    assert preparing({"cold_start": {"waiting": True}}) == "waiting for the supervised warm-up of another run"
     assert preparing({"step": 0}) == "preparing" and preparing({"step": 0, "seconds_per_step": None}) == "first step"

@@ -28,17 +28,17 @@ class Finite:
 @pytest.mark.parametrize(
     "spec, said",
     [
-        ("runing_sums", "Did you mean running_sums?"),
-        ("reasoning-gym:spell_backward", "Did you mean reasoning_gym:<dataset>?"),
+        ("runing_sums", "did you mean running_sums?"),
+        ("reasoning-gym:spell_backward", "did you mean reasoning_gym:<dataset>?"),
         ("jsonl", "jsonl:<file>"),
         ("jsonl:", "jsonl:<file>"),
         ("reasoning_gym", "reasoning_gym:<dataset>"),
-        ("", "names nothing"),
-        ("reasoning_gym:spel_backward", "Did you mean spell_backward"),
+        ("", "is not the name of a component"),
+        ("reasoning_gym:spel_backward", "did you mean spell_backward"),
         ("no_such_package.tasks:Mine", "no module 'no_such_package'"),
-        ("moe_rl.tasks.running_sums:RuningSums", "Did you mean RunningSums"),
-        ("moe_rl.config:Arm", "is no task"),
-        ("moe_rl.tasks.running_sums:Prompt", "is no task"),
+        ("moe_rl.tasks.running_sums:RuningSums", "did you mean RunningSums"),
+        ("moe_rl.config:Arm", "is not a task"),
+        ("moe_rl.tasks.running_sums:Prompt", "is not a task"),
     ],
 )
 def test_an_unknown_task_is_one_sentence_with_the_choices(spec, said):
@@ -52,12 +52,12 @@ def test_a_wrong_option_is_named():
     for use, said in (
         (
             Component("running_sums", digit=3),
-            "no option of the task 'running_sums' is called 'digit'. Did you "
+            "no option of the task 'running_sums' is called 'digit': did you "
             "mean digits or min_digits? There are: digits, min_digits, modulus, partial.",
         ),
-        (Component("jsonl:pairs.jsonl", mach="math"), "'mach'. Did you mean match? There are: match."),
+        (Component("jsonl:pairs.jsonl", mach="math"), "'mach': did you mean match? There are: match."),
         (Component("jsonl:pairs.jsonl", file="other"), "'file'. There are: match."),
-        (Component("reasoning_gym:spell_backward", max_word_length=4), "Did you mean max_word_len"),
+        (Component("reasoning_gym:spell_backward", max_word_length=4), "did you mean max_word_len"),
     ):
         with pytest.raises(ConfigError) as error:
             load_task(use)
@@ -81,7 +81,7 @@ def test_a_task_of_ones_own_is_found_in_the_working_directory(tmp_path, monkeypa
     task = load_task(Component("my_own_tasks.deep:Echo", word="b"))
     assert isinstance(task, Task)
     assert task.prompts(1, 0)[0].text == "b"
-    with pytest.raises(ConfigError, match="is no task"):
+    with pytest.raises(ConfigError, match="is not a task"):
         load_task("my_own_tasks.deep:NoTask")
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):  # the user's bug, with its traceback
         load_task("my_own_tasks.broken:Echo")
@@ -89,7 +89,7 @@ def test_a_task_of_ones_own_is_found_in_the_working_directory(tmp_path, monkeypa
 
 def test_a_class_that_is_no_task_is_not_even_built(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="'subprocess:Popen' is no task"):
+    with pytest.raises(ConfigError, match="'subprocess:Popen' is not a task"):
         load_task(Component("subprocess:Popen", args=["touch", "built"]))
     assert not (tmp_path / "built").exists()
 
@@ -103,7 +103,7 @@ def test_draw_leaves_out_what_is_excluded_and_keeps_the_order():
 
 
 def test_draw_of_an_exhausted_task_says_how_many_there_are():
-    with pytest.raises(ConfigError, match=r"2 were asked for.*5 different.*only 0.*5 held out"):
+    with pytest.raises(ConfigError, match=r"2 are needed, but 0 of 5 different ones are not held out"):
         draw(Finite(), 2, 0, excluding=set("01234"))
 
 
@@ -153,9 +153,10 @@ def test_more_than_half_held_out_is_refused_with_the_number_that_would_do():
 
 def test_a_split_is_said_in_numbers_that_add_up():
     assert str(split_of(Sized(200), 40)) == (
-        "200 different prompts: 40 held out (eval_prompts), 64 to say when the cold start ends, 96 that it trains on; "
-        "reinforcement learning trains on 160")
-    assert split_of(RunningSums(), 128) == Split(None, 128, 64) and "without a known end" in str(split_of(Finite(), 2))
+        "200 different prompts: 40 held out (eval_prompts), 64 to end the supervised warm-up, 96 to train it on, 160 "
+        "for reinforcement learning")
+    assert split_of(RunningSums(), 128) == Split(None, 128, 64)
+    assert "without a known number" in str(split_of(Finite(), 2))
 
 
 def test_held_out_prompts_are_the_same_for_everyone():

@@ -123,13 +123,13 @@ class Odd(CorrectedSums):
 @pytest.mark.parametrize(("said", "given", "error", "message"), [
     (ValueError, 0, RunError, r"Odd: reply failed \(ValueError\('on purpose'\)\) for the prompt '372=' after \['1'\]"),
     (3, 0, ConfigError, "reply returned 3 .* '372='.* text, or None"),
-    ("x", [1.0], ConfigError, "2 turns .* one number, or as many"),
-    ("x", [0.7, 0.7], ConfigError, r"sum must be in \[0, 1\]"),
-    ("x", [-0.5, 0.2], ConfigError, r"sum must be in \[0, 1\]"),
-    ("x", [float("nan"), 0.5], ConfigError, r"sum must be in \[0, 1\]"),
-    ("x", [float("inf"), float("-inf")], ConfigError, r"sum must be in \[0, 1\]"),
-    ("x", "ab", ConfigError, "must be numbers"),
-    ("x", None, ConfigError, "must be numbers"),
+    ("x", [1.0], ConfigError, "2 turns .* Return one number, or one for each turn"),
+    ("x", [0.7, 0.7], ConfigError, r"sum is in \[0, 1\]"),
+    ("x", [-0.5, 0.2], ConfigError, r"sum is in \[0, 1\]"),
+    ("x", [float("nan"), 0.5], ConfigError, r"sum is in \[0, 1\]"),
+    ("x", [float("inf"), float("-inf")], ConfigError, r"sum is in \[0, 1\]"),
+    ("x", "ab", ConfigError, "Return numbers"),
+    ("x", None, ConfigError, "Return numbers"),
 ])  # fmt: skip
 def test_an_environment_that_breaks_is_told_with_its_prompt(said, given, error, message):
     task = Odd(digits=3)
@@ -147,7 +147,7 @@ def test_rewards_may_be_one_number_or_one_per_turn():
 
 
 def test_a_class_without_reward_or_start_is_no_task():
-    with pytest.raises(ConfigError, match=r"reward\(prompt, completion\) or, of several turns, start\(prompt\)"):
+    with pytest.raises(ConfigError, match=r"reward\(prompt, completion\), or start\(prompt\) for several turns"):
         load_task("tests.tasks.test_environments:Turn")
 
 
@@ -196,7 +196,7 @@ def test_a_template_that_drops_thoughts_from_earlier_turns_changes_nothing_of_a_
         "{{ m.content }}", "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}")
     assert reply_tokens("why?", tokenizer, True) == plain
     tokenizer.chat_template = CHATML.replace("<|end|>\n", "{% if loop.last %}!{% endif %}")
-    with pytest.raises(ConfigError, match="cannot go on token by token"):
+    with pytest.raises(ConfigError, match="a multi-turn rollout cannot continue"):
         reply_tokens("why?", tokenizer, True)
 
 

@@ -59,20 +59,20 @@ def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
 @pytest.mark.parametrize(
     "lines, said",
     [
-        ([{"question": "q", "answer": "1"}, {"question": "q", "solution": "1"}], "line 2: no 'answer'.*'solution'"),
-        ([{"question": "q", "answer": ""}], "line 1: no 'answer'"),
-        ([{"question": "q", "answer": None}], "line 1: no 'answer'"),
-        (["", "{}"], "line 2: no 'question'"),
-        ([{"question": "q", "answer": ["1"]}], "line 1: 'answer' is .*where text or a number"),
-        ([{"question": [{"role": "user"}], "answer": "1"}], "line 1: 'question' is .*text or a number"),
+        ([{"question": "q", "answer": "1"}, {"question": "q", "solution": "1"}], "line 2: no key 'answer'.*'solution'"),
+        ([{"question": "q", "answer": ""}], "line 1: no key 'answer'"),
+        ([{"question": "q", "answer": None}], "line 1: no key 'answer'"),
+        (["", "{}"], "line 2: no key 'question'"),
+        ([{"question": "q", "answer": ["1"]}], "line 1: 'answer' is .*Write text or a number"),
+        ([{"question": [{"role": "user"}], "answer": "1"}], "line 1: 'question' is .*Write text or a number"),
         ([{"question": "q", "answer": True}], "line 1: 'answer' is true"),
         (['{"question": "q", "answer": NaN}'], "line 1: 'answer' is NaN"),
-        (['{"question": "q", '], "line 1: a JSON object is needed.*Expecting property name"),
-        (["[1]"], "line 1: a JSON object is needed"),
+        (['{"question": "q", '], "line 1: expected a JSON object.*Expecting property name"),
+        (["[1]"], "line 1: expected a JSON object"),
         (['{"question": "q", "answer": "1", "answer": "2"}'], "line 1: .*the key 'answer' is there twice"),
-        ([], "holds no question"),
+        ([], "contains no question"),
         ([{"question": "q", "answer": 1}, {"question": "r", "answer": 2}, {"question": "q", "answer": "2"}],
-         r"line 3: the question 'q' has the answer '2', but '1' at .*pairs.jsonl, line 1"),
+         r"line 3: the question 'q' has the answer '2' here, but '1' at .*pairs.jsonl, line 1"),
     ],
 )
 def test_a_broken_file_names_the_line(tmp_path, lines, said):
@@ -89,11 +89,11 @@ def test_a_byte_order_mark_is_read_over(tmp_path):
 @pytest.mark.parametrize(
     "line, said",
     [
-        (rb'{"question": "a\ud800b", "answer": "1"}', r"pairs.jsonl, line 2: .ud800 is half of a surrogate pair"),
+        (rb'{"question": "a\ud800b", "answer": "1"}', r"pairs.jsonl, line 2: .ud800 is only half of a surrogate pair"),
         (rb'{"question": "a", "answer": "1", "more": [{"\uDFFF": 1}]}', r"line 2: .*half of a surrogate pair"),
         (b'{"question": "\xff", "answer": "1"}', "pairs.jsonl, line 2: not UTF-8"),
-        (b'{"question": "q", "answer": ' + b"1" * 5000 + b"}", "line 2: a JSON object is needed"),
-        (b"[" * 100_000, "line 2: a JSON object is needed"),
+        (b'{"question": "q", "answer": ' + b"1" * 5000 + b"}", "line 2: expected a JSON object"),
+        (b"[" * 100_000, "line 2: expected a JSON object"),
     ],
 )
 def test_what_no_tokenizer_could_read_names_file_and_line(tmp_path, line, said):
@@ -104,5 +104,5 @@ def test_what_no_tokenizer_could_read_names_file_and_line(tmp_path, line, said):
 
 
 def test_a_missing_file_is_one_sentence():
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="file not found"):
         load_task("jsonl:nowhere/at_all.jsonl")

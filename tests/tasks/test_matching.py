@@ -68,7 +68,7 @@ def test_mathematics_is_scored_outside_the_main_thread():
 
 
 def test_what_cannot_score_is_refused_where_the_task_is_made(monkeypatch):
-    with pytest.raises(ConfigError, match="no match is called 'maths'. Did you mean math"):
+    with pytest.raises(ConfigError, match="no match is called 'maths': did you mean math"):
         matcher("maths")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert matcher("exact")

@@ -31,7 +31,7 @@ def test_each_prompt_is_rewarded_by_its_own_task():
 
 
 def test_a_conversation_cannot_be_mixed():
-    with pytest.raises(ConfigError, match="guessing answers back"):
+    with pytest.raises(ConfigError, match="guessing has several turns"):
         Mixture(["guessing", "running_sums"])
 
 

@@ -133,7 +133,7 @@ def test_a_study_that_is_killed_and_goes_on_gives_every_point(name, tmp_path, en
     study.wait()
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert said.returncode == 0
-    assert not any("is dropped" in (run / "log.txt").read_text() for run in run_folders(root))
+    assert not any("is no longer used" in (run / "log.txt").read_text() for run in run_folders(root))
     check(name, folder, root)
 
 

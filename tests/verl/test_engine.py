@@ -113,18 +113,18 @@ def test_missing_and_foreign_routes_are_refused(checkpoint):
         score(engine(checkpoint, {"mode": "R3"}), batch(64))
     routes = found["routed_experts"]
     for ids, message in ((routes.values()[:, :2], "expected one row per token"),
-                         (routes.values().clamp(max=0) + 8, "not recorded by this engine"),
+                         (routes.values().clamp(max=0) + 8, "not of this engine"),
                          (routes.values().where(routes.values() < 0, 8), "at most 8")):
         data = with_old_policy(batch(64), found)
         data["routed_experts"] = torch.nested.nested_tensor_from_jagged(ids.contiguous(), routes.offsets())
         with pytest.raises(RoutingError, match=message):
             update(made, data)
     data["routed_experts"] = torch.nested.nested_tensor_from_jagged(torch.zeros_like(routes.values()), routes.offsets())
-    with pytest.raises(ConfigError, match="no route of the mini-batch is known"):
+    with pytest.raises(ConfigError, match="the mini-batch has no known routing"):
         update(made, data)
     reported = routes.values().roll(1, -1)
     data["routed_experts"] = torch.nested.nested_tensor_from_jagged(reported.abs() % 8, routes.offsets())
-    with pytest.raises(RoutingError, match="was not recorded by this engine"):
+    with pytest.raises(RoutingError, match="not of this engine"):
         update(made, data)
     update(made, with_old_policy(batch(64), found))  # the scopes of the failures are gone
 
@@ -217,8 +217,8 @@ def test_settings_that_cannot_be_are_refused(checkpoint):
                             ({"mode": "moe_rl:recal"}, "recall"),
                             ({"mode": "moe_rl:recall"}, "combine weights"), ({"mode": "R2", "file": "x"}, "has file"),
                             ({"mode": "moe_rl:under_noise(sigma=0.1)"}, "other routers"),
-                            ({"mode": "moe_rl:soft(ratio=0.5,base=rolout)"}, "base is one of old_policy, rollout"),
-                            ({"mode": "moe_rl:soft(ratio=-1)"}, "a number from 0"),
+                            ({"mode": "moe_rl:soft(ratio=0.5,base=rolout)"}, "base must be one of old_policy, rollout"),
+                            ({"mode": "moe_rl:soft(ratio=-1)"}, "a number of at least 0"),
                             ({"mode": "moe_rl:soft"}, "ratio"), ({"measured_sequences": -1}, "measured_sequences=-1")):
         with pytest.raises(ConfigError, match=message):
             engine(checkpoint, replay)
@@ -230,7 +230,7 @@ def test_a_dense_model_is_refused(tmp_path):
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=8)
     Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(tmp_path)
-    with pytest.raises(RoutingError, match="no routing site"):
+    with pytest.raises(RoutingError, match="no MoE layer"):
         engine(tmp_path, {"mode": "R2"})
 
 

@@ -82,7 +82,7 @@ def test_equal_to_verl_s_own(arm, theirs, aggregation, settings, weighed):
 @pytest.mark.parametrize("arm, message", [
     ("grpo+kl(coef=0.1)", "use_kl_loss"), ("grpo+truncated(cap=2.0)", "rollout_correction"),
     ("grpo+old_policy", "router_replay.mode"), ("rloo", "algorithm.adv_estimator"), ("dr_grpo", "algorithm.adv_est"),
-    ("grpo+finished", "rollout_correction"), ("rspo", "needs"), ("clip_cov", "needs mini_batch"),
+    ("grpo+finished", "rollout_correction"), ("rspo", "does not provide"), ("clip_cov", "does not provide mini_batch"),
     ("overlong_filter", "filters"), ("topr+anchor=engine", "bypass_mode=True"), ("grop", "grpo"),
 ])
 def test_what_verl_gives_nothing_for_is_refused(arm, message):
@@ -92,7 +92,7 @@ def test_what_verl_gives_nothing_for_is_refused(arm, message):
 
 def test_another_aggregation_than_verl_s_is_refused():
     register("moe_rl:sapo")
-    with pytest.raises(ConfigError, match="set loss_agg_mode='seq-mean-token-mean'.* or write aggregate=token_mean"):
+    with pytest.raises(ConfigError, match="Set loss_agg_mode='seq-mean-token-mean'.* or aggregate=token_mean"):
         value_and_gradient("moe_rl:sapo", [slice(0, 8)], TOKENS, {})
 
 

@@ -124,7 +124,7 @@ def test_the_entry_point_acts_where_it_is_asked_to():
 
 
 @pytest.mark.parametrize("value, code, message", [
-    ("yes", "import verl", "MOE_RL_VERL='yes': set 1"),
+    ("yes", "import verl", "MOE_RL_VERL='yes' must be 1"),
     ("1", "import sys; sys.modules['verl.workers.engine.fsdp.transformer_impl'] = None; import verl",
      "and failed: import of verl.workers.engine.fsdp.transformer_impl halted"),
 ])

@@ -80,7 +80,7 @@ def test_pushes_over_a_shared_folder_are_checked_like_those_in_process(server, p
 
     other = engine_of(server, policy, dialect="vllm")  # as a resumed run, or the study's next one
     assert other.load(policy.weights()) < 1e-5
-    with pytest.raises(RunError, match="holds push 4, but 3 was this run's last"):
+    with pytest.raises(RunError, match="has push 4, but this run sent push 3"):
         engine.generate(PROMPTS[:1], 1, key=(3,), sampling=LONG)
 
 
@@ -114,7 +114,7 @@ def test_a_server_that_hangs_too_long_loses_nothing_already_received(server, pol
 def test_a_prompt_that_the_server_refuses_leaves_the_others_alone(server, policy):
     engine = engine_of(server, policy)
     too_long = Prompt("", tokens=tuple(40 + i % 50 for i in range(300)))
-    with pytest.raises(BatchIncomplete, match=r"8 of 10 .* refuses the request \(HTTP 400.*256") as raised:
+    with pytest.raises(BatchIncomplete, match=r"8 of 10 .* refused the request \(HTTP 400.*256") as raised:
         engine.generate([*PROMPTS[:4], too_long], 2, key=(9,), sampling=LONG)
     whole = engine_of(server, policy).generate(PROMPTS[:4], 2, key=(9,), sampling=LONG)
     assert all(map(same, raised.value.rollouts[:8], whole)) and raised.value.rollouts[8:] == [None, None]

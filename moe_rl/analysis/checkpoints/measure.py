@@ -141,7 +141,7 @@ def measure_series(
     """
     names = [make_absolute(name) for name in checkpoints]
     if len(names) < 3 or len(set(names)) < len(names):
-        raise ConfigError(f"a series is three checkpoints or more, each once, not {', '.join(names) or 'none'}")
+        raise ConfigError(f"a series needs three different checkpoints or more, but got {', '.join(names) or 'none'}")
     if not (out / SERIES).exists():
         check_new(out)
     with Lock(out / runs.LOCK):
@@ -334,16 +334,16 @@ def _same_model(comparison: Comparison, trust: bool) -> tuple[PreTrainedTokenize
     names = (comparison.before, comparison.after)
     layouts = [describe(name, trust)[0] for name in names]
     if layouts[0] != layouts[1]:
-        before, after = (f"{len(x.sites)} routing sites of {x.sites[0].num_experts} experts, top {x.sites[0].top_k}, "
+        before, after = (f"{len(x.sites)} MoE layers of {x.sites[0].num_experts} experts, top {x.sites[0].top_k}, "
                          f"in {x.architecture}" for x in layouts)
-        raise ConfigError(f"the two checkpoints are of different architectures, so their routes cannot be compared: "
-                          f"{names[0]} has {before}; {names[1]} has {after}, a family and a digest of its hidden size, "
-                          "layers and vocab_size. Where only the last differs, resize_token_embeddings helps.")
+        raise ConfigError("the checkpoints have different architectures, so their routing cannot be compared: "
+                          f"{names[0]} has {before}; {names[1]} has {after}. If only the vocab_size differs, use "
+                          "resize_token_embeddings.")
     tokenizers = [load_tokenizer(name, trust) for name in names]
     vocabularies = [set(tokenizer.get_vocab().items()) for tokenizer in tokenizers]
     if apart := len(vocabularies[0] ^ vocabularies[1]):
-        raise ConfigError(f"the tokenizers of {names[0]} and {names[1]} differ in {apart} entries, so the two "
-                          "checkpoints would not read the same tokens.")
+        raise ConfigError(f"the tokenizers of {names[0]} and {names[1]} differ in {apart} entries. Use checkpoints "
+                          "with the same tokenizer.")
     return tokenizers[0], layouts[0]
 
 

@@ -251,7 +251,7 @@ class Tally:
                         group, name = key.split("|")
                         self.sums.setdefault(group, {})[name] = file.get_tensor(key)
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise RunError(f"{path} is damaged ({error}); remove it, and its sums are taken again") from error
+            raise RunError(f"{path} is damaged ({error}). Delete it to compute its sums again.") from error
 
 
 # ---------------------------------------------------------------------- tables
@@ -290,8 +290,8 @@ def read(folder: Path) -> dict[str, pd.DataFrame]:
     """What `write` wrote of a finished comparison. Raises RunError for a table that is missing or damaged."""
     for name in TABLES:
         if not (file := folder / f"{name}.parquet").exists():
-            raise RunError(f"{file} is missing, although the comparison has finished; restore it from a copy, or "
-                           f"remove {folder} and compare again")
+            raise RunError(f"{file} is missing, although the comparison has finished. Restore it from a copy, or "
+                           f"delete {folder} and compare again.")
     return {name: read_parquet(folder / f"{name}.parquet").to_pandas() for name in TABLES}
 
 

@@ -76,9 +76,9 @@ class Texts:
         self.file, self.tokenizer = Path(file).expanduser(), tokenizer
         self.max_tokens, self.batch_tokens = max_tokens, batch_tokens
         if max_tokens < 2:
-            raise ConfigError(f"--max-tokens {max_tokens}: two tokens are the least that has a route to compare.")
+            raise ConfigError(f"--max-tokens {max_tokens} must be at least 2")
         if batch_tokens < 1:
-            raise ConfigError(f"--batch-tokens {batch_tokens}: a forward needs at least 1.")
+            raise ConfigError(f"--batch-tokens {batch_tokens} must be at least 1")
         check_file(self.file)
         self.lines = self.cut = self.lost = 0
         self.sizes: list[int] = []
@@ -89,8 +89,8 @@ class Texts:
             self.lost += batch.lost
             self.sizes.append(int(batch.attention_mask.sum()))
         if self.lost == self.lines:
-            raise ConfigError(f"--data {self.file}: no response is left of {self.lines} lines, since every prompt "
-                              f"fills --max-tokens {max_tokens}; raise it.")
+            raise ConfigError(f"--data {self.file}: none of {self.lines} lines has a response left, because every "
+                              f"prompt fills --max-tokens {max_tokens}. Raise it.")
 
     def batches(self) -> Iterator[TextBatch]:
         """The same batches every time: consecutive windows of lines, each ordered by length and cut at
@@ -125,15 +125,15 @@ class Texts:
             tokens, start = head + body, len(head)
         start = max(start, 1)
         if len(tokens) < 2 or start >= len(tokens):
-            raise ConfigError(f"{where}: of {len(tokens)} tokens, none of the response has one before it; the routes "
-                              "that decide a token are those of the token before, so leave the line out.")
+            raise ConfigError(f"{where}: the response has no token with another token before it ({len(tokens)} "
+                              "tokens). Remove the line.")
         return Text(n, tuple(tokens[: self.max_tokens]), start, len(tokens) > self.max_tokens)
 
     def _chat(self, prompt: list[Any], response: Any, where: str) -> tuple[list[int], int]:
         """The whole conversation, and how many of its tokens it shares with the prompt alone."""
         if not self.tokenizer.chat_template:
-            raise ConfigError(f"{where} holds chat messages, but the tokenizer has no chat template; give prompt and "
-                              "response as strings.")
+            raise ConfigError(f"{where} contains chat messages, but the tokenizer has no chat template. Write prompt "
+                              "and response as text.")
         try:
             tokens = self.tokenizer.apply_chat_template([*prompt, *response], tokenize=True, return_dict=False)
             head = self.tokenizer.apply_chat_template(
@@ -141,12 +141,12 @@ class Texts:
             )
             whole: Any = self.tokenizer.apply_chat_template([*prompt, *response], tokenize=False)
         except Exception as error:  # templates are programs of their own, with errors of their own
-            raise ConfigError(f"{where}: the chat template refuses these messages ({error}).") from error
+            raise ConfigError(f"{where}: the chat template does not accept these messages ({error})") from error
         whole = "".join(whole.split())
         if any("".join(text.split()) not in whole and "".join(json.dumps(text, ensure_ascii=False)[1:-1].split()) not in
                whole for text in _said(response)):
-            raise ConfigError(f"{where}: the chat template leaves out a part of the response, such as its reasoning, "
-                              "whose routes would be in no number; give prompt and response as strings.")
+            raise ConfigError(f"{where}: the chat template leaves out a part of the response, such as its reasoning. "
+                              "Write prompt and response as text.")
         shared = next((i for i, (a, b) in enumerate(zip(head, tokens, strict=False)) if a != b), len(head))
         return list(tokens), shared
 
@@ -164,12 +164,12 @@ def check_file(file: Path) -> str:
     """A digest of the file. Raises ConfigError for the first line without text, or if there is none with."""
     if not file.is_file():
         what = "is a folder; give one JSONL file" if file.is_dir() else "there is no such file"
-        raise ConfigError(f"--data {file}: {what} (looked at {file.absolute()}).")
+        raise ConfigError(f"--data {file}: {what} (searched at {file.absolute()})")
     count = 0
     for count, (where, _, entry) in enumerate(objects(file), start=1):  # noqa: B007
         _parts(entry, where)
     if not count:
-        raise ConfigError(f"--data {file} is empty; write one JSON object per line: {FORMS}.")
+        raise ConfigError(f"--data {file} is empty. Write one JSON object per line: {FORMS}.")
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()[:16]
 
@@ -189,10 +189,11 @@ def _parts(entry: Mapping[str, Any], where: str) -> tuple[str | list, str | list
         last = response[-1]
         if isinstance(last, dict) and last.get("role") == "assistant":
             return prompt, response
-        raise ConfigError(f"{where}: the last message is not the assistant's, so there is no response to look at.")
+        raise ConfigError(f"{where}: the last message is not from the assistant, so there is no response. Remove the "
+                          "line.")
     if response == "":
-        raise ConfigError(f"{where}: its response is empty, so no token of it has a route; leave the line out.")
-    raise ConfigError(f"{where}: no text. Its keys are {', '.join(map(repr, entry)) or 'none'}; expected {FORMS}.")
+        raise ConfigError(f"{where}: the response is empty. Remove the line.")
+    raise ConfigError(f"{where}: no text; the keys are {', '.join(map(repr, entry)) or 'none'}. Expected {FORMS}.")
 
 
 def _collate(rows: list[Text]) -> TextBatch:

@@ -121,7 +121,7 @@ def diagnose(
     RoutingError for a model without routers.
     """
     if engine_dtype not in (None, *DTYPES):
-        raise ConfigError(f"--engine-dtype {engine_dtype!r} is none; use {', '.join(DTYPES)}.")
+        raise ConfigError(f"--engine-dtype {engine_dtype!r} is unknown. Use {', '.join(DTYPES)}.")
     layout = layout_of(model)
     config: Any = model.config
     config = config.get_text_config()
@@ -152,9 +152,9 @@ def diagnose_checkpoint(
     model."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # else up to 1 GB of compiled bfloat16 products
     if batch_tokens < 1:
-        raise ConfigError(f"--batch-tokens {batch_tokens}: a forward needs at least 1.")
+        raise ConfigError(f"--batch-tokens {batch_tokens} must be at least 1")
     if router_dtype not in (None, "float32", "bfloat16"):
-        raise ConfigError(f"--router-dtype {router_dtype!r} is none; use float32 or bfloat16.")
+        raise ConfigError(f"--router-dtype {router_dtype!r} is unknown. Use float32 or bfloat16.")
     settings = [ModelConfig(name=name, device=device, dtype=dtype, router_dtype=router_dtype)
                 for name in (checkpoint, *also)]
     placement(settings[0])
@@ -163,7 +163,7 @@ def diagnose_checkpoint(
         try:
             layout.require(other, f"--also {name}")
         except RoutingError as error:
-            raise ConfigError(f"--also {name} is no version of {checkpoint}: {error}") from error
+            raise ConfigError(f"--also {name} is not a version of {checkpoint}: {error}") from error
     read = Rollouts(rollouts, layout, vocabulary=sizes.vocab_size, num_layers=sizes.num_hidden_layers, limit=responses,
                     tokenizer=load_tokenizer(checkpoint, trust_remote_code))
     with no_progress_bars():

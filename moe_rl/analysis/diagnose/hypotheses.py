@@ -358,8 +358,7 @@ def take_weights(other: nn.Module, picks: Callable[[str], bool]) -> Scope:
         theirs, mine = _tensors(other), _tensors(model)
         if missing := sorted(n for n, x in mine.items() if n in theirs and theirs[n].shape != x.shape
                              or n not in theirs and picks(n) and not n.endswith("inv_freq")):
-            raise ConfigError(f"the other checkpoint is no version of this one: {missing[0]} differs in shape or is "
-                              "not there.")
+            raise ConfigError(f"{missing[0]} is missing in the other checkpoint, or has another shape")
         names = [n for n in mine if n in theirs and picks(n)]
         with _untied(model, names) as own, _values([own[n] for n in names], (theirs[n] for n in names)):
             yield model
@@ -451,11 +450,11 @@ def switch_experts(name: str) -> Scope:
     def scope(model: Any) -> Iterator[nn.Module]:
         own = model.config._experts_implementation
         if name == "grouped_mm" and not _groups(model):
-            raise ConfigError("no experts by grouped_mm: it multiplies rows of a multiple of 16 bytes only.")
+            raise ConfigError("grouped_mm cannot compute these experts: their rows are not a multiple of 16 bytes")
         try:
             model.set_experts_implementation(name)
         except (AttributeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"no experts by {name}: {error}") from error
+            raise ConfigError(f"{name} cannot compute these experts: {error}") from error
         try:
             yield model
         finally:

@@ -83,7 +83,7 @@ class Rollouts:
         self.layout, self.vocabulary, self.tokenizer, self.num_layers = layout, vocabulary, tokenizer, num_layers
         self.count = 0
         if limit < 1:
-            raise ConfigError(f"{limit} responses: at least one has to be looked at.")
+            raise ConfigError(f"--responses {limit} must be at least one")
         draw, kept = random.Random(seed), {}
         for where, line, entry in _entries(source):
             self.count += 1
@@ -92,7 +92,7 @@ class Rollouts:
             if slot < limit:  # only of these are routes worth decoding
                 kept[slot] = self._with_routes(response, entry)
         if not kept:
-            raise ConfigError(f"{source} is empty; write one JSON object per response: {FORMS}.")
+            raise ConfigError(f"{source} is empty. Write one JSON object per response: {FORMS}.")
         self.responses = sorted(kept.values(), key=lambda r: (len(r.tokens), r.line))
         """Those kept, ordered by length."""
 
@@ -100,31 +100,31 @@ class Rollouts:
     def _read(self, entry: Mapping[str, Any], where: str, line: int) -> Response:
         values = entry.get("logprobs")
         if values == []:
-            raise ConfigError(f"{where}: no log-prob, of a response without tokens; leave the line out.")
+            raise ConfigError(f"{where}: the response has no tokens. Remove the line.")
         if {"input", "output", "score"} <= set(entry) and values is None:
-            raise ConfigError(f"{where}: verl's rollout_data_dir has texts and scores, and no log-probs of the engine, "
-                              "so nothing can be compared. To read it: moe-rl runs import LOG --rollouts FOLDER. In "
-                              "verl itself, routing/engine_kl_k3 measures the gap.")
+            raise ConfigError(f"{where}: verl's rollout_data_dir contains no log-probs of the engine. In verl, use "
+                              "the metric routing/engine_kl_k3. To read the responses, run `moe-rl runs import LOG "
+                              "--rollouts FOLDER`.")
         if not isinstance(values, list):
-            raise ConfigError(f"{where}: no list of \"logprobs\". Its keys are {_keys(entry)}; expected {FORMS}.")
+            raise ConfigError(f'{where}: no list "logprobs"; the keys are {_keys(entry)}. Expected {FORMS}.')
         tokens, prompt = self._tokens(entry, where, len(values))
         if len(values) != len(tokens) - prompt:
             raise ConfigError(f"{where}: {len(values)} log-probs for a response of {len(tokens) - prompt} tokens "
-                              f"({len(tokens)} with the prompt); there is one for each, null where the engine did not "
-                              "sample it. Text need not come back as the tokens it was made of: write token ids.")
+                              f"({len(tokens)} with the prompt). Write token ids, and one log-prob for each; null "
+                              "marks tokens that the engine did not sample.")
         if prompt < 1:
-            raise ConfigError(f"{where}: the prompt has no token, so nothing predicts the first of the response.")
+            raise ConfigError(f"{where}: the prompt has no token, so nothing predicts the first token of the response. "
+                              "Remove the line.")
         odd = [x for x in values if not (x is None or _number(x) and LOWEST < x <= ABOVE_ONE)]
         if odd:
-            raise ConfigError(f"{where}: {_short(odd[0])} is no log-probability of a sampled token: finite, in nats "
-                              f"and at most 0 ({len(odd)} of {len(values)} are not); null marks what it did not "
-                              "sample.")
+            raise ConfigError(f"{where}: {_short(odd[0])} is not a log-probability ({len(odd)} of {len(values)} are "
+                              "not). Write finite numbers of at most 0, in nats, or null for tokens that the engine "
+                              "did not sample.")
         if all(x is None for x in values):
-            raise ConfigError(f"{where}: every log-prob is null, so there is nothing to compare; leave the line out.")
+            raise ConfigError(f"{where}: every log-prob is null. Remove the line.")
         cached, version = entry.get("cached_tokens"), entry.get("weight_version")
         if cached is not None and not (_integer(cached) and 0 <= cached <= len(tokens)):
-            raise ConfigError(f"{where}: cached_tokens is {_short(cached)}; expected a number of its {len(tokens)} "
-                              "tokens.")
+            raise ConfigError(f"{where}: cached_tokens is {_short(cached)}; expected a number from 0 to {len(tokens)}")
         return Response(
             where, line, tokens, prompt, np.array([math.nan if x is None else x for x in values], dtype=np.float64),
             _setting(entry, "temperature", where, 1.0, 0.0, 1e6), _setting(entry, "top_p", where, 1.0, 0.0, 1.0),
@@ -138,28 +138,28 @@ class Rollouts:
         if "tokens" in entry:
             tokens, prompt = entry["tokens"], entry.get("prompt_length")
             if not _integer(prompt):
-                raise ConfigError(f"{where}: \"tokens\" without \"prompt_length\", the number of them that the prompt "
-                                  f"has, but {_short(prompt)}.")
+                raise ConfigError(f'{where}: "tokens" needs "prompt_length", the number of tokens of the prompt, not '
+                                  f'{_short(prompt)}')
         elif "response_tokens" in entry:
             head, body = entry.get("prompt_tokens"), entry["response_tokens"]
             if not (isinstance(head, list) and isinstance(body, list)):
-                raise ConfigError(f"{where}: prompt_tokens and response_tokens must both be lists of ids.")
+                raise ConfigError(f"{where}: prompt_tokens and response_tokens must both be lists of ids")
             tokens, prompt = head + body, len(head)
         elif isinstance(entry.get("prompt"), str) and isinstance(entry.get("response"), str):
             tokens, prompt = self._encoded(entry["prompt"], entry["response"], where, count)
         else:
-            raise ConfigError(f"{where}: neither token ids nor text. Its keys are {_keys(entry)}; expected {FORMS}.")
+            raise ConfigError(f"{where}: neither token ids nor text; the keys are {_keys(entry)}. Expected {FORMS}.")
         if not isinstance(tokens, list) or not all(map(_integer, tokens)):
-            raise ConfigError(f"{where}: tokens must be a list of ids.")
+            raise ConfigError(f"{where}: tokens must be a list of ids")
         if odd := [t for t in tokens if not 0 <= t < self.vocabulary]:
-            raise ConfigError(f"{where}: token id {_short(odd[0])}, but the model has {self.vocabulary} tokens from 0 "
-                              "on; are these rollouts of another model?")
+            raise ConfigError(f"{where}: token id {_short(odd[0])}, but the ids of the model run from 0 to "
+                              f"{self.vocabulary - 1}. Are these rollouts of another model?")
         return tuple(tokens), prompt
 
     def _encoded(self, prompt: str, response: str, where: str, count: int) -> tuple[list[int], int]:
         """Text as the tokenizer cuts it; where exactly its end token is missing, with it."""
         if self.tokenizer is None:
-            raise ConfigError(f"{where}: text, but no tokenizer to cut it; write token ids.")
+            raise ConfigError(f"{where}: text, but the checkpoint has no tokenizer. Write token ids.")
         head = plain_tokens(prompt, self.tokenizer)
         body = self.tokenizer.encode(response, add_special_tokens=False)
         if len(body) + 1 == count and self.tokenizer.eos_token_id is not None:
@@ -174,9 +174,9 @@ class Rollouts:
         start, dtype = entry.get("routes_start"), entry.get("routes_dtype")
         if not (start is None or _integer(start)):
             raise ConfigError(f"{response.where}: routes_start is {_short(start)}; expected the number of the first "
-                              "token that has routes.")
+                              "token with routing")
         if not (dtype is None or isinstance(dtype, str)):
-            raise ConfigError(f"{response.where}: routes_dtype is {_short(dtype)}; expected a name such as uint8.")
+            raise ConfigError(f"{response.where}: routes_dtype is {_short(dtype)}; expected a name such as uint8")
         try:
             ids, gates = reported_routes(payload, layout=self.layout, tokens=response.tokens, any_k=True,
                                          num_layers=self.num_layers, start=start or 0, dtype=dtype,
@@ -197,10 +197,10 @@ class Rollouts:
         if wrong.any():
             t, s = np.argwhere(wrong)[0].tolist()
             raise ConfigError(f"{where}: token {t} has experts {here[t, s].tolist()} in layer "
-                              f"{self.layout.sites[s].decoder_layer}, but the model has {int(limits[s, 0])} from 0 on "
-                              f"({int(wrong.sum())} of {wrong.size} rows do not fit): "
-                              + ("are they counted from 1?" if here[here >= 0].min() == 1 and (here <= limits).all()
-                                 else "routes of another model, or read with another dtype?"))
+                              f"{self.layout.sites[s].decoder_layer}, but ids run from 0 to {int(limits[s, 0]) - 1} "
+                              f"({int(wrong.sum())} of {wrong.size} rows do not fit). "
+                              + ("Are they counted from 1?" if here[here >= 0].min() == 1 and (here <= limits).all()
+                                 else "Are they of another model, or of another dtype?"))
         return ids.astype(np.int16 if most > 128 else np.int8)
 
 
@@ -256,7 +256,8 @@ def _setting(entry: Mapping[str, Any], name: str, where: str, default: float, ab
     if value is None:
         return default
     if not _number(value) or not above < value <= most:
-        raise ConfigError(f"{where}: {name} is {_short(value)}; expected a number above {above:g}, at most {most:g}.")
+        raise ConfigError(f"{where}: {name} is {_short(value)}; expected a number above {above:g}, and at most "
+                          f"{most:g}")
     return float(value)
 
 

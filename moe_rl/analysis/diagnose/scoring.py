@@ -112,8 +112,8 @@ class Scorer:
             self.model, self.responses, (STATED, *self.readings), batch_tokens=self.batch_tokens, keep_routes=True,
             keep_gates=any(r.gates is not None for r in self.responses) and hands_out_gates(self.model))
         if not np.isfinite(self.natural.logprobs[STATED]).all():
-            raise ConfigError("the checkpoint's own log-probs of these tokens are not finite, so there is nothing to "
-                              "compare with: are its weights whole, and is the dtype wide enough?")
+            raise ConfigError("the checkpoint's log-probs of these tokens are not finite. Check that its weights are "
+                              "complete, or use a wider --dtype.")
         self.base = self.compare("natural", self.natural.logprobs[STATED])
         self._read_between()
 

@@ -25,11 +25,11 @@ def _check(run: RunConfig, **options: Any) -> None:
         raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")
     if run.router_noise.scale:
         raise ConfigError(
-            f"router_noise.scale={run.router_noise.scale:g}: the routers of policy='megatron' cannot be moved."
+            f"router_noise.scale={run.router_noise.scale:g}: policy='megatron' has no router noise. Use policy='hf'."
         )
     if run.micro_batch_tokens:
-        raise ConfigError(f"micro_batch_tokens={run.micro_batch_tokens}: the schedule of policy='megatron' cuts by "
-                          "rows alone; use micro_batch.")
+        raise ConfigError(f"micro_batch_tokens={run.micro_batch_tokens}: policy='megatron' splits a mini-batch by rows "
+                          "only. Use micro_batch.")
     if run.model.device == "cpu" and run.model.dtype != "float32":
         raise ConfigError(f"policy='megatron' on a CPU needs dtype float32, not {run.model.dtype}.")
     check_layout(_layout(**options), hf_config(run.model), ranks.planned())
@@ -39,7 +39,7 @@ def _check(run: RunConfig, **options: Any) -> None:
 def _layout(dp: int | None = None, **options: Any) -> Parallel:
     for name in ("tp", "pp"):
         if not isinstance(size := options.get(name, 1), int) or size < 1:
-            raise ConfigError(f"policy.{name}={size!r} must be a number of processes, at least 1.")
+            raise ConfigError(f"policy.{name}={size!r} must be a number of processes, at least 1")
     return Parallel(dp or max(1, ranks.planned() // (options.get("tp", 1) * options.get("pp", 1))), **options)
 
 

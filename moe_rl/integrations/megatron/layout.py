@@ -77,11 +77,11 @@ def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> No
         )
     if p.tp > 1 and p.ep == 1 and etp == 1:
         raise ConfigError(
-            f"tp={p.tp}, ep=1, etp=1: Megatron-core 0.16.1 does not add up the experts' gradients over the tensor-"
-            f"parallel ranks, which is silently wrong. Use etp={p.tp}, or ep={p.tp}."
+            f"tp={p.tp}, ep=1, etp=1: Megatron-core 0.16.1 computes wrong gradients of the experts in this layout. Use "
+            f"etp={p.tp}, or ep={p.tp}."
         )
     if (p.dp * p.tp) % (p.ep * etp):
-        raise ConfigError(f"ep={p.ep} × etp={etp} does not divide dp × tp = {p.dp * p.tp}.")
+        raise ConfigError(f"ep={p.ep} × etp={etp} must divide dp × tp = {p.dp * p.tp}")
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     sparse = sparse_layers(config)
     shared = shared_width(config)
@@ -96,18 +96,18 @@ def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> No
         (config.num_hidden_layers, p.pp, "layers over pp"),
     ):
         if count % parts:
-            raise ConfigError(f"{count} {what}={parts} do not come out even; choose a divisor of {count}.")
+            raise ConfigError(f"{what}={parts} must divide {count}. Choose a divisor of {count}.")
     per_stage = config.num_hidden_layers // p.pp
     for stage in range(p.pp):
         if not any(sparse[stage * per_stage :][:per_stage]):
-            raise ConfigError(f"pp={p.pp}: the layers of stage {stage} are all dense ({sum(sparse)} of {len(sparse)} "
-                              "have experts), and a stage without a router records nothing. Use fewer stages.")
+            raise ConfigError(f"pp={p.pp}: stage {stage} has no MoE layer ({sum(sparse)} of {len(sparse)} layers have "
+                              "experts). Use fewer stages.")
     for key, value in p.settings.items():
         if key in REFUSED_SETTINGS:
             raise ConfigError(f"policy.settings {key}={value!r} is refused: {REFUSED_SETTINGS[key]}.")
         if not any(fnmatch.fnmatchcase(key, harmless) for harmless in HARMLESS_SETTINGS):
-            raise ConfigError(f"policy.settings {key}={value!r} is refused: it is not known to leave the model "
-                              f"and its numbers as they are, as these are: {', '.join(HARMLESS_SETTINGS)}.")
+            raise ConfigError(f"policy.settings {key}={value!r} is refused: it may change the model or its numbers. "
+                              f"Allowed are {', '.join(HARMLESS_SETTINGS)}.")
 
 
 def check_routers(run: RunConfig, needs: frozenset[str]) -> None:
@@ -123,7 +123,7 @@ def check_routers(run: RunConfig, needs: frozenset[str]) -> None:
          "its routers compute in float32 anyway, from weights of the model's dtype"),
     ):
         if asked:
-            raise ConfigError(f"{what}, which policy='megatron' cannot do: {why}. Use policy='hf'.")
+            raise ConfigError(f"policy='megatron' cannot do this: {what}, because {why}. Use policy='hf'.")
 
 
 def _check_family(config: PreTrainedConfig) -> None:
@@ -150,7 +150,7 @@ def _check_family(config: PreTrainedConfig) -> None:
          f"sigmoid gates with norm_topk_prob={normalised(config)} and num_experts_per_tok={k}"),
     ):
         if not fits:
-            raise ConfigError(f"policy='megatron' does not build {what} of {name}; use policy='hf'.")
+            raise ConfigError(f"policy='megatron' does not support {what} of {name}. Use policy='hf'.")
 
 
 def _is_plain_yarn(rope: dict) -> bool:

@@ -82,7 +82,7 @@ def transformer_config(
     try:
         return kind(**settings | dict(parallel.settings))
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"Megatron-core refuses this model or layout: {error}") from error
+        raise ConfigError(f"Megatron-core does not accept this model or layout: {error}") from error
 
 
 def _layers(config: PreTrainedConfig) -> dict[str, Any]:

@@ -55,8 +55,8 @@ def build(module: nn.Module, settings: Optimizer, dtype: torch.dtype) -> Megatro
     for part in _chain(optimizer):
         if type(part.optimizer) not in MOMENTS:
             raise ConfigError(
-                f"Megatron-core chose {type(part.optimizer).__name__}, as it does where TransformerEngine or Apex is "
-                "installed; its checkpoints are not tested here. Use an environment without them."
+                f"Megatron-core chose the optimizer {type(part.optimizer).__name__}, whose checkpoints are not tested "
+                "here. Use an environment without TransformerEngine and Apex."
             )
     return optimizer
 

@@ -127,7 +127,8 @@ class MegatronPolicy:
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         if not math.isfinite(norm):
-            raise Diverged(f"the gradient norm is {norm}: a step would destroy the weights. Lower the learning rate.")
+            raise Diverged(f"the gradient norm is {norm}, so a step would destroy the weights. Lower the learning "
+                           "rate.")
         limit = settings.grad_clip or float("inf")
         if norm > limit:
             self.module.scale_gradients(limit / (norm + 1e-6))
@@ -159,13 +160,13 @@ class MegatronPolicy:
     # ------------------------------------------------------------------ how
     def _trained(self) -> tuple:
         if self.settings is None:
-            raise ConfigError("this policy was built without an optimizer, so it can only score.")
+            raise ConfigError("this policy was built without an optimizer, so it can only score")
         return self.optimizer, self.settings
 
 
 def _refuse(noise: Noise | None) -> None:
     if noise is not None:
-        raise ConfigError("the routers of policy='megatron' cannot be moved: use policy='hf' with router_noise.")
+        raise ConfigError("policy='megatron' has no router noise. Use policy='hf'.")
 
 
 def _sites_of_stages(config: PreTrainedConfig, pp: int, layout: Layout) -> list[int]:
@@ -173,8 +174,8 @@ def _sites_of_stages(config: PreTrainedConfig, pp: int, layout: Layout) -> list[
     sparse = sparse_layers(config)
     sites = [site.decoder_layer for site in layout.sites]
     if sites != (meant := [number for number, here in enumerate(sparse) if here]):
-        raise ConfigError(f"{config.model_type} routes in layers {sites}, but its configuration says {meant}: use "
-                          "policy='hf'.")
+        raise ConfigError(f"{config.model_type} has routers in layers {sites}, but its configuration names {meant}. "
+                          "Use policy='hf'.")
     per_stage = len(sparse) // pp
     return [sum(sparse[stage * per_stage :][:per_stage]) for stage in range(pp)]
 

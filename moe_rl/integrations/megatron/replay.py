@@ -117,8 +117,8 @@ class Routers:
             left = sum(len(site.replay_backward_list) for site in self.sites)
             if recompute and left:
                 raise RoutingError(
-                    f"{left} layers were not recomputed under their routes, so gradients may belong to other experts; "
-                    "Megatron-core's recompute did not reach its routers."
+                    f"{left} layers were not recomputed with the replayed routing, so gradients may be wrong. Switch "
+                    "off Megatron-core's recompute."
                 )
         finally:
             self._clear()
@@ -171,16 +171,16 @@ def require_routes(batch: Batch, routes: RoutingTrace, layout: Layout) -> None:
     """Raise RoutingError for routes that do not belong to this model or these tokens, or that know nothing."""
     layout.require(routes.layout, "the trace")
     if routes.keep or routes.gates is not None:
-        raise RoutingError("RouterReplay of Megatron-core forces all ids and no combine weights, so routes can be "
-                           "neither softened nor recalled: use policy='hf'.")
+        raise RoutingError("RouterReplay of Megatron-core replays all ids and no gate weights, so soft replay and "
+                           "recall are not possible. Use policy='hf'.")
     time, followed = batch.tokens.shape[1] - 1, _followed(batch)
     if routes.tokens is not None:
         same = (routes.tokens[:, :time] == batch.tokens[:, :time]) | ~followed
         if routes.tokens.shape != batch.tokens.shape or not bool(same.all()):
-            raise RoutingError("the trace holds the routes of other tokens than the batch; align paddings first.")
+            raise RoutingError("the trace is of other tokens than the batch. Align the paddings first.")
     rows = zip(routes.experts[:, :time], followed, strict=True)  # one by one: nothing as large as the whole is made
     if not any(bool((row[here] != layout.unknown).any()) for row, here in rows):
-        raise RoutingError("the trace holds no known route, so replay would do nothing.")
+        raise RoutingError("the trace contains no known routing, so replay would do nothing")
 
 
 def own_targets(

@@ -38,13 +38,13 @@ def read_megatron_trace(
         sites = _sites(forward, layout, path)
         rows = len(sites[0])
         if rows % batch or any(len(site) != rows for site in sites):
-            raise RoutingError(f"{path}: layers of one forward have {[len(s) for s in sites]} rows; expected one "
-                               f"number, a multiple of batch={batch}.")
+            raise RoutingError(f"{path}: the layers of one forward have {[len(s) for s in sites]} rows; expected one "
+                               f"number, a multiple of batch={batch}")
         k = layout.top_k
         ids = np.stack([np.pad(site, ((0, 0), (0, k - site.shape[1])), constant_values=-1) for site in sites], 1)
         yield checked_trace(ids.reshape(-1, batch, *ids.shape[1:]).swapaxes(0, 1), layout, invalid, None)
     if not found:
-        raise RoutingError(f"{path} holds no decoder record; expected one JSON object per (step, block, layer).")
+        raise RoutingError(f"{path} contains no decoder record. Expected one JSON object per (step, block, layer).")
 
 
 def _forwards(path: Path) -> Iterator[Forward]:
@@ -77,7 +77,7 @@ def _record(line: str, where: str) -> dict[str, Any]:
         raise RoutingError(f"{where} is not a record of a router trace ({error}); {expected}.") from error
     shape = record["top_indices"].shape
     if shape != sizes or not isinstance(record.get("layer"), int) or "block" not in record or "step" not in record:
-        raise RoutingError(f"{where}: indices have shape {shape}, the record says {sizes}; {expected}.")
+        raise RoutingError(f"{where}: indices have shape {shape}, but the record names {sizes}; {expected}.")
     return record
 
 
@@ -89,12 +89,12 @@ def _sites(forward: Forward, layout: Layout, path: str | Path) -> list[NDArray]:
             break
     else:
         line = min(n for n, _ in forward.values())
-        raise RoutingError(f"{path}, forward from line {line}: layers {sorted(forward)}; expected {layers}, those "
-                           "that route (or the same from 1, or by position). One pipeline stage only, or cut off?")
+        raise RoutingError(f"{path}, forward from line {line}: layers {sorted(forward)}, but the MoE layers are "
+                           f"{layers}. Give the trace of all pipeline stages, and check that it is complete.")
     sites = [forward[number][1] for number in numbering]
     for (n, ids), site in zip((forward[number] for number in numbering), layout.sites, strict=True):
         if ids.shape[1] != site.top_k:
-            raise RoutingError(f"{path}, line {n}: {ids.shape[1]} experts per token; {site.name} uses {site.top_k}.")
+            raise RoutingError(f"{path}, line {n}: {ids.shape[1]} experts per token, but {site.name} uses {site.top_k}")
     return sites
 
 

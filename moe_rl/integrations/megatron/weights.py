@@ -90,7 +90,7 @@ class WeightMap:
         left = [name for name in self.like if not any(name in weight.names for weight in table)]
         left += [name for name, parameter in model.named_parameters() if id(parameter) not in mine]
         if left:
-            raise ConfigError(f"policy='megatron' has no mapping of {', '.join(left[:5])} ({len(left)} tensors); use "
+            raise ConfigError(f"policy='megatron' cannot map {', '.join(left[:5])} ({len(left)} tensors). Use "
                               "policy='hf'.")
 
     # ------------------------------------------------------------------ both ways
@@ -102,8 +102,8 @@ class WeightMap:
             if weight.parameters:
                 for mine, part in zip(weight.parameters, weight.put(full), strict=True):
                     if mine.shape != part.shape:  # which copy_ would stretch
-                        raise ConfigError(f"{weight.names} has shape {tuple(part.shape)} on this rank, Megatron-core's "
-                                          f"parameter {tuple(mine.shape)}.")
+                        raise ConfigError(f"{weight.names} has shape {tuple(part.shape)} on this rank, but "
+                                          f"Megatron-core's parameter has {tuple(mine.shape)}")
                     mine.copy_(part)
 
     @torch.no_grad()

@@ -28,7 +28,8 @@ def import_run(options: argparse.Namespace) -> int:
     folder that is there."""
     missing = [str(file) for file in options.log if not file.is_file()]
     if missing or options.to.exists():
-        raise ConfigError(f"there is no log {missing[0]}" if missing else
+        raise ConfigError(f"log {missing[0]} not found' if missing else f'{options.to} already exists. Give a new "
+                          "folder." if missing else
                           f"{options.to} is there already; give a new folder")
     rows, labels = read_log(options.log), labels_of(options.to)
     steps = rows["steps"][-1]["step"]

@@ -49,15 +49,15 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
         self._moe_fixed: tuple[TensorDict, Tensor] | None = None
         self._moe_updates = 0
         if not self._moe_off and self.ulysses_sequence_parallel_size > 1:
-            raise ConfigError(f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}: moe_rl's engine "
-                              "does not cut routes along sequences. Set it to 1, or switch moe_rl off.")
+            raise ConfigError(f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}: moe_rl cannot "
+                              "split routing along sequences. Set it to 1, or switch moe_rl off.")
         super().initialize()
         if not self._moe_off:
             self._moe_layout = layout_of(self.module)
             layers = [site.decoder_layer for site in self._moe_layout.sites]
             if len({*layers}) < len(layers):
-                raise ConfigError("a decoder layer of the model has two routers, and verl's routed_experts has room "
-                                  "for one: moe_rl cannot replay or measure it in verl. Switch moe_rl off.")
+                raise ConfigError("a decoder layer of the model has two routers, but verl's routed_experts has room "
+                                  "for one. Switch moe_rl off.")
             self._moe_layers = int(self.model_config.hf_config.get_text_config().num_hidden_layers)
 
     @contextmanager
@@ -127,8 +127,9 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
         if not forward_only:  # what a pass without update measures never reaches verl's logger
             row = measure.row_of(self._moe_sums.reduced(), self._moe_layout)
             if routes and row.get("routing/coverage", 1.0) == 0:
-                raise ConfigError(f"router_replay.mode replays {self._moe_mode.source}, but no route of the mini-batch "
-                                  "is known, so nothing was replayed. Does the engine of the rollout report routes?")
+                raise ConfigError(f"router_replay.mode replays {self._moe_mode.source}, but the mini-batch has no "
+                                  "known routing, so nothing was replayed. Does the engine of the rollout report "
+                                  "routing?")
             row = row if routes else {"routing/coverage": 0.0} | row
             output["metrics"] |= {name: [value] for name, value in row.items()}
         return output
@@ -200,8 +201,8 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
         trace = source(batch, SimpleNamespace(routes=natural, scores=scores))
         trace = natural.only(torch.zeros_like(natural.known)) if trace is None else trace
         if trace.keep or trace.gates is not None:
-            raise RoutingError(f"router_replay.mode: {self._moe_mode.source} gives `keep` or `gates` with its routes, "
-                               "which verl's routed_experts has no room for.")
+            raise RoutingError(f"router_replay.mode: {self._moe_mode.source} needs `keep` or `gates`, but verl's "
+                               "routed_experts has no room for them. Use another source.")
         return self._field(trace.experts[mask], micro_batch)
 
     # ------------------------------------------------------------------ measuring

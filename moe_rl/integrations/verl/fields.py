@@ -96,20 +96,20 @@ def read_routes(fields: TensorDict, layout: Layout, layers: int, reported: bool)
     if not field.is_nested or tuple(field.values().shape) != shape or not torch.equal(
             field.offsets().to(tokens.device), tokens.offsets()):
         found = tuple(field.values().shape) if field.is_nested else tuple(field.shape)
-        raise RoutingError(f"{ROUTES} has shape {found}; expected one row per token of the same sequences, jagged, "
-                           f"{shape}: [tokens, decoder layers, experts per token].")
+        raise RoutingError(f"{ROUTES} has shape {found}; expected one row per token, jagged, {shape}: [tokens, decoder "
+                           "layers, experts per token]")
     if not reported:
         ends = (tokens.offsets()[1:] - 1).tolist()
         for row, end in zip(field.unbind(), ends, strict=True):
             if bool((field.values()[end] != MARK).any()) and bool(row.any()):  # verl fills batches up with zeros
-                raise RoutingError(f"{ROUTES} was not recorded by this engine: these are routes of the rollout. Set "
+                raise RoutingError(f"{ROUTES} contains the routing of the rollout, not of this engine. Set "
                                    "actor_rollout_ref.rollout.enable_rollout_routing_replay=False, or "
-                                   "router_replay.mode=R3 to replay them.")
+                                   "router_replay.mode=R3 to replay it.")
     sites = torch.tensor([site.decoder_layer for site in layout.sites], device=field.device)
     flat = field.values().index_select(1, sites).to(torch.int16)
     limits = torch.tensor([site.num_experts for site in layout.sites], device=flat.device)
     if bool((flat >= limits[:, None]).any()):
-        raise RoutingError(f"{ROUTES} holds the id {int(flat.max())}, the routers of the model have at most "
+        raise RoutingError(f"{ROUTES} contains the id {int(flat.max())}, but the routers of the model have at most "
                            f"{int(limits.max())} experts. Do rollout and trainer have the same model?")
     ordered = flat.sort(-1).values
     unknown = (flat[..., :1] < 0) | ((ordered.diff(dim=-1) == 0) & (ordered[..., 1:] >= 0)).any(-1, keepdim=True)

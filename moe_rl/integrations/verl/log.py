@@ -51,13 +51,13 @@ def read_log(files: Iterable[Path], active: bool = False) -> dict[str, list[Row]
         for step, values in _entries(file):
             found[step] = found.get(step, {}) | values  # a trainer that goes on evaluates first, and logs no more
     if not found:
-        raise RunError(f"{', '.join(map(str, files)) or 'the folder'} has no step of verl: give the file of its logger "
-                       "`file` (trainer.logger), or what its console printed.")
+        raise RunError(f"{', '.join(map(str, files)) or 'the folder'} contains no step of verl. Give the file of its "
+                       "logger `file` (trainer.logger), or its console output.")
     # verl saves a step before it logs it: killed between the two, it goes on with the next, and has evaluated alone.
     trained = {step: values for step, values in found.items() if any(not name.startswith("val-") for name in values)}
     if active and (without := [step for step, values in trained.items() if ACTIVE not in values]):
-        raise RunError(f"step {without[0]} of verl's log has no {ACTIVE}, so moe_rl was not active in verl's workers "
-                       "and nothing was replayed. Is moe_rl installed on every machine?")
+        raise RunError(f"step {without[0]} of verl's log has no {ACTIVE}, so moe_rl was not active and nothing was "
+                       "replayed. Is moe_rl installed on every machine?")
     rows = sorted(found.items())
     tables = {"updates": _update_rows, "layers": _layer_rows}
     return {"steps": [_step_row(*one) for one in rows]} | {
@@ -76,9 +76,9 @@ def _entries(file: Path) -> Iterator[tuple[int, dict[str, float]]]:
                 entry = json.loads(line)
                 step, data = entry["step"], entry["data"].items()
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise RunError(f"{file}: {line[:80]!r} is no line of verl's file logger ({error})") from error
+                raise RunError(f"{file}: {line[:80]!r} is not a line of verl's file logger ({error})") from error
             if type(step) is not int or not 0 <= step < 2**31:
-                raise RunError(f"{file}: {line[:80]!r} has the step {step!r}, which is no number of a step")
+                raise RunError(f"{file}: {line[:80]!r} has the step {step!r}, which is not a number")
             yield step, _numbers(dict(data))
 
 

@@ -84,8 +84,8 @@ def _require_aggregation(arm: Arm, loss_agg_mode: str, factor: float | None) -> 
     if aggregate.name != name or dict(aggregate.options) != ({"horizon": factor} if norm else {}):
         wanted = mode_of(aggregate)
         raise ConfigError(f"the arm {arm.name!r} has aggregate={aggregate}, but actor.loss_agg_mode={loss_agg_mode!r} "
-                          f"and loss_scale_factor={factor}: set loss_agg_mode={wanted and wanted[0]!r} and its "
-                          f"factor, or write aggregate={name} into the arm.")
+                          f"and loss_scale_factor={factor}. Set loss_agg_mode={wanted and wanted[0]!r} and its factor, "
+                          f"or aggregate={name} in the arm.")
 
 
 def mode_of(aggregate: Part) -> tuple[str, float | None] | None:
@@ -119,9 +119,9 @@ def usable_objective(arm: Arm) -> Objective:
     }
     for field, (found, remedy) in elsewhere.items():
         if found:
-            raise ConfigError(f"the arm {arm.name!r} cannot be a policy loss of verl as it is, for its {field}: "
-                              f"{remedy}, and leave them out of the arm ({field}=none, or another method).")
+            raise ConfigError(f"the arm {arm.name!r} cannot be a policy loss of verl with its {field}. "
+                              f"Remove it from the arm, and {remedy}.")
     if needed := sorted(objective.needs - {"policy"}):
-        raise ConfigError(f"the arm {arm.name!r} cannot be a policy loss of verl: it needs {', '.join(needed)}, which "
-                          "verl gives to no policy loss.")
+        raise ConfigError(f"the arm {arm.name!r} cannot be a policy loss of verl, which does not provide "
+                          f"{', '.join(needed)}")
     return objective

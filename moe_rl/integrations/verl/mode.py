@@ -39,8 +39,8 @@ class Mode:
         unknown = {name for name, value in given.items() if name != "_target_" and value is not None}
         unknown |= {f"{name}={n!r}" for name, n in counts.items() if not isinstance(n, int) or n < 0}
         if unknown:
-            raise ConfigError(f"router_replay has {', '.join(sorted(unknown))}. moe_rl's engine reads mode, "
-                              "measured_sequences, a number per rank, and updates_per_step, both 0 for none.")
+            raise ConfigError(f"router_replay has {', '.join(sorted(unknown))}. Use mode, and measured_sequences (a "
+                              "number per rank) and updates_per_step, both 0 for none.")
         if not isinstance(text, str) or not (text in (*NAMES, "disabled") or text.startswith(PREFIX)):
             raise ConfigError(f"router_replay.mode={text!r}: choose disabled, R2, R3 or {PREFIX}SOURCE, for example "
                               f"'{PREFIX}soft(ratio=0.5)'.")
@@ -51,8 +51,8 @@ class Mode:
         mode.function()
         base, ratio = mode.source.options.get("base", "old_policy"), mode.source.options.get("ratio", 0)
         if base not in BASES or not isinstance(ratio, int | float) or not 0 <= ratio < math.inf:
-            raise ConfigError(f"router_replay.mode={text!r}: base is one of {', '.join(BASES)}, and ratio a number "
-                              "from 0 on.")
+            raise ConfigError(f"router_replay.mode={text!r}: base must be one of {', '.join(BASES)}, and ratio a "
+                              "number of at least 0")
         return mode
 
     @property

@@ -35,8 +35,8 @@ def activate() -> None:
         if found is RoutingFSDPEngine:
             continue
         if found is not None:
-            raise ConfigError(f"verl's engine {strategy!r} for {device}, {vendor} is {found} already: only one plugin "
-                              "can replace it. Switch the other one off.")
+            raise ConfigError(f"verl's engine {strategy!r} for {device}, {vendor} was already replaced by {found}. "
+                              "Switch off one of the two plugins.")
         EngineRegistry.register(model_type="language_model", backend=strategy, device=device, vendor=vendor)(
             RoutingFSDPEngine)
 
@@ -48,11 +48,11 @@ def _follow_environment() -> None:
         return
     try:
         if asked != "1":
-            raise ConfigError(f"{VARIABLE}={asked!r}: set 1 to switch moe_rl on in verl, or 0.")
+            raise ConfigError(f"{VARIABLE}={asked!r} must be 1, which switches moe_rl on in verl, or 0")
         activate()
     except Exception as error:
         traceback.print_exc()
-        raise SystemExit(f"moe_rl was asked for by {VARIABLE}={asked}, and failed: {error}") from error
+        raise SystemExit(f"moe_rl was switched on by {VARIABLE}={asked}, and failed: {error}") from error
 
 
 _follow_environment()

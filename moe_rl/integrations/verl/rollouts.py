@@ -24,7 +24,8 @@ def read_rollouts(folder: Path, steps: int) -> list[dict[str, Any]]:
     files = {int(file.stem): file for file in folder.glob("*.jsonl") if re.fullmatch(r"\d+", file.stem)}
     wanted = [(step, files[step]) for step in sorted(files) if 0 < step <= steps]
     if not wanted:
-        raise ConfigError(f"{folder} has no file N.jsonl of a step from 1 to {steps}: give verl's rollout_data_dir")
+        raise ConfigError(f"{folder} contains no file N.jsonl of a step from 1 to {steps}. Give verl's "
+                          "rollout_data_dir.")
     return [row for step, file in wanted for row in _rows(step, file)]
 
 
@@ -34,8 +35,8 @@ def _rows(step: int, file: Path) -> list[dict[str, Any]]:
     for where, _, entry in objects(file):
         prompt, response, score = (entry.get(key) for key in ("input", "output", "score"))
         if not (isinstance(prompt, str) and isinstance(response, str) and isinstance(score, int | float)):
-            raise ConfigError(f"{where}: verl writes input and output as texts, and score as a number; the keys here "
-                              f"are {', '.join(entry)}")
+            raise ConfigError(f"{where}: expected input and output as texts, and score as a number; the keys are "
+                              f"{', '.join(entry)}")
         text = json.dumps([[response, math.nan, 0, 0]])
         found.append({"step": step, "rollout": len(found), "group": prompts.setdefault(prompt, len(prompts)),
                       "reward": float(score), "prompt": prompt, "response": text})

@@ -34,9 +34,9 @@ WITHOUT_EFFECT = {"measure.detail_every", "measure.rollouts", "sampling_mask", "
 ONLY: dict[str, tuple[Any, ...]] = {"cold_start.target": (0,), "policy": (Component("hf"), Component("fsdp"))}
 """Other settings that need not have their default."""
 REMEDIES = {
-    "cold_start.target": "Let our trainer save its start with hf_checkpoints=0, and give that folder as model.name",
-    "optimizer.warmup": "verl warms up over steps, from a rate of 0, and not over updates",
-    "top_p": "verl's actor does not renormalise over the tokens that were kept",
+    "cold_start.target": "Save the first model with our trainer (hf_checkpoints=0), and give that folder as model.name",
+    "optimizer.warmup": "verl warms up over steps, not over updates",
+    "top_p": "verl's actor does not renormalise over the kept tokens",
 }
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 ENGINES = ("vllm", "sglang", "trtllm")
@@ -67,7 +67,8 @@ class Data:
 
         task, tokenizer = load_task(run.task), load_tokenizer(run.model.name)
         if isinstance(task, Environment):
-            raise ConfigError(f"task={run.task}: --trainer verl runs tasks of one turn. Use our own trainer.")
+            raise ConfigError(f"task={run.task} has several turns, which --trainer verl cannot run. Use our own "
+                              "trainer.")
         asked = held_out(task, run.eval_prompts)
         texts = {prompt.text for prompt in asked}
         train = [prompt for step in range(1, run.steps + 1)
@@ -79,7 +80,7 @@ class Data:
                                               chat_template=data.template, return_dict=False)
         if tuple(given) != first.tokens:
             raise ConfigError(f"model.name={run.model.name}: verl would read {first.text!r} as the tokens {given}, and "
-                              f"our trainer as {[*first.tokens]}. Give the tokenizer a chat template that says so.")
+                              f"our trainer as {[*first.tokens]}. Give the tokenizer the same chat template.")
         return data
 
 
@@ -89,27 +90,28 @@ def check_settings(run: RunConfig) -> None:
         value, allowed = _value_at(run, key), ONLY.get(key, (field.get_default(call_default_factory=True),))
         if key not in TRANSLATED | WITHOUT_EFFECT and value not in allowed:
             remedy = REMEDIES.get(key, "Leave it out, or use our own trainer")
-            raise ConfigError(f"{key}={value}: --trainer verl can do {' or '.join(map(str, allowed))} only. {remedy}.")
+            raise ConfigError(f"{key}={value}: --trainer verl supports only {' or '.join(map(str, allowed))}. "
+                              f"{remedy}.")
     engine, name, mode = Component.of(run.engine), run.model.name, Mode.of({"mode": _mode(run)})
     losses.usable_objective(_loss(run))
     wrong = {
-        f"engine={engine}": (engine.options or not (engine.own or engine.name in ENGINES), "verl samples with "
-                             f"{', '.join(ENGINES)}, or with module:NAME, which the module registers. Settings of it "
-                             "are --set verl.actor_rollout_ref.rollout.…"),
+        f"engine={engine}": (engine.options or not (engine.own or engine.name in ENGINES), "use "
+                             f"{', '.join(ENGINES)} or module:NAME, without options. Set the options with --set "
+                             "verl.actor_rollout_ref.rollout.…."),
         f"model.dtype={run.model.dtype}": (run.model.dtype not in DTYPES, f"choose {' or '.join(DTYPES)}."),
-        f"mini_batches={run.mini_batches}": (run.prompts_per_step % run.mini_batches, "a mini-batch of verl is a "
-                                             f"number of prompts: choose one that divides {run.prompts_per_step}."),
-        "optimizer.grad_clip=0": (not run.optimizer.grad_clip, "verl always clips: choose a norm, e.g. 1.0."),
-        "arm.anchor=engine": (run.arm.anchor == "engine" and mode.routes in ("recorded", "made"), "verl then leaves "
-                              f"out the pass that gives routes={run.arm.routes}: use routes=rollout."),
+        f"mini_batches={run.mini_batches}": (run.prompts_per_step % run.mini_batches, "choose a number "
+                                             f"that divides {run.prompts_per_step}."),
+        "optimizer.grad_clip=0": (not run.optimizer.grad_clip, "choose a norm, e.g. 1.0."),
+        "arm.anchor=engine": (run.arm.anchor == "engine" and mode.routes in ("recorded", "made"), "use "
+                              f"routes=rollout instead of {run.arm.routes}."),
         f"arm.aggregate={run.arm.aggregate}": (losses.mode_of(run.arm.aggregate) is None, "choose "
                                                f"{', '.join(losses.AGGREGATIONS.values())}."),
-        f"model.name={name}": ("/" not in name and not Path(name).is_dir(), "verl begins with a checkpoint, a folder "
-                               f"or a name on the hub. {REMEDIES['cold_start.target']}."),
+        f"model.name={name}": ("/" not in name and not Path(name).is_dir(), "give a checkpoint: a folder, or a name on "
+                               f"the hub. {REMEDIES['cold_start.target']}."),
     }  # fmt: skip
     for setting, (found, remedy) in wrong.items():
         if found:
-            raise ConfigError(f"{setting}: --trainer verl cannot do this; {remedy}")
+            raise ConfigError(f"{setting} does not work with --trainer verl: {remedy}")
 
 
 def overrides_of(run: RunConfig, folder: Path, further: Sequence[str] = ()) -> list[str]:

@@ -34,12 +34,12 @@ Listener = Callable[[dict[str, list[dict[str, Any]]]], None]
 def check(run: RunConfig, *, settings: Sequence[str] = ()) -> list[str]:
     """Raise ConfigError for what verl cannot do of a run; return what differs from our trainer."""
     if ranks.launched():
-        raise ConfigError("--trainer verl under torchrun: leave torchrun out. verl starts its workers by Ray: "
-                          "--set verl.trainer.n_gpus_per_node=8")
+        raise ConfigError("--trainer verl does not work under torchrun. Leave torchrun out, and use --set "
+                          "verl.trainer.n_gpus_per_node=8.")
     check_settings(run)
     overrides_of(run, Path(), settings)
-    return ["verl cuts a step into mini-batches of whole groups in the order of the prompts, and samples in the order "
-            "in which requests arrive: with one seed, verl and our trainer have the same prompts, not the same values."]
+    return ["verl and our trainer use the same prompts, but other mini-batches and another order of samples. With one "
+            "seed their values differ."]
 
 
 def command(run: RunConfig, folder: Path, *, settings: Sequence[str] = ()) -> str:
@@ -56,7 +56,7 @@ def execute(run: RunConfig, folder: RunFolder, *, cache: Path, listen: Listener 
     where the run is told to stop.
     """
     if importlib.util.find_spec("verl") is None:
-        raise ConfigError("--trainer verl: verl is not installed here; pip install verl==0.9.1")
+        raise ConfigError("--trainer verl needs verl: pip install verl==0.9.1")
     place = folder.path.absolute() / "verl"
     place.mkdir(exist_ok=True)
     _write_data(run, place)
@@ -73,12 +73,12 @@ def execute(run: RunConfig, folder: RunFolder, *, cache: Path, listen: Listener 
     finally:
         process.terminate()
         process.wait()
-    printed = f"what it printed is in {folder.path / 'log.txt'}"
+    printed = f"Its output is in {folder.path / 'log.txt'}."
     if process.returncode:
-        raise RunError(f"verl ended with exit code {process.returncode}; {printed}")
+        raise RunError(f"verl ended with exit code {process.returncode}. {printed}")
     rows = log.read_log(logs, active=True)
     if (last := rows["steps"][-1]["step"]) < run.steps:
-        raise RunError(f"verl ended after step {last} of {run.steps}; {printed}")
+        raise RunError(f"verl ended after step {last} of {run.steps}. {printed}")
     for table, found in rows.items():
         folder.add(table, [row for row in found if row["step"] > folder.step or not folder.step])
     folder.commit(run.steps, lambda target: json.dump(f"{place / 'checkpoints'}", (target / "where.json").open("w")))
@@ -91,7 +91,8 @@ def _follow(process: subprocess.Popen, folder: RunFolder, logs: list[Path], list
     while process.poll() is None:
         time.sleep(1)
         if folder.stopping():
-            raise Stopped(f"{folder.path} was told to stop; verl goes on from its last checkpoint")
+            raise Stopped(f"{folder.path} was told to stop. Repeat the command to continue from the last checkpoint of "
+                          "verl.")
         if not logs[-1].exists() or not logs[-1].read_text().strip():
             continue
         rows = log.read_log(logs)

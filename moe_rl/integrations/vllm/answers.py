@@ -87,8 +87,8 @@ class Reader:
         if refused:
             rows = sum(len(r.prompt.tokens) + len(r.tokens) - 1 for r in rollouts) * len(self.layout.sites)
             warnings.warn(
-                f"the engine's routes are missing or impossible in {refused} of {rows} (token, site) rows: they became "
-                "unknown, replay routes freely there, and the columns engine_unknown and coverage count them.",
+                f"the engine's routing is missing or impossible in {refused} of {rows} (token, layer) rows. They route "
+                "freely under replay; the columns engine_unknown and coverage count them.",
                 RoutesRefused,
                 stacklevel=4,
             )
@@ -109,16 +109,16 @@ class Reader:
         tokens, logprobs = tuple(answer.tokens), list(answer.logprobs)
         if not tokens or len(tokens) != len(logprobs) or len(tokens) > sampling.max_new_tokens:
             raise RunError(
-                f"the engine answered with {len(tokens)} tokens and {len(logprobs)} log-probabilities where 1 to "
-                f"{sampling.max_new_tokens} of each were asked for; is its API another one?"
+                f"the engine returned {len(tokens)} tokens and {len(logprobs)} log-probabilities; expected 1 to "
+                f"{sampling.max_new_tokens} of each. Does it have another API?"
             )
         if odd := [t for t in tokens if not (isinstance(t, Integral) and 0 <= int(t) < self.vocabulary)]:
             raise RunError(
-                f"the engine answered with the token {odd[0]!r}, but the model has {self.vocabulary} tokens from 0 "
-                "on: it serves another model, or its API is another one."
+                f"the engine returned the token {odd[0]!r}, but ids of the model run from 0 to {self.vocabulary - 1}. "
+                "Does it serve another model, or have another API?"
             )
         if odd := [x for x in logprobs if not (isinstance(x, Real) and math.isfinite(x) and x <= 1e-4)]:
-            raise RunError(f"the engine reported {odd[0]!r} as the log-probability of a token it had sampled.")
+            raise RunError(f"the engine returned {odd[0]!r} as the log-probability of a sampled token")
         drawn, finished = prompt.tokens + tokens, answer.finished
         if self.asked(prompt, sampling) != sampling:
             ends = (e for e in range(1, len(tokens) + 1) if any(s in self._text(tokens[:e]) for s in sampling.stop))
@@ -140,13 +140,14 @@ class Reader:
         """Engine and trainer must agree on what ends a completion, or the policy never learns to end one."""
         late = next((t for t in tokens[:-1] if t in self.ends), None)
         if late is not None:
-            raise RunError(f"the engine sampled on after the end token {late}: start it with this model's tokenizer.")
+            raise RunError(f"the engine continued after the end token {late}. Start it with the tokenizer of this "
+                           "model.")
         stopped = tokens[-1] in self.ends or any(stop in text for stop in sampling.stop)
         if finished != stopped:
             raise RunError(
-                f"the engine says that a completion {'ended by itself' if finished else 'was cut off'}, but its last "
-                f"token is {tokens[-1]} (end tokens: {sorted(self.ends)}) and its text ends in {text[-20:]!r} (stop "
-                f"strings: {sampling.stop}): it leaves out or adds an end of its own."
+                f"a completion {('ended' if finished else 'was cut off')} with the token {tokens[-1]} (end tokens: "
+                f"{sorted(self.ends)}) and the text {text[-20:]!r} (stop strings: {sampling.stop}). Set the engine to "
+                "keep end tokens and stop strings."
             )
 
     def _routes(self, tokens: tuple[int, ...], payload: Any) -> RoutingTrace:
@@ -167,8 +168,8 @@ class Reader:
         if self.routes == "raise" and trace.coverage < 1:
             missing = int((~trace.known).sum())
             raise RoutingError(
-                f"the engine reports no route for {missing} of {trace.known.numel()} (token, site) rows of a "
-                'completion; with engine.routes="unknown" they route freely under replay and are counted.'
+                f'the engine reports no routing for {missing} of {trace.known.numel()} (token, layer) rows of a '
+                'completion. With engine.routes="unknown" they route freely under replay and are counted.'
             )
         self.refused += int((~trace.known).sum())
         return trace

@@ -56,9 +56,9 @@ def _check(
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"engine='vllm', but vLLM is not installed here; {INSTALL}")
     if not 0 < gpu_memory <= 1:
-        raise ConfigError(f"engine.gpu_memory={gpu_memory} must be a share of the GPU's memory, above 0.")
+        raise ConfigError(f"engine.gpu_memory={gpu_memory} must be a share of the GPU's memory, above 0")
     if max_tokens is not None and max_tokens < 1:
-        raise ConfigError(f"engine.max_tokens={max_tokens} must be at least 1, or None: as many as the model can take.")
+        raise ConfigError(f"engine.max_tokens={max_tokens} must be at least 1, or None for the limit of the model")
     check_dtype("engine.dtype", dtype)
     check_routes(run, routes)
     warn_without_mask(run, "vLLM does not say what it kept")
@@ -119,9 +119,9 @@ class VLLMEngine:
         """
         check_request(prompts, group_size, sampling, self.context)
         if not self.pushes:
-            raise RunError("the engine has no weights yet: call load(policy.weights()) before generate.")
+            raise RunError("the engine has no weights yet. Call load(policy.weights()) before generate.")
         if sampling.temperature < LEAST_TEMPERATURE:
-            raise ConfigError(f"temperature {sampling.temperature}: vLLM samples at {LEAST_TEMPERATURE} at least.")
+            raise ConfigError(f"temperature {sampling.temperature}: vLLM needs at least {LEAST_TEMPERATURE}")
         rollouts = generate_by_turns(partial(self._turn, sampling), self.reader.tokenizer, self.reader.ends, prompts,
                                      group_size, key=key, sampling=sampling, reply=reply)
         unknown = sampling.greedy and (sampling.temperature != 1 or sampling.truncates)
@@ -136,7 +136,7 @@ class VLLMEngine:
         try:
             receipts = self.llm.collective_rpc(push, args=(weights,))
         except Exception as error:  # whatever vLLM's loader of this family raises
-            raise RunError(f"vLLM did not take over weights of {self.model.config.model_type}: {error!r}.") from error
+            raise RunError(f"vLLM did not accept the weights of {self.model.config.model_type}: {error!r}") from error
         self.llm.reset_prefix_cache()
         self.pushes += 1
         return receipts
@@ -189,7 +189,7 @@ def _start(config: Any, folder: Path, dtype: str, routes: bool, max_tokens: int 
     settings: dict[str, Any] = {}
     if routes:
         if "enable_return_routed_experts" not in {f.name for f in dataclasses.fields(EngineArgs)}:
-            raise ConfigError(f"this vLLM has no routed experts; take a newer one, or engine.routes='off'. {INSTALL}")
+            raise ConfigError(f"this vLLM cannot report routing. Use a newer one, or engine.routes='off'. {INSTALL}")
         settings["enable_return_routed_experts"] = True
     if current_platform.is_cpu():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else a helper is compiled for 20 s
@@ -209,8 +209,8 @@ def _start(config: Any, folder: Path, dtype: str, routes: bool, max_tokens: int 
         )
     except Exception as error:  # vLLM has no class of its own for what it does not support
         raise ConfigError(
-            f"vLLM cannot serve this {config.model_type} here: {error!r}. Its CPU builds return routes up to 0.30.0 "
-            f"only; engine.routes='off' samples without them. {INSTALL}"
+            f"vLLM cannot serve this {config.model_type} here: {error!r}. Its CPU builds report routing up to 0.30.0; "
+            f"for newer ones, use engine.routes='off'. {INSTALL}"
         ) from error
 
 
@@ -223,8 +223,8 @@ def _check_head_dim(config: Any) -> None:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size not in sizes:
         raise ConfigError(
-            f"the model has head_dim={size}, but vLLM's attention on CPUs takes {', '.join(map(str, sizes))} only; a "
-            "preset can be widened: --set model.overrides.head_dim=32."
+            f"the model has head_dim={size}, but vLLM's attention on CPUs supports {', '.join(map(str, sizes))} only. "
+            "For a preset, use --set model.overrides.head_dim=32."
         )
 
 

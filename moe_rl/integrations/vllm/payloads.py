@@ -112,17 +112,18 @@ def _reported(
 ) -> tuple[Integer[NDArray, "rows layers k"], int, Float[NDArray, "all_rows layers k"] | None]:
     """Ids of the rows from a token on, as the engine has them, which token that is, and weights of all N - 1 rows."""
     if len({site.decoder_layer for site in layout.sites}) < len(layout.sites):
-        raise RoutingError("the model has several routing sites in one decoder layer; engines report one per layer.")
+        raise RoutingError("the model has several MoE layers in one decoder layer, but engines report one per layer")
     array, start = _read(payload, start, dtype)
     if tokens < 2 or not 0 <= start < tokens:
-        raise RoutingError(f"{tokens} tokens from start {start} have no routes: rows are inputs, one token less.")
+        raise RoutingError(f"{tokens} tokens from start {start} have no routing rows. There is one row per input "
+                           "token, so one less than tokens.")
     packed = _is_packed(array, layout.top_k)
     k = array.shape[2] if packed or any_k and array.ndim == 3 else layout.top_k
     array, start = _shaped(array, layout, tokens, start, num_layers, k)
     array = array[: tokens - 1 - start]
     beside = payload.get("weights") if isinstance(payload, Mapping) else None
     if packed + (gates is not None) + (beside is not None) > 1:
-        raise RoutingError("combine weights come twice: packed with the ids, beside them or apart; which are meant?")
+        raise RoutingError("gate weights were given twice: packed with the ids, and separately. Give them once.")
     if packed:
         array, weights = _unpacked_weights(array)
         return array, start, np.concatenate([np.zeros((start, *weights.shape[1:]), np.float32), weights])
@@ -134,13 +135,13 @@ def _reported(
 def _read(payload: Any, start: int, dtype: str | None) -> tuple[NDArray, int]:
     """The numbers of a payload, flat if their shape is not told, and the start that goes with them."""
     if payload is None:
-        raise RoutingError("the engine reported no routes (None): start it with routes switched on; a preempted "
+        raise RoutingError("the engine reported no routing (None). Start it with routing switched on; a preempted "
                            "request has none either.")
     if isinstance(payload, tuple) and len(payload) == 2:
         parts = [_read(part, 0, dtype)[0] for part in payload]
         if any(part.ndim != 3 or part.shape[1:] != parts[0].shape[1:] for part in parts):
-            raise RoutingError(f"prompt and completion routes have shapes {[p.shape for p in parts]}; expected "
-                               "[rows, layers, k] twice, with equal layers and k.")
+            raise RoutingError(f"prompt and completion routing have shapes {[p.shape for p in parts]}; expected [rows, "
+                               "layers, k] twice, with equal layers and k")
         return np.concatenate(parts), start
     if isinstance(payload, Mapping):
         return _read_mapping(payload, start, dtype)
@@ -155,13 +156,13 @@ def _read(payload: Any, start: int, dtype: str | None) -> tuple[NDArray, int]:
 def _read_mapping(payload: Mapping[str, Any], start: int, dtype: str | None) -> tuple[NDArray, int]:
     data = _first(payload, DATA_KEYS)
     if data is None:
-        raise RoutingError(f"a payload with the keys {sorted(map(str, payload))} has no routes; expected one of "
-                           f"{', '.join(DATA_KEYS)}.")
+        raise RoutingError(f"a payload with the keys {sorted(map(str, payload))} has no routing; expected one of "
+                           f"{', '.join(DATA_KEYS)}")
     if str(version := payload.get("format_version")) not in ("None", "1"):
-        raise RoutingError(f"the payload is of format_version {version!r}; version 1 can be read.")
+        raise RoutingError(f"the payload has format_version {version!r}; expected version 1")
     echoed = _first(payload, START_KEYS)
     if echoed is not None and not isinstance(echoed, int):
-        raise RoutingError(f"the payload starts at {echoed!r}; expected the number of a token.")
+        raise RoutingError(f"the payload starts at {echoed!r}; expected the number of a token")
     told = _first(payload, DTYPE_KEYS)
     array, start = _read(data, start if echoed is None else echoed, dtype if told is None else str(told))
     return (array if payload.get("shape") is None else _reshape(array, payload["shape"])), start
@@ -174,14 +175,15 @@ def _from_buffer(payload: str | bytes | bytearray, dtype: str) -> NDArray:
         try:
             raw = binascii.a2b_base64(payload, strict_mode=True)  # base64.b64decode would copy the text first
         except ValueError as error:
-            raise RoutingError(f"routes are neither base64 nor known text ({error}): {payload[:40]!r}.") from error
+            raise RoutingError(f"routing is neither base64 nor another known text ({error}): "
+                               f"{payload[:40]!r}") from error
     if raw.startswith(NPY):
         return _from_npy(raw)
     if dtype not in DTYPES:
-        raise RoutingError(f"routes are said to be of dtype {dtype!r}; expected one of {', '.join(DTYPES)}.")
+        raise RoutingError(f"routing has the dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
     width = np.dtype(dtype).itemsize
     if not raw or len(raw) % width:
-        raise RoutingError(f"a buffer of {len(raw)} bytes does not hold whole {dtype} ids; is another dtype meant?")
+        raise RoutingError(f"a buffer of {len(raw)} bytes cannot be divided into {dtype} ids. Is it of another dtype?")
     return np.frombuffer(raw, np.dtype(dtype).newbyteorder("<"))
 
 
@@ -198,7 +200,7 @@ def _from_npy(raw: bytes) -> NDArray:
     except RoutingError:
         raise
     except Exception as error:  # a broken header can fail anywhere in NumPy's reader
-        raise RoutingError(f"routes look like a .npy file but cannot be read as one ({error}).") from error
+        raise RoutingError(f"routing looks like a .npy file but cannot be read as one ({error})") from error
 
 
 def integers(payload: Any) -> NDArray:
@@ -206,9 +208,9 @@ def integers(payload: Any) -> NDArray:
     try:
         array = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else np.asarray(payload)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise RoutingError(f"routes are not an array of ids ({error}); expected [rows, layers, k].") from error
+        raise RoutingError(f"routing is not an array of ids ({error}); expected [rows, layers, k]") from error
     if array.dtype.kind not in "iu":
-        raise RoutingError(f"routes have dtype {array.dtype}; expected integer ids [rows, layers, k].")
+        raise RoutingError(f"routing has dtype {array.dtype}; expected integer ids [rows, layers, k]")
     return array
 
 
@@ -219,8 +221,8 @@ def _reshape(array: NDArray, shape: Any) -> NDArray:
             raise ValueError("not three positive sizes")
         return array.reshape(sizes)
     except (ValueError, TypeError, OverflowError) as error:
-        raise RoutingError(f"{array.size} ids do not have the shape {shape!r} they are said to have ({error}); "
-                           "expected [rows, layers, k].") from error
+        raise RoutingError(f"{array.size} ids do not fit their shape {shape!r} ({error}); expected [rows, layers, "
+                           "k]") from error
 
 
 # ---------------------------------------------------------------------- array → rows of this response and this model
@@ -241,9 +243,8 @@ def _shaped(
             return array.reshape(flat[0][0], flat[0][1], k), flat[0][2]
         has = f"{array.size} ids came" + (f" in shape {array.shape}" if array.ndim > 1 else "")
     raise RoutingError(
-        f"{has}; expected [{n - 1 - start} rows, {' or '.join(map(str, counts))} layers, {k}]: {n} tokens "
-        f"from start {start}, with all decoder layers or only those that route. Do tokens, start, dtype, num_layers "
-        "and model belong to these routes?"
+        f"{has}; expected [{n - 1 - start} rows, {' or '.join(map(str, counts))} layers, {k}] for {n} tokens from "
+        f"start {start}. Check tokens, start, dtype, num_layers and the model."
     )
 
 
@@ -251,7 +252,7 @@ def _layer_counts(layout: Layout, num_layers: int | None) -> tuple[int, int]:
     """Layers that an engine may report: all, or those that route."""
     least = max(site.decoder_layer for site in layout.sites) + 1
     if num_layers is not None and num_layers < least:
-        raise RoutingError(f"num_layers={num_layers}, but the model routes in layer {least - 1}.")
+        raise RoutingError(f"num_layers={num_layers}, but the model has a router in layer {least - 1}")
     return num_layers or least, len(layout.sites)
 
 
@@ -266,8 +267,8 @@ def _sites(
     filled = ~np.isin(dense, (0, *NO_ROUTE)).all((0, 2))
     if filled.any():
         where = np.delete(np.arange(array.shape[1]), layers)[filled].tolist()
-        raise RoutingError(f"layers {where} have routes, but the model routes in {layers}; expected layers counted "
-                           "absolutely, from 0, with zeros where dense.")
+        raise RoutingError(f"layers {where} have routing, but the MoE layers of the model are {layers}. Count all "
+                           "decoder layers from 0, with zeros where dense.")
     if layers == list(range(layers[0], layers[-1] + 1)):
         return array[:, layers[0] : layers[-1] + 1]  # no copy
     return array[:, layers]
@@ -319,14 +320,14 @@ def _refuse(ids: NDArray, kinds: torch.Tensor, layout: Layout, invalid: str, sta
             if invalid == "raise" and count:
                 b, t = hit.nonzero()[0].tolist()
                 raise RoutingError(
-                    f"{site.name} (layer {site.decoder_layer}): {count} of {len(ids) * (start + ids.shape[1])} rows "
-                    f"are {reason}; the first is token {start + t} of row {b}: {ids[b, t, s, : site.top_k].tolist()}. "
-                    f"Expected {site.top_k} distinct experts, or all -1 where there is no route. "
-                    'With invalid="unknown" such rows route freely.'
+                    f'{site.name} (layer {site.decoder_layer}): {count} of {len(ids) * (start + ids.shape[1])} rows '
+                    f'are {reason}; the first is row {b}, token {start + t}: {ids[b, t, s, :site.top_k].tolist()}. '
+                    f'Expected {site.top_k} different experts, or all -1; invalid="unknown" accepts other rows as '
+                    'missing.'
                 )
             refused[reason] = refused.get(reason, 0) + count
     counts = ", ".join(f"{count} {reason}" for reason, count in refused.items() if count)
-    warnings.warn(f"{sum(refused.values())} rows are not routes and became unknown: {counts}.", RoutesRefused,
+    warnings.warn(f"{sum(refused.values())} rows are not routing and count as missing: {counts}", RoutesRefused,
                   stacklevel=4)
 
 
@@ -341,10 +342,10 @@ def _unpacked_weights(array: Integer[NDArray, "rows layers two_k"]) -> tuple[NDA
     """Ids and weights of what `_is_packed`; 0 where an id is -1. Raises RoutingError for what is no weight."""
     ids, bits = np.split(array.astype(np.int64), 2, axis=2)
     if (bits != bits.astype(np.int32)).any():
-        raise RoutingError("the second half of the ids holds combine weights, but some are no bits of a float32.")
+        raise RoutingError("the second half of the ids should be gate weights, but some are not the bits of a float32")
     weights = np.where(ids < 0, np.float32(0), bits.astype(np.int32).view(np.float32))  # -1 is the bits of a NaN
     if not np.isfinite(weights).all():
-        raise RoutingError("the second half of the ids holds combine weights some NaN or infinite; expected finite.")
+        raise RoutingError("the second half of the ids contains gate weights that are NaN or infinite")
     return ids, weights
 
 
@@ -365,9 +366,9 @@ def _reported_weights(payload: Any, shape: Sequence[int], start: int = 0) -> Flo
         if values.shape[1:] != inner or len(values) not in (rows - start, rows, rows + 1):
             raise ValueError(f"they have shape {values.shape}")
     except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
-        raise RoutingError(f"gates do not fit the ids ({error}); expected a weight for each, {list(shape)}.") from error
+        raise RoutingError(f"gates do not fit the ids ({error}); expected one weight per id, {list(shape)}") from error
     if not np.isfinite(values).all():
-        raise RoutingError("gates hold NaN or infinite weights.")
+        raise RoutingError("gates contain NaN or infinite weights")
     return np.concatenate([np.zeros((max(0, rows - len(values)), *inner), np.float32), values[:rows]])
 
 

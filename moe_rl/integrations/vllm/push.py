@@ -68,14 +68,14 @@ def require_receipt(got: Receipt, sent: Mapping[str, Tensor], pushes: int) -> No
     """Raise RunError unless the engine counts the same pushes and holds, bit for bit, what was sent."""
     if got.pushes != pushes:
         raise RunError(
-            f"the engine has taken over {got.pushes} pushes of weights, but {pushes} were sent: it was restarted or "
-            "missed one, and would sample from other weights than the policy's."
+            f"the engine has taken over {got.pushes} pushes of weights, but {pushes} were sent. It was restarted or "
+            "missed one; load the weights again."
         )
     if not got.checksums:
-        raise RunError("the engine holds no weight that can be read back, so a push to it cannot be checked.")
+        raise RunError("the engine has no weight that can be read back, so a push to it cannot be checked")
     for name, (dtype, value) in got.checksums.items():
         if checksum(sent[name].to(getattr(torch, dtype))) != value:
-            raise RunError(f"after push {pushes} the engine holds other values of {name!r} than were sent.")
+            raise RunError(f"after push {pushes} the engine has other values of {name!r} than were sent")
 
 
 # ---------------------------------------------------------------------- parity
@@ -122,11 +122,9 @@ def require_parity(found: Parity, tolerance: Tolerance, what: str) -> None:
     """Raise RunError when engine and policy are further apart than their numerics explain. NaN is further."""
     if not (found.logprob_mean <= tolerance.logprob_mean and found.any_change_rate <= tolerance.any_change_rate):
         raise RunError(
-            f"{what}: the engine does not serve the policy's weights, or not at its temperature. Over {found.tokens} "
-            f"tokens |Δ log-prob| is {found.logprob_mean:.2g} on average (at most {tolerance.logprob_mean:g} expected) "
-            f"and {found.any_change_rate:.1%} of the expert sets differ (at most {tolerance.any_change_rate:.1%}). "
-            f"Its samples "
-            "would be off-policy without anyone noticing."
+            f"{what}: the engine has other weights than the policy, or another temperature. Over {found.tokens} tokens "
+            f"the mean |Δ log-prob| is {found.logprob_mean:.2g} (limit {tolerance.logprob_mean:g}), and "
+            f"{found.any_change_rate:.1%} of the expert sets differ (limit {tolerance.any_change_rate:.1%})."
         )
 
 

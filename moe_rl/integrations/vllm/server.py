@@ -77,15 +77,15 @@ def _check(
 ) -> None:  # fmt: skip
     addresses = _addresses(url)
     if not addresses or not all(str(one).startswith(("http://", "https://")) for one in addresses):
-        raise ConfigError(f"engine.url={url!r}: give the address of a server, e.g. http://127.0.0.1:8000, or a list of "
-                          "addresses.")
+        raise ConfigError(f"engine.url={url!r} must be the address of a server, e.g. http://127.0.0.1:8000, or a list "
+                          "of addresses")
     if len({*addresses}) < len(addresses):
-        raise ConfigError(f"engine.url={url!r} names an address twice: give every server once.")
+        raise ConfigError(f"engine.url={url!r} names an address twice. Give every server once.")
     if concurrency < 1:
-        raise ConfigError(f"engine.concurrency={concurrency}: give the requests in flight to each server, at least 1.")
+        raise ConfigError(f"engine.concurrency={concurrency}: the number of requests at a time must be at least 1")
     _check_dialect(dialect)
     if dialect == "openai" and len(run.stop) > STOPS_OF_OPENAI:
-        raise ConfigError(f"stop has {len(run.stop)} texts, but /v1/completions takes at most {STOPS_OF_OPENAI}: set "
+        raise ConfigError(f"stop has {len(run.stop)} texts, but /v1/completions takes at most {STOPS_OF_OPENAI}. Set "
                           "engine.dialect=vllm (or sglang), or give fewer.")
     check_dtype("engine.dtype", dtype)
     check_routes(run, routes)
@@ -208,8 +208,8 @@ class ServerEngine:
         self.reader.warn(rollouts, self.reader.refused - refused)
         if failures:
             raise BatchIncomplete(
-                f"{len(rollouts)} of {len(jobs)} completions were received from {self.name} and are kept: generate "
-                f"with the same key asks for the other {len(failures)} only. The first failure: {failures[0]}",
+                f"{len(rollouts)} of {len(jobs)} completions were received from {self.name} and are kept. Generate "
+                f"with the same key to request the other {len(failures)}; the first failure was: {failures[0]}",
                 placed,
             ) from failures[0]
         return rollouts
@@ -251,8 +251,8 @@ class ServerEngine:
             return self.dialect.answer(client, reply)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RunError(
-                f"{client.url}{self.dialect.path} answered without {error}: {json.dumps(reply)[:300]}; is it another "
-                "dialect?"
+                f"{client.url}{self.dialect.path} answered without {error}: {json.dumps(reply)[:300]}. Does it have "
+                "another dialect?"
             ) from error
 
     def _check_pushes(self) -> None:
@@ -261,8 +261,8 @@ class ServerEngine:
             taken = self.dialect.taken(client) if client.pushes else None
             if taken is not None and taken != client.pushes:
                 raise RunError(
-                    f"{client.url} holds push {taken}, but {client.pushes} was this run's last: it was restarted, or "
-                    "another run pushes to it, and these completions are of other weights. Load the weights again."
+                    f"{client.url} has push {taken}, but this run sent push {client.pushes}: it was restarted, or "
+                    "another run pushes to it. Load the weights again."
                 )
 
 
@@ -288,7 +288,7 @@ class Client:
         )
         for attempt in range(self.retries + 1):
             if lost is not None and lost.is_set():
-                raise RunError("not asked for, since the server had stopped answering.")
+                raise RunError("not requested, because the server had stopped answering")
             if attempt:
                 time.sleep(FIRST_WAIT * 2 ** (attempt - 1))
             try:
@@ -299,12 +299,12 @@ class Client:
                 said = error.read(300).decode(errors="replace")
                 failure = f"HTTP {error.code}: {said}"
                 if error.code not in RETRIED:
-                    raise ConfigError(f"{self.url}{path} refuses the request ({failure}).") from error
+                    raise ConfigError(f"{self.url}{path} refused the request ({failure})") from error
             except (OSError, HTTPException, ValueError) as error:  # no connection, timeout, half an answer
                 failure = repr(error)
         if lost is not None:
             lost.set()
-        raise RunError(f"{self.url}{path} gave no answer in {self.retries + 1} tries; the last: {failure}.")
+        raise RunError(f"{self.url}{path} gave no answer in {self.retries + 1} tries; the last failure was {failure}")
 
 
 def _bounded(response: HTTPResponse, where: str) -> bytes:
@@ -317,8 +317,8 @@ def _bounded(response: HTTPResponse, where: str) -> bytes:
         if len(text) <= LARGEST_ANSWER:
             return text
     raise RunError(
-        f"{where} answers with {f'{said:,}' if said else f'more than {LARGEST_ANSWER:,}'} bytes; at most "
-        f"{LARGEST_ANSWER:,} are read, so that a server gone wrong cannot fill the memory. Is it the right address?"
+        f"{where} answers with {(f'{said:,}' if said else f'more than {LARGEST_ANSWER:,}')} bytes, but the limit is "
+        f"{LARGEST_ANSWER:,}. Check the address."
     )
 
 
@@ -406,7 +406,7 @@ def _sglang_push(server: Client, weights: Shards) -> list[Receipt]:
     body = {"model_path": str(server.folder.resolve()), "weight_version": str(server.pushes), "flush_cache": True}
     reply = server.post("/update_weights_from_disk", body)
     if not reply.get("success"):
-        raise RunError(f"{server.url} did not take over the weights: {json.dumps(reply)[:300]}.")
+        raise RunError(f"{server.url} did not accept the weights: {json.dumps(reply)[:300]}")
     return []
 
 
