@@ -88,6 +88,15 @@ def test_rounding_of_another_dtype_is_no_excuse():
     assert not gap_by_hand(0.9, engine_dtype="float16").small, "whose rounding is an eighth"
     assert gap_by_hand(1.5, dtype=torch.bfloat16, engine_dtype="bfloat16").small
     assert not gap_by_hand(1.5, dtype=torch.bfloat16, engine_dtype="float16").small
+    assert gap_by_hand(2.7, dtype=torch.bfloat16).small and not gap_by_hand(2.9, dtype=torch.bfloat16).small
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_square_of_one_token_is_no_alarm(dtype):
+    """A tie between experts, decided otherwise: the KL is 20 times that of rounding, and the mean |log r| 1.3 times."""
+    gap = gap_by_hand(1.3, dtype=dtype)
+    gap.scorer.base = replace(gap.scorer.base, kl=np.where(np.arange(10) == 0, 1e-2, 1e-6))
+    assert gap.scorer.base.mean > 10 * gap.rounding.mean and gap.small
 
 
 @pytest.mark.parametrize("of_one, small", [(0.1, True), (6.0, False)])
@@ -181,7 +190,7 @@ def test_an_honest_engine_in_float16_has_a_test_of_its_own():
     engine = Engine("deepseek_v3", 8, 1, torch.float16, 1)
     found = answer(engine, engine.honest())
     assert not found.fault and found.causes == ("dtype",) and "in float16" in found.verdict
-    with pytest.raises(ConfigError, match="'int8' is none; use float32, bfloat16, float16"):
+    with pytest.raises(ConfigError, match="'int8' is unknown. Use float32, bfloat16, float16"):
         answer(engine, [], engine_dtype="int8")
 
 
@@ -226,7 +235,7 @@ def test_what_is_no_log_prob_of_the_token_is_read_so(bench, fault):
 def test_numbers_of_experts_by_place_or_from_one(bench):
     engine = bench("qwen3_moe")
     assert answer(engine, engine.physical_ids()).causes == ("physical_ids",)
-    with pytest.raises(ConfigError, match="has 8 from 0 on .* are they counted from 1"):
+    with pytest.raises(ConfigError, match="ids run from 0 to 7 .* Are they counted from 1"):
         answer(engine, [e | {"routes": e["routes"] + 1} for e in engine.honest()])
 
 
