@@ -181,7 +181,7 @@ def test_an_evaluation_counts_the_tokens_of_the_policy_alone(tmp_path):
 
 def test_gspo_with_advantages_per_turn_and_parts_of_conversations_are_refused_before_anything_is_drawn():
     run = TALK.replace(arm=TOKEN.replace(loss=Component("gspo", clip_low=0.01, clip_high=0.013)))
-    with pytest.raises(ConfigError, match=r"arm 'token': its advantage \(by_turn\) differs .* use gspo_token"):
+    with pytest.raises(ConfigError, match=r"arm 'token': its advantage \(by_turn\) differs .* Use gspo_token"):
         check(run)
     with pytest.raises(ConfigError, match="partial_tokens=4 cannot split multi-turn rollouts.*batches.lag works"):
         check(TALK.replace(batches="lagged(lag=1, partial_tokens=4)"))

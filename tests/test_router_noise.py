@@ -107,7 +107,7 @@ def test_settings_that_no_router_noise_has_are_refused():
         with pytest.raises(ConfigError, match=message):
             RUN.replace(**{f"router_noise.{setting}": value})
     assert any("no effect" in text for text in check(RUN.replace(mini_batches=1, **{"router_noise.scale": 1.0})))
-    with pytest.raises(ConfigError, match="cannot be moved"):
+    with pytest.raises(ConfigError, match="has no router noise"):
         check(RunConfig(arm=ARMS["grpo"], policy="megatron", router_noise=RouterNoise(scale=1.0)))
     with pytest.raises(ConfigError, match="does not change the reference"):
         check(RUN.replace(arm=ARMS["kl"], router_noise=RouterNoise(scale=1.0)))

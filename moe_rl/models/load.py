@@ -186,9 +186,9 @@ def skeleton(model_config: ModelConfig, trust_remote_code: bool = False) -> PreT
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=dtype).eval()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{model_config.name!r} cannot be built with the overrides {dict(model_config.overrides)!r}: "
-                          f"{error}") from error
+    except Exception as error:  # as below
+        given = f" with the overrides {dict(model_config.overrides)!r}" if model_config.overrides else ""
+        raise ConfigError(f"{model_config.name!r} cannot be built{given}: {_reason(error)}") from error
 
 
 def placement(model_config: ModelConfig) -> tuple[torch.device, torch.dtype]:
@@ -296,9 +296,13 @@ def _pretrained(auto_class: Any, name: str, trust: bool, **settings: Any) -> Any
     _require(name)
     try:
         return auto_class.from_pretrained(str(folder_of(name)), trust_remote_code=trust, **settings)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{name!r} cannot be loaded as a Hugging Face causal-LM checkpoint: {reason}") from error
+    except Exception as error:  # of damaged files and odd settings transformers raises what it meets
+        raise ConfigError(f"{name!r} cannot be loaded as a Hugging Face causal-LM checkpoint: {_reason(error)}") \
+            from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
 
 
 def make_deterministic() -> None:

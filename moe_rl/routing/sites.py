@@ -69,6 +69,11 @@ class Site:
     num_experts: int
     top_k: int
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise RoutingError(f"{self.name} chooses {self.top_k} of {self.num_experts} experts. top_k must be from 1 "
+                               "to the number of experts.")
+
 
 @dataclass(frozen=True)
 class Layout:

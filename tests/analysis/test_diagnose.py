@@ -354,7 +354,7 @@ ROWS = [[[0, 1]] * 4] * 3
         (json.dumps(GOOD | {"temperature": 0}), "temperature is 0; expected a number above 0"),
         (json.dumps(GOOD | {"top_p": 1.5}), "top_p is 1.5"),
         (json.dumps(GOOD | {"cached_tokens": 9}), "cached_tokens is 9"),
-        (json.dumps(GOOD | {"routes": [[[0, 8]] * 4] * 3}), "the model has 8 from 0 on"),
+        (json.dumps(GOOD | {"routes": [[[0, 8]] * 4] * 3}), "ids run from 0 to 7"),
         (json.dumps(GOOD | {"routes": [[[0, 1]] * 6] * 3}), "expected [3 rows, 4 layers, 2]"),
         (json.dumps(GOOD | {"routes": ROWS[:1]}), "expected [3 rows, 4 layers, 2]"),
         (json.dumps(GOOD | {"routes": "!!"}), "neither base64 nor another known text"),
@@ -377,8 +377,8 @@ def test_a_bad_line_is_a_sentence(there, tmp_path, capsys, line, says):
     (["none.jsonl", "step"], "there is no such file"), (["good.jsonl", "none"], "there is no checkpoint folder"),
     (["good.jsonl", "qwen3_moe-tiny"], "is a preset"), (["good.jsonl", "step", "--responses", "0"], "at least one"),
     (["good.jsonl", "step", "--batch-tokens", "0"], "must be at least 1"),
-    (["good.jsonl", "step", "--dtype", "int7"], "dtype 'int7' is none"),
-    (["good.jsonl", "step", "--router-dtype", "int4"], "--router-dtype 'int4' is none"),
+    (["good.jsonl", "step", "--dtype", "int7"], "dtype='int7' is unknown"),
+    (["good.jsonl", "step", "--router-dtype", "int4"], "--router-dtype 'int4' is unknown"),
     (["good.jsonl", "step", "--out", "."], "--out . is a folder"),
 ])  # fmt: skip
 def test_a_bad_request_is_a_sentence(there, capsys, monkeypatch, words, says):

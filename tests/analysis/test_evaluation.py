@@ -188,7 +188,7 @@ def test_checkpoints_and_files_may_be_added_and_settings_may_not_change(there, t
     (["--task", "running_sums"], "--problems"),
     (["--data", "aime.jsonl", "--problems", "6"], "has 5 different questions"),
     (["--data", "aime.jsonl", "--data", "aime.jsonl"], "given twice"),
-    (["--data", "nothing.jsonl"], "no such file"),
+    (["--data", "nothing.jsonl"], "file not found"),
     (["--data", "aime.jsonl", "-k", "0"], "at least one"),
     (["--data", "aime.jsonl", "--max-tokens", "2000"], "the model .max_position_embeddings. reads at most"),
     (["--data", "aime.jsonl", "--set", "temperature=0"], "must be positive"),
@@ -312,7 +312,7 @@ def test_a_folder_has_the_rewards_of_one_scorer(there, own, capsys):
     for names in ([first], [first, second], [second]):
         assert cli.main(["checkpoint", "evaluate", *names, *rest]) == 2
         heard = capsys.readouterr().err
-        assert "with other benchmarks (Scored.inputs.own_scored: '" in heard and "' now); give another --out" in heard
+        assert "other benchmarks (Scored.inputs.own_scored: '" in heard and "' now). Give another --out" in heard
     assert contents(out) == before
     said = json.loads((out / "evaluation.json").read_text())
     assert set(said["benchmarks"]["Scored"]["inputs"]) == {"own_scored"}

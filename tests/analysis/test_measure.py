@@ -264,7 +264,7 @@ def test_without_them_nothing_but_tables_is_left(there, tmp_path):
 
 def test_a_folder_is_one_comparison(there, tmp_path, frames):
     compare(there, tmp_path / "out")
-    with pytest.raises(RunError, match="holds another comparison .max_tokens: 2048 there, 9 now"):
+    with pytest.raises(RunError, match="contains another comparison .max_tokens: 2048 there, 9 now"):
         compare(there, tmp_path / "out", max_tokens=9)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "traces").write_text("precious")
@@ -293,7 +293,7 @@ def test_a_finished_comparison_is_read_whole_or_not_at_all(there, tmp_path, fram
 
 
 def test_a_request_that_is_refused_leaves_the_folder_free_for_the_right_one(there, tmp_path):
-    with pytest.raises(ConfigError, match="--max-tokens 1: two tokens are the least"):
+    with pytest.raises(ConfigError, match="--max-tokens 1 must be at least 2"):
         compare(there, tmp_path / "out", max_tokens=1)
     with pytest.raises(ConfigError, match="--batch-tokens 0: a forward needs at least 1"):
         compare(there, tmp_path / "out", batch_tokens=0)

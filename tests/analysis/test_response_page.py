@@ -110,7 +110,7 @@ def test_the_row_that_changed_most_is_shown_unless_another_is_asked_for(tmp_path
     files = pair(tmp_path, ["hello", "world"], [(1, 0), (6, 0), (7, 2)])
     assert write_response_page(files, tmp_path / "page.html") == 1
     assert write_response_page(files, tmp_path / "page.html", row=0) == 0
-    with pytest.raises(ConfigError, match="--row 2: the traces hold rows 0 to 1"):
+    with pytest.raises(ConfigError, match="--row 2: the traces have rows 0 to 1"):
         write_response_page(files, tmp_path / "page.html", row=2)
 
 

@@ -116,8 +116,8 @@ def test_a_longer_line_is_cut_and_counted(tmp_path):
 @pytest.mark.parametrize(
     "line, says",
     [
-        ("{broken", "line 2: a JSON object is needed, not '{broken'"),
-        ("[1]", "line 2: a JSON object is needed"),
+        ("{broken", "line 2: expected a JSON object, not '{broken'"),
+        ("[1]", "line 2: expected a JSON object"),
         ({"question": "2"}, "line 2: no text. Its keys are 'question'; expected"),
         ({"prompt": "2", "response": ""}, "line 2: its response is empty"),
         ({"prompt": "2"}, "line 2: no text"),

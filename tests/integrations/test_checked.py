@@ -87,7 +87,7 @@ def test_a_copy_of_the_module_is_loaded_under_its_own_names_and_checked_too(load
     assert engine.load(weights(loaded)) < 1e-5
     monkeypatch.setattr(engine.engine, "load", lambda given: list(given))
     perturb(loaded.model, 0.05)
-    with pytest.raises(RunError, match="push 2 to the engine on rank 0: the engine does not serve"):
+    with pytest.raises(RunError, match="push 2 to the engine on rank 0: the engine has other weights"):
         engine.load(weights(loaded))
 
 

@@ -245,7 +245,7 @@ def test_a_dry_run_prints_verl_s_command_and_starts_nothing(checkpoint, tmp_path
     if importlib.util.find_spec("verl") is None:
         assert main(call[:-1]) == 2 and "--trainer verl needs verl" in capsys.readouterr().err
     assert main([*call, "--set", "router_noise.scale=2.0"]) == 2
-    assert "router_noise.scale=2.0: --trainer verl can do 0.0 only" in capsys.readouterr().err
+    assert "router_noise.scale=2.0: --trainer verl supports only 0.0" in capsys.readouterr().err
     assert main([*call[:-2], "skyrl", "--dry-run"]) == 2
     assert "no trainer is called 'skyrl'" in capsys.readouterr().err
 
@@ -302,7 +302,7 @@ def test_rollouts_that_verl_wrote_are_read(tmp_path, monkeypatch, capsys):
     assert "nan" not in out and "clipped" not in out and "furthest" not in out
     assert main(["runs", "read", "runs/mine/gspo/base/seed=0", "--page", "read.html"]) == 0
     assert "NaN" not in (tmp_path / "read.html").read_text().partition("<script>")[0]
-    with pytest.raises(ConfigError, match="has no file N.jsonl of a step from 1 to 2"):
+    with pytest.raises(ConfigError, match="contains no file N.jsonl of a step from 1 to 2"):
         read_rollouts(tmp_path, 2)
     (tmp_path / "dump" / "1.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
     with pytest.raises(ConfigError, match="line 1: verl writes input and output as texts.* prompt, response"):
@@ -318,3 +318,20 @@ def test_options_of_a_trainer_reach_it_and_what_is_beside_it(tmp_path, monkeypat
     assert load("own_with_options:execute")("run") == ("run", 1)
 
 
+
+
+def test_names_and_numbers_of_a_log_that_are_no_measurements_change_no_row(tmp_path):
+    odd = {"critic/score/mean": 0.5, "actor/routing/step_step": 7, "actor/routing/step_arm": 3, "training/x": 10**400,
+           "actor/routing/step_step/layer_3": 1, "actor/routing/step_expert_change_rate/layer_99999999999999999999": 1,
+           "actor/routing/step_expert_change_rate/layer_2": 0.25, "actor/routing/update_99999999999999999999/pull": 1}
+    rows = read_log([write(tmp_path / "a.jsonl", (1, odd))])
+    assert rows["layers"] == [{"step": 1, "site": 0, "layer": 2, "expert_change_rate": 0.25}] and rows["updates"] == []
+    (step,) = rows["steps"]
+    assert step["step"] == 1 and step["reward"] == 0.5 and "arm" not in step
+
+
+@pytest.mark.parametrize("text", ["", '{"input": "a", "output": "b", "score": 1' + "0" * 400 + "}"])
+def test_rollouts_without_a_response_or_with_a_score_that_is_no_number_are_named(tmp_path, text):
+    (tmp_path / "1.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match="1.jsonl"):
+        read_rollouts(tmp_path, 1)

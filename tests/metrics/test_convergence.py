@@ -103,7 +103,7 @@ def test_a_run_without_reward_does_not_collapse():
 
 
 def test_collapse_refuses_steps_with_gaps():
-    with pytest.raises(ConfigError, match="consecutive"):
+    with pytest.raises(ConfigError, match="one reward per step"):
         collapse([1, 2, 4], [0.1, 0.2, 0.3])
 
 

@@ -199,7 +199,7 @@ def test_a_target_of_zero_leaves_the_model_alone(tmp_path):
 
 def test_a_target_it_does_not_reach_says_the_rate_and_leaves_nothing_behind(tmp_path):
     run = RUN.replace(**{"cold_start.target": 1.0, "cold_start.max_steps": 2})
-    with pytest.raises(RunError, match=r"reached a success rate of \d.*in 2 steps.*target of 100%.*max_steps"):
+    with pytest.raises(RunError, match=r"reached \d.*success in 2 steps.*target of 100%.*max_steps"):
         start(tmp_path, run)
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix not in (".lock", ".holder")]
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from moe_rl.config import ModelConfig
-from moe_rl.errors import ConfigError
-from moe_rl.models.load import PRESETS, hf_config, load, save_checkpoint
+from moe_rl.errors import ConfigError, RoutingError
+from moe_rl.models.load import PRESETS, check_weights, hf_config, load, save_checkpoint, skeleton
 from moe_rl.models.tokens import byte_tokenizer, completion_tokens, encode_prompts, plain_tokens
-from moe_rl.routing.sites import router_parameters
+from moe_rl.routing.sites import layout_of, router_parameters
 from moe_rl.study.declaration import PRESET_NAMES
 from moe_rl.types import Prompt
 from tests.conftest import CPU_KERNELS
@@ -61,7 +61,7 @@ def test_a_vocabulary_of_64_knows_digits_and_refuses_the_rest():
     prompt = encode_prompts([Prompt(text="372=")], tokenizer)[0]
     assert tokenizer.decode(prompt.tokens) == "372="
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (62, 63)
-    with pytest.raises(ConfigError, match="no tokens for part of the prompt 'word'"):
+    with pytest.raises(ConfigError, match="cannot encode part of the prompt 'word'"):
         encode_prompts([Prompt(text="word")], tokenizer)
 
 
@@ -192,11 +192,29 @@ def test_broken_checkpoints_are_one_sentence(tmp_path):
         load(ModelConfig(name=str(tmp_path / "no_tokenizer")), 0)
     small = load(ModelConfig(name="qwen3_moe-bench", overrides=SMALL), 0)
     save_checkpoint(small.model, TOKENIZER, tmp_path / "mixed")
-    with pytest.raises(ConfigError, match="258 tokens but the model only 64"):
+    with pytest.raises(ConfigError, match="258 tokens, but the model has 64"):
         load(ModelConfig(name=str(tmp_path / "mixed")), 0)
     save_checkpoint(loaded.model, loaded.tokenizer, tmp_path / "fine")
     with pytest.raises(ConfigError, match="overrides"):
         load(ModelConfig(name=str(tmp_path / "fine"), overrides={"num_experts": 4}), 0)
+
+
+@pytest.mark.parametrize("file, content", [
+    ("config.json", {"num_hidden_layers": "six"}), ("config.json", {"num_attention_heads": 0}),
+    ("config.json", {"hidden_act": "os.system"}), ("config.json", {"num_experts_per_tok": 99}),
+    ("config.json", {"num_experts_per_tok": 0}), ("config.json", None), ("tokenizer_config.json", []),
+    ("generation_config.json", []),
+])  # fmt: skip
+def test_odd_settings_of_a_checkpoint_are_one_sentence(tmp_path, file, content):
+    loaded = load(ModelConfig(), 0)
+    save_checkpoint(loaded.model, loaded.tokenizer, tmp_path)
+    kept = json.loads((tmp_path / file).read_text()) if isinstance(content, dict) else {}
+    (tmp_path / file).write_text(json.dumps(kept | content if isinstance(content, dict) else content))
+    with pytest.raises((ConfigError, RoutingError)) as found:
+        check_weights(str(tmp_path))
+        layout_of(skeleton(ModelConfig(name=str(tmp_path))))
+        load(ModelConfig(name=str(tmp_path)), 0)
+    assert "\n" not in str(found.value)
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path):

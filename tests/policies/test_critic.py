@@ -260,7 +260,7 @@ def test_the_advantage_gives_its_options_to_the_critic(options, lr, clip):
 
 
 def test_a_critic_on_megatron_is_refused():
-    with pytest.raises(ConfigError, match="policy='megatron' cannot have: its schedule runs one model per process"):
+    with pytest.raises(ConfigError, match="policy='megatron' has none: its schedule runs one model per process"):
         check(PPO.replace(policy="megatron", epochs=1))
     assert not [text for text in check(PPO) if "critic" in text]
 

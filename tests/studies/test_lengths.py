@@ -85,5 +85,5 @@ def test_the_figure_shows_the_means_that_the_page_prints():
     axis = verdicts.draw(gradients, ratios).axes[0]
     (mean,) = (line for line in axis.lines if line.get_gid() == "tokens, equal responses mean")
     assert mean.get_ydata() == pytest.approx([10 / n for n in verdicts.LENGTHS])
-    with pytest.raises(ConfigError, match="here is 0"):
+    with pytest.raises(ConfigError, match="one is 0"):
         verdicts.draw(gradients.assign(variance=0.0), ratios)

@@ -100,7 +100,7 @@ def test_a_killed_worker_is_followed_at_once(plan, tmp_path):
 def test_what_would_not_be_the_planned_run_is_refused(plan, tmp_path):
     file, planned = plan
     content = json.loads(file.read_text())
-    for change, words in (({"code": "0.0.1+other", "mix_code": False}, "was planned by code 0.0.1.other, this is"),
+    for change, words in (({"code": "0.0.1+other", "mix_code": False}, "was planned by code 0.0.1.other, but this is"),
                           ({"runs": [content["runs"][0] | {"hash": "0"}]}, "changed since it was planned")):
         with pytest.raises(RunError, match=words):
             read_run(content | change, 0)

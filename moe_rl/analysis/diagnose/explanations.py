@@ -118,8 +118,8 @@ class Gap:
     def small(self) -> bool:
         """Whether the engine's gap is one of rounding: with evidence; or without, up to the rounding that is measured
         here, unless the engine's dtype is known to be another, or a few responses have a larger gap while most of those
-        that rounding moves have none. The mean |log r| decides, because a tie between experts makes a mean of squares an
-        accident; of n tokens 4/√n are granted. Two sides in 16 bits have rounding e and e′, and E|e − e′| ≤ 2 E|e|."""
+        that rounding moves have none. The mean |log r| decides, because one tie between experts rules a mean of
+        squares; of n tokens 4/√n are granted. Two sides in 16 bits have rounding e and e′: E|e − e′| ≤ 2 E|e|."""
         base, rounding = self.scorer.base, self.rounding
         moved, gap = rounding.kl > SPARED * self.noise, base.kl > self.noise
         spared = moved.any() and gap.any() and gap[moved].mean() <= 0.5 and (

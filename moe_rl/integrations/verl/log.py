@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.errors import RunError
-from moe_rl.storage.columns import unknown
+from moe_rl.storage.columns import TABLES, unknown
 
 Row = dict[str, Any]
 STEPS = {
@@ -30,12 +30,12 @@ STEPS = {
 """verl's names, and the columns of `steps`."""
 ACTIVE = "actor/routing/coverage"
 """In every step of a trainer in which moe_rl is active."""
-CONSOLE = re.compile(r"^(?:\x1b\[\d+m)?(?:\(\w+ [^)]*\))?(?:\x1b\[0m)? ?step:(\d+) - (.*)")
+CONSOLE = re.compile(r"^(?:\x1b\[\d+m)?(?:\(\w+ [^)]*\))?(?:\x1b\[0m)? ?step:(\d{1,9}) - (.*)")
 """A line that verl's console printed, as it is or with the name of Ray's worker before it. A response that is printed
 may begin so too: the parts of a true one are all numbers with a name that contains a slash."""
 PART = re.compile(r"[^\s:]+/[^\s:]+:(?:np\.\w+\()?[-+.\w]+\)?")
-UPDATE = re.compile(r"actor/routing/update_(\d+)/(\w+)")
-STEP, LAYER = re.compile(r"actor/routing/step_(\w+)"), re.compile(r"actor/routing/step_(\w+)/layer_(\d+)")
+UPDATE = re.compile(r"actor/routing/update_(\d{1,6})/(\w+)")
+STEP, LAYER = re.compile(r"actor/routing/step_(\w+)"), re.compile(r"actor/routing/step_(\w+)/layer_(\d{1,6})")
 """What all updates of a step change together."""
 HELD_OUT = re.compile(r"val-\w+/(.*)/(acc|reward)/mean@1")
 COLUMNS = {"acc": "eval_exact_greedy", "reward": "eval_reward_greedy"}
@@ -87,7 +87,7 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
     for key, value in values.items():
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             continue
         if math.isfinite(number):
             found[key] = number
@@ -101,15 +101,21 @@ def _step_row(step: int, values: dict[str, float]) -> Row:
         if match := HELD_OUT.fullmatch(name):
             column, name_of_set = COLUMNS[match[2]], re.sub(r"\W+", "_", match[1])
             row[f"own_{column}_{name_of_set}" if several else column] = value
-        elif match := STEP.fullmatch(name):
+        elif (match := STEP.fullmatch(name)) and _is_measured("steps", match[1]):
             row[match[1]] = value
         elif (match := MEAN.fullmatch(name)) and name not in STEPS:
             row[f"own_{match[1]}"] = value
     return row
 
 
+def _is_measured(table: str, column: str) -> bool:
+    """Whether the data dictionary has the column, and it is no key of the table's rows."""
+    return column not in (*TABLES[table], "layer") and not unknown(table, {column})
+
+
 def _layer_rows(step: int, values: dict[str, float]) -> list[Row]:
-    found = [(int(match[2]), match[1], value) for name, value in values.items() if (match := LAYER.fullmatch(name))]
+    found = [(int(match[2]), match[1], value) for name, value in values.items()
+             if (match := LAYER.fullmatch(name)) and _is_measured("layers", match[1])]
     return [{"step": step, "site": site, "layer": layer, column: value}
             for site, (layer, column, value) in enumerate(sorted(found))]
 
@@ -117,6 +123,6 @@ def _layer_rows(step: int, values: dict[str, float]) -> list[Row]:
 def _update_rows(step: int, values: dict[str, float]) -> list[Row]:
     rows: dict[int, Row] = {}
     for name, value in values.items():
-        if (match := UPDATE.fullmatch(name)) and not unknown("updates", {match[2]}):
+        if (match := UPDATE.fullmatch(name)) and _is_measured("updates", match[2]):
             rows.setdefault(int(match[1]), {"step": step, "update": int(match[1])})[match[2]] = value
     return [rows[update] for update in sorted(rows)]

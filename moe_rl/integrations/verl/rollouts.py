@@ -34,12 +34,15 @@ def _rows(step: int, file: Path) -> list[dict[str, Any]]:
     prompts: dict[str, int] = {}
     for where, _, entry in objects(file):
         prompt, response, score = (entry.get(key) for key in ("input", "output", "score"))
-        if not (isinstance(prompt, str) and isinstance(response, str) and isinstance(score, int | float)):
+        if not (isinstance(prompt, str) and isinstance(response, str) and isinstance(score, int | float)
+                and abs(score) < 1e30):
             raise ConfigError(f"{where}: expected input and output as texts, and score as a number; the keys are "
                               f"{', '.join(entry)}")
         text = json.dumps([[response, math.nan, 0, 0]])
         found.append({"step": step, "rollout": len(found), "group": prompts.setdefault(prompt, len(prompts)),
                       "reward": float(score), "prompt": prompt, "response": text})
+    if not found:
+        raise ConfigError(f"{file} is empty. Restore it, or remove it.")
     ranked = sorted(found, key=lambda row: row["reward"])
     places = {round(place * (len(ranked) - 1) / (KEPT - 1)) for place in range(KEPT)}
     return [ranked[place] for place in sorted(places)]
