@@ -357,7 +357,7 @@ def test_misuse_is_an_error_that_says_what_to_do(qwen, tokens):
         moe_rl.monitor(qwen, every=0)
     with wrong(ConfigError, match="input_ids"):
         moe_rl.monitor(qwen, probe={"tokens": tokens})
-    with wrong(ConfigError, match="the probe is a Tensor: it is a batch by name"):
+    with wrong(ConfigError, match="the probe is a Tensor. Give a dictionary"):
         inspect.unwrap(probe_of)([], tokens)  # past the check of types, which is there in tests alone
     with wrong(ConfigError, match=r"decides has shape \(4, 9\) and is true at 0 inputs"):
         moe_rl.monitor(qwen, probe={"input_ids": tokens, "decides": torch.zeros_like(DECIDES)})
@@ -487,7 +487,7 @@ def test_log_probs_that_are_not_finite_are_refused(qwen, tokens, bad):
         for give in (monitor.ratios, monitor.engine):
             with pytest.raises(ConfigError, match="1 of 2 differences of log-probs and the .* are not finite"):
                 give(torch.zeros(1, 3), old, mask)
-            with pytest.raises(ConfigError, match="the mask is of float32"):
+            with pytest.raises(ConfigError, match="the mask has dtype float32"):
                 inspect.unwrap(give.__func__)(monitor, torch.zeros(1, 3), torch.zeros(1, 3), mask.float())
         with pytest.raises(ConfigError, match="decides is of int64"):
             monitor.decides(torch.ones(tokens.shape, dtype=torch.long))

@@ -164,7 +164,7 @@ def test_a_row_that_cannot_be_a_route_is_refused_and_named(row, reason):
     shape = layout()
     ids = routes(4, shape)
     ids[2, 1] = row
-    with pytest.raises(RoutingError, match=rf"layers.2.gate \(layer 2\): 1 of 4 rows are {reason}.*token 2 of row 0"):
+    with pytest.raises(RoutingError, match=rf"layers.2.gate \(layer 2\): 1 of 4 rows are {reason}.*row 0, token 2"):
         decode_routes(ids, layout=shape, tokens=range(5))
 
 
@@ -173,7 +173,7 @@ def test_on_request_it_becomes_unknown_and_is_counted(row, reason):
     shape = layout()
     ids = routes(4, shape)
     ids[2, 1] = row
-    with pytest.warns(RoutesRefused, match=f"1 rows are not routes and became unknown: 1 {reason}"):
+    with pytest.warns(RoutesRefused, match=f"1 rows are not routing and count as missing: 1 {reason}"):
         trace = decode_routes(ids, layout=shape, tokens=range(5), invalid="unknown")
     assert trace.coverage == 11 / 12
     assert not trace.known[0, 2, 1]
@@ -197,13 +197,13 @@ def test_expert_zero_alone_is_a_route_where_k_is_one():
         ([[[1, 2], [3]]], "not an array of ids"),
         ("not base64!", "neither base64 nor another known text"),
         (b64(b"\x93NUMPY rubbish"), "cannot be read as one"),
-        (b64(bytes(7)), "does not hold whole int32 ids"),
+        (b64(bytes(7)), "cannot be divided into int32 ids"),
         (b64(bytes(8)), "2 ids came; expected"),
-        ({"values": [], "valid_mask": []}, r"keys \['valid_mask', 'values'\] has no routes"),
-        ({"data": b64(bytes(24)), "shape": [4, 3], "dtype": "uint8"}, r"24 ids do not have the shape \[4, 3\]"),
+        ({"values": [], "valid_mask": []}, r"keys \['valid_mask', 'values'\] has no routing"),
+        ({"data": b64(bytes(24)), "shape": [4, 3], "dtype": "uint8"}, r"24 ids do not fit their shape \[4, 3\]"),
         ({"data": b64(bytes(24)), "dtype": "float16"}, "dtype 'float16'; expected one of uint8"),
         ({"data": b64(bytes(24)), "start": "2"}, "starts at '2'"),
-        ("nrlre1:int8", "do not have the shape|does not hold"),
+        ("nrlre1:int8", "do not fit their shape|cannot be divided"),
         ((np.zeros((2, 3, 2), int), np.zeros((2, 5, 2), int)), "equal layers and k"),
     ],
     ids=str,
@@ -216,7 +216,7 @@ def test_what_does_not_fit_says_what_was_expected(payload, says):
 def test_layers_counted_from_another_origin_are_noticed():
     shape = layout([1, 2])
     shifted = np.roll(with_dense(routes(4, shape), shape), -1, axis=1)
-    with pytest.raises(RoutingError, match=r"layers \[0\] have routes, but the model routes in \[1, 2\]"):
+    with pytest.raises(RoutingError, match=r"layers \[0\] have routing, but the MoE layers of the model are \[1, 2\]"):
         decode_routes(shifted, layout=shape, tokens=range(5))
 
 
@@ -300,7 +300,7 @@ def test_multi_token_prediction_records_are_not_decoder_layers(tmp_path):
 @pytest.mark.parametrize(
     "layers, broken, says",
     [
-        ((1, 2), None, r"layers \[1, 2\]; expected \[1, 2, 4\]"),
+        ((1, 2), None, r"layers \[1, 2\], but the MoE layers are \[1, 2, 4\]"),
         ((1, 2, 4), {"topk": 3}, "line 1: indices have shape"),
         ((1, 2, 4), {"top_indices": "x"}, "line 1 is not a record"),
         ((1, 2, 4), {"block": "mtp"}, "no decoder record"),

@@ -190,7 +190,7 @@ def test_what_is_no_tracker_is_refused_before_anything_starts(tmp_path, text, wo
 
 def test_an_export_that_the_tracker_refuses_and_one_of_nothing_say_so(tmp_path):
     root = fake_runs(tmp_path, seeds=(0,))
-    with pytest.raises(RunError, match="did not take the rows of fake/grpo/base/seed=0: ConnectionError"):
+    with pytest.raises(RunError, match="did not accept the rows of fake/grpo/base/seed=0: ConnectionError"):
         list(export(root, f"tests.own_trackers:Failing={tmp_path / 'lines'}"))
     with pytest.raises(RunError, match="no run below"):
         list(export(tmp_path / "none", f"{LINES}={tmp_path / 'lines'}"))

@@ -58,5 +58,5 @@ def test_a_token_weighs_what_its_row_says_and_is_clipped_by_what_its_column_says
 
 @pytest.mark.parametrize("wrong", [{"weigh": "tokens"}, {"clip": "response"}])
 def test_a_level_that_is_none_is_refused_with_the_choices(wrong, example):
-    with pytest.raises(ConfigError, match="choose each from  token, sequence, none, segment, product"):
+    with pytest.raises(ConfigError, match="choose each from token, sequence, none, segment, product"):
         crossed(example, **wrong)

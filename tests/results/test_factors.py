@@ -173,7 +173,7 @@ def test_a_study_of_many_combinations_draws_what_spans_them_once_and_the_rest_on
 def test_unknown_figures_and_metrics_are_named():
     with pytest.raises(ConfigError, match="no figure is called 'learned'.*against:<factor>.*survival"):
         figures.draw("learned", MAIN.name)
-    with pytest.raises(ConfigError, match="no metric 'rewards'"):
+    with pytest.raises(ConfigError, match="no metric is called 'rewards'"):
         figures.draw("against:optimizer.lr:rewards", MAIN.name)
 
 

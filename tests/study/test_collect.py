@@ -237,7 +237,7 @@ def test_tables_of_another_study_are_not_overwritten(folder, results, tmp_path):
     out, other = shutil.copytree(results, tmp_path / "results"), shutil.copytree(folder, tmp_path / "other")
     declared = json.loads((other / "study.json").read_text())
     (other / "study.json").write_text(json.dumps(declared | {"name": "other"}))
-    with pytest.raises(ConfigError, match="tables of the study 'fake' are there, and those of 'other'"):
+    with pytest.raises(ConfigError, match="tables of the study 'fake', and those of 'other'"):
         collect(other, out, mix_code=True)
     assert {f.name: f.read_bytes() for f in out.iterdir()} == {f.name: f.read_bytes() for f in results.iterdir()}
     collect(folder, out, mix_code=True)
@@ -315,7 +315,7 @@ def test_a_full_disk_is_one_sentence(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(collecting, "_write", full)
     assert cli.main(["runs", "collect", str(folder), "--out", str(tmp_path / "tables"), "--mix-code"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"moe-rl: {tmp_path / 'tables'}: No space left on device. Make room on the disk at /")
+    assert said.startswith(f"moe-rl: {tmp_path / 'tables'}: No space left on device. Free some space on the disk at /")
     assert not list(tmp_path.glob("tables/*.parquet"))
 
 

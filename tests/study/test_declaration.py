@@ -74,9 +74,9 @@ def test_own_cold_starts_belong_to_seeds_and_are_shared_by_arms(tmp_path):
 
 @pytest.mark.parametrize("changes, words", [
     ({"own_cold_starts": True, "factors": {"cold_start.seed": (1, 2)}}, "trains a supervised warm-up for each seed"),
-    ({"cells": {"a/b": {}}}, "cell 'a/b'"),
+    ({"cells": {"a/b": {}}}, "condition 'a/b'"),
     ({"cells": {"a": {"arm.loss": "gspo"}}}, "or changes seed or arm"),
-    ({"cells": {"a": {"arms": ("gpso",)}}}, "runs gpso, which is none of its arms"),
+    ({"cells": {"a": {"arms": ("gpso",)}}}, "runs gpso, which are not among its arms"),
     ({"arms": ()}, "arms"),
     ({"arms": (GRPO, GRPO)}, "need different names"),
     ({"name": "a/b"}, "name of a folder"),
@@ -285,7 +285,7 @@ def test_a_cell_may_name_the_seeds_that_run_there(tmp_path):
 
 @pytest.mark.parametrize("seeds", [(3, 4), (0, 3), ("1",), (), 1])
 def test_a_cell_cannot_name_seeds_that_the_study_does_not_run(seeds):
-    with pytest.raises(ConfigError, match=r"cell 'two' .*seeds=.*which are \[0, 1, 2\]"):
+    with pytest.raises(ConfigError, match=r"condition 'two' .*seeds=.*study's seeds: \[0, 1, 2\]"):
         with_changes(seeds=(0, 1, 2), cells={"all": {}, "two": {"seeds": seeds}})
 
 
@@ -374,5 +374,5 @@ def test_a_declaration_of_release_0_1_0_names_the_release_that_reads_it(tmp_path
 
 
 def test_a_study_of_too_many_runs_is_refused_at_once(tmp_path):
-    with pytest.raises(ConfigError, match="would be 3,000,000 runs, and at most 20,000 are planned"):
+    with pytest.raises(ConfigError, match="would have 3,000,000 runs, but at most 20,000 are allowed"):
         study.runs(tmp_path, range(1_000_000))

@@ -100,14 +100,14 @@ def test_a_killed_worker_is_followed_at_once(plan, tmp_path):
 def test_what_would_not_be_the_planned_run_is_refused(plan, tmp_path):
     file, planned = plan
     content = json.loads(file.read_text())
-    for change, words in (({"code": "0.0.1+other", "mix_code": False}, "was planned by code 0.0.1.other, this is"),
+    for change, words in (({"code": "0.0.1+other", "mix_code": False}, "was planned by code 0.0.1.other, but this is"),
                           ({"runs": [content["runs"][0] | {"hash": "0"}]}, "changed since it was planned")):
         with pytest.raises(RunError, match=words):
             read_run(content | change, 0)
     changed = content["runs"][0] | {"inputs": {"my_task": "0"}}
     from moe_rl.storage.provenance import code_version
 
-    with pytest.raises(RunError, match="my_task changed or went since .* was planned: submit the study again"):
+    with pytest.raises(RunError, match="my_task changed since .* was planned, or is missing. Submit the study again"):
         read_run(content | {"mix_code": False, "code": code_version(), "runs": [changed]}, 0)
     assert read_run(content, 0).config == planned.config
     file.write_text(json.dumps(content | {"runs": []}))
