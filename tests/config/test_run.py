@@ -61,7 +61,7 @@ def test_a_configuration_of_release_0_1_0_names_the_release_that_reads_it():
     ("group_size", 4.0, "group_size=4.0: .* type int"),
     ("steps", True, "steps=True: .* type int"),
     ("arm.terms", "kl", r"arm.terms='kl': .* type tuple\[str \| .*Component.*, ...\]"),
-    ("arm.loss", ("grpo", 0.2), r"arm.loss: \('grpo', 0.2\) is not the name of a component. Write \"name\", or Component"),
+    ("arm.loss", ("grpo", 0.2), r"arm.loss: \('grpo', 0.2\) is not the name of a component. Write \"name\""),
     ("micro_batch_tokens", 1.0, r"micro_batch_tokens=1.0: .* type int \| None"),
 ])
 def test_a_value_of_another_type_is_refused_with_the_type_that_is_needed(key, value, words):

@@ -210,7 +210,7 @@ def test_ddp_and_fsdp2_on_two_ranks_say_what_one_process_says_of_all_rows(tmp_pa
 def test_an_adapted_model_says_what_the_plain_one_says(qwen, tokens):
     plain = row_of(build("qwen3_moe"), slice(None), tokens)
     adapted = get_peft_model(qwen, LoraConfig(r=2, target_modules=["q_proj"])).eval()
-    with pytest.warns(UserWarning, match="did not change at all"):  # b of a fresh adapter is 0, and base weights do not move
+    with pytest.warns(UserWarning, match="did not change at all"):  # b of a fresh adapter is 0
         monitor = moe_rl.monitor(adapted, probe={"input_ids": tokens, "decides": DECIDES, "attention_mask": MASK})
         with monitor:
             pass

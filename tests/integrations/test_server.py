@@ -400,7 +400,7 @@ def test_answers_are_decoded_while_others_still_come_in(server, loaded, tmp_path
 
 @pytest.mark.parametrize("options, says", [
     ({"url": []}, "or a list of addresses"), ({"url": ["http://a", "b"]}, "or a list of addresses"),
-    ({"url": ["http://a", "http://a"]}, "names an address twice"), ({"url": "http://a", "concurrency": 0}, "at least 1"),
+    ({"url": ["http://a", "http://a"]}, "an address twice"), ({"url": "http://a", "concurrency": 0}, "at least 1"),
 ])
 def test_addresses_and_requests_in_flight_are_checked_before_compute(options, says):
     with pytest.raises(ConfigError, match=says):

@@ -304,7 +304,7 @@ class Arbitrary(LastDigit):
 def test_what_is_memorised_stops_early_with_that_word_and_the_split(tmp_path):
     run = RUN.replace(eval_prompts=10, **{"cold_start.target": 0.9})
     said: list[str] = []
-    words = r"memorised its 15 training prompts: at step \d+  it solves \d\d% of them.*40 different prompts: 10 held out"
+    words = r"memorised its 15 training prompts: at step \d+ it solves \d\d% .*40 different prompts: 10 held out"
     with pytest.raises(RunError, match=words):
         cold_start(load(run.model, 0), Arbitrary(), run, tmp_path, greedy, said.append)
     assert "40 different prompts: 10 held out (eval_prompts), 15 to end" in said[0]

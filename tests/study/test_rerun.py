@@ -293,7 +293,7 @@ def test_from_which_step_on_and_by_how_much_values_part(results, tmp_path, elsew
     moved = entropy + entropy[:2].max() / 8 * (row["steps"]["step"] > 1)  # an eighth, exact in float32
     share = (moved[1] - entropy[1]) / moved[:2].max()
     text = compared(entropy=moved)
-    assert "differ in 1 of " in text and f"columns (steps.entropy, …), from step 2 on, by at most {share:.1g} of" in text
+    assert "differ in 1 of " in text and f"columns (steps.entropy, …), from step 2 on, by at most {share:.1g}" in text
     assert "steps.entropy" not in compared(entropy=entropy.where(row["steps"]["step"] != 2)), "what it had not measured"
     assert "equal values" in compared(entropy=entropy + (row["steps"]["step"] == 3)), "steps that only the row has"
     gone = row["steps"].drop(index=0)
