@@ -359,7 +359,7 @@ def test_misuse_is_an_error_that_says_what_to_do(qwen, tokens):
         moe_rl.monitor(qwen, probe={"tokens": tokens})
     with wrong(ConfigError, match="the probe is a Tensor. Give a dictionary"):
         inspect.unwrap(probe_of)([], tokens)  # past the check of types, which is there in tests alone
-    with wrong(ConfigError, match=r"decides has shape \(4, 9\) and is true at 0 inputs"):
+    with wrong(ConfigError, match=r"decides has shape \(4, 9\) and 0 true values"):
         moe_rl.monitor(qwen, probe={"input_ids": tokens, "decides": torch.zeros_like(DECIDES)})
     for shapes in ((4, 9), (1, 9), (4, 9)), ((4, 9), (4, 8), (4, 9)), ((4, 9), (4, 9), (4, 1)), ((9,), (9,), (4, 9)):
         given = [torch.ones(shape) for shape in shapes]
@@ -489,7 +489,7 @@ def test_log_probs_that_are_not_finite_are_refused(qwen, tokens, bad):
                 give(torch.zeros(1, 3), old, mask)
             with pytest.raises(ConfigError, match="the mask has dtype float32"):
                 inspect.unwrap(give.__func__)(monitor, torch.zeros(1, 3), torch.zeros(1, 3), mask.float())
-        with pytest.raises(ConfigError, match="decides is of int64"):
+        with pytest.raises(ConfigError, match="decides has dtype int64"):
             monitor.decides(torch.ones(tokens.shape, dtype=torch.long))
     with pytest.raises(ConfigError, match="every=1.5"):
         inspect.unwrap(type(monitor).__init__)(monitor, qwen, every=1.5)

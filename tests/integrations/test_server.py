@@ -176,7 +176,7 @@ def test_a_server_outlives_its_clients_and_notices_when_two_push_to_it(server, l
         assert engine.load(policy_of(loaded).weights()) < 1e-5
     assert (first.engine.pushes, second.engine.pushes) == (2, 3)
     second.generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)
-    with pytest.raises(RunError, match="holds push 3, but 2 was this run's last"):
+    with pytest.raises(RunError, match="has push 3, but this run sent push 2"):
         first.generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)
     server.fake.pushes = 0  # restarted between two pushes, which the next one mends
     assert first.load(policy_of(loaded).weights()) < 1e-5 and first.engine.pushes == 1
@@ -223,7 +223,7 @@ def test_passing_failures_are_tried_again(server, loaded, tmp_path):
 
 def test_retries_end(server, loaded, tmp_path):
     server.faults = lambda number: 503
-    with pytest.raises(BatchIncomplete, match=r"no answer in 3 tries; the last: HTTP 503.*on purpose") as raised:
+    with pytest.raises(BatchIncomplete, match=r"no answer in 3 tries; the last failure was HTTP 503.*on purpose") as raised:
         engine_of(server, loaded, tmp_path, concurrency=1).generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)
     assert raised.value.rollouts == [None] * 3
     assert server.completions == 3, "one request is tried to the end, and the others are spared"
@@ -232,7 +232,7 @@ def test_retries_end(server, loaded, tmp_path):
 def test_a_refusal_is_final_and_leaves_the_others_alone(server, loaded, tmp_path):
     server.faults = lambda number: 400 if number == 2 else None
     engine = engine_of(server, loaded, tmp_path, concurrency=1)
-    with pytest.raises(BatchIncomplete, match=r"5 of 6 .* refuses the request \(HTTP 400") as raised:
+    with pytest.raises(BatchIncomplete, match=r"5 of 6 .* refused the request \(HTTP 400") as raised:
         engine.generate(PROMPTS, 2, key=(3,), sampling=SAMPLING)
     assert [r is None for r in raised.value.rollouts].count(True) == 1
     assert server.completions == 6
@@ -349,7 +349,7 @@ def test_two_servers_share_the_requests_and_both_take_over_weights(server, two, 
     assert all(map(same, expected, engine.generate(PROMPTS, 2, key=(3,), sampling=SAMPLING)))
     assert [one.completions for one in two] == [3, 3]
     two[1].fake.pushes = 0
-    with pytest.raises(RunError, match=two[1].url + " holds push 0, but 2 was this run's last"):
+    with pytest.raises(RunError, match=two[1].url + " has push 0, but this run sent push 2"):
         engine.generate(PROMPTS, 2, key=(4,), sampling=SAMPLING)
 
 

@@ -105,9 +105,9 @@ def test_what_verl_cannot_do_is_refused_by_its_name(run, key, value):
 
 
 @pytest.mark.parametrize("written, message", [
-    ("grpo+recall", "recall.*cannot run in verl"), ("grpo+kl(coef=0.1)", "for its terms"),
+    ("grpo+recall", "recall.*cannot run in verl"), ("grpo+kl(coef=0.1)", "with its terms"),
     ("grpo+under_noise(sigma=0.1)", "cannot run in verl"), ("grpo+old_policy+anchor=engine", "arm.anchor=engine"),
-    ("grpo+advantage=normalized(scale=none)", "for its advantage")])
+    ("grpo+advantage=normalized(scale=none)", "with its advantage")])
 def test_arms_that_verl_cannot_train_are_refused(run, written, message):
     with pytest.raises(ConfigError, match=message):
         check_settings(run.replace(arm=arm(written)))
@@ -245,7 +245,7 @@ def test_a_dry_run_prints_verl_s_command_and_starts_nothing(checkpoint, tmp_path
     if importlib.util.find_spec("verl") is None:
         assert main(call[:-1]) == 2 and "--trainer verl needs verl" in capsys.readouterr().err
     assert main([*call, "--set", "router_noise.scale=2.0"]) == 2
-    assert "router_noise.scale=2.0: --trainer verl can do 0.0 only" in capsys.readouterr().err
+    assert "router_noise.scale=2.0: --trainer verl supports only 0.0" in capsys.readouterr().err
     assert main([*call[:-2], "skyrl", "--dry-run"]) == 2
     assert "no trainer is called 'skyrl'" in capsys.readouterr().err
 
@@ -302,7 +302,7 @@ def test_rollouts_that_verl_wrote_are_read(tmp_path, monkeypatch, capsys):
     assert "nan" not in out and "clipped" not in out and "furthest" not in out
     assert main(["runs", "read", "runs/mine/gspo/base/seed=0", "--page", "read.html"]) == 0
     assert "NaN" not in (tmp_path / "read.html").read_text().partition("<script>")[0]
-    with pytest.raises(ConfigError, match="has no file N.jsonl of a step from 1 to 2"):
+    with pytest.raises(ConfigError, match="contains no file N.jsonl of a step from 1 to 2"):
         read_rollouts(tmp_path, 2)
     (tmp_path / "dump" / "1.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
     with pytest.raises(ConfigError, match="line 1: verl writes input and output as texts.* prompt, response"):

@@ -239,7 +239,7 @@ def test_a_metric_of_ones_own_that_fails_is_named_with_its_run(frames):
     fails = metric(f"{__name__}:of_a_column_that_is_not_there")
     with pytest.raises(ConfigError, match="of_a_column_that_is_not_there.*grpo, seed=0.*KeyError: 'own_rewards'"):
         per_run(frames, fails)
-    with pytest.raises(ConfigError, match="ends_the_program.*grpo seed=0.*SystemExit: 0"):
+    with pytest.raises(ConfigError, match="ends_the_program.*grpo, seed=0.*SystemExit: 0"):
         per_run(frames, metric(f"{__name__}:ends_the_program"))
 
 
