@@ -379,7 +379,7 @@ def test_misuse_is_an_error_that_says_what_to_do(qwen, tokens):
         with wrong(RoutingError, match="after the block"):
             monitor.row()
         monitor.decides(DECIDES[:, :8])
-        with wrong(RoutingError, match=r"shape \(4, 8\), but the forward reads 4 rows of 9"):
+        with wrong(RoutingError, match=r"shape \(4, 8\), but the forward has 4 rows of 9"):
             qwen(tokens)
     with torch.no_grad(), record_routing(qwen) as recording:
         qwen(tokens)

@@ -305,7 +305,7 @@ def test_rollouts_that_verl_wrote_are_read(tmp_path, monkeypatch, capsys):
     with pytest.raises(ConfigError, match="contains no file N.jsonl of a step from 1 to 2"):
         read_rollouts(tmp_path, 2)
     (tmp_path / "dump" / "1.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
-    with pytest.raises(ConfigError, match="line 1: verl writes input and output as texts.* prompt, response"):
+    with pytest.raises(ConfigError, match="line 1: expected input and output as texts.* prompt, response"):
         read_rollouts(tmp_path / "dump", 2)
 
 

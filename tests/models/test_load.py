@@ -61,7 +61,7 @@ def test_a_vocabulary_of_64_knows_digits_and_refuses_the_rest():
     prompt = encode_prompts([Prompt(text="372=")], tokenizer)[0]
     assert tokenizer.decode(prompt.tokens) == "372="
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (62, 63)
-    with pytest.raises(ConfigError, match="no tokens for part of the prompt 'word'"):
+    with pytest.raises(ConfigError, match="cannot encode part of the prompt 'word'"):
         encode_prompts([Prompt(text="word")], tokenizer)
 
 
@@ -192,7 +192,7 @@ def test_broken_checkpoints_are_one_sentence(tmp_path):
         load(ModelConfig(name=str(tmp_path / "no_tokenizer")), 0)
     small = load(ModelConfig(name="qwen3_moe-bench", overrides=SMALL), 0)
     save_checkpoint(small.model, TOKENIZER, tmp_path / "mixed")
-    with pytest.raises(ConfigError, match="258 tokens but the model only 64"):
+    with pytest.raises(ConfigError, match="258 tokens, but the model has 64"):
         load(ModelConfig(name=str(tmp_path / "mixed")), 0)
     save_checkpoint(loaded.model, loaded.tokenizer, tmp_path / "fine")
     with pytest.raises(ConfigError, match="overrides"):

@@ -201,7 +201,7 @@ def test_rows_too_long_or_too_many_are_refused():
         RoutingTrace.cat([rows], rows.tokens[:, :4], rows.attention_mask[:, :4])
     with pytest.raises(RoutingError, match="4 rows, but the batch has 3"):
         RoutingTrace.cat([rows.rows(slice(0, 2)), rows.rows(slice(2, 4))], rows.tokens[:3], rows.attention_mask[:3])
-    with pytest.raises(RoutingError, match="2 rows, the batch has 4"):
+    with pytest.raises(RoutingError, match="2 rows, but the batch has 4"):
         RoutingTrace.cat([rows.rows(slice(0, 2))], rows.tokens, rows.attention_mask)
 
 
