@@ -61,9 +61,9 @@ def test_an_anchor_that_is_none_is_refused_where_the_arm_is_declared():
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"engine": Component("perturbed", int8=True)}, "copies the model of policy='hf'"),
-    (arm(terms=(Component("z_loss", coef=1e-3),)), "looks at routers, which policy='megatron' cannot do"),
-    (arm(routes=Component("soft", ratio=0.5)), "routes=soft, which policy='megatron' cannot do: RouterReplay"),
-    (arm(ratio_routes="recall"), "recall.*, which policy='megatron' cannot do: RouterReplay"),
+    (arm(terms=(Component("z_loss", coef=1e-3),)), "cannot do this: arm 'a' looks at routers"),
+    (arm(routes=Component("soft", ratio=0.5)), "routes=soft, because RouterReplay"),
+    (arm(ratio_routes="recall"), "recall.*, because RouterReplay"),
     ({"model": ModelConfig(router_dtype="float32")}, "in float32 anyway"),
     ({"optimizer": Optimizer(loss_free_bias=1e-3)}, "has no e_score_correction_bias"),
 ])  # fmt: skip
@@ -83,8 +83,8 @@ def test_megatron_that_is_not_installed_is_named_with_its_cure(monkeypatch):
     (arm(routes=Component("random_share", share=2.0)), "from 0 to 1, not 2"),
     (arm(ratio_routes=Component("by_layer", share=1.5)), "from 0 to 1, not 1.5"),
     (arm(routes=Component("false_flips", share=-0.5)), "from 0 to 1, not -0.5"),
-    ({"model": ModelConfig(overrides={"num_experts_per_tok": 99})}, "no router .* is .*num_experts=16, top_k=99"),
-    ({"model": ModelConfig(overrides={"num_experts": 1})}, "no router .* is .*num_experts=1, top_k=2"),
+    ({"model": ModelConfig(overrides={"num_experts_per_tok": 99})}, "no router can be .*num_experts=16, top_k=99"),
+    ({"model": ModelConfig(overrides={"num_experts": 1})}, "no router can be .*num_experts=1, top_k=2"),
 ])  # fmt: skip
 def test_what_fails_in_the_first_step_is_refused_before(changes, message):
     with pytest.raises((ConfigError, RoutingError), match=message):
@@ -93,7 +93,7 @@ def test_what_fails_in_the_first_step_is_refused_before(changes, message):
 
 def test_a_dose_of_none_is_said():
     (said,) = execute.check(TINY.replace(**arm(routes=Component("random_share", share=0.0))))
-    assert said == "random_share(share=0) replays nothing: its runs are those of the routes `live`."
+    assert said == "random_share(share=0) replays nothing. Use routes=live for a run without replay."
 
 
 def test_a_checkpoint_beyond_the_last_step_is_said():

@@ -17,26 +17,25 @@ EVALUATED = ("temperature", "top_p", "top_k", "min_p", "sampling_mask", "max_new
 
 @verb(
     argument("checkpoints", nargs="+", metavar="CHECKPOINT",
-             help="Hugging Face checkpoints: two, or a series; folders, names on the hub, or a folder of several, such "
-                  "as a run's"),
+             help="two or more: folders, names on the Hugging Face hub, or a folder that contains several"),
     argument("--data", required=True, help="JSONL: prompt and response, chat messages, or text"),
     argument("--out", type=Path, default=Path("volatility"), help="folder to write (default: volatility)"),
     DEVICE,
     DTYPE,
-    argument("--max-tokens", type=int, default=2048, metavar="N", help="longer texts are cut, counted (default: 2048)"),
+    argument("--max-tokens", type=int, default=2048, metavar="N", help="longer texts are cut (default: 2048)"),
     argument("--batch-tokens", type=int, default=4096, metavar="N", help="tokens in one forward (default: 4096)"),
-    argument("--traces", action="store_true", help="keep the routes of both, for `moe-rl checkpoint view`"),
+    argument("--traces", action="store_true", help="store the routing, for `moe-rl checkpoint view`"),
     argument("--ratios", action="store_true",
-             help="score the responses, too: token ESS and KL, natural and replayed"),
+             help="also measure token ESS and KL, with and without replay"),
     TRUST_CODE,
     examples="""
   moe-rl checkpoint compare sft/ rl-step-500/ --data responses.jsonl
-  moe-rl checkpoint compare sft/ rl-500/ rl-1000/ --data texts.jsonl   a curve
+  moe-rl checkpoint compare sft/ rl-500/ rl-1000/ --data texts.jsonl   series
   moe-rl checkpoint compare runs/x/gspo/base/seed=0 --data texts.jsonl
                                       the hf_checkpoints of a run
-a line of the file: {"prompt": "2+2=", "response": "4"}, {"text": "…"}
-or {"messages": [{"role": "user", "content": "2+2="}, …]}. Every metric comes
-with its noise floor; the same command goes on after a kill.""",
+A line of the file: {"prompt": "2+2=", "response": "4"}, {"text": "…"}
+or {"messages": [{"role": "user", "content": "2+2="}, …]}. The same command
+continues an interrupted comparison.""",
 )
 def compare(options: argparse.Namespace) -> int:
     """Compare checkpoints; tables and figures into `--out`."""
@@ -64,36 +63,36 @@ def compare(options: argparse.Namespace) -> int:
 
 @verb(
     argument("checkpoints", nargs="+", metavar="CHECKPOINT",
-             help="Hugging Face checkpoints, the first being what others are compared with; folders, names on the hub, "
-                  "or a folder of several, such as a run's"),
+             help="folders, names on the Hugging Face hub, or a folder that contains several; the first is the "
+                  "baseline"),
     argument("--data", action="append", default=[], metavar="FILE",
              help="JSONL with question and answer; may be repeated"),
     argument("--task", action="append", default=[], metavar="TASK",
-             help="another task, e.g. reasoning_gym:gsm_symbolic; may be repeated: docs/tasks.md"),
-    argument("-k", type=int, default=16, metavar="N", help="completions drawn of each problem (default: 16)"),
-    argument("--greedy", action="store_true", help="the greedy completion, too"),
-    argument("--problems", type=int, metavar="N", help="so many of each, as runs hold out (default: all of a file)"),
+             help="task, e.g. reasoning_gym:gsm_symbolic (docs/tasks.md); may be repeated"),
+    argument("-k", type=int, default=16, metavar="N", help="completions per problem (default: 16)"),
+    argument("--greedy", action="store_true", help="also sample the greedy completion"),
+    argument("--problems", type=int, metavar="N", help="problems per benchmark (default: all of a file)"),
     argument("--match", default="math", help="how answers of a file match: math or exact (default: math)"),
-    argument("--temperature", type=float, default=1.0, metavar="T", help="of sampling (default: 1)"),
-    argument("--max-tokens", type=int, default=2048, metavar="N", help="of a completion (default: 2048)"),
-    argument("--seed", type=int, default=0, metavar="N", help="of the sampling noise (default: 0)"),
+    argument("--temperature", type=float, default=1.0, metavar="T", help="sampling temperature (default: 1)"),
+    argument("--max-tokens", type=int, default=2048, metavar="N", help="longest completion (default: 2048)"),
+    argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)"),
     argument("--at-once", type=int, default=1, metavar="N",
-             help="problems asked at once: faster, but as many are lost by a kill (default: 1)"),
+             help="problems at a time (default: 1); an interruption loses as many"),
     DEVICE,
     DTYPE,
     argument("--set", action="append", default=[], metavar="K=V", dest="settings",
-             help="another setting, e.g. engine=vllm: docs/settings.md"),
+             help="change a setting, e.g. engine=vllm: docs/settings.md"),
     argument("--out", type=Path, default=Path("evaluation"), help="folder to write (default: evaluation)"),
     TRUST_CODE,
     examples="""
   moe-rl checkpoint evaluate sft/ rl-500/ --data a.jsonl --data b.jsonl -k 16
   moe-rl checkpoint evaluate runs/x/gspo/base/seed=0 --data aime.jsonl
-                                      the hf_checkpoints of a run: a curve
+                                      the hf_checkpoints of a run
   moe-rl checkpoint evaluate rl-500/ --task running_sums --problems 100
   moe-rl checkpoint evaluate rl-500/ --data aime.jsonl \\
       --set engine=vllm --at-once 32
-a line of a file: {"question": "…", "answer": "…"}. The same command goes on
-after a kill, and ends identical.""",
+A line of a file: {"question": "…", "answer": "…"}. The same command continues
+an interrupted evaluation.""",
 )
 def evaluate(options: argparse.Namespace) -> int:
     """Evaluate checkpoints; completions, tables and the curve into `--out`."""
@@ -128,17 +127,17 @@ def evaluate(options: argparse.Namespace) -> int:
 
 @verb(
     argument("traces", type=Path, nargs="+", metavar="TRACE",
-             help="trace files of the same tokens, in order of their weights: two, or more to choose two of"),
-    argument("--row", type=int, help="which response, from 0 (default: what changed most)"),
-    argument("--tokenizer", metavar="DIR", help="checkpoint that spells the tokens (default: beside traces)"),
+             help="two or more trace files of the same tokens, oldest weights first"),
+    argument("--row", type=int, help="number of the response (default: the largest change)"),
+    argument("--tokenizer", metavar="DIR", help="checkpoint with the tokenizer (default: beside traces)"),
     argument("--out", type=Path, default=Path("view.html"), help="page to write (default: view.html)"),
     examples="""
   cd volatility/traces; moe-rl checkpoint view {before,after}/000000.safetensors
   moe-rl checkpoint view engine.safetensors natural.safetensors
   moe-rl checkpoint view before.safetensors after.safetensors --row 3 \\
       --tokenizer sft/ --out changes.html
-trace files come from `moe-rl checkpoint compare --traces`, or from
-RoutingTrace.save: docs/checkpoints.md.""",
+`moe-rl checkpoint compare --traces` and RoutingTrace.save write trace files:
+docs/checkpoints.md.""",
 )
 def view(options: argparse.Namespace) -> int:
     """Write the page."""
@@ -155,24 +154,24 @@ def view(options: argparse.Namespace) -> int:
 
 
 @verb(
-    argument("rollouts", help="JSONL: tokens, prompt_length and logprobs per response, routes if there are any"),
-    argument("checkpoint", help="what the trainer believes sampled them: a folder, or a name on the hub"),
+    argument("rollouts", help="JSONL: tokens, prompt_length, logprobs and, if known, routes of each response"),
+    argument("checkpoint", help="checkpoint that sampled them: a folder, or a name on the hub"),
     argument("--also", action="append", default=[], metavar="CHECKPOINT",
-             help="another version that the engine may have had, whole or in part; may be repeated"),
+             help="another version that the engine may have used; may be repeated"),
     DEVICE,
-    argument("--dtype", default="float32", help="the trainer's (default: float32)"),
-    argument("--router-dtype", help="the trainer's, of its routers (default: as --dtype)"),
-    argument("--engine-dtype", help="what the engine computes in: rounding of another dtype then explains no gap"),
-    argument("--responses", type=int, default=128, help="most responses looked at, drawn at random (default: 128)"),
+    argument("--dtype", default="float32", help="dtype of the trainer (default: float32)"),
+    argument("--router-dtype", help="dtype of the trainer's routers (default: --dtype)"),
+    argument("--engine-dtype", help="dtype of the engine; then another dtype is no explanation"),
+    argument("--responses", type=int, default=128, help="responses to use, chosen at random (default: 128)"),
     argument("--batch-tokens", type=int, default=4096, help="tokens in one forward (default: 4096)"),
     argument("--out", type=Path, default=Path("diagnosis.html"), help="page to write (default: diagnosis.html)"),
     TRUST_CODE,
     examples="""
   moe-rl diagnose rollouts.jsonl step-500/
   moe-rl diagnose rollouts.jsonl step-500/ --also step-499/ --device cuda
-a line of the file: {"tokens": [ids], "prompt_length": 5, "logprobs": […],
-"temperature": 1.0, "routes": …}: docs/diagnose.md. The exit code is 1 where
-something is to be mended, 2 for input that cannot be used.""",
+A line of the file: {"tokens": [ids], "prompt_length": 5, "logprobs": […],
+"temperature": 1.0, "routes": …} (docs/diagnose.md). Exit code: 1 for a fault,
+2 for wrong input.""",
 )
 def diagnose(options: argparse.Namespace) -> int:
     """Print the verdict and its evidence; write the page."""

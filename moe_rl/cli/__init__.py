@@ -14,34 +14,34 @@ from moe_rl.errors import ConfigError, MoeRlError, name_full_disk
 from moe_rl.storage.terminal import harmless
 
 COMMANDS = {
-    "run": ("moe_rl.cli.running:run", "Run a study, or go on with it; ends with tables and figures."),
-    "rerun": ("moe_rl.cli.running:rerun", "Run stored runs again from their own settings, and compare them."),
-    "cancel": ("moe_rl.cli.running:cancel", "Take the runs below a folder out of the cluster's queue."),
-    "work": ("moe_rl.cli.running:work", "One run of a plan, in this process: what a scheduler calls."),
-    "new": ("moe_rl.cli.new:new", "A folder with a study of your own, ready to run, and its tests."),
-    "methods": ("moe_rl.cli.methods:methods", "Every method by name: setting and source; one of them in full."),
-    "plot": ("moe_rl.cli.tables:plot", "Draw a study's figures and print its summary, from tables alone."),
-    "report": ("moe_rl.cli.tables:report", "A study as one web page: tables, figures, settings, cost."),
-    "runs list": ("moe_rl.cli.runs:list_runs", "Every run below a folder: state, age, time left."),
-    "runs show": ("moe_rl.cli.runs:show", "One run: its manifest and its last rows."),
-    "runs read": ("moe_rl.cli.runs:read", "The rollouts of a run: responses, rewards, what was clipped."),
-    "runs diff": ("moe_rl.cli.runs:diff", "Where two runs first differ, and which of their settings differ."),
-    "runs collect": ("moe_rl.cli.tables:collect", "The tables of a finished study as a few small files, to commit."),
-    "runs export": ("moe_rl.cli.tables:export", "The tables of all runs below a folder as CSV, or to a tracker."),
-    "runs import": ("moe_rl.integrations.verl.commands:import_run", "A run of verl, from its log, as a run folder."),
+    "run": ("moe_rl.cli.running:run", "Run a study, or continue it; print tables and draw figures."),
+    "rerun": ("moe_rl.cli.running:rerun", "Run stored runs again with their settings, and compare results."),
+    "cancel": ("moe_rl.cli.running:cancel", "Remove the runs below a folder from the cluster's queue."),
+    "work": ("moe_rl.cli.running:work", "Carry out one run of a plan, as a scheduler does."),
+    "new": ("moe_rl.cli.new:new", "Create a folder with your own study, ready to run, and tests."),
+    "methods": ("moe_rl.cli.methods:methods", "List all methods with their sources, or explain one of them."),
+    "plot": ("moe_rl.cli.tables:plot", "Print a study's tables and draw its figures."),
+    "report": ("moe_rl.cli.tables:report", "Write a study as one web page: tables, figures, settings, cost."),
+    "runs list": ("moe_rl.cli.runs:list_runs", "List the runs below a folder: state, age, time left."),
+    "runs show": ("moe_rl.cli.runs:show", "Print a run's manifest and its last rows."),
+    "runs read": ("moe_rl.cli.runs:read", "Print rollouts of a run: responses, rewards, clipped tokens."),
+    "runs diff": ("moe_rl.cli.runs:diff", "Find where two runs first differ, and which settings differ."),
+    "runs collect": ("moe_rl.cli.tables:collect", "Write the tables of a finished study as a few small files."),
+    "runs export": ("moe_rl.cli.tables:export", "Export the tables of runs as CSV, or to a tracker."),
+    "runs import": ("moe_rl.integrations.verl.commands:import_run", "Import a run of verl from its log."),
     "checkpoint compare": ("moe_rl.analysis.commands:compare",
-                           "How far routing moved between checkpoints, on your own texts."),
+                           "Measure how routing changed between checkpoints, on your texts."),
     "checkpoint evaluate": ("moe_rl.analysis.commands:evaluate",
-                            "avg@k, pass@k, maj@k on your own problems, with intervals."),
+                            "Measure avg@k, pass@k and maj@k on your problems."),
     "checkpoint view": ("moe_rl.analysis.commands:view",
-                        "A web page of one response: where traces of its routing differ."),
+                        "Write a web page that compares the routing of one response."),
     "checkpoint pretrain": ("moe_rl.cli.pretrain:pretrain",
-                            "A small MoE from nothing, until routers and loss have settled."),
-    "diagnose": ("moe_rl.analysis.commands:diagnose", "Why the engine's log-probs and the trainer's disagree."),
+                            "Train a small MoE from random weights until it has converged."),
+    "diagnose": ("moe_rl.analysis.commands:diagnose", "Find out why engine and trainer disagree on log-probs."),
 }
 """By name, the `module:attribute` of a `Verb`, and its line in the list of commands."""
 GROUPS = {
-    "": "A microscope for Mixture-of-Experts routing during RL.",
+    "": "Measure and control Mixture-of-Experts routing during RL.",
     "runs": "Stored runs: list, show, read, diff, collect, export, import.",
     "checkpoint": "Model checkpoints: compare, evaluate, view, pretrain.",
 }
@@ -125,7 +125,7 @@ def overview(group: str = "") -> str:
     rows = [f"  {word:<12}{summary}" for word, summary in _below(group).items()]
     call = f"moe-rl {group}".strip()
     return "\n".join([f"usage: {call} COMMAND …", "", GROUPS[group], "", "commands:", *rows, "",
-                      f"{call} COMMAND --help has options and examples of each."])
+                      f"{call} COMMAND --help prints the options and examples of a command."])
 
 
 def completions(line: str) -> list[str]:

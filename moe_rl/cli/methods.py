@@ -8,12 +8,12 @@ from moe_rl.cli.verbs import argument, verb
 
 
 @verb(
-    argument("name", nargs="?", metavar="ARM", help="a method, a framework's default, or any arm as text"),
+    argument("name", nargs="?", metavar="ARM", help="method, default of a framework, or any arm as text"),
     examples="""
-  moe-rl methods                      all of them
+  moe-rl methods                      all methods
   moe-rl methods sapo                 its components, equations and source
-  moe-rl methods trl:gspo             TRL's default, and how the paper's differs
-  moe-rl methods "gspo+rollout+kl(coef=0.001)"   what an arm as text stands for""",
+  moe-rl methods trl:gspo             TRL's default, compared with the paper
+  moe-rl methods "gspo+rollout+kl(coef=0.001)"   any arm""",
 )
 def methods(options: argparse.Namespace) -> int:
     """Print them."""

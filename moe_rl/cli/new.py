@@ -17,11 +17,11 @@ TEMPLATE = "my_study"
 
 
 @verb(
-    argument("folder", type=Path, metavar="NAME", help="folder to make; its name is the study's, e.g. my_study"),
+    argument("folder", type=Path, metavar="NAME", help="new folder, and name of the study, e.g. my_study"),
     examples="""
-  moe-rl new my_study                a study, its task, loss and routing source
+  moe-rl new my_study                study, task, loss and route source
   cd my_study
-  moe-rl run my_study.py --quick     it runs as it is: docs/studies.md""",
+  moe-rl run my_study.py --quick     runs unchanged: docs/studies.md""",
 )
 def new(options: argparse.Namespace) -> int:
     """Write the folder. Nothing that is there is touched."""

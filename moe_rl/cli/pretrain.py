@@ -11,18 +11,18 @@ from moe_rl.cli.verbs import argument, verb
 @verb(
     argument("folder", type=Path, metavar="FOLDER", help="where the checkpoint goes"),
     argument("--task", action="append", default=[], metavar="TASK",
-             help="what it learns; repeated, a mixture (default: running_sums)"),
+             help="task to learn (default: running_sums); repeat it for a mixture"),
     argument("--model", default="qwen3_moe-tiny", help="a preset (default: qwen3_moe-tiny)"),
-    argument("--seed", type=int, default=0, help="of weights and examples (default: 0)"),
+    argument("--seed", type=int, default=0, help="seed of weights and examples (default: 0)"),
     argument("--set", action="append", default=[], metavar="K=V", dest="settings",
-             help="another setting, e.g. load_balance=0.02: docs/settings.md"),
+             help="change a setting, e.g. load_balance=0.02: docs/settings.md"),
     examples="""
   moe-rl checkpoint pretrain base --task running_sums \\
       --task reasoning_gym:spell_backward
   moe-rl checkpoint pretrain fine --model qwen3_moe-fine --set max_steps=2000
   moe-rl run my_study.py --set model.name=base --set cold_start.target=0
-The same command goes on after a kill. Exit code 1: steps ran out before loss or
-load had settled.""",
+The same command continues an interrupted training. Exit code 1: the steps ended
+before it converged.""",
 )
 def pretrain(options: argparse.Namespace) -> int:
     """Train, measure, save."""

@@ -26,33 +26,33 @@ TRAINERS = {"verl": "moe_rl.integrations.verl.study:execute"}
 
 @verb(
     argument("study", help="a file with `study = Study(…)`, a module, or routing_replay"),
-    argument("--dry-run", action="store_true", help="print runs, cost, a prompt with its reward; start nothing"),
-    argument("--quick", action="store_true", help="one seed, three steps, as <study>-quick: a trial"),
-    argument("--seeds", help="number of seeds (8: 0 to 7), or a list (0,1,2); 7, is seed 7 alone"),
+    argument("--dry-run", action="store_true", help="print runs, cost and an example prompt; start nothing"),
+    argument("--quick", action="store_true", help="test the study: one seed, three steps, as <study>-quick"),
+    argument("--seeds", help="number of seeds, or a list: 8 is 0 to 7, and '7,' is only 7"),
     argument("--steps", type=int, metavar="N", help="length of every run"),
-    argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"),
+    argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs (default: runs)"),
     JOBS,
     argument("--launcher", default="local", metavar="NAME",
-             help="slurm, or a file of its settings: docs/studies.md"),
+             help="slurm, or a file with its settings: docs/studies.md"),
     argument("--task", help="reasoning_gym:…, jsonl:FILE, module:Class (docs/tasks.md)"),
-    argument("--arms", metavar="A,B", help="only these of the study's own arms"),
-    argument("--arm", action="append", default=[], metavar="ARM", help="these arms instead, see `moe-rl methods`"),
+    argument("--arms", metavar="A,B", help="run only these arms of the study"),
+    argument("--arm", action="append", default=[], metavar="ARM", help="run this arm instead; see `moe-rl methods`"),
     argument("--set", action="append", default=[], metavar="K=V", dest="settings",
-             help="another setting, e.g. optimizer.lr=1e-4: docs/settings.md"),
-    argument("--policy", metavar="NAME", help="what trains: hf; on several processes fsdp or 'megatron(ep=2)'"),
-    argument("--trainer", metavar="NAME", help="verl: verl's PPO trainer runs the study (docs/your_trainer.md)"),
+             help="change a setting, e.g. optimizer.lr=1e-4: docs/settings.md"),
+    argument("--policy", metavar="NAME", help="hf, or on several processes fsdp or 'megatron(ep=2)'"),
+    argument("--trainer", metavar="NAME", help="verl: train with verl's PPO trainer (docs/your_trainer.md)"),
     argument("--track", action="append", default=[], metavar="NAME",
              help="tensorboard or wandb, or NAME=FOLDER (docs/studies.md)"),
     MIX_CODE,
     examples="""
-  moe-rl run routing_replay --dry-run     what it costs, what would make it void
-  moe-rl run routing_replay --seeds 8     go on after an interruption, too
-  moe-rl run routing_replay --arms gspo   a part of it; the rest can follow
+  moe-rl run routing_replay --dry-run     print cost and warnings
+  moe-rl run routing_replay --seeds 8     also continues a stopped study
+  moe-rl run routing_replay --arms gspo   one arm; the others can follow
   moe-rl run my_study.py --out trial --arm gspo --arm "sapo(tau_neg=1.05)"
-  moe-rl run my_study.py --steps 200      longer: finished runs are extended
+  moe-rl run my_study.py --steps 200      also extends finished runs
   torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy fsdp
   torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy megatron
-Defaults are the study's; --arm and --set may be repeated.""",
+Defaults are the study's settings. --arm and --set may be repeated.""",
 )
 def run(options: argparse.Namespace) -> int:
     """Plan, check, run, summarise, draw."""
@@ -117,19 +117,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 @verb(
-    argument("folder", type=Path, help="a study's tables, or the path of an arm, a cell or a run in them"),
-    argument("--out", type=Path, default=Path("again"), help="where the new runs live (default: again)"),
-    argument("--steps", type=int, help="run and compare the first steps alone (default: all of a row's)"),
+    argument("folder", type=Path, help="a study's tables, or an arm, a condition or a run in them"),
+    argument("--out", type=Path, default=Path("again"), help="folder of the new runs (default: again)"),
+    argument("--steps", type=int, help="run and compare only the first steps (default: all steps)"),
     JOBS,
     argument("--trust", action="store_true",
-             help="run code from outside this package that rows name: tasks, losses, sources, a trainer"),
+             help="run the code from outside moe_rl that the rows name"),
     examples="""
   moe-rl rerun studies/results/routing_replay --out again   every run
   moe-rl rerun studies/results/routing_replay/gspo/base/seed=0 --out again
   moe-rl rerun studies/results/routing_replay/gspo/base/seed=0 --steps 3
-                                its first three steps, in seconds
+                                only three steps: seconds
   moe-rl rerun studies/results/why_gspo --out again --trust
-                                with the losses of studies/, which its rows name""",
+                                its rows use losses of studies/""",
 )
 def rerun(options: argparse.Namespace) -> int:
     """Runs made again from their rows, and whether they end alike."""
@@ -142,11 +142,11 @@ def rerun(options: argparse.Namespace) -> int:
 
 
 @verb(
-    argument("folder", type=Path, help="a study's runs, an arm of them, or one run"),
+    argument("folder", type=Path, help="folder of a study, an arm or a run"),
     examples="""
-  moe-rl cancel runs/routing_replay         every run that waits or runs there
-  moe-rl cancel runs/routing_replay/gspo    those of one arm
-What is committed stays: `moe-rl run STUDY --launcher slurm` submits them again.""",
+  moe-rl cancel runs/routing_replay         all its runs
+  moe-rl cancel runs/routing_replay/gspo    the runs of one arm
+Checkpoints are kept: `moe-rl run STUDY --launcher slurm` continues the runs.""",
 )
 def cancel(options: argparse.Namespace) -> int:
     """Cancel tasks, and say which."""
@@ -158,14 +158,13 @@ def cancel(options: argparse.Namespace) -> int:
 
 
 @verb(
-    argument("plan", help="the plan.json that `moe-rl run STUDY --launcher slurm` writes; -: a line of stdin"),
-    argument("number", type=int, help="of the run in it, from 0"),
-    argument("--stop", type=Path, metavar="FILE", help="commit the next step and end once this file is there"),
+    argument("plan", help="plan.json of `moe-rl run STUDY --launcher slurm`, or - for stdin"),
+    argument("number", type=int, help="number of the run in the plan, from 0"),
+    argument("--stop", type=Path, metavar="FILE", help="save the next step and exit once this file exists"),
     examples="""
   moe-rl work runs/my_study/.jobs/1/plan.json 0
-exit code: 0 the run has ended, 75 told to stop (call it again), 2 something to
-mend, else a bug, a kill, or another worker has the run
-SIGTERM and SIGUSR1 are as --stop""",
+Exit code: 0 the run ended, 75 it was stopped (call it again), 2 wrong input.
+SIGTERM and SIGUSR1 work like --stop.""",
 )
 def work(options: argparse.Namespace) -> int:
     """The worker process of a study, on any machine. It runs the code that its plan names."""

@@ -82,19 +82,18 @@ def show(options: argparse.Namespace) -> int:
 
 @verb(
     argument("run", type=Path),
-    argument("--step", metavar="N[:M]", help="of this step, or from one to another (default: the last kept)"),
+    argument("--step", metavar="N[:M]", help="a step, or a range of steps (default: the last stored)"),
     argument("--sort", default="reward", metavar="BY",
              help="reward, length, ratio, advantage, clipped, flips or step (default: reward)"),
-    argument("--best", type=int, metavar="N", help="the N highest of all steps, or of those of --step"),
+    argument("--best", type=int, metavar="N", help="the N highest of all steps, or of --step"),
     argument("--worst", type=int, metavar="N", help="the N lowest of them"),
-    argument("--page", type=Path, metavar="FILE", help="write all of the run as a web page instead"),
+    argument("--page", type=Path, metavar="FILE", help="write a web page of all steps instead"),
     examples="""
   moe-rl runs read runs/x/gspo/base/seed=0              the last step, by reward
   moe-rl runs read runs/x/gspo/base/seed=0 --best 5     the highest rewards
   moe-rl runs read runs/x/gspo/base/seed=0 --sort ratio --best 3 --step 50:100
   moe-rl runs read runs/x/gspo/base/seed=0 --page read.html
-a run that goes on shows what it has committed. What is kept, and what the
-marks mean: docs/studies.md""",
+A running run shows its last checkpoint. docs/studies.md explains the marks.""",
 )
 def read(options: argparse.Namespace) -> int:
     """Print rollouts, or write their page."""
@@ -135,8 +134,8 @@ def _range(text: str | None) -> tuple[int, int] | None:
     argument("b", type=Path),
     examples="""
   moe-rl runs diff runs/x/gspo/base/seed=0 again/x/gspo/base/seed=0
-exit code: 0 when every value is equal (seconds_* and memory_* are ignored), 1
-when the runs differ""",
+Exit code: 0 if all values are equal, 1 if not. It ignores seconds_* and
+memory_*.""",
 )
 def diff(options: argparse.Namespace) -> int:
     """Settings that differ, then the first row that does."""

@@ -10,21 +10,20 @@ from moe_rl.cli.verbs import MIX_CODE, UNFINISHED, argument, verb
 from moe_rl.errors import ConfigError
 
 TRUST = argument("--trust", action="store_true",
-                 help="run code from outside moe_rl that the folder names as a figure, a metric or a decision rule; "
-                      "it is looked for beside the tables, too")
+                 help="run figures, metrics and a decision rule from outside moe_rl that the folder names")
 
 
 @verb(
     argument("folder", type=Path, help="the study's folder, e.g. runs/routing_replay"),
     UNFINISHED,
-    argument("--all", action="store_true", help="every table, and figures of each combination of factors"),
+    argument("--all", action="store_true", help="all tables, and the figures of each condition"),
     MIX_CODE,
     TRUST,
     examples="""
-  moe-rl plot runs/routing_replay                PNG and SVG into its figures/
-  moe-rl plot studies/results/routing_replay     the same from committed tables
-  moe-rl plot runs/routing_replay --unfinished   what runs have so far, too
-  moe-rl plot runs/my_sweep --all                every table, each combination""",
+  moe-rl plot runs/routing_replay                writes figures/
+  moe-rl plot studies/results/routing_replay     the same, from committed tables
+  moe-rl plot runs/routing_replay --unfinished   also unfinished runs
+  moe-rl plot runs/my_sweep --all                all tables""",
 )
 def plot(options: argparse.Namespace) -> int:
     """Summary and figures of a study that has run."""
@@ -39,15 +38,15 @@ def plot(options: argparse.Namespace) -> int:
 
 
 @verb(
-    argument("folder", type=Path, help="the study's folder, of runs or of collected tables"),
+    argument("folder", type=Path, help="folder of the study's runs or collected tables"),
     argument("--out", type=Path, help="page to write (default: report.html in the folder)"),
     MIX_CODE,
     TRUST,
     examples="""
-  moe-rl report runs/routing_replay              writes report.html in there
+  moe-rl report runs/routing_replay              writes report.html
   moe-rl report studies/results/routing_replay --out page.html
   moe-rl report studies/results/why_gspo --trust
-                                the verdict, too: its function is in studies/""",
+                                with its decision rule""",
 )
 def report(options: argparse.Namespace) -> int:
     """Write the page of a study."""
@@ -64,15 +63,15 @@ def report(options: argparse.Namespace) -> int:
     argument("folder", type=Path, help="the study's folder, e.g. runs/routing_replay"),
     argument("--out", type=Path, required=True, help="folder to write"),
     argument("--also", action="append", default=[], metavar="PATTERN",
-             help="further columns, e.g. 'margin_*'; may be repeated"),
+             help="add columns, e.g. 'margin_*'; may be repeated"),
     argument("--without", action="append", default=[], metavar="PATTERN",
-             help="columns to leave out, e.g. 'layers:engine_*'; may be repeated"),
+             help="remove columns, e.g. 'layers:engine_*'; may be repeated"),
     MIX_CODE,
     examples="""
   moe-rl runs collect runs/routing_replay --out studies/results/routing_replay
   moe-rl runs collect runs/my_study --out results/my_study --also 'margin_*'
-plot, report, rerun, runs list, runs show and runs export read the folder that
-it writes as they read a folder of runs.""",
+plot, report, rerun, runs list, runs show and runs export also read the new
+folder.""",
 )
 def collect(options: argparse.Namespace) -> int:
     """Write the compact tables, and say how large they are."""
@@ -89,18 +88,18 @@ def collect(options: argparse.Namespace) -> int:
 @verb(
     argument("folder", type=Path),
     argument("--to", default="csv", metavar="TO",
-             help="folder to write (default: csv), or tensorboard, wandb, pkg.module:Class, each =FOLDER if need be"),
-    argument("--follow", action="store_true", help="tracker: and what is committed from now on, until you stop it"),
+             help="CSV folder (default: csv), or tensorboard, wandb or pkg.module:Class, optionally with =FOLDER"),
+    argument("--follow", action="store_true", help="send new rows to the tracker until you stop it"),
     UNFINISHED,
     MIX_CODE,
     examples="""
   moe-rl runs export runs/routing_replay --to csv
                                 csv/steps.csv, updates.csv, layers.csv, runs.csv
   moe-rl runs export runs/routing_replay --to tensorboard
-                                to be read by tensorboard --logdir tensorboard
+                                read: tensorboard --logdir tensorboard
   WANDB_MODE=offline moe-rl runs export runs/x --to wandb=logs/wandb
-A tracker gets every number once, however often it is given them; those of
-unfinished runs up to their last commit.""",
+A tracker gets every number once. Unfinished runs are sent up to their last
+checkpoint.""",
 )
 def export(options: argparse.Namespace) -> int:
     """CSV files, floats with all their digits; or points."""

@@ -337,8 +337,8 @@ def auxiliary_loss(model: nn.Module, coefficient: float | None = None) -> str | 
         adds = "with output_router_logits=True its forward adds it to its loss"
     else:
         adds = "TRL and NeMo Automodel add it to theirs, transformers where output_router_logits is set"
-    return (f"{type(module).__name__} ({text.model_type}) has a load-balancing loss, router_aux_loss_coef={given:g}, "
-            f"outside of the objective: {adds}. It works against replay; to switch it off, set "
+    return (f"{type(module).__name__} ({text.model_type}) has a load-balancing loss, router_aux_loss_coef={given:g}: "
+            f"{adds}. It is not part of the objective and works against replay; to switch it off, set "
             "router_aux_loss_coef=0.0.")
 
 

@@ -151,7 +151,7 @@ def _runs(runs: pd.DataFrame) -> Shown:
              part["state"].value_counts().items()), f"{part['seconds'].sum() / 60:.1f}")
             for (arm, cell), part in runs.groupby(["arm", "factors"], sort=False)]
     hours = runs["seconds"].sum() / 3600
-    return Shown(f"{len(runs)} runs, {hours:.2f} hours in all, without cold starts",
+    return Shown(f"{len(runs)} runs, {hours:.2f} hours in all, without supervised warm-ups",
                  ("arm, factors", "seeds", "state", "minutes"), rows)
 
 

@@ -96,7 +96,7 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
     for cell in frames.cells:
         here = frames.cell(cell)
         values = {one.column: per_run(here, one).dropna() for one in (endpoint, *(f[0] for f in further))}
-        rows += [(cell, *[""] * (2 + len(further) + bool(fell)))] if len(frames.cells) > 1 else []
+        rows += [(_label(frames, cell), *[""] * (2 + len(further) + bool(fell)))] if len(frames.cells) > 1 else []
         apart = gaps(here, [(arm, base) for arm in arms if base and arm != base], endpoint)
         for arm in (a for a in arms if (here.runs["arm"] == a).any()):
             seeds = _of(values[endpoint.column], arm)
@@ -125,6 +125,14 @@ def _mean(values: Sequence[float], form: str, seeds: int) -> str:
     if not values:
         return "–"
     return format(float(np.mean(values)), form) + f" (n = {len(values)})" * (len(values) != seeds)
+
+
+def _label(frames: Frames, cell: str) -> str:
+    """The name of a condition and, where conditions with names of their own differ in router noise, its scale."""
+    scales = {one: noise_scale(frames.cell(one)) for one in frames.cells}
+    if len({*scales.values()}) == 1 or "=" in cell:
+        return cell
+    return f"{cell}: router noise σ = {scales[cell]:g}" if scales[cell] else f"{cell}: no router noise"
 
 
 def _made_of(frames: Frames) -> str:

@@ -124,7 +124,7 @@ class Layout:
             sizes = (site.decoder_layer, site.num_experts, site.top_k)
             if not all(type(x) is int for x in sizes) or not isinstance(site.name, str) \
                     or not (site.decoder_layer >= 0 and 1 <= site.top_k <= site.num_experts < 2**15):
-                raise RoutingError(f"the trace names {site}, which no router of a model can be. Record it again.")
+                raise RoutingError(f"no router can be {site}. Check the model's configuration, or the trace.")
         if not self.sites or not isinstance(self.architecture, str):
             raise RoutingError(f"the trace has {len(self.sites)} MoE layers of architecture {self.architecture!r}. "
                                "Record it again.")

@@ -170,7 +170,7 @@ def verdict(reported: Frames, path: Path) -> str:
     if alike and not parted:
         return f"the same weights and optimizer state, bit for bit{lacking}"
     checkpoint = ("the same weights and optimizer state" if alike else "another checkpoint"
-                  + f", because it ran {last} of {row['step']} steps" * shorter)
+                  + f", because it ran {last} of {row['step']} steps" * bool(shorter))
     there, here = _made_from(row), _made_from({**made, "code": " then ".join(made["code"])})
     others = [f"{name} {there[name]} there, {here.get(name)} here" for name in there if there[name] != here.get(name)]
     if parted and any(there[name] != here[name] for name in HARDWARE):

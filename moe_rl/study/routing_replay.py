@@ -14,8 +14,8 @@ gspo = Arm(name="gspo", loss=Component("gspo", clip_low=0.01, clip_high=0.013))
 study = Study(
     name="routing_replay",
     question="Does replaying the old policy's experts, or clipping whole sequences, stabilise RL on an MoE model, "
-    "where routes are quiet and where they are volatile?",
-    hypothesis="Where routes are quiet the arms do not differ. Where they are volatile GRPO loses, and replay and GSPO "
+    "without and with router noise?",
+    hypothesis="Without router noise the arms do not differ. With router noise GRPO loses reward, and replay and GSPO "
     "lose less (GSPO, arXiv 2507.18071, Fig. 1 and 3).",
     arms=(grpo, replay, gspo),
     base=RunConfig(
@@ -44,14 +44,13 @@ study = Study(
     },
     figures=("learning_by_cell", "learning", "clipping", "expert_change", "ratio_spread", "variance_shares"),
     further_endpoints=("greedy exact match, second half",),
-    decision_rule="None: this study shows what the measurements look like. A claim needs more cold starts and seeds, "
-    "and a rule fixed beforehand; volatility_dial has both.",
+    decision_rule="None: this study shows what the measurements look like. A claim needs more initial models and "
+    "seeds, and a rule fixed in advance; volatility_dial has both.",
     differs_from_paper="0.7 M parameters instead of 30 B; running sums modulo 10 instead of mathematics and code; 13 "
-    "response tokens; 8 mini-batches per step instead of 4; GSPO's clip range chosen for short responses; volatility "
-    "is injected; three seeds where the paper shows one run.",
-    caution="three seeds of one cold start are a demonstration, not evidence: they say nothing about other starts, "
-    "tasks, sizes or learning rates, and no p-value of three pairs can be below 0.25. In the second row noise is "
-    "injected, and stands for routes that change as those of large models are said to.",
-    cost="The cold start comes on top: about half a minute of one core, once.",
+    "response tokens; 8 mini-batches per step instead of 4; GSPO's clip range chosen for short responses; router "
+    "noise instead of natural routing changes; three seeds where the paper shows one run.",
+    caution="three seeds of one initial model are a demonstration, not evidence: no p-value of three pairs can be "
+    "below 0.25. Router noise imitates the routing changes reported for large models.",
+    cost="The supervised warm-up adds about half a minute of one core, once.",
     seconds_per_step=0.55,
 )

@@ -367,7 +367,7 @@ def read_run(plan: Mapping[str, Any], number: int) -> Planned:
     """A run of a plan. Raises ConfigError for a number that has none, RunError for one that would not be the run that
     was planned."""
     if not 0 <= number < len(plan["runs"]):
-        raise ConfigError(f"the plan has no run {number}, only 0 to {len(plan['runs']) - 1}")
+        raise ConfigError(f"the plan has {len(plan['runs'])} runs, counted from 0, and none with the number {number}")
     entry = plan["runs"][number]
     config = RunConfig.from_dict(entry["config"])
     path, again = entry["path"], "Submit the study again, or restore what changed."

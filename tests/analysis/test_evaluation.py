@@ -190,11 +190,11 @@ def test_checkpoints_and_files_may_be_added_and_settings_may_not_change(there, t
     (["--data", "aime.jsonl", "--data", "aime.jsonl"], "given twice"),
     (["--data", "nothing.jsonl"], "file not found"),
     (["--data", "aime.jsonl", "-k", "0"], "at least one"),
-    (["--data", "aime.jsonl", "--max-tokens", "2000"], "the model .max_position_embeddings. reads at most"),
+    (["--data", "aime.jsonl", "--max-tokens", "2000"], "the model (max_position_embeddings) reads at most"),
     (["--data", "aime.jsonl", "--set", "temperature=0"], "must be positive"),
     (["--data", "aime.jsonl", "--set", "top_pp=1"], "no setting"),
-    (["--task", "guessing", "--problems", "2", "--set", "task.turns=3"], "--set task.turns: an eval"),
-    (["--data", "aime.jsonl", "--set", "model.name=other"], "--set model.name: an evaluation has settings of"),
+    (["--task", "guessing", "--problems", "2", "--set", "task.turns=3"], "--set task.turns has no effect"),
+    (["--data", "aime.jsonl", "--set", "model.name=other"], "--set model.name has no effect on an evaluation"),
 ])  # fmt: skip
 def test_what_cannot_be_asked_is_refused_in_a_sentence(there, tmp_path, monkeypatch, capsys, more, said):
     monkeypatch.chdir(there)

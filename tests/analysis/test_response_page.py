@@ -125,7 +125,7 @@ def test_without_a_tokenizer_ids_are_shown_and_without_gates_none(tmp_path):
     [
         ({"texts": ["hullo"]}, "row 0 of .* are of different tokens"),
         ({"texts": ["hell"]}, "are of different tokens"),
-        ({"texts": ["hello", "x"]}, "holds 1 responses, .* 2; they need to be traces of the same tokens"),
+        ({"texts": ["hello", "x"]}, "contains 1 responses, .* contains 2. Give traces of the same tokens"),
         ({"experts": 9}, "does not fit the model"),
     ],
 )
@@ -161,7 +161,7 @@ def versioned(path, version, written=0.0):
 
 
 @pytest.mark.parametrize("before, after, says", [
-    (("step 10", 0), ("step 9", 0), "its weights are 'step 10', those of the other 'step 9'"),
+    (("step 10", 0), ("step 9", 0), "its weights are 'step 10' and those of the other trace are 'step 9'"),
     (("step 9", 99), ("step 10", 0), None),  # the weights tell, not the files
     (("step 9", 99), ("step 9", 0), None),
     (("actor", 99), ("critic", 0), "written 99 s after the other"),

@@ -211,7 +211,7 @@ def test_ddp_and_fsdp2_on_two_ranks_say_what_one_process_says_of_all_rows(tmp_pa
 def test_an_adapted_model_says_what_the_plain_one_says(qwen, tokens):
     plain = row_of(build("qwen3_moe"), slice(None), tokens)
     adapted = get_peft_model(qwen, LoraConfig(r=2, target_modules=["q_proj"])).eval()
-    with pytest.warns(UserWarning, match="did not change at all"):  # b of a fresh adapter is 0, the rest is frozen
+    with pytest.warns(UserWarning, match="did not change at all"):  # b of a fresh adapter is 0
         monitor = moe_rl.monitor(adapted, probe={"input_ids": tokens, "decides": DECIDES, "attention_mask": MASK})
         with monitor:
             pass
@@ -358,9 +358,9 @@ def test_misuse_is_an_error_that_says_what_to_do(qwen, tokens):
         moe_rl.monitor(qwen, every=0)
     with wrong(ConfigError, match="input_ids"):
         moe_rl.monitor(qwen, probe={"tokens": tokens})
-    with wrong(ConfigError, match="the probe is a Tensor: Give a dictionary"):
+    with wrong(ConfigError, match="the probe is a Tensor. Give a dictionary"):
         inspect.unwrap(probe_of)([], tokens)  # past the check of types, which is there in tests alone
-    with wrong(ConfigError, match=r"decides has shape \(4, 9\) and is true at 0 inputs"):
+    with wrong(ConfigError, match=r"decides has shape \(4, 9\) and 0 true values"):
         moe_rl.monitor(qwen, probe={"input_ids": tokens, "decides": torch.zeros_like(DECIDES)})
     for shapes in ((4, 9), (1, 9), (4, 9)), ((4, 9), (4, 8), (4, 9)), ((4, 9), (4, 9), (4, 1)), ((9,), (9,), (4, 9)):
         given = [torch.ones(shape) for shape in shapes]
@@ -380,7 +380,7 @@ def test_misuse_is_an_error_that_says_what_to_do(qwen, tokens):
         with wrong(RoutingError, match="after the block"):
             monitor.row()
         monitor.decides(DECIDES[:, :8])
-        with wrong(RoutingError, match=r"shape \(4, 8\), but the forward reads 4 rows of 9"):
+        with wrong(RoutingError, match=r"shape \(4, 8\), but the forward has 4 rows of 9"):
             qwen(tokens)
     with torch.no_grad(), record_routing(qwen) as recording:
         qwen(tokens)
@@ -488,7 +488,7 @@ def test_log_probs_that_are_not_finite_are_refused(qwen, tokens, bad):
                 give(torch.zeros(1, 3), old, mask)
             with pytest.raises(ConfigError, match="the mask has dtype float32"):
                 inspect.unwrap(give.__func__)(monitor, torch.zeros(1, 3), torch.zeros(1, 3), mask.float())
-        with pytest.raises(ConfigError, match="decides is of int64"):
+        with pytest.raises(ConfigError, match="decides has dtype int64"):
             monitor.decides(torch.ones(tokens.shape, dtype=torch.long))
     with pytest.raises(ConfigError, match="every=1.5"):
         inspect.unwrap(type(monitor).__init__)(monitor, qwen, every=1.5)

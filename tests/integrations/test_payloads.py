@@ -199,11 +199,11 @@ def test_expert_zero_alone_is_a_route_where_k_is_one():
         (b64(b"\x93NUMPY rubbish"), "cannot be read as one"),
         (b64(bytes(7)), "cannot be divided into int32 ids"),
         (b64(bytes(8)), "2 ids came; expected"),
-        ({"values": [], "valid_mask": []}, r"keys \['valid_mask', 'values'\] has no routes"),
-        ({"data": b64(bytes(24)), "shape": [4, 3], "dtype": "uint8"}, r"24 ids do not have the shape \[4, 3\]"),
+        ({"values": [], "valid_mask": []}, r"keys \['valid_mask', 'values'\] has no routing"),
+        ({"data": b64(bytes(24)), "shape": [4, 3], "dtype": "uint8"}, r"24 ids do not fit their shape \[4, 3\]"),
         ({"data": b64(bytes(24)), "dtype": "float16"}, "dtype 'float16'; expected one of uint8"),
         ({"data": b64(bytes(24)), "start": "2"}, "starts at '2'"),
-        ("nrlre1:int8", "do not have the shape|does not hold"),
+        ("nrlre1:int8", "do not fit their shape|cannot be divided"),
         ((np.zeros((2, 3, 2), int), np.zeros((2, 5, 2), int)), "equal layers and k"),
     ],
     ids=str,
@@ -300,7 +300,7 @@ def test_multi_token_prediction_records_are_not_decoder_layers(tmp_path):
 @pytest.mark.parametrize(
     "layers, broken, says",
     [
-        ((1, 2), None, r"layers \[1, 2\]; expected \[1, 2, 4\]"),
+        ((1, 2), None, r"layers \[1, 2\], but the MoE layers are \[1, 2, 4\]"),
         ((1, 2, 4), {"topk": 3}, "line 1: indices have shape"),
         ((1, 2, 4), {"top_indices": "x"}, "line 1 is not a record"),
         ((1, 2, 4), {"block": "mtp"}, "no decoder record"),
@@ -384,8 +384,7 @@ def test_weights_beside_the_ids_of_one_payload_come_back_bit_for_bit(experts, dt
     trace = decode_routes(payload, layout=shape, tokens=range(5))
     assert np.array_equal(ids_of(trace)[start:], ids[start:4]) and not trace.known[0, :start].any()
     assert np.array_equal(trace.gates[0, start:], weights[start:4]) and not trace.gates[0, :start].any()
-    for change, says in (({"format_version": 2}, "format_version 2"),
-                         ({"format_version": np.ones(2)}, "expected version 1"),
+    for change, says in (({"format_version": 2}, "format_version 2"), ({"format_version": np.ones(2)}, "version 1"),
                          ({"weights": {}}, "gates do not fit"),
                          ({"weights": {"data": payload["weights"]["data"][:-16]}}, "gates do not fit")):
         with pytest.raises(RoutingError, match=says):

@@ -33,9 +33,9 @@ def test_settings_come_from_a_file_and_from_the_command_line_which_wins(tmp_path
     ("local", ["launcher.gpus=1"], "Add --launcher slurm"),
     ("sge", [], "is unknown. Use local, slurm, or a TOML file"),
     ("slurm", ["launcher.gpu=1"], "no setting of the launcher is called 'gpu': did you mean .*gpus"),
-    ("slurm", ["launcher.gpus=two"], "launcher.gpus='two' is of type str, where int is wanted"),
+    ("slurm", ["launcher.gpus=two"], "launcher.gpus='two' must be of type int, not str"),
     ("slurm", ["launcher.gpus"], "has no value"),
-    ("slurm", ["launcher.array=0"], "launcher.array=0: 1 is the least"),
+    ("slurm", ["launcher.array=0"], "launcher.array=0 must be at least 1"),
     ("{file}", [], "is not a TOML file"),
 ])  # fmt: skip
 def test_what_cannot_be_meant_is_refused_with_what_to_do(tmp_path, name, settings, words):

@@ -105,9 +105,9 @@ def test_what_verl_cannot_do_is_refused_by_its_name(run, key, value):
 
 
 @pytest.mark.parametrize("written, message", [
-    ("grpo+recall", "recall.*cannot run in verl"), ("grpo+kl(coef=0.1)", "for its terms"),
+    ("grpo+recall", "recall.*cannot run in verl"), ("grpo+kl(coef=0.1)", "with its terms"),
     ("grpo+under_noise(sigma=0.1)", "cannot run in verl"), ("grpo+old_policy+anchor=engine", "arm.anchor=engine"),
-    ("grpo+advantage=normalized(scale=none)", "for its advantage")])
+    ("grpo+advantage=normalized(scale=none)", "with its advantage")])
 def test_arms_that_verl_cannot_train_are_refused(run, written, message):
     with pytest.raises(ConfigError, match=message):
         check_settings(run.replace(arm=arm(written)))
@@ -305,7 +305,7 @@ def test_rollouts_that_verl_wrote_are_read(tmp_path, monkeypatch, capsys):
     with pytest.raises(ConfigError, match="contains no file N.jsonl of a step from 1 to 2"):
         read_rollouts(tmp_path, 2)
     (tmp_path / "dump" / "1.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
-    with pytest.raises(ConfigError, match="line 1: verl writes input and output as texts.* prompt, response"):
+    with pytest.raises(ConfigError, match="line 1: expected input and output as texts.* prompt, response"):
         read_rollouts(tmp_path / "dump", 2)
 
 

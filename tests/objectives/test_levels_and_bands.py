@@ -289,7 +289,7 @@ def test_the_engine_as_anchor_may_still_be_masked_by_opsm_but_not_filtered():
 
 
 def test_a_filter_that_is_never_zero_is_refused():
-    with pytest.raises(ConfigError, match="truncated is never 0, so it has no effect as a filter"):
+    with pytest.raises(ConfigError, match="truncated is never 0, .* no effect as a filter. Use it as a correction"):
         objective_of(Arm(name="a", filters=("truncated",)))
 
 

@@ -160,8 +160,7 @@ def test_a_correction_of_the_policy_is_the_rule_of_other_log_probs(rule, options
 
 
 @pytest.mark.parametrize("text, said", [
-    ("ipo(threshold=-0.1)", "from 0 to 1"), ("a3po(high=0)", "must be positive"),
-    ("a3po(clip_low=-1)", "must be at least 0"),
+    ("ipo(threshold=-0.1)", "from 0 to 1"), ("a3po(high=0)", "must be positive"), ("a3po(clip_low=-1)", "at least 0"),
     ("high_entropy(share=0)", "the share of tokens"), ("high_entropy(share=1.5)", "the share of tokens"),
     ("high_entropy(base=sat)", "needs log-probs only"), ("high_entropy(base=grpo,options={clip:1})", "no option"),
     ("grpo+current(rule=m2po)", "no rule of current is called 'm2po'"),

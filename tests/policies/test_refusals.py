@@ -80,7 +80,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
     ("mixtral", {"layer_types": ["full_attention"] * 3, "sliding_window": 3}, {}, "sliding_window=3"),
     ("qwen3_moe", {"rope_parameters": YARN}, {}, "rope_type='yarn'"),
     ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7}}, {}, "rope_parameters=.*'mscale': 0.7"),
-    ("deepseek_v3", {"num_hidden_layers": 4}, {"pp": 4}, "layers of stage 0 are all dense"),
+    ("deepseek_v3", {"num_hidden_layers": 4}, {"pp": 4}, "stage 0 has no MoE layer"),
     ("glm4_moe", {"intermediate_size": 33}, {"tp": 2}, "33 width of dense layers over tp=2"),
     ("qwen2_moe", {"shared_expert_intermediate_size": 33}, {"tp": 2}, "33 shared experts' width over tp=2"),
 ])  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -13,9 +14,10 @@ from moe_rl.errors import ConfigError, RunError
 from moe_rl.results import figures, plots, stats
 from moe_rl.results.summary import MAIN, against, geometrically_spaced, half_lost_points, settings_of
 from moe_rl.results.tables import half_lost_table, short_table, study_tables
-from moe_rl.storage.frames import Frames
+from moe_rl.storage.frames import Frames, load_study
 from tests.results.test_summary import with_curves
 
+ROOT = Path(__file__).parents[2]
 LR = (1e-4, 2e-4, 4e-4, 8e-4)
 HEIGHTS = {"grpo": (0.8, 0.8, 0.0, 0.0), "gspo": (0.8, 0.8, 0.8, 0.0)}
 """Half is lost half way from the last 0.8 to the first 0: √2 above 2e-4 and above 4e-4."""
@@ -205,6 +207,11 @@ def test_the_short_table_has_a_row_for_each_arm_of_each_combination():
     assert rows[4][:3] == ("  grpo", "0.000 [0.000, 0.000]", "–")
     assert rows[5][1:3] == ("0.81 [0.79, 0.83]",) * 2
     assert "n = 3 seeds" in shown.note and "difference\nfrom grpo" in shown.header
+
+
+def test_the_short_table_names_the_router_noise_of_a_condition():
+    rows = short_table(load_study(ROOT / "studies" / "results" / "routing_replay"), DECLARED).rows
+    assert [row[0] for row in rows if not row[1]] == ["quiet: no router noise", "volatile: router noise σ = 2"]
 
 
 def test_the_short_table_counts_collapses_and_shows_what_was_measured():

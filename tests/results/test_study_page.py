@@ -141,9 +141,9 @@ def test_a_figure_of_ones_own_that_fails_is_named_and_the_rest_is_shown(tmp_path
     write_study_page(folder, tmp_path / "page.html", trust=True)
     reader = Reader()
     reader.feed((tmp_path / "page.html").read_text())
-    for name, why in zip(own, ("KeyError: 'own_rewards'", "its function gave None, and no matplotlib Figure",
+    for name, why in zip(own, ("KeyError: 'own_rewards'", "its function returned None. Return the matplotlib Figure",
                                "ValueError", "SystemExit: no such study",
-                               "ConfigError: figure 'nowhere:drawn': there is no module"), strict=True):
+                               "ConfigError: figure 'nowhere:drawn': no module"), strict=True):
         assert f"no figure {name}: {why}" in out.getvalue() and f"No figure {name}: {why}" in reader.text
     assert (folder / "figures/expert_change.png").exists() and reader.tags.count("img") == 1
     assert "Made-up numbers." in out.getvalue() and "Made-up numbers." in reader.text

@@ -196,7 +196,7 @@ def test_a_metric_is_known_by_its_name_its_column_or_as_any_column_of_steps():
     assert metric("reward") is metric("reward, second half") is MAIN
     assert metric("token_ess").reduce(np.array([1, 2]), np.array([0.0, 1.0])) == 1.0
     for name in ("margin_q50", "rewards"):
-        with pytest.raises(ConfigError, match=f"no metric '{name}'"):
+        with pytest.raises(ConfigError, match=f"no metric is called '{name}'"):
             metric(name)
 
 
@@ -254,7 +254,7 @@ def test_a_metric_of_ones_own_that_fails_is_named_with_its_run(frames):
     fails = metric(f"{__name__}:of_a_column_that_is_not_there")
     with pytest.raises(ConfigError, match="of_a_column_that_is_not_there.*grpo, seed=0.*KeyError: 'own_rewards'"):
         per_run(frames, fails)
-    with pytest.raises(ConfigError, match="ends_the_program.*grpo seed=0.*SystemExit: 0"):
+    with pytest.raises(ConfigError, match="ends_the_program.*grpo, seed=0.*SystemExit: 0"):
         per_run(frames, metric(f"{__name__}:ends_the_program"))
 
 

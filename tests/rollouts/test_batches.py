@@ -382,7 +382,7 @@ def test_a_queue_whose_file_is_gone_is_not_filled_anew(tmp_path):
         next((tmp_path / "run").glob(f"commit/*/{file}")).unlink()
     (tmp_path / "run" / "manifest.json").write_text(
         (tmp_path / "run" / "manifest.json").read_text().replace('"finished": 2', '"finished": 1'))
-    with pytest.raises(RunError, match="of step 3 is missing in step 3; it was due to start in step 1.*batches.pt"):
+    with pytest.raises(RunError, match="the batch of step 3 is missing in step 3; .*in step 1.*batches.pt"):
         carry_out(run.replace(steps=4), tmp_path / "run")
 
 

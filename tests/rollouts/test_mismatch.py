@@ -157,7 +157,7 @@ def test_engine_settings_that_cannot_be_meant_are_refused(settings, message):
 
 def test_more_stop_strings_than_an_endpoint_takes_are_refused_before_anything_runs():
     run = TINY.replace(stop=tuple("abcde"), engine=Component("server", url="http://127.0.0.1:1"))
-    with pytest.raises(ConfigError, match=r"stop has 5 texts, but /v1/completions takes at most 4: set engine.dialect"):
+    with pytest.raises(ConfigError, match=r"stop has 5 texts, but /v1/completions takes at most 4. Set engine.dialect"):
         check(run)
     for taken in (run.replace(stop=tuple("abcd")), run.replace(**{"engine.dialect": "vllm"})):
         check(taken)

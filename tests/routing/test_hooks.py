@@ -320,7 +320,7 @@ def test_a_router_that_bypasses_topk_is_not_silently_ignored(qwen, tokens):
 
     Fused.__name__ = "FusedRouter"
     qwen.model.layers[1].mlp.gate = Fused(qwen.model.layers[1].mlp.gate)
-    with pytest.raises(RoutingError, match="layers.1.mlp.gate .*top-k over 8 experts 0 times"), record_routing(qwen):
+    with pytest.raises(RoutingError, match="layers.1.mlp.gate .*called top-k .* 0 times"), record_routing(qwen):
         qwen(tokens)
 
 

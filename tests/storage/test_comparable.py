@@ -84,9 +84,9 @@ def test_one_name_for_two_arms_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("copy, words", [
-    ("grpo/base/seed=1", "grpo/base/seed=1 holds a run of arm 'grpo', seed 0"),
-    ("gspo/base/seed=0", "gspo/base/seed=0 holds a run of arm 'grpo', seed 0"),
-    ("grpo/optimizer.lr=1/seed=0", "grpo/optimizer.lr=1/seed=0 holds a copy of grpo/base/seed=0"),
+    ("grpo/base/seed=1", "grpo/base/seed=1 contains a run of arm 'grpo', seed 0"),
+    ("gspo/base/seed=0", "gspo/base/seed=0 contains a run of arm 'grpo', seed 0"),
+    ("grpo/optimizer.lr=1/seed=0", "grpo/optimizer.lr=1/seed=0 contains a copy of grpo/base/seed=0"),
 ])
 def test_a_copy_does_not_pass_for_a_run_more(tmp_path, copy, words):
     shutil.copytree(train(tmp_path), tmp_path / "fake" / copy)
@@ -101,7 +101,7 @@ def test_another_study_in_the_folder_of_a_study_is_refused(tmp_path):
     train(tmp_path / "fake", study="old")
     assert set(load_study(tmp_path / "fake").runs["study"]) == {"fake", "old"}, "any folder of several"
     write_declaration(fake_study.study, tmp_path)
-    refused(tmp_path / "fake", "are of 2 (fake, old)")
+    refused(tmp_path / "fake", "are of 2 studies (fake, old)")
 
 
 def test_what_may_differ_is_pooled(tmp_path):

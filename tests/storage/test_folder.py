@@ -461,7 +461,7 @@ def test_an_interrupted_extension_leaves_what_was_finished_readable(tmp_path, ca
     after = load_study(path)
     pd.testing.assert_frame_equal(after["updates"], before["updates"])
     pd.testing.assert_frame_equal(after.runs, before.runs)
-    assert "step 15 of 17; the 12 steps that it finished before are shown" in after.left_out[0]
+    assert "step 15 of 17; the 12 steps that it finished earlier are shown" in after.left_out[0]
     assert set(load_study(tmp_path / "fake")["steps"]["seed"]) == {0, 1}
     more = load_study(path, unfinished=True)
     assert more["steps"]["step"].max() == 15 and more.runs["state"].item() == "interrupted"

@@ -76,7 +76,7 @@ def test_own_cold_starts_belong_to_seeds_and_are_shared_by_arms(tmp_path):
     ({"own_cold_starts": True, "factors": {"cold_start.seed": (1, 2)}}, "trains a supervised warm-up for each seed"),
     ({"cells": {"a/b": {}}}, "condition 'a/b'"),
     ({"cells": {"a": {"arm.loss": "gspo"}}}, "or changes seed or arm"),
-    ({"cells": {"a": {"arms": ("gpso",)}}}, "runs gpso, which is none of its arms"),
+    ({"cells": {"a": {"arms": ("gpso",)}}}, "runs gpso, which are not among its arms"),
     ({"arms": ()}, "arms"),
     ({"arms": (GRPO, GRPO)}, "need different names"),
     ({"name": "a/b"}, "name of a folder"),

@@ -103,7 +103,7 @@ def test_a_preview_shows_prompt_answer_reward_and_what_fits():
 
 def test_reference_answers_that_are_not_right_are_a_caution():
     (caution,) = preview(TINY.replace(task=Component("rehearsed:Words", fault="low"), max_new_tokens=9)).cautions
-    assert "512 of 512 reference answers have a reward below 1" in caution and "'yes' to 'word 0' earns 0.5" in caution
+    assert "512 of 512 reference answers have a reward below 1" in caution and "'yes' to 'word 0' has 0.5" in caution
 
 
 def test_a_prompt_is_shown_in_its_chat_template_and_a_small_file_with_its_repeats(tmp_path):

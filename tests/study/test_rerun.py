@@ -184,7 +184,7 @@ def test_own_modules_are_found_beside_the_study_file_that_a_row_names(far, tmp_p
 
 
 @pytest.mark.parametrize("file, words", [
-    ("own_trainer.py", "warning own_trainer changed or went since the rows of mine ran"),
+    ("own_trainer.py", "warning own_trainer changed since the rows of mine ran, or is missing"),
     ("mine.py", "warning mine.py beside"),
 ])
 def test_what_is_not_what_the_row_ran_with_is_named(far, tmp_path, file, words):
@@ -258,7 +258,7 @@ def test_values_that_part_are_named_even_where_the_weights_are_the_same(results,
     frame.to_parquet(results / "steps.parquet")
     text = said(results, tmp_path / "again")
     assert "bit for bit" not in text and "the same weights and optimizer state, values differ in 1 of " in text
-    assert "columns (steps.reward, …), from step 2 on" in text and "table may have been edited" in text
+    assert "columns (steps.reward, …), from step 2 on" in text and "the table may have been edited" in text
     frame.assign(own_number=1.0).drop(columns="reward").to_parquet(results / "steps.parquet")
     text = said(results, tmp_path / "again")
     assert "bit for bit, and 1 columns of the row are missing now (steps.own_number, …)" in text
@@ -293,7 +293,7 @@ def test_from_which_step_on_and_by_how_much_values_part(results, tmp_path, elsew
     moved = entropy + entropy[:2].max() / 8 * (row["steps"]["step"] > 1)  # an eighth, exact in float32
     share = (moved[1] - entropy[1]) / moved[:2].max()
     text = compared(entropy=moved)
-    assert "differ in 1 of " in text and f"columns (steps.entropy, …), from step 2 on, by at most {share:.1g} of" in text
+    assert "differ in 1 of " in text and f"columns (steps.entropy, …), from step 2 on, by at most {share:.1g}" in text
     assert "steps.entropy" not in compared(entropy=entropy.where(row["steps"]["step"] != 2)), "what it had not measured"
     assert "equal values" in compared(entropy=entropy + (row["steps"]["step"] == 3)), "steps that only the row has"
     gone = row["steps"].drop(index=0)

@@ -107,11 +107,11 @@ def test_what_would_not_be_the_planned_run_is_refused(plan, tmp_path):
     changed = content["runs"][0] | {"inputs": {"my_task": "0"}}
     from moe_rl.storage.provenance import code_version
 
-    with pytest.raises(RunError, match="my_task changed or went since .* was planned: submit the study again"):
+    with pytest.raises(RunError, match="my_task changed since .* was planned, or is missing. Submit the study again"):
         read_run(content | {"mix_code": False, "code": code_version(), "runs": [changed]}, 0)
     assert read_run(content, 0).config == planned.config
     file.write_text(json.dumps(content | {"runs": []}))
-    assert said(work(file)) == (2, "the plan has runs 0 to -1, and none with the number 0")
+    assert said(work(file)) == (2, "the plan has 0 runs, counted from 0, and none with the number 0")
     anew = [sys.executable, "-m", "moe_rl", "work", str(tmp_path / "none.json"), "0"]
     code, message = said(subprocess.Popen(anew, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     assert code == 2 and "there is no plan" in message

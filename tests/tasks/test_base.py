@@ -155,8 +155,7 @@ def test_a_split_is_said_in_numbers_that_add_up():
     assert str(split_of(Sized(200), 40)) == (
         "200 different prompts: 40 held out (eval_prompts), 64 to end the supervised warm-up, 96 to train it on, 160 "
         "for reinforcement learning")
-    assert split_of(RunningSums(), 128) == Split(None, 128, 64)
-    assert "without a known number" in str(split_of(Finite(), 2))
+    assert split_of(RunningSums(), 128) == Split(None, 128, 64) and "a known number" in str(split_of(Finite(), 2))
 
 
 def test_held_out_prompts_are_the_same_for_everyone():

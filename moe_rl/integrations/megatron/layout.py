@@ -96,7 +96,7 @@ def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> No
         (config.num_hidden_layers, p.pp, "layers over pp"),
     ):
         if count % parts:
-            raise ConfigError(f"{what}={parts} must divide {count}. Choose a divisor of {count}.")
+            raise ConfigError(f"{count} {what}={parts} is not a whole number. Choose a divisor of {count}.")
     per_stage = config.num_hidden_layers // p.pp
     for stage in range(p.pp):
         if not any(sparse[stage * per_stage :][:per_stage]):

@@ -16,9 +16,9 @@ from moe_rl.storage.frames import labels_of
 
 
 @verb(
-    argument("log", type=Path, nargs="+", help="of verl's logger `file`, or what its console printed; in their order"),
-    argument("--rollouts", type=Path, metavar="FOLDER", help="verl's trainer.rollout_data_dir: for `moe-rl runs read`"),
-    argument("--to", type=Path, required=True, metavar="FOLDER", help="STUDY/ARM/FACTORS/seed=N, a new folder"),
+    argument("log", type=Path, nargs="+", help="files of verl's logger `file`, or its console output, in order"),
+    argument("--rollouts", type=Path, metavar="FOLDER", help="verl's rollout_data_dir, to use `moe-rl runs read`"),
+    argument("--to", type=Path, required=True, metavar="FOLDER", help="new folder STUDY/ARM/CONDITION/seed=N"),
     examples="""
   moe-rl runs import verl_examples/gsm8k.jsonl --to runs/mine/gspo/base/seed=0
   moe-rl plot runs/mine""",

@@ -345,7 +345,8 @@ def _unpacked_weights(array: Integer[NDArray, "rows layers two_k"]) -> tuple[NDA
         raise RoutingError("the second half of the ids should be gate weights, but some are not the bits of a float32")
     weights = np.where(ids < 0, np.float32(0), bits.astype(np.int32).view(np.float32))  # -1 is the bits of a NaN
     if not np.isfinite(weights).all():
-        raise RoutingError("the second half of the ids contains gate weights that are NaN or infinite")
+        raise RoutingError("the second half of the ids contains gate weights that are NaN or infinite; expected finite "
+                           "ones")
     return ids, weights
 
 
