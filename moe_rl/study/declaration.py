@@ -341,9 +341,9 @@ def read_declaration(folder: Path, trust: bool = False) -> dict[str, Any]:
 
 
 def outside_names(declared: Mapping[str, Any]) -> list[str]:
-    """Every `pkg.module:name` that a declaration has for whoever reads its tables."""
+    """Every `pkg.module:name` that a declaration has for whoever reads its tables, once each."""
     listed = [*declared["figures"], *declared["metrics"], *declared["further_endpoints"]]
-    return [name for name in (declared["verdict"], declared["endpoint"], *listed) if _is_outside(name)]
+    return [*filter(_is_outside, dict.fromkeys((declared["verdict"], declared["endpoint"], *listed)))]
 
 
 def _is_outside(name: str) -> bool:
