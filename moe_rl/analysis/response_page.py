@@ -25,6 +25,7 @@ from torch import Tensor
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.models.tokens import spell
 from moe_rl.results.rollouts import write_page
+from moe_rl.routing.ids import signed
 from moe_rl.routing.trace import Layout, RoutingTrace
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ def write_response_page(traces: Sequence[Path], out: Path, *, row: int | None = 
                                "Give traces of the same tokens.")
         for i, (a, b) in enumerate(zip(sides[0], other, strict=True)):
             _check(a, b, f"row {i} of {traces[0]} and {path}")
+    if not sides[0]:
+        raise RoutingError(f"{traces[0]} contains no response")
     if row is None:
         row = max(range(len(sides[0])), key=lambda i: _changed(sides[0][i], sides[1][i]))
     if not 0 <= row < len(sides[0]):
@@ -98,13 +101,13 @@ def reversed_order(paths: Sequence[Path], versions: Sequence[tuple[str | None, .
 
 def _rows(path: Path) -> list[Response]:
     trace, beside = RoutingTrace.load(path), RoutingTrace.load_beside(path)
-    ids, response, logprobs = trace.ids(), beside.get("response"), beside.get("logprobs")
+    response, logprobs = beside.get("response"), beside.get("logprobs")
     gates = beside.get("gates", trace.gates)
     found = []
     for b, mask in enumerate(trace.attention_mask):
         found.append(Response(
             layout=trace.layout,
-            experts=ids[b][mask],
+            experts=signed(trace.experts[b][mask]),
             tokens=None if trace.tokens is None else trace.tokens[b][mask].long(),
             gates=None if gates is None else gates[b][mask].float(),
             response=mask[mask] if response is None else response[b][mask].bool(),

@@ -61,6 +61,7 @@ def show(options: argparse.Namespace) -> int:
     from moe_rl.storage.columns import TABLES, pooled
     from moe_rl.storage.folder import read_manifest, state
     from moe_rl.storage.frames import NESTED, collected, read_table
+    from moe_rl.storage.terminal import harmless
 
     manifest, frames = read_manifest(options.run), None
     if manifest is not None:
@@ -76,7 +77,7 @@ def show(options: argparse.Namespace) -> int:
         frame = read_table(options.run, name) if frames is None else frames[name]
         print(f"\n{name}: {len(frame)} rows, {len(frame.columns)} columns")
         if len(frame):
-            print(frame.iloc[-1].dropna().to_string())
+            print(harmless(frame.iloc[-1].dropna().to_string()))
     return 0
 
 

@@ -266,8 +266,9 @@ def check_weights(name: str) -> list[Path]:
     files = [WHOLE] if (folder / WHOLE).exists() else []
     if not files and (folder / INDEX).exists():
         try:
-            files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            shards = json.loads((folder / INDEX).read_text())["weight_map"].values()
+            files = sorted({str(Path(file)) for file in shards})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{name!r} cannot be loaded: its {INDEX} is damaged ({error}).") from error
     if not files and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ConfigError(f"{name!r} cannot be loaded: it holds no weights ({WHOLE}, or {INDEX} and its shards).")

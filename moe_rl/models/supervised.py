@@ -460,8 +460,8 @@ def _record(folder: Path, described: Mapping[str, Any]) -> Mapping[str, Any] | N
         return None
     try:
         found = json.loads((folder / RECORD).read_text())
-        same = found["settings"] == described
-    except (ValueError, KeyError) as error:
+        same = {**found["settings"]} == described
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{folder / RECORD} cannot be read ({error}). Delete {folder} to pretrain again.") from error
     if not same:
         raise _other(folder, found["settings"], described)
@@ -474,7 +474,11 @@ def _resume(
     """Step, since when the rate falls, and measurements, as far as a pretraining here has come."""
     if not (folder / STATE).exists():
         return 0, None, []
-    state = torch.load(folder / STATE, weights_only=True)
+    try:
+        state = torch.load(folder / STATE, weights_only=True)
+    except Exception as error:  # of pickle, zip or torch
+        raise RunError(f"{folder / STATE} cannot be read ({type(error).__name__}). Delete {folder} to pretrain "
+                       "again.") from error
     if state["settings"] != described:
         raise _other(folder, state["settings"], described)
     loaded.model.load_state_dict(state["model"])

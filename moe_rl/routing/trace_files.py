@@ -82,9 +82,11 @@ def read_fields(path: str | Path, rows: slice, columns: slice, sites: slice) -> 
 def read_beside(path: str | Path) -> dict[str, Tensor]:
     """See `RoutingTrace.load_beside`."""
     with _opened(path) as file:
-        mask = file.tensor("attention_mask", (torch.bool,))
-        return {name.removeprefix("beside."): unpacked(file.whole(name), mask)
-                for name in file.names if name.startswith("beside.")}
+        mask, packed = file.tensor("attention_mask", (torch.bool,)), {}
+        for name in (n for n in file.names if n.startswith("beside.")):
+            packed[name.removeprefix("beside.")] = found = file.whole(name)
+            file.check_size(mask.numel() * math.prod(found.shape[1:]) * found.itemsize)
+        return {name: unpacked(found, mask) for name, found in packed.items()}
 
 
 @contextmanager
@@ -123,6 +125,12 @@ class TraceFile:
         if set(self.sums) != self.names:
             raise RoutingError(f"it contains {sorted(self.names)}, but was written with {sorted(self.sums)}")
 
+    def check_size(self, size: int) -> None:
+        """Raise RoutingError for more bytes than a file of this size may unpack to."""
+        if size > max(LARGEST, PER_BYTE * Path(self.path).stat().st_size):
+            raise RoutingError(f"{self.path} needs {size:,} bytes, since most of its positions are padding. Load it "
+                               "in parts, by rows, columns or sites.")
+
     def tensor(self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None,
                part: tuple[slice, ...] | None = None) -> Tensor:
         """A tensor of one of these dtypes and, where it is given, of this shape: whole and checked, or a part."""
@@ -151,9 +159,7 @@ class TraceFile:
         inner, n, shape = mask[rows, columns], int(mask.sum()), (len(layout.sites), layout.top_k)
         chosen = None if rows == columns == sites == ALL else _spans(mask, rows, columns)
         size = inner.numel() * len(part.sites) * layout.top_k * (layout.dtype.itemsize + 4 * ("gates" in self.names))
-        if size > max(LARGEST, PER_BYTE * Path(self.path).stat().st_size):
-            raise RoutingError(f"{self.path} needs {size:,} bytes for {n:,} tokens in {inner.numel():,} padded "
-                               "positions. Load it in parts, by rows, columns or sites.")
+        self.check_size(size)
 
         def read(name: str, dtypes: tuple[torch.dtype, ...], *shape: int, of: tuple[slice, ...] = ()) -> Tensor:
             """A tensor with one row per token: the rows of the chosen tokens."""

@@ -131,14 +131,17 @@ def _braced(text: str) -> str:
 
 
 def _undressed(text: str) -> str:
-    for spelt, meant in SPELT:
-        text = spelt.sub(meant, text)
-    for mark in DRESS * 2:  # a point may stand within dollar signs or after them
-        text = text.strip().removesuffix(mark)
-        text = text if mark == "." else text.strip().removeprefix(mark)  # .5 is a number
-    text = CHOICE.sub(r"\1", text.strip()) if CHOICE.fullmatch(text.strip()) else text.strip()
-    inside = _braced(rest) if (style := STYLE.match(text)) and (rest := text[style.end():]) else ""
-    return _undressed(inside) if style and rest == f"{{{inside}}}" else text
+    while True:
+        for spelt, meant in SPELT:
+            text = spelt.sub(meant, text)
+        for mark in DRESS * 2:  # a point may stand within dollar signs or after them
+            text = text.strip().removesuffix(mark)
+            text = text if mark == "." else text.strip().removeprefix(mark)  # .5 is a number
+        text = CHOICE.sub(r"\1", text.strip()) if CHOICE.fullmatch(text.strip()) else text.strip()
+        inside = _braced(rest) if (style := STYLE.match(text)) and (rest := text[style.end():]) else ""
+        if not style or rest != f"{{{inside}}}":
+            return text
+        text = inside
 
 
 def _within(found: str, question: str) -> bool:

@@ -16,7 +16,7 @@ from moe_rl import cli
 from moe_rl.analysis.response_page import write_response_page
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.models.tokens import byte_tokenizer, spell
-from moe_rl.routing import Layout, RoutingTrace, Site
+from moe_rl.routing import Layout, RoutingTrace, Site, trace_files
 
 EVIL = ["</script>", "<script>window.hacked=1</script>", "<!--", "<img src=x onerror=window.hacked=1>", "&lt;"]
 """Tokens of their own, as a tokenizer for code may well have them: ids from 258 on."""
@@ -190,3 +190,26 @@ def test_the_command_says_so_in_a_line(tmp_path, capsys):
 def test_one_trace_is_nothing_to_compare(tmp_path):
     with pytest.raises(ConfigError, match="give two traces"):
         write_response_page([versioned(tmp_path / "a", "1")], tmp_path / "page.html")
+
+
+def test_what_is_beside_a_trace_unpacks_to_no_more_than_the_trace_may(tmp_path, monkeypatch):
+    """One token among 100 padded ones, and 1,000 numbers beside it: 400 kB."""
+    layout, mask = Layout((Site("a", 0, 8, 2),), "x"), torch.arange(100)[None] == 0
+    ids = torch.tensor([0, 1], dtype=torch.uint8).expand(1, 100, 1, 2)
+    trace = RoutingTrace(ids, mask, layout, torch.zeros(1, 100, dtype=torch.int32))
+    trace.save(tmp_path / "a", {"x": torch.zeros(1, 100, 1000)})
+    assert RoutingTrace.load_beside(tmp_path / "a")["x"].shape == (1, 100, 1000)
+    monkeypatch.setattr(trace_files, "LARGEST", 399_999)
+    monkeypatch.setattr(trace_files, "PER_BYTE", 1)
+    with pytest.raises(RoutingError, match="needs 400,000 bytes"):
+        RoutingTrace.load_beside(tmp_path / "a")
+
+
+def test_traces_without_a_response_are_named(tmp_path):
+    layout = Layout((Site("a", 0, 8, 2),), "x")
+    empty = RoutingTrace(torch.zeros(0, 3, 1, 2, dtype=torch.uint8), torch.zeros(0, 3, dtype=torch.bool), layout,
+                         torch.zeros(0, 3, dtype=torch.int32))
+    for name in "ab":
+        empty.save(tmp_path / name)
+    with pytest.raises(RoutingError, match="contains no response"):
+        write_response_page([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")

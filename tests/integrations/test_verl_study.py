@@ -181,8 +181,10 @@ def test_a_response_in_the_console_is_no_step(tmp_path):
     console.write_text("\n".join([
         "step:1 - critic/score/mean:0.5 - actor/grad_norm:np.float64(nan) - timing_s/step:None",
         "[response] The plan is step:2 - critic/score/mean:0.9", "step:3 - first we add 4/2:1", "step:4 - so x:7",
-        "\x1b[36m(TaskRunnerV1 pid=7, ip=10.0.0.2)\x1b[0m step:5 - critic/score/mean:1e-05"]))
-    assert read_log([console])["steps"] == [{"step": 1, "reward": 0.5}, {"step": 5, "reward": 1e-05}]
+        "\x1b[36m(TaskRunnerV1 pid=7, ip=10.0.0.2)\x1b[0m step:5 - critic/score/mean:1e-05",
+        "step:6 - val-core/math dapo - a:b/acc/mean@1:0.25 - critic/score/mean:0.75", "step:7 - " + "a/" * 50_000]))
+    assert read_log([console])["steps"] == [{"step": 1, "reward": 0.5}, {"step": 5, "reward": 1e-05},
+                                            {"step": 6, "reward": 0.75, "eval_exact_greedy": 0.25}]
 
 
 def test_several_held_out_sets_have_a_column_each(tmp_path):

@@ -203,12 +203,15 @@ def test_broken_checkpoints_are_one_sentence(tmp_path):
     ("config.json", {"num_hidden_layers": "six"}), ("config.json", {"num_attention_heads": 0}),
     ("config.json", {"hidden_act": "os.system"}), ("config.json", {"num_experts_per_tok": 99}),
     ("config.json", {"num_experts_per_tok": 0}), ("config.json", None), ("tokenizer_config.json", []),
-    ("generation_config.json", []),
+    ("generation_config.json", []), ("model.safetensors.index.json", {"weight_map": {"a": 1}}),
+    ("model.safetensors.index.json", []),
 ])  # fmt: skip
 def test_odd_settings_of_a_checkpoint_are_one_sentence(tmp_path, file, content):
     loaded = load(ModelConfig(), 0)
     save_checkpoint(loaded.model, loaded.tokenizer, tmp_path)
-    kept = json.loads((tmp_path / file).read_text()) if isinstance(content, dict) else {}
+    kept = json.loads((tmp_path / file).read_text()) if isinstance(content, dict) and "index" not in file else {}
+    if "index" in file:
+        (tmp_path / "model.safetensors").unlink()
     (tmp_path / file).write_text(json.dumps(kept | content if isinstance(content, dict) else content))
     with pytest.raises((ConfigError, RoutingError)) as found:
         check_weights(str(tmp_path))

@@ -91,3 +91,9 @@ def test_the_file_and_the_class_of_the_page_are_tasks_whose_answers_earn_one(tmp
     task = load_task("page_mine:Reversed")
     assert task.prompts(5, 1) == task.prompts(5, 1) != task.prompts(5, 2)
     assert task.reward(task.prompts(1, 0)[0], "") == 0
+
+
+def test_an_answer_that_is_nested_deeply_is_compared():
+    """A model may write anything, and a reward must not end its training."""
+    nested = "\\boxed{" + "\\text{" * 1500 + "7" + "}" * 1501
+    assert final(nested) == "7" and matcher("math")("", "7", nested)

@@ -131,15 +131,17 @@ def test_missing_and_foreign_routes_are_refused(checkpoint):
 
 def test_routes_in_the_batch_are_measured_with_every_engine(checkpoint):
     """With verl's own engine, which records nothing; Megatron's and VeOmni's have the same `train_batch`."""
-    ours, theirs = engine(checkpoint, {"mode": "R2"}), engine(checkpoint, kind=FSDPEngineWithLMHead)
+    ours, theirs = engine(checkpoint, {"mode": "R2"}), engine(checkpoint, {"mode": "R3"}, kind=FSDPEngineWithLMHead)
     found = score(ours, batch(64))
     data = with_old_policy(batch(64), found)
     expected, metrics = update(ours, data), update(theirs, data)
     assert metrics["routing/coverage"] == [1.0] and metrics["grad_norm"] > 0
     loads = [name for name in expected if "/load_" in name]
     assert len(loads) == 3 + 3 and [metrics[name] for name in loads] == [expected[name] for name in loads]
-    assert not [name for name in update(theirs, with_old_policy(batch(64), {"log_probs": found["log_probs"]}))
-                if name.startswith("routing/")]
+    without, off = with_old_policy(batch(64), {"log_probs": found["log_probs"]}), engine(
+        checkpoint, kind=FSDPEngineWithLMHead)
+    for metrics in (update(theirs, without), update(off, data)):  # no routes; routes that nobody replays
+        assert not [name for name in metrics if name.startswith("routing/")]
     dense = found["routed_experts"].values().clone()
     dense[:, 1] = 0  # as a layer without experts has it
     dense[:4] = 0  # and an engine that does not know the routes of the first tokens

@@ -181,7 +181,7 @@ class Rollouts:
             ids, gates = reported_routes(payload, layout=self.layout, tokens=response.tokens, any_k=True,
                                          num_layers=self.num_layers, start=start or 0, dtype=dtype,
                                          gates=entry.get("gates"))
-        except (RoutingError, TypeError) as error:
+        except (RoutingError, TypeError, SyntaxError, RecursionError) as error:  # numpy parses the name of a dtype
             raise ConfigError(f"{response.where}: {error}") from error
         ids = self._within(ids, response.where)
         return replace(response, ids=ids, gates=gates)
@@ -199,7 +199,8 @@ class Rollouts:
             raise ConfigError(f"{where}: token {t} has experts {here[t, s].tolist()} in layer "
                               f"{self.layout.sites[s].decoder_layer}, but ids run from 0 to {int(limits[s, 0]) - 1} "
                               f"({int(wrong.sum())} of {wrong.size} rows do not fit). "
-                              + ("Are they counted from 1?" if here[here >= 0].min() == 1 and (here <= limits).all()
+                              + ("Are they counted from 1?" if (here <= limits).all() and here.max() > 0
+                                 and here[here >= 0].min() == 1
                                  else "Are they of another model, or of another dtype?"))
         return ids.astype(np.int16 if most > 128 else np.int8)
 

@@ -23,7 +23,7 @@ from moe_rl.routing.sites import Site
 
 
 def measure_every_engine() -> None:
-    """Add what the routes of a mini-batch show to the metrics of every engine's updates; twice does nothing."""
+    """Add what the routes of a mini-batch show to the metrics of every engine that replays them; twice does nothing."""
     if not hasattr(BaseEngine.train_batch, "__wrapped__"):
         BaseEngine.train_batch = _measured(BaseEngine.train_batch)
 
@@ -31,7 +31,9 @@ def measure_every_engine() -> None:
 def _measured(train_batch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train_batch)
     def update(engine: BaseEngine, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
-        here = not isinstance(engine, RoutingFSDPEngine) and fields.ROUTES in data
+        settings = getattr(engine.engine_config, "router_replay", None)
+        replays = getattr(settings, "mode", "disabled") != "disabled"  # else the routes of the batch go unused
+        here = replays and not isinstance(engine, RoutingFSDPEngine) and fields.ROUTES in data
         row = _row(data, infer_moe_num_experts(engine.model_config)) if here else {}
         output = train_batch(engine, data, loss_function)
         if row and engine.is_mp_src_rank_with_outputs():

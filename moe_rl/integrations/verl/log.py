@@ -33,7 +33,7 @@ ACTIVE = "actor/routing/coverage"
 CONSOLE = re.compile(r"^(?:\x1b\[\d+m)?(?:\(\w+ [^)]*\))?(?:\x1b\[0m)? ?step:(\d{1,9}) - (.*)")
 """A line that verl's console printed, as it is or with the name of Ray's worker before it. A response that is printed
 may begin so too: the parts of a true one are all numbers with a name that contains a slash."""
-PART = re.compile(r"[^\s:]+/[^\s:]+:(?:np\.\w+\()?[-+.\w]+\)?")
+PART, BETWEEN = re.compile(r"[^\s:/]+/.+:(?:np\.\w+\()?[-+.\w]+\)?"), re.compile(r" - (?=[^\s:/]+/)")
 UPDATE = re.compile(r"actor/routing/update_(\d{1,6})/(\w+)")
 STEP, LAYER = re.compile(r"actor/routing/step_(\w+)"), re.compile(r"actor/routing/step_(\w+)/layer_(\d{1,6})")
 """What all updates of a step change together."""
@@ -65,9 +65,9 @@ def read_log(files: Iterable[Path], active: bool = False) -> dict[str, list[Row]
 
 
 def _entries(file: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """Step and numbers of every line of a log that has them; a line that a kill cut off has none."""
+    """Step and numbers of every line of a log that has them; a line of JSON that a kill cut off has none."""
     for line in file.read_text(errors="replace").splitlines():
-        if (match := CONSOLE.search(line)) and all(map(PART.fullmatch, parts := match[2].strip().split(" - "))):
+        if (match := CONSOLE.search(line)) and all(map(PART.fullmatch, parts := BETWEEN.split(match[2].strip()))):
             pairs = (part.rpartition(":") for part in parts)
             values = {key: re.sub(r"np\.\w+\((.*)\)", r"\1", text.strip()) for key, _, text in pairs}
             yield int(match[1]), _numbers(values)
