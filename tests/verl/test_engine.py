@@ -130,8 +130,9 @@ def test_missing_and_foreign_routes_are_refused(checkpoint):
 
 
 def test_routes_in_the_batch_are_measured_with_every_engine(checkpoint):
-    """With verl's own engine, which records nothing; Megatron's and VeOmni's have the same `train_batch`."""
-    ours, theirs = engine(checkpoint, {"mode": "R2"}), engine(checkpoint, {"mode": "R3"}, kind=FSDPEngineWithLMHead)
+    """With an engine of verl; Megatron's and VeOmni's have the same `train_batch`, and say so where they replay."""
+    ours, theirs = engine(checkpoint, {"mode": "R2"}), engine(checkpoint, kind=FSDPEngineWithLMHead)
+    theirs.enable_routing_replay = True  # as verl's engines that replay have it
     found = score(ours, batch(64))
     data = with_old_policy(batch(64), found)
     expected, metrics = update(ours, data), update(theirs, data)

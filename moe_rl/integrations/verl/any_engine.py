@@ -31,8 +31,7 @@ def measure_every_engine() -> None:
 def _measured(train_batch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train_batch)
     def update(engine: BaseEngine, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
-        settings = getattr(engine.engine_config, "router_replay", None)
-        replays = getattr(settings, "mode", "disabled") != "disabled"  # else the routes of the batch go unused
+        replays = getattr(engine, "enable_routing_replay", False)  # of Megatron and VeOmni; else routes go unused
         here = replays and not isinstance(engine, RoutingFSDPEngine) and fields.ROUTES in data
         row = _row(data, infer_moe_num_experts(engine.model_config)) if here else {}
         output = train_batch(engine, data, loss_function)
