@@ -134,5 +134,5 @@ def test_parts_of_ones_own_are_refused_before_a_run_begins(study, trainer):
 
 
 def test_a_trainer_that_is_not_there_is_refused_before_a_run_begins(study):
-    with pytest.raises(ConfigError, match="'mine:exeute' names nothing"):
+    with pytest.raises(ConfigError, match="'mine:exeute' cannot be imported"):
         preflight(dataclasses.replace(study, trainer="mine:exeute"), [])

@@ -16,8 +16,7 @@ from matplotlib.figure import Figure
 
 from moe_rl import cli
 from moe_rl.errors import RunError
-from moe_rl.objectives.methods_page import row
-from moe_rl.results import plots
+from moe_rl.results import plots, study_page
 from moe_rl.storage import commits
 from moe_rl.study.declaration import read_declaration, write_declaration
 from tests import fake_study
@@ -164,7 +163,8 @@ def test_a_name_that_steers_or_leads_elsewhere_is_refused(folder, arm, capsys):
 
 
 def test_a_card_shows_tags_and_ends_of_lines_as_text():
-    assert row("a|b", "<script>x</script>\n# title", "n < 3") == r"| a\|b | &lt;script>x&lt;/script> # title | n < 3 |"
+    found = study_page._row("a|b", "<script>x</script>\n# title", "n < 3")
+    assert found == r"| a\|b | &lt;script>x&lt;/script> # title | n < 3 |"
 
 
 def test_a_length_or_a_table_that_fits_no_memory_is_refused(folder, capsys, tmp_path):

@@ -37,7 +37,8 @@ def pass_at(k: int, n: int, right: int) -> float:
     """Probability that one of k completions is right, estimated without bias from `right` right ones of n:
     1 − C(n − right, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374). Raises ConfigError unless 1 ≤ k ≤ n."""
     if not (1 <= k <= n and 0 <= right <= n):
-        raise ConfigError(f"pass@{k} needs at least {k} completions, but there are {n} ({right} right). Sample more.")
+        raise ConfigError(f"pass@{k} of {n} completions with {right} right: k must be from 1 to the completions, and "
+                          "so many must be right at most. Sample more, or lower k.")
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from moe_rl.config import Arm
@@ -45,9 +44,8 @@ def describe(name: str) -> list[str]:
 
 
 def row(*cells: str) -> str:
-    """A row of a table in Markdown, on one line; tags of HTML in it are shown, not followed."""
-    whole = " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells)
-    return f"| {re.sub(r'<(?=[a-zA-Z/!?])', '&lt;', whole)} |"
+    """A row of a table in Markdown, on one line."""
+    return f"| {' | '.join(' '.join(cell.replace('|', chr(92) + '|').split()) for cell in cells)} |"
 
 
 def _equations(made: Arm) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -63,7 +64,7 @@ def card(frames: Frames, declared: Mapping[str, Any]) -> str:
     primary and in every further endpoint, with its 95 % interval and its p-value after Holm."""
     endpoints = [metric(name) for name in (declared["endpoint"], *declared["further_endpoints"])]
     arms, asked, several = arms_of(frames, declared), family(declared), len(frames.cells) > 1
-    lines = [*head("set-up", ""), *(row(*pair) for pair in _set_up(frames, declared, endpoints))]
+    lines = [*head("set-up", ""), *(_row(*pair) for pair in _set_up(frames, declared, endpoints))]
     tables = [{(c.cell, c.a, c.b): c for c in compare(frames, arms, declared["comparisons"], one, asked)}
               for one in endpoints] if declared["comparisons"] else [{}]
     if tables[0]:
@@ -75,10 +76,15 @@ def card(frames: Frames, declared: Mapping[str, Any]) -> str:
             for c in found:
                 other = f" (n = {c.result.n})" if c and c.result.n != first.result.n else ""
                 cells += [f"{c.result.difference}{other}", f"{c.p_holm:.2g}"] if c else ["–", "–"]
-            lines.append(row(*cells))
+            lines.append(_row(*cells))
         lines += ["", f"p: permutations of signs within seeds, after Holm over the {asked} comparisons of an endpoint.",
                   *filter(None, (left_out(frames, arms, declared["comparisons"], one) for one in endpoints))]
     return "\n".join(lines) + "\n"
+
+
+def _row(*cells: str) -> str:
+    """A row of the card, which shows HTML in a name as text."""
+    return row(*(re.sub("<(?=[a-zA-Z/!?])", "&lt;", cell) for cell in cells))
 
 
 def _set_up(frames: Frames, declared: Mapping[str, Any], endpoints: Sequence[Metric]) -> Iterable[tuple[str, str]]:

@@ -69,11 +69,6 @@ class Site:
     num_experts: int
     top_k: int
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.num_experts:
-            raise RoutingError(f"{self.name} chooses {self.top_k} of {self.num_experts} experts. top_k must be from 1 "
-                               "to the number of experts.")
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -119,7 +114,7 @@ class Layout:
                 raise RoutingError(f"{what} does not fit the model: it has {theirs}, the model has {mine}")
 
     def check(self) -> None:
-        """Raise unless this layout, which was read from a file, could be a model's."""
+        """Raise unless this layout, of a file or of a model's configuration, could be a model's."""
         for site in self.sites:
             sizes = (site.decoder_layer, site.num_experts, site.top_k)
             if not all(type(x) is int for x in sizes) or not isinstance(site.name, str) \
@@ -255,7 +250,9 @@ def make_layout(model: nn.Module, sites: tuple[RoutingModule, ...]) -> Layout:
         getattr(config, key, None) for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
     ]
     digest = hashlib.sha256(repr(sizes).encode()).hexdigest()[:12]
-    return Layout(tuple(s.site for s in sites), f"{sizes[0]}-{digest}")
+    layout = Layout(tuple(s.site for s in sites), f"{sizes[0]}-{digest}")
+    layout.check()
+    return layout
 
 
 def router_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -311,4 +311,4 @@ def test_help_names_both_exit_codes(capsys):
     with pytest.raises(SystemExit):
         cli.main(["diagnose", "--help"])
     said = capsys.readouterr().out
-    assert "exit code is 1 where" in said and "2 for input" in said and "\\" not in said
+    assert "Exit code: 1 for a fault" in said and "2 for wrong input" in said and "\\" not in said

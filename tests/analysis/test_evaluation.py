@@ -242,7 +242,7 @@ def edited(file: Path, edit) -> None:
     (lambda lines: lines[0]["samples"][2].update(truncated=0.5), "whose truncated is 0.5, not 0 or 1"),
     (lambda lines: lines[0]["samples"][2].update(response_tokens=None), "whose response_tokens is None"),
     (lambda lines: lines[0]["samples"][2].pop("vote"), "whose vote is 'missing', not a whole number or null"),
-    (lambda lines: lines.append({**lines[4], "problem": 5}), "line 6, is one too many, 5 problems being asked"),
+    (lambda lines: lines.append({**lines[4], "problem": 5}), "line 6, is one too many for 5 p"),
 ])  # fmt: skip
 def test_a_line_that_was_damaged_is_named_and_nothing_is_made_of_it(done, there, tmp_path, monkeypatch, capsys, edit,
                                                                     said):

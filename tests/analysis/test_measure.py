@@ -295,7 +295,7 @@ def test_a_finished_comparison_is_read_whole_or_not_at_all(there, tmp_path, fram
 def test_a_request_that_is_refused_leaves_the_folder_free_for_the_right_one(there, tmp_path):
     with pytest.raises(ConfigError, match="--max-tokens 1 must be at least 2"):
         compare(there, tmp_path / "out", max_tokens=1)
-    with pytest.raises(ConfigError, match="--batch-tokens 0: a forward needs at least 1"):
+    with pytest.raises(ConfigError, match="--batch-tokens 0 must be at least 1"):
         compare(there, tmp_path / "out", batch_tokens=0)
     assert not (tmp_path / "out").exists()
 
@@ -427,7 +427,7 @@ def bad(there):
         ("after", "none.jsonl", "there is no such file"),
         ("after", ".", "is a folder; give one JSONL file"),
         ("after", "empty.jsonl", "is empty"),
-        ("after", "bad.jsonl", "line 2: no text. Its keys are 'question'"),
+        ("after", "bad.jsonl", "line 2: no text; the keys are 'question'"),
         ("fewer", "data.jsonl", "different architectures"),
         ("longer", "data.jsonl", "resize_token_embeddings"),
         ("dense", "data.jsonl", "has no MoE layer: it is dense"),

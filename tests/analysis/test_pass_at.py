@@ -26,7 +26,7 @@ def test_pass_at_k_is_the_share_of_all_subsets_that_hold_a_right_one():
 
 @pytest.mark.parametrize("k, n, right", [(5, 4, 1), (0, 4, 1), (1, 4, 5), (1, 4, -1)])
 def test_pass_at_k_of_too_few_completions_is_refused(k, n, right):
-    with pytest.raises(ConfigError, match=f"pass@{k} of {right}"):
+    with pytest.raises(ConfigError, match=f"pass@{k} of {n} completions with {right}"):
         pass_at(k, n, right)
 
 
