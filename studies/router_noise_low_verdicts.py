@@ -174,7 +174,7 @@ def draw(frames: Frames) -> Figure:
     for ax in axes:
         ax.set(xscale="log", xlabel="KL of GRPO to the old policy, nats per token")
     note = (f"mean over seeds, steps 31–60; whisker: {found.method}, n = {found.n}; shaded: differences below "
-            f"{MARGIN:g}; dashed: published values (IcePop's is a discrepancy of log-probs)")
+            f"{MARGIN:g}; dashed: published values (IcePop's is a discrepancy, whose unit we do not know)")
     return plots.finish(figure, axes, note)
 
 
@@ -194,12 +194,11 @@ def slots(ax: Axes, frames: Frames) -> None:
     colour = plots.colour_of("grpo", ARMS)
     for place, cells in (("in routers", [NONE, *ROUTERS.values()]), ("beside", [*OTHERS.values()])):
         points = [(kl_of(frames, cell), slots_changed(frames.cell(cell)).mean()) for cell in cells]
-        ax.plot(*zip(*points, strict=True), "o", color=colour, markerfacecolor="white" if place == "beside" else colour,
-                label=f"GRPO, {place}")
+        ax.plot(*zip(*points, strict=True), "o", color=colour, markerfacecolor="white" if place == "beside" else colour)
     for name, share in SLOTS_PUBLISHED.items():
         ax.axhline(share, color=plots.GREY, linestyle="--", linewidth=1)
         ax.annotate(name, (0.99, share), xycoords=("axes fraction", "data"), fontsize=8, ha="right", va="bottom")
-    ax.set(title="Expert slots changed by a step", ylabel="share")
+    ax.set(title="Expert slots changed by a step of GRPO", ylabel="share")
 
 
 def mark_published(ax: Axes) -> None:
