@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from moe_rl.errors import RunError
 from moe_rl.results.stats import Interval, interval
+from moe_rl.results.summary import metric, per_run
 from moe_rl.storage.frames import Frames, load_study
 
 MIXED = ("in_two_trainers",)
@@ -21,6 +23,15 @@ RESULTS = Path(__file__).parent / "results"
 def stored(study: str) -> Frames:
     """The tables of a study, read once; what reads them changes none."""
     return load_study(RESULTS / study, mix_code=study in MIXED)
+
+
+def seed_by_arm(frames: Frames, cell: str, name: str, arms: Sequence[str]) -> pd.DataFrame:
+    """A metric of one cell, seed × arm. Raises RunError where runs of these arms are missing."""
+    table = per_run(frames.cell(cell), metric(name)).unstack(0) if cell in frames.cells else pd.DataFrame()
+    if missing := [arm for arm in arms if arm not in table]:
+        raise RunError(f"the rule needs runs of {', '.join(missing)} in {cell}, which are not there; run the study to "
+                       "its end, and collect it again")
+    return table[list(arms)]
 
 
 def differences(values: pd.DataFrame, a: str, b: str, confidence: float = 0.95) -> Interval:

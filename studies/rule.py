@@ -63,6 +63,11 @@ def outcomes(pairs: Mapping[str, tuple[Sequence[BySeed], Sequence[BySeed]]], mar
     return found
 
 
+def against_zero(differences: Sequence[BySeed]) -> tuple[Sequence[BySeed], Sequence[BySeed]]:
+    """The two sides of a comparison whose differences by seed are known, in the primary and the secondary endpoint."""
+    return differences, [dict.fromkeys(one, 0.0) for one in differences]
+
+
 def _sign(test: Paired, p: float) -> int:
     """Of a difference that is decided at 5 %."""
     return 0 if p > LEVEL else 1 if test.difference.mean > 0 else -1
