@@ -164,7 +164,7 @@ def test_list_shows_the_schedulers_state_and_cancel_ends_it(cluster, tmp_path, c
     until(lambda: states(tmp_path).count("running") == 2, say=lambda: said(tmp_path))
     capsys.readouterr()
     submit(tmp_path, FAKE, "--steps", "300")
-    assert "nothing to submit; 6 runs are in the queue already" in capsys.readouterr().out
+    assert "nothing to submit; 6 runs are already in the queue" in capsys.readouterr().out
     moe_rl("runs", "list", str(tmp_path / "fake"))
     shown = capsys.readouterr().out
     assert len(re.findall(r"running \(\d+_\d RUNNING\)", shown)) == 2, shown
