@@ -133,7 +133,8 @@ def table() -> str:
         first, second = (test.difference.printed(".3f") for test in (one.primary, one.secondary))
         lines.append(methods_page.row(
             f"{at.place.band}: {at.place.label}", at.place.study, arm, str(one.primary.n), first,
-            f"{one.adjusted:.2g}", second, one.said.partition(":")[0]))
+            f"{one.adjusted:.2g}", second,
+            {1: "helps", -1: "harms"}.get(one.sign, one.said.partition(":")[0])))
     return "\n".join(lines) + "\n"
 
 
@@ -154,7 +155,7 @@ def draw(found: Sequence[Row]) -> Figure:
                 ax.axhline(i - 0.5, color=plots.GREY, linewidth=0.8)
             axes[0].text(0.01, i - 0.48, row.place.band, transform=axes[0].get_yaxis_transform(), fontsize=8,
                          color=plots.GREY, va="top")
-    note = ("mean and 95 % interval over n seeds; filled: an effect by the one rule (exploratory for studies that "
+    note = ("mean and 95 % interval over n seeds; filled: helps or harms by the one rule (exploratory for studies that "
             "declared another); shaded: differences below .02")
     return plots.finish(figure, axes, note, legend=False)
 

@@ -184,6 +184,8 @@ def test_a_length_or_a_table_that_fits_no_memory_is_refused(folder, capsys, tmp_
 
 def test_a_name_with_a_formula_that_is_none_is_drawn(tmp_path):
     with rc_context(plots.STYLE):
-        figure = Figure()
-        figure.subplots().set_title(r"$\frac$")
-        figure.savefig(tmp_path / "drawn.png")
+        ax = (figure := Figure()).subplots()
+        ax.set(title=r"$\frac$", xscale="log", xlim=(1e-3, 1))
+    plots.save(figure, tmp_path, "drawn")
+    assert not ax.title.get_parse_math()
+    assert all(text.get_parse_math() for text in ax.get_xticklabels()), "10⁻³ is a formula"

@@ -33,6 +33,8 @@ from moe_rl.types import Batch, require_mask
 
 NARROW = (torch.bfloat16, torch.float16)
 
+FIELDS = {field.name for field in dataclasses.fields(LossInputs)} | {"log_ratio"}
+"""What a loss, a term or a correction can read."""
 GIVEN = {"reference": "ref_logprobs", "entropy": "entropy", "lag": "lag"}
 """Which of a loss's inputs is there for components that need it."""
 
@@ -89,12 +91,15 @@ class Objective:
             if x.trust is None or "policy" in needs_of(correction):
                 weights = weights * compute_factors(correction, x)
         output = self.loss(dataclasses.replace(x, weights=weights))
+        if not isinstance(output, LossOutput):
+            raise ConfigError(f"the loss {_name(self.loss)} returned a {type(output).__name__}. Return "
+                              "moe_rl.objectives.LossOutput(loss, log_ratio, clipped_by).")
         loss, metrics = output.loss, dict(output.metrics)
         for name, term in self.terms.items():
             value = term(x)
             loss = loss + value
             metrics[f"term_{name}"] = metrics.get(f"term_{name}", 0.0) + value.item()
-        return dataclasses.replace(output, loss=loss, metrics=metrics)
+        return dataclasses.replace(output, loss=loss, metrics=metrics, log_ratio=output.log_ratio.detach())
 
 
 def _known_inputs(part: Batch) -> dict[str, Any]:
@@ -112,16 +117,19 @@ def _all_inputs(part: Batch, logprobs: PerToken, entropy: PerToken, **further: A
                       lag=None if part.lag is None else part.lag.to(logprobs.dtype), **further)
 
 
+def _name(part: Callable[..., Any]) -> str:
+    return getattr(getattr(part, "func", part), "__name__", str(part))
+
+
 def compute_factors(correction: Callable[..., Tensor], x: CorrectionInputs) -> PerToken:
     """A correction's factors, 1 outside the mask, where 0 · NaN would be NaN. Raises ConfigError for another shape, for
     NaN, and for a correction that reads π_θ before it is known."""
     try:
         factors = correction(x)
     except AttributeError as error:
-        if not isinstance(error.obj, CorrectionInputs):
+        if not isinstance(error.obj, CorrectionInputs) or error.name not in FIELDS:
             raise
-        name = getattr(getattr(correction, "func", correction), "__name__", correction)
-        raise ConfigError(f"the correction {name} uses log π_θ (x.{error.name}), which is unknown before the update. "
+        raise ConfigError(f"the correction {_name(correction)} uses log π_θ (x.{error.name}), which is unknown before the update. "
                           "Mark it with moe_rl.registry.needs('policy'), and use it as a correction, not as a "
                           "filter.") from error
     if factors.shape != x.mask.shape:
@@ -152,6 +160,9 @@ def objective_of(arm: Arm) -> Objective:
     except MoeRlError:
         raise
     except (TypeError, AttributeError, ValueError, RuntimeError) as error:
+        if isinstance(error, AttributeError) and isinstance(error.obj, CorrectionInputs):
+            raise ConfigError(f"arm {arm.name!r}: {type(error.obj).__name__} has no field {error.name!r}. It has "
+                              f"{', '.join(sorted(f for f in FIELDS if hasattr(error.obj, f)))}.") from error
         raise ConfigError(f"arm {arm.name!r}: a component failed on one test token ({error}). Check the types of its "
                           "options, and mark what it needs with moe_rl.registry.needs('entropy'), ('reference') or "
                           "('router').") from error

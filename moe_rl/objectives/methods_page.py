@@ -45,7 +45,7 @@ def describe(name: str) -> list[str]:
 
 def row(*cells: str) -> str:
     """A row of a table in Markdown, on one line."""
-    return f"| {' | '.join(' '.join(cell.replace('|', chr(92) + '|').split()) for cell in cells)} |"
+    return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
 
 
 def _equations(made: Arm) -> list[str]:

@@ -122,7 +122,10 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write `<name>.png` and `<name>.svg`, the same bytes for the same tables; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    with matplotlib.rc_context(STYLE):
+    scaled = [axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) if axis.get_scale() != "linear"]
+    for text in (text for axis in scaled for text in axis.get_ticklabels(which="both")):
+        text.set_parse_math(True)  # 10⁻³ is a formula
+    with matplotlib.rc_context(STYLE | {"text.parse_math": True}):
         figure.savefig(paths[0], metadata={"Software": None})
         figure.savefig(paths[1], metadata={"Date": None, "Creator": None})
     return paths

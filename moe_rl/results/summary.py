@@ -164,7 +164,7 @@ def per_run(frames: Frames, metric: Metric) -> pd.Series:
         for run in frames.runs.sort_values(["arm", "seed"])[["arm", "seed", "state", "steps"]].itertuples():
             at = measured.get((run.arm, run.seed), np.array([], int))
             steps, values = all_steps[at], all_values[at].astype(float)
-            if metric.since_start and steps[:1] != 0:
+            if metric.since_start and (not len(at) or steps[0] != 0):
                 continue
             if not len(at) and (run.state != "diverged" or math.isnan(metric.after_divergence)):
                 continue  # of a run that diverged in its first step every one counts

@@ -93,10 +93,11 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
     fates = outcomes(frames)
     fell, rows, counts = set(fates["fate"]) & {*FATES}, [], set()
     used: list[Interval] = []
+    labels = _labels(frames)
     for cell in frames.cells:
         here = frames.cell(cell)
         values = {one.column: per_run(here, one).dropna() for one in (endpoint, *(f[0] for f in further))}
-        rows += [(_label(frames, cell), *[""] * (2 + len(further) + bool(fell)))] if len(frames.cells) > 1 else []
+        rows += [(labels[cell], *[""] * (2 + len(further) + bool(fell)))] if len(frames.cells) > 1 else []
         apart = gaps(here, [(arm, base) for arm in arms if base and arm != base], endpoint)
         for arm in (a for a in arms if (here.runs["arm"] == a).any()):
             seeds = _of(values[endpoint.column], arm)
@@ -127,12 +128,13 @@ def _mean(values: Sequence[float], form: str, seeds: int) -> str:
     return format(float(np.mean(values)), form) + f" (n = {len(values)})" * (len(values) != seeds)
 
 
-def _label(frames: Frames, cell: str) -> str:
-    """The name of a condition and, where conditions with names of their own differ in router noise, its scale."""
-    scales = {one: noise_scale(frames.cell(one)) for one in frames.cells}
-    if len({*scales.values()}) == 1 or "=" in cell:
-        return cell
-    return f"{cell}: router noise σ = {scales[cell]:g}" if scales[cell] else f"{cell}: no router noise"
+def _labels(frames: Frames) -> dict[str, str]:
+    """The names of conditions and, where conditions with names of their own differ in router noise, its scale."""
+    scales = {cell: noise_scale(frames.cell(cell)) for cell in frames.cells}
+    if len({*scales.values()}) == 1:
+        return {cell: cell for cell in scales}
+    return {cell: cell if "=" in cell else f"{cell}: router noise σ = {scale:g}" if scale else
+            f"{cell}: no router noise" for cell, scale in scales.items()}
 
 
 def _made_of(frames: Frames) -> str:

@@ -285,14 +285,13 @@ def state(path: Path, steps: int | None = None) -> dict[str, Any]:
         progress = found if all(isinstance(n, int | float | None) for n in numbers) else progress
     if manifest is None:
         return {**progress, "state": "waiting", "steps": steps}
-    steps = steps or manifest["config"]["steps"]
+    steps, ended = steps or manifest["config"]["steps"], manifest.get("finished", -1)
     if is_held(path / LOCK):
         name = "running"
-    elif (ended := manifest.get("finished", -1)) >= steps and not (
-            "diverged" in manifest and ended == manifest["config"]["steps"]):  # in the evaluation after its last step
+    elif "diverged" in manifest and (ended < steps or ended == manifest["config"]["steps"]):
+        name, progress["step"] = "diverged", ended  # before the end, or in the evaluation after the last step
+    elif ended >= steps:
         name, progress["step"] = "finished", ended
-    elif "diverged" in manifest:
-        name, progress["step"] = "diverged", ended
     else:
         name = "failed" if "error" in progress else "interrupted"
     if name not in ENDED and "finished" in manifest:

@@ -29,6 +29,9 @@ from moe_rl.types import Prompt
 
 LOOKED_AT, SECONDS = 512, 5.0
 """Prompts of a preview, and the time that rewarding their answers may take."""
+FEW = 1000
+"""Warm-up prompts below which an untrained preset memorises: of sums of two numbers below 100 it memorised 372 and 872,
+and learned from 1,872."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,10 @@ def preview(run: RunConfig) -> Preview:
         found.append(f"a step samples {run.prompts_per_step} prompts, but only {left} different ones can be trained "
                      "on. Some appear several times in a step.")
     cold = run.cold_start
-    if left is not None and cold.target and run.model.name in PRESETS and left - split.stopping < cold.batch_size:
-        found.append(f"the supervised warm-up trains on {left - split.stopping} different prompts, less than one batch "
-                     f"of {cold.batch_size}, so an untrained model probably memorises them. Use more data, or start "
-                     "from a trained checkpoint with cold_start.target=0.")
+    if left is not None and cold.target and run.model.name in PRESETS and left - split.stopping < FEW:
+        found.append(f"the supervised warm-up trains on {left - split.stopping} different prompts. An untrained model "
+                     f"probably memorises fewer than {FEW}, and the warm-up then stops. Use more data, or start from a "
+                     "trained checkpoint with cold_start.target=0.")
     return Preview(tuple(lines), tuple(found))
 
 

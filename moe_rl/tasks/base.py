@@ -176,7 +176,7 @@ def split_of(task: AnyTask, evaluation: int) -> Split:
         return Split(None, evaluation, STOPPING)
     if 2 * evaluation > different:
         raise ConfigError(
-            f"{type(task).__name__} has {different} different prompts, and eval_prompts={evaluation} would hold out "
+            f"the task has {different} different prompts, and eval_prompts={evaluation} would hold out "
             f"{('all' if evaluation >= different else 'more than half')}. Use eval_prompts={max(1, different // 5)}, "
             "or add data.")
     return Split(different, evaluation, max(1, min(STOPPING, (different - evaluation) // 2)))

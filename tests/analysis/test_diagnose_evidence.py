@@ -181,8 +181,11 @@ def rounded():
 def test_an_honest_engine_in_bfloat16_is_rounding_unless_it_is_known_to_be_in_float32(rounded, dtype, fault):
     engine, entries = rounded
     found = answer(engine, entries, engine_dtype=dtype)
-    assert found.fault is fault and found.causes == (("unexplained",) if fault else ("rounding",)), found.verdict
-    assert ("Nothing to mend" in found.verdict) is not fault
+    assert found.fault is fault, found.verdict
+    repeated = found.causes == ("dtype",)  # a processor without products in bfloat16 repeats the engine's to the bit
+    assert found.causes == ("unexplained",) if fault else repeated or found.causes == ("rounding",), found.verdict
+    assert ("Nothing to mend" in found.verdict) is (not fault and not repeated)
+    assert not repeated or "0 when the trainer does the same" in found.verdict
     assert any("attention" in f.name for f in found.fits) is fault, "where rounding is evident, it is not tried"
 
 

@@ -212,6 +212,10 @@ def test_what_was_gained_is_counted_from_the_model_before_the_first_step():
     assert per_run(evaluated({0: 0.7, 20: 0.9, 40: 0.6}), gained)["a", 0] == pytest.approx(-0.1)
     assert per_run(evaluated({0: 0.7, 20: 0.9}, "diverged"), gained)["a", 0] == pytest.approx(-0.7)
     assert per_run(evaluated({20: 0.9, 40: 0.6}), gained).empty, "nobody knows where it began"
+    known = evaluated({0: 0.7, 40: 0.6})
+    for state in ("finished", "diverged"):  # a second run, which nobody has evaluated
+        runs = pd.concat([known.runs, known.runs.assign(seed=1, state=state)])
+        assert per_run(Frames(runs, known.tables), gained).index.to_list() == [("a", 0)]
     names = list(summarise(evaluated({0: 0.7, 40: 0.6}), ["a"]).index)
     assert names.index(gained.name) == names.index("greedy exact match, end") + 1
 

@@ -39,6 +39,9 @@ def test_every_interval_and_every_fraction_of_the_words_is_printed(page):
     printed = [tuple(float(x.replace("−", "-")) for x in t) for t in TRIPLE.findall(block)]
     for found in TRIPLE.finditer(words):
         one, percent = found.groups(), "%" in found[0]
+        sentence = re.split(r"\.\s", words[:found.start()])[-1]
+        if "lower" in sentence and sentence.split()[-1:] == ["by"]:  # "lower by 0.1 [0.0, 0.3]" is −0.1 [−0.3, −0.0]
+            one = [f"-{one[i]}".replace("--", "").replace("-−", "") for i in (0, 2, 1)]
         assert any(all(says(v, percent, [x]) for v, x in zip(one, t, strict=True)) for t in printed), found[0]
     numbers = [float(x.replace("−", "-")) for x in re.findall(NUMBER, block)]
     declared = [float(x) for x in re.findall(r"\d*\.\d+|\d+", study.read_text())] if study.exists() else []

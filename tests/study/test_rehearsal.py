@@ -120,14 +120,14 @@ def test_a_prompt_is_shown_in_its_chat_template_and_a_small_file_with_its_repeat
 
 
 def test_data_that_a_warm_up_most_likely_memorises_are_a_caution(tmp_path):
-    """Of 136 questions 10 are held out, 63 say when the warm-up ends, and 63 are left, one less than a batch."""
+    """10 questions are held out, 64 say when the warm-up ends, and the others are left."""
     def cautions(lines, **changes):
         file = tmp_path / f"{lines}.jsonl"
         file.write_text("".join(json.dumps({"question": f"q{i}", "answer": "a"}) + "\n" for i in range(lines)))
         run = TINY.replace(task=f"jsonl:{file}", eval_prompts=10, **{"cold_start.target": 0.3} | changes)
         return [text for text in preview(run).cautions if "memorises" in text]
 
-    assert cautions(137) == [] and cautions(40, **{"cold_start.target": 0.0}) == []
-    (caution,) = cautions(136)
-    assert "the supervised warm-up trains on 63 different prompts, less than one batch of 64" in caution
+    assert cautions(1074) == [] and cautions(40, **{"cold_start.target": 0.0}) == []
+    (caution,) = cautions(1073)
+    assert "the supervised warm-up trains on 999 different prompts." in caution
     assert "Use more data" in caution and "cold_start.target=0" in caution
