@@ -146,6 +146,8 @@ class Monitor:
 
         Call it after `optimizer.step()`: warns if the routers say of the probe, bit for bit, what they said before.
         """
+        if not self.blocks:
+            raise RoutingError("row was called before any block. Put the forwards of a step inside `with monitor:`.")
         if not self.measures:
             return {}
         if self._scope is not None:

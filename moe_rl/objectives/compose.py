@@ -129,9 +129,9 @@ def compute_factors(correction: Callable[..., Tensor], x: CorrectionInputs) -> P
     except AttributeError as error:
         if not isinstance(error.obj, CorrectionInputs) or error.name not in FIELDS:
             raise
-        raise ConfigError(f"the correction {_name(correction)} uses log π_θ (x.{error.name}), which is unknown before the update. "
-                          "Mark it with moe_rl.registry.needs('policy'), and use it as a correction, not as a "
-                          "filter.") from error
+        raise ConfigError(f"the correction {_name(correction)} uses log π_θ (x.{error.name}), which is unknown before "
+                          "the update. Mark it with moe_rl.registry.needs('policy'), and use it as a correction, not "
+                          "as a filter.") from error
     if factors.shape != x.mask.shape:
         raise ConfigError(f"a correction has shape {tuple(factors.shape)}. Return one factor per token: (batch, time), "
                           f"here {tuple(x.mask.shape)}.")

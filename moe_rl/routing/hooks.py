@@ -216,8 +216,9 @@ class Recording:
         columns = sum(pieces) // batch
         if any(piece % batch for piece in pieces) or columns not in (time, time - 1):
             raise RoutingError(
-                f"recorded forwards of {pieces} tokens do not add up to {batch} rows of {time} (or {time - 1}) tokens. "
-                "Record one forward, or a prefill and its decode steps; otherwise use take()."
+                f"the forwards in this block read {pieces} tokens, which are not one pass over {batch} rows of {time} "
+                f"(or {time - 1}) tokens. Record each micro-batch in its own block, and join them with "
+                "RoutingTrace.cat(traces, input_ids, attention_mask)."
             )
         forwards = [self.layout.stack(sites).unflatten(0, (batch, -1)) for sites in zip(*self._ids, strict=True)]
         ids = torch.cat(forwards, 1).to(input_ids.device)
@@ -259,10 +260,8 @@ class Recording:
     def _require_forward(self) -> None:
         calls = [len(c) for c in self._ids]
         if min(calls) != max(calls) or not calls[0]:
-            raise RoutingError(
-                f"the MoE layers ran {min(calls)} to {max(calls)} times inside the block. Run whole forwards of the "
-                "recorded model inside it."
-            )
+            ran = f"the MoE layers ran {min(calls)} to {max(calls)} times" if max(calls) else "no MoE layer ran"
+            raise RoutingError(f"{ran} inside the block. Run whole forwards of the recorded model inside it.")
 
     def _require_read(
         self, tokens: Integer[Tensor, "batch time"], mask: Bool[Tensor, "batch time"], widths: list[int]

@@ -49,8 +49,8 @@ study = Study(
     differs_from_paper="0.7 M parameters instead of 30 B; running sums modulo 10 instead of mathematics and code; 13 "
     "response tokens; 8 mini-batches per step instead of 4; GSPO's clip range chosen for short responses; router "
     "noise instead of natural routing changes; three seeds where the paper shows one run.",
-    caution="three seeds of one initial model are a demonstration, not evidence: no p-value of three pairs can be "
-    "below 0.25. Router noise imitates the routing changes reported for large models.",
+    caution="all seeds share one initial model, so this is a demonstration, not evidence. With three seeds no p-value "
+    "can be below 0.25. Router noise imitates the routing changes reported for large models.",
     cost="The supervised warm-up adds about half a minute of one core, once.",
     seconds_per_step=0.55,
 )

@@ -319,7 +319,7 @@ def test_the_command_prints_a_verdict_and_writes_a_page(there, capsys, monkeypat
     assert cli.main(["diagnose", str(there / "good.jsonl"), str(there / "step"), "--out", str(out)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     ((limit, floor),) = re.findall(
-        r"No gap: .*? agree up to (\S+): 4 times the noise floor of (\S+), at least 1e-09", said)
+        r"No gap: .*? up to (\S+) log-probs agree \(the largest of 1e-09 and 4 times the noise floor of (\S+)\)", said)
     (row,) = re.findall(r"noise floor │ (\S+)", said)
     assert floor == row and float(limit) == max(1e-9, 4 * float(floor)), "that of the table"
 

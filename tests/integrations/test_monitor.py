@@ -97,6 +97,11 @@ class Watching(Recorder):
         return rows
 
 
+def test_a_row_before_any_block_is_refused(qwen):
+    with pytest.raises(RoutingError, match="before any block"):
+        moe_rl.monitor(qwen).row()
+
+
 @pytest.mark.parametrize("arm", ["grpo", "replay"])
 def test_its_numbers_are_those_of_the_recorder(arm, tmp_path):
     run = TINY.replace(arm=ARMS[arm], steps=2, eval_every=2, mini_batches=2)

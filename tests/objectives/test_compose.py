@@ -243,6 +243,41 @@ def test_a_loss_of_another_shape_is_told_which(monkeypatch, changed, said):
         objective_of(Arm(name="a"))
 
 
+def returns_a_number(x):
+    return -(x.weights * x.logprobs).sum()
+
+
+def misspells(x):
+    return x.old_logprob
+
+
+def reads_the_policy(x):
+    return x.logprobs.exp()
+
+
+@pytest.mark.parametrize("part, said", [
+    ({"loss": returns_a_number}, "returns_a_number returned a Tensor. Return moe_rl.objectives.LossOutput"),
+    ({"loss": misspells}, "LossInputs has no field 'old_logprob'. It has advantages, entropy"),
+    ({"terms": (misspells,)}, "LossInputs has no field 'old_logprob'"),
+    ({"corrections": (misspells,)}, "CorrectionInputs has no field 'old_logprob'. It has advantages, finished"),
+    ({"corrections": (reads_the_policy,)}, r"uses log π_θ \(x.logprobs\), which is unknown before"),
+])  # fmt: skip
+def test_a_part_that_returns_or_reads_something_else_is_told_what_there_is(part, said):
+    with pytest.raises(ConfigError, match=said):
+        objective_of(Arm(name="a", **part))
+
+
+def test_a_log_ratio_may_keep_its_graph():
+    def own(x):
+        return LossOutput(-(x.weights * x.log_ratio).sum(), x.log_ratio, torch.zeros_like(x.mask, dtype=torch.int8))
+
+    zeros, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    x = LossInputs(logprobs=zeros.clone().requires_grad_(), old_logprobs=zeros, mask=mask, advantages=zeros,
+                   weights=zeros)  # fmt: skip
+    found = Objective(own, seq_mean_token_mean).of(x)
+    assert found.loss.requires_grad and not found.log_ratio.requires_grad
+
+
 @pytest.mark.parametrize("loss, said", [
     (Component("grpo", clip_low=None), r"grpo\(clip_low=None\): the option is of type float"),
     (Component("cispo", clip_high=None), r"cispo\(clip_high=None\): the option is of type float"),

@@ -56,7 +56,7 @@ LITTLE = 0.1
 """Times the gap of a group of responses that another group may have, to be without one."""
 BY_THE_GAP = ("overwritten_layer", "stale_prefix", "gates_raw", "gates_renormalised", "gates_scaled", "stale_routes")
 """Faults of routes that a gap without a reason may make: the engine's model is another one there."""
-UNEXPLAINED = "unexplained"
+UNEXPLAINED, FEW_TOKENS = "unexplained", "few_tokens"
 FEW = 8
 """Responses on which single layers are forced."""
 CLEARLY = 0.9
@@ -217,8 +217,8 @@ class _Case:
         scorer = self.scorer
         without = sum(not has_routes(r, scorer.layout) for r in scorer.responses)
         if without:
-            self.notes.append(f"{without} of {len(scorer.responses)} responses carry no routes of this model's top-"
-                              f"{scorer.layout.top_k}: a replay has nothing to replay there.")
+            self.notes.append(f"{without} of {len(scorer.responses)} responses have no routes with "
+                              f"{scorer.layout.top_k} experts per token, so the engine's routing was not tested there.")
         if not scorer.routed:
             return
         tried = [("ids forced", select_ids, False), ("ids of the prompt forced", mask_ids(prompt=True), False),
@@ -331,8 +331,8 @@ class _Case:
                                     f"it reports moves them ({worst.name}: KL {worst.mean:.2g}), in no way that is "
                                     "known: its routes are not those it used."), True
         if gap.agrees:
-            return (), (f"No gap: {size}, and log-probs agree up to {gap.noise:.2g}: {FLOORS:g} times the noise floor "
-                        f"of {gap.floor.mean:.2g}, at least {gap.least:.2g}."), False
+            return (), (f"No gap: {size}, and up to {gap.noise:.2g} log-probs agree (the largest of {gap.least:.2g} "
+                        f"and {FLOORS:g} times the noise floor of {gap.floor.mean:.2g})."), False
         if quiet:
             says = (f"The gap is what rounding makes ({size}; the checkpoint in float32 and in bfloat16 differ by "
                     f"{gap.rounding.mean:.2g}).")
@@ -368,8 +368,8 @@ class _Case:
                 return (cause,), (f"{_sentence(words)} ({kind} {high.name}: KL {high.value:.2g}; {low.name}: "
                                   f"{low.value:.2g})."), True
         if self.gap.few:
-            return (UNEXPLAINED,), (f"There is a gap ({size}), but of tokens there are {int(self.scorer.own.sum())}, "
-                                    f"too few to tell one reason from another: {TOKENS} are needed."), True
+            return (FEW_TOKENS,), (f"There is a gap ({size}), but the file has {int(self.scorer.own.sum())} tokens of "
+                                   f"the engine: {TOKENS} are needed to tell one reason from another."), True
         best = min(self.gap.tried, key=lambda e: e.left[0], default=None)
         near = f" The nearest, {best.fit.name}, leaves {100 * best.left[0]:.3g} % of the mean |log r|." \
             if best and best.left[0] < LEAD else ""

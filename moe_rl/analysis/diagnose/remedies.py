@@ -67,6 +67,7 @@ REMEDIES = {
     "sorted_ids": "Sort combine weights with the ids, or sort neither.",
     "routing": "Compare router weights, dtypes and kernels of both sides.",
     "combine_weights": "Compare router weights, dtypes and kernels of both sides.",
+    "few_tokens": "Give a file with more responses.",
     "unexplained": "Name other checkpoints with --also, and read where the gap is: layers, positions, turns, experts.",
 }
 """By cause, one sentence or two."""

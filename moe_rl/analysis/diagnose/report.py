@@ -22,6 +22,8 @@ from moe_rl.storage.terminal import say
 
 SHOWN = 12
 """Hypotheses that a terminal shows; the page shows all."""
+LOCATED = {"unexplained", "routing", "combine_weights", "weight_version", "stale_cache", "overwritten_layer"}
+"""Causes with which a terminal shows where the gap is; the page always does."""
 KINDS = {"turn": "by turn, from 1", "expert": "by expert that the token uses, the largest",
          "position": "by token of the response, from 0", "length": "by length of the response, in tokens",
          "weight version": "by weight version", "prefix": "by prefix", "layer": "by layer, its ids alone forced",
@@ -60,9 +62,9 @@ def counts(found: Diagnosis) -> str:
 
 
 def tables(found: Diagnosis, most: int) -> Iterator[Shown]:
-    """The table of forwards, and where the gap is."""
+    """The table of forwards, and where the gap is, unless its place follows from its cause."""
     yield tabulate_fits(found, most)
-    for kind, places in _by_kind(found):
+    for kind, places in _by_kind(found) if LOCATED & {*found.causes} else ():
         if len(places) > 1:
             yield Shown(f"Where: {KINDS[kind]}", ("", "share" if kind == "sets" else "KL, nats", "tokens"),
                         [(p.name, _value(p), _tokens(p)) for p in places])

@@ -209,10 +209,10 @@ class Scorer:
                               positions=positions, keep_routes=keep_routes, keep_gates=keep_gates)
             if np.isfinite(found.logprobs[STATED]).all():
                 return found
-            raise ConfigError("log-probs are not finite.")
+            raise ConfigError("log-probs are not finite")
         except Exception as error:  # a family's code, with settings that it never had, may raise anything
-            why = "" if isinstance(error, MoeRlError) else f"{type(error).__name__}: "
-            self.skipped.append(f"{' and '.join(s.name for s in hypotheses)}: {why}{error}")
+            why = "" if isinstance(error, MoeRlError) else f"this model cannot run so, {type(error).__name__}: "
+            self.skipped.append(f"not tried: {' and '.join(s.name for s in hypotheses)} ({why}{error})")
             return None
 
     def force(self, name: str, routes: Routes, gates: bool = False) -> Fit | None:
@@ -220,7 +220,7 @@ class Scorer:
         try:
             found = score(self.model, self.responses, batch_tokens=self.batch_tokens, routes=routes, gates=gates)
         except RoutingError as error:
-            self.skipped.append(f"{name}: {error}")
+            self.skipped.append(f"not tried: {name} ({error})")
             return None
         return self.compare(name, found.logprobs[STATED], found.best)
 

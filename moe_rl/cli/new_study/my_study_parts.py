@@ -37,7 +37,7 @@ def clipped(x: LossInputs, *, bound: float) -> LossOutput:
     cut = (bounded < plain) & x.mask  # tokens without gradient, because the bound is constant: +1 above, −1 below
     return LossOutput(
         loss=-(x.weights * objective).sum(),
-        log_ratio=x.log_ratio.detach(),
+        log_ratio=x.log_ratio,
         clipped_by=torch.where(cut, (ratio - 1).sign(), 0).to(torch.int8),
     )
 
