@@ -376,7 +376,7 @@ def against_factor(frames: Frames, arms: Sequence[str], *, factor: str, metric: 
         note = plots.curves(left, kept, "value", "at", arms, marker="o", scale=scale)
         before = plots.before_training(frames["steps"], metric.column).groupby(level=0).mean()
         line = before.reindex(rows["cell"]).groupby(rows["at"].to_numpy()).mean().dropna()
-        left.plot(line.index, line, **plots.BEFORE if len(line) else {}, gid=f"cold start {metric.column}")
+        left.plot(line.index, line, **plots.BEFORE if len(line) else {}, gid=f"before RL {metric.column}")
         _crosses(left, rows[rows["void"]], arms)
         left.set(title=str(others), ylabel=metric.name)
         if scale == "logit" and (metric.column in plots.COLD_START or metric.column.startswith("eval_")):

@@ -47,7 +47,7 @@ SIGNED = re.compile(r"_(mean|k1|q\d+)$|^(loss|value_|term_|own_)")
 """Columns that may be negative, or of which nobody knows."""
 COLD_START = {"reward": "eval_reward_sampled", "exact": "eval_exact_sampled"}
 """What says of the model before the first step what the column says of the steps."""
-BEFORE: dict[str, Any] = {"color": GREY, "linewidth": 1.2, "linestyle": (0, (6, 2)), "label": "cold start", "zorder": 1}
+BEFORE: dict[str, Any] = {"color": GREY, "linewidth": 1.2, "linestyle": (0, (6, 2)), "label": "before RL", "zorder": 1}
 ROW = 3
 """Most panels in a row."""
 LABEL = 70
@@ -248,7 +248,7 @@ def cold_start(ax: Axes, steps: pd.DataFrame, column: str, *, upright: bool = Fa
     """A line at what the model did before the first step, mean over runs, where that was measured."""
     before = before_training(steps, column)
     if len(before):
-        (ax.axvline if upright else ax.axhline)(before.mean(), **BEFORE, gid=f"cold start {column}")
+        (ax.axvline if upright else ax.axhline)(before.mean(), **BEFORE, gid=f"before RL {column}")
 
 
 def before_training(steps: pd.DataFrame, column: str) -> pd.Series:

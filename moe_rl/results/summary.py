@@ -344,12 +344,12 @@ def without_value(frames: Frames, pairs: Sequence[Sequence[str]],
 NAMES = {
     "optimizer.lr": "learning rate",
     "optimizer.router_lr_scale": "learning rate of routers, relative",
-    "router_noise.scale": "dose σ",
-    "router_noise.target": "form",
+    "router_noise.scale": "router noise σ",
+    "router_noise.target": "router noise, target",
     "N": "updates per batch, N",
     "group_size": "responses per prompt",
     "mini_batches": "mini-batches per step",
-    "cold_start.seed": "cold start",
+    "cold_start.seed": "seed of the warm-up",
 }
 
 

@@ -158,7 +158,7 @@ def test_the_cold_start_is_drawn_at_every_value_of_the_factor():
               for key in frames.runs[["arm", "factors", "seed"]].to_dict("records")]
     steps = pd.concat([frames["steps"], pd.DataFrame(before)], ignore_index=True)
     ax = figures.draw("against:layers", MAIN.name)(Frames(frames.runs, {"steps": steps}), ["grpo", "gspo"]).axes[0]
-    (line,) = [one for one in ax.lines if one.get_gid() == "cold start reward"]
+    (line,) = [one for one in ax.lines if one.get_gid() == "before RL reward"]
     assert line.get_xdata().tolist() == [1, 2] and line.get_ydata() == pytest.approx([0.4, 0.5])
 
 

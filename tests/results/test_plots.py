@@ -103,7 +103,7 @@ def test_the_model_before_the_first_step_is_a_line_wherever_rewards_are_drawn(fr
     axes = figures.learning(dataclasses.replace(frames, tables={"steps": steps}), ARMS).axes
     for ax, column, height in zip(axes, ("reward", "eval_exact_greedy", "eval_exact_sampled"), (0.5, 0.7, 0.4),
                                   strict=False):
-        assert line(ax, f"cold start {column}")[1] == pytest.approx([height] * 2)
+        assert line(ax, f"before RL {column}")[1] == pytest.approx([height] * 2)
 
 
 def test_differences_within_seeds_stand_beside_the_levels(frames):
