@@ -192,7 +192,8 @@ def draw(values: dict[str, dict], steps: pd.DataFrame) -> Figure:
             found = whiskers(right, {s: by[form, s][a] - by[form, s][b] for s in drawn(form, a)}, a, seeds=True)
         right.axhline(0, color="black", linewidth=1)
         plots.cold_start(left, steps, "reward")
-        left.set(title=f"{form}: {what}", xlabel="router noise σ, standard deviations of router weights", ylabel="reward")
+        left.set(title=f"{form}: {what}", xlabel="router noise σ, standard deviations of router weights",
+                 ylabel="reward")
         right.set(title=f"{form}: minus GRPO", xlabel="router noise σ", ylabel="difference in reward")
     axes[0].legend(loc="center left")
     note = f"mean over n = {found.n} seeds, steps 26–50; whisker: {found.method}; dots: each seed; noise is injected"
