@@ -36,6 +36,8 @@ ABOUT = {"hypothesis": "Hypothesis", "endpoint": "Primary endpoint", "comparison
          "untrained": "Warning",
          "differs_from_paper": "Differs from the paper", "caution": "Caution", "cost": "Cost, as planned"}
 UNRECORDED = "not recorded"
+HASH = re.compile(r"\b[0-9a-f]{40}\b")
+"""A commit, of which a page shows ten digits."""
 
 
 def write_study_page(folder: Path, out: Path, *, mix_code: bool = False, trust: bool = False) -> None:
@@ -104,7 +106,7 @@ def _set_up(frames: Frames, declared: Mapping[str, Any], endpoints: Sequence[Met
     yield "processor", _list(one.get("processor", UNRECORDED) for one in packages)
     for name, values in provenance(frames.runs).items():
         if name != "study files":
-            yield name, _list(value[:10] if name == "commit" else value for value in values)
+            yield name, _list(HASH.sub(lambda found: found[0][:10], value) for value in values)
 
 
 def _figures(frames: Frames, declared: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]:

@@ -172,6 +172,9 @@ def test_the_card_says_what_was_run_and_every_declared_difference():
     assert "| gspo − grpo | 2 | 0.100 [0.100, 0.100] | 0.5 |" in text
     assert "| seeds | 2: 3, 4 |" in text and "| compute | 4 runs, 2.0 hours of steps |" in text
     assert "difference" not in card(frames, DECLARED)
+    assert "| commit | not recorded |" in text
+    made = json.dumps({"commit": "0123456789" * 4, "dirty": True})
+    assert "| commit | 0123456789 (dirty) |" in card(Frames(frames.runs.assign(git=made), frames.tables), declared)
     steps = frames["steps"].assign(entropy=frames["steps"]["reward"])
     steps.loc[(steps["arm"] == "gspo") & (steps["seed"] == 4), "entropy"] = np.nan
     steps = pd.concat([steps, steps[(steps["seed"] == 3)].assign(seed=5)])
