@@ -164,8 +164,8 @@ def objective_of(arm: Arm) -> Objective:
             raise ConfigError(f"arm {arm.name!r}: {type(error.obj).__name__} has no field {error.name!r}. It has "
                               f"{', '.join(sorted(f for f in FIELDS if hasattr(error.obj, f)))}.") from error
         raise ConfigError(f"arm {arm.name!r}: a component failed on one test token ({error}). Check the types of its "
-                          "options, and mark what it needs with moe_rl.registry.needs('entropy'), ('reference') or "
-                          "('router').") from error
+                          "options and what it returns, and mark what it needs with moe_rl.registry.needs('entropy'), "
+                          "('reference') or ('router').") from error
     for name, shape, needed in (("loss", (), "one number"), ("log_ratio", (1, 1), "(batch, time)"),
                                 ("clipped_by", (1, 1), "(batch, time)")):
         if (found := tuple(getattr(output, name).shape)) != shape:
