@@ -132,6 +132,17 @@ def test_frozen_weights_get_no_gradient_and_take_none_from_others(tokens: torch.
     assert all(torch.equal(gradient, everything[name]) for name, gradient in some.items())
 
 
+def test_norms_that_somebody_took_out_stay_out(tokens: torch.Tensor) -> None:
+    """As diagnose does, to ask whether an engine left them out."""
+    model = build("qwen3_moe")
+    for layer in model.model.layers:
+        layer.self_attn.q_norm = layer.self_attn.k_norm = nn.Identity()
+    with torch.no_grad():
+        own = model(tokens).logits
+        assert use_cpu_kernels(model)
+        torch.testing.assert_close(model(tokens).logits, own, rtol=0, atol=1e-4)
+
+
 def test_a_copy_computes_with_its_own_weights(tokens: torch.Tensor) -> None:
     model = build("qwen3_moe")
     assert use_cpu_kernels(model)

@@ -54,7 +54,7 @@ def _forward(
 
     earlier = kwargs.pop("past_key_values", None)
     cache = earlier if cache is None else cache
-    if not suited(hidden_states, self.q_norm.weight, *position_embeddings):
+    if not suited(hidden_states, getattr(self.q_norm, "weight", hidden_states), *position_embeddings):
         return type(self).forward(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
     shape = hidden_states.shape[:-1]
     heads = (*shape, -1, self.head_dim)
