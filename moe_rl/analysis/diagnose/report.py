@@ -80,7 +80,7 @@ def tabulate_fits(found: Diagnosis, most: int | None = None) -> Shown:
         "The tests", ("forward", "KL to the engine,\nnats per token", "left of the\nmean |log r|", "beyond a\nfactor 2",
                       "top-1\nflips"), rows,
         "KL: k3 = r − 1 − log r, r = p(forward)/p(engine), mean over responses with its 95 % interval; the noise floor "
-        "(other company, padding) and rounding (float32 against bfloat16) are the checkpoint against itself. Flips: "
+        "(other batches, padding) and rounding (float32 against bfloat16) are the checkpoint against itself. Flips: "
         f"most likely token other than in the natural forward. {counts(found)}.{left}")
 
 
