@@ -63,8 +63,8 @@ PLACES = (
     Place("noise in routers", "σ = 2, other seeds", "stabilisers", "dial"),
     Place("noise in routers", "σ = 2, ratio alone", "volatility_controls", "applied_to=ratio"),
     Place("noise in routers", "σ = 2, gradient alone", "volatility_controls", "applied_to=gradient"),
-    Place("noise elsewhere", "beside the routers", "volatility_controls", "beside"),
-    Place("noise elsewhere", "model without a choice", "volatility_controls", "twin"),
+    Place("noise elsewhere", "all weights but the routers", "volatility_controls", "beside"),
+    Place("noise elsewhere", "all experts always active", "volatility_controls", "twin"),
     *(Place("other methods, σ = 2", name, "stabilisers", "dial", others=(name.lower(),))
       for name in ("GMPO", "RSPO", "CISPO", "SAPO", "MiniRL")),
     Place("other methods, σ = 2", "GRPO, ratio bounded where A < 0", "open_side", others=("grpo-bounded",)),
@@ -127,8 +127,8 @@ def each() -> Iterator[tuple[Row, str, Outcome]]:
 
 def table() -> str:
     """Markdown: every comparison, both endpoints, and what the rule says."""
-    lines = [*methods_page.head("where", "study", "arm − GRPO", "n", "sampled match [95 % CI]", "Holm p",
-                                "greedy match [95 % CI]", "rule")]
+    lines = [*methods_page.head("where", "study", "arm − GRPO", "n", "held-out match, sampled [95 % CI]",
+                                "Holm p", "held-out match, greedy [95 % CI]", "rule")]
     for at, arm, one in each():
         first, second = (test.difference.printed(".3f") for test in (one.primary, one.secondary))
         lines.append(methods_page.row(

@@ -141,9 +141,9 @@ CONVENTIONS: dict[Formula, str] = {
     sigmoid_normalised_scaled: "sigmoid, renormalised, scaled",
     sqrt_softplus: "square root of softplus, renormalised, scaled",
     softmax_expert_scale: "softmax, renormalised, scaled per expert",
-    softmax_or_skip: "softmax, with a class that skips",
+    softmax_or_skip: "softmax over the experts and one more class: the token skips the layer's experts",
     sigmoid_with_shared: "sigmoid, renormalised together with the shared experts",
-    sparsemixer: "softmax within a band below the best, slot by slot",
+    sparsemixer: "for each slot, softmax over the experts with scores close to the best",
 }
 
 
