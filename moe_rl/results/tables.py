@@ -97,7 +97,7 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
     for cell in frames.cells:
         here = frames.cell(cell)
         values = {one.column: per_run(here, one).dropna() for one in (endpoint, *(f[0] for f in further))}
-        rows += [(labels[cell], *[""] * (2 + len(further) + bool(fell)))] if len(frames.cells) > 1 else []
+        rows += [(labels[cell], *[""] * (1 + bool(base) + len(further) + bool(fell)))] if len(frames.cells) > 1 else []
         apart = gaps(here, [(arm, base) for arm in arms if base and arm != base], endpoint)
         for arm in (a for a in arms if (here.runs["arm"] == a).any()):
             seeds = _of(values[endpoint.column], arm)
@@ -105,7 +105,8 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
             difference = interval(gap) if len(gap := apart.get((arm, base), ())) else None
             ended = fates[(fates["arm"] == arm) & (fates["factors"] == cell)]["fate"]
             means = [_of(values[one.column], arm) for one, _, _ in further]
-            rows.append((f"{'  ' * (len(frames.cells) > 1)}{arm}", str(estimate or "–"), str(difference or "–"),
+            rows.append((f"{'  ' * (len(frames.cells) > 1)}{arm}", str(estimate or "–"),
+                         *[str(difference or "–")] * bool(base),
                          *(_mean(v, f[2], len(seeds)) for v, f in zip(means, further, strict=True)),
                          *[f"{ended.isin(list(FATES)).sum()} of {len(ended)}"] * bool(fell)))
             used += [one for one in (estimate, difference) if one]
@@ -116,8 +117,8 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
         note.append("Experts changed: of the network without the router noise.")
     lost = left_out(frames, arms, declared["comparisons"], endpoint)
     note += filter(None, (*_lengths(frames), *_dips(frames), lost))
-    header = ("", endpoint.name.replace(", ", ",\n"), f"difference\nfrom {base}", *(name for _, name, _ in further),
-              *["collapsed"] * bool(fell))
+    header = ("", endpoint.name.replace(", ", ",\n"), *[f"difference\nfrom {base}"] * bool(base),
+              *(name for _, name, _ in further), *["collapsed"] * bool(fell))
     return Shown(f"{declared['name']}: {_made_of(frames)}", header, rows, " ".join(note))
 
 

@@ -23,6 +23,9 @@ from moe_rl.routing.selection import Replay
 from moe_rl.routing.sites import Layout, RoutingModule, family_class, find_sites, make_layout, since
 from moe_rl.routing.trace import RoutingTrace
 
+JOIN = ("Record each micro-batch in its own block, and join them with RoutingTrace.cat(traces, input_ids, "
+        "attention_mask).")
+
 __all__ = ["Recording", "Replay", "RouterScores", "record_routing", "replay_routing"]
 
 
@@ -217,8 +220,7 @@ class Recording:
         if any(piece % batch for piece in pieces) or columns not in (time, time - 1):
             raise RoutingError(
                 f"the forwards in this block read {pieces} tokens, which are not one pass over {batch} rows of {time} "
-                f"(or {time - 1}) tokens. Record each micro-batch in its own block, and join them with "
-                "RoutingTrace.cat(traces, input_ids, attention_mask)."
+                f"(or {time - 1}) tokens. {JOIN}"
             )
         forwards = [self.layout.stack(sites).unflatten(0, (batch, -1)) for sites in zip(*self._ids, strict=True)]
         ids = torch.cat(forwards, 1).to(input_ids.device)
@@ -272,7 +274,7 @@ class Recording:
             if shape is not None and shape != (len(tokens), width):
                 raise RoutingError(
                     f"a recorded forward has {shape[0]} rows of {shape[1]} tokens, not {len(tokens)} rows of {width}. "
-                    "Give the tokens of that forward, or use take()."
+                    f"{JOIN}"
                 )
             read.append(tokens[:, start : start + width] if here is None else here.to(tokens.device))
             start += width

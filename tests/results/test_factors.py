@@ -207,6 +207,9 @@ def test_the_short_table_has_a_row_for_each_arm_of_each_combination():
     assert rows[4][:3] == ("  grpo", "0.000 [0.000, 0.000]", "–")
     assert rows[5][1:3] == ("0.81 [0.79, 0.83]",) * 2
     assert "n = 3 seeds" in shown.note and "difference\nfrom grpo" in shown.header
+    alone = short_table(frames, DECLARED | {"arms": [{"name": "grpo"}]})
+    assert not any("difference" in name for name in alone.header)
+    assert {len(row) for row in alone.rows} == {len(alone.header)}
 
 
 def test_the_short_table_names_the_router_noise_of_a_condition():
@@ -218,4 +221,4 @@ def test_the_short_table_counts_collapses_and_shows_what_was_measured():
     fallen = with_curves({("grpo", 0): [0.8] * 20 + [0.0] * 30, ("grpo", 1): [0.8] * 50})
     fallen.tables["steps"] = fallen["steps"].assign(token_ess=0.9)
     shown = short_table(fallen, DECLARED)
-    assert shown.header[3:] == ("token\nESS", "collapsed") and shown.rows[0][3:] == ("0.90", "1 of 2")
+    assert shown.header[2:] == ("token\nESS", "collapsed") and shown.rows[0][2:] == ("0.90", "1 of 2")

@@ -337,6 +337,11 @@ def test_mismatched_forwards_do_not_join(qwen, tokens):
         qwen(tokens[:2])
         with pytest.raises(RoutingError, match=r"read \[36, 18\] tokens.* join them with RoutingTrace.cat"):
             recording.trace(tokens)
+    with torch.no_grad(), record_routing(qwen) as recording:
+        for half in tokens[:, :8].split(2):
+            qwen(half)
+        with pytest.raises(RoutingError, match="has 2 rows of 8 tokens.* join them with RoutingTrace.cat"):
+            recording.trace(tokens[:, :8])
 
 
 def test_layouts_of_two_checkpoints_of_one_architecture_are_equal():
