@@ -57,8 +57,8 @@ PLACES = (
     Place("no noise", "rate 4e-4", "confirmation"),
     *(Place("no noise", f"rollouts {lag} step{'s' * (lag > 1)} old", "lag", f"lag={lag}") for lag in (1, 2, 4, 8)),
     Place("no noise", "conversations", "many_turns"),
-    Place("no noise", "another engine, 3e-4 (R3)", "engine_mismatch", replay="grpo-r3"),
-    Place("no noise", "another engine, 2e-4 (R3)", "stabilisers", "mismatch", replay="r3"),
+    Place("no noise", "another engine, rate 3e-4", "engine_mismatch", replay="grpo-r3"),
+    Place("no noise", "another engine, rate 2e-4", "stabilisers", "mismatch", replay="r3"),
     *(Place("noise in routers", f"σ = {s:g}", "volatility_dial", WEIGHTS[s]) for s in (0.4, 1, 2)),
     Place("noise in routers", "σ = 2, other seeds", "stabilisers", "dial"),
     Place("noise in routers", "σ = 2, ratio alone", "volatility_controls", "applied_to=ratio"),
@@ -141,7 +141,7 @@ def table() -> str:
 @plots.styled
 def draw(found: Sequence[Row]) -> Figure:
     """A forest of all comparisons in both endpoints, beside the dose that GRPO met."""
-    title = "What replay and GSPO gain over GRPO, by where ratios spread"
+    title = "What replay and GSPO gain over GRPO, by condition"
     figure, axes = plots.new_figure(3, title, width=15, sharey=True)
     figure.set_figheight(0.36 * len(found) + 2.2)
     for ax, endpoint in zip(axes, (PRIMARY, SECONDARY), strict=False):
@@ -190,7 +190,7 @@ def strip(ax: Axes, found: Sequence[Row]) -> None:
     for name, kl in PUBLISHED.items():
         ax.axvline(kl, color=plots.GREY, linestyle="--", linewidth=1)
         ax.text(kl, len(found) - 0.5, f"{name} ", rotation=90, fontsize=8, color=plots.GREY, va="bottom", ha="right")
-    ax.set(xscale="log", xlim=(1e-3, 4), title="Dose in GRPO, median over seeds",
+    ax.set(xscale="log", xlim=(1e-3, 4), title="KL of GRPO, median over seeds",
            xlabel="KL to the old policy, nats per token\n%: expert slots changed by a step")
     ax.grid(axis="y", visible=False)
 
