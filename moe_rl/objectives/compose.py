@@ -94,6 +94,9 @@ class Objective:
         if not isinstance(output, LossOutput):
             raise ConfigError(f"the loss {_name(self.loss)} returned a {type(output).__name__}. Return "
                               "moe_rl.objectives.LossOutput(loss, log_ratio, clipped_by).")
+        if x.logprobs.requires_grad and not output.loss.requires_grad:
+            raise ConfigError(f"the loss {_name(self.loss)} has no gradient. Compute it from x.logprobs or x.log_ratio "
+                              "without detach().")
         loss, metrics = output.loss, dict(output.metrics)
         for name, term in self.terms.items():
             value = term(x)

@@ -78,7 +78,7 @@ class RoutingTrace:
     @staticmethod
     def cat(
         traces: Sequence[RoutingTrace], tokens: Integer[Tensor, "batch time"],
-        attention_mask: Bool[Tensor, "batch time"], *, mixed: bool = False,
+        attention_mask: Bool[Tensor, "batch time"] | Integer[Tensor, "batch time"], *, mixed: bool = False,
     ) -> RoutingTrace:
         """Right-padded traces of consecutive rows, single ones or micro-batches, as one trace over `tokens`, on its
         device.
@@ -96,7 +96,7 @@ class RoutingTrace:
         wide = _with_one_index([trace.wide(tokens.shape[1]) for trace in traces])
         joined: dict[str, Any] = {name: [getattr(trace, name) for trace in wide] for name in ROUTED}
         joined = {name: None if x[0] is None else torch.cat(x).to(tokens.device) for name, x in joined.items()}
-        return replace(wide[0], **joined, attention_mask=attention_mask, tokens=tokens.to(torch.int32))
+        return replace(wide[0], **joined, attention_mask=attention_mask.bool(), tokens=tokens.to(torch.int32))
 
     @staticmethod
     def splice(

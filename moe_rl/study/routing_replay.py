@@ -50,7 +50,7 @@ study = Study(
     "response tokens; 8 mini-batches per step instead of 4; GSPO's clip range chosen for short responses; router "
     "noise instead of natural routing changes; three seeds where the paper shows one run.",
     caution="all seeds share one initial model, so this is a demonstration, not evidence. With three seeds no p-value "
-    "can be below 0.25. Router noise imitates the routing changes reported for large models.",
+    "can be below 0.25. Router noise of σ = 2 is far stronger than what is reported of large models.",
     cost="The supervised warm-up adds about half a minute of one core, once.",
     seconds_per_step=0.55,
 )

@@ -275,6 +275,8 @@ def test_a_log_ratio_may_keep_its_graph():
     x = LossInputs(logprobs=zeros.clone().requires_grad_(), old_logprobs=zeros, mask=mask, advantages=zeros,
                    weights=zeros)  # fmt: skip
     found = Objective(own, seq_mean_token_mean).of(x)
+    with pytest.raises(ConfigError, match="the loss .* has no gradient"):
+        Objective(lambda x: replace(own(x), loss=own(x).loss.detach()), seq_mean_token_mean).of(x)
     assert found.loss.requires_grad and not found.log_ratio.requires_grad
 
 

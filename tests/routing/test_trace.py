@@ -176,6 +176,8 @@ def test_micro_batches_join_into_the_whole():
     rows = random_trace(batch=4, lengths=[5, 3, 2, 2])
     pieces = [rows.rows(slice(0, 2)), rows.rows(slice(2, 4), 2)]
     assert RoutingTrace.cat(pieces, rows.tokens, rows.attention_mask) == rows
+    ones = RoutingTrace.cat(pieces, rows.tokens, rows.attention_mask.long())
+    assert ones == rows and ones.attention_mask.dtype == torch.bool, "a mask of 0 and 1, as tokenizers give it"
 
 
 def test_micro_batches_in_another_order_are_refused():

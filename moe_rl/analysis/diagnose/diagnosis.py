@@ -198,10 +198,10 @@ class _Case:
         if self.forced and not (gap.agrees and self._is_harmless()):
             where += [*self.sets, *(Location("layer", str(scorer.layout.sites[s].decoder_layer), kl, 0)
                                     for s, kl in force_each_site(scorer, FEW))]
-        if not gap.agrees:
+        if not gap.agrees and not found:
             self.evidence += [describe_start(scorer, gap.noise), describe_largest(where)]
         fits = [scorer.base, gap.floor, gap.rounding, *self.forced.values(),
-                *(e.fit for e in sorted(gap.tried, key=lambda e: e.fit.mean))]
+                *(e.fit for e in sorted(gap.tried, key=lambda e: (max(e.fit.mean, gap.noise), len(e.hypotheses))))]
         left = {} if gap.agrees else {r.name: compute_left(r, scorer.base) for r in self.forced.values()} | {
             e.fit.name: e.left for e in gap.tried}
         equally = [c for c in dict.fromkeys("+".join(e.causes) for e in found) if c != "+".join(found[0].causes)]

@@ -49,7 +49,7 @@ REMEDIES = {
     "visible_padding": "Pass the attention mask to the engine, or send prompts without padding.",
     "positions": "Count positions from the first token of the prompt, cached prefix included.",
     "positions_per_turn": "Count positions from the first token of the first turn.",
-    "temperature": "Read log-probs after the temperature (vLLM: processed_logprobs), or write the temperature used.",
+    "temperature": "Write the temperature of the log-probs: the sampling's with vLLM's processed_logprobs, else 1.",
     "kept_set": "Read log-probs over the whole vocabulary, or mask the trainer's logits, too.",
     "logprob_shift": "Align log-probs with the tokens that they belong to.",
     "log_base": "Convert log-probs to nats.",

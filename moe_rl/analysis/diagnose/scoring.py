@@ -482,7 +482,7 @@ def list_readings(responses: Sequence[Response]) -> Mapping[str, str]:
 
 def describe_temperature(value: float, stated: set[float]) -> str:
     """What it means that log-probs are at this temperature."""
-    return f"the engine's log-probs are at temperature {value:g}, where the file states {_listed(stated)}"
+    return f"the engine's log-probs are at temperature {value:g}, where the file has {_listed(stated)} (default 1)"
 
 
 def choose_temperatures(gaps: Mapping[float, float], most: float) -> list[float]:
