@@ -391,7 +391,8 @@ class RunConfig(Settings):
     save_every: Interval = 25
     """Steps between resume checkpoints."""
     hf_checkpoints: Annotated[tuple[Step, ...], FromList, "steps are counted from 1, and 0 is before them"] = ()
-    """Steps after which the weights are also saved as a Hugging Face checkpoint in the run's folder; 0: before all."""
+    """Steps after which the weights are also saved, as Hugging Face's files in the run's folder checkpoints/step=…; 0:
+    before all."""
 
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:

@@ -228,6 +228,11 @@ def test_another_task_or_model_is_a_caution_that_names_what_the_settings_were_ch
     for words in (("--task", "guessing"), ("--set", "model.overrides={'num_experts': 8}")):
         assert "were chosen for running_sums" in " ".join(command(*dry, *words)[1].split())
     assert "were chosen for" not in " ".join(command(*dry, "--set", "optimizer.lr=1e-4")[1].split())
+    chosen = [word for name in ("optimizer.lr=1e-4", "max_new_tokens=14", "cold_start.target=0.5")
+              for word in ("--set", name)]
+    asked = " ".join(command(*dry, "--task", "guessing", *chosen[:4])[1].split())
+    assert "Check cold_start.target, and set" in asked
+    assert "were chosen for" not in " ".join(command(*dry, "--task", "guessing", *chosen)[1].split())
 
 
 def test_brackets_in_an_error_are_printed_as_they_stand_and_stop_nobody(tmp_path, command):

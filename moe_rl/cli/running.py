@@ -244,12 +244,13 @@ def _submitted(console: Console, study: Study, planned: Sequence[Planned], clust
 
 
 def _changed_setting(study: Study, changes: Mapping[str, Any]) -> list[str]:
-    """A caution where `changes` ask for another task or model than the study's."""
+    """A caution where `changes` ask for another task or model, and leave settings that were chosen for the old one."""
     run = study.base.replace(**changes)
-    if (run.task, run.model) == (study.base.task, study.base.model):
+    left = [name for name in ("optimizer.lr", "max_new_tokens", "cold_start.target") if name not in changes]
+    if not left or (run.task, run.model) == (study.base.task, study.base.model):
         return []
-    return [f"the settings of {study.name} were chosen for {study.base.task} on {study.base.model.name}. Check the "
-            "learning rate, max_new_tokens and cold_start, and change them with --set."]
+    return [f"the settings of {study.name} were chosen for {study.base.task} on {study.base.model.name}. Check "
+            f"{', '.join(left)}, and set them with --set."]
 
 
 def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> list[str]:

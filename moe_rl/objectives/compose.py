@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from moe_rl.objectives.router import ROUTER_LOSSES, ROUTER_TERMS
 from moe_rl.objectives.spelling import suggest_field
 from moe_rl.objectives.terms import TERMS
 from moe_rl.objectives.weights import AGGREGATIONS, CORRECTIONS
-from moe_rl.registry import Component, Part, lookup, needs_of
+from moe_rl.registry import Component, Part, lookup, needs_of, unknown
 from moe_rl.routing.inputs import RouterInputs
 from moe_rl.types import Batch, require_mask
 
@@ -164,8 +165,9 @@ def objective_of(arm: Arm) -> Objective:
         raise
     except (TypeError, AttributeError, ValueError, RuntimeError) as error:
         if isinstance(error, AttributeError) and isinstance(error.obj, CorrectionInputs):
-            raise ConfigError(f"arm {arm.name!r}: {type(error.obj).__name__} has no field {error.name!r}. It has "
-                              f"{', '.join(sorted(f for f in FIELDS if hasattr(error.obj, f)))}.") from error
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            unknown(f"field of {type(error.obj).__name__} ({at.filename}:{at.lineno})", str(error.name),
+                    [f for f in FIELDS if hasattr(error.obj, f)])
         raise ConfigError(f"arm {arm.name!r}: a component failed on one test token ({error}). Check the types of its "
                           "options and what it returns, and mark what it needs with moe_rl.registry.needs('entropy'), "
                           "('reference') or ('router').") from error

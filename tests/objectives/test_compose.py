@@ -257,9 +257,10 @@ def reads_the_policy(x):
 
 @pytest.mark.parametrize("part, said", [
     ({"loss": returns_a_number}, "returns_a_number returned a Tensor. Return moe_rl.objectives.LossOutput"),
-    ({"loss": misspells}, "LossInputs has no field 'old_logprob'. It has advantages, entropy"),
-    ({"terms": (misspells,)}, "LossInputs has no field 'old_logprob'"),
-    ({"corrections": (misspells,)}, "CorrectionInputs has no field 'old_logprob'. It has advantages, finished"),
+    ({"loss": misspells},
+     r"field of LossInputs \(.*test_compose.py:251\) is called 'old_logprob': did you mean old_logprobs"),
+    ({"terms": (misspells,)}, "field of LossInputs .* is called 'old_logprob'"),
+    ({"corrections": (misspells,)}, "field of CorrectionInputs .*old_logprobs.* There are: advantages, finished"),
     ({"corrections": (reads_the_policy,)}, r"uses log π_θ \(x.logprobs\), which is unknown before"),
 ])  # fmt: skip
 def test_a_part_that_returns_or_reads_something_else_is_told_what_there_is(part, said):

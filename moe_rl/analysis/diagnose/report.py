@@ -58,7 +58,7 @@ def write_page(found: Diagnosis, out: Path, *, rollouts: str, checkpoint: str) -
 def counts(found: Diagnosis) -> str:
     """What was looked at."""
     return (f"{found.responses} of {found.of} responses" + (", drawn at random" if found.responses < found.of else "")
-            + f", {found.tokens:,} tokens of the engine's own")
+            + f", {found.tokens:,} tokens that the engine sampled")
 
 
 def tables(found: Diagnosis, most: int) -> Iterator[Shown]:
@@ -77,11 +77,12 @@ def tabulate_fits(found: Diagnosis, most: int | None = None) -> Shown:
     rows = [_row(r, found) for r in [*known, *rest[:most]]]
     left = f" {len(rest) - most} more hypotheses are on the page." if most is not None and len(rest) > most else ""
     return Shown(
-        "The tests", ("forward", "KL to the engine,\nnats per token", "left of the\nmean |log r|", "beyond a\nfactor 2",
+        "The tests", ("forward", "KL to the engine,\nnats per token", "score", "beyond a\nfactor 2",
                       "top-1\nflips"), rows,
-        "KL: k3 = r − 1 − log r, r = p(forward)/p(engine), mean over responses with its 95 % interval; the noise floor "
-        "(other batches, padding) and rounding (float32 against bfloat16) are the checkpoint against itself. Flips: "
-        f"most likely token other than in the natural forward. {counts(found)}.{left}")
+        "KL: k3 = r − 1 − log r, r = p(forward)/p(engine), mean over responses with its 95 % interval. Noise floor "
+        "(other batches, padding) and rounding (float32 against bfloat16) are the checkpoint against itself. Score: "
+        "share of the mean |log r| of the natural forward that is left. Beyond a factor 2: tokens whose r is above 2 "
+        f"or below ½. Flips: tokens whose most likely token is not that of the natural forward. {counts(found)}.{left}")
 
 
 def _row(fit: Fit, found: Diagnosis) -> tuple[str, ...]:
