@@ -213,7 +213,7 @@ def test_the_short_table_has_a_row_for_each_arm_of_each_combination():
 
 
 def test_the_short_table_names_the_router_noise_of_a_condition():
-    rows = short_table(load_study(ROOT / "studies" / "results" / "routing_replay"), DECLARED).rows
+    rows = short_table(load_study(ROOT / "studies" / "results" / "router_noise_demo"), DECLARED).rows
     assert [row[0] for row in rows if not row[1]] == ["quiet: no router noise", "volatile: router noise σ = 2"]
 
 

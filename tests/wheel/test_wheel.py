@@ -100,13 +100,13 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
 def test_the_default_study_runs_by_its_name(command):
     assert "site-packages/moe_rl" in command("python", "-c", "import moe_rl.cli; print(moe_rl.cli.__file__)")
     planned = command("moe-rl", "run", "routing_replay", "--dry-run")
-    assert "runs/routing_replay/gspo/volatile/seed=2  waiting 0/40" in planned
+    assert "runs/routing_replay/gspo/lag=2/seed=2  waiting 0/40" in planned
     small = [word for setting in ("cold_start.target=0", "prompts_per_step=4", "eval_prompts=4", "mini_batches=2")
              for word in ("--set", setting)]
     ended = command("moe-rl", "run", "routing_replay", "--quick", *small)
     assert "reward, " in ended and "second half" in ended
     version = '"0.1.0+'
-    assert version in command("moe-rl", "runs", "show", "runs/routing_replay-quick/gspo/quiet/seed=0")
+    assert version in command("moe-rl", "runs", "show", "runs/routing_replay-quick/gspo/lag=0/seed=0")
     assert "report.html" in command("moe-rl", "report", "runs/routing_replay-quick")
 
 
