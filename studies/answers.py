@@ -19,6 +19,7 @@ import flip_effects_verdicts
 import gradient_clipping_verdicts
 import in_two_trainers_updates
 import irreversible_verdicts
+import lag_natural_verdicts
 import lengths_verdicts
 import open_side_verdicts
 import regime_gate_verdicts
@@ -52,6 +53,7 @@ ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
     "many_turns": (many_turns,),
     "in_two_trainers": (in_two_trainers_updates.main,),
     "lag": (lag, exploratory.lag),
+    "lag_natural": (lag_natural_verdicts.main, exploratory.lag_natural),
     "clip_fraction": (clip_fraction,),
     "engine_mismatch": (engine_mismatch, exploratory.engine_mismatch),
     "engine_vllm": (engine_vllm,),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import lag_natural_verdicts
 import pandas as pd
 from dial_elsewhere import PLACES
 from per_seed import stored
@@ -137,6 +138,18 @@ def lag() -> None:
         table = sum(values(frames.cell(f"lag={of}"), endpoint) for of in NATURAL) / len(NATURAL)
         print(f"  {endpoint}, mean of lags 1 and 2: "
               + "; ".join(f"{a} − {b} {difference(table[a], table[b])}" for a, b in CURES))
+
+
+def lag_natural() -> None:
+    """Every contrast at each lag by itself, and what old rollouts do to GRPO."""
+    frames = stored("lag_natural")
+    for endpoint in lag_natural_verdicts.ENDPOINTS:
+        tables = lag_natural_verdicts.by_lag(frames, endpoint)
+        for of, table in tables.items():
+            print(f"Exploratory, lag {of}, {endpoint}: "
+                  + "; ".join(f"{a} − {b} {difference(table[a], table[b])}" for a, b in lag_natural_verdicts.PAIRS))
+        print(f"Exploratory, grpo, {endpoint}: "
+              + "; ".join(f"lag {of} − lag 0 {difference(tables[of]['grpo'], tables[0]['grpo'])}" for of in NATURAL))
 
 
 # ---------------------------------------------------------------------- parts

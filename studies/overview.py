@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import lag_natural_verdicts
+import numpy as np
 import pandas as pd
 from exploratory import ENDPOINTS, slots_changed, values
 from matplotlib.axes import Axes
@@ -52,9 +54,12 @@ class Place:
 
 
 WEIGHTS = {s: noise("weights", s) for s in (0, 0.4, 1, 2)}
+OLD = Place("no noise", "rollouts 1 and 2 steps old, mean", "lag_natural")
+"""Decided by the study's own declaration of the rule, over its seven comparisons."""
 PLACES = (
     Place("no noise", "rate 2e-4", "volatility_dial", WEIGHTS[0]),
     Place("no noise", "rate 4e-4", "confirmation"),
+    OLD,
     *(Place("no noise", f"rollouts {lag} step{'s' * (lag > 1)} old", "lag", f"lag={lag}") for lag in (1, 2, 4, 8)),
     Place("no noise", "conversations", "many_turns"),
     Place("no noise", "another engine, rate 3e-4", "engine_mismatch", replay="grpo-r3"),
@@ -87,9 +92,11 @@ def main() -> None:
 
 @cache
 def rows() -> tuple[Row, ...]:
-    """Every place; Holm over the comparisons of one study that are shown here."""
+    """Every place; Holm over the comparisons of one study that are shown here, or over those that its rule declares."""
     found: dict[Place, dict[str, Outcome]] = {place: {} for place in PLACES}
-    for study in dict.fromkeys(place.study for place in PLACES):
+    declared = lag_natural_verdicts.planned(stored(OLD.study))
+    found[OLD] = {arm: declared[f"{arm} − grpo"] for arm in OLD.kinds}
+    for study in dict.fromkeys(place.study for place in PLACES if place != OLD):
         pairs = {(place, arm): tuple([table[name].dropna().to_dict() for table in tables_of(study, place.cell)]
                                      for name in (arm, "grpo"))
                  for place in PLACES if place.study == study
@@ -97,7 +104,9 @@ def rows() -> tuple[Row, ...]:
         family = outcomes({f"{place.label}: {arm} − grpo": pair for (place, arm), pair in pairs.items()}, MARGIN)
         for (place, arm), outcome in zip(pairs, family, strict=True):
             found[place][arm] = outcome
-    return tuple(Row(place, found[place], *doses(place.study, place.cell)) for place in PLACES)
+    kl, slots = zip(*(doses(OLD.study, f"lag={lag}") for lag in lag_natural_verdicts.COUNTED), strict=True)
+    of = {OLD: (float(np.mean(kl)), float(np.mean(slots)))}
+    return tuple(Row(place, found[place], *of.get(place) or doses(place.study, place.cell)) for place in PLACES)
 
 
 @cache
