@@ -11,15 +11,17 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 
 import answers
+import lag_natural_verdicts
 import overview
 import pandas as pd
 from per_seed import RESULTS, stored
+from rule import Outcome
 
 from moe_rl.metrics.rounding import number
 from moe_rl.objectives.methods_page import head, row
@@ -58,7 +60,22 @@ def block(name: str) -> str:
     if name in LISTS:
         return LISTS[name]()
     of = name.removesuffix("_rule")
-    return card(*study(of)) if of == name else f"{study(of)[1]['decision_rule']}\n\n{outcome(of)}"
+    if of != name:
+        return f"{study(of)[1]['decision_rule']}\n\n{outcome(of)}"
+    frames, declared = study(of)
+    if of in PLANNED:
+        return card(frames, declared | {"comparisons": []}) + "\n" + decided(PLANNED[of](frames))
+    return card(frames, declared)
+
+
+def decided(found: Mapping[str, Outcome]) -> str:
+    """A row per planned comparison of a study that declares the one rule: both endpoints, and what the rule says."""
+    lines = [*head("difference", "n", f"{overview.NAMES[overview.PRIMARY]} [95 % CI]", "p",
+                   f"{overview.NAMES[overview.SECONDARY]} [95 % CI]", "rule")]
+    for name, one in found.items():
+        first, second = (test.difference.printed(".3f") for test in (one.primary, one.secondary))
+        lines.append(row(name, str(one.primary.n), first, f"{one.adjusted:.2g}", second, one.said.partition(":")[0]))
+    return "\n".join([*lines, "", f"p: sign flips over seeds, after Holm over the {len(found)} comparisons."]) + "\n"
 
 
 def outcome(name: str) -> str:
@@ -221,8 +238,10 @@ SHOWN = {
     "staleness": ["N=1", "N=8"],
 }
 """Of studies with many cells, those that the index shows."""
-OWN_FAMILY = ("stabilisers", "lag")
+OWN_FAMILY = ("stabilisers", "lag", "lag_natural")
 """Studies whose answers print the contrasts of their rule, which are others than those that tables and figures show."""
+PLANNED: dict[str, Callable[[Frames], Mapping[str, Outcome]]] = {"lag_natural": lag_natural_verdicts.planned}
+"""Of studies that declare the one rule, the outcomes of their planned comparisons."""
 LISTS: dict[str, Callable[[], str]] = {"power": power, "outcomes": overview.table}
 
 
