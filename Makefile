@@ -4,6 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 BROWSER := .cache/test-browser
 SPHINX := .cache/sphinx
+REPORT := .cache/report
 
 VLLM := .venv-vllm
 TRL := .venv-trl
@@ -14,7 +15,7 @@ VERSION := transformers-5.5.4 transformers-5.9.0 transformers-5.15.0 transformer
   torch-2.6.0 torch-newest
 
 .PHONY: setup study results test test-processors test-ranks test-browser test-vllm test-trl test-verl test-trackers test-versions \
-  test-slurm test-gpu bench-gpu test-wheel docs lint clean
+  test-slurm test-gpu bench-gpu test-wheel docs report lint clean
 
 setup: $(STAMP)
 
@@ -39,6 +40,17 @@ $(SPHINX): $(STAMP)
 docs: $(SPHINX)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(SPHINX) $(BIN)/python -m sphinx -q -W --keep-going -c docs . build/site
 	cp build/site/README.html build/site/index.html
+
+# studies/report.md as build/report.pdf, by pandoc and typst.
+$(REPORT): $(STAMP)
+	$(BIN)/python -m pip install --upgrade --target $@ pypandoc_binary==1.17 typst==0.15.2
+	touch $@
+
+report: $(REPORT)
+	mkdir -p build
+	cd studies && ../$(REPORT)/pypandoc/files/pandoc report.md --from gfm --to typst --standalone -V papersize=a4 \
+	  -V fontsize=10pt | PYTHONPATH=../$(REPORT) ../$(BIN)/python -c \
+	  "import sys, typst; typst.compile(sys.stdin.buffer.read(), output='../build/report.pdf', root='.')"
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n auto -m "not ranks"
