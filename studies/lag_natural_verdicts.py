@@ -8,7 +8,7 @@ import pandas as pd
 from lag_natural import HALF, LAGS, MARGIN, study
 from matplotlib.figure import Figure
 from per_seed import stored
-from rule import Outcome, outcomes
+from rule import Outcome, outcomes, unfinished
 
 from moe_rl.errors import RunError
 from moe_rl.results import plots
@@ -41,7 +41,9 @@ def verdict(frames: Frames) -> list[str]:
     lines = [f"gate: {'passed' if passed else 'failed'} (token ESS at lag {max(LAGS)}: GRPO {ess['grpo']:.3f}, at most "
              f"{LIVE}; GRPO + R2 {ess['grpo-replay']:.3f}, at least {REPLAYED})"]
     found = planned(frames)
-    lines += map(str, found.values())
+    lines += unfinished(found.values(), len(study.seeds))
+    lines += [f"{one}{'' if passed or 'grpo-replay' not in name else ': nothing is concluded about replay'}"
+              for name, one in found.items()]
     signs = {arm: found[f"{arm} − grpo"].sign > 0 for arm in ("sequence-token", "token-sequence")}
     made = {(True, False): "the weight", (False, True): "the clip", (True, True): "both"}.get(tuple(signs.values()))
     return [*lines, f"of GSPO's parts, what helps by itself: {made or 'undecided'}"]

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from per_seed import seed_by_arm, stored
 from ratio_gradient import MARGIN, MOVED, NONE, SIGMAS, matched, moved, study
-from rule import Outcome, against_zero, outcomes
+from rule import Outcome, against_zero, outcomes, unfinished
 from volatility_dial_verdicts import after_start
 
 from moe_rl.results import plots
@@ -60,7 +60,8 @@ def verdict(frames: Frames) -> list[str]:
     if not gain.mean > 0:
         return [f"void: GRPO without noise does not end above its cold start, gained {gain}"]
     found = {one.name: one for one in compared(frames, MEANS)}
-    return [*(f"{found[name]}: {meaning(found[name])}" for name in (INTERACTION, PROTECTION)),
+    return [*unfinished(found.values(), len(study.seeds)),
+            *(f"{found[name]}: {meaning(found[name])}" for name in (INTERACTION, PROTECTION)),
             *about_the_gap(frames, found[CLOSED])]
 
 

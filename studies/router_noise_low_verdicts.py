@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from overview import PUBLISHED
 from per_seed import seed_by_arm, slopes, stored
 from router_noise_low import MARGIN, NONE, OTHERS, ROUTERS, study
-from rule import LEVEL, Outcome, against_zero, outcomes
+from rule import LEVEL, Outcome, against_zero, outcomes, unfinished
 from volatility_dial_verdicts import after_start
 
 from moe_rl.results import plots
@@ -58,22 +58,29 @@ def verdict(frames: Frames) -> list[str]:
     gain = after_start(frames, "grpo", NONE)
     if not gain.mean > 0:
         return [f"void: GRPO without noise does not end above its cold start, gained {gain}"]
-    lines, kl, found = [], medians(frames), harms(frames)
+    kl, found = medians(frames), harms(frames)
+    lines = unfinished([one for chain in found.values() for one in chain], len(study.seeds))
     for arm, chain in found.items():
         decided = [scale for scale, one in zip(SCALES, chain, strict=True) if one.sign < 0]
         lowest = f"σ = {decided[-1]:g}, KL {kl[decided[-1]][0]:.3f}" if decided else "none"
-        lines += [f"{arm}: lowest decided noise {lowest}", *map(str, chain)]
+        lines += [f"{arm}: lowest decided noise {lowest}",
+                  *(one.worded("harm" if one.sign < 0 else _otherwise(one)) for one in chain)]
     apart = [scale for scale, (inside, beside) in kl.items() if abs(beside / inside - 1) > MATCHED]
     if apart:
         return [*lines, "routing: nothing is concluded, KL is not matched at σ = " + ", ".join(f"{s:g}" for s in apart)]
-    return lines + [f"{one}: {where(one, found[arm][0].sign < 0)}" for arm, one in specificity(frames).items()]
+    return lines + [one.worded(where(one, found[arm][0].sign < 0)) for arm, one in specificity(frames).items()]
 
 
 def where(slope: Outcome, harmed: bool) -> str:
     """What a slope of (in routers − beside) means, of an arm that the largest noise in the routers harms or not."""
-    if slope.sign < 0:
-        return "the harm is specific to routing" if harmed else "no harm in the routers is decided"
-    return "noise beside the routers harms more" if slope.sign else "not shown to be specific"
+    if slope.sign < 0 and harmed:
+        return "the harm is specific to routing"
+    return "noise beside the routers harms more" if slope.sign > 0 else _otherwise(slope)
+
+
+def _otherwise(one: Outcome) -> str:
+    """The words of the rule where nothing else holds."""
+    return "no difference that matters" if one.equivalent else "undecided"
 
 
 # ---------------------------------------------------------------------- from which size on

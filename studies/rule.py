@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_rl.results.stats import Interval, Paired, holm, interval, paired
@@ -41,13 +41,18 @@ class Outcome:
         """`an effect`, `no difference that matters`, `opposed` (the endpoints contradict each other) or `undecided`."""
         if self.sign:
             return "an effect"
-        if _sign(self.primary, self.adjusted):
-            return "opposed: the secondary endpoint is decided with the other sign"
-        return "no difference that matters" if self.equivalent else "undecided"
+        if self.equivalent:
+            return "no difference that matters"
+        opposed = _sign(self.primary, self.adjusted) != 0
+        return "opposed: the secondary endpoint is decided with the other sign" if opposed else "undecided"
 
     def __str__(self) -> str:
-        return (f"{self.name}: {self.said} ({self.primary.difference.printed('.3f')}, Holm p {self.adjusted:.2g}; "
-                f"secondary {self.secondary.difference.printed('.3f')})")
+        return self.worded(self.said)
+
+    def worded(self, said: str) -> str:
+        """The outcome in these words, with its numbers."""
+        return (f"{self.name}: {said} ({self.primary.difference.printed('.3f')}, n = {self.primary.n}, Holm p "
+                f"{self.adjusted:.2g}; secondary {self.secondary.difference.printed('.3f')})")
 
 
 def outcomes(pairs: Mapping[str, tuple[Sequence[BySeed], Sequence[BySeed]]], margin: float) -> list[Outcome]:
@@ -61,6 +66,12 @@ def outcomes(pairs: Mapping[str, tuple[Sequence[BySeed], Sequence[BySeed]]], mar
         narrow = interval([a[seed] - b[seed] for seed in sorted(set(a) & set(b))], 0.9)
         found.append(Outcome(name, first, p, second, narrow, margin))
     return found
+
+
+def unfinished(found: Iterable[Outcome], seeds: int) -> list[str]:
+    """A line where a comparison has fewer seeds than the `seeds` of the declaration."""
+    least = min(one.primary.n for one in found)
+    return [f"not finished: {least} of {seeds} declared seeds"] if least < seeds else []
 
 
 def against_zero(differences: Sequence[BySeed]) -> tuple[Sequence[BySeed], Sequence[BySeed]]:

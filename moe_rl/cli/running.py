@@ -17,6 +17,7 @@ from moe_rl.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from moe_rl.config import RunConfig
     from moe_rl.study.declaration import Planned, Study
     from moe_rl.study.workers import Failure
 
@@ -37,7 +38,8 @@ TRAINERS = {"verl": "moe_rl.integrations.verl.study:execute"}
     argument("--task", help="reasoning_gym:…, jsonl:FILE, module:Class (docs/tasks.md)"),
     argument("--arms", metavar="A,B", help="run only these arms of the study"),
     argument("--arm", action="append", default=[], metavar="ARM",
-             help="run this arm instead; the first one is the baseline"),
+             help="run this arm instead; without comparisons of the study, the first one is "
+                  "the baseline"),
     argument("--set", action="append", default=[], metavar="K=V", dest="settings",
              help="change a setting, e.g. optimizer.lr=1e-4: docs/settings.md"),
     argument("--policy", metavar="NAME", help="hf, or on several processes fsdp or 'megatron(ep=2)'"),
@@ -247,10 +249,14 @@ def _changed_setting(study: Study, changes: Mapping[str, Any]) -> list[str]:
     """A caution where `changes` ask for another task or model, and leave settings that were chosen for the old one."""
     run = study.base.replace(**changes)
     left = [name for name in ("optimizer.lr", "max_new_tokens", "cold_start.target") if name not in changes]
-    if not left or (run.task, run.model) == (study.base.task, study.base.model):
+    if not left or (run.task, _architecture(run)) == (study.base.task, _architecture(study.base)):
         return []
     return [f"the settings of {study.name} were chosen for {study.base.task} on {study.base.model.name}. Check "
             f"{', '.join(left)}, and set them with --set."]
+
+
+def _architecture(run: RunConfig) -> tuple[Any, ...]:
+    return run.model.name, run.model.overrides
 
 
 def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> list[str]:

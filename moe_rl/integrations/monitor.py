@@ -338,10 +338,10 @@ def auxiliary_loss(model: nn.Module, coefficient: float | None = None) -> str | 
     elif any(getattr(c, "output_router_logits", False) for c in (config, text)):
         adds = "with output_router_logits=True its forward adds it to its loss"
     else:
-        adds = "TRL and NeMo Automodel add it to theirs, transformers where output_router_logits is set"
+        adds = "TRL and NeMo Automodel add it to their loss; a loop of your own does not, unless its code does"
     return (f"{type(module).__name__} ({text.model_type}) has a load-balancing loss, router_aux_loss_coef={given:g}: "
-            f"{adds}. It is not part of the objective and works against replay; to switch it off, set "
-            "router_aux_loss_coef=0.0.")
+            f"{adds}. It works against replay: to switch it off, set router_aux_loss_coef=0.0 in the trainer, or in "
+            "model.config.")
 
 
 def named_correction_biases(model: nn.Module) -> dict[str, Tensor]:

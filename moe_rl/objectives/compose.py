@@ -95,14 +95,14 @@ class Objective:
         if not isinstance(output, LossOutput):
             raise ConfigError(f"the loss {_name(self.loss)} returned a {type(output).__name__}. Return "
                               "moe_rl.objectives.LossOutput(loss, log_ratio, clipped_by).")
-        if x.logprobs.requires_grad and not output.loss.requires_grad:
-            raise ConfigError(f"the loss {_name(self.loss)} has no gradient. Compute it from x.logprobs or x.log_ratio "
-                              "without detach().")
         loss, metrics = output.loss, dict(output.metrics)
         for name, term in self.terms.items():
             value = term(x)
             loss = loss + value
             metrics[f"term_{name}"] = metrics.get(f"term_{name}", 0.0) + value.item()
+        if torch.is_grad_enabled() and x.logprobs.requires_grad and not loss.requires_grad:
+            raise ConfigError(f"the loss {_name(self.loss)} has no gradient. Compute it from x.logprobs or x.log_ratio "
+                              "without detach().")
         return dataclasses.replace(output, loss=loss, metrics=metrics, log_ratio=output.log_ratio.detach())
 
 
@@ -164,18 +164,20 @@ def objective_of(arm: Arm) -> Objective:
     except MoeRlError:
         raise
     except (TypeError, AttributeError, ValueError, RuntimeError) as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{at.filename}:{at.lineno}"
         if isinstance(error, AttributeError) and isinstance(error.obj, CorrectionInputs):
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            unknown(f"field of {type(error.obj).__name__} ({at.filename}:{at.lineno})", str(error.name),
-                    [f for f in FIELDS if hasattr(error.obj, f)])
-        raise ConfigError(f"arm {arm.name!r}: a component failed on one test token ({error}). Check the types of its "
-                          "options and what it returns, and mark what it needs with moe_rl.registry.needs('entropy'), "
-                          "('reference') or ('router').") from error
+            unknown(f"field of {type(error.obj).__name__} ({where})", str(error.name), FIELDS)
+        raise ConfigError(f"arm {arm.name!r}: a component failed on one test token ({where}: {error}). Check the types "
+                          "of its options and what it returns, and mark what it needs with "
+                          "moe_rl.registry.needs('entropy'), ('reference') or ('router').") from error
     for name, shape, needed in (("loss", (), "one number"), ("log_ratio", (1, 1), "(batch, time)"),
                                 ("clipped_by", (1, 1), "(batch, time)")):
-        if (found := tuple(getattr(output, name).shape)) != shape:
-            raise ConfigError(f"arm {arm.name!r}: its loss returned a {name} of shape {found} for one token. Return "
-                              f"{needed}, here {shape}.")
+        value = getattr(output, name)
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+        if found != f"shape {shape}":
+            raise ConfigError(f"arm {arm.name!r}: its loss returned a {name} of {found} for one token. Return a tensor "
+                              f"of {needed}, here {shape}.")
     if taken := [name for name in output.metrics if not name.startswith(("own_", "term_"))]:
         raise ConfigError(f"arm {arm.name!r}: its loss returns the metrics {', '.join(taken)}, which may be names of "
                           "measured columns. Start their names with own_.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +123,18 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write `<name>.png` and `<name>.svg`, the same bytes for the same tables; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    write(figure, paths[0], metadata={"Software": None})
+    write(figure, paths[1], metadata={"Date": None, "Creator": None})
+    return paths
+
+
+def write(figure: Figure, file: Path | BytesIO, **how: Any) -> None:
+    """What `figure.savefig` writes, with the numbers of log axes, such as 10⁻³, as the formulas that they are."""
     scaled = [axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) if axis.get_scale() != "linear"]
     for text in (text for axis in scaled for text in axis.get_ticklabels(which="both")):
-        text.set_parse_math(True)  # 10⁻³ is a formula
-    with matplotlib.rc_context(STYLE | {"text.parse_math": True}):
-        figure.savefig(paths[0], metadata={"Software": None})
-        figure.savefig(paths[1], metadata={"Date": None, "Creator": None})
-    return paths
+        text.set_parse_math(True)
+    with matplotlib.rc_context(STYLE | {"text.parse_math": bool(scaled)}):
+        figure.savefig(file, **how)
 
 
 # ---------------------------------------------------------------------- what stands in a panel

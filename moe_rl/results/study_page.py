@@ -15,7 +15,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import pandas as pd
 from jinja2 import Environment
 
@@ -116,8 +115,7 @@ def _figures(frames: Frames, declared: Mapping[str, Any]) -> Iterable[tuple[str,
             yield name, "", "", str(figure)
             continue
         image = io.BytesIO()
-        with matplotlib.rc_context(plots.STYLE):
-            figure.savefig(image, format="svg", metadata={"Date": None, "Creator": None})
+        plots.write(figure, image, format="svg", metadata={"Date": None, "Creator": None})
         yield name, figures.title_of(name), base64.b64encode(image.getvalue()).decode(), ""
 
 

@@ -24,7 +24,7 @@ from moe_rl.routing.sites import Layout, RoutingModule, family_class, find_sites
 from moe_rl.routing.trace import RoutingTrace
 
 JOIN = ("Record each micro-batch in its own block, and join them with RoutingTrace.cat(traces, input_ids, "
-        "attention_mask).")
+        "attention_mask). After beam search, use take().")
 
 __all__ = ["Recording", "Replay", "RouterScores", "record_routing", "replay_routing"]
 

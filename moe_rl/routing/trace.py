@@ -83,9 +83,10 @@ class RoutingTrace:
         """Right-padded traces of consecutive rows, single ones or micro-batches, as one trace over `tokens`, on its
         device.
 
-        Columns that a trace lacks, as that of the last sampled token, are unknown. Raises RoutingError for traces of
-        other tokens (padding aside), of more columns or another number of rows than the batch, of two models, for
-        traces that are replayed by different rules and, unless they may be `mixed`, for different weight versions.
+        Padding, and columns that a trace lacks, as that of the last sampled token, are unknown. Raises RoutingError for
+        traces of other tokens (padding aside), of more columns or another number of rows than the batch, of two models,
+        for a mask of another shape, for traces that are replayed by different rules and, unless they may be `mixed`,
+        for different weight versions.
         """
         row = 0
         for number, trace in enumerate(traces):
@@ -93,10 +94,17 @@ class RoutingTrace:
             row += trace.shape[0]
         if row != tokens.shape[0]:
             raise RoutingError(f"the traces have {row} rows, but the batch has {tokens.shape[0]}")
+        if attention_mask.shape != tokens.shape:
+            raise RoutingError(f"the attention mask has shape {tuple(attention_mask.shape)}, the tokens have "
+                               f"{tuple(tokens.shape)}")
         wide = _with_one_index([trace.wide(tokens.shape[1]) for trace in traces])
         joined: dict[str, Any] = {name: [getattr(trace, name) for trace in wide] for name in ROUTED}
         joined = {name: None if x[0] is None else torch.cat(x).to(tokens.device) for name, x in joined.items()}
-        return replace(wide[0], **joined, attention_mask=attention_mask.bool(), tokens=tokens.to(torch.int32))
+        padding = ~attention_mask.bool().to(tokens.device)
+        joined["experts"].masked_fill_(padding[..., None, None], wide[0].layout.unknown)
+        if joined["version_index"] is not None:
+            joined["version_index"].masked_fill_(padding, -1)
+        return replace(wide[0], **joined, attention_mask=~padding, tokens=tokens.to(torch.int32))
 
     @staticmethod
     def splice(
@@ -198,6 +206,9 @@ class RoutingTrace:
         """Where both chose the same experts, in whatever order; unknown equals unknown only, so that padding is the
         same everywhere: for a share, see `agreement`."""
         self.layout.require(other.layout, "the other trace")
+        if self.shape != other.shape:
+            raise RoutingError(f"this trace has shape {tuple(self.shape)}, the other {tuple(other.shape)}. Compare the "
+                               "same rows: trace.rows(rows) gives those of a micro-batch.")
         theirs = other.experts.to(self.experts.device)
         same = torch.empty(self.shape[:3], dtype=torch.bool, device=theirs.device)
         for at in blocks(*self.shape[:3]):

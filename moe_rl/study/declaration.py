@@ -13,6 +13,7 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import re
 import sys
 import traceback
@@ -231,7 +232,7 @@ def located(config: RunConfig) -> RunConfig:
 def _located_task(task: Component) -> Component:
     kind, _, file = task.name.partition(":")
     if kind == "jsonl" and file:
-        return Component(f"jsonl:{Path(file).expanduser().absolute()}", **task.options)
+        return Component(f"jsonl:{os.path.abspath(Path(file).expanduser())}", **task.options)
     if kind == "mixture" and isinstance(mixed := task.options.get("tasks"), list | tuple):
         return Component(
             task.name, **{**task.options, "tasks": tuple(_located_task(Component.of(one)) for one in mixed)}

@@ -343,6 +343,7 @@ ROWS = [[[0, 1]] * 4] * 3
         (json.dumps(GOOD | {"logprobs": [-1.0]}), "1 log-probs for a response of 2 tokens"),
         (json.dumps(GOOD | {"logprobs": [None, None]}), "every log-prob is null"),
         (json.dumps(GOOD | {"tokens": [5, 6], "logprobs": []}), "the response has no tokens. Remove the line"),
+        (json.dumps(GOOD | {"temprature": 0.7}), "the key 'temprature' is unknown: did you mean 'temperature'?"),
         (json.dumps(GOOD | {"prompt_length": 0}), "2 log-probs for a response of 4 tokens"),
         (json.dumps(GOOD | {"prompt_length": "2"}), "needs \"prompt_length\""),
         (json.dumps(GOOD | {"tokens": [5, 6, 7, 48]}), "token id 48, but the ids of the model run from 0 to 47"),

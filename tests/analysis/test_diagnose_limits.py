@@ -51,8 +51,8 @@ def test_a_single_token_names_nothing(bench):
     """One of some hundred things tried fits one number; honest numbers agree all the same."""
     other = without_routes([cut(bench.weight_version()[0], 1)])
     found = answer(bench, other)
-    assert found.causes == ("few_tokens",) and "the file has 1 tokens of the engine: 8 are needed" in found.verdict
-    assert found.remedies == ("Give a file with more responses.",)
+    assert found.causes == ("few_tokens",) and "have 1 tokens of the engine: 8 are needed" in found.verdict
+    assert found.remedies == ("Look at more responses (--responses), or give a file with more.",)
     assert answer(bench, [cut(bench.honest()[0], 1)]).causes == ()
 
 

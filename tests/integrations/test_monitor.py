@@ -294,7 +294,7 @@ def test_a_row_compares_with_the_step_or_with_the_start(since, qwen, tokens):
 @pytest.mark.parametrize(
     "family, overrides, coefficient, said",
     [
-        ("qwen3_moe", {}, None, "0.001: TRL and NeMo Automodel add it"),
+        ("qwen3_moe", {}, None, "0.001: TRL and NeMo Automodel add it to their loss; a loop of your own does not"),
         ("qwen3_moe", {"output_router_logits": True}, None, "its forward adds it to its loss"),
         ("qwen3_moe", {}, 0.0, None),
         ("qwen3_moe", {"router_aux_loss_coef": 0.0}, 0.01, "0.01: this trainer adds it"),

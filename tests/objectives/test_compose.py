@@ -230,8 +230,8 @@ def test_the_ratio_of_routes_of_its_own_is_exact():
 
 
 @pytest.mark.parametrize("changed, said", [
-    ({"loss": torch.zeros(1, 1)}, r"loss of shape \(1, 1\) .*Return one number"),
-    ({"log_ratio": torch.zeros(1)}, r"log_ratio of shape \(1,\) .*Return \(batch, time\)"),
+    ({"loss": torch.zeros(1, 1)}, r"loss of shape \(1, 1\) .*Return a tensor of one number"),
+    ({"log_ratio": torch.zeros(1)}, r"log_ratio of shape \(1,\) .*Return a tensor of \(batch, time\)"),
     ({"clipped_by": torch.zeros(3, dtype=torch.int8)}, r"clipped_by of shape \(3,\)"),
 ])  # fmt: skip
 def test_a_loss_of_another_shape_is_told_which(monkeypatch, changed, said):
@@ -260,7 +260,7 @@ def reads_the_policy(x):
     ({"loss": misspells},
      r"field of LossInputs \(.*test_compose.py:251\) is called 'old_logprob': did you mean old_logprobs"),
     ({"terms": (misspells,)}, "field of LossInputs .* is called 'old_logprob'"),
-    ({"corrections": (misspells,)}, "field of CorrectionInputs .*old_logprobs.* There are: advantages, finished"),
+    ({"corrections": (misspells,)}, "field of CorrectionInputs .*old_logprobs.* There are: advantages, entropy"),
     ({"corrections": (reads_the_policy,)}, r"uses log π_θ \(x.logprobs\), which is unknown before"),
 ])  # fmt: skip
 def test_a_part_that_returns_or_reads_something_else_is_told_what_there_is(part, said):
@@ -279,6 +279,11 @@ def test_a_log_ratio_may_keep_its_graph():
     with pytest.raises(ConfigError, match="the loss .* has no gradient"):
         Objective(lambda x: replace(own(x), loss=own(x).loss.detach()), seq_mean_token_mean).of(x)
     assert found.loss.requires_grad and not found.log_ratio.requires_grad
+    with torch.no_grad():
+        assert not Objective(own, seq_mean_token_mean).of(x).loss.requires_grad, "computed to be logged"
+    still = Objective(lambda x: replace(own(x), loss=torch.zeros(())), seq_mean_token_mean,
+                      terms={"own": lambda x: own(x).loss})
+    assert still.of(x).loss.requires_grad, "the gradient of a term is enough"
 
 
 @pytest.mark.parametrize("loss, said", [

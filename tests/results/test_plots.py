@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
 import json
 
+import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
 
 from moe_rl.errors import RunError
-from moe_rl.results import figures, plots, stats
+from moe_rl.results import figures, plots, stats, study_page
 from moe_rl.results.figures import attribution
 from moe_rl.results.summary import MAIN, per_run
 from moe_rl.results.tables import summary_table
@@ -154,6 +157,17 @@ def test_clipping_is_drawn_on_a_log_axis_from_the_second_mini_batch_on(frames):
     x, y = line(figure.axes[1], "gspo seed=2 clip_tokens")
     table = frames["updates"].query("arm == 'gspo' and seed == 2").groupby("update")["clip_tokens"].mean()
     assert x.tolist() == [2, 3, 4] and np.allclose(y, table[[2, 3, 4]], rtol=0, atol=1e-15)
+
+
+def test_numbers_of_log_axes_are_formulas_in_files_and_on_pages(frames):
+    """The glyph of a dollar sign, 7 in the font, would be drawn for the text $10^{-2}$."""
+    declared = {"arms": [], "figures": ["clipping"], "comparisons": [], "endpoint": MAIN.name}
+    ((_, _, image, said),) = study_page._figures(frames, declared)
+    assert said == "" and b'"#DejaVuSans-7"' not in base64.b64decode(image)
+    plain = io.BytesIO()
+    with matplotlib.rc_context(plots.STYLE):
+        figures.clipping(frames, ARMS).savefig(plain, format="svg")
+    assert b'"#DejaVuSans-7"' in plain.getvalue()
 
 
 def test_expert_change_per_site_is_the_mean_over_steps(frames):

@@ -178,6 +178,12 @@ def test_micro_batches_join_into_the_whole():
     assert RoutingTrace.cat(pieces, rows.tokens, rows.attention_mask) == rows
     ones = RoutingTrace.cat(pieces, rows.tokens, rows.attention_mask.long())
     assert ones == rows and ones.attention_mask.dtype == torch.bool, "a mask of 0 and 1, as tokenizers give it"
+    without = replace(rows, experts=rows.experts.clamp(min=0), attention_mask=torch.ones_like(rows.attention_mask))
+    assert RoutingTrace.cat([without], rows.tokens, rows.attention_mask) == rows, "recorded without a mask"
+    with pytest.raises((RoutingError, TypeError), match="mask"):  # the check of types, in tests alone, is first
+        RoutingTrace.cat(pieces, rows.tokens, rows.attention_mask[:1])
+    with pytest.raises(RoutingError, match=r"shape \(2, 5, .*, the other \(4, 5, .*trace.rows\(rows\)"):
+        pieces[0].agreement(rows)
 
 
 def test_micro_batches_in_another_order_are_refused():

@@ -77,9 +77,10 @@ def test_an_arm_is_harmed_down_to_its_lowest_decided_scale():
     said = low.verdict(low_frames(lambda arm, place, s: -0.05 if arm == "grpo" and s >= 0.4 else 0.0))
     assert the(said, "grpo: lowest").endswith("σ = 0.4, KL 0.100")
     assert the(said, "gspo: lowest").endswith("none")
-    assert the(said, "grpo, σ = 0.7").startswith("grpo, σ = 0.7 − no noise: an effect (-0.050")
+    assert the(said, "grpo, σ = 0.7").startswith("grpo, σ = 0.7 − no noise: harm (-0.050")
     assert "no difference that matters" in the(said, "grpo, σ = 0.2") and "Holm p 1;" in the(said, "grpo, σ = 0.1 ")
-    assert the(said, "grpo, slope").endswith("not shown to be specific")
+    assert the(said, "grpo, slope").startswith("grpo, slope of in routers − beside: no difference that matters (0.000")
+    assert said[0] == "not finished: 12 of 24 declared seeds"
 
 
 def test_a_scale_below_the_first_that_is_not_decided_is_not_tested():
@@ -92,7 +93,7 @@ def test_a_scale_below_the_first_that_is_not_decided_is_not_tested():
 
 
 @pytest.mark.parametrize("first, second, said", [
-    (-0.05, 0.05, "opposed"), (0.05, 0.0, "an effect (0.050"), (-0.05, 0.0, "an effect (-0.050")])
+    (-0.05, 0.05, "undecided (-0.050"), (0.05, 0.0, "undecided (0.050"), (-0.05, 0.0, "harm (-0.050")])
 def test_neither_a_gain_nor_what_the_secondary_endpoint_opposes_is_a_harm(first, second, said):
     lines = low.verdict(low_frames(lambda arm, place, s: first, greedy=second))
     assert f"σ = 0.7 − no noise: {said}" in the(lines, "grpo, σ = 0.7")
@@ -118,13 +119,13 @@ def test_holm_passes_on_the_share_of_an_arm_that_is_harmed_at_every_scale():
 
 
 @pytest.mark.parametrize("inside, beside, said", [
-    (-0.05, 0.0, "the harm is specific to routing"), (0.0, 0.05, "no harm in the routers is decided"),
-    (-0.05, -0.15, "noise beside the routers harms more"), (-0.05, -0.05, "not shown to be specific")])
+    (-0.05, 0.0, "the harm is specific to routing"), (0.0, 0.05, "undecided"),
+    (-0.05, -0.15, "noise beside the routers harms more"), (-0.05, -0.05, "no difference that matters")])
 def test_harm_is_specific_to_routing_if_it_grows_more_with_kl_than_harm_beside(inside, beside, said):
     """Harm at .7 alone, where KL is ten times that at .4."""
     at = {"routers": inside, "beside": beside}
     frames = low_frames(lambda arm, place, s: at[place] if s == 0.7 else 0.0)
-    assert the(low.verdict(frames), "gspo, slope").endswith(said)
+    assert the(low.verdict(frames), "gspo, slope").startswith(f"gspo, slope of in routers − beside: {said} (")
 
 
 def test_a_slope_by_hand_is_per_factor_of_ten_in_kl():
@@ -250,7 +251,7 @@ def test_which_part_of_gspo_helps_by_itself(gain, said):
 
 def test_all_seven_comparisons_are_made_on_the_mean_of_both_lags():
     lines = lags.verdict(lag_frames({"grpo-replay": 0.03, "gspo": 0.1, lags.HALF_RATE: -0.1}))
-    assert len(lines) == 1 + 7 + 1
+    assert len(lines) == 2 + 7 + 1 and lines[1] == "not finished: 12 of 32 declared seeds"
     assert the(lines, "gspo − grpo-replay").startswith("gspo − grpo-replay: an effect (0.070")
     assert the(lines, "grpo, half").startswith("grpo, half the rate − grpo: an effect (-0.100")
 
@@ -264,7 +265,9 @@ def test_lag_natural_may_be_opposed_or_undecided():
 @pytest.mark.parametrize("live, replayed, passed", [
     (0.85, 0.97, True), (0.895, 0.955, True), (0.91, 0.97, False), (0.85, 0.94, False)])
 def test_the_gate_asks_for_spread_ratios_that_replay_restores(live, replayed, passed):
-    line = lags.verdict(lag_frames({}, live=live, replayed=replayed))[0]
+    line, *rest = lags.verdict(lag_frames({}, live=live, replayed=replayed))
+    about_replay = [found for found in rest if "grpo-replay" in found]
+    assert [found.endswith(": nothing is concluded about replay") for found in about_replay] == [not passed] * 2
     assert line.startswith(f"gate: {'passed' if passed else 'failed'} (token ESS at lag 2: GRPO {live:.3f}")
     with pytest.raises(RunError, match="needs runs of rate=half,lag=1, which"):
         lags.verdict(lag_frames({})._where(lambda frame: frame["factors"] != "rate=half,lag=1"))

@@ -71,7 +71,7 @@ class Diagnosis:
 
     causes: tuple[str, ...]
     """Short names, the first cause first; () where there is no gap, ("unexplained",) where there is one without a
-    reason."""
+    reason, ("few_tokens",) where the tokens are too few to tell."""
     verdict: str
     """In a sentence or two."""
     fault: bool
@@ -368,8 +368,9 @@ class _Case:
                 return (cause,), (f"{_sentence(words)} ({kind} {high.name}: KL {high.value:.2g}; {low.name}: "
                                   f"{low.value:.2g})."), True
         if self.gap.few:
-            return (FEW_TOKENS,), (f"There is a gap ({size}), but the file has {int(self.scorer.own.sum())} tokens of "
-                                   f"the engine: {TOKENS} are needed to tell one reason from another."), True
+            return (FEW_TOKENS,), (f"There is a gap ({size}), but the responses looked at have "
+                                   f"{int(self.scorer.own.sum())} tokens of the engine: {TOKENS} are needed to tell "
+                                   "one reason from another."), True
         best = min(self.gap.tried, key=lambda e: e.left[0], default=None)
         near = f" The nearest, {best.fit.name}, leaves {100 * best.left[0]:.3g} % of the mean |log r|." \
             if best and best.left[0] < LEAD else ""

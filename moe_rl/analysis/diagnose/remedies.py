@@ -49,7 +49,8 @@ REMEDIES = {
     "visible_padding": "Pass the attention mask to the engine, or send prompts without padding.",
     "positions": "Count positions from the first token of the prompt, cached prefix included.",
     "positions_per_turn": "Count positions from the first token of the first turn.",
-    "temperature": "Write the temperature of the log-probs: the sampling's with vLLM's processed_logprobs, else 1.",
+    "temperature": "Let the engine report log-probs at the temperature of its sampling (vLLM: "
+                   "logprobs_mode=processed_logprobs), and write that temperature.",
     "kept_set": "Read log-probs over the whole vocabulary, or mask the trainer's logits, too.",
     "logprob_shift": "Align log-probs with the tokens that they belong to.",
     "log_base": "Convert log-probs to nats.",
@@ -67,7 +68,7 @@ REMEDIES = {
     "sorted_ids": "Sort combine weights with the ids, or sort neither.",
     "routing": "Compare router weights, dtypes and kernels of both sides.",
     "combine_weights": "Compare router weights, dtypes and kernels of both sides.",
-    "few_tokens": "Give a file with more responses.",
+    "few_tokens": "Look at more responses (--responses), or give a file with more.",
     "unexplained": "Name other checkpoints with --also, and read where the gap is: layers, positions, turns, experts.",
 }
 """By cause, one sentence or two."""

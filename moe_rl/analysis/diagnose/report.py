@@ -82,7 +82,8 @@ def tabulate_fits(found: Diagnosis, most: int | None = None) -> Shown:
         "KL: k3 = r − 1 − log r, r = p(forward)/p(engine), mean over responses with its 95 % interval. Noise floor "
         "(other batches, padding) and rounding (float32 against bfloat16) are the checkpoint against itself. Score: "
         "share of the mean |log r| of the natural forward that is left. Beyond a factor 2: tokens whose r is above 2 "
-        f"or below ½. Flips: tokens whose most likely token is not that of the natural forward. {counts(found)}.{left}")
+        "or below ½. Flips: tokens whose most likely token is not that of the natural forward. A response that a "
+        f"hypothesis brings no nearer to the engine counts as in the natural forward. {counts(found)}.{left}")
 
 
 def _row(fit: Fit, found: Diagnosis) -> tuple[str, ...]:

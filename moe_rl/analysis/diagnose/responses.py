@@ -5,6 +5,8 @@ One JSON object per line and response; `docs/diagnose.md` lists the keys.
 
 from __future__ import annotations
 
+import difflib
+import functools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 FORMS = ('{"tokens": [ids], "prompt_length": n, "logprobs": […]}, {"prompt_tokens": [ids], "response_tokens": [ids], '
          '"logprobs": […]} or {"prompt": "…", "response": "…", "logprobs": […]}')
 ROUTES = ("routes", "routed_experts")
+OPTIONAL = ("prompt_length", "logprobs", *ROUTES, "routes_start", "routes_dtype", "gates", "temperature", "top_p",
+            "top_k", "min_p", "weight_version", "cached_tokens")
+"""Keys whose misspelling would be read as their absence."""
 LOWEST, ABOVE_ONE = -1e6, 1e-4
 """Between these is a log-probability; the second is rounding."""
 LONGEST = 200
@@ -98,6 +103,8 @@ class Rollouts:
 
     # ------------------------------------------------------------------ one line
     def _read(self, entry: Mapping[str, Any], where: str, line: int) -> Response:
+        if meant := _misspelt(tuple(entry)):
+            raise ConfigError(f"{where}: the key {_short(meant[0])} is unknown: did you mean {meant[1]!r}? Rename it.")
         values = entry.get("logprobs")
         if values == []:
             raise ConfigError(f"{where}: the response has no tokens. Remove the line.")
@@ -272,6 +279,14 @@ def _integer(x: Any) -> bool:
 
 def _keys(entry: Mapping[str, Any]) -> str:
     return _short(", ".join(map(repr, entry)) or "none", str)
+
+
+@functools.lru_cache(maxsize=64)
+def _misspelt(keys: tuple[str, ...]) -> tuple[str, str] | None:
+    """The first key that is nearly one of OPTIONAL that is absent, and that one."""
+    absent = [key for key in OPTIONAL if key not in keys]
+    near = {key: difflib.get_close_matches(key, absent, n=1, cutoff=0.85) for key in keys if key not in OPTIONAL}
+    return next(((key, found[0]) for key, found in near.items() if found), None)
 
 
 def _short(value: Any, write: Callable[[Any], str] = repr) -> str:

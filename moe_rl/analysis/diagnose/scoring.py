@@ -228,16 +228,19 @@ class Scorer:
         """The model against itself: each response alone and padded, rows in another order and company; and rounding,
         against a copy in the other of float32 and bfloat16, as an honest engine may differ."""
         natural = self.natural.logprobs[STATED]
-        alone = score(self.model, self.responses, batch_tokens=1, extra=3).logprobs[STATED]
+        alone = score(self.model, self.responses, batch_tokens=1, extra=3)
         fewer = max(1, self.batch_tokens // 3)
-        backwards = score(self.model, self.responses[::-1], batch_tokens=fewer).logprobs[STATED]
-        parts = np.split(backwards, np.cumsum([len(r.logprobs) for r in self.responses[::-1]])[:-1])
-        floors = [self.compare("noise floor", x, against=natural) for x in (alone, np.concatenate(parts[::-1]))]
+        backwards = score(self.model, self.responses[::-1], batch_tokens=fewer)
+        ends = np.cumsum([len(r.logprobs) for r in self.responses[::-1]])[:-1]
+        forwards = [np.concatenate(np.split(x, ends)[::-1]) for x in (backwards.logprobs[STATED], backwards.best)]
+        floors = [self.compare("noise floor", x, best, against=natural)
+                  for x, best in ((alone.logprobs[STATED], alone.best), forwards)]
         other = torch.bfloat16 if next(self.model.parameters()).dtype == torch.float32 else torch.float32
         with cast_to(other)(self.model) as twin:
             found = score(twin, self.responses, batch_tokens=self.batch_tokens, keep_routes=True)
         self.expected = measure_agreement(found.routes, self.natural.routes)
-        return max(floors, key=lambda r: r.mean), self.compare("rounding", found.logprobs[STATED], against=natural)
+        return max(floors, key=lambda r: r.mean), self.compare("rounding", found.logprobs[STATED], found.best,
+                                                                     against=natural)
 
     @property
     def rounded(self) -> float:
