@@ -20,6 +20,7 @@ import answers
 import lag_natural_verdicts
 import overview
 import pandas as pd
+import stabilisers_verdicts
 from per_seed import RESULTS, stored
 from rule import Outcome
 
@@ -64,7 +65,7 @@ def block(name: str) -> str:
         return f"{study(of)[1]['decision_rule']}\n\n{outcome(of)}"
     frames, declared = study(of)
     if of in PLANNED:
-        return card(frames, declared | {"comparisons": []}) + "\n" + decided(PLANNED[of](frames))
+        return card(frames, declared | {"comparisons": []}) + "\n" + PLANNED[of](frames)
     return card(frames, declared)
 
 
@@ -240,8 +241,11 @@ SHOWN = {
 """Of studies with many cells, those that the index shows."""
 OWN_FAMILY = ("stabilisers", "lag", "lag_natural")
 """Studies whose answers print the contrasts of their rule, which are others than those that tables and figures show."""
-PLANNED: dict[str, Callable[[Frames], Mapping[str, Outcome]]] = {"lag_natural": lag_natural_verdicts.planned}
-"""Of studies that declare the one rule, the outcomes of their planned comparisons."""
+PLANNED: dict[str, Callable[[Frames], str]] = {
+    "lag_natural": lambda frames: decided(lag_natural_verdicts.planned(frames)),
+    "stabilisers": stabilisers_verdicts.table,
+}
+"""The table of studies whose rule compares and corrects otherwise than `card` does."""
 LISTS: dict[str, Callable[[], str]] = {"power": power, "outcomes": overview.table}
 
 

@@ -13,8 +13,9 @@ from per_seed import stored
 from stabilisers import EIGHT, NAMED, study
 from volatility_dial_verdicts import after_start, decide
 
+from moe_rl.objectives.methods_page import head, row
 from moe_rl.results import plots
-from moe_rl.results.stats import interval, paired
+from moe_rl.results.stats import holm, interval, paired
 from moe_rl.results.summary import metric, per_run
 from moe_rl.storage.frames import Frames
 
@@ -58,6 +59,22 @@ def main() -> None:
         costs(frames, there[condition])
         if len(of_endpoints[study.endpoint].columns) > 2:
             plots.save(draw(of_endpoints, TITLES[condition]), FOLDER / "figures", f"{study.name}_{condition}")
+
+
+def table(frames: Frames) -> str:
+    """Markdown: the named methods minus GRPO in both endpoints, Holm over all of them in each condition."""
+    titles = [title for name in ENDPOINTS for title in (f"{name} [95 % CI]", "p")]
+    lines = [*head("difference", "condition", "n", *titles)]
+    for condition in ("dial", "quiet"):
+        tests = [[paired(of[arm].to_dict(), of["grpo"].to_dict()) for arm in OTHERS]
+                 for of in (by_arm(frames, CONDITIONS[condition], name) for name in ENDPOINTS)]
+        adjusted = [holm([one.p for one in of]) for of in tests]
+        for at, arm in enumerate(OTHERS):
+            cells = [cell for of, p in zip(tests, adjusted, strict=True)
+                     for cell in (str(of[at].difference), f"{p[at]:.2g}")]
+            lines.append(row(f"{arm} − grpo", condition, str(tests[0][at].n), *cells))
+    note = f"p: sign flips over seeds, after Holm over the {len(OTHERS)} methods of a condition and endpoint."
+    return "\n".join([*lines, "", note]) + "\n"
 
 
 def ranking(name: str, table: pd.DataFrame) -> None:

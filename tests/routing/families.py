@@ -439,8 +439,7 @@ def remarks(family: Family) -> list[str]:
     """What differs from the rules above the table, each a few words."""
     found = [CHECKPOINTING[family.checkpointing]]
     found.append(None if family.experts else "eager experts only")
-    found.append("scores are refused" if not family.scores_since else None)
-    found.append("ids and weights are read at the router's output" if family.dispatch else None)
+    found.append("`scores=True` is refused" if not family.scores_since else None)
     found.append("two masked maxima in place of a top-k; eval mode only" if family.formula is sparsemixer else None)
     found.append(None if family.padding else "the model itself differs under left padding")
     if family.scores_since not in (None, "0"):

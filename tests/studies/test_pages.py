@@ -8,6 +8,7 @@ from functools import cache
 import overview
 import pages
 import pytest
+from rule import outcomes
 
 NUMBER = r"[-−]?(?:\d+\.\d+|\.\d+|\d+)(?:e[-−]?\d+)?"
 TRIPLE = re.compile(rf"({NUMBER})\s+(?:%\s+)?\[({NUMBER}),\s+({NUMBER})\]")
@@ -56,6 +57,15 @@ def test_the_indexes_name_every_page_and_study():
     text = "".join((folder / "README.md").read_text() for folder in (pages.HERE, pages.ARCHIVE))
     named = set(re.findall(r"\]\((?:archive/)?(\w+)\.(?:md|py)\)", text))
     assert {page.stem for page in pages.pages()} - {"README"} <= named
+
+
+def test_outcomes_of_the_one_rule_are_rows_with_both_endpoints():
+    """0.05 and 0.03 on every of four seeds, p = 2 / 2⁴ in each; twice as large after Holm over two."""
+    first, second, none = ({seed: value for seed in range(4)} for value in (0.05, 0.03, 0.0))
+    found = outcomes({name: ((first, second), (none, none)) for name in ("a − b", "c − b")}, 0.02)
+    text = pages.decided({one.name: one for one in found})
+    assert "| a − b | 4 | 0.050 [0.050, 0.050] | 0.25 | 0.030 [0.030, 0.030] | undecided |" in text
+    assert text.endswith("after Holm over the 2 comparisons.\n")
 
 
 def test_a_page_is_refilled_between_its_markers_alone(monkeypatch):
