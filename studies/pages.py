@@ -76,7 +76,8 @@ def decided(found: Mapping[str, Outcome]) -> str:
     for name, one in found.items():
         first, second = (test.difference.printed(".3f") for test in (one.primary, one.secondary))
         lines.append(row(name, str(one.primary.n), first, f"{one.adjusted:.2g}", second, one.said.partition(":")[0]))
-    return "\n".join([*lines, "", f"p: sign flips over seeds, after Holm over the {len(found)} comparisons."]) + "\n"
+    note = f"p: permuted signs of the seeds' differences, after Holm over the {len(found)} comparisons."
+    return "\n".join([*lines, "", note]) + "\n"
 
 
 def outcome(name: str) -> str:
