@@ -73,8 +73,8 @@ def table(frames: Frames) -> str:
             cells = [cell for of, p in zip(tests, adjusted, strict=True)
                      for cell in (str(of[at].difference), f"{p[at]:.2g}")]
             lines.append(row(f"{arm} − grpo", condition, str(tests[0][at].n), *cells))
-    note = (f"p: permuted signs of the seeds' differences, after Holm over the {len(OTHERS)} methods of a condition and "
-            "endpoint.")
+    note = (f"p: permuted signs of the seeds' differences, after Holm over the {len(OTHERS)} methods of a condition "
+            "and endpoint.")
     return "\n".join([*lines, "", note]) + "\n"
 
 

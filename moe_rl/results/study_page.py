@@ -78,9 +78,8 @@ def card(frames: Frames, declared: Mapping[str, Any]) -> str:
                 other = f" (n = {c.result.n})" if c and c.result.n != first.result.n else ""
                 cells += [f"{c.result.difference}{other}", f"{c.p_holm:.2g}"] if c else ["–", "–"]
             lines.append(_row(*cells))
-        lines += ["", "p: permuted signs of the seeds' differences, after Holm over "
-                  f"the {asked} comparisons of an endpoint.",
-                  *filter(None, (left_out(frames, arms, declared["comparisons"], one) for one in endpoints))]
+        note = f"p: permuted signs of the seeds' differences, after Holm over the {asked} comparisons of an endpoint."
+        lines += ["", note, *filter(None, (left_out(frames, arms, declared["comparisons"], one) for one in endpoints))]
     return "\n".join(lines) + "\n"
 
 
