@@ -148,6 +148,11 @@ def lag_natural() -> None:
         for of, table in tables.items():
             print(f"Exploratory, lag {of}, {endpoint}: "
                   + "; ".join(f"{a} − {b} {difference(table[a], table[b])}" for a, b in lag_natural_verdicts.PAIRS))
+        both = lag_natural_verdicts.mean_of_lags(frames, endpoint)
+        print(f"Exploratory, mean of lags 1 and 2, {endpoint}: "
+              + "; ".join(f"{a} − {b} {difference(both[a], both[b])}" for a, b in (
+                  ("gspo", lag_natural_verdicts.HALF_RATE), ("sequence-token", "none-token"),
+                  ("gspo", "sequence-token"), ("gspo", "token-sequence"))))
         print(f"Exploratory, grpo, {endpoint}: "
               + "; ".join(f"lag {of} − lag 0 {difference(tables[of]['grpo'], tables[0]['grpo'])}" for of in NATURAL))
 

@@ -11,6 +11,7 @@ study = dataclasses.replace(
     "without and with router noise?",
     hypothesis="Without router noise the arms do not differ. With router noise GRPO loses reward, and replay and GSPO "
     "lose less (GSPO, arXiv 2507.18071, Fig. 1 and 3).",
+    base=default.base.replace(steps=40, eval_every=10, save_every=20),
     cells={
         "quiet": {},
         # Noise in the routers of the network that is trained on, drawn anew for every step and growing within it. σ = 2

@@ -21,7 +21,7 @@ study = Study(
     base=RunConfig(
         arm=grpo,
         task=Component("running_sums", digits=12),
-        steps=40,
+        steps=32,
         prompts_per_step=16,
         group_size=8,
         mini_batches=8,
@@ -31,8 +31,8 @@ study = Study(
         optimizer=Optimizer(lr=2e-4, warmup=40),
         cold_start=ColdStart(target=0.35),
         measure=Measure(responses=16),
-        eval_every=10,
-        save_every=20,
+        eval_every=8,
+        save_every=16,
     ),
     seeds=(0, 1, 2),
     # The lag of rollouts, in steps of 8 updates. With a lag of 2 token ratios spread without any noise.

@@ -258,7 +258,7 @@ def test_the_study_that_comes_along_is_the_declared_comparison(tmp_path, monkeyp
     ]
     assert max(gspo.loss.options[bound] for bound in ("clip_low", "clip_high")) < 0.1
     base = routing_replay.base
-    assert (base.prompts_per_step, base.group_size, base.mini_batches, base.steps) == (16, 8, 8, 40)
+    assert (base.prompts_per_step, base.group_size, base.mini_batches, base.steps) == (16, 8, 8, 32)
     assert [base.replace(**cell).batches for cell in routing_replay.cells.values()] == [
         Component("fresh"), Component("lagged", lag=2)]  # fmt: skip
     assert routing_replay.seeds == (0, 1, 2) and "not evidence" in routing_replay.caution

@@ -100,7 +100,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
 def test_the_default_study_runs_by_its_name(command):
     assert "site-packages/moe_rl" in command("python", "-c", "import moe_rl.cli; print(moe_rl.cli.__file__)")
     planned = command("moe-rl", "run", "routing_replay", "--dry-run")
-    assert "runs/routing_replay/gspo/lag=2/seed=2  waiting 0/40" in planned
+    assert "runs/routing_replay/gspo/lag=2/seed=2  waiting 0/32" in planned
     small = [word for setting in ("cold_start.target=0", "prompts_per_step=4", "eval_prompts=4", "mini_batches=2")
              for word in ("--set", setting)]
     ended = command("moe-rl", "run", "routing_replay", "--quick", *small)
