@@ -68,7 +68,8 @@ def study_tables(frames: Frames, declared: Mapping[str, Any], *, cells: bool = F
     tables[1:1] = [overview(frames, arms, one) for one in gained]
     for cell in frames.cells if cells or not several else ():
         name = declared["name"] + (f", {cell}" if cell != "base" else "")
-        tables.append(summary_table(frames.cell(cell), arms, name, declared["metrics"]))
+        here = frames.cell(cell)
+        tables.append(summary_table(here, arms_of(here, declared), name, declared["metrics"]))
     if declared["comparisons"] or not several:
         for one in (endpoint, *map(metric, declared["further_endpoints"])):
             tables += comparison_table(frames, arms, one, declared)

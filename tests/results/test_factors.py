@@ -189,6 +189,9 @@ def test_tables_of_a_sweep_lie_side_by_side_and_pairs_are_compared_only_where_th
     (table,) = [t for t in named if "decided on beforehand" in t.title]
     assert len(table.rows) == 4 and "Holm over the 4 rows" in table.note
     assert len(study_tables(sweep(), DECLARED, cells=True)) == 3 + len(LR)
+    fewer = sweep()._where(lambda rows: (rows["arm"] != "gspo") | (rows["factors"] != sweep().cells[0]))
+    (first,) = [table for table in study_tables(fewer, DECLARED, cells=True) if table.title.endswith(sweep().cells[0])]
+    assert not any("gspo" in heading for heading in first.header), "an arm that was not run in a condition"
     both = study_tables(sweep(), DECLARED | {"comparisons": [["gspo", "grpo"]], "further_endpoints": ["reward"]})
     assert [t.rows for t in both if "decided on" in t.title] == [named[2].rows] * 2
 
