@@ -247,7 +247,8 @@ PLANNED: dict[str, Callable[[Frames], str]] = {
     "stabilisers": stabilisers_verdicts.table,
 }
 """The table of studies whose rule compares and corrects otherwise than `card` does."""
-LISTS: dict[str, Callable[[], str]] = {"power": power, "outcomes": overview.table}
+LISTS: dict[str, Callable[[], str]] = {
+    "power": power, "outcomes": overview.table, "planned": lambda: PLANNED["lag_natural"](stored("lag_natural"))}
 
 
 def main() -> None:
