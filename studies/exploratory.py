@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import lag_natural_verdicts
 import pandas as pd
 from dial_elsewhere import PLACES
+from lag_natural import MARGIN
 from per_seed import stored
 from volatility_controls import study as controls_study
 from volatility_dial import SIGMAS, noise
@@ -22,6 +23,8 @@ CURES = (("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay"))
 SLOTS = 12
 """Expert slots of a token: 6 MoE layers, 2 experts each, in every model here but the OLMoE of dial_elsewhere."""
 SIGMA = max(SIGMAS)
+MADE_FIRST = 1018
+"""The last seed of lag_natural that ran on the first of two machines."""
 NATURAL = (1, 2)
 """Lags at which GRPO's ratios spread although no noise is injected."""
 
@@ -153,8 +156,17 @@ def lag_natural() -> None:
               + "; ".join(f"{a} − {b} {difference(both[a], both[b])}" for a, b in (
                   ("gspo", lag_natural_verdicts.HALF_RATE), ("sequence-token", "none-token"),
                   ("gspo", "sequence-token"), ("gspo", "token-sequence"))))
+        for name, seeds in (("first machine", both.index <= MADE_FIRST), ("second machine", both.index > MADE_FIRST)):
+            print(f"Exploratory, seeds of the {name}, mean of lags 1 and 2, {endpoint}: " + "; ".join(
+                f"{a} − {b} {difference(both[a][seeds], both[b][seeds])}" for a, b in CURES))
         print(f"Exploratory, grpo, {endpoint}: "
               + "; ".join(f"lag {of} − lag 0 {difference(tables[of]['grpo'], tables[0]['grpo'])}" for of in NATURAL))
+    gap = lag_natural_verdicts.mean_of_lags(frames, lag_natural_verdicts.ENDPOINTS[0])
+    gap = gap["grpo-replay"] - gap["grpo"]
+    narrow = [interval(gap.drop(seed), 0.9) for seed in gap.index]
+    beyond = sum(not (one.low >= -MARGIN and one.high <= MARGIN) for one in narrow)
+    print(f"Exploratory: without one of {beyond} of the {len(gap)} seeds the 90 % interval of grpo-replay − grpo would "
+          "end outside the margin")
 
 
 # ---------------------------------------------------------------------- parts

@@ -71,11 +71,12 @@ def block(name: str) -> str:
 
 def decided(found: Mapping[str, Outcome]) -> str:
     """A row per planned comparison of a study that declares the one rule: both endpoints, and what the rule says."""
-    lines = [*head("difference", "n", f"{overview.NAMES[overview.PRIMARY]} [95 % CI]", "p",
+    lines = [*head("difference", "n", f"{overview.NAMES[overview.PRIMARY]} [95 % CI]", "90 % CI", "p",
                    f"{overview.NAMES[overview.SECONDARY]} [95 % CI]", "rule")]
     for name, one in found.items():
         first, second = (test.difference.printed(".3f") for test in (one.primary, one.secondary))
-        lines.append(row(name, str(one.primary.n), first, f"{one.adjusted:.2g}", second, one.said.partition(":")[0]))
+        lines.append(row(name, str(one.primary.n), first, one.within, f"{one.adjusted:.2g}", second,
+                         one.said.partition(":")[0]))
     note = f"p: permuted signs of the seeds' differences, after Holm over the {len(found)} comparisons."
     return "\n".join([*lines, "", note]) + "\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from moe_rl.metrics.rounding import number
 from moe_rl.results.stats import Interval, Paired, holm, interval, paired
 
 LEVEL = 0.05
@@ -51,8 +52,13 @@ class Outcome:
 
     def worded(self, said: str) -> str:
         """The outcome in these words, with its numbers."""
-        return (f"{self.name}: {said} ({self.primary.difference.printed('.3f')}, n = {self.primary.n}, Holm p "
-                f"{self.adjusted:.2g}; secondary {self.secondary.difference.printed('.3f')})")
+        return (f"{self.name}: {said} ({self.primary.difference.printed('.3f')}, 90 % {self.within}, n = "
+                f"{self.primary.n}, Holm p {self.adjusted:.2g}; secondary {self.secondary.difference.printed('.3f')})")
+
+    @property
+    def within(self) -> str:
+        """The 90 % interval, printed."""
+        return f"[{number(self.narrow.low, '.3f')}, {number(self.narrow.high, '.3f')}]"
 
 
 def outcomes(pairs: Mapping[str, tuple[Sequence[BySeed], Sequence[BySeed]]], margin: float) -> list[Outcome]:

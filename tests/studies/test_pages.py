@@ -64,7 +64,7 @@ def test_outcomes_of_the_one_rule_are_rows_with_both_endpoints():
     first, second, none = ({seed: value for seed in range(4)} for value in (0.05, 0.03, 0.0))
     found = outcomes({name: ((first, second), (none, none)) for name in ("a − b", "c − b")}, 0.02)
     text = pages.decided({one.name: one for one in found})
-    assert "| a − b | 4 | 0.050 [0.050, 0.050] | 0.25 | 0.030 [0.030, 0.030] | undecided |" in text
+    assert "| a − b | 4 | 0.050 [0.050, 0.050] | [0.050, 0.050] | 0.25 | 0.030 [0.030, 0.030] | undecided |" in text
     assert text.endswith("after Holm over the 2 comparisons.\n")
 
 
