@@ -104,7 +104,7 @@ def test_the_default_study_runs_by_its_name(command):
     small = [word for setting in ("cold_start.target=0", "prompts_per_step=4", "eval_prompts=4", "mini_batches=2")
              for word in ("--set", setting)]
     ended = command("moe-rl", "run", "routing_replay", "--quick", *small)
-    assert "reward, " in ended and "second half" in ended
+    assert "sampled exact match," in ended and "second half" in ended
     version = '"0.1.0+'
     assert version in command("moe-rl", "runs", "show", "runs/routing_replay-quick/gspo/lag=0/seed=0")
     assert "report.html" in command("moe-rl", "report", "runs/routing_replay-quick")
