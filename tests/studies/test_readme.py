@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import overview
+import pages
 import pandas as pd
 import pytest
 from per_seed import stored
@@ -49,3 +50,13 @@ def test_what_the_caption_says_is_so():
     effects = {(row.place.label, arm) for row, arm, one in overview.each() if one.sign > 0}
     assert {label for label, arm in effects if arm == "grpo-replay"} == {"σ = 2", "σ = 2, other seeds"}
     assert {("σ = 0.4", "gspo"), ("rate 4e-4", "gspo"), (overview.OLD.label, "gspo")} <= effects
+
+
+def test_the_noise_changes_as_many_expert_slots_as_the_index_and_the_report_state():
+    noisy = stored("volatility_dial").cell("router_noise.target=weights,router_noise.scale=2")
+    updates = noisy["updates"].query("arm == 'grpo'")
+    last = updates[updates["update"] == updates["update"].max()]
+    share = round(100 * last.groupby("seed")["fresh_expert_change_rate"].mean().mean())
+    for page in ("README.md", "report.md"):
+        (stated,) = re.findall(r"(\d+)\s% of the\sslots", (pages.HERE / page).read_text())
+        assert share == int(stated)

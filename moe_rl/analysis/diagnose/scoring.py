@@ -239,8 +239,8 @@ class Scorer:
         with cast_to(other)(self.model) as twin:
             found = score(twin, self.responses, batch_tokens=self.batch_tokens, keep_routes=True)
         self.expected = measure_agreement(found.routes, self.natural.routes)
-        return max(floors, key=lambda r: r.mean), self.compare("rounding", found.logprobs[STATED], found.best,
-                                                                     against=natural)
+        rounded = self.compare("rounding", found.logprobs[STATED], found.best, against=natural)
+        return max(floors, key=lambda r: r.mean), rounded
 
     @property
     def rounded(self) -> float:
