@@ -6,11 +6,12 @@ import json
 
 
 class Lines:
-    """A line of JSON per step and time that it is given it."""
+    """A line of JSON per step that this process gives."""
 
     def __init__(self, folder, run):
         folder.mkdir(parents=True, exist_ok=True)
-        self.file, self.closed = folder / (run.place.replace("/", "+") + ".jsonl"), False
+        self.file = folder / (run.place.replace("/", "+") + ".jsonl")
+        self.file.unlink(missing_ok=True)
 
     def log(self, step, time, values):
         with self.file.open("a") as out:

@@ -42,8 +42,6 @@ class Tracked:
     config: Mapping[str, Any]
     created: float
     """Seconds since 1970; tells the run from an earlier one in the same place."""
-    step: int
-    """The last step that the tracker may have already; -1: none."""
 
     @property
     def place(self) -> str:
@@ -53,8 +51,8 @@ class Tracked:
 
 @runtime_checkable
 class Tracker(Protocol):
-    """What is made of `Class(folder, run)`. Points of steps up to `run.step` were logged before; those of later steps
-    may have been, by a process that was killed, and are logged again."""
+    """What is made of `Class(folder, run)`. It gets all steps of the run in order. A run that goes on gives its earlier
+    steps again, because a process that was killed may have lost some."""
 
     def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """The numbers of one step; `time` in seconds since 1970."""
@@ -71,7 +69,7 @@ class TensorBoard:
     def __init__(self, folder: Path, run: Tracked):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / run.place), purge_step=run.step + 1)
+        self._writer = SummaryWriter(str(folder / run.place), purge_step=0)
 
     def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """See `Tracker.log`."""
@@ -132,13 +130,15 @@ class Listeners:
 
     def __init__(self, targets: Sequence[str], folder: RunFolder) -> None:
         manifest = folder.manifest
-        run = Tracked(**labels_of(folder.path), config=manifest["config"], created=manifest["created"],
-                      step=folder.step or -1)
+        run = Tracked(**labels_of(folder.path), config=manifest["config"], created=manifest["created"])
+        earlier = list(_points(run, read_run(folder.path)))
         self._root, self._open = folder.path.parents[2], dict[str, Tracker]()
         for text in targets:
             with self._dropping(text):
                 make, where = find_tracker(text)
                 self._open[text] = make(where, run)
+                for point in earlier:
+                    self._open[text].log(*point)
 
     def __call__(self, rows: Tables) -> None:
         for step, values in values_of(rows).items():
@@ -175,10 +175,9 @@ def export(root: Path, target: str, follow: bool = False, wait: Callable[[float]
             for run, tables in _committed(root):
                 try:
                     tracker, last = trackers.get(run.place) or (make(folder, run), -1)
-                    new = {step: values for step, values in values_of(tables).items() if step > last}
-                    seconds = _seconds(tables)
-                    for step, values in new.items():
-                        tracker.log(step, run.created + seconds[step], values)
+                    new = [point for point in _points(run, tables) if point[0] > last]
+                    for point in new:
+                        tracker.log(*point)
                 except MoeRlError:
                     raise
                 except Exception as error:
@@ -186,7 +185,7 @@ def export(root: Path, target: str, follow: bool = False, wait: Callable[[float]
                                    f"{error!r}{getattr(make, 'hint', '')}") from error
                 if new or run.place not in trackers:
                     yield f"{run.place}: {len(new)} steps"
-                trackers[run.place] = tracker, max(new, default=last)
+                trackers[run.place] = tracker, new[-1][0] if new else last
             if not follow:
                 break
             wait(5.0)
@@ -203,7 +202,7 @@ def _committed(root: Path) -> Iterator[tuple[Tracked, Tables]]:
     for path in paths:
         manifest = read_manifest(path)
         assert manifest is not None, "run_folders finds them by it"
-        run = Tracked(**labels_of(path), config=manifest["config"], created=manifest["created"], step=-1)
+        run = Tracked(**labels_of(path), config=manifest["config"], created=manifest["created"])
         yield run, read_run(path)
     if paths or (frames := collected(root)) is None:
         return
@@ -213,7 +212,7 @@ def _committed(root: Path) -> Iterator[tuple[Tracked, Tables]]:
             mine = (frame["arm"] == row.arm) & (frame["factors"] == row.factors) & (frame["seed"] == row.seed)
             rows = frame[mine].drop(columns=LABELS).to_dict("records")
             tables[name] = [{k: v for k, v in one.items() if v == v} for one in rows]
-        yield Tracked(row.study, row.arm, row.factors, row.seed, json.loads(row.config), row.created, -1), tables
+        yield Tracked(row.study, row.arm, row.factors, row.seed, json.loads(row.config), row.created), tables
 
 
 def read_run(path: Path) -> Tables:
@@ -242,9 +241,11 @@ def values_of(tables: Tables) -> dict[int, dict[str, float]]:
     return dict(sorted(values.items()))
 
 
-def _seconds(tables: Tables) -> dict[int, float]:
-    """Seconds that the steps had taken by the end of each."""
-    taken = {step: 0.0 for step in values_of(tables)}
-    for row in tables.get("steps", []):
-        taken[row["step"]] = row.get("seconds_step") or 0.0
-    return dict(zip(taken, itertools.accumulate(taken.values()), strict=True))
+def _points(run: Tracked, tables: Tables) -> Iterator[tuple[int, float, Mapping[str, float]]]:
+    """What `Tracker.log` takes for every step. Its time is the run's creation and the seconds of all steps so far."""
+    values = values_of(tables)
+    taken = {row["step"]: row.get("seconds_step") or 0.0 for row in tables.get("steps", [])}
+    ends = itertools.accumulate((taken.get(step, 0.0) for step in values), initial=run.created)
+    next(ends)
+    for (step, numbers), end in zip(values.items(), ends, strict=True):
+        yield step, end, numbers

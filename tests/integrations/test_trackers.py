@@ -28,10 +28,10 @@ LINES = "tests.own_trackers:Lines"
 
 
 def tracked(root):
-    """Every run below a folder, as a tracker sees it that has nothing of it."""
+    """Every run below a folder, as a tracker sees it."""
     for path in run_folders(root):
         manifest = read_manifest(path)
-        yield Tracked(**labels_of(path), config=manifest["config"], created=manifest["created"], step=-1)
+        yield Tracked(**labels_of(path), config=manifest["config"], created=manifest["created"])
 
 
 def expected(path):
@@ -175,6 +175,13 @@ def test_run_gives_a_tracker_its_rows_and_says_nothing_of_it_in_the_configuratio
     (run,) = tracked(tmp_path / "fake")
     assert given(points(of(tmp_path / "lines", run))) == expected(tmp_path / run.place)
     assert run.config == fake_study.study.base.to_dict()
+
+
+def test_a_run_that_goes_on_gives_its_earlier_steps_again(tmp_path):
+    path, target = tmp_path / "fake/grpo/base/seed=0", f"{LINES}={tmp_path / 'lines'}"
+    run_for(path, 5)
+    carry_out(Planned(path, fake_study.study.base), "tests.fake_study:train", tmp_path, [target])
+    assert given(points(tmp_path / "lines/fake+grpo+base+seed=0.jsonl")) == expected(path)
 
 
 @pytest.mark.parametrize("text, words", [
