@@ -25,6 +25,8 @@ SLOTS = 12
 SIGMA = max(SIGMAS)
 MADE_FIRST = 1018
 """The last seed of lag_natural that ran on the first of two machines."""
+PUBLISHED = {"engine, R3": 1.5e-3, "collapse, Fireworks": 0.013, "collapse, IcePop": 0.05}
+"""Published KL per token in nats: between engine and trainer (arXiv 2510.11370), and where runs collapsed."""
 NATURAL = (1, 2)
 """Lags at which GRPO's ratios spread although no noise is injected."""
 

@@ -57,6 +57,11 @@ def planned(frames: Frames) -> dict[str, Outcome]:
     return {one.name: one for one in outcomes(pairs, MARGIN)}
 
 
+def judged(frames: Frames) -> list[tuple[Outcome, str]]:
+    """The planned comparisons with the rule's words."""
+    return [(one, one.said.partition(":")[0]) for one in planned(frames).values()]
+
+
 def mean_of_lags(frames: Frames, name: str) -> pd.DataFrame:
     """Seed × arm, the mean of lags 1 and 2; NaN where a seed has not run at both."""
     by = by_lag(frames, name)

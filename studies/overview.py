@@ -16,7 +16,7 @@ from pathlib import Path
 import lag_natural_verdicts
 import numpy as np
 import pandas as pd
-from exploratory import ENDPOINTS, slots_changed, values
+from exploratory import ENDPOINTS, PUBLISHED, slots_changed, values
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from per_seed import stored
@@ -32,8 +32,6 @@ MARGIN = 0.02
 NAMES = {PRIMARY: "held-out match, sampled", SECONDARY: "held-out match, greedy"}
 KINDS = {"replay": "grpo-replay", "GSPO": "gspo", "another method": "r3"}
 """Kind of a method → the arm whose colour and symbol it has."""
-PUBLISHED = {"engine, R3": 1.5e-3, "collapse, Fireworks": 0.013, "collapse, IcePop": 0.05}
-"""Published KL per token in nats: between engine and trainer (arXiv 2510.11370), and where runs collapsed."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,8 @@ import answers
 import lag_natural_verdicts
 import overview
 import pandas as pd
+import ratio_gradient_verdicts
+import router_noise_low_verdicts
 import stabilisers_verdicts
 from per_seed import RESULTS, stored
 from rule import Outcome
@@ -69,16 +71,15 @@ def block(name: str) -> str:
     return card(frames, declared)
 
 
-def decided(found: Mapping[str, Outcome]) -> str:
-    """A row per planned comparison of a study that declares the one rule: both endpoints, and what the rule says."""
+def decided(found: Iterable[tuple[Outcome, str]], corrected: str) -> str:
+    """A row per planned comparison of a study that declares the one rule: both endpoints, and the rule's words.
+    `corrected` says how p-values are adjusted."""
     lines = [*head("difference", "n", f"{overview.NAMES[overview.PRIMARY]} [95 % CI]", "90 % CI", "p",
                    f"{overview.NAMES[overview.SECONDARY]} [95 % CI]", "rule")]
-    for name, one in found.items():
+    for one, words in found:
         first, second = (test.difference.printed(".3f") for test in (one.primary, one.secondary))
-        lines.append(row(name, str(one.primary.n), first, one.within, f"{one.adjusted:.2g}", second,
-                         one.said.partition(":")[0]))
-    note = f"p: permuted signs of the seeds' differences, after Holm over the {len(found)} comparisons."
-    return "\n".join([*lines, "", note]) + "\n"
+        lines.append(row(one.name, str(one.primary.n), first, one.within, f"{one.adjusted:.2g}", second, words))
+    return "\n".join([*lines, "", f"p: permuted signs of the seeds' differences, after {corrected}."]) + "\n"
 
 
 def outcome(name: str) -> str:
@@ -241,10 +242,14 @@ SHOWN = {
     "staleness": ["N=1", "N=8"],
 }
 """Of studies with many cells, those that the index shows."""
-OWN_FAMILY = ("stabilisers", "lag", "lag_natural")
+OWN_FAMILY = ("stabilisers", "lag", "lag_natural", "router_noise_low", "ratio_gradient")
 """Studies whose answers print the contrasts of their rule, which are others than those that tables and figures show."""
 PLANNED: dict[str, Callable[[Frames], str]] = {
-    "lag_natural": lambda frames: decided(lag_natural_verdicts.planned(frames)),
+    "lag_natural": lambda frames: decided(lag_natural_verdicts.judged(frames), "Holm over the 7 comparisons"),
+    "router_noise_low": lambda frames: decided(
+        router_noise_low_verdicts.judged(frames), "the fixed sequence of each arm and Holm over the 4 arms"),
+    "ratio_gradient": lambda frames: decided(
+        ratio_gradient_verdicts.judged(frames), "Holm over the 3 comparisons"),
     "stabilisers": stabilisers_verdicts.table,
 }
 """The table of studies whose rule compares and corrects otherwise than `card` does."""

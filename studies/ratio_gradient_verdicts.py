@@ -59,10 +59,16 @@ def verdict(frames: Frames) -> list[str]:
     gain = after_start(frames, "grpo", NONE)
     if not gain.mean > 0:
         return [f"void: GRPO without noise does not end above its cold start, gained {gain}"]
-    found = {one.name: one for one in compared(frames, MEANS)}
-    return [*unfinished(found.values(), len(study.seeds)),
-            *(f"{found[name]}: {meaning(found[name])}" for name in (INTERACTION, PROTECTION)),
-            *about_the_gap(frames, found[CLOSED])]
+    found, (gap,) = judged(frames), compared(frames, [GAP])
+    return [*unfinished((one for one, _ in found), len(study.seeds)), f"gate: {gap}",
+            f"gate: without noise {MATCHED} clips {times_clipped(frames):.2f} times GSPO's share of tokens, between "
+            f"{SHARES[0]:.2f} and {SHARES[1]:.2f} is asked for", *(f"{one}: {words}" for one, words in found)]
+
+
+def judged(frames: Frames) -> list[tuple[Outcome, str]]:
+    """The planned comparisons with what each of them means."""
+    interaction, protection, closed = compared(frames, MEANS)
+    return [*((one, meaning(one)) for one in (interaction, protection)), (closed, of_the_gap(frames, closed))]
 
 
 def meaning(one: Outcome) -> str:
@@ -70,17 +76,14 @@ def meaning(one: Outcome) -> str:
     return MEANS[one.name][one.sign] if one.sign or one.said == "no difference that matters" else "undecided"
 
 
-def about_the_gap(frames: Frames, one: Outcome) -> list[str]:
-    """The gates of the third comparison and, where they are passed, what it means."""
+def of_the_gap(frames: Frames, one: Outcome) -> str:
+    """What the third comparison means, where its gates are passed."""
     (gap,) = compared(frames, [GAP])
-    times = clipped(frames)[MATCHED] / clipped(frames)["gspo"]
-    lines = [f"gate: {gap}", f"gate: without noise {MATCHED} clips {times:.2f} times GSPO's share of tokens, between "
-                             f"{SHARES[0]:.2f} and {SHARES[1]:.2f} is asked for"]
     if gap.sign <= 0:
-        return [*lines, f"{one}: nothing is concluded, GSPO has no gap to GRPO"]
-    if not SHARES[0] <= times <= SHARES[1]:
-        return [*lines, f"{one}: nothing is concluded, clipped shares are not matched"]
-    return [*lines, f"{one}: {MEANS[CLOSED][0] if one.equivalent else meaning(one)}"]
+        return "nothing is concluded, GSPO has no gap to GRPO"
+    if not SHARES[0] <= times_clipped(frames) <= SHARES[1]:
+        return "nothing is concluded, clipped shares are not matched"
+    return MEANS[CLOSED][0] if one.equivalent else meaning(one)
 
 
 def compared(frames: Frames, names: Iterable[str]) -> list[Outcome]:
@@ -109,10 +112,12 @@ def harms(frames: Frames, endpoint: str, part: str, sigmas: tuple[float, ...]) -
     return sum(seed_by_arm(frames, moved(part, sigma), endpoint, ARMS) - none for sigma in sigmas) / len(sigmas)
 
 
-def clipped(frames: Frames) -> pd.Series:
-    """Arm → share of tokens clipped without noise, mean of all steps and seeds."""
+def times_clipped(frames: Frames) -> float:
+    """Clip-matched GRPO's share of clipped tokens, as a multiple of GSPO's: without noise, mean of all steps and
+    seeds."""
     of_run = per_run(frames.cell(NONE), Metric("clipped tokens, run", "clip_tokens", mean))
-    return of_run.groupby(level=0).mean()
+    of_arm = of_run.groupby(level=0).mean()
+    return of_arm[MATCHED] / of_arm["gspo"]
 
 
 @plots.styled

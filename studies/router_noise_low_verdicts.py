@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from exploratory import SLOTS, slots_changed
+from exploratory import PUBLISHED, SLOTS, slots_changed
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from overview import PUBLISHED
 from per_seed import seed_by_arm, slopes, stored
 from router_noise_low import MARGIN, NONE, OTHERS, ROUTERS, study
 from rule import LEVEL, Outcome, against_zero, outcomes, unfinished
@@ -31,6 +30,7 @@ CHANGES = {"in routers": (ROUTERS, None), "beside": (OTHERS, None), "in routers 
 """Differences of two places, as `changes` takes them."""
 MATCHED = 0.25
 """The gate: by what share KL beside the routers may differ from that in them."""
+NOTHING = "nothing is concluded"
 SLOTS_PUBLISHED = {"PR2, a step": 0.033, "GSPO, an update": 0.10}
 """Published shares of expert slots that change: arXiv 2606.00395, from its distribution of changed slots (12.7 of the
 384 slots of a token); and arXiv 2507.18071, section 5.3."""
@@ -63,12 +63,23 @@ def verdict(frames: Frames) -> list[str]:
     for arm, chain in found.items():
         decided = [scale for scale, one in zip(SCALES, chain, strict=True) if one.sign < 0]
         lowest = f"σ = {decided[-1]:g}, KL {kl[decided[-1]][0]:.3f}" if decided else "none"
-        lines += [f"{arm}: lowest decided noise {lowest}",
-                  *(one.worded("harm" if one.sign < 0 else _otherwise(one)) for one in chain)]
-    apart = [scale for scale, (inside, beside) in kl.items() if abs(beside / inside - 1) > MATCHED]
-    if apart:
-        return [*lines, "routing: nothing is concluded, KL is not matched at σ = " + ", ".join(f"{s:g}" for s in apart)]
-    return lines + [one.worded(where(one, found[arm][0].sign < 0)) for arm, one in specificity(frames).items()]
+        lines.append(f"{arm}: lowest decided noise {lowest}")
+    if apart := unmatched(frames):
+        lines.append(f"routing: {NOTHING}, KL is not matched at σ = " + ", ".join(f"{s:g}" for s in apart))
+    return lines + [one.worded(words) for one, words in judged(frames)]
+
+
+def judged(frames: Frames) -> list[tuple[Outcome, str]]:
+    """What the rule says of every harm, and of every slope."""
+    found, apart = harms(frames), unmatched(frames)
+    slopes_of = {arm: (one, where(one, found[arm][0].sign < 0)) for arm, one in specificity(frames).items()}
+    return [*((one, "harm" if one.sign < 0 else _otherwise(one)) for chain in found.values() for one in chain),
+            *((one, NOTHING if apart else words) for one, words in slopes_of.values())]
+
+
+def unmatched(frames: Frames) -> list[float]:
+    """The scales at which KL beside the routers is too far from that in them."""
+    return [s for s, (inside, beside) in medians(frames).items() if abs(beside / inside - 1) > MATCHED]
 
 
 def where(slope: Outcome, harmed: bool) -> str:

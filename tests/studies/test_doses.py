@@ -141,8 +141,9 @@ def test_without_matched_kl_nothing_is_concluded_about_routing_and_without_a_gai
         return -0.05 if place == "routers" else 0.0
 
     said = low.verdict(low_frames(harm, kl_beside=1.3))
-    assert said[-1].startswith("routing: nothing is concluded, KL is not matched at σ = 0.7, 0.4, 0.2, 0.1, 0.05")
-    assert "nothing is concluded" not in low.verdict(low_frames(harm, kl_beside=1.2))[-1]
+    assert the(said, "routing: ").endswith("nothing is concluded, KL is not matched at σ = 0.7, 0.4, 0.2, 0.1, 0.05")
+    assert ": nothing is concluded (" in the(said, "gspo, slope")
+    assert not any(low.NOTHING in line for line in low.verdict(low_frames(harm, kl_beside=1.2)))
     (void,) = low.verdict(low_frames(harm, without_noise=START - LEVEL - 0.1))
     assert void.startswith("void: GRPO without noise does not end above its cold start, gained -0.1")
     with pytest.raises(RunError, match=f"needs runs of grpo in {OTHERS[0.7]}"):

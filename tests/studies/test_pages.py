@@ -63,7 +63,7 @@ def test_outcomes_of_the_one_rule_are_rows_with_both_endpoints():
     """0.05 and 0.03 on every of four seeds, p = 2 / 2⁴ in each; twice as large after Holm over two."""
     first, second, none = ({seed: value for seed in range(4)} for value in (0.05, 0.03, 0.0))
     found = outcomes({name: ((first, second), (none, none)) for name in ("a − b", "c − b")}, 0.02)
-    text = pages.decided({one.name: one for one in found})
+    text = pages.decided([(one, one.said) for one in found], "Holm over the 2 comparisons")
     assert "| a − b | 4 | 0.050 [0.050, 0.050] | [0.050, 0.050] | 0.25 | 0.030 [0.030, 0.030] | undecided |" in text
     assert text.endswith("after Holm over the 2 comparisons.\n")
 
