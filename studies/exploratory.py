@@ -4,6 +4,7 @@ result. Exploratory: no p-value here is adjusted for their number. Printed by `a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import lag_natural_verdicts
@@ -23,8 +24,6 @@ CURES = (("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay"))
 SLOTS = 12
 """Expert slots of a token: 6 MoE layers, 2 experts each, in every model here but the OLMoE of dial_elsewhere."""
 SIGMA = max(SIGMAS)
-MADE_FIRST = 1018
-"""The last seed of lag_natural that ran on the first of two machines."""
 PUBLISHED = {"engine, R3": 1.5e-3, "collapse, Fireworks": 0.013, "collapse, IcePop": 0.05}
 """Published KL per token in nats: between engine and trainer (arXiv 2510.11370), and where runs collapsed."""
 NATURAL = (1, 2)
@@ -145,6 +144,11 @@ def lag() -> None:
               + "; ".join(f"{a} − {b} {difference(table[a], table[b])}" for a, b in CURES))
 
 
+def processors(frames: Frames) -> pd.Series:
+    """The processor that made the runs of each seed."""
+    return frames.runs.groupby("seed")["packages"].first().map(lambda text: json.loads(text)["processor"])
+
+
 def lag_natural() -> None:
     """Every contrast at each lag by itself, and what old rollouts do to GRPO."""
     frames = stored("lag_natural")
@@ -158,9 +162,9 @@ def lag_natural() -> None:
               + "; ".join(f"{a} − {b} {difference(both[a], both[b])}" for a, b in (
                   ("gspo", lag_natural_verdicts.HALF_RATE), ("sequence-token", "none-token"),
                   ("gspo", "sequence-token"), ("gspo", "token-sequence"))))
-        for name, seeds in (("first machine", both.index <= MADE_FIRST), ("second machine", both.index > MADE_FIRST)):
-            print(f"Exploratory, seeds of the {name}, mean of lags 1 and 2, {endpoint}: " + "; ".join(
-                f"{a} − {b} {difference(both[a][seeds], both[b][seeds])}" for a, b in CURES))
+        for processor, of_seeds in both.groupby(processors(frames).reindex(both.index), sort=False):
+            print(f"Exploratory, seeds on {processor}, mean of lags 1 and 2, {endpoint}: " + "; ".join(
+                f"{a} − {b} {difference(of_seeds[a], of_seeds[b])}" for a, b in CURES))
         print(f"Exploratory, grpo, {endpoint}: "
               + "; ".join(f"lag {of} − lag 0 {difference(tables[of]['grpo'], tables[0]['grpo'])}" for of in NATURAL))
     gap = lag_natural_verdicts.mean_of_lags(frames, lag_natural_verdicts.ENDPOINTS[0])
