@@ -90,7 +90,8 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
     base = max((b for _, b in pairs), key=[b for _, b in pairs].count, default="")
     shown = {one[0].column for one in SHORT}
     own = [(one, one.name, ".3g") for one in map(metric, declared["metrics"]) if one.column not in shown]
-    further = [one for one in SHORT if one[0].column in frames["steps"]] + own
+    measured = [one for one in SHORT if one[0].column in frames["steps"]]
+    further = measured + own
     fates = outcomes(frames)
     fell, rows, counts = set(fates["fate"]) & {*FATES}, [], set()
     used: list[Interval] = []
@@ -114,6 +115,9 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
             counts.add(len(seeds))
     n = f"{min(counts, default=0)}" if len(counts) < 2 else f"{min(counts)} to {max(counts)}"
     note = [f"Means over n = {n} seed{'s' * (counts != {1})}. {_methods(used)}"]
+    if measured:
+        named = ", ".join(f"{' '.join(name.split())} is {one.column}" for one, name, _ in measured)
+        note.append(f"In the table `steps`, {named}; means are over the second half of training.")
     if noise_scale(frames) and any(one.column == "expert_change_rate" for one, _, _ in further):
         note.append("Experts changed: of the network without the router noise.")
     lost = left_out(frames, arms, declared["comparisons"], endpoint)

@@ -182,6 +182,16 @@ def test_a_run_too_short_for_attribution_is_told_the_setting(frames):
         figures.ratio_spread(dataclasses.replace(frames, tables={**frames.tables, "updates": short}), ARMS)
 
 
+@pytest.mark.parametrize(("measured", "words"), [
+    ([0, 1], "no step has 'clip_tokens' of every seed"), ([0, 0], "no run measured 'clip_tokens'")])
+def test_a_column_without_a_mean_says_whether_it_was_measured(measured, words):
+    """Two seeds measure at different steps, or not at all."""
+    rows = [{"arm": "grpo", "seed": seed, "step": step, "clip_tokens": 0.1 if step * measured[1] == seed + 1 else np.nan}
+            for seed in (0, 1) for step in (1, 2)]
+    with matplotlib.rc_context(plots.STYLE), pytest.raises(RunError, match=words):
+        plots.curves(plots.new_figure(1, "")[1][0], pd.DataFrame(rows), "clip_tokens", "step", ["grpo"])
+
+
 def test_nothing_is_cut_off_at_the_top(frames):
     taller = frames["updates"].copy()
     sums = [c for c in taller if c.startswith("attribution_sum")]
