@@ -183,10 +183,11 @@ def test_a_run_too_short_for_attribution_is_told_the_setting(frames):
 
 
 @pytest.mark.parametrize(("measured", "words"), [
-    ([0, 1], "no step has 'clip_tokens' of every seed"), ([0, 0], "no run measured 'clip_tokens'")])
+    (True, "no step has 'clip_tokens' of every seed"), (False, "no run measured 'clip_tokens'")])
 def test_a_column_without_a_mean_says_whether_it_was_measured(measured, words):
     """Two seeds measure at different steps, or not at all."""
-    rows = [{"arm": "grpo", "seed": seed, "step": step, "clip_tokens": 0.1 if step * measured[1] == seed + 1 else np.nan}
+    values = {(seed, step): 0.1 for seed, step in ((0, 1), (1, 2)) if measured}
+    rows = [{"arm": "grpo", "seed": seed, "step": step, "clip_tokens": values.get((seed, step), np.nan)}
             for seed in (0, 1) for step in (1, 2)]
     with matplotlib.rc_context(plots.STYLE), pytest.raises(RunError, match=words):
         plots.curves(plots.new_figure(1, "")[1][0], pd.DataFrame(rows), "clip_tokens", "step", ["grpo"])
