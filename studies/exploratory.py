@@ -146,7 +146,8 @@ def lag() -> None:
 
 def processors(frames: Frames) -> pd.Series:
     """The processor that made the runs of each seed."""
-    return frames.runs.groupby("seed")["packages"].first().map(lambda text: json.loads(text)["processor"])
+    found = frames.runs["packages"].map(lambda text: json.loads(text)["processor"])
+    return found.groupby(frames.runs["seed"]).agg(lambda of_seed: " and ".join(of_seed.unique()))
 
 
 def lag_natural() -> None:

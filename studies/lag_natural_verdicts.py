@@ -8,7 +8,7 @@ import pandas as pd
 from lag_natural import HALF, LAGS, MARGIN, study
 from matplotlib.figure import Figure
 from per_seed import stored
-from rule import Outcome, outcomes, unfinished
+from rule import NOTHING, Outcome, outcomes, unfinished
 
 from moe_rl.errors import RunError
 from moe_rl.results import plots
@@ -36,14 +36,12 @@ def main() -> None:
 
 def verdict(frames: Frames) -> list[str]:
     """The gate, the outcome of every planned comparison, and whether weight or clip makes GSPO's effect."""
-    ess = by_lag(frames, "token_ess")[max(LAGS)].mean()
-    passed = ess["grpo"] <= LIVE and ess["grpo-replay"] >= REPLAYED
+    ess, passed = gate(frames)
     lines = [f"gate: {'passed' if passed else 'failed'} (token ESS at lag {max(LAGS)}: GRPO {ess['grpo']:.3f}, at most "
              f"{LIVE}; GRPO + R2 {ess['grpo-replay']:.3f}, at least {REPLAYED})"]
     found = planned(frames)
     lines += unfinished(found.values(), len(study.seeds))
-    lines += [f"{one}{'' if passed or 'grpo-replay' not in name else ': nothing is concluded about replay'}"
-              for name, one in found.items()]
+    lines += [str(one) + (f": {words} about replay" if words == NOTHING else "") for one, words in judged(frames)]
     signs = {arm: found[f"{arm} − grpo"].sign > 0 for arm in ("sequence-token", "token-sequence")}
     made = {(True, False): "the weight", (False, True): "the clip", (True, True): "both"}.get(tuple(signs.values()))
     return [*lines, f"of GSPO's parts, what helps by itself: {made or 'undecided'}"]
@@ -59,7 +57,15 @@ def planned(frames: Frames) -> dict[str, Outcome]:
 
 def judged(frames: Frames) -> list[tuple[Outcome, str]]:
     """The planned comparisons with the rule's words."""
-    return [(one, one.said.partition(":")[0]) for one in planned(frames).values()]
+    _, passed = gate(frames)
+    return [(one, one.said.partition(":")[0] if passed or "grpo-replay" not in name else NOTHING)
+            for name, one in planned(frames).items()]
+
+
+def gate(frames: Frames) -> tuple[pd.Series, bool]:
+    """Token ESS by arm at the largest lag, and whether replay restores the ratios there."""
+    ess = by_lag(frames, "token_ess")[max(LAGS)].mean()
+    return ess, ess["grpo"] <= LIVE and ess["grpo-replay"] >= REPLAYED
 
 
 def mean_of_lags(frames: Frames, name: str) -> pd.DataFrame:

@@ -247,9 +247,9 @@ OWN_FAMILY = ("stabilisers", "lag", "lag_natural", "router_noise_low", "ratio_gr
 PLANNED: dict[str, Callable[[Frames], str]] = {
     "lag_natural": lambda frames: decided(lag_natural_verdicts.judged(frames), "Holm over the 7 comparisons"),
     "router_noise_low": lambda frames: decided(
-        router_noise_low_verdicts.judged(frames), "the fixed sequence of each arm and Holm over the 4 arms"),
-    "ratio_gradient": lambda frames: decided(
-        ratio_gradient_verdicts.judged(frames), "Holm over the 3 comparisons"),
+        router_noise_low_verdicts.judged(frames), "the fixed sequence of each arm and Holm over arms; of slopes, after "
+        "Holm over the 4 arms. Slopes are for ten times the KL"),
+    "ratio_gradient": lambda frames: decided(ratio_gradient_verdicts.judged(frames), "Holm over the 3 comparisons"),
     "stabilisers": stabilisers_verdicts.table,
 }
 """The table of studies whose rule compares and corrects otherwise than `card` does."""

@@ -10,8 +10,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from per_seed import seed_by_arm, stored
 from ratio_gradient import MARGIN, MOVED, NONE, SIGMAS, matched, moved, study
-from rule import Outcome, against_zero, outcomes, unfinished
-from volatility_dial_verdicts import after_start
+from rule import NOTHING, VOID, Outcome, against_zero, outcomes, unfinished
+from volatility_dial_verdicts import void
 
 from moe_rl.results import plots
 from moe_rl.results.stats import interval
@@ -56,9 +56,8 @@ def main() -> None:
 
 def verdict(frames: Frames) -> list[str]:
     """The gates and the outcomes of the three planned comparisons, with what each of them means."""
-    gain = after_start(frames, "grpo", NONE)
-    if not gain.mean > 0:
-        return [f"void: GRPO without noise does not end above its cold start, gained {gain}"]
+    if reason := void(frames, NONE):
+        return [reason]
     found, (gap,) = judged(frames), compared(frames, [GAP])
     return [*unfinished((one for one, _ in found), len(study.seeds)), f"gate: {gap}",
             f"gate: without noise {MATCHED} clips {times_clipped(frames):.2f} times GSPO's share of tokens, between "
@@ -67,7 +66,9 @@ def verdict(frames: Frames) -> list[str]:
 
 def judged(frames: Frames) -> list[tuple[Outcome, str]]:
     """The planned comparisons with what each of them means."""
-    interaction, protection, closed = compared(frames, MEANS)
+    interaction, protection, closed = found = compared(frames, MEANS)
+    if void(frames, NONE):
+        return [(one, VOID) for one in found]
     return [*((one, meaning(one)) for one in (interaction, protection)), (closed, of_the_gap(frames, closed))]
 
 
@@ -80,9 +81,9 @@ def of_the_gap(frames: Frames, one: Outcome) -> str:
     """What the third comparison means, where its gates are passed."""
     (gap,) = compared(frames, [GAP])
     if gap.sign <= 0:
-        return "nothing is concluded, GSPO has no gap to GRPO"
+        return f"{NOTHING}, GSPO has no gap to GRPO"
     if not SHARES[0] <= times_clipped(frames) <= SHARES[1]:
-        return "nothing is concluded, clipped shares are not matched"
+        return f"{NOTHING}, clipped shares are not matched"
     return MEANS[CLOSED][0] if one.equivalent else meaning(one)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from per_seed import seed_by_arm, slopes, stored
 from router_noise_low import MARGIN, NONE, OTHERS, ROUTERS, study
-from rule import LEVEL, Outcome, against_zero, outcomes, unfinished
-from volatility_dial_verdicts import after_start
+from rule import LEVEL, NOTHING, VOID, Outcome, against_zero, outcomes, unfinished
+from volatility_dial_verdicts import void
 
 from moe_rl.results import plots
 from moe_rl.results.stats import Interval, holm, interval
@@ -30,7 +31,6 @@ CHANGES = {"in routers": (ROUTERS, None), "beside": (OTHERS, None), "in routers 
 """Differences of two places, as `changes` takes them."""
 MATCHED = 0.25
 """The gate: by what share KL beside the routers may differ from that in them."""
-NOTHING = "nothing is concluded"
 SLOTS_PUBLISHED = {"PR2, a step": 0.033, "GSPO, an update": 0.10}
 """Published shares of expert slots that change: arXiv 2606.00395, from its distribution of changed slots (12.7 of the
 384 slots of a token); and arXiv 2507.18071, section 5.3."""
@@ -55,9 +55,8 @@ def main() -> None:
 
 def verdict(frames: Frames) -> list[str]:
     """The gates, every arm's lowest decided noise, and whether its harm is specific to routing."""
-    gain = after_start(frames, "grpo", NONE)
-    if not gain.mean > 0:
-        return [f"void: GRPO without noise does not end above its cold start, gained {gain}"]
+    if reason := void(frames, NONE):
+        return [reason]
     kl, found = medians(frames), harms(frames)
     lines = unfinished([one for chain in found.values() for one in chain], len(study.seeds))
     for arm, chain in found.items():
@@ -72,6 +71,8 @@ def verdict(frames: Frames) -> list[str]:
 def judged(frames: Frames) -> list[tuple[Outcome, str]]:
     """What the rule says of every harm, and of every slope."""
     found, apart = harms(frames), unmatched(frames)
+    if void(frames, NONE):
+        return [(one, VOID) for one in (*itertools.chain(*found.values()), *specificity(frames).values())]
     slopes_of = {arm: (one, where(one, found[arm][0].sign < 0)) for arm, one in specificity(frames).items()}
     return [*((one, "harm" if one.sign < 0 else _otherwise(one)) for chain in found.values() for one in chain),
             *((one, NOTHING if apart else words) for one, words in slopes_of.values())]

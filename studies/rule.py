@@ -9,6 +9,8 @@ from moe_rl.metrics.rounding import number
 from moe_rl.results.stats import Interval, Paired, holm, interval, paired
 
 LEVEL = 0.05
+VOID, NOTHING = "void", "nothing is concluded"
+"""The words of a comparison where the gate of a study, or of that comparison, is not passed."""
 BySeed = Mapping[int, float]
 
 

@@ -101,6 +101,12 @@ def after_start(frames: Frames, arm: str, cell: str = noise("weights", 0)) -> In
     return interval((per_run(still, metric(ENDPOINTS[1])).unstack(0)[arm] - start[arm]).dropna())
 
 
+def void(frames: Frames, cell: str) -> str | None:
+    """Why a study says nothing: GRPO without noise, in this cell, does not gain greedy exact match."""
+    gain = after_start(frames, "grpo", cell)
+    return None if gain.mean > 0 else f"void: GRPO without noise does not end above its cold start, gained {gain}"
+
+
 def harm(values: dict[str, dict], form: str) -> None:
     """GRPO at the largest dose against GRPO at none."""
     print(f"{form} ({FORMS[form]}): GRPO at σ = {max(SIGMAS):g} − GRPO at σ = 0")

@@ -42,6 +42,8 @@ class Tracked:
     config: Mapping[str, Any]
     created: float
     """Seconds since 1970; tells the run from an earlier one in the same place."""
+    step: int
+    """The last step that an earlier process of this run has logged; -1: none, or not known."""
 
     @property
     def place(self) -> str:
@@ -51,11 +53,11 @@ class Tracked:
 
 @runtime_checkable
 class Tracker(Protocol):
-    """What is made of `Class(folder, run)`. It gets all steps of the run in order. A run that goes on gives its earlier
-    steps again, because a process that was killed may have lost some."""
+    """What is made of `Class(folder, run)`. It gets all steps of the run in order. A run that goes on gives those up to
+    `run.step` again, because what sends them may have been killed before it wrote them."""
 
     def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """The numbers of one step; `time` in seconds since 1970."""
+        """The numbers of one step; `time` in seconds since 1970, of a step that is given again without pauses."""
 
     def close(self) -> None:
         """The process ends, or the run."""
@@ -69,12 +71,17 @@ class TensorBoard:
     def __init__(self, folder: Path, run: Tracked):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / run.place), purge_step=0)
+        place = folder / run.place
+        self._last = run.step if any(place.glob("events.*")) else -1  # flushed before their step was committed
+        self._writer = SummaryWriter(str(place), purge_step=self._last + 1)
 
     def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """See `Tracker.log`."""
+        if step <= self._last:
+            return
         for name, value in values.items():
             self._writer.add_scalar(name, value, step, time)
+        self._writer.flush()
 
     def close(self) -> None:
         """Write what is left."""
@@ -130,14 +137,14 @@ class Listeners:
 
     def __init__(self, targets: Sequence[str], folder: RunFolder) -> None:
         manifest = folder.manifest
-        run = Tracked(**labels_of(folder.path), config=manifest["config"], created=manifest["created"])
-        earlier = list(_points(run, read_run(folder.path)))
+        run = Tracked(**labels_of(folder.path), config=manifest["config"], created=manifest["created"],
+                      step=folder.step or -1)
         self._root, self._open = folder.path.parents[2], dict[str, Tracker]()
         for text in targets:
             with self._dropping(text):
                 make, where = find_tracker(text)
                 self._open[text] = make(where, run)
-                for point in earlier:
+                for point in _points(run, read_run(folder.path)):
                     self._open[text].log(*point)
 
     def __call__(self, rows: Tables) -> None:
@@ -202,7 +209,7 @@ def _committed(root: Path) -> Iterator[tuple[Tracked, Tables]]:
     for path in paths:
         manifest = read_manifest(path)
         assert manifest is not None, "run_folders finds them by it"
-        run = Tracked(**labels_of(path), config=manifest["config"], created=manifest["created"])
+        run = Tracked(**labels_of(path), config=manifest["config"], created=manifest["created"], step=-1)
         yield run, read_run(path)
     if paths or (frames := collected(root)) is None:
         return
@@ -212,7 +219,7 @@ def _committed(root: Path) -> Iterator[tuple[Tracked, Tables]]:
             mine = (frame["arm"] == row.arm) & (frame["factors"] == row.factors) & (frame["seed"] == row.seed)
             rows = frame[mine].drop(columns=LABELS).to_dict("records")
             tables[name] = [{k: v for k, v in one.items() if v == v} for one in rows]
-        yield Tracked(row.study, row.arm, row.factors, row.seed, json.loads(row.config), row.created), tables
+        yield Tracked(row.study, row.arm, row.factors, row.seed, json.loads(row.config), row.created, -1), tables
 
 
 def read_run(path: Path) -> Tables:

@@ -170,7 +170,7 @@ def curves(ax: Axes, frame: pd.DataFrame, column: str, x: str, arms: Sequence[st
                 markersize=4.5,
                 markerfacecolor=face or colour, label=label or arm, gid=f"{arm} mean {column}")
         found.append(b)
-    if not found and frame[column].notna().any():
+    if not found and frame.loc[frame["arm"].isin(arms), column].notna().any():
         raise RunError(f"no {x} has {column!r} of every seed, so there is no mean to draw")
     if not found:
         raise RunError(f"no run measured {column!r}, so there is nothing to draw")

@@ -116,8 +116,8 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
     n = f"{min(counts, default=0)}" if len(counts) < 2 else f"{min(counts)} to {max(counts)}"
     note = [f"Means over n = {n} seed{'s' * (counts != {1})}. {_methods(used)}"]
     if measured:
-        named = ", ".join(f"{' '.join(name.split())} is {one.column}" for one, name, _ in measured)
-        note.append(f"In the table `steps`, {named}; means are over the second half of training.")
+        named = " and ".join(f"{' '.join(name.split())} is {one.column}" for one, name, _ in measured)
+        note.append(f"{named[0].upper()}{named[1:]} of the table `steps`, over the second half of training.")
     if noise_scale(frames) and any(one.column == "expert_change_rate" for one, _, _ in further):
         note.append("Experts changed: of the network without the router noise.")
     lost = left_out(frames, arms, declared["comparisons"], endpoint)

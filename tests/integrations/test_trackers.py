@@ -31,7 +31,7 @@ def tracked(root):
     """Every run below a folder, as a tracker sees it."""
     for path in run_folders(root):
         manifest = read_manifest(path)
-        yield Tracked(**labels_of(path), config=manifest["config"], created=manifest["created"])
+        yield Tracked(**labels_of(path), config=manifest["config"], created=manifest["created"], step=-1)
 
 
 def expected(path):

@@ -225,4 +225,4 @@ def test_the_short_table_counts_collapses_and_shows_what_was_measured():
     fallen.tables["steps"] = fallen["steps"].assign(token_ess=0.9)
     shown = short_table(fallen, DECLARED)
     assert shown.header[2:] == ("token\nESS", "collapsed") and shown.rows[0][2:] == ("0.90", "1 of 2")
-    assert "In the table `steps`, token ESS is token_ess; means are over the second half of training." in shown.note
+    assert "Token ESS is token_ess of the table `steps`, over the second half of training." in shown.note

@@ -191,6 +191,9 @@ def test_a_column_without_a_mean_says_whether_it_was_measured(measured, words):
             for seed in (0, 1) for step in (1, 2)]
     with matplotlib.rc_context(plots.STYLE), pytest.raises(RunError, match=words):
         plots.curves(plots.new_figure(1, "")[1][0], pd.DataFrame(rows), "clip_tokens", "step", ["grpo"])
+    other = pd.DataFrame(rows).assign(arm="gspo")
+    with matplotlib.rc_context(plots.STYLE), pytest.raises(RunError, match="no run measured 'clip_tokens'"):
+        plots.curves(plots.new_figure(1, "")[1][0], other, "clip_tokens", "step", ["grpo"])
 
 
 def test_nothing_is_cut_off_at_the_top(frames):

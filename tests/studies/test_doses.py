@@ -146,6 +146,7 @@ def test_without_matched_kl_nothing_is_concluded_about_routing_and_without_a_gai
     assert not any(low.NOTHING in line for line in low.verdict(low_frames(harm, kl_beside=1.2)))
     (void,) = low.verdict(low_frames(harm, without_noise=START - LEVEL - 0.1))
     assert void.startswith("void: GRPO without noise does not end above its cold start, gained -0.1")
+    assert {words for _, words in low.judged(low_frames(harm, without_noise=START - LEVEL - 0.1))} == {"void"}
     with pytest.raises(RunError, match=f"needs runs of grpo in {OTHERS[0.7]}"):
         low.verdict(low_frames(harm)._where(lambda frame: frame["factors"] != OTHERS[0.7]))
 
@@ -217,6 +218,7 @@ def test_the_factorial_needs_all_its_runs_and_a_gain():
     low_start = factorial_frames({("grpo", ""): -0.2})
     (void,) = factorial.verdict(low_start)
     assert void.startswith("void: GRPO without noise")
+    assert {words for _, words in factorial.judged(low_start)} == {"void"}
 
 
 # ---------------------------------------------------------------------- lag_natural
@@ -266,7 +268,10 @@ def test_lag_natural_may_be_opposed_or_undecided():
 @pytest.mark.parametrize("live, replayed, passed", [
     (0.85, 0.97, True), (0.895, 0.955, True), (0.91, 0.97, False), (0.85, 0.94, False)])
 def test_the_gate_asks_for_spread_ratios_that_replay_restores(live, replayed, passed):
-    line, *rest = lags.verdict(lag_frames({}, live=live, replayed=replayed))
+    frames = lag_frames({}, live=live, replayed=replayed)
+    line, *rest = lags.verdict(frames)
+    assert [words for one, words in lags.judged(frames) if "grpo-replay" in one.name] == [
+        "no difference that matters" if passed else "nothing is concluded"] * 2
     about_replay = [found for found in rest if "grpo-replay" in found]
     assert [found.endswith(": nothing is concluded about replay") for found in about_replay] == [not passed] * 2
     assert line.startswith(f"gate: {'passed' if passed else 'failed'} (token ESS at lag 2: GRPO {live:.3f}")

@@ -11,11 +11,13 @@ import struct
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from moe_rl.integrations.trackers import TensorBoard, Tracked
 from moe_rl.storage.folder import run_folders
 from tests.integrations.test_trackers import busy, expected, tracked
 from tests.test_cli import FAKE, fake_runs
@@ -135,6 +137,18 @@ def test_a_study_that_is_killed_and_goes_on_gives_every_point(name, tmp_path, en
     assert said.returncode == 0
     assert not any("is no longer used" in (run / "log.txt").read_text() for run in run_folders(root))
     check(name, folder, root)
+
+
+@pytest.mark.skipif(MISSING["tensorboard"], reason=REASON)
+def test_tensorboard_keeps_what_it_has_and_forgets_a_run_that_was_deleted(tmp_path):
+    """A kill right after the start of a process that goes on from step 8 loses nothing. A new run has no steps yet."""
+    run = Tracked("study", "arm", "base", 0, {}, created=0.0, step=-1)
+    for started, last in ((run, 10), (replace(run, step=8), 8), (run, 3)):
+        tracker = TensorBoard(tmp_path, started)
+        for step in range(1, last + 1):
+            tracker.log(step, float(step), {"x": step / 100})
+        assert of_tensorboard(tmp_path, run) == {("x", step): np.float32(step / 100) for step in range(1, last + 1)}
+        time.sleep(1.1)  # its files are in the order of their seconds
 
 
 @pytest.mark.skipif(MISSING["wandb"], reason=REASON)
