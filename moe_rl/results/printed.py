@@ -77,7 +77,7 @@ def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfin
         if arm not in names:
             say(console, ("not declared", "yellow"), f" {arm}: {len(part)} finished runs of this arm are in no table "
                                                      "and no figure")
-    for table in study_tables(frames, declared, cells=True) if everything else [short_table(frames, declared)]:
+    for table in [short_table(frames, declared), *(study_tables(frames, declared, cells=True) if everything else ())]:
         print_table(console, table)
     for i, sentence in enumerate(verdict_of(frames, declared)):
         say(console, ("Verdict by the declared rule: " if not i else "  ", "bold"), sentence, wrap=True)

@@ -87,7 +87,7 @@ def preview(run: RunConfig) -> Preview:
     cold = run.cold_start
     if left is not None and cold.target and run.model.name in PRESETS and left - split.stopping < FEW:
         found.append(f"the supervised warm-up trains on {left - split.stopping} different prompts. An untrained model "
-                     f"probably memorises fewer than {FEW}, and the warm-up then stops. Use more data, or start from a "
+                     f"may memorise fewer than {FEW}, and the warm-up then stops. Use more data, or start from a "
                      "trained checkpoint with cold_start.target=0.")
     return Preview(tuple(lines), tuple(found))
 

@@ -119,13 +119,13 @@ def test_a_prompt_is_shown_in_its_chat_template_and_a_small_file_with_its_repeat
     assert "a step samples 7 prompts, but only 6 different ones" in shown.cautions[0]
 
 
-def test_data_that_a_warm_up_most_likely_memorises_are_a_caution(tmp_path):
+def test_data_that_a_warm_up_may_memorise_are_a_caution(tmp_path):
     """10 questions are held out, 64 say when the warm-up ends, and the others are left."""
     def cautions(lines, **changes):
         file = tmp_path / f"{lines}.jsonl"
         file.write_text("".join(json.dumps({"question": f"q{i}", "answer": "a"}) + "\n" for i in range(lines)))
         run = TINY.replace(task=f"jsonl:{file}", eval_prompts=10, **{"cold_start.target": 0.3} | changes)
-        return [text for text in preview(run).cautions if "memorises" in text]
+        return [text for text in preview(run).cautions if "memorise" in text]
 
     assert cautions(1074) == [] and cautions(40, **{"cold_start.target": 0.0}) == []
     (caution,) = cautions(1073)
