@@ -336,6 +336,7 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path, capsys):
     assert cli.main(["run", FAKE, "--dry-run", "--out", str(tmp_path / "none"), "--seeds", "3", "--steps", "50"]) == 0
     out = capsys.readouterr().out
     assert out.count("waiting 0/50") == 9 and "450 steps to go" in out and "Does the study runner work?" in out
+    assert "study:train has no function `check` beside it" in " ".join(out.split())
     assert not (tmp_path / "none").exists()
 
 

@@ -91,6 +91,9 @@ def run(options: argparse.Namespace) -> int:
         printed.print_plan(console, study, planned, jobs if cluster is None else options.jobs or len(planned))
     if knows:
         cautions += ranks.from_rank_0(lambda: _previewed(console, study, planned))
+    elif options.dry_run:
+        cautions.append(f"the trainer {study.trainer} has no function `check` beside it, so task, settings and "
+                        "components are not tried before its runs start.")
     if options.dry_run:
         _print_commands(console, study, planned)
     for caution in cautions:

@@ -69,7 +69,8 @@ REMEDIES = {
     "routing": "Compare router weights, dtypes and kernels of both sides.",
     "combine_weights": "Compare router weights, dtypes and kernels of both sides.",
     "few_tokens": "Look at more responses (--responses), or give a file with more.",
-    "unexplained": "Name other checkpoints with --also, and read where the gap is: layers, positions, turns, experts.",
+    "unexplained": "Read where the gap is: layers, positions, turns, experts. If log-probs have it, name other "
+                   "checkpoints with --also; if routes alone have it, check how they are recorded and stored.",
 }
 """By cause, one sentence or two."""
 
