@@ -74,6 +74,7 @@ class TensorBoard:
         place = folder / run.place
         self._last = run.step if any(place.glob("events.*")) else -1  # flushed before their step was committed
         self._writer = SummaryWriter(str(place), purge_step=self._last + 1)
+        self._writer.flush()  # what was logged after the last commit goes now
 
     def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """See `Tracker.log`."""
