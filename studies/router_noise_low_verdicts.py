@@ -73,9 +73,9 @@ def judged(frames: Frames) -> list[tuple[Outcome, str]]:
     found, apart = harms(frames), unmatched(frames)
     if void(frames, NONE):
         return [(one, VOID) for one in (*itertools.chain(*found.values()), *specificity(frames).values())]
-    slopes_of = {arm: (one, where(one, found[arm][0].sign < 0)) for arm, one in specificity(frames).items()}
     return [*((one, "harm" if one.sign < 0 else _otherwise(one)) for chain in found.values() for one in chain),
-            *((one, NOTHING if apart else words) for one, words in slopes_of.values())]
+            *((one, NOTHING if apart else where(one, found[arm][0].sign < 0))
+              for arm, one in specificity(frames).items())]
 
 
 def unmatched(frames: Frames) -> list[float]:

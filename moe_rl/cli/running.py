@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     from moe_rl.results import printed
     from moe_rl.storage.terminal import say
     from moe_rl.study.declaration import QUICK_STEPS, load_study_file, write_declaration
-    from moe_rl.study.workers import at_a_time, checked_by, preflight, run_study, unfinished
+    from moe_rl.study.workers import at_a_time, preflight, run_study, unfinished
 
     cluster, options.settings = _launcher(options)
     study, options.settings = _other_trainer(load_study_file(options.study), options)
@@ -75,7 +75,6 @@ def run(options: argparse.Namespace) -> int:
     changes: dict[str, Any] = {"task": options.task} if options.task else {}
     changes |= {"policy": options.policy} if options.policy else {}
     changes |= parse_settings(study.base.replace(**changes), options.settings)
-    knows = checked_by(study) is not None  # what its runs are made of
     cautions = _changed_setting(study, changes)
     study = study.with_settings(changes)
     whole = study = study.quick_form() if options.quick else study
@@ -89,11 +88,7 @@ def run(options: argparse.Namespace) -> int:
     cautions += ranks.from_rank_0(lambda: preflight(study, planned))
     if options.dry_run:
         printed.print_plan(console, study, planned, jobs if cluster is None else options.jobs or len(planned))
-    if knows:
-        cautions += ranks.from_rank_0(lambda: _previewed(console, study, planned))
-    elif options.dry_run:
-        cautions.append(f"the trainer {study.trainer} has no function `check` beside it, so task, settings and "
-                        "components are not tried before its runs start.")
+    cautions += ranks.from_rank_0(lambda: _previewed(console, study, planned, options.dry_run))
     if options.dry_run:
         _print_commands(console, study, planned)
     for caution in cautions:
@@ -262,12 +257,17 @@ def _architecture(run: RunConfig) -> tuple[Any, ...]:
     return run.model.name, run.model.overrides
 
 
-def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> list[str]:
-    """Print what runs ask and are given for it; what speaks against it."""
+def _previewed(console: Console, study: Study, planned: Sequence[Planned], dry: bool) -> list[str]:
+    """Print what runs ask and are given for it; what speaks against it. Without a check beside the trainer it is not
+    known what its runs are made of, and a dry run says so."""
     from moe_rl.storage import folder as runs
     from moe_rl.storage.terminal import say
     from moe_rl.study.rehearsal import previews
+    from moe_rl.study.workers import checked_by
 
+    if checked_by(study) is None:
+        return [f"the trainer {study.trainer} has no function `check` beside it, so task, settings and components are "
+                "not tried before its runs start."] if dry else []
     found = previews(p.config for p in planned)
     paces = [pace for p in planned if (pace := runs.state(p.path).get("seconds_per_step"))]
     measured = f"{statistics.median(paces):.2g} s a step, measured on {len(paces)} of these runs" if paces else ""
