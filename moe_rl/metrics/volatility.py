@@ -116,8 +116,9 @@ def route_change(
     traces = [x.flatten(0, 1) for x in (before, after, gates) if x is not None]
     sites = before.shape[2]
     changes = []
-    for tokens in _tokens(mask, before, after).split(SUMMED if sites >= 16 else 64 * SUMMED // sites):
-        compared = [_compare(*(x.index_select(0, some) for x in traces)) for some in tokens.split(block_tokens(sites))]
+    block = block_tokens(sites, before.device)
+    for tokens in _tokens(mask, before, after).split(max(block, SUMMED if sites >= 16 else 64 * SUMMED // sites)):
+        compared = [_compare(*(x.index_select(0, some) for x in traces)) for some in tokens.split(block)]
         changes.append(_route_change(*(torch.cat(x) for x in zip(*compared, strict=True))))
     return sum(changes[1:], start=changes[0])
 
@@ -352,7 +353,7 @@ def _usage(traces: Sequence[AnyK], mask: Mask, num_experts: int) -> list[Int64[T
                          "as int16.")
     at_site = [(torch.arange(sites, device=device) * width).int().repeat_interleave(ids.shape[3]) for ids in traces]
     found = [torch.zeros(batch, sites, num_experts, dtype=torch.int64, device=device) for _ in traces]
-    for tokens in _tokens(mask, *traces).split(block_tokens(sites)):
+    for tokens in _tokens(mask, *traces).split(block_tokens(sites, device)):
         parts = [ids.flatten(0, 1).index_select(0, tokens) for ids in traces]
         unknown = (~(used(parts[0][..., 0]) & used(parts[-1][..., 0]))).nonzero(as_tuple=True)
         at_row = (tokens // max(1, time) * (sites * width)).int()[:, None]

@@ -15,6 +15,8 @@ from torch import Tensor
 
 BLOCK = 2**15
 """(Token, site) pairs of a block, whose temporaries then fit into the cache of a core."""
+LARGE = 64
+"""How many times as many they are on a GPU."""
 
 
 def unknown_id(dtype: torch.dtype) -> int:
@@ -50,9 +52,9 @@ def sorted_slots(ids: Integer[Tensor, "... k"]) -> Integer[Tensor, "k ..."]:
     return slots
 
 
-def block_tokens(sites: int) -> int:
-    """Tokens of a block."""
-    return max(1, BLOCK // max(1, sites))
+def block_tokens(sites: int, device: torch.device | None = None) -> int:
+    """Tokens of a block; of a GPU's, whose kernels take longer to start than a small block takes to compute, more."""
+    return max(1, (BLOCK if device is None or device.type == "cpu" else LARGE * BLOCK) // max(1, sites))
 
 
 def blocks(batch: int, time: int, sites: int) -> Iterator[tuple[slice, slice]]:

@@ -1,6 +1,6 @@
-"""What a card does: updates of an OLMoE-1B-7B, its hooks, sampling, memory, and volatility at 48 layers, as one table.
+"""What a card does: updates of an OLMoE-1B-7B, its hooks, sampling, memory, volatility at 48 layers, and metrics.
 
-    make bench-gpu                                              # under 20 minutes on one card
+    make bench-gpu                                              # three minutes on an H100
     python -m tests.benchmarks.gpu --device cpu --small         # the dry run: the same code, sizes of no meaning
 
 Random weights in bfloat16: speed and memory do not depend on their values, but for how evenly experts are used.
@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 
 from moe_rl.config import Optimizer
-from moe_rl.metrics.volatility import route_change
+from moe_rl.metrics.volatility import load_statistics, route_change
 from moe_rl.policies.hf import HFPolicy
+from moe_rl.rollouts.batches import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing import record_routing, replay_routing
 from moe_rl.types import Prompt, Sampling, Scored, response_rows
@@ -63,6 +64,8 @@ def measured(sizes: Sizes, device: torch.device, layers: int | None) -> Iterator
     yield from olmoe(sizes, device, layers, peak)
     free(device)
     yield from deep(sizes, device)
+    free(device)
+    yield from metrics(sizes, device)
 
 
 # ---------------------------------------------------------------------- OLMoE-1B-7B
@@ -148,7 +151,21 @@ def sampling(model: torch.nn.Module, sizes: Sizes, device: torch.device) -> Iter
     free(device)
     with_routes, without = rate(True), rate(False)
     yield f"sampling, Hugging Face engine: {what}", f"{with_routes:,.0f} tokens/s, without routes {without:,.0f}"
+    yield "sampled with a cache, scored again", gap(model, prompts, asked, sizes)
     yield "sampling, vLLM", vllm_rate(model, prompts, asked, count, device)
+
+
+def gap(model: torch.nn.Module, prompts: list[Prompt], asked: Sampling, sizes: Sizes) -> str:
+    """How far the engine and the trainer are apart, at equal weights."""
+    drawn = HFEngine(model, Tokenizer()).generate(prompts, 8, key=(0,), sampling=asked)  # type: ignore[arg-type]
+    batch = collate(drawn, [i // 8 for i in range(len(drawn))], [0.0] * len(drawn), 0)
+    scored = HFPolicy(model, Optimizer(), micro_batch_tokens=sizes.micro_batch_tokens).score(batch)
+    assert batch.rollout_routes is not None and batch.rollout_logprobs is not None
+    change = route_change(batch.rollout_routes.ids(), scored.routes.ids(), response_rows(batch)).row()
+    log_ratio = (scored.logprobs - batch.rollout_logprobs)[batch.response_mask].double()
+    kl = (log_ratio.exp() - 1 - log_ratio).mean().item()
+    return (f"k3 KL {kl:.2g} nats per token, largest gap of a log-prob {log_ratio.abs().max().item():.2g} nats, "
+            f"expert change rate {change['expert_change_rate']:.2%}, any change rate {change['any_change_rate']:.2%}")
 
 
 def vllm_rate(model: torch.nn.Module, prompts: list[Prompt], asked: Sampling, count: int, device: torch.device) -> str:
@@ -218,6 +235,25 @@ def deep(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, str]]:
         natural = after
     yield f"volatility per update, median of {sizes.updates}", told(found)
     yield "weights that an update moves", f"{statistics.median(moved):.2%}: smaller steps are rounded away in bfloat16"
+
+
+# ---------------------------------------------------------------------- metrics
+def metrics(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, str]]:
+    """Routing metrics of many tokens at the shape of Qwen3-30B-A3B: a tenth of the (token, layer) pairs changed."""
+    layers, experts, k, rows = 48, 128, 8, sizes.compared // 1024
+    some = torch.rand(4096, layers, experts, device=device).argsort(-1)[..., :k].to(torch.uint8)
+    before = some.repeat(sizes.compared // 4096, 1, 1).view(rows, 1024, layers, k)
+    changed = torch.rand(before.shape[:3], device=device) < 0.1
+    after = before.where(~changed[..., None], before.roll(7, 1))
+    mask = torch.ones(rows, 1024, dtype=torch.bool, device=device)
+    for name, call in (("route_change", lambda: route_change(before, after, mask)),
+                       ("load_statistics", lambda: load_statistics(before, experts, mask))):
+        free(device)
+        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        spent = median(call, device, sizes.repeats)
+        grown = torch.cuda.max_memory_allocated(device) - held if device.type == "cuda" else 0
+        yield f"{name}: {sizes.compared / 1e6:.2g} M tokens, {layers} layers, {k} of {experts} experts", (
+            f"{spent * 1e3:.3g} ms, {grown / 1e9:.3g} GB beside the traces")
 
 
 if __name__ == "__main__":

@@ -44,14 +44,15 @@ class Sizes:
     repeats: int
     pairs: int
     updates: int
+    compared: int
 
     @staticmethod
     def of(small: bool) -> Sizes:
         if not small:
-            return Sizes(OLMOE, DEEP, 8192, 64, 512, 8192, 32, 128, 5, 31, 3)
+            return Sizes(OLMOE, DEEP, 8192, 64, 512, 8192, 32, 128, 5, 31, 3, 2**21)
         deep = DEEP | TINY | {"moe_intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 8}
         olmoe = OLMOE | TINY | {"num_hidden_layers": 2, "num_key_value_heads": 4}
-        return Sizes(olmoe, deep, 256, 4, 16, 32, 2, 4, 2, 3, 2)
+        return Sizes(olmoe, deep, 256, 4, 16, 32, 2, 4, 2, 3, 2, 4096)
 
 
 def random_model(family: str, settings: dict, device: torch.device) -> torch.nn.Module:

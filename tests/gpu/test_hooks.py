@@ -34,6 +34,10 @@ class Case:
         self.family, self.model = FAMILY[name], family_on_device(name, dtype)
         self.tokens = torch.randint(3, 39, (ROWS, TIME), generator=torch.Generator().manual_seed(7)).to(DEVICE)
 
+    def logits(self):
+        """As in training: attention over a cache rounds otherwise."""
+        return self.model(self.tokens, use_cache=False).logits
+
     def gradients(self, trace=None, checkpointing=None):
         """Logits and gradients of one forward and backward, live or replayed."""
         self.model.zero_grad()
@@ -43,7 +47,7 @@ class Case:
             for layer in self.model.modules():
                 layer.training = getattr(layer, "gradient_checkpointing", False)
         with replay_routing(self.model, trace), record_routing(self.model) as recording:
-            logits = self.model(self.tokens).logits
+            logits = self.logits()
             logits.float().logsumexp(-1).sum().backward()
         if checkpointing:
             self.model.gradient_checkpointing_disable()
@@ -55,9 +59,9 @@ class Case:
     def prove(self, way: str) -> None:
         """What must hold exactly, however experts and attention are computed."""
         with test_families.watched(self.model) as seen, torch.no_grad():
-            plain = self.model(self.tokens).logits
+            plain = self.logits()
         with test_families.watched(self.model) as under, torch.no_grad(), record_routing(self.model) as recording:
-            assert torch.equal(self.model(self.tokens).logits, plain), f"{way}: recording changes the logits"
+            assert torch.equal(self.logits(), plain), f"{way}: recording changes the logits"
         trace = recording.trace(self.tokens)
         for site, (before, here) in enumerate(zip(seen, under, strict=True)):
             ids = trace.ids()[:, :, site].flatten(0, 1)
@@ -97,8 +101,8 @@ def test_with_every_attention(name, attention):
         pytest.skip(f"{name} has no {attention}: {str(error)[:100]}")
     if attention.startswith("flash"):  # its backward adds in any order: forwards alone repeat themselves
         with torch.no_grad(), record_routing(case.model) as recording:
-            logits = case.model(case.tokens).logits
+            logits = case.logits()
         with torch.no_grad(), replay_routing(case.model, recording.trace(case.tokens)):
-            assert torch.equal(case.model(case.tokens).logits, logits)
+            assert torch.equal(case.logits(), logits)
         return
     case.prove(attention)

@@ -54,7 +54,8 @@ def test_three_steps_of_an_arm(arm, dtype, tmp_path, report):
         "engine_kl_k3",
     ):
         assert steps[column].map(math.isfinite).all(), column
-    assert (updates["grad_norm"] > 0).all()
+    clipped = updates["clip_tokens"] == 1  # GSPO at times clips all four sequences of a mini-batch
+    assert ((updates["grad_norm"] > 0) | clipped).all()
     if arm == "replay":
         assert (updates["coverage"] == 1).all()
     name = f"{arm}, {short(dtype)}"
