@@ -11,7 +11,7 @@ import scipy.stats
 from matplotlib.figure import Figure
 from per_seed import stored
 from stabilisers import EIGHT, NAMED, study
-from volatility_dial_verdicts import after_start, decide
+from volatility_dial_verdicts import after_start, decide, effects
 
 from moe_rl.objectives.methods_page import head, row
 from moe_rl.results import plots
@@ -62,17 +62,18 @@ def main() -> None:
 
 
 def table(frames: Frames) -> str:
-    """Markdown: the named methods minus GRPO in both endpoints, Holm over all of them in each condition."""
+    """Markdown: the named methods minus GRPO in both endpoints, Holm over all of them in each condition; and what the
+    rule says."""
     titles = [title for name in ENDPOINTS for title in (f"{name} [95 % CI]", "p")]
-    lines = [*head("difference", "condition", "n", *titles)]
+    lines = [*head("difference", "condition", "n", *titles, "rule")]
     for condition in ("dial", "quiet"):
-        tests = [[paired(of[arm].to_dict(), of["grpo"].to_dict()) for arm in OTHERS]
-                 for of in (by_arm(frames, CONDITIONS[condition], name) for name in ENDPOINTS)]
-        adjusted = [holm([one.p for one in of]) for of in tests]
-        for at, arm in enumerate(OTHERS):
-            cells = [cell for of, p in zip(tests, adjusted, strict=True)
-                     for cell in (str(of[at].difference), f"{p[at]:.2g}")]
-            lines.append(row(f"{arm} − grpo", condition, str(tests[0][at].n), *cells))
+        tests = {name: [paired(of[arm].to_dict(), of["grpo"].to_dict()) for arm in OTHERS]
+                 for name in ENDPOINTS for of in (by_arm(frames, CONDITIONS[condition], name),)}
+        adjusted = {name: holm([one.p for one in of]) for name, of in tests.items()}
+        for at, (arm, (words, _)) in enumerate(effects(OTHERS, tests).items()):
+            cells = [cell for name in ENDPOINTS
+                     for cell in (str(tests[name][at].difference), f"{adjusted[name][at]:.2g}")]
+            lines.append(row(f"{arm} − grpo", condition, str(tests[study.endpoint][at].n), *cells, words))
     note = (f"p: permuted signs of the seeds' differences, after Holm over the {len(OTHERS)} methods of a condition "
             "and endpoint.")
     return "\n".join([*lines, "", note]) + "\n"

@@ -43,7 +43,8 @@ def check(study: Study) -> None:
 def print_plan(console: Console, study: Study, planned: Sequence[Planned], jobs: int) -> None:
     """What `--dry-run` says: question, runs and their states, cost."""
     jobs, todo = min(jobs, len(planned)), 0
-    say(console, (study.name, "bold"), f": {study.question}\n{study.hypothesis}\n", wrap=True)
+    say(console, (study.name, "bold"), f": {study.question}\n{study.hypothesis and 'Hypothesis: '}{study.hypothesis}\n",
+        wrap=True)
     for p in planned:
         runs.check(p.path, p.config.to_dict(), p.config.hash)
         now = runs.state(p.path, p.config.steps)

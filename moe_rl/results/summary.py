@@ -126,8 +126,8 @@ six layers (6e-6) at 4e-5 of the tokens of six routers, half a nat of KL each, 2
 
 
 def metric(name: str) -> Metric:
-    """The metric of a name or of a column; for any other column of `steps`, its mean over the second half; for a
-    `pkg.module:function` of a user's own, what that says of the tables of each run.
+    """The metric of a name or of a column; for any other column of `steps`, and an `own_…` that a loss returns, its
+    mean over the second half; for a `pkg.module:function` of a user's own, what that says of the tables of each run.
 
     Raises ConfigError for a name that is none of these.
     """
@@ -156,9 +156,7 @@ def per_run(frames: Frames, metric: Metric) -> pd.Series:
             except (Exception, SystemExit) as error:  # their code may raise anything
                 raise ConfigError(f"the metric {metric.column!r} returned no number for the tables of the run {arm}, "
                                   f"seed={seed}: {type(error).__name__}: {error}") from error
-    elif metric.column in frames["steps"]:
-        columns = dict.fromkeys(("arm", "seed", "step", metric.column))
-        rows = frames["steps"][[*columns]].dropna(subset=[metric.column]).sort_values("step")
+    elif (rows := _measured(frames, metric.column)) is not None:
         all_steps, all_values = (rows[name].to_numpy() for name in ("step", metric.column))
         measured = rows.groupby(["arm", "seed"]).indices
         for run in frames.runs.sort_values(["arm", "seed"])[["arm", "seed", "state", "steps"]].itertuples():
@@ -174,6 +172,16 @@ def per_run(frames: Frames, metric: Metric) -> pd.Series:
             found[run.arm, run.seed] = metric.reduce(steps, values)
     index = pd.MultiIndex.from_tuples(found) if found else pd.MultiIndex.from_arrays([[], []])
     return pd.Series(list(found.values()), index=index, dtype=float)
+
+
+def _measured(frames: Frames, column: str) -> pd.DataFrame | None:
+    """A column of `steps`, by arm, seed and step; of an `own_…` that a loss returns, the mean over a step's updates."""
+    at = [*dict.fromkeys(("arm", "seed", "step", column))]
+    if column in frames["steps"]:
+        return frames["steps"][at].dropna(subset=[column]).sort_values("step")
+    if column.startswith("own_") and column in (updates := frames["updates"]):
+        return updates[at].dropna(subset=[column]).groupby(at[:3], as_index=False).mean().sort_values("step")
+    return None
 
 
 def _unseen(measured: Steps, end: int) -> Int[np.ndarray, " unseen"]:

@@ -317,3 +317,15 @@ def test_a_verdict_whose_module_fails_is_named_and_the_tables_are_shown(frames, 
     monkeypatch.syspath_prepend(tmp_path)
     (text,) = verdict_of(frames, {"verdict": "failing_rules:rule"})
     assert text.startswith(f"not to be had here: {words}")
+
+
+def test_a_number_that_a_loss_returns_is_averaged_over_the_updates_of_each_step():
+    """Two updates a step; of 4 steps the last two count: (5 + 7)/2 and (1 + 2)/2 make 6 and 1.5, so 3.75."""
+    frames = with_curves({("a", 0): [0.5] * 4}, steps=4)
+    labels = {"arm": "a", "seed": 0, "factors": frames.cells[0], "step": [1, 1, 2, 2, 3, 3, 4, 4]}
+    updates = pd.DataFrame(labels | {"own_pull": [9.0, 9.0, 9.0, 9.0, 5.0, 7.0, 1.0, 2.0]})
+    frames = Frames(frames.runs, {"steps": frames["steps"], "updates": updates})
+    assert per_run(frames, metric("own_pull")).tolist() == [3.75]
+    declared = {"arms": [{"name": "a"}], "comparisons": [], "cells": {}, "factors": {}, "name": "s", "metrics": []}
+    assert "n = 1 seed." in short_table(frames, declared | {"endpoint": "own_pull"}).note
+    assert "No run has measured 'own_pul'." in short_table(frames, declared | {"endpoint": "own_pul"}).note
