@@ -93,9 +93,9 @@ def preview(run: RunConfig) -> Preview:
 
 
 def previews(runs: Iterable[RunConfig]) -> list[Preview]:
-    """Those of the runs that ask different things, each once."""
-    distinct = {str((r.task, r.model, r.cold_start, r.max_new_tokens, r.eval_prompts, r.prompts_per_step)): r
-                for r in runs}
+    """Those of the runs that ask different things, each once; those that differ in a seed ask the same."""
+    distinct = {str((r.task, r.model, r.cold_start.replace(seed=0), r.max_new_tokens, r.eval_prompts,
+                     r.prompts_per_step)): r for r in runs}
     return [preview(run) for run in distinct.values()]
 
 

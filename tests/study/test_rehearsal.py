@@ -12,7 +12,7 @@ from moe_rl.errors import ConfigError
 from moe_rl.models.load import load, save_checkpoint
 from moe_rl.registry import Component
 from moe_rl.study import rehearsal
-from moe_rl.study.rehearsal import preview, rehearse
+from moe_rl.study.rehearsal import preview, previews, rehearse
 from tests.test_trainer import TINY
 
 CODE = '''
@@ -131,3 +131,10 @@ def test_data_that_a_warm_up_may_memorise_are_a_caution(tmp_path):
     (caution,) = cautions(1073)
     assert "the supervised warm-up trains on 999 different prompts." in caution
     assert "Use more data" in caution and "cold_start.target=0" in caution
+
+
+def test_runs_that_differ_in_a_seed_alone_are_previewed_once():
+    run = TINY.replace(task="running_sums")
+    seeds = [run.replace(seed=seed, **{"cold_start.seed": seed}) for seed in range(3)]
+    assert len(previews(seeds)) == 1
+    assert len(previews([*seeds, run.replace(task=Component("running_sums", digits=3))])) == 2
