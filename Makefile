@@ -153,7 +153,7 @@ test-versions: $(VERSION:%=$(VERSIONS)/%/installed)
 	for version in $(VERSION); do $(VERSIONS)/$$version/bin/python -m pytest -n auto -m "not ranks" tests/routing \
 	  tests/models tests/objectives tests/metrics tests/policies tests/integrations || exit 1; done
 
-# On a machine with a CUDA device, each three minutes on an H100; MOE_RL_TEST_DEVICE=cpu is a dry run of the tests.
+# On a machine with a CUDA device, each a few minutes on an H100; MOE_RL_TEST_DEVICE=cpu is a dry run of the tests.
 # In an environment of your own, which has the torch of your card, flash-attn or vLLM: make test-gpu GPU_PYTHON=python
 GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))

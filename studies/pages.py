@@ -88,7 +88,8 @@ def outcome(name: str) -> str:
     if rule := declared["verdict"] or load_study_file(str(HERE / f"{name}.py")).verdict:
         return "".join(f"- {sentence}\n" for sentence in verdict_of(frames, declared | {"verdict": rule}))
     if name in PLANNED:
-        return "Its outcome is in the last column of the table above.\n"
+        return ("What it says of the planned comparisons is in the last column of the table above, and all else in "
+                f"[what the tables print](printed/{name}.txt).\n")
     return f"Its outcome is in [what the tables print](printed/{name}.txt).\n"
 
 

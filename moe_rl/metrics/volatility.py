@@ -3,7 +3,7 @@
 S and S' are the expert sets of one (token, site) before and after. Ids are integers (batch, time, site, k) as a trace
 holds them (`RoutingTrace.experts`): a slot without an expert is 255 in uint8, -1 in a signed dtype. An unknown row has
 none, a site that uses fewer than k experts leaves its last slots empty. A row unknown in either trace is excluded and
-counted. Tokens are read in blocks, so that temporaries are small beside the traces. GSPO (arXiv 2507.18071, section
+counted. Tokens are read in blocks, so that temporaries are small beside large traces. GSPO (arXiv 2507.18071, section
 5.3) says that "roughly 10% of the experts" change and gives no formula: `expert_change_rate` is the natural reading,
 the others are what else it may mean.
 """
@@ -193,7 +193,7 @@ def response_change(before: Ids, after: AnyK, mask: Mask, num_experts: int) -> R
     number of slots may differ: sets and shares are those of each side."""
     before, after = _alike(before, after)
     batch, time, sites, _ = before.shape
-    rows = max(1, min(block_tokens(sites) // max(1, time), BLOCK // num_experts))
+    rows = max(1, min(block_tokens(sites, before.device) // max(1, time), BLOCK // num_experts))
     parts = [slice(row, row + rows) for row in range(0, max(1, batch), rows)]
     found = [_response_change(before[part], after[part], mask[part], num_experts) for part in parts]
     present, set_change, usage_change = (torch.cat(x) for x in zip(*found, strict=True))

@@ -180,7 +180,8 @@ def _measured(frames: Frames, column: str) -> pd.DataFrame | None:
     if column in frames["steps"]:
         return frames["steps"][at].dropna(subset=[column]).sort_values("step")
     if column.startswith("own_") and column in (updates := frames["updates"]):
-        return updates[at].dropna(subset=[column]).groupby(at[:3], as_index=False).mean().sort_values("step")
+        means = updates[at].groupby(at[:3], as_index=False).agg(lambda values: values.mean(skipna=False))
+        return means.dropna(subset=[column]).sort_values("step")
     return None
 
 

@@ -115,7 +115,7 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
             counts.add(len(seeds))
     n = f"{min(counts, default=0)}" if len(counts) < 2 else f"{min(counts)} to {max(counts)}"
     note = [f"Means over n = {n} seed{'s' * (counts != {1})}. {_methods(used)}" if any(counts) else
-            f"No run has measured {endpoint.column!r}."]
+            f"No run has a value of {endpoint.column!r}."]
     if measured:
         named = " and ".join(f"{' '.join(name.split())} is {one.column}" for one, name, _ in measured)
         note.append(f"{named[0].upper()}{named[1:]} of the table `steps`, over the second half of training.")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 import torch
+import transformers
 
 
 def card(device: torch.device) -> str:
@@ -24,7 +25,7 @@ def card(device: torch.device) -> str:
         driver = "unknown (no nvidia-smi)"
     found = torch.cuda.get_device_properties(device)
     return (f"**{found.name}**, {found.total_memory / 1e9:.0f} GB, driver {driver}, {versions}, CUDA "
-            f"{torch.version.cuda}")  # fmt: skip
+            f"{torch.version.cuda}, transformers {transformers.__version__}")  # fmt: skip
 
 
 def seconds(action: Callable[[], object], device: torch.device) -> float:

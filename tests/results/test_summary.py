@@ -326,6 +326,9 @@ def test_a_number_that_a_loss_returns_is_averaged_over_the_updates_of_each_step(
     updates = pd.DataFrame(labels | {"own_pull": [9.0, 9.0, 9.0, 9.0, 5.0, 7.0, 1.0, 2.0]})
     frames = Frames(frames.runs, {"steps": frames["steps"], "updates": updates})
     assert per_run(frames, metric("own_pull")).tolist() == [3.75]
+    gone, half = (Frames(frames.runs, {"steps": frames["steps"], "updates": rows}) for rows in
+                  (updates[updates["step"] != 3], updates.replace({"own_pull": {5.0: math.nan}})))
+    assert per_run(half, metric("own_pull")).equals(per_run(gone, metric("own_pull"))), "half a step would be biased"
     declared = {"arms": [{"name": "a"}], "comparisons": [], "cells": {}, "factors": {}, "name": "s", "metrics": []}
     assert "n = 1 seed." in short_table(frames, declared | {"endpoint": "own_pull"}).note
-    assert "No run has measured 'own_pul'." in short_table(frames, declared | {"endpoint": "own_pul"}).note
+    assert "No run has a value of 'own_pul'." in short_table(frames, declared | {"endpoint": "own_pul"}).note
