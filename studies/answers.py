@@ -23,6 +23,7 @@ import lag_natural_verdicts
 import lengths_verdicts
 import open_side_verdicts
 import regime_gate_verdicts
+import router_noise_low_verdicts
 import stabilisers_verdicts
 import volatility_controls_verdicts
 import volatility_dial_verdicts
@@ -54,6 +55,7 @@ ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
     "in_two_trainers": (in_two_trainers_updates.main,),
     "lag": (lag, exploratory.lag),
     "lag_natural": (lag_natural_verdicts.main, exploratory.lag_natural),
+    "router_noise_low": (router_noise_low_verdicts.main,),
     "clip_fraction": (clip_fraction,),
     "engine_mismatch": (engine_mismatch, exploratory.engine_mismatch),
     "engine_vllm": (engine_vllm,),

@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from per_seed import stored
 from rule import Outcome, outcomes
+from router_noise_low import NONE, ROUTERS
 from volatility_dial import noise
 
 from moe_rl.objectives import methods_page
@@ -56,13 +57,16 @@ OLD = Place("no noise", "rollouts 1 and 2 steps old, mean", "lag_natural")
 """Decided by the study's own declaration of the rule, over its seven comparisons."""
 PLACES = (
     Place("no noise", "rate 2e-4", "volatility_dial", WEIGHTS[0]),
+    Place("no noise", "rate 2e-4, other seeds", "router_noise_low", NONE),
     Place("no noise", "rate 4e-4", "confirmation"),
     OLD,
     *(Place("no noise", f"rollouts {lag} step{'s' * (lag > 1)} old", "lag", f"lag={lag}") for lag in (1, 2, 4, 8)),
     Place("no noise", "conversations", "many_turns"),
     Place("no noise", "another engine, rate 3e-4", "engine_mismatch", replay="grpo-r3"),
     Place("no noise", "another engine, rate 2e-4", "stabilisers", "mismatch", replay="r3"),
-    *(Place("noise in routers", f"σ = {s:g}", "volatility_dial", WEIGHTS[s]) for s in (0.4, 1, 2)),
+    *(Place("noise in routers", f"σ = {s:g}", "router_noise_low", cell) for s, cell in ROUTERS.items()),
+    Place("noise in routers", "σ = 0.4, other seeds", "volatility_dial", WEIGHTS[0.4]),
+    *(Place("noise in routers", f"σ = {s:g}", "volatility_dial", WEIGHTS[s]) for s in (1, 2)),
     Place("noise in routers", "σ = 2, other seeds", "stabilisers", "dial"),
     Place("noise in routers", "σ = 2, ratio alone", "volatility_controls", "applied_to=ratio"),
     Place("noise in routers", "σ = 2, gradient alone", "volatility_controls", "applied_to=gradient"),

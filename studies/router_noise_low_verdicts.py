@@ -41,15 +41,22 @@ def main() -> None:
     print("\n".join(verdict(frames)))
     for scale, (inside, beside) in medians(frames).items():
         places = {"in routers": ROUTERS[scale], "beside": OTHERS[scale]}
-        print(f"σ = {scale:g}, KL k3 of GRPO, median over seeds: in routers {inside:.4f}, beside {beside:.4f}; "
+        print(f"σ = {scale:g}, KL k3 of GRPO, median over seeds: in routers {inside:.4f}, beside {beside:.4f} "
+              f"({100 * (beside / inside - 1):+.0f} %); "
               + ", ".join(f"{place} {flips(frames, cell)}" for place, cell in places.items()))
+    print("published KL: " + ", ".join(f"{name} {value:g}" for name, value in PUBLISHED.items()))
     print(f"no noise: KL k3 of GRPO, median {kl_of(frames, NONE):.4f}; {flips(frames, NONE)}")
     for endpoint in ENDPOINTS:
         found = {what: changes(frames, endpoint, *places) for what, places in CHANGES.items()}
         for arm in ARMS:
             print(f"{arm}, {endpoint}: " + "; ".join(
-                f"σ = {s:g} " + ", ".join(f"{what} {interval(of[arm][s].dropna())}" for what, of in found.items())
+                f"σ = {s:g} " + ", ".join(f"{what} {interval(of[arm][s].dropna()).printed('.3f')}"
+                                          for what, of in found.items())
                 for s in SCALES))
+        for s, cell in ({0: NONE} | ROUTERS).items():
+            table = seed_by_arm(frames, cell, endpoint, ARMS)
+            gains = ((arm, interval((table[arm] - table["grpo"]).dropna()).printed(".3f")) for arm in ARMS[1:])
+            print(f"at σ = {s:g} in routers, {endpoint}: " + "; ".join(f"{arm} − grpo {gain}" for arm, gain in gains))
     plots.save(draw(frames), FOLDER / "figures", study.name)
 
 
