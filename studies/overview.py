@@ -20,8 +20,8 @@ from exploratory import ENDPOINTS, PUBLISHED, slots_changed, values
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from per_seed import stored
-from rule import Outcome, outcomes
 from router_noise_low import NONE, ROUTERS
+from rule import Outcome, outcomes
 from volatility_dial import noise
 
 from moe_rl.objectives import methods_page
