@@ -405,6 +405,30 @@ def ipo(x: LossInputs, *, threshold: float = 0.1) -> LossOutput:
     return surrogate(x, weight * (1 + (x.log_ratio - log_ratio)), log_ratio, *lost)
 
 
+def cppo(x: LossInputs, *, threshold: float = 0.2, budget: float = 0.02, last: float = 0.8) -> LossOutput:
+    """w · A, 0 where A pushes π away from π_old and v_t · |π − π_old| > min(δ, δ + b · V − S).
+
+    CPPO, arXiv 2606.10968, eq. 8 to 11, with the distance of the sampled token, and eq. 22: δ is the threshold. v_t
+    falls from 1 to `last` over a response. V and S are the sums of v and of v · |π − π_old| over the tokens before. b
+    is the 90 % quantile of |π − π_old| in the response, at least the budget and at most twice that. The paper anchors
+    at the engine (`anchor="engine"`), and has δ = 0.15 for dense models. The gradient is w · A · ∇ log π.
+    """
+    require(threshold >= 0 and budget >= 0 and 0 < last <= 1,
+            f"cppo(threshold={threshold:g}, budget={budget:g}, last={last:g}): the threshold and the budget must be at "
+            "least 0, and last above 0 and at most 1")  # fmt: skip
+    log_ratio, old = x.log_ratio.detach(), torch.where(x.mask, x.old_logprobs, 0)
+    distance = torch.where(x.mask, ((old + log_ratio).exp() - old.exp()).abs(), torch.nan)
+    bound = distance.nanquantile(0.9, dim=-1, keepdim=True).clamp(budget, 2 * budget)
+    place, length = x.mask.cumsum(-1) - 1, x.mask.sum(-1, keepdim=True)
+    weights = torch.where(x.mask, 1 - (1 - last) * place / (length - 1).clamp(min=1), 0)
+    spent = weights * distance.nan_to_num()
+    left = bound * (weights.cumsum(-1) - weights) - (spent.cumsum(-1) - spent)
+    far = x.mask & (x.advantages * log_ratio > 0) & (spent > threshold + left.clamp(max=0))
+    weight = torch.where(far | (x.advantages == 0) | (x.weights == 0), 0, log_ratio.exp())
+    lost = far & (log_ratio > 0), far & (log_ratio < 0)
+    return surrogate(x, weight * (1 + (x.log_ratio - log_ratio)), log_ratio, *lost)
+
+
 @needs("lag")
 def a3po(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, high: float = math.inf) -> LossOutput:
     """PPO's clip of π_θ/π_prox, times v = π_prox/π_old where v ≤ high; π_prox = sg[π_old · w^α], α = 1 − 1/lag.
@@ -562,8 +586,9 @@ def _mark_first(x: LossInputs, order: Int[Tensor, " tokens"], share: float) -> P
 
 LOSSES: dict[str, Callable[..., LossOutput]] = {
     "grpo": grpo, "gspo": gspo, "gspo_token": gspo_token, "gmpo": gmpo, "sapo": sapo, "crossed": crossed,
-    "reinforce": reinforce, "cispo": cispo, "minirl": minirl, "band": band, "dppo": dppo, "ipo": ipo, "a3po": a3po,
-    "topr": topr, "vespo": vespo, "clip_cov": clip_cov, "kl_cov": kl_cov, "sat": sat, "high_entropy": high_entropy,
+    "reinforce": reinforce, "cispo": cispo, "minirl": minirl, "band": band, "dppo": dppo, "ipo": ipo, "cppo": cppo,
+    "a3po": a3po, "topr": topr, "vespo": vespo, "clip_cov": clip_cov, "kl_cov": kl_cov, "sat": sat,
+    "high_entropy": high_entropy,
 }  # fmt: skip
 CLIPS = {"grpo": "level", "gspo": "sequence", "gspo_token": "sequence", "crossed": "clip", "sat": "base"}
 """At which level of ratio a loss has its range, so that one which never clips is found out: that, or the option that

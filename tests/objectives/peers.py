@@ -1,10 +1,10 @@
 """Numbers of other frameworks' own code on shared float64 batches: `peers.npz`, read here and made nowhere in this
 repository.
 
-Losses and gradients are what TRL, OpenRLHF, open-instruct, prime-rl, verl, AReaL, Megatron-LM, transformers and the
-authors' GMPO and RSPO code return at the versions in `PROVENANCE[key]`: peer, repo, commit, path, function, options, a
-note on the aggregation, the first digits of the source's SHA-256, and what the gradient is with respect to. Keys are
-"peer/method".
+Losses and gradients are what TRL, OpenRLHF, open-instruct, prime-rl, verl, AReaL, UniRL, Megatron-LM, transformers
+and the authors' GMPO and RSPO code return at the versions in `PROVENANCE[key]`: peer, repo, commit, path, function,
+options, a note on the aggregation, the first digits of the source's SHA-256, and what the gradient is with respect to.
+Keys are "peer/method".
 
 Every case is 8 rows of 24 columns, all of them the response's but for `mask`; padding holds finite garbage, so that a
 leak shows. `main-narrow-0` is for ranges of sequences, the `wide` ones for ranges of tokens, of which `empty-wide-0`

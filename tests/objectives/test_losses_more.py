@@ -1,4 +1,4 @@
-"""IPO, A-3PO, a mask of entropies and corrections of π_θ/π_engine, against the numbers of their sources' code."""
+"""IPO, CPPO, A-3PO, a mask of entropies and corrections of π_θ/π_engine, against the numbers of their sources' code."""
 
 from __future__ import annotations
 
@@ -68,6 +68,26 @@ def test_ipo_masks_either_side_and_dppo_the_one_that_the_advantage_pushes_to():
     x = inputs(new, old, torch.tensor([[1.0, 1.0, -1.0, -1.0]]), torch.ones(1, 4, dtype=torch.bool))
     assert LOSSES["ipo"](x).clipped_by.tolist() == [[1, -1, 1, -1]]
     assert LOSSES["dppo"](x).clipped_by.tolist() == [[1, 0, 0, -1]]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("key, options", [
+    ("unirl/cppo", {}), ("unirl/cppo.tight", {"threshold": 0.05, "budget": 0.005, "last": 0.5}),
+])  # fmt: skip
+def test_cppo_is_its_authors(case, key, options):
+    found = ours(case, "cppo", **options)
+    agree(found, peers.expected(case, key))
+    assert found[0].clipped_by.any() == ("wide" in case)
+
+
+def test_cppo_takes_a_token_that_the_ones_before_have_left_no_budget():
+    """Weights 1, .9 and .8, distances of .3 each. S is .3 and .57 before tokens 2 and 3. b is .04, so V b is .04 and
+    .076, and the bounds are .4, .14 and −.094 at δ = .4, against .3, .27 and .24. Where A pushes back, none is lost."""
+    old, new = torch.full((1, 3), 0.2).log(), torch.full((1, 3), 0.5).log()
+    x = inputs(new, old, torch.tensor([[1.0, 1.0, 1.0]]), torch.ones(1, 3, dtype=torch.bool))
+    assert LOSSES["cppo"](x, threshold=0.4).clipped_by.tolist() == [[0, 1, 1]]
+    assert LOSSES["cppo"](replace(x, advantages=-x.advantages), threshold=0.4).clipped_by.tolist() == [[0, 0, 0]]
+    assert LOSSES["cppo"](x, threshold=0.25, budget=0.5).clipped_by.tolist() == [[1, 1, 0]]  # .3, .27 and .24 > .25
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -141,7 +161,8 @@ def test_a_correction_of_the_policy_is_the_rule_of_other_log_probs(rule, options
 
 
 @pytest.mark.parametrize("text, said", [
-    ("ipo(threshold=-0.1)", "from 0 to 1"), ("a3po(high=0)", "must be positive"), ("a3po(clip_low=-1)", "at least 0"),
+    ("ipo(threshold=-0.1)", "from 0 to 1"), ("cppo(last=0)", "last above 0"),
+    ("a3po(high=0)", "must be positive"), ("a3po(clip_low=-1)", "at least 0"),
     ("high_entropy(share=0)", "the share of tokens"), ("high_entropy(share=1.5)", "the share of tokens"),
     ("high_entropy(base=sat)", "needs log-probs only"), ("high_entropy(base=grpo,options={clip:1})", "no option"),
     ("grpo+current(rule=m2po)", "no rule of current is called 'm2po'"),
