@@ -49,7 +49,7 @@ $(REPORT): $(STAMP)
 report: $(REPORT)
 	mkdir -p build
 	cd studies && ../$(REPORT)/pypandoc/files/pandoc report.md --from gfm --to typst --standalone -V papersize=a4 \
-	  -V fontsize=10pt | PYTHONPATH=../$(REPORT) ../$(BIN)/python -c \
+	  -V fontsize=10pt --variable-json=margin:'{"x": "2cm", "y": "2cm"}' | PYTHONPATH=../$(REPORT) ../$(BIN)/python -c \
 	  "import sys, typst; typst.compile(sys.stdin.buffer.read(), output='../build/report.pdf', root='.')"
 
 test: $(STAMP) lint
