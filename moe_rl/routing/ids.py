@@ -57,7 +57,7 @@ def block_tokens(sites: int, device: torch.device | None = None) -> int:
     return max(1, (BLOCK if device is None or device.type == "cpu" else LARGE * BLOCK) // max(1, sites))
 
 
-def blocks(batch: int, time: int, sites: int, device: torch.device | None = None) -> Iterator[tuple[slice, slice]]:
+def blocks(batch: int, time: int, sites: int, *, device: torch.device | None = None) -> Iterator[tuple[slice, slice]]:
     """Rows and columns of blocks that cover [batch, time], in order."""
     most = block_tokens(sites, device)
     columns = max(1, min(time, most))

@@ -132,7 +132,7 @@ class Layout:
             raise RoutingError(f"expert ids have shape {tuple(ids.shape)}; expected {expected}")
         kinds = torch.empty(ids.shape[:3], dtype=torch.uint8, device=ids.device)
         faulty = False
-        for at in blocks(*ids.shape[:3], ids.device):
+        for at in blocks(*ids.shape[:3], device=ids.device):
             found = kinds[at] = self.kinds_of_rows(_narrow(ids[at]), (unknown_id(ids.dtype),))
             faulty |= bool(((found > ROUTE) & (found < MISSING)).any())
         if not faulty:
@@ -169,7 +169,7 @@ class Layout:
         if ids.dtype in (self.dtype, torch.uint8) or self.dtype != torch.uint8:
             return ids.to(self.dtype)
         experts = torch.empty(ids.shape, dtype=self.dtype, device=ids.device)
-        for at in blocks(*ids.shape[:3], ids.device):
+        for at in blocks(*ids.shape[:3], device=ids.device):
             experts[at] = ids[at].clamp(min=-1)  # which wraps to 255
         return experts
 

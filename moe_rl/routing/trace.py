@@ -211,7 +211,7 @@ class RoutingTrace:
                                "same rows: trace.rows(rows) gives those of a micro-batch.")
         theirs = other.experts.to(self.experts.device)
         same = torch.empty(self.shape[:3], dtype=torch.bool, device=theirs.device)
-        for at in blocks(*self.shape[:3], theirs.device):
+        for at in blocks(*self.shape[:3], device=theirs.device):
             mine, other_slots = sorted_slots(self.experts[at]), sorted_slots(theirs[at])
             same[at] = torch.eq(mine, other_slots, out=mine).amin(0).bool()
         return same
