@@ -66,6 +66,7 @@ def volatility_controls() -> None:
         print(f"Exploratory, harm to GRPO, {endpoint}: both at once {difference(both, none)}; ratio alone "
               f"{difference(ratio, none)}; gradient alone {difference(gradient, none)}; beside "
               f"{difference(beside, none)}; twin {difference(twin, still)}")
+        print(f"  both at once, noise in routers minus noise beside them: {difference(both, beside)}")
         print(f"  gradient alone − both at once {difference(gradient, both)}; ratio alone − both at once "
               f"{difference(ratio, both)}; by how much the two harms exceed the harm of both at once "
               f"{interval(both - ratio - gradient + none).printed('.3f')}")

@@ -18,7 +18,7 @@ from rule import LEVEL, NOTHING, VOID, Outcome, against_zero, outcomes, unfinish
 from volatility_dial_verdicts import void
 
 from moe_rl.results import plots
-from moe_rl.results.stats import Interval, holm, interval
+from moe_rl.results.stats import Interval, holm, interval, paired
 from moe_rl.results.summary import metric
 from moe_rl.storage.frames import Frames
 
@@ -44,6 +44,9 @@ def main() -> None:
         print(f"σ = {scale:g}, KL k3 of GRPO, median over seeds: in routers {inside:.4f}, beside {beside:.4f} "
               f"({100 * (beside / inside - 1):+.0f} %); "
               + ", ".join(f"{place} {flips(frames, cell)}" for place, cell in places.items()))
+    for scale, cell in ({0: NONE} | ROUTERS).items():
+        own = seed_by_arm(frames, cell, "token_kl_k3", ARMS).median()
+        print(f"σ = {scale:g} in routers, KL k3, median: " + ", ".join(f"{arm} {own[arm]:.4f}" for arm in ARMS))
     print("published KL: " + ", ".join(f"{name} {value:g}" for name, value in PUBLISHED.items()))
     print(f"no noise: KL k3 of GRPO, median {kl_of(frames, NONE):.4f}; {flips(frames, NONE)}")
     for endpoint in ENDPOINTS:
@@ -57,7 +60,28 @@ def main() -> None:
             table = seed_by_arm(frames, cell, endpoint, ARMS)
             gains = ((arm, interval((table[arm] - table["grpo"]).dropna()).printed(".3f")) for arm in ARMS[1:])
             print(f"at σ = {s:g} in routers, {endpoint}: " + "; ".join(f"{arm} − grpo {gain}" for arm, gain in gains))
+    print_without_one(frames)
     plots.save(draw(frames), FOLDER / "figures", study.name)
+
+
+def print_without_one(frames: Frames) -> None:
+    """For how many seeds a decision falls if that seed is left out; m is 4, as no arm is harmed at all scales."""
+    for scale in SCALES:
+        inside, beside = (seed_by_arm(frames, place[scale], "token_kl_k3", ["grpo"])["grpo"] for place in (ROUTERS, OTHERS))
+        failed = sum(abs(beside.drop(s).median() / inside.drop(s).median() - 1) > MATCHED for s in inside.index)
+        print(f"Exploratory, σ = {scale:g}: without one of {failed} of the {len(inside)} seeds the gate of KL fails")
+    for arm, chain in harms(frames).items():
+        gaps = changes(frames, ENDPOINTS[0], ROUTERS)[arm]
+        for scale, one in zip(SCALES, chain, strict=True):
+            left = {seed: gaps[scale].drop(seed).dropna() for seed in gaps.index}
+            if one.sign < 0:
+                p = {s: len(ARMS) * paired(gap.to_dict(), dict.fromkeys(gap.index, 0.0)).p for s, gap in left.items()}
+                print(f"Exploratory, {one.name}: without one of {sum(x > LEVEL for x in p.values())} of the {len(p)} seeds "
+                      f"the harm is not decided; without the Xeon's, {min(p)}, Holm p {p[min(p)]:.2g}")
+            elif one.equivalent:
+                beyond = sum(max(-i.low, i.high) > MARGIN for i in (interval(gap, 0.9) for gap in left.values()))
+                print(f"Exploratory, {one.name}: without one of {beyond} of the {len(left)} seeds the 90 % interval would "
+                      "end outside the margin")
 
 
 def verdict(frames: Frames) -> list[str]:
