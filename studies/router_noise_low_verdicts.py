@@ -67,7 +67,8 @@ def main() -> None:
 def print_without_one(frames: Frames) -> None:
     """For how many seeds a decision falls if that seed is left out; m is 4, as no arm is harmed at all scales."""
     for scale in SCALES:
-        inside, beside = (seed_by_arm(frames, place[scale], "token_kl_k3", ["grpo"])["grpo"] for place in (ROUTERS, OTHERS))
+        inside, beside = (seed_by_arm(frames, place[scale], "token_kl_k3", ["grpo"])["grpo"]
+                          for place in (ROUTERS, OTHERS))
         failed = sum(abs(beside.drop(s).median() / inside.drop(s).median() - 1) > MATCHED for s in inside.index)
         print(f"Exploratory, σ = {scale:g}: without one of {failed} of the {len(inside)} seeds the gate of KL fails")
     for arm, chain in harms(frames).items():
@@ -76,12 +77,12 @@ def print_without_one(frames: Frames) -> None:
             left = {seed: gaps[scale].drop(seed).dropna() for seed in gaps.index}
             if one.sign < 0:
                 p = {s: len(ARMS) * paired(gap.to_dict(), dict.fromkeys(gap.index, 0.0)).p for s, gap in left.items()}
-                print(f"Exploratory, {one.name}: without one of {sum(x > LEVEL for x in p.values())} of the {len(p)} seeds "
-                      f"the harm is not decided; without the Xeon's, {min(p)}, Holm p {p[min(p)]:.2g}")
+                print(f"Exploratory, {one.name}: without one of {sum(x > LEVEL for x in p.values())} of the {len(p)} "
+                      f"seeds the harm is not decided; without the Xeon's, {min(p)}, Holm p {p[min(p)]:.2g}")
             elif one.equivalent:
                 beyond = sum(max(-i.low, i.high) > MARGIN for i in (interval(gap, 0.9) for gap in left.values()))
-                print(f"Exploratory, {one.name}: without one of {beyond} of the {len(left)} seeds the 90 % interval would "
-                      "end outside the margin")
+                print(f"Exploratory, {one.name}: without one of {beyond} of the {len(left)} seeds the 90 % interval "
+                      "would end outside the margin")
 
 
 def verdict(frames: Frames) -> list[str]:
