@@ -32,6 +32,8 @@ from moe_rl.routing import RoutingTrace, layout_of, record_routing, replay_routi
 from moe_rl.routing.ids import used
 
 RECORD, REPLAY = "record", "replay"
+COMPARED = 64
+"""Tokens of the two sequences that show whether packed sequences are kept apart."""
 
 
 class RoutingFSDPEngine(FSDPEngineWithLMHead):
@@ -47,7 +49,7 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
         self._moe_mode = Mode.of(self.engine_config.router_replay)
         self._moe_phase, self._moe_training, self._moe_scope = "", False, ExitStack()
         self._moe_fixed: tuple[TensorDict, Tensor] | None = None
-        self._moe_updates = 0
+        self._moe_updates, self._moe_apart = 0, False
         if not self._moe_off and self.ulysses_sequence_parallel_size > 1:
             raise ConfigError(f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}: moe_rl cannot "
                               "split routing along sequences. Set it to 1, or switch moe_rl off.")
@@ -116,6 +118,7 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
         register_named(loss_function)
         if self._moe_off:
             return super().forward_backward_batch(data, loss_function, forward_only)
+        self._require_apart(data)
         self._moe_training, self._moe_sums = not forward_only, measure.Sums()
         if forward_only:
             self._moe_fixed = None  # the log-probs of π_old are scored once per step: other tokens from here on
@@ -241,6 +244,34 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
             with record_routing(self.module) as recording, torch.autocast(device, dtype, dtype != torch.float32):
                 self.module(**inputs, use_cache=False)
             return recording.take().unflatten(0, tuple(mask.shape))[mask]
+
+    def _require_apart(self, data: TensorDict) -> None:
+        """Once, on sequences that are packed: raise ConfigError where one changes the routes of the one after it. Such
+        models do not pass position ids on to their masks, or carry a state along. How far rounding moves routes is seen
+        at the first of two sequences, which cannot read the second."""
+        packed = tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True)
+        if self._moe_apart or not packed or len(data) < 2 or data["position_ids"].dim() == 3:  # which images have
+            return
+        self._moe_apart = True
+        first, second = (row[:COMPARED] for row in data["input_ids"].unbind()[:2])
+        routes, changes = self._natural_routes(_packed(first, second)), []
+        for pair, read in (((first, second.flip(0)), [True, False]), ((first.flip(0), second), [False, True])):
+            compared = torch.tensor(read).repeat_interleave(torch.tensor([len(first), len(second)]))
+            found = self._changes(routes, self._natural_routes(_packed(*pair)), compared.to(routes.device))
+            changes.append(found["routing/any_change_rate"])
+        if changes[1] > 4 * changes[0] + 0.01:
+            raise ConfigError(f"a sequence changes {changes[1]:.0%} of the routes of the next one in its micro-batch: "
+                              "this model with this attention cannot take packed sequences. Set "
+                              "model.use_remove_padding=False.")
+
+
+def _packed(*sequences: Tensor) -> TensorDict:
+    """What a forward reads of sequences in one row."""
+    ids, places = (torch.nested.as_nested_tensor(list(rows), layout=torch.jagged) for rows in (
+        sequences, [torch.arange(len(x), device=x.device) for x in sequences]))
+    pair = TensorDict({"input_ids": ids, "position_ids": places}, batch_size=[len(sequences)])
+    tu.assign_non_tensor(pair, temperature=1.0, use_remove_padding=True, pad_token_id=0, use_fused_kernels=False)
+    return pair
 
 
 def _first_sequences(data: TensorDict, count: int) -> TensorDict:
