@@ -262,9 +262,11 @@ def test_a_run_that_somebody_made_by_hand_is_drawn(tmp_path, monkeypatch, capsys
     assert "reward, " in out and "second half" in out and "no figure" not in out
     assert {file.stem for file in (tmp_path / "runs/mine/figures").iterdir()} >= {"learning", "expert_change"}
     assert main(["report", "runs/mine"]) == 0 and main(["runs", "show", "runs/mine/gspo/base/seed=0"]) == 0
-    assert main(["runs", "import", "gsm8k.jsonl", "--to", "runs/mine/gspo/base/seed=0"]) == 2
-    assert main(["runs", "import", "none.jsonl", "--to", "runs/mine/gspo/base/seed=1"]) == 2
-    assert "log none.jsonl not found" in capsys.readouterr().err
+    capsys.readouterr()
+    for log, seed, message in (("gsm8k", 0, "runs/mine/gspo/base/seed=0 already exists. Give a new folder."),
+                               ("none", 1, "log none.jsonl not found")):
+        assert main(["runs", "import", f"{log}.jsonl", "--to", f"runs/mine/gspo/base/seed={seed}"]) == 2
+        assert capsys.readouterr().err == f"moe-rl: {message}\n"
 
 
 def test_an_imported_run_claims_no_settings_and_cannot_be_run_again(tmp_path, monkeypatch, capsys):
@@ -318,8 +320,6 @@ def test_options_of_a_trainer_reach_it_and_what_is_beside_it(tmp_path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     assert load("own_with_options:execute(lag=3)")("run") == ("run", 3)
     assert load("own_with_options:execute")("run") == ("run", 1)
-
-
 
 
 def test_names_and_numbers_of_a_log_that_are_no_measurements_change_no_row(tmp_path):
