@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.routing import layout_of, record_routing
+from tests.routing import families
 from tests.verl.worker_inputs import actor_loss, batch, engine, score, update, with_old_policy
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -237,6 +240,16 @@ def test_a_dense_model_is_refused(tmp_path):
         engine(tmp_path, {"mode": "R2"})
 
 
+def test_sequences_cut_over_ranks_and_two_routers_in_a_layer_are_refused(checkpoint, tmp_path):
+    made = engine(checkpoint)
+    made.ulysses_sequence_parallel_size = 2  # as verl's own initialisation finds it on two ranks
+    with pytest.raises(ConfigError, match="ulysses_sequence_parallel_size=2.*Set it to 1"):
+        made.initialize()
+    families.build(next(one for one in families.FAMILIES if one.model_type == "jetmoe")).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="two routers.*room for one. Switch moe_rl off"):
+        engine(tmp_path, {"mode": "R2"})
+
+
 def test_ratios_are_measured_as_our_trainer_measures_them(checkpoint):
     from moe_rl.metrics.ratios import engine_gap, ratio_statistics
 
@@ -271,7 +284,9 @@ def test_expert_change_is_measured_on_fixed_tokens_and_changes_nothing(checkpoin
     old = with_old_policy(data, score(measured, data))
     for _ in range(2):
         before = score(twin, data)["routed_experts"].unbind()[:3]
+        began = time.perf_counter()
         metrics = update(measured, old)
+        assert 0 < metrics["routing/measure_seconds"][0] < time.perf_counter() - began
         reference = update(plain, old)
         assert metrics["grad_norm"] == reference["grad_norm"]
         twin.module.load_state_dict(plain.module.state_dict())
