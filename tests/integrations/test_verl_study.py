@@ -147,6 +147,7 @@ FIRST = {"actor/routing/coverage": 1.0, "actor/routing/pull": 0.25, "actor/routi
          "actor/routing/step_expert_change_rate": 0.15, "actor/routing/step_expert_change_rate/layer_01": 0.1,
          "actor/routing/step_expert_change_rate/layer_03": 0.2, "actor/routing/load_max_violation/layer_03": 0.9,
          "actor/routing/update_02/expert_change_rate": 0.06, "actor/routing/engine_kl_k3": 1e-9,
+         "actor/routing/engine_expert_change_rate": 0.03, "actor/routing/engine_expert_change_rate/layer_01": 0.03,
          "critic/score/mean": 0.5, "val-core/moe_rl/acc/mean@1": 0.25, "val-aux/moe_rl/reward/mean@1": 0.375,
          "timing_s/step": 2.0, "actor/grad_norm": None}
 
@@ -161,6 +162,7 @@ def test_a_log_becomes_rows(tmp_path):
     assert rows["steps"] == [
         {"step": 0, "eval_exact_greedy": 0.125},
         {"step": 1, "reward": 0.5, "own_pull": 0.25, "own_token_ess": 0.9, "own_coverage": 1.0, "engine_kl_k3": 1e-9,
+         "engine_expert_change_rate": 0.03,
          "expert_change_rate": 0.15, "eval_exact_greedy": 0.25, "eval_reward_greedy": 0.375, "seconds_step": 2.0}]
     assert rows["updates"] == [{"step": 1, "update": 1, "token_ess": 1.0},
                                {"step": 1, "update": 2, "token_ess": 0.8, "expert_change_rate": 0.06}]

@@ -141,7 +141,7 @@ def test_routes_in_the_batch_are_measured_with_every_engine(checkpoint):
     expected, metrics = update(ours, data), update(theirs, data)
     assert metrics["routing/coverage"] == [1.0] and metrics["grad_norm"] > 0
     loads = [name for name in expected if "/load_" in name]
-    assert len(loads) == 3 + 3 and [metrics[name] for name in loads] == [expected[name] for name in loads]
+    assert len(loads) == 4 + 3 and [metrics[name] for name in loads] == [expected[name] for name in loads]
     without, off = with_old_policy(batch(64), {"log_probs": found["log_probs"]}), engine(
         checkpoint, kind=FSDPEngineWithLMHead)
     for metrics in (update(theirs, without), update(off, data)):  # no routes; routes that nobody replays
@@ -275,7 +275,7 @@ def test_ratios_are_measured_as_our_trainer_measures_them(checkpoint):
 @pytest.mark.parametrize("settings", LAYOUTS[:2], ids=str)
 def test_expert_change_is_measured_on_fixed_tokens_and_changes_nothing(checkpoint, settings):
     from moe_rl.integrations.verl import fields
-    from moe_rl.metrics.volatility import route_change
+    from moe_rl.metrics.volatility import response_change, route_change
     from tests.verl.worker_inputs import RESPONSES
 
     data = batch(64, **settings)
@@ -291,11 +291,39 @@ def test_expert_change_is_measured_on_fixed_tokens_and_changes_nothing(checkpoin
         assert metrics["grad_norm"] == reference["grad_norm"]
         twin.module.load_state_dict(plain.module.state_dict())
         after = score(twin, data)["routed_experts"].unbind()[:3]
-        decides = fields.deciding_tokens(data)[: data["input_ids"].offsets()[3]]
-        change = route_change(torch.cat(before)[None].long(), torch.cat(after)[None].long(), decides[None]).row()
-        for name in ("expert_change_rate", "any_change_rate", "any_layer_change"):
-            assert metrics[f"routing/{name}"][0] == pytest.approx(change[name])
-        assert change["expert_change_rate"] > 0 and int(decides.sum()) == sum(RESPONSES[:3])
+        decides = fields.deciding_tokens(data).split(data["input_ids"].offsets().diff().tolist())[:3]
+        one, other, mask = (torch.nn.utils.rnn.pad_sequence([*rows], batch_first=True)
+                            for rows in (before, after, decides))
+        change = route_change(one, other, mask).row() | response_change(one, other, mask, 8).row()
+        for name in ("expert_change_rate", "any_change_rate", "any_layer_change", "jaccard_distance", "layers_changed",
+                     "response_set_change", "response_usage_change"):
+            assert metrics[f"routing/{name}"][0] == pytest.approx(change[name]), name
+        assert change["expert_change_rate"] > 0 and int(mask.sum()) == sum(RESPONSES[:3])
+
+
+@pytest.mark.parametrize("mode", ["R3", "disabled"])
+def test_the_engine_s_routes_are_compared_with_the_natural_ones_before_the_first_update(checkpoint, mode):
+    """By hand, on the 5 + 9 response tokens of two sequences at three layers."""
+    data = batch(64, packed=False)
+    natural = score(engine(checkpoint, {"mode": "R2"}), data)["routed_experts"]
+    ids, start = natural.values().clone().clamp(min=0), data["prompts"].offsets().diff().tolist()
+    second = int(natural.offsets()[1])
+    others = [[next(e for e in range(8) if e not in row), *row[1:]] for row in ids[:, 0].tolist()]
+    ids[start[0], 0] = torch.tensor(others[start[0]]).short()  # a response token: one of two experts
+    ids[second + start[1] - 1, 1:] = (ids[second + start[1] - 1, 1:] + 4) % 8  # the last of a prompt decides, too
+    ids[second + start[1] + 2] = 0  # not reported
+    for uncounted in (0, second, int(natural.offsets()[2]) + 3):  # prompts, and a sequence that is not measured
+        ids[uncounted, 0] = torch.tensor(others[uncounted]).short()
+    moved = ids[second + start[1] - 1, 1:], natural.values()[second + start[1] - 1, 1:]
+    lost = sum(len({*old.tolist()} - {*new.tolist()}) / 2 for new, old in zip(*moved, strict=True))
+    data["routed_experts"] = torch.nested.nested_tensor_from_jagged(ids, natural.offsets())
+    made = engine(checkpoint, {"mode": mode, "measured_sequences": 2})
+    data = with_old_policy(data, score(made, data))
+    first, second = update(made, data), update(made, data)
+    assert first["routing/engine_expert_change_rate"] == [pytest.approx((0.5 + lost) / (13 * 3))]
+    assert first["routing/engine_any_change_rate"] == [pytest.approx(3 / (13 * 3))]
+    assert first["routing/engine_any_layer_change"] == [pytest.approx(2 / 13)]
+    assert not [name for name in second if "engine_" in name], "the weights are other ones from here on"
 
 
 def test_each_update_is_logged_and_what_a_step_changes_as_a_whole(checkpoint):

@@ -90,28 +90,37 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
 
     def _measured_update(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
         """An update, with what it changes of the routes of some sequences."""
-        began = time.perf_counter()
+        began, row = time.perf_counter(), {}
         if self._moe_fixed is None:
             subset = _first_sequences(data, self._moe_mode.measured_sequences)
             self._moe_began = self._natural_routes(subset)
             self._moe_fixed = subset, self._moe_began
+            if self._moe_mode.routes in ("", "reported") and fields.ROUTES in subset:  # at equal weights
+                engine = fields.read_routes(subset, self._moe_layout, self._moe_layers, reported=True)
+                found = self._changes(subset, self._moe_began, engine.to(self._moe_began.device))
+                row = {f"routing/engine_{name}": found[f"routing/{name}"] for name in measure.OF_ENGINE
+                       if f"routing/{name}" in found}
         subset, before = self._moe_fixed
         spent = time.perf_counter() - began
         output = super().train_batch(data, loss_function)
         began = time.perf_counter()
         after = self._natural_routes(subset)
-        self._moe_fixed, decides = (subset, after), fields.deciding_tokens(subset).to(before.device)
-        row = self._changes(before, after, decides)
+        self._moe_fixed = subset, after
+        row |= self._changes(subset, before, after)
         if self._moe_number + 1 == self._moe_mode.updates_per_step:
-            whole = self._changes(self._moe_began, after, decides)
+            whole = self._changes(subset, self._moe_began, after)
             row |= {name.replace("/", "/step_", 1): value for name, value in whole.items()}
         row["routing/measure_seconds"] = spent + time.perf_counter() - began
         output["metrics"] |= {name: [value] for name, value in row.items()}
         return output
 
-    def _changes(self, before: Tensor, after: Tensor, decides: Tensor) -> dict[str, float]:
-        sums = measure.Sums()
-        measure.add_change(sums, before, after, decides)
+    def _changes(self, subset: TensorDict, before: Tensor, after: Tensor, counted: Tensor | None = None
+                 ) -> dict[str, float]:
+        """Of the tokens that decide a response, or of those that are `counted`."""
+        sums, mask = measure.Sums(), fields.padded_mask(subset).to(before.device)
+        old, new = (fields.spread(ids, mask, self._moe_layout.unknown) for ids in (before, after))
+        decides = fields.deciding_tokens(subset) if counted is None else counted
+        measure.add_change(sums, old, new, fields.spread(decides.to(mask.device), mask), self._moe_layout)
         return measure.row_of(sums.reduced(), self._moe_layout)
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
@@ -254,10 +263,11 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
             return
         self._moe_apart = True
         first, second = (row[:COMPARED] for row in data["input_ids"].unbind()[:2])
-        routes, changes = self._natural_routes(_packed(first, second)), []
+        original = _packed(first, second)
+        routes, changes = self._natural_routes(original), []
         for pair, read in (((first, second.flip(0)), [True, False]), ((first.flip(0), second), [False, True])):
             compared = torch.tensor(read).repeat_interleave(torch.tensor([len(first), len(second)]))
-            found = self._changes(routes, self._natural_routes(_packed(*pair)), compared.to(routes.device))
+            found = self._changes(original, routes, self._natural_routes(_packed(*pair)), compared)
             changes.append(found["routing/any_change_rate"])
         if changes[1] > 4 * changes[0] + 0.01:
             raise ConfigError(f"a sequence changes {changes[1]:.0%} of the routes of the next one in its micro-batch: "
@@ -277,7 +287,7 @@ def _packed(*sequences: Tensor) -> TensorDict:
 def _first_sequences(data: TensorDict, count: int) -> TensorDict:
     """The first sequences of a mini-batch, with what a forward reads."""
     names = ("input_ids", "position_ids", "loss_mask", "responses", "prompts", "attention_mask",
-             "multi_modal_inputs")
+             "multi_modal_inputs", fields.ROUTES)
     subset = tu.index_select_tensor_dict(data.select(*names, strict=False), list(range(min(count, data.shape[0]))))
     packed = tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True)
     tu.assign_non_tensor(subset, temperature=1.0, use_remove_padding=packed, pad_token_id=0, use_fused_kernels=False)
