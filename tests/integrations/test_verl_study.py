@@ -56,11 +56,13 @@ def test_what_a_study_declares_becomes_settings_of_verl(run, tmp_path):
         "actor_rollout_ref.rollout.name": '"vllm"', "actor_rollout_ref.rollout.temperature": "0.8",
         "actor_rollout_ref.model.path": f'"{run.model.name}"', "data.train_batch_size": "6",
         "data.max_response_length": "9", "data.max_prompt_length": "13", "trainer.total_training_steps": "4",
-        "trainer.test_freq": "2", f"{actor}ppo_max_token_len_per_gpu": f"{7 * (13 + 9)}",
+        "trainer.test_freq": "2", "trainer.rollout_data_dir": f'"{tmp_path}/rollouts"',
+        f"{actor}ppo_max_token_len_per_gpu": f"{7 * (13 + 9)}",
         "algorithm.rollout_correction.bypass_mode": "false",
         "actor_rollout_ref.rollout.enable_rollout_routing_replay": "false",
     }  # fmt: skip
     assert {key: found[key] for key in expected} == expected
+    assert settings(run.replace(**{"measure.rollouts": 0}), tmp_path)["trainer.rollout_data_dir"] == "null"
 
 
 @pytest.mark.parametrize("routes, mode, of_rollout", [
@@ -308,6 +310,7 @@ def test_rollouts_that_verl_wrote_are_read(tmp_path, monkeypatch, capsys):
     assert "nan" not in out and "clipped" not in out and "furthest" not in out
     assert main(["runs", "read", "runs/mine/gspo/base/seed=0", "--page", "read.html"]) == 0
     assert "NaN" not in (tmp_path / "read.html").read_text().partition("<script>")[0]
+    assert [row["reward"] for row in read_rollouts(tmp_path / "dump", 2, 3)] == [0.25, 0.5, 0, 14 / 32, 28 / 32]
     with pytest.raises(ConfigError, match="contains no file N.jsonl of a step from 1 to 2"):
         read_rollouts(tmp_path, 2)
     (tmp_path / "dump" / "1.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
