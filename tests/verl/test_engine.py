@@ -6,6 +6,8 @@ import time
 
 import pytest
 import torch
+from transformers import Qwen3MoeForCausalLM
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from moe_rl.errors import ConfigError, RoutingError
@@ -63,6 +65,20 @@ def test_without_replay_routes_are_free_and_coverage_says_so(checkpoint):
     assert metrics["routing/coverage"] == [0.0] and "routing/pull" not in metrics
     assert metrics["routing/token_log_ratio_var"] == [0.0] and metrics["routing/load_max_violation"][0] > 0
     assert {f"routing/load_max_violation/layer_0{layer}" for layer in range(3)} <= metrics.keys()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_replay_and_measurements_go_with_verl_s_fused_kernels(checkpoint, packed, monkeypatch):
+    """They replace the forward of the model's class."""
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "forward", Qwen3MoeForCausalLM.forward)  # puts it back
+    data, found = batch(64, packed=packed), []
+    for fused in (False, True):
+        tu.assign_non_tensor(data, use_fused_kernels=fused)
+        made = engine(checkpoint, {"mode": "R2", "measured_sequences": 2}, fused=fused)
+        found.append(update(made, with_old_policy(data, score(made, data))))
+    assert found[1]["routing/pull"] == [0.0] and found[1]["routing/coverage"] == [1.0]
+    for name in ("expert_change_rate", "load_entropy", "token_ess"):
+        assert found[1][f"routing/{name}"] == pytest.approx(found[0][f"routing/{name}"], abs=1e-6), name
 
 
 def random_routes(data, seed=5):

@@ -81,5 +81,5 @@ def test_a_study_is_run_by_verl_and_read_into_our_tables(assets, tmp_path):
     by_step = frames["layers"].groupby("step")["expert_change_rate"].mean()
     assert by_step.tolist() == pytest.approx(steps["expert_change_rate"][1:].tolist(), rel=1e-9)
     read = read_table(folder, "rollouts")
-    assert read.groupby("step").size().to_dict() == dict.fromkeys((1, 2, 3, 4), 5) and read["reward"].between(0, 1).all()
+    assert read.groupby("step").size().to_dict() == dict.fromkeys((1, 2, 3, 4), 5)
     assert "loss" not in updates and "replay_gap_std" not in steps, "verl does not measure it"

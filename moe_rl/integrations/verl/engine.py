@@ -263,11 +263,11 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
             return
         self._moe_apart = True
         first, second = (row[:COMPARED] for row in data["input_ids"].unbind()[:2])
-        original = _packed(first, second)
+        original = _packed(data, first, second)
         routes, changes = self._natural_routes(original), []
         for pair, read in (((first, second.flip(0)), [True, False]), ((first.flip(0), second), [False, True])):
             compared = torch.tensor(read).repeat_interleave(torch.tensor([len(first), len(second)]))
-            found = self._changes(original, routes, self._natural_routes(_packed(*pair)), compared)
+            found = self._changes(original, routes, self._natural_routes(_packed(data, *pair)), compared)
             changes.append(found["routing/any_change_rate"])
         if changes[1] > 4 * changes[0] + 0.01:
             raise ConfigError(f"a sequence changes {changes[1]:.0%} of the routes of the next one in its micro-batch: "
@@ -275,13 +275,11 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
                               "model.use_remove_padding=False.")
 
 
-def _packed(*sequences: Tensor) -> TensorDict:
-    """What a forward reads of sequences in one row."""
+def _packed(data: TensorDict, *sequences: Tensor) -> TensorDict:
+    """What a forward as that of `data` reads of sequences in one row."""
     ids, places = (torch.nested.as_nested_tensor(list(rows), layout=torch.jagged) for rows in (
         sequences, [torch.arange(len(x), device=x.device) for x in sequences]))
-    pair = TensorDict({"input_ids": ids, "position_ids": places}, batch_size=[len(sequences)])
-    tu.assign_non_tensor(pair, temperature=1.0, use_remove_padding=True, pad_token_id=0, use_fused_kernels=False)
-    return pair
+    return _as_in(data, TensorDict({"input_ids": ids, "position_ids": places}, batch_size=[len(sequences)]))
 
 
 def _first_sequences(data: TensorDict, count: int) -> TensorDict:
@@ -289,6 +287,12 @@ def _first_sequences(data: TensorDict, count: int) -> TensorDict:
     names = ("input_ids", "position_ids", "loss_mask", "responses", "prompts", "attention_mask",
              "multi_modal_inputs", fields.ROUTES)
     subset = tu.index_select_tensor_dict(data.select(*names, strict=False), list(range(min(count, data.shape[0]))))
-    packed = tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True)
-    tu.assign_non_tensor(subset, temperature=1.0, use_remove_padding=packed, pad_token_id=0, use_fused_kernels=False)
+    return _as_in(data, subset)
+
+
+def _as_in(data: TensorDict, subset: TensorDict) -> TensorDict:
+    """The subset with the settings of a forward that `data` has. verl's fused kernels replace that of the model."""
+    packed, fused = (tu.get_non_tensor_data(data=data, key=key, default=default)
+                     for key, default in (("use_remove_padding", True), ("use_fused_kernels", False)))
+    tu.assign_non_tensor(subset, temperature=1.0, use_remove_padding=packed, pad_token_id=0, use_fused_kernels=fused)
     return subset
