@@ -40,8 +40,9 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
     """Replays and measures as `router_replay` of the engine's configuration says (`Mode`); a reference model is left
     alone.
 
-    Raises ConfigError for settings that would hide or move tokens from the hooks, and RoutingError for a model that
-    does not route, for a batch without the routes that the mode needs, and for an update in which no route is known.
+    Raises ConfigError for settings that would hide or move tokens from the hooks and for packed sequences that read one
+    another, and RoutingError for a model that does not route, for a batch without the routes that the mode needs, and
+    for an update in which no route is known.
     """
 
     def initialize(self) -> None:
@@ -261,7 +262,6 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
         packed = tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True)
         if self._moe_apart or not packed or len(data) < 2 or data["position_ids"].dim() == 3:  # which images have
             return
-        self._moe_apart = True
         first, second = (row[:COMPARED] for row in data["input_ids"].unbind()[:2])
         original = _packed(data, first, second)
         routes, changes = self._natural_routes(original), []
@@ -273,6 +273,7 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
             raise ConfigError(f"a sequence changes {changes[1]:.0%} of the routes of the next one in its micro-batch: "
                               "this model with this attention cannot take packed sequences. Set "
                               "model.use_remove_padding=False.")
+        self._moe_apart = True
 
 
 def _packed(data: TensorDict, *sequences: Tensor) -> TensorDict:
