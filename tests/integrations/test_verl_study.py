@@ -56,11 +56,13 @@ def test_what_a_study_declares_becomes_settings_of_verl(run, tmp_path):
         "actor_rollout_ref.rollout.name": '"vllm"', "actor_rollout_ref.rollout.temperature": "0.8",
         "actor_rollout_ref.model.path": f'"{run.model.name}"', "data.train_batch_size": "6",
         "data.max_response_length": "9", "data.max_prompt_length": "13", "trainer.total_training_steps": "4",
-        "trainer.test_freq": "2", f"{actor}ppo_max_token_len_per_gpu": f"{7 * (13 + 9)}",
+        "trainer.test_freq": "2", "trainer.rollout_data_dir": f'"{tmp_path}/rollouts"',
+        f"{actor}ppo_max_token_len_per_gpu": f"{7 * (13 + 9)}",
         "algorithm.rollout_correction.bypass_mode": "false",
         "actor_rollout_ref.rollout.enable_rollout_routing_replay": "false",
     }  # fmt: skip
     assert {key: found[key] for key in expected} == expected
+    assert settings(run.replace(**{"measure.rollouts": 0}), tmp_path)["trainer.rollout_data_dir"] == "null"
 
 
 @pytest.mark.parametrize("routes, mode, of_rollout", [
@@ -147,6 +149,7 @@ FIRST = {"actor/routing/coverage": 1.0, "actor/routing/pull": 0.25, "actor/routi
          "actor/routing/step_expert_change_rate": 0.15, "actor/routing/step_expert_change_rate/layer_01": 0.1,
          "actor/routing/step_expert_change_rate/layer_03": 0.2, "actor/routing/load_max_violation/layer_03": 0.9,
          "actor/routing/update_02/expert_change_rate": 0.06, "actor/routing/engine_kl_k3": 1e-9,
+         "actor/routing/engine_expert_change_rate": 0.03, "actor/routing/engine_expert_change_rate/layer_01": 0.03,
          "critic/score/mean": 0.5, "val-core/moe_rl/acc/mean@1": 0.25, "val-aux/moe_rl/reward/mean@1": 0.375,
          "timing_s/step": 2.0, "actor/grad_norm": None}
 
@@ -161,6 +164,7 @@ def test_a_log_becomes_rows(tmp_path):
     assert rows["steps"] == [
         {"step": 0, "eval_exact_greedy": 0.125},
         {"step": 1, "reward": 0.5, "own_pull": 0.25, "own_token_ess": 0.9, "own_coverage": 1.0, "engine_kl_k3": 1e-9,
+         "engine_expert_change_rate": 0.03,
          "expert_change_rate": 0.15, "eval_exact_greedy": 0.25, "eval_reward_greedy": 0.375, "seconds_step": 2.0}]
     assert rows["updates"] == [{"step": 1, "update": 1, "token_ess": 1.0},
                                {"step": 1, "update": 2, "token_ess": 0.8, "expert_change_rate": 0.06}]
@@ -262,9 +266,11 @@ def test_a_run_that_somebody_made_by_hand_is_drawn(tmp_path, monkeypatch, capsys
     assert "reward, " in out and "second half" in out and "no figure" not in out
     assert {file.stem for file in (tmp_path / "runs/mine/figures").iterdir()} >= {"learning", "expert_change"}
     assert main(["report", "runs/mine"]) == 0 and main(["runs", "show", "runs/mine/gspo/base/seed=0"]) == 0
-    assert main(["runs", "import", "gsm8k.jsonl", "--to", "runs/mine/gspo/base/seed=0"]) == 2
-    assert main(["runs", "import", "none.jsonl", "--to", "runs/mine/gspo/base/seed=1"]) == 2
-    assert "log none.jsonl not found" in capsys.readouterr().err
+    capsys.readouterr()
+    for log, seed, message in (("gsm8k", 0, "runs/mine/gspo/base/seed=0 already exists. Give a new folder."),
+                               ("none", 1, "log none.jsonl not found")):
+        assert main(["runs", "import", f"{log}.jsonl", "--to", f"runs/mine/gspo/base/seed={seed}"]) == 2
+        assert capsys.readouterr().err == f"moe-rl: {message}\n"
 
 
 def test_an_imported_run_claims_no_settings_and_cannot_be_run_again(tmp_path, monkeypatch, capsys):
@@ -304,6 +310,7 @@ def test_rollouts_that_verl_wrote_are_read(tmp_path, monkeypatch, capsys):
     assert "nan" not in out and "clipped" not in out and "furthest" not in out
     assert main(["runs", "read", "runs/mine/gspo/base/seed=0", "--page", "read.html"]) == 0
     assert "NaN" not in (tmp_path / "read.html").read_text().partition("<script>")[0]
+    assert [row["reward"] for row in read_rollouts(tmp_path / "dump", 2, 3)] == [0.25, 0.5, 0, 14 / 32, 28 / 32]
     with pytest.raises(ConfigError, match="contains no file N.jsonl of a step from 1 to 2"):
         read_rollouts(tmp_path, 2)
     (tmp_path / "dump" / "1.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
@@ -318,8 +325,6 @@ def test_options_of_a_trainer_reach_it_and_what_is_beside_it(tmp_path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     assert load("own_with_options:execute(lag=3)")("run") == ("run", 3)
     assert load("own_with_options:execute")("run") == ("run", 1)
-
-
 
 
 def test_names_and_numbers_of_a_log_that_are_no_measurements_change_no_row(tmp_path):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
+from transformers import Qwen3MoeForCausalLM
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.routing import layout_of, record_routing
+from tests.routing import families
 from tests.verl.worker_inputs import actor_loss, batch, engine, score, update, with_old_policy
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -60,6 +65,20 @@ def test_without_replay_routes_are_free_and_coverage_says_so(checkpoint):
     assert metrics["routing/coverage"] == [0.0] and "routing/pull" not in metrics
     assert metrics["routing/token_log_ratio_var"] == [0.0] and metrics["routing/load_max_violation"][0] > 0
     assert {f"routing/load_max_violation/layer_0{layer}" for layer in range(3)} <= metrics.keys()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_replay_and_measurements_go_with_verl_s_fused_kernels(checkpoint, packed, monkeypatch):
+    """They replace the forward of the model's class."""
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "forward", Qwen3MoeForCausalLM.forward)  # puts it back
+    data, found = batch(64, packed=packed), []
+    for fused in (False, True):
+        tu.assign_non_tensor(data, use_fused_kernels=fused)
+        made = engine(checkpoint, {"mode": "R2", "measured_sequences": 2}, fused=fused)
+        found.append(update(made, with_old_policy(data, score(made, data))))
+    assert found[1]["routing/pull"] == [0.0] and found[1]["routing/coverage"] == [1.0]
+    for name in ("expert_change_rate", "load_entropy", "token_ess"):
+        assert found[1][f"routing/{name}"] == pytest.approx(found[0][f"routing/{name}"], abs=1e-6), name
 
 
 def random_routes(data, seed=5):
@@ -138,7 +157,7 @@ def test_routes_in_the_batch_are_measured_with_every_engine(checkpoint):
     expected, metrics = update(ours, data), update(theirs, data)
     assert metrics["routing/coverage"] == [1.0] and metrics["grad_norm"] > 0
     loads = [name for name in expected if "/load_" in name]
-    assert len(loads) == 3 + 3 and [metrics[name] for name in loads] == [expected[name] for name in loads]
+    assert len(loads) == 4 + 3 and [metrics[name] for name in loads] == [expected[name] for name in loads]
     without, off = with_old_policy(batch(64), {"log_probs": found["log_probs"]}), engine(
         checkpoint, kind=FSDPEngineWithLMHead)
     for metrics in (update(theirs, without), update(off, data)):  # no routes; routes that nobody replays
@@ -237,6 +256,16 @@ def test_a_dense_model_is_refused(tmp_path):
         engine(tmp_path, {"mode": "R2"})
 
 
+def test_sequences_cut_over_ranks_and_two_routers_in_a_layer_are_refused(checkpoint, tmp_path):
+    made = engine(checkpoint)
+    made.ulysses_sequence_parallel_size = 2  # as verl's own initialisation finds it on two ranks
+    with pytest.raises(ConfigError, match="ulysses_sequence_parallel_size=2.*Set it to 1"):
+        made.initialize()
+    families.build(next(one for one in families.FAMILIES if one.model_type == "jetmoe")).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="two routers.*room for one. Switch moe_rl off"):
+        engine(tmp_path, {"mode": "R2"})
+
+
 def test_ratios_are_measured_as_our_trainer_measures_them(checkpoint):
     from moe_rl.metrics.ratios import engine_gap, ratio_statistics
 
@@ -262,7 +291,7 @@ def test_ratios_are_measured_as_our_trainer_measures_them(checkpoint):
 @pytest.mark.parametrize("settings", LAYOUTS[:2], ids=str)
 def test_expert_change_is_measured_on_fixed_tokens_and_changes_nothing(checkpoint, settings):
     from moe_rl.integrations.verl import fields
-    from moe_rl.metrics.volatility import route_change
+    from moe_rl.metrics.volatility import response_change, route_change
     from tests.verl.worker_inputs import RESPONSES
 
     data = batch(64, **settings)
@@ -271,16 +300,46 @@ def test_expert_change_is_measured_on_fixed_tokens_and_changes_nothing(checkpoin
     old = with_old_policy(data, score(measured, data))
     for _ in range(2):
         before = score(twin, data)["routed_experts"].unbind()[:3]
+        began = time.perf_counter()
         metrics = update(measured, old)
+        assert 0 < metrics["routing/measure_seconds"][0] < time.perf_counter() - began
         reference = update(plain, old)
         assert metrics["grad_norm"] == reference["grad_norm"]
         twin.module.load_state_dict(plain.module.state_dict())
         after = score(twin, data)["routed_experts"].unbind()[:3]
-        decides = fields.deciding_tokens(data)[: data["input_ids"].offsets()[3]]
-        change = route_change(torch.cat(before)[None].long(), torch.cat(after)[None].long(), decides[None]).row()
-        for name in ("expert_change_rate", "any_change_rate", "any_layer_change"):
-            assert metrics[f"routing/{name}"][0] == pytest.approx(change[name])
-        assert change["expert_change_rate"] > 0 and int(decides.sum()) == sum(RESPONSES[:3])
+        decides = fields.deciding_tokens(data).split(data["input_ids"].offsets().diff().tolist())[:3]
+        one, other, mask = (torch.nn.utils.rnn.pad_sequence([*rows], batch_first=True)
+                            for rows in (before, after, decides))
+        change = route_change(one, other, mask).row() | response_change(one, other, mask, 8).row()
+        for name in ("expert_change_rate", "any_change_rate", "any_layer_change", "jaccard_distance", "layers_changed",
+                     "response_set_change", "response_usage_change"):
+            assert metrics[f"routing/{name}"][0] == pytest.approx(change[name]), name
+        assert change["expert_change_rate"] > 0 and int(mask.sum()) == sum(RESPONSES[:3])
+
+
+@pytest.mark.parametrize("mode", ["R3", "disabled"])
+def test_the_engine_s_routes_are_compared_with_the_natural_ones_before_the_first_update(checkpoint, mode):
+    """By hand, on the 5 + 9 response tokens of two sequences at three layers."""
+    data = batch(64, packed=False)
+    natural = score(engine(checkpoint, {"mode": "R2"}), data)["routed_experts"]
+    ids, start = natural.values().clone().clamp(min=0), data["prompts"].offsets().diff().tolist()
+    second = int(natural.offsets()[1])
+    others = [[next(e for e in range(8) if e not in row), *row[1:]] for row in ids[:, 0].tolist()]
+    ids[start[0], 0] = torch.tensor(others[start[0]]).short()  # a response token: one of two experts
+    ids[second + start[1] - 1, 1:] = (ids[second + start[1] - 1, 1:] + 4) % 8  # the last of a prompt decides, too
+    ids[second + start[1] + 2] = 0  # not reported
+    for uncounted in (0, second, int(natural.offsets()[2]) + 3):  # prompts, and a sequence that is not measured
+        ids[uncounted, 0] = torch.tensor(others[uncounted]).short()
+    moved = ids[second + start[1] - 1, 1:], natural.values()[second + start[1] - 1, 1:]
+    lost = sum(len({*old.tolist()} - {*new.tolist()}) / 2 for new, old in zip(*moved, strict=True))
+    data["routed_experts"] = torch.nested.nested_tensor_from_jagged(ids, natural.offsets())
+    made = engine(checkpoint, {"mode": mode, "measured_sequences": 2})
+    data = with_old_policy(data, score(made, data))
+    first, second = update(made, data), update(made, data)
+    assert first["routing/engine_expert_change_rate"] == [pytest.approx((0.5 + lost) / (13 * 3))]
+    assert first["routing/engine_any_change_rate"] == [pytest.approx(3 / (13 * 3))]
+    assert first["routing/engine_any_layer_change"] == [pytest.approx(2 / 13)]
+    assert not [name for name in second if "engine_" in name], "the weights are other ones from here on"
 
 
 def test_each_update_is_logged_and_what_a_step_changes_as_a_whole(checkpoint):

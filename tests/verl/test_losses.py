@@ -29,14 +29,22 @@ PAIRS = [  # our arm, verl's loss, how tokens weigh, verl's settings
     ("sapo(tau_pos=2.0,tau_neg=3.0)", "sapo", MEAN, dict(tau_pos=2.0, tau_neg=3.0)),
     ("cispo(clip_low=0.1,clip_high=0.2)", "cispo", TOKENS, dict(clip_ratio_low=0.1)),
     ("gmpo(clip_low=0.1,clip_high=0.15)", "geo_mean", MEAN, dict(clip_ratio_low=0.1, clip_ratio_high=0.15)),
+    ("dppo(kind=tv,low=0.02,high=0.03,cap=1.2)+anchor=policy", "dppo_tv", TOKENS,
+     dict(clip_ratio_low=0.02, clip_ratio_high=0.03, clip_ratio_c=1.2)),
+    ("dppo(kind=kl,low=0.001,high=0.002,cap=1.2)+anchor=policy", "dppo_kl", TOKENS,
+     dict(clip_ratio_low=0.001, clip_ratio_high=0.002, clip_ratio_c=1.2)),
+    ("reinforce+aggregate=token_mean", "gpg", TOKENS, {}),
+    ("reinforce+kl(coef=0.5,estimator=k2,against=old)+aggregate=token_mean", "dro", TOKENS, {}),
 ]
+OTHER_VALUES = {"cispo", "dppo_tv", "dppo_kl"}
+"""The values of these are those of another function with the same gradient."""
 
 
 def inputs(seed=0):
-    """Log-probs of eight responses of up to twelve tokens, ratios well beyond every clip range, one empty response."""
+    """Log-probs of eight responses of up to twelve tokens, ratios well beyond every clip range."""
     draw = torch.Generator().manual_seed(seed)
-    old = torch.randn(8, 12, generator=draw) - 2
-    new = old + 0.3 * torch.randn(8, 12, generator=draw)
+    old = (torch.randn(8, 12, generator=draw) - 2).clamp(max=-0.1)
+    new = (old + 0.3 * torch.randn(8, 12, generator=draw)).clamp(max=-0.01)
     mask = torch.arange(12)[None] < torch.tensor([12, 3, 7, 1, 12, 5, 9, 4])[:, None]
     advantages = torch.randn(8, 1, generator=draw).expand(8, 12) * mask
     return old, new, advantages, mask
@@ -45,18 +53,17 @@ def inputs(seed=0):
 def value_and_gradient(name, cuts, aggregation, settings, weights=None):
     """The loss of a mini-batch that is cut into micro-batches, and its gradient, on one of two ranks."""
     old, new, advantages, mask = inputs()
-    config = FSDPActorConfig(strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=1, clip_ratio_c=3.0,
-                             policy_loss=PolicyLossConfig(), **settings)
-    whole = {} if name in ("geo_mean", "moe_rl:gmpo(clip_low=0.1,clip_high=0.15)") else dict(
-        dp_size=2, batch_num_tokens=2 * int(mask.sum()), global_batch_size=2 * len(mask))
-    config.global_batch_info.update(**whole, loss_scale_factor=settings.get("loss_scale_factor"))
+    config = FSDPActorConfig(strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=1,
+                             policy_loss=PolicyLossConfig(dro_beta=0.5), **{"clip_ratio_c": 3.0} | settings)
+    config.global_batch_info.update(dp_size=2, batch_num_tokens=2 * int(mask.sum()), global_batch_size=2 * len(mask),
+                                    loss_scale_factor=settings.get("loss_scale_factor"))
     logprobs, total = new.clone().requires_grad_(), 0.0
     for cut in cuts:
         loss, metrics = get_policy_loss_fn(name)(
             old_log_prob=old[cut], log_prob=logprobs[cut], advantages=advantages[cut], response_mask=mask[cut],
             loss_agg_mode=aggregation, config=config,
             rollout_is_weights=None if weights is None else weights[cut])
-        assert {"actor/ppo_kl", "actor/pg_clipfrac"} <= metrics.keys()
+        assert {"actor/ppo_kl", "actor/pg_clipfrac"} <= metrics.keys() or name in ("gpg", "dro")
         loss.backward()
         total += loss.item()
     return total, logprobs.grad
@@ -68,12 +75,13 @@ def test_equal_to_verl_s_own(arm, theirs, aggregation, settings, weighed):
     name = f"moe_rl:{arm}"
     register(name)
     weights = None
-    if weighed and theirs != "geo_mean" and not arm.startswith("gspo("):  # there, weights are of whole sequences
+    if weighed and theirs not in ("geo_mean", "dro") and not arm.startswith("gspo("):  # whose weights are otherwise
         weights = torch.rand(8, 12, generator=torch.Generator().manual_seed(1)) + 0.5
-    cuts = [slice(0, 8)] if theirs == "geo_mean" else [slice(0, 3), slice(3, 8)]
-    (mine, my_gradient), (other, gradient) = (
-        value_and_gradient(n, cuts, aggregation, settings, weights) for n in (name, theirs))
-    if theirs != "cispo":  # its value is that of another function with the same gradient
+    parts = [slice(0, 3), slice(3, 8)]
+    mine, my_gradient = value_and_gradient(name, parts, aggregation, settings, weights)
+    other, gradient = value_and_gradient(  # verl's GMPO adds the means of micro-batches up
+        theirs, [slice(0, 8)] if theirs == "geo_mean" else parts, aggregation, settings, weights)
+    if theirs not in OTHER_VALUES:
         assert mine == pytest.approx(other, abs=1e-6, rel=1e-6)
     torch.testing.assert_close(my_gradient, gradient, atol=1e-7, rtol=2e-6)
     assert float(gradient.abs().max()) > 0

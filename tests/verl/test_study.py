@@ -25,7 +25,7 @@ study = Study(
     base=RunConfig(
         arm=Arm(name="any"), model=ModelConfig(name={model!r}), cold_start=ColdStart(target=0), steps=4,
         task=Component("tests.verl.reward:Digits", digits=2), optimizer=Optimizer(lr=1e-2), save_every=2,
-        measure=Measure(responses=4), prompts_per_step=4, group_size=4, mini_batches=2, max_new_tokens=8,
+        measure=Measure(responses=4, rollouts=5), prompts_per_step=4, group_size=4, mini_batches=2, max_new_tokens=8,
         eval_prompts=8, eval_every=4, engine="tests.verl.rollout_server:hugging_face"))
 """
 MACHINE = ("ray_kwargs.ray_init.num_gpus=1", "ray_kwargs.ray_init.num_cpus=6", "reward.num_workers=1",
@@ -44,7 +44,7 @@ def kill_the_worker(process, log, step):
 
 
 def test_a_study_is_run_by_verl_and_read_into_our_tables(assets, tmp_path):
-    from moe_rl.storage.frames import load_study
+    from moe_rl.storage.frames import load_study, read_table
 
     (tmp_path / "declared.py").write_text(DECLARED.format(model=str(assets / "model")))
     words = ["run", "declared.py", "--trainer", "verl", *(w for text in MACHINE for w in ("--set", f"verl.{text}"))]
@@ -80,4 +80,6 @@ def test_a_study_is_run_by_verl_and_read_into_our_tables(assets, tmp_path):
     assert [*frames["layers"]["layer"].unique()] == [0, 1, 2] and len(frames["layers"]) == 4 * 3
     by_step = frames["layers"].groupby("step")["expert_change_rate"].mean()
     assert by_step.tolist() == pytest.approx(steps["expert_change_rate"][1:].tolist(), rel=1e-9)
+    read = read_table(folder, "rollouts")
+    assert read.groupby("step").size().to_dict() == dict.fromkeys((1, 2, 3, 4), 5)
     assert "loss" not in updates and "replay_gap_std" not in steps, "verl does not measure it"

@@ -41,14 +41,16 @@ def batch(vocabulary, seed=0, prompts=PROMPTS, responses=RESPONSES, packed=True,
 
 
 def engine(path, replay=None, checkpointing=False, learning_rate=1e-2, strategy="fsdp2", lora=0, forward_only=False,
-           kind=None, **settings):
+           kind=None, attention="sdpa", optimizer=None, fused=False, **settings):
     """The engine that verl's registry gives for a checkpoint; or of this `kind`."""
     model = HFModelConfig(path=str(path), load_tokenizer=False, use_remove_padding=True, lora_rank=lora,
                           target_modules=["q_proj", "v_proj"], enable_gradient_checkpointing=checkpointing,
-                          override_config={"attn_implementation": "sdpa"})
+                          override_config={"attn_implementation": attention}, use_fused_kernels=fused,
+                          fused_kernel_options={"impl_backend": "torch"})
     config = FSDPEngineConfig(strategy=strategy, use_torch_compile=False, mixed_precision=SINGLE, model_dtype="fp32",
                               forward_only=forward_only, **({"router_replay": replay} if replay else {}), **settings)
-    optimizer = FSDPOptimizerConfig(lr=learning_rate, total_training_steps=10, lr_warmup_steps=0)
+    optimizer = FSDPOptimizerConfig(**{"lr": learning_rate, "total_training_steps": 10, "lr_warmup_steps": 0,
+                                       **(optimizer or {})})
     parts = {"model_config": model, "engine_config": config, "optimizer_config": optimizer,
              "checkpoint_config": CheckpointConfig()}
     made = kind(**parts) if kind else EngineRegistry.new(model_type="language_model", backend=strategy, **parts)

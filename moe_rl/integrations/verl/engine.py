@@ -32,14 +32,17 @@ from moe_rl.routing import RoutingTrace, layout_of, record_routing, replay_routi
 from moe_rl.routing.ids import used
 
 RECORD, REPLAY = "record", "replay"
+COMPARED = 64
+"""Tokens of the two sequences that show whether packed sequences are kept apart."""
 
 
 class RoutingFSDPEngine(FSDPEngineWithLMHead):
     """Replays and measures as `router_replay` of the engine's configuration says (`Mode`); a reference model is left
     alone.
 
-    Raises ConfigError for settings that would hide or move tokens from the hooks, and RoutingError for a model that
-    does not route, for a batch without the routes that the mode needs, and for an update in which no route is known.
+    Raises ConfigError for settings that would hide or move tokens from the hooks and for packed sequences that read one
+    another, and RoutingError for a model that does not route, for a batch without the routes that the mode needs, and
+    for an update in which no route is known.
     """
 
     def initialize(self) -> None:
@@ -47,7 +50,7 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
         self._moe_mode = Mode.of(self.engine_config.router_replay)
         self._moe_phase, self._moe_training, self._moe_scope = "", False, ExitStack()
         self._moe_fixed: tuple[TensorDict, Tensor] | None = None
-        self._moe_updates = 0
+        self._moe_updates, self._moe_apart = 0, False
         if not self._moe_off and self.ulysses_sequence_parallel_size > 1:
             raise ConfigError(f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}: moe_rl cannot "
                               "split routing along sequences. Set it to 1, or switch moe_rl off.")
@@ -88,34 +91,44 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
 
     def _measured_update(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
         """An update, with what it changes of the routes of some sequences."""
-        began = time.perf_counter()
+        began, row = time.perf_counter(), {}
         if self._moe_fixed is None:
             subset = _first_sequences(data, self._moe_mode.measured_sequences)
             self._moe_began = self._natural_routes(subset)
             self._moe_fixed = subset, self._moe_began
+            if self._moe_mode.routes in ("", "reported") and fields.ROUTES in subset:  # at equal weights
+                engine = fields.read_routes(subset, self._moe_layout, self._moe_layers, reported=True)
+                found = self._changes(subset, self._moe_began, engine.to(self._moe_began.device))
+                row = {f"routing/engine_{name}": found[f"routing/{name}"] for name in measure.OF_ENGINE
+                       if f"routing/{name}" in found}
         subset, before = self._moe_fixed
         spent = time.perf_counter() - began
         output = super().train_batch(data, loss_function)
         began = time.perf_counter()
         after = self._natural_routes(subset)
-        self._moe_fixed, decides = (subset, after), fields.deciding_tokens(subset).to(before.device)
-        row = self._changes(before, after, decides)
+        self._moe_fixed = subset, after
+        row |= self._changes(subset, before, after)
         if self._moe_number + 1 == self._moe_mode.updates_per_step:
-            whole = self._changes(self._moe_began, after, decides)
+            whole = self._changes(subset, self._moe_began, after)
             row |= {name.replace("/", "/step_", 1): value for name, value in whole.items()}
         row["routing/measure_seconds"] = spent + time.perf_counter() - began
         output["metrics"] |= {name: [value] for name, value in row.items()}
         return output
 
-    def _changes(self, before: Tensor, after: Tensor, decides: Tensor) -> dict[str, float]:
-        sums = measure.Sums()
-        measure.add_change(sums, before, after, decides)
+    def _changes(self, subset: TensorDict, before: Tensor, after: Tensor, counted: Tensor | None = None
+                 ) -> dict[str, float]:
+        """Of the tokens that decide a response, or of those that are `counted`."""
+        sums, mask = measure.Sums(), fields.padded_mask(subset).to(before.device)
+        old, new = (fields.spread(ids, mask, self._moe_layout.unknown) for ids in (before, after))
+        decides = fields.deciding_tokens(subset) if counted is None else counted
+        measure.add_change(sums, old, new, fields.spread(decides.to(mask.device), mask), self._moe_layout)
         return measure.row_of(sums.reduced(), self._moe_layout)
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
         register_named(loss_function)
         if self._moe_off:
             return super().forward_backward_batch(data, loss_function, forward_only)
+        self._require_apart(data)
         self._moe_training, self._moe_sums = not forward_only, measure.Sums()
         if forward_only:
             self._moe_fixed = None  # the log-probs of π_old are scored once per step: other tokens from here on
@@ -242,12 +255,45 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
                 self.module(**inputs, use_cache=False)
             return recording.take().unflatten(0, tuple(mask.shape))[mask]
 
+    def _require_apart(self, data: TensorDict) -> None:
+        """Once, on sequences that are packed: raise ConfigError where one changes the routes of the one after it. Such
+        models do not pass position ids on to their masks, or carry a state along. How far rounding moves routes is seen
+        at the first of two sequences, which cannot read the second."""
+        packed = tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True)
+        if self._moe_apart or not packed or len(data) < 2 or data["position_ids"].dim() == 3:  # which images have
+            return
+        first, second = (row[:COMPARED] for row in data["input_ids"].unbind()[:2])
+        original = _packed(data, first, second)
+        routes, changes = self._natural_routes(original), []
+        for pair, read in (((first, second.flip(0)), [True, False]), ((first.flip(0), second), [False, True])):
+            compared = torch.tensor(read).repeat_interleave(torch.tensor([len(first), len(second)]))
+            found = self._changes(original, routes, self._natural_routes(_packed(data, *pair)), compared)
+            changes.append(found["routing/any_change_rate"])
+        if changes[1] > 4 * changes[0] + 0.01:
+            raise ConfigError(f"a sequence changes {changes[1]:.0%} of the routes of the next one in its micro-batch: "
+                              "this model with this attention cannot take packed sequences. Set "
+                              "model.use_remove_padding=False.")
+        self._moe_apart = True
+
+
+def _packed(data: TensorDict, *sequences: Tensor) -> TensorDict:
+    """What a forward as that of `data` reads of sequences in one row."""
+    ids, places = (torch.nested.as_nested_tensor(list(rows), layout=torch.jagged) for rows in (
+        sequences, [torch.arange(len(x), device=x.device) for x in sequences]))
+    return _as_in(data, TensorDict({"input_ids": ids, "position_ids": places}, batch_size=[len(sequences)]))
+
 
 def _first_sequences(data: TensorDict, count: int) -> TensorDict:
     """The first sequences of a mini-batch, with what a forward reads."""
     names = ("input_ids", "position_ids", "loss_mask", "responses", "prompts", "attention_mask",
-             "multi_modal_inputs")
+             "multi_modal_inputs", fields.ROUTES)
     subset = tu.index_select_tensor_dict(data.select(*names, strict=False), list(range(min(count, data.shape[0]))))
-    packed = tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True)
-    tu.assign_non_tensor(subset, temperature=1.0, use_remove_padding=packed, pad_token_id=0, use_fused_kernels=False)
+    return _as_in(data, subset)
+
+
+def _as_in(data: TensorDict, subset: TensorDict) -> TensorDict:
+    """The subset with the settings of a forward that `data` has. verl's fused kernels replace that of the model."""
+    packed, fused = (tu.get_non_tensor_data(data=data, key=key, default=default)
+                     for key, default in (("use_remove_padding", True), ("use_fused_kernels", False)))
+    tu.assign_non_tensor(subset, temperature=1.0, use_remove_padding=packed, pad_token_id=0, use_fused_kernels=fused)
     return subset

@@ -23,7 +23,8 @@ STEPS = {
     "critic/score/mean": "reward", "response_length/mean": "response_tokens", "actor/grad_norm": "grad_norm",
     "timing_s/gen": "seconds_sample", "timing_s/old_log_prob": "seconds_score", "timing_s/testing": "seconds_evaluate",
     "timing_s/update_actor": "seconds_update", "timing_s/step": "seconds_step",
-    **{f"actor/routing/engine_{name}": f"engine_{name}" for name in ("kl_k3", "logprob_mean", "beyond_2")},
+    **{f"actor/routing/engine_{name}": f"engine_{name}" for name in (
+        "kl_k3", "logprob_mean", "beyond_2", "expert_change_rate", "any_change_rate", "any_layer_change")},
     "actor/pg_clipfrac": "own_pg_clipfrac", "actor/ppo_kl": "own_ppo_kl", "actor/entropy": "own_entropy",
     "response_length/clip_ratio": "own_clip_ratio",
 }  # fmt: skip

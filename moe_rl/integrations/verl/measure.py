@@ -11,13 +11,15 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from moe_rl.metrics.volatility import Load, load_statistics, route_change
+from moe_rl.metrics.volatility import Load, changes, load_statistics, route_change
 from moe_rl.routing import Layout
 from moe_rl.routing.ids import used
 
 Ids = Integer[Tensor, "tokens site k"]
 Tokens = Bool[Tensor, " tokens"]
-CHANGES = ("expert_change_rate", "any_change_rate", "any_layer_change")
+CHANGE = "change_"
+OF_ENGINE = ("expert_change_rate", "any_change_rate", "any_layer_change")
+"""What our columns compare between engine and trainer."""
 
 
 class Sums:
@@ -64,12 +66,13 @@ def add_ratios(sums: Sums, name: str, log_ratio: Float[Tensor, "batch time"], ma
             sums.add(f"{name}_{level}_{moment}", torch.where(counts, value, 0).sum())
 
 
-def add_change(sums: Sums, before: Ids, after: Ids, decides: Tokens) -> None:
-    """Volatility of the same tokens before and after an update, or a step."""
-    means = route_change(before[None], after[None], decides[None])._means()
-    for name in CHANGES:
-        sums.add(f"change_{name}", means[name][0])
-        sums.add(f"change_{name}_n", means[name][1])
+def add_change(sums: Sums, before: Integer[Tensor, "batch time site k"], after: Integer[Tensor, "batch time site k"],
+               decides: Bool[Tensor, "batch time"], layout: Layout) -> None:
+    """Volatility of the same tokens before and after an update, or a step; of the trainer and the engine."""
+    for found in changes(before, after, decides, layout):
+        for name, (change, n) in found._means().items():
+            sums.add(CHANGE + name, change)
+            sums.add(f"n_{CHANGE}{name}", n)
 
 
 def row_of(sums: Mapping[str, Tensor], layout: Layout) -> dict[str, float]:
@@ -80,7 +83,7 @@ def row_of(sums: Mapping[str, Tensor], layout: Layout) -> dict[str, float]:
         row["pull"] = sums["pull_changed"] / sums["pull_n"]
     if "load" in sums:
         load = Load(sums["load"], tuple(site.num_experts for site in layout.sites))
-        row |= {name: load.row()[name] for name in ("load_entropy", "load_max_violation", "load_dead_experts")}
+        row |= load.row()
         for site, found in zip(layout.sites, load.site_rows(), strict=True):
             row[f"load_max_violation/layer_{site.decoder_layer:02d}"] = found["load_max_violation"]
     for level in ("token", "sequence"):
@@ -90,10 +93,10 @@ def row_of(sums: Mapping[str, Tensor], layout: Layout) -> dict[str, float]:
         gap = _spread(sums, "engine_token")
         row["engine_logprob_mean"] = sums["engine_token_abs"] / sums["engine_token_n"]
         row |= {f"engine_{name}": gap[name] for name in ("kl_k3", "beyond_2")}
-    row |= {name: sums[f"change_{name}"].sum() / sums[f"change_{name}_n"].sum()
-            for name in CHANGES if f"change_{name}" in sums}
+    for name in [name for name in sums if name.startswith(CHANGE)]:
+        row[name.removeprefix(CHANGE)] = sums[name].sum() / sums[f"n_{name}"].sum()
     if "change_expert_change_rate" in sums:
-        shares = sums["change_expert_change_rate"] / sums["change_expert_change_rate_n"]
+        shares = sums["change_expert_change_rate"] / sums["n_change_expert_change_rate"]
         row |= {f"expert_change_rate/layer_{site.decoder_layer:02d}": share
                 for site, share in zip(layout.sites, shares.tolist(), strict=True)}
     return {f"routing/{name}": float(value) for name, value in row.items() if not math.isnan(float(value))}

@@ -15,21 +15,19 @@ from typing import Any
 from moe_rl.errors import ConfigError
 from moe_rl.tasks.json_lines import objects
 
-KEPT = 8
-"""Responses of a step, at equal distances in the order of their scores, the lowest and the highest included."""
 
-
-def read_rollouts(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """Rows of the steps 1 to `steps`. Raises ConfigError where there is none, and for a line of another form."""
+def read_rollouts(folder: Path, steps: int, kept: int = 8) -> list[dict[str, Any]]:
+    """Rows of the steps 1 to `steps`: `kept` responses of each, at equal distances in the order of their scores, the
+    lowest and the highest included. Raises ConfigError where there is none, and for a line of another form."""
     files = {int(file.stem): file for file in folder.glob("*.jsonl") if re.fullmatch(r"\d+", file.stem)}
     wanted = [(step, files[step]) for step in sorted(files) if 0 < step <= steps]
     if not wanted:
         raise ConfigError(f"{folder} contains no file N.jsonl of a step from 1 to {steps}. Give verl's "
                           "rollout_data_dir.")
-    return [row for step, file in wanted for row in _rows(step, file)]
+    return [row for step, file in wanted for row in _rows(step, file, kept)]
 
 
-def _rows(step: int, file: Path) -> list[dict[str, Any]]:
+def _rows(step: int, file: Path, kept: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     prompts: dict[str, int] = {}
     for where, _, entry in objects(file):
@@ -44,5 +42,5 @@ def _rows(step: int, file: Path) -> list[dict[str, Any]]:
     if not found:
         raise ConfigError(f"{file} is empty. Restore it, or remove it.")
     ranked = sorted(found, key=lambda row: row["reward"])
-    places = {round(place * (len(ranked) - 1) / (KEPT - 1)) for place in range(KEPT)}
+    places = {round(place * (len(ranked) - 1) / max(1, kept - 1)) for place in range(kept)}
     return [ranked[place] for place in sorted(places)]

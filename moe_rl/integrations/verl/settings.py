@@ -24,11 +24,11 @@ TRANSLATED = {
     "micro_batch_tokens", "activation_checkpointing", "temperature", "max_new_tokens", "eval_every", "eval_prompts",
     "save_every", "engine", "model.name", "model.device", "model.dtype", "optimizer.lr", "optimizer.betas",
     "optimizer.eps", "optimizer.weight_decay", "optimizer.grad_clip", "measure.responses",
-    *(f"arm.{field}" for field in ("name", "loss", "aggregate", "corrections", "filters", "terms", "advantage",
-                                   "routes", "anchor")),
+    "measure.rollouts", "arm.name", "arm.loss", "arm.aggregate", "arm.corrections", "arm.filters", "arm.terms",
+    "arm.advantage", "arm.routes", "arm.anchor",
 }  # fmt: skip
 """Settings that become settings of verl."""
-WITHOUT_EFFECT = {"measure.detail_every", "measure.rollouts", "sampling_mask", "cold_start.seed",
+WITHOUT_EFFECT = {"measure.detail_every", "sampling_mask", "cold_start.seed",
                   "cold_start.max_steps", "cold_start.batch_size", "cold_start.lr"}
 """Settings of what verl does not measure, and of what is off."""
 ONLY: dict[str, tuple[Any, ...]] = {"cold_start.target": (0,), "policy": (Component("hf"), Component("fsdp"))}
@@ -184,6 +184,7 @@ def _decided(run: RunConfig, data: Data, folder: Path) -> dict[str, Any]:
         "device": run.model.device.partition(":")[0], "logger": ["console", "file"], "total_epochs": 1,
         "total_training_steps": run.steps, "val_before_train": True, "test_freq": run.eval_every,
         "save_freq": run.save_every, "resume_mode": "auto", "default_local_dir": f"{folder / 'checkpoints'}",
+        "rollout_data_dir": f"{folder / 'rollouts'}" if run.measure.rollouts else None,
     }  # fmt: skip
     algorithm = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": True, "use_kl_in_reward": False,
                  "rollout_correction.bypass_mode": run.arm.anchor == "engine"}

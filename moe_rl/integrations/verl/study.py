@@ -23,6 +23,7 @@ from moe_rl import ranks
 from moe_rl.config import RunConfig, plain
 from moe_rl.errors import ConfigError, RunError, Stopped
 from moe_rl.integrations.verl import log, reward
+from moe_rl.integrations.verl.rollouts import read_rollouts
 from moe_rl.integrations.verl.settings import Data, check_settings, overrides_of
 from moe_rl.registry import Component
 from moe_rl.storage.folder import RunFolder
@@ -79,6 +80,8 @@ def execute(run: RunConfig, folder: RunFolder, *, cache: Path, listen: Listener 
     rows = log.read_log(logs, active=True)
     if (last := rows["steps"][-1]["step"]) < run.steps:
         raise RunError(f"verl ended after step {last} of {run.steps}. {printed}")
+    if run.measure.rollouts:
+        rows["rollouts"] = read_rollouts(place / "rollouts", run.steps, run.measure.rollouts)
     for table, found in rows.items():
         folder.add(table, [row for row in found if row["step"] > folder.step or not folder.step])
     folder.commit(run.steps, lambda target: json.dump(f"{place / 'checkpoints'}", (target / "where.json").open("w")))
