@@ -9,6 +9,7 @@ from pathlib import Path
 
 from moe_rl.cli.verbs import DEVICE, DTYPE, TRUST_CODE, argument, verb
 from moe_rl.errors import ConfigError
+from moe_rl.storage.terminal import harmless
 
 EVALUATED = ("temperature", "top_p", "top_k", "min_p", "sampling_mask", "max_new_tokens", "stop", "model.device",
              "model.dtype", "model.router_dtype")
@@ -148,7 +149,7 @@ def view(options: argparse.Namespace) -> int:
         warnings.simplefilter("always", UserWarning)
         row = write_response_page(options.traces, options.out, row=options.row, tokenizer=options.tokenizer)
     for warning in heard:
-        print(f"warning: {warning.message}", file=sys.stderr)
+        print(f"warning: {harmless(str(warning.message))}", file=sys.stderr)
     print(f"{options.out}: response {row}; open it in a browser")
     return 0
 

@@ -340,8 +340,16 @@ def read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
     return content
 
 
+def replaced(file: Path) -> Path:
+    """A file that is about to be written in a folder that somebody may have sent: a link, which leads anywhere, is
+    removed."""
+    if file.is_symlink():
+        file.unlink()
+    return file
+
+
 def write_json(file: Path, content: Mapping[str, Any], durable: bool = True) -> None:
-    aside = file.with_name(f".tmp-{file.name}")
+    aside = replaced(file.with_name(f".tmp-{file.name}"))
     aside.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
     if durable:
         fsync(aside)

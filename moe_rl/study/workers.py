@@ -214,7 +214,7 @@ def environment() -> dict[str, str]:
 def start(planned: Planned, trainer: str, cache: Path, trackers: Sequence[str] = ()) -> subprocess.Popen:
     """Start the worker of one run; its output goes to `log.txt` in the run's folder."""
     planned.path.mkdir(parents=True, exist_ok=True)
-    with (planned.path / "log.txt").open("ab") as log:
+    with runs.replaced(planned.path / "log.txt").open("ab") as log:
         process = subprocess.Popen([sys.executable, "-P", "-m", "moe_rl", "work", "-", "0"], env=environment(),
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
     assert process.stdin is not None, "it is a pipe"
@@ -424,7 +424,7 @@ def _carry_out_planned(source: str, number: int, stopping: Callable[[], bool]) -
     if ranks.from_rank_0(lambda: attached or unfinished([planned], plan["mix_code"])[0]):
         if not attached and not ranks.rank():
             planned.path.mkdir(parents=True, exist_ok=True)
-            log = os.open(planned.path / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            log = os.open(runs.replaced(planned.path / "log.txt"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             os.dup2(log, 1)
             os.dup2(log, 2)
         carry_out(planned, plan["trainer"], Path(plan["cache"]), plan["trackers"], stopping=stopping)

@@ -24,13 +24,12 @@ from moe_rl.storage.frames import labels_of
   moe-rl plot runs/mine""",
 )
 def import_run(options: argparse.Namespace) -> int:
-    """Rows of a log, in a run folder: its settings, versions and machine are not recorded. Raises ConfigError for a
-    folder that is there."""
-    missing = [str(file) for file in options.log if not file.is_file()]
-    if missing or options.to.exists():
-        raise ConfigError(f"log {missing[0]} not found' if missing else f'{options.to} already exists. Give a new "
-                          "folder." if missing else
-                          f"{options.to} is there already; give a new folder")
+    """Rows of a log, in a run folder: its settings, versions and machine are not recorded. Raises ConfigError for a log
+    that is not there, and for a folder that is."""
+    if missing := [str(file) for file in options.log if not file.is_file()]:
+        raise ConfigError(f"log {missing[0]} not found")
+    if options.to.exists():
+        raise ConfigError(f"{options.to} already exists. Give a new folder.")
     rows, labels = read_log(options.log), labels_of(options.to)
     steps = rows["steps"][-1]["step"]
     if options.rollouts:
