@@ -178,6 +178,46 @@ def edit_rows(out, change):
     change(pd.read_parquet(file)).to_parquet(file)
 
 
+
+def drop_a_step(run: Path) -> None:
+    rows = pd.read_parquet(run / "steps.parquet")
+    rows[rows["step"] != 2].to_parquet(run / "steps.parquet")
+
+
+def drop_rewards(run: Path) -> None:
+    rows = pd.read_parquet(run / "steps.parquet")
+    rows.assign(reward=rows["reward"].where(rows["step"] != 3)).to_parquet(run / "steps.parquet")
+
+
+@pytest.mark.parametrize("damage, what", [
+    (drop_a_step, "finished 4 steps, but its table lacks 1 of them"),
+    (drop_rewards, "its reward is missing in 1 of its steps"),
+    (lambda run: (run / "layers.parquet").unlink(), "layers.parquet is missing, although the run has finished"),
+])
+@pytest.mark.parametrize("steps", ["4", "6"])
+def test_half_a_copy_does_not_count_as_finished(out, monkeypatch, capsys, forked_workers, damage, what, steps):
+    """Nor is it extended. What is whole runs, and says how many runs there were to do."""
+    monkeypatch.setattr("moe_rl.study.declaration.load_study_file", lambda name: STUDY)
+    command = ["run", "fake", "--seeds", "1", "--out", str(out), "--steps", steps]
+    damage(run := out / "fake" / "gspo" / "base" / "seed=0")
+    before = sorted(file.stat().st_mtime_ns for file in out.rglob("*"))
+    assert cli.main(command) == 2
+    said = capsys.readouterr().err
+    assert what in said and str(run) in said and "Restore it from a copy, or delete" in said
+    assert sorted(file.stat().st_mtime_ns for file in out.rglob("*")) == before, "and nothing was changed"
+    shutil.rmtree(run)
+    assert cli.main(command) == 0
+    assert f"3 runs, {2 if steps == '4' else 0} finished" in capsys.readouterr().out
+
+
+def test_a_finished_run_without_its_checkpoint_does_not_begin_anew(out, monkeypatch, capsys, forked_workers):
+    monkeypatch.setattr("moe_rl.study.declaration.load_study_file", lambda name: STUDY)
+    shutil.rmtree(out / "fake" / "gspo" / "base" / "seed=0" / "commit")
+    assert cli.main(["run", "fake", "--seeds", "1", "--out", str(out)]) == 0, "its numbers are there"
+    assert cli.main(["run", "fake", "--seeds", "1", "--out", str(out), "--steps", "6"]) == 2
+    assert "finished 4 steps, but its folder commit with the checkpoint is missing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("change, said", [
     (lambda rows: rows[rows["step"] != 2], "lacks 1 of them"),
     (lambda rows: rows.assign(reward=rows["reward"].where(rows["step"] != 1)),

@@ -14,7 +14,7 @@ import pandas as pd
 from moe_rl.config import hash_of
 from moe_rl.errors import RunError
 from moe_rl.storage.columns import TABLES, pooled, timing
-from moe_rl.storage.commits import read_parquet, read_rows
+from moe_rl.storage.commits import WRITTEN, read_parquet, read_rows
 from moe_rl.storage.comparable import require_comparable
 from moe_rl.storage.folder import ENDED, differing, folder_name, read_manifest, run_folders, state
 
@@ -174,18 +174,26 @@ def _require_whole(folder: Path, runs: pd.DataFrame, steps: pd.DataFrame) -> Non
             _require_rows("/".join(map(str, key)), run.step, rows[key])
 
 
+def require_whole(path: Path) -> None:
+    """Raise RunError where a run has finished and lacks rows of its steps, or a table, as half a copy does."""
+    manifest = read_manifest(path)
+    if manifest is not None and "finished" in manifest and "diverged" not in manifest:
+        tables = {name: read_table(path, name, beyond=False) for name in WRITTEN}
+        _require_rows(str(path), manifest["finished"], tables["steps"])
+
+
 def _require_rows(run: str, finished: int, steps: pd.DataFrame) -> None:
     """Raise RunError where a finished run lacks steps, as half a copy does, or has a reward that is no number. A
     trainer of one's own may log some steps only: one that never logs two in a row."""
     trained = steps[steps["step"] > 0].sort_values("step")
     if missing := _gaps(trained["step"], finished):
         raise RunError(f"{run} finished {finished} steps, but its table lacks {missing} of them. Restore it from a "
-                       "copy, or run it again.")
+                       "copy, or delete it and run it again.")
     if "reward" in trained:
         known = trained.dropna(subset=["reward"])["step"]
         if missing := _gaps(known, len(trained) if len(trained) == finished else 0):
             raise RunError(f"{run} finished, but its reward is missing in {missing} of its steps. Restore it from a "
-                           "copy, or run it again.")
+                           "copy, or delete it and run it again.")
 
 
 def _gaps(steps: pd.Series, finished: int) -> int:

@@ -124,12 +124,15 @@ def _alike(failures: Sequence[Failure], planned: Sequence[Planned]) -> bool:
 
 
 def unfinished(planned: Sequence[Planned], mix_code: bool, pooled: bool = True) -> list[bool]:
-    """Which runs are still to be carried out. Raises RunError for a folder that holds another run, or one of other
-    code or data unless `mix_code`, and, where they are to be `pooled`, for runs beside them, of the same study, that
+    """Which runs are still to be carried out. Raises RunError for a folder that holds another run, one that finished
+    and lacks rows, or one of other code or data unless `mix_code`, and, where they are to be `pooled`, for runs beside them, of the same study, that
     have other settings; nothing is touched then."""
+    from moe_rl.storage.frames import require_whole
+
     for p in planned:
         runs.check(p.path, p.config.to_dict(), p.config.hash)
         check_code(p.path, mix_code)
+        require_whole(p.path)
     if pooled and not mix_code:
         _require_equal_settings(planned)
     return [runs.state(p.path, p.config.steps)["state"] not in runs.ENDED for p in planned]
