@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from moe_rl import cli
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.results.printed import print_study
 from moe_rl.storage import folder as runs
+from moe_rl.storage import lock
 from moe_rl.storage.folder import RunFolder
 from moe_rl.storage.frames import load_study
 from moe_rl.storage.lock import Lock
@@ -208,6 +211,29 @@ def test_half_a_copy_does_not_count_as_finished(out, monkeypatch, capsys, forked
     shutil.rmtree(run)
     assert cli.main(command) == 0
     assert f"3 runs, {2 if steps == '4' else 0} finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", ["EROFS", "EACCES", "EPERM", "ENOLCK", "ENOTSUP", "ENOSYS"])
+@pytest.mark.parametrize("call", ["open", "flock"])
+def test_a_finished_run_on_a_disk_that_can_only_be_read_is_listed_as_finished(out, monkeypatch, capsys, number, call):
+    def refuse(*arguments):
+        raise OSError(code := getattr(errno, number), os.strerror(code), "lock")
+
+    if call == "flock":
+        monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    else:
+        real = Path.open
+        monkeypatch.setattr(Path, "open", lambda file, *how, **more: refuse() if file.name == "lock" and not how
+                            else real(file, *how, **more))
+    assert cli.main(["runs", "list", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert said.count(" finished ") == 3 and "running" not in said
+
+
+def test_a_run_at_work_is_listed_as_running(out, capsys):
+    with Lock(out / "fake" / "gspo" / "base" / "seed=0" / "lock"):
+        assert cli.main(["runs", "list", str(out)]) == 0
+    assert capsys.readouterr().out.count(" running") == 1
 
 
 def test_a_finished_run_without_its_checkpoint_does_not_begin_anew(out, monkeypatch, capsys, forked_workers):
