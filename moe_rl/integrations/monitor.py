@@ -29,7 +29,7 @@ from moe_rl.routing.ids import used
 from moe_rl.routing.intercept import hooked, tokens_noted
 from moe_rl.routing.sites import find_sites, make_layout, plain_name, token_readers
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.types import require_mask
+from moe_rl.types import require_logprobs, require_mask
 
 Row = dict[str, float]
 CORRECTION_BIAS = re.compile(r"(^|\.)(e_score_correction_bias|score_correction_bias|expert_bias)$")
@@ -242,6 +242,8 @@ class Monitor:
             raise ConfigError(f"log-probs {shapes[0]}, {whose} {shapes[1]} and the mask {shapes[2]} must have one "
                               "shape [batch, time]")
         require_mask(mask)
+        for given, of in ((logprobs, "log-probs"), (others, whose)):
+            require_logprobs(given, mask.to(given.device), of)
         if self.measures:
             gap = (logprobs.detach() - others.to(logprobs.device))[mask]
             if not bool(gap.isfinite().all()):

@@ -180,7 +180,7 @@ def row_of(model, rows, tokens):
         drift(model)
         with torch.no_grad(), replay_routing(model, recording.trace(tokens[rows], MASK[rows])):
             model(tokens[rows], attention_mask=MASK[rows])
-        monitor.engine(tokens[rows] / 50, tokens[rows] / 49, DECIDES[rows])
+        monitor.engine(-tokens[rows] / 50, -tokens[rows] / 49, DECIDES[rows])
     return monitor.row()
 
 
@@ -556,3 +556,14 @@ def test_the_load_of_a_padded_probe_is_that_of_its_tokens_alone(qwen):
         rows.append(monitor.row())
     assert rows[0]["expert_change_rate"] > 0
     close(*rows)
+
+
+@pytest.mark.parametrize("change", [torch.exp, torch.neg])
+def test_what_is_no_log_probability_is_refused(qwen, tokens, change):
+    monitor, honest = moe_rl.monitor(qwen), -torch.rand(4, 9)
+    with monitor:
+        for give in (monitor.engine, monitor.ratios):
+            give(honest, honest, MASK)
+            for pair in ((change(honest), honest), (honest, change(honest))):
+                with pytest.raises(ConfigError, match="are above 0 at 29 of 29 response tokens"):
+                    give(*pair, MASK)
