@@ -149,7 +149,8 @@ def test_every_command_that_reads_what_somebody_sent_has_a_test():
     assert here | elsewhere | own == {*cli.COMMANDS}
 
 
-@pytest.mark.parametrize("trainer", ["payload", "payload:", "payload.sub:boom", "payload()", "moe_rl.registry:Component"])
+@pytest.mark.parametrize("trainer", ["payload", "payload:", "payload.sub:boom", "payload()",
+                                     "moe_rl.registry:Component"])
 def test_a_trainer_that_is_not_the_packages_needs_trust(folder, trainer, capsys, forked_workers):
     name(folder, trainer=trainer)
     assert cli.main(["rerun", str(folder), "--out", "again"]) == 2

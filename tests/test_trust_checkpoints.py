@@ -161,7 +161,7 @@ def test_no_log_runs_code(tmp_path, monkeypatch, capsys):
     call = "__import__('pathlib').Path('ran').touch()"
     line = f"step:1 - critic/score/mean:np.float64({call}) - actor/grad_norm:{call}\n"
     Path("log.txt").write_text(line + "step:1 - critic/score/mean:0.5 - actor/grad_norm:1.0\n"
-                               + json.dumps({"step": 2, "data": {"critic/score/mean": call, "payload:boom": 1.0}}) + "\n")
+                               + json.dumps({"step": 2, "data": {"critic/score/mean": call, "payload:boom": 1}}) + "\n")
     assert cli.main(["runs", "import", "log.txt", "--to", "runs/mine/gspo/base/seed=0"]) == 0
     assert "2 steps" in capsys.readouterr().out and not Path("ran").exists()
 
@@ -182,7 +182,8 @@ def test_nothing_in_the_package_unpickles_or_evaluates():
     for file in Path(moe_rl.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in getattr(node, "keywords", ()))
+            safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True"
+                       for k in getattr(node, "keywords", ()))
             imported = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             if (called in ("eval", "exec", "np.load", "compile", "yaml.load") or called == "torch.load" and not safe
                     or {"pickle", "marshal", "shelve", "yaml", "joblib", "dill"} & {*imported}):
@@ -194,8 +195,9 @@ STUDY = """from moe_rl.config import Arm, ColdStart, ModelConfig, RunConfig
 from moe_rl.study import Study
 
 study = Study(name="sent", question="", hypothesis="", arms=(Arm(name="grpo"),), base=RunConfig(
-    arm=Arm(name="grpo"), model=ModelConfig(name="qwen3_moe-tiny", overrides={"num_hidden_layers": 1}), steps=1, group_size=2,
-    cold_start=ColdStart(target=0.0), prompts_per_step=2, mini_batches=1, max_new_tokens=2, eval_prompts=2))
+    arm=Arm(name="grpo"), model=ModelConfig(name="qwen3_moe-tiny", overrides={"num_hidden_layers": 1}), steps=1,
+    cold_start=ColdStart(target=0.0), group_size=2, prompts_per_step=2, mini_batches=1, max_new_tokens=2,
+    eval_prompts=2))
 """
 
 

@@ -278,8 +278,8 @@ def _previewed(console: Console, study: Study, planned: Sequence[Planned], dry: 
             say(console, (f"{name:<8}", "bold"), f" {text}", wrap=True)
     if study.trainer == TRAINER:  # it cannot be measured afterwards
         rare = ", ".join(dict.fromkeys(str(p.config.measure.detail_every) for p in planned))
-        say(console, ("measured", "bold"), f" every {rare} steps only: changes per update and layer, attribution, noise "
-            "floor (measure.detail_every)", wrap=True)
+        say(console, ("measured", "bold"), f" every {rare} steps only: changes per update and layer, attribution, "
+            "noise floor (measure.detail_every)", wrap=True)
     return list(dict.fromkeys(caution for one in found for caution in one.cautions))
 
 

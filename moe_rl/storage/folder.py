@@ -118,8 +118,8 @@ class RunFolder:
         commit = latest_commit(self.path)
         if commit is None:
             if "finished" in self.manifest:
-                raise RunError(f"{self.path} finished {self.manifest['finished']} steps, but its folder commit with the "
-                               "checkpoint is missing. Restore it from a copy, or delete it and run it again.")
+                raise RunError(f"{self.path} finished {self.manifest['finished']} steps, but its folder commit with "
+                               "the checkpoint is missing. Restore it from a copy, or delete it and run it again.")
             return 0, None
         finished = self.manifest.get("finished") == self.step
         written = self.manifest["checkpoint"] if finished else _digest_beside(commit)

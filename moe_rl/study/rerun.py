@@ -28,7 +28,6 @@ from moe_rl.storage.terminal import say
 from moe_rl.study.declaration import TRAINER, Planned, Study, path_of, read_declaration
 from moe_rl.study.workers import Failure, run_study
 
-
 OWN_TRAINERS = (TRAINER, "moe_rl.integrations.verl.study:execute")
 """What carries out a run and is part of the package."""
 

@@ -125,8 +125,8 @@ def _alike(failures: Sequence[Failure], planned: Sequence[Planned]) -> bool:
 
 def unfinished(planned: Sequence[Planned], mix_code: bool, pooled: bool = True) -> list[bool]:
     """Which runs are still to be carried out. Raises RunError for a folder that holds another run, one that finished
-    and lacks rows, or one of other code or data unless `mix_code`, and, where they are to be `pooled`, for runs beside them, of the same study, that
-    have other settings; nothing is touched then."""
+    and lacks rows, or one of other code or data unless `mix_code`, and, where they are to be `pooled`, for runs beside
+    them, of the same study, that have other settings; nothing is touched then."""
     from moe_rl.storage.frames import require_whole
 
     for p in planned:

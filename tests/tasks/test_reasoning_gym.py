@@ -13,7 +13,6 @@ from moe_rl.tasks.base import load_task
 from moe_rl.tasks.reasoning_gym import is_formula
 
 
-
 @pytest.mark.parametrize("dataset", ["spell_backward", "chain_sum", "letter_counting", "basic_arithmetic"])
 def test_any_dataset_by_name_rewards_its_own_answers(dataset):
     task = load_task(f"reasoning_gym:{dataset}")
