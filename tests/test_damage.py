@@ -18,7 +18,7 @@ from moe_rl.results.printed import print_study
 from moe_rl.storage import folder as runs
 from moe_rl.storage import lock
 from moe_rl.storage.folder import RunFolder
-from moe_rl.storage.frames import load_study
+from moe_rl.storage.frames import load_study, require_whole
 from moe_rl.storage.lock import Lock
 from moe_rl.study.collect import collect
 from moe_rl.study.declaration import load_study_file, read_declaration, write_declaration
@@ -249,12 +249,30 @@ def test_a_finished_run_without_its_checkpoint_does_not_begin_anew(out, monkeypa
     (lambda rows: rows.assign(reward=rows["reward"].where(rows["step"] != 1)),
      "its reward is missing in 1 of its steps"),
     (lambda rows: rows.assign(reward=float("nan")), "its reward is missing in every step"),
+    (lambda rows: rows.assign(reward=rows["reward"].where(rows["step"] != 1, float("inf"))),
+     "its reward is missing in 1 of its steps"),
+    (lambda rows: rows.assign(reward=rows["reward"].astype(str)), "rewards that are no numbers"),
+    (lambda rows: pd.concat([rows, rows[rows["step"] == 2].assign(reward=5.0)]), "has 1 rows twice, e.g. step 2"),
 ])  # fmt: skip
 def test_a_finished_run_that_is_not_whole_is_refused(out, tmp_path, change, said):
     """By whatever reads it, of runs and of collected tables."""
     edit_rows(out, change)
     for read in (lambda: load_study(out / "fake"), lambda: collect(out / "fake", tmp_path / "tables")):
         with pytest.raises(RunError, match=said):
+            read()
+
+
+@pytest.mark.parametrize("table", ["steps", "updates", "layers"])
+def test_a_row_that_is_there_twice_is_refused(out, tmp_path, table):
+    """It would count twice. Of runs, of `run`, and of collected tables."""
+    collect(out / "fake", tmp_path / "tables")
+    run = next(out.glob("fake/grpo/*/seed=0"))
+    for file in (run / f"{table}.parquet", tmp_path / "tables" / f"{table}.parquet"):
+        rows = pd.read_parquet(file)
+        pd.concat([rows, rows.tail(1)]).to_parquet(file)
+    for read in (lambda: load_study(out / "fake"), lambda: require_whole(run),
+                 lambda: load_study(tmp_path / "tables")):
+        with pytest.raises(RunError, match=f"the table {table} in .* has 1 rows twice"):
             read()
 
 
