@@ -315,6 +315,15 @@ def require_mask(mask: Tensor, name: str = "the mask") -> None:
         raise ConfigError(f"{name} has dtype {str(mask.dtype).removeprefix('torch.')}. Give it as bool: mask.bool().")
 
 
+def require_logprobs(logprobs: Tensor, mask: Tensor, name: str) -> None:
+    """Raise ConfigError where nine of ten numbers of eight response tokens or more are above 0: probabilities, or
+    log-probs with the sign turned, whose ratios would be wrong without a word. Rounding alone makes few."""
+    found = logprobs.detach()[mask]
+    if found.numel() >= 8 and int((found > 0).sum()) > 0.9 * found.numel():
+        raise ConfigError(f"{name} are above 0 at {int((found > 0).sum())} of {found.numel()} response tokens, so they "
+                          "are no log-probabilities. Give log p: not p, and not −log p.")
+
+
 def response_rows(batch: Batch) -> Bool[Tensor, "batch time"]:
     """The rows of a trace that decide a response: inputs whose *next* token is one of the policy's own."""
     return nn.functional.pad(batch.response_mask[:, 1:], (0, 1))

@@ -235,6 +235,12 @@ def test_another_task_or_model_is_a_caution_that_names_what_the_settings_were_ch
     assert "were chosen for" not in " ".join(command(*dry, "--task", "guessing", *chosen)[1].split())
 
 
+def test_what_is_measured_in_some_steps_only_is_said_before_a_run(tmp_path, command):
+    dry = ("run", "routing_replay", "--dry-run", "--out", str(tmp_path))
+    for words, every in (((), 10), (("--set", "measure.detail_every=3"), 3)):
+        assert f"measured every {every} steps only: changes per update" in " ".join(command(*dry, *words)[1].split())
+
+
 def test_brackets_in_an_error_are_printed_as_they_stand_and_stop_nobody(tmp_path, command):
     code, out, err = command("run", FAKE, "--mix-code", "--jobs", "1", "--out", str(tmp_path), "--seeds", "0",
                              "--steps", "3", "--task", "brackets")

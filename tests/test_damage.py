@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +16,9 @@ from moe_rl import cli
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.results.printed import print_study
 from moe_rl.storage import folder as runs
+from moe_rl.storage import lock
 from moe_rl.storage.folder import RunFolder
-from moe_rl.storage.frames import load_study
+from moe_rl.storage.frames import load_study, require_whole
 from moe_rl.storage.lock import Lock
 from moe_rl.study.collect import collect
 from moe_rl.study.declaration import load_study_file, read_declaration, write_declaration
@@ -178,17 +181,98 @@ def edit_rows(out, change):
     change(pd.read_parquet(file)).to_parquet(file)
 
 
+
+def drop_a_step(run: Path) -> None:
+    rows = pd.read_parquet(run / "steps.parquet")
+    rows[rows["step"] != 2].to_parquet(run / "steps.parquet")
+
+
+def drop_rewards(run: Path) -> None:
+    rows = pd.read_parquet(run / "steps.parquet")
+    rows.assign(reward=rows["reward"].where(rows["step"] != 3)).to_parquet(run / "steps.parquet")
+
+
+@pytest.mark.parametrize("damage, what", [
+    (drop_a_step, "finished 4 steps, but its table lacks 1 of them"),
+    (drop_rewards, "its reward is missing in 1 of its steps"),
+    (lambda run: (run / "layers.parquet").unlink(), "layers.parquet is missing, although the run has finished"),
+])
+@pytest.mark.parametrize("steps", ["4", "6"])
+def test_half_a_copy_does_not_count_as_finished(out, monkeypatch, capsys, forked_workers, damage, what, steps):
+    """Nor is it extended. What is whole runs, and says how many runs there were to do."""
+    monkeypatch.setattr("moe_rl.study.declaration.load_study_file", lambda name: STUDY)
+    command = ["run", "fake", "--seeds", "1", "--out", str(out), "--steps", steps]
+    damage(run := out / "fake" / "gspo" / "base" / "seed=0")
+    before = sorted(file.stat().st_mtime_ns for file in out.rglob("*"))
+    assert cli.main(command) == 2
+    said = capsys.readouterr().err
+    assert what in said and str(run) in said and "Restore it from a copy, or delete" in said
+    assert sorted(file.stat().st_mtime_ns for file in out.rglob("*")) == before, "and nothing was changed"
+    shutil.rmtree(run)
+    assert cli.main(command) == 0
+    assert f"3 runs, {2 if steps == '4' else 0} finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", ["EROFS", "EACCES", "EPERM", "ENOLCK", "ENOTSUP", "ENOSYS"])
+@pytest.mark.parametrize("call", ["open", "flock"])
+def test_a_finished_run_on_a_disk_that_can_only_be_read_is_listed_as_finished(out, monkeypatch, capsys, number, call):
+    def refuse(*arguments):
+        raise OSError(code := getattr(errno, number), os.strerror(code), "lock")
+
+    if call == "flock":
+        monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    else:
+        real = Path.open
+        monkeypatch.setattr(Path, "open", lambda file, *how, **more: refuse() if file.name == "lock" and not how
+                            else real(file, *how, **more))
+    assert cli.main(["runs", "list", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert said.count(" finished ") == 3 and "running" not in said
+
+
+def test_a_run_at_work_is_listed_as_running(out, capsys):
+    with Lock(out / "fake" / "gspo" / "base" / "seed=0" / "lock"):
+        assert cli.main(["runs", "list", str(out)]) == 0
+    assert capsys.readouterr().out.count(" running") == 1
+
+
+def test_a_finished_run_without_its_checkpoint_does_not_begin_anew(out, monkeypatch, capsys, forked_workers):
+    monkeypatch.setattr("moe_rl.study.declaration.load_study_file", lambda name: STUDY)
+    shutil.rmtree(out / "fake" / "gspo" / "base" / "seed=0" / "commit")
+    assert cli.main(["run", "fake", "--seeds", "1", "--out", str(out)]) == 0, "its numbers are there"
+    assert cli.main(["run", "fake", "--seeds", "1", "--out", str(out), "--steps", "6"]) == 2
+    assert "finished 4 steps, but its folder commit with the checkpoint is missing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("change, said", [
     (lambda rows: rows[rows["step"] != 2], "lacks 1 of them"),
     (lambda rows: rows.assign(reward=rows["reward"].where(rows["step"] != 1)),
      "its reward is missing in 1 of its steps"),
     (lambda rows: rows.assign(reward=float("nan")), "its reward is missing in every step"),
+    (lambda rows: rows.assign(reward=rows["reward"].where(rows["step"] != 1, float("inf"))),
+     "its reward is missing in 1 of its steps"),
+    (lambda rows: rows.assign(reward=rows["reward"].astype(str)), "rewards that are no numbers"),
+    (lambda rows: pd.concat([rows, rows[rows["step"] == 2].assign(reward=5.0)]), "has 1 rows twice, e.g. step 2"),
 ])  # fmt: skip
 def test_a_finished_run_that_is_not_whole_is_refused(out, tmp_path, change, said):
     """By whatever reads it, of runs and of collected tables."""
     edit_rows(out, change)
     for read in (lambda: load_study(out / "fake"), lambda: collect(out / "fake", tmp_path / "tables")):
         with pytest.raises(RunError, match=said):
+            read()
+
+
+@pytest.mark.parametrize("table", ["steps", "updates", "layers"])
+def test_a_row_that_is_there_twice_is_refused(out, tmp_path, table):
+    """It would count twice. Of runs, of `run`, and of collected tables."""
+    collect(out / "fake", tmp_path / "tables")
+    run = next(out.glob("fake/grpo/*/seed=0"))
+    for file in (run / f"{table}.parquet", tmp_path / "tables" / f"{table}.parquet"):
+        rows = pd.read_parquet(file)
+        pd.concat([rows, rows.tail(1)]).to_parquet(file)
+    for read in (lambda: load_study(out / "fake"), lambda: require_whole(run),
+                 lambda: load_study(tmp_path / "tables")):
+        with pytest.raises(RunError, match=f"the table {table} in .* has 1 rows twice"):
             read()
 
 

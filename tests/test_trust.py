@@ -60,20 +60,27 @@ def name(folder, **what):
 COMMANDS = {
     "plot": [], "report": [], "runs list": [], "runs show": ["{run}"], "runs diff": ["{run}", "{other}"],
     "runs read": ["{run}"], "runs export": [], "runs collect": ["--out", "collected"],
-    "rerun": ["--out", "again"],
+    "rerun": ["--out", "again"], "runs export --to tensorboard": [], "cancel": [],
+    "run": [fake_study.__file__, "--arms", "gspo", "--mix-code", "--out", "."], "work": ["{plan}", "0"],
 }  # fmt: skip
+ENDS = {"plot": 0, "report": 0, "runs list": 0, "runs show": 0, "runs diff": 1, "runs read": "stores no rollouts",
+        "runs export": 0, "runs collect": 0, "rerun": "name code from outside", "cancel": "no run below", "run": 0,
+        "runs export --to tensorboard": "not installed", "work": "is damaged"}
+"""Exit codes, or what an exit code of 2 says."""
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_command_that_reads_a_folder_runs_what_its_files_name(folder, command, capsys):
+def test_no_command_that_reads_a_folder_runs_what_its_files_name(folder, command, capsys, forked_workers):
     run, other = sorted(folder.glob("*/*/seed=0"))[:2]
-    table = folder / "study.json"
     if command == "rerun":
         name(folder, trainer="payload:boom")
-    arguments = [word.format(run=run, other=other) for word in COMMANDS[command]]
-    first = [] if "{run}" in COMMANDS[command] else [str(folder)]
-    cli.main([*command.split(), *first, *arguments])
-    assert table.exists() and not (folder.parent / "ran").exists(), capsys.readouterr()
+    arguments = [word.format(run=run, other=other, plan=folder / "study.json") for word in COMMANDS[command]]
+    first = [str(folder)] if command not in ("run", "work") and "{run}" not in COMMANDS[command] else []
+    words = command.split()
+    code = cli.main([*words[:2], *first, *arguments, *words[2:]])
+    said, wanted = capsys.readouterr(), ENDS[command]
+    assert not (folder.parent / "ran").exists(), said
+    assert code in (wanted, 2) and all(text == code or text in said.err for text in [wanted] if code == 2), (code, said)
 
 
 def test_what_is_left_out_is_said_and_the_rest_is_shown(folder, capsys):
@@ -133,6 +140,64 @@ start(Planned(Path("a/b/c/seed=0"), RunConfig(arm=Arm(name="grpo")), None), "moe
         "PYTHONPATH": str(Path(__file__).parents[1])})
     assert "moe_rl.build" in (tmp_path / "a/b/c/seed=0/log.txt").read_text(), "a worker was there"
     assert not (tmp_path / "ran").exists()
+
+
+def test_every_command_that_reads_what_somebody_sent_has_a_test():
+    here = {" ".join(command.split()[:2]) for command in COMMANDS}
+    elsewhere = {"diagnose", "checkpoint compare", "checkpoint evaluate", "checkpoint view", "runs import"}
+    own = {"new", "methods", "checkpoint pretrain"}
+    assert here | elsewhere | own == {*cli.COMMANDS}
+
+
+@pytest.mark.parametrize("trainer", ["payload", "payload:", "payload.sub:boom", "payload()",
+                                     "moe_rl.registry:Component"])
+def test_a_trainer_that_is_not_the_packages_needs_trust(folder, trainer, capsys, forked_workers):
+    name(folder, trainer=trainer)
+    assert cli.main(["rerun", str(folder), "--out", "again"]) == 2
+    assert trainer in capsys.readouterr().err and not (folder.parent / "ran").exists()
+
+
+def test_git_is_not_asked_about_a_folder_that_was_sent(folder, tmp_path, capsys, forked_workers):
+    """`git status` runs what the settings of a checkout name, such as core.fsmonitor."""
+    assert cli.main(["runs", "collect", str(folder), "--out", "tables"]) == 0
+    name(tmp_path / "tables", trainer="moe_rl.build:execute")
+    (tmp_path / "mine.py").write_text("study = 1")
+    (tmp_path / "watch").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    (tmp_path / "watch").chmod(0o755)
+    for words in (["init", "-q"], ["add", "mine.py"], ["config", "core.fsmonitor", str(tmp_path / "watch")]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    subprocess.run(["git", "status", "--porcelain"], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "ran").exists(), "as git does"
+    (tmp_path / "ran").unlink()
+    rows = pd.read_parquet("tables/runs.parquet").assign(declared=json.dumps({"file": "mine.py", "sources": {}}))
+    rows.assign(config=rows["config"].str.replace('"running_sums"', '"unknown"')).to_parquet("tables/runs.parquet")
+    assert cli.main(["rerun", "tables/gspo/base/seed=0", "--out", "again"]) == 2
+    assert "is called 'unknown'" in capsys.readouterr().err and not (tmp_path / "ran").exists()
+
+
+def test_nothing_is_written_through_a_link_in_a_folder(folder, tmp_path, forked_workers):
+    """A page with text of the folder's, written over what a shell reads, would be a command."""
+    name(folder, verdict="", figures=["learning"], metrics=[], further_endpoints=[], question="\ntouch ran\n")
+    profile = tmp_path / "profile"
+    profile.write_text("mine")
+    (folder / "figures").mkdir()
+    for run in (folder / "gspo/base/seed=0", folder / "gspo/base/seed=2"):
+        run.mkdir(exist_ok=True)
+        (run / "log.txt").symlink_to(profile)
+    for file in ("report.html", "report.html.md", "figures/learning.png", "figures/learning.svg", ".tmp-study.json"):
+        (folder / file).symlink_to(profile)
+    assert cli.main(["report", str(folder)]) == 0 and cli.main(["plot", str(folder)]) == 0
+    assert cli.main(["run", fake_study.__file__, "--arms", "gspo", "--seeds", "3", "--mix-code", "--out", "."]) == 0
+    assert profile.read_text() == "mine" and "touch ran" in (folder / "report.html").read_text()
+
+
+def test_names_in_two_runs_do_not_steer_the_terminal(folder, capsys):
+    a, b = sorted(folder.glob("*/*/seed=0"))[:2]
+    told = json.loads((a / "manifest.json").read_text())
+    (a / "manifest.json").write_text(json.dumps(told | {"packages": {"\x1b[2Jp": "1"}}))
+    pd.read_parquet(a / "steps.parquet").assign(**{"own_\x1b[2J": 1.0}).to_parquet(a / "steps.parquet")
+    assert cli.main(["runs", "diff", str(a), str(b)]) == 1 and cli.main(["runs", "diff", str(a), str(a)]) == 0
+    assert r"\x1b[2Jp" in (out := capsys.readouterr().out) and "\x1b" not in out
 
 
 def test_the_options_of_a_trainer_need_trust(folder, capsys):

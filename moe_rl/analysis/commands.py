@@ -9,6 +9,7 @@ from pathlib import Path
 
 from moe_rl.cli.verbs import DEVICE, DTYPE, TRUST_CODE, argument, verb
 from moe_rl.errors import ConfigError
+from moe_rl.storage.terminal import harmless
 
 EVALUATED = ("temperature", "top_p", "top_k", "min_p", "sampling_mask", "max_new_tokens", "stop", "model.device",
              "model.dtype", "model.router_dtype")
@@ -127,11 +128,13 @@ def evaluate(options: argparse.Namespace) -> int:
 
 @verb(
     argument("traces", type=Path, nargs="+", metavar="TRACE",
-             help="two or more trace files of the same tokens, oldest weights first"),
+             help="two or more trace files of the same tokens, oldest weights first, or folders of one each; or the "
+                  "folder that compare --traces wrote"),
     argument("--row", type=int, help="number of the response (default: the largest change)"),
     argument("--tokenizer", metavar="DIR", help="checkpoint with the tokenizer (default: beside traces)"),
     argument("--out", type=Path, default=Path("view.html"), help="page to write (default: view.html)"),
     examples="""
+  moe-rl checkpoint view volatility             of compare --traces
   cd volatility/traces; moe-rl checkpoint view {before,after}/000000.safetensors
   moe-rl checkpoint view engine.safetensors natural.safetensors
   moe-rl checkpoint view before.safetensors after.safetensors --row 3 \\
@@ -144,11 +147,12 @@ def view(options: argparse.Namespace) -> int:
     from moe_rl.analysis.response_page import write_response_page
 
     _require_page(options.out)
+    traces = [trace for given in options.traces for trace in _traces_of(given)]
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always", UserWarning)
-        row = write_response_page(options.traces, options.out, row=options.row, tokenizer=options.tokenizer)
+        row = write_response_page(traces, options.out, row=options.row, tokenizer=options.tokenizer)
     for warning in heard:
-        print(f"warning: {warning.message}", file=sys.stderr)
+        print(f"warning: {harmless(str(warning.message))}", file=sys.stderr)
     print(f"{options.out}: response {row}; open it in a browser")
     return 0
 
@@ -189,6 +193,22 @@ def diagnose(options: argparse.Namespace) -> int:
     write_page(found, options.out, rollouts=options.rollouts, checkpoint=options.checkpoint)
     print(f"{options.out}: every test; open it in a browser")
     return int(found.fault)
+
+
+def _traces_of(given: Path) -> list[Path]:
+    """A trace file, the one in a folder, or those of both sides of a comparison. Raises ConfigError for a folder of
+    none or of several."""
+    if not given.is_dir():
+        return [given]
+    for inside in (given / "traces", given):
+        if (inside / "before").is_dir() and (inside / "after").is_dir():
+            return [*_traces_of(inside / "before"), *_traces_of(inside / "after")]
+    found = sorted(given.glob("*.safetensors"))
+    if len(found) != 1:
+        names = f": {found[0].name} to {found[-1].name}" if found else ""
+        raise ConfigError(f"{given} contains {len(found) or 'no'} traces{names}. Name the files, e.g. "
+                          f"{given / 'before' / '000000.safetensors' if not found else found[0]}.")
+    return found
 
 
 def _require_page(out: Path) -> None:

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a folder that cannot be written; without a file it is a bug of ours
         if error.filename is None:
             raise
-        print(f"moe-rl: {error.filename}: {os.strerror(error.errno or 0)}", file=sys.stderr, flush=True)
+        print(f"moe-rl: {harmless(str(error.filename))}: {os.strerror(error.errno or 0)}", file=sys.stderr, flush=True)
         return 2
 
 

@@ -262,6 +262,7 @@ def _previewed(console: Console, study: Study, planned: Sequence[Planned], dry: 
     known what its runs are made of, and a dry run says so."""
     from moe_rl.storage import folder as runs
     from moe_rl.storage.terminal import say
+    from moe_rl.study.declaration import TRAINER
     from moe_rl.study.rehearsal import previews
     from moe_rl.study.workers import checked_by
 
@@ -275,6 +276,10 @@ def _previewed(console: Console, study: Study, planned: Sequence[Planned], dry: 
     for one in found:
         for name, text in (*one.lines, *[("time", measured or unknown)] * bool(measured or unknown)):
             say(console, (f"{name:<8}", "bold"), f" {text}", wrap=True)
+    if study.trainer == TRAINER:  # it cannot be measured afterwards
+        rare = ", ".join(dict.fromkeys(str(p.config.measure.detail_every) for p in planned))
+        say(console, ("measured", "bold"), f" every {rare} steps only: changes per update and layer, attribution, "
+            "noise floor (measure.detail_every)", wrap=True)
     return list(dict.fromkeys(caution for one in found for caution in one.cautions))
 
 

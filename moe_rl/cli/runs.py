@@ -142,21 +142,22 @@ def diff(options: argparse.Namespace) -> int:
     """Settings that differ, then the first row that does."""
     from moe_rl.storage.frames import diff as first_difference
     from moe_rl.storage.frames import settings_that_differ
+    from moe_rl.storage.terminal import harmless
 
     for path in (options.a, options.b):
         if not (path / "manifest.json").exists():
             raise ConfigError(f"{path} is not a run: it has no manifest.json. See `moe-rl runs list`.")
     for key, (a, b) in settings_that_differ(options.a, options.b).items():
-        print(f"{key}: {a!r} | {b!r}")
+        print(harmless(f"{key}: {a!r} | {b!r}"))
     found = first_difference(options.a, options.b)
     if found is None:
         print("all rows are equal (seconds_* and memory_* are not compared)")
         return 0
     where = ", ".join(f"{k} {v}" for k, v in found.row.items())
     if found.column is None:
-        print(f"{found.table}: {where} exists only in {options.a if found.a else options.b}")
+        print(harmless(f"{found.table}: {where} exists only in {options.a if found.a else options.b}"))
     else:
-        print(f"{found.table}: {where}: {found.column} = {found.a!r} | {found.b!r}")
+        print(harmless(f"{found.table}: {where}: {found.column} = {found.a!r} | {found.b!r}"))
     return 1
 
 

@@ -51,9 +51,10 @@ def plot(options: argparse.Namespace) -> int:
 def report(options: argparse.Namespace) -> int:
     """Write the page of a study."""
     from moe_rl.results.study_page import card_file, write_study_page
+    from moe_rl.storage.folder import replaced
 
     _make_importable(options)
-    out = options.out or options.folder / "report.html"
+    out = options.out or replaced(options.folder / "report.html")
     write_study_page(options.folder, out, mix_code=options.mix_code, trust=options.trust)
     print(f"{out}: open it in a browser, or print it\n{card_file(out)}: settings and results, as Markdown")
     return 0
@@ -105,12 +106,13 @@ def export(options: argparse.Namespace) -> int:
     """CSV files, floats with all their digits; or points."""
     from moe_rl.registry import Component, import_component
     from moe_rl.storage.frames import load_study
+    from moe_rl.storage.terminal import harmless
 
     name = options.to.partition("=")[0]
     if name in ("tensorboard", "wandb") or Component(name).own:  # anything else can only be a folder
         give = import_component("tracker", name, "moe_rl.integrations.trackers:export")
         for line in give(options.folder, options.to, options.follow):
-            print(line, flush=True)
+            print(harmless(line), flush=True)
         return 0
     if options.follow:
         raise ConfigError(f"--follow needs a tracker, but {options.to} is a folder of CSV files. Use --to tensorboard "
@@ -123,7 +125,7 @@ def export(options: argparse.Namespace) -> int:
         frame.to_csv(file, index=False)
         print(f"{file}: {len(frame)} rows")
     for text in frames.left_out:
-        print(f"left out: {text}", file=sys.stderr)
+        print(f"left out: {harmless(text)}", file=sys.stderr)
     return 0
 
 

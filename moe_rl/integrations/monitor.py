@@ -29,7 +29,7 @@ from moe_rl.routing.ids import used
 from moe_rl.routing.intercept import hooked, tokens_noted
 from moe_rl.routing.sites import find_sites, make_layout, plain_name, token_readers
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.types import require_mask
+from moe_rl.types import require_logprobs, require_mask
 
 Row = dict[str, float]
 CORRECTION_BIAS = re.compile(r"(^|\.)(e_score_correction_bias|score_correction_bias|expert_bias)$")
@@ -63,7 +63,8 @@ class Monitor:
     - `engine_…` of the log-probs that `engine` was given, `token_…` of those that `ratios` was.
 
     The probe may name, as `decides`, the inputs whose *next* token is of a response; `decides` says so of the block's
-    forwards. Without it all tokens that the attention mask lets in count.
+    forwards. Without it all tokens that the attention mask lets in count. Padding of a probe never does: without a mask
+    these are the model's padding tokens at the ends of rows.
 
     On several ranks `row` is collective, and with a probe the beginning of a block is: every rank of `group` (default:
     all) enters and asks, with rows of its own, and gets the numbers of all rows together. Ranks that read the same
@@ -241,6 +242,8 @@ class Monitor:
             raise ConfigError(f"log-probs {shapes[0]}, {whose} {shapes[1]} and the mask {shapes[2]} must have one "
                               "shape [batch, time]")
         require_mask(mask)
+        for given, of in ((logprobs, "log-probs"), (others, whose)):
+            require_logprobs(given, mask.to(given.device), of)
         if self.measures:
             gap = (logprobs.detach() - others.to(logprobs.device))[mask]
             if not bool(gap.isfinite().all()):
@@ -463,6 +466,26 @@ def pad_of(readers: Iterable[nn.Module]) -> int | None:
     return next((c.pad_token_id for m in readers if (c := getattr(m, "config", None)) is not None), None)
 
 
+def _real_inputs(ids: Tensor, mask: Any, pad: int | None) -> Mask | None:
+    """Which inputs of a probe are no padding: what its mask says or, without one, all but a model's padding tokens at
+    the ends of rows. None where neither tells, or there is none. Warns where it had to guess, or cannot."""
+    if isinstance(mask, Tensor) and mask.shape == ids.shape[:2]:
+        return mask.bool()
+    if mask is not None:
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        warnings.warn(f"the probe's attention_mask ({shape}) does not say which inputs are padding, so all count. Give "
+                      "`decides`, or a mask [batch, time].", stacklevel=4)
+        return None
+    if pad is None or ids.dim() > 2 or not bool((ids[:, [0, -1]] == pad).any()):
+        return None
+    real = ids != pad
+    inside = (real.cumsum(1) > 0) & (real.flip(1).cumsum(1) > 0).flip(1)
+    warnings.warn(f"{int((~inside).sum())} inputs of the probe, at the ends of its rows, are the padding token {pad}, "
+                  "and do not count. If they are no padding, or precede real tokens, give the attention_mask.",
+                  stacklevel=4)
+    return inside
+
+
 def probe_of(
     readers: Iterable[nn.Module], probe: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any] | None, Tensor | None]:
@@ -480,10 +503,13 @@ def probe_of(
     if decides is not None and (decides.shape != ids.shape[:2] or not decides.any()):
         raise ConfigError(f"the probe's decides has shape {tuple(decides.shape)} and {int(decides.sum())} true values, "
                           f"for {tuple(ids.shape[:2])} inputs. Set it to true where the next token is of a response.")
-    pad = None if ids.dim() > 2 or "attention_mask" in probe else pad_of(readers)
-    if pad is not None and bool((ids[:, [0, -1]] == pad).any()):
-        warnings.warn(f"a row of the probe begins or ends with the padding token {pad}, and there is no "
-                      "attention_mask. If it is padding, give the attention_mask.", stacklevel=3)
+    real = _real_inputs(ids, probe.get("attention_mask"), pad_of(readers))
+    if real is not None:
+        counted = real if decides is None else decides & real.to(decides.device)
+        if not counted.any():
+            raise ConfigError("no input of the probe counts: all are padding, or decides is true at padding only. Give "
+                              "rows with real tokens.")
+        decides = counted if decides is not None or probe.get("attention_mask") is None else None  # the model has it
     understood = {name for module in readers for name in inspect.signature(module.forward).parameters}
     quiet = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in understood}
     given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in probe.items() if name != "decides"}

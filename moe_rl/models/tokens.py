@@ -103,8 +103,7 @@ def reply_tokens(text: str, tokenizer: PreTrainedTokenizerBase, ended: bool) -> 
     if not tokenizer.chat_template:
         return tuple(_known(tokenizer.encode(text, add_special_tokens=False), "reply", text, tokenizer))
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}, {"role": "user", "content": text}]
-    before: Any = tokenizer.apply_chat_template(turns[:2], tokenize=True, return_dict=False)
-    whole: Any = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+    before, whole = _templated(tokenizer, turns[:2]), _templated(tokenizer, turns, prompt=True)
     if closing := before.count(tokenizer.eos_token_id):  # by number: templates drop thoughts from earlier turns
         ends = [i for i, token in enumerate(whole) if token == tokenizer.eos_token_id]
         return tuple(_known(whole[ends[closing - 1] + ended :], "reply", text, tokenizer))
@@ -131,13 +130,23 @@ def spell(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if tokenizer.chat_template:
         turn = [{"role": "user", "content": text}]
-        ids: Any = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = _templated(tokenizer, turn, prompt=True)
     else:
         ids = plain_tokens(text, tokenizer)
     if not ids:
         raise ConfigError(f"the prompt {text!r} has no tokens. Give at least one: it predicts the first token of the "
                           "response.")
     return _known(ids, "prompt", text, tokenizer)
+
+
+def _templated(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], prompt: bool = False) -> list[int]:
+    try:
+        ids: Any = tokenizer.apply_chat_template(turns, add_generation_prompt=prompt, tokenize=True,
+                                                 return_dict=False)
+    except Exception as error:  # the template's own, or of the sandbox that it runs in
+        raise ConfigError(f"the tokenizer's chat template fails: {error} ({type(error).__name__}). Use a tokenizer "
+                          "whose template takes a user's turn.") from error
+    return ids
 
 
 def _known(ids: list[int], what: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

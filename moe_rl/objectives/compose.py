@@ -30,7 +30,7 @@ from moe_rl.objectives.terms import TERMS
 from moe_rl.objectives.weights import AGGREGATIONS, CORRECTIONS
 from moe_rl.registry import Component, Part, lookup, needs_of, unknown
 from moe_rl.routing.inputs import RouterInputs
-from moe_rl.types import Batch, require_mask
+from moe_rl.types import Batch, require_logprobs, require_mask
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -222,6 +222,8 @@ def policy_loss(
     require_mask(mask)
     _require_finite(mask, old_logprobs=old_logprobs, rollout_logprobs=further.get("rollout_logprobs"),
                     ref_logprobs=further.get("ref_logprobs"))
+    if logprobs.shape == mask.shape:
+        require_logprobs(logprobs, mask, "logprobs")
     if advantages.dim() not in (1, 2) or advantages.dim() == 2 and advantages.shape != mask.shape:
         raise ConfigError(f"advantages have shape {tuple(advantages.shape)}. Give one per row, {len(mask)}, or one per "
                           f"token, {tuple(mask.shape)}.")
@@ -262,10 +264,11 @@ def compute_advantages(
     """
     made = advantage_of(arm_of_text(arm) if isinstance(arm, str) else arm)
     require_mask(mask)
-    if not len(rewards) == len(prompt) == len(mask):
+    if not len(rewards) == len(prompt) == len(mask) == len(mask if finished is None else finished):
         raise ConfigError(f"{len(rewards)} rewards and {len(prompt)} prompts for {len(mask)} rows. Give one per row.")
     rewards = rewards if rewards.dtype == torch.float64 else rewards.float()  # of 0 and 1 steps make fractions
     every = torch.ones(len(mask), dtype=torch.bool) if finished is None else finished
+    require_mask(every, "finished")
     found = made.compute(rewards=rewards, prompt=prompt, mask=mask, finished=every, **inputs)[0]
     if any(made.memory.values()):
         raise ConfigError("an advantage of this arm remembers earlier batches, and compute_advantages does not. Call "
@@ -278,6 +281,7 @@ def correction_weights(arm: Arm | str, **inputs: Any) -> PerToken:
     `CorrectionInputs`. Raises ConfigError for an arm of which one reads π_θ, which is not known yet."""
     objective = _objective_once(arm_of_text(arm) if isinstance(arm, str) else arm)
     require_mask(inputs["mask"])
+    _require_finite(**{n: x for n, x in inputs.items() if n == "mask" or n.endswith("logprobs")})
     if objective.filters:
         raise ConfigError("filters must run before corrections. Give the arm without filters (filters=none), and a "
                           "mask after the filters.")
@@ -292,6 +296,8 @@ def _require_finite(mask: Mask, **logprobs: PerToken | None) -> None:
     for name, x in logprobs.items():
         if x is not None and x.shape == mask.shape and not bool((found := x[mask].isfinite()).all()):
             raise ConfigError(f"{name} is not finite at {int((~found).sum())} of {found.numel()} response tokens")
+        if x is not None and x.shape == mask.shape:
+            require_logprobs(x, mask, name)
 
 
 def _require_plain(arm: Arm) -> None:

@@ -26,6 +26,7 @@ from moe_rl.results import figures, plots
 from moe_rl.results.rollouts import write_pages
 from moe_rl.results.summary import Metric, compare, configs_of, family, is_imported, metric, verdict_of
 from moe_rl.results.tables import Shown, arms_of, left_out, study_tables, untrained
+from moe_rl.storage.folder import replaced
 from moe_rl.storage.frames import Frames, load_study
 from moe_rl.storage.provenance import HARDWARE
 from moe_rl.study.declaration import read_declaration
@@ -52,7 +53,7 @@ def write_study_page(folder: Path, out: Path, *, mix_code: bool = False, trust: 
         tables=study_tables(frames, declared), figures=_figures(frames, declared), settings=_settings(frames),
         rollouts=list(write_pages(frames.runs, out)), runs=_runs(frames.runs),
         versions=_versions(frames.runs), left_out=frames.left_out, folder=folder.as_posix()))
-    card_file(out).write_text(card(frames, declared))
+    replaced(card_file(out)).write_text(card(frames, declared))
 
 
 def card_file(out: Path) -> Path:

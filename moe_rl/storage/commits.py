@@ -27,6 +27,8 @@ from moe_rl.storage.columns import TABLES, ordered, unknown
 Row = dict[str, Any]
 """A value that was not measured is simply absent."""
 MOST_ROWS = 10**8
+WRITTEN = ("steps", "updates", "layers")
+"""Tables that every run which has finished has, with or without rows; others may be younger than it."""
 
 
 def check_rows(name: str, rows: list[Row]) -> None:
@@ -95,7 +97,7 @@ def read_rows(path: Path, name: str, finished: int | None, *, beyond: bool = Tru
     committed after that step is left out. Raises RunError for a damaged file.
     """
     whole, commit = path / f"{name}.parquet", latest_commit(path)
-    if finished is not None and name == "steps" and not whole.exists():
+    if finished is not None and name in WRITTEN and not whole.exists():
         raise RunError(f"{whole} is missing, although the run has finished. Restore it from a copy, or delete {path} "
                        "and run it again.")
     # By rows, not by files alone: a kill may fall between the publishing of two tables, or of tables and manifest.

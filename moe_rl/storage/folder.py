@@ -117,6 +117,9 @@ class RunFolder:
         """
         commit = latest_commit(self.path)
         if commit is None:
+            if "finished" in self.manifest:
+                raise RunError(f"{self.path} finished {self.manifest['finished']} steps, but its folder commit with "
+                               "the checkpoint is missing. Restore it from a copy, or delete it and run it again.")
             return 0, None
         finished = self.manifest.get("finished") == self.step
         written = self.manifest["checkpoint"] if finished else _digest_beside(commit)
@@ -340,8 +343,16 @@ def read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
     return content
 
 
+def replaced(file: Path) -> Path:
+    """A file that is about to be written in a folder that somebody may have sent: a link, which leads anywhere, is
+    removed."""
+    if file.is_symlink():
+        file.unlink()
+    return file
+
+
 def write_json(file: Path, content: Mapping[str, Any], durable: bool = True) -> None:
-    aside = file.with_name(f".tmp-{file.name}")
+    aside = replaced(file.with_name(f".tmp-{file.name}"))
     aside.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
     if durable:
         fsync(aside)

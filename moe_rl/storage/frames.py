@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from pandas.api.types import is_numeric_dtype
 
 from moe_rl.config import hash_of
 from moe_rl.errors import RunError
 from moe_rl.storage.columns import TABLES, pooled, timing
-from moe_rl.storage.commits import read_parquet, read_rows
+from moe_rl.storage.commits import WRITTEN, read_parquet, read_rows
 from moe_rl.storage.comparable import require_comparable
 from moe_rl.storage.folder import ENDED, differing, folder_name, read_manifest, run_folders, state
 
@@ -145,6 +147,8 @@ def collected(root: Path) -> Frames | None:
             tables[name] = frame.astype({c: "float64" for c in frame.select_dtypes("float32")})
     runs = tables.pop("runs")
     _require_whole(folder, runs, tables["steps"])
+    for name, frame in tables.items():
+        _require_once(str(folder), name, frame, LABELS[:4])
     frames = Frames(runs.assign(**{c: None for c in (*PLAIN, *NESTED) if c not in runs}), tables)
     for label, part in zip(LABELS[1:4], here.relative_to(folder).parts, strict=False):
         value = int(part.removeprefix("seed=")) if label == "seed" and part.startswith("seed=") else part
@@ -174,18 +178,40 @@ def _require_whole(folder: Path, runs: pd.DataFrame, steps: pd.DataFrame) -> Non
             _require_rows("/".join(map(str, key)), run.step, rows[key])
 
 
+def _require_once(where: str, name: str, frame: pd.DataFrame, labels: Sequence[str] = ()) -> None:
+    """Raise RunError where a table has a row twice, as after two copies were joined: it would count twice."""
+    keys = [key for key in (*labels, *TABLES[name]) if key in frame]
+    if len(frame) and (twice := frame[frame.duplicated(keys)][keys]).size:
+        row = ", ".join(f"{key} {value}" for key, value in twice.iloc[0].items())
+        raise RunError(f"the table {name} in {where} has {len(twice)} rows twice, e.g. {row}. Restore it from a copy, "
+                       "or run it again.")
+
+
+def require_whole(path: Path) -> None:
+    """Raise RunError where a run has finished and lacks rows of its steps, or a table, as half a copy does."""
+    manifest = read_manifest(path)
+    if manifest is not None and "finished" in manifest and "diverged" not in manifest:
+        tables = {name: read_table(path, name, beyond=False) for name in WRITTEN}
+        for name, frame in tables.items():
+            _require_once(str(path), name, frame)
+        _require_rows(str(path), manifest["finished"], tables["steps"])
+
+
 def _require_rows(run: str, finished: int, steps: pd.DataFrame) -> None:
     """Raise RunError where a finished run lacks steps, as half a copy does, or has a reward that is no number. A
     trainer of one's own may log some steps only: one that never logs two in a row."""
     trained = steps[steps["step"] > 0].sort_values("step")
     if missing := _gaps(trained["step"], finished):
         raise RunError(f"{run} finished {finished} steps, but its table lacks {missing} of them. Restore it from a "
-                       "copy, or run it again.")
+                       "copy, or delete it and run it again.")
     if "reward" in trained:
-        known = trained.dropna(subset=["reward"])["step"]
+        if not is_numeric_dtype(trained["reward"]):
+            raise RunError(f"{run} has rewards that are no numbers ({trained['reward'].dtype}). Restore its table from "
+                           "a copy, or delete it and run it again.")
+        known = trained["step"][np.isfinite(trained["reward"].astype(float))]
         if missing := _gaps(known, len(trained) if len(trained) == finished else 0):
             raise RunError(f"{run} finished, but its reward is missing in {missing} of its steps. Restore it from a "
-                           "copy, or run it again.")
+                           "copy, or delete it and run it again.")
 
 
 def _gaps(steps: pd.Series, finished: int) -> int:
@@ -221,6 +247,7 @@ def _from_runs(root: Path, unfinished: bool) -> Frames:
         runs.append(labels | {"path": str(path), "state": now["state"], "step": now["step"]} | _described(manifest))
         for name in pooled():
             frame = read_table(path, name, beyond=unfinished)
+            _require_once(str(path), name, frame)
             if name == "steps" and now["state"] == "finished":
                 _require_rows(str(path), now["step"], frame)
                 if "reward" in frame and len(frame) and frame["reward"].isna().all():

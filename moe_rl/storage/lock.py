@@ -58,7 +58,8 @@ class Lock:
 
 
 def is_held(file: Path) -> bool:
-    """Whether a process holds the lock. Writes nothing. Where a file system has no locks, no process can hold one."""
+    """Whether a process holds the lock. Writes nothing. Where a file system has no locks, or may only be read, no
+    process here can hold one."""
     try:
         with file.open() as opened:
             fcntl.flock(opened.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -67,7 +68,7 @@ def is_held(file: Path) -> bool:
     except BlockingIOError:
         return True
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EROFS, errno.EACCES, errno.EPERM):
             raise
     return False
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,7 +16,7 @@ import pandas as pd
 from pandas.api.types import is_numeric_dtype
 from rich.console import Console
 
-from moe_rl.config import NAMED, RunConfig
+from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Component
 from moe_rl.storage import folder as runs
@@ -24,8 +25,11 @@ from moe_rl.storage.folder import DECLARATION
 from moe_rl.storage.frames import LABELS, Frames, load_study, read_table
 from moe_rl.storage.provenance import HARDWARE, changed, digests_of, inputs_of
 from moe_rl.storage.terminal import say
-from moe_rl.study.declaration import Planned, Study, path_of, read_declaration
+from moe_rl.study.declaration import TRAINER, Planned, Study, path_of, read_declaration
 from moe_rl.study.workers import Failure, run_study
+
+OWN_TRAINERS = (TRAINER, "moe_rl.integrations.verl.study:execute")
+"""What carries out a run and is part of the package."""
 
 
 def rerun(path: Path, out: Path, *, jobs: int | None, console: Console, steps: int | None = None,
@@ -56,22 +60,25 @@ def rerun(path: Path, out: Path, *, jobs: int | None, console: Console, steps: i
     notes = (note for row, p in zip(rows, planned, strict=True) for note in _differences(row, p, trainer, bool(code)))
     for note in dict.fromkeys(notes):
         say(console, ("warning", "yellow"), f" {note}", wrap=True)
+    if not code:  # git would be asked about the folder of a study file, and runs commands that a sent checkout names
+        planned = [replace(p, study_file=None) for p in planned]
     study = Study(name=planned[0].path.parts[-4], question="", hypothesis="", arms=(planned[0].config.arm,),
                   base=planned[0].config, trainer=trainer)
     failures = run_study(study, planned, cache=out / ".cache", jobs=jobs, pooled=False, console=console)
     failed = {failure.path for failure in failures}
     for p in planned:
-        if p.path not in failed:
+        if p.path not in failed and runs.read_manifest(p.path) is not None:  # others were not started
             say(console, f"{p.path}: {verdict(frames.select([p.path]), p.path)}")
     return failures
 
 
 def outside_code(configs: Iterable[RunConfig], trainer: str) -> list[str]:
     """Every `pkg.module:name` outside this package that these runs would import and call, in alphabetical order, and
-    a trainer with options, since these may reach the command line of another program."""
-    found = set(NAMED.findall(trainer)).union(*(config.own_code() for config in configs))
-    outside = sorted(name for name in found if name.partition(":")[0].partition(".")[0] != "moe_rl")
-    return outside + [trainer] * bool(Component.read(trainer).options)
+    a trainer that is not the package's, or has options, since these may reach the command line of another program."""
+    found = set().union(*(config.own_code() for config in configs))
+    outside = {name for name in found if name.partition(":")[0].partition(".")[0] != "moe_rl"}
+    use = Component.read(trainer)
+    return sorted(outside | ({trainer} if use.options or use.name not in OWN_TRAINERS else set()))
 
 
 def _planned(row: Any, out: Path, tables: Path, steps: int | None) -> Planned:

@@ -124,12 +124,15 @@ def _alike(failures: Sequence[Failure], planned: Sequence[Planned]) -> bool:
 
 
 def unfinished(planned: Sequence[Planned], mix_code: bool, pooled: bool = True) -> list[bool]:
-    """Which runs are still to be carried out. Raises RunError for a folder that holds another run, or one of other
-    code or data unless `mix_code`, and, where they are to be `pooled`, for runs beside them, of the same study, that
-    have other settings; nothing is touched then."""
+    """Which runs are still to be carried out. Raises RunError for a folder that holds another run, one that finished
+    and lacks rows, or one of other code or data unless `mix_code`, and, where they are to be `pooled`, for runs beside
+    them, of the same study, that have other settings; nothing is touched then."""
+    from moe_rl.storage.frames import require_whole
+
     for p in planned:
         runs.check(p.path, p.config.to_dict(), p.config.hash)
         check_code(p.path, mix_code)
+        require_whole(p.path)
     if pooled and not mix_code:
         _require_equal_settings(planned)
     return [runs.state(p.path, p.config.steps)["state"] not in runs.ENDED for p in planned]
@@ -214,7 +217,7 @@ def environment() -> dict[str, str]:
 def start(planned: Planned, trainer: str, cache: Path, trackers: Sequence[str] = ()) -> subprocess.Popen:
     """Start the worker of one run; its output goes to `log.txt` in the run's folder."""
     planned.path.mkdir(parents=True, exist_ok=True)
-    with (planned.path / "log.txt").open("ab") as log:
+    with runs.replaced(planned.path / "log.txt").open("ab") as log:
         process = subprocess.Popen([sys.executable, "-P", "-m", "moe_rl", "work", "-", "0"], env=environment(),
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
     assert process.stdin is not None, "it is a pipe"
@@ -424,7 +427,7 @@ def _carry_out_planned(source: str, number: int, stopping: Callable[[], bool]) -
     if ranks.from_rank_0(lambda: attached or unfinished([planned], plan["mix_code"])[0]):
         if not attached and not ranks.rank():
             planned.path.mkdir(parents=True, exist_ok=True)
-            log = os.open(planned.path / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            log = os.open(runs.replaced(planned.path / "log.txt"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             os.dup2(log, 1)
             os.dup2(log, 2)
         carry_out(planned, plan["trainer"], Path(plan["cache"]), plan["trackers"], stopping=stopping)

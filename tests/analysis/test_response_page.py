@@ -213,3 +213,25 @@ def test_traces_without_a_response_are_named(tmp_path):
         empty.save(tmp_path / name)
     with pytest.raises(RoutingError, match="contains no response"):
         write_response_page([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
+
+
+@pytest.mark.parametrize("given", [["moved"], ["moved/traces"], ["moved/traces/before", "moved/traces/after"],
+                                   ["moved/traces/before", "moved/traces/after/000000.safetensors"]])
+def test_a_folder_of_one_trace_stands_for_it(tmp_path, monkeypatch, given, capsys):
+    monkeypatch.chdir(tmp_path)
+    for side, file in zip(("before", "after"), pair(tmp_path), strict=True):
+        (folder := tmp_path / "moved" / "traces" / side).mkdir(parents=True)
+        file.rename(folder / "000000.safetensors")
+    assert cli.main(["checkpoint", "view", *given]) == 0
+    names = embedded(tmp_path / "view.html")["names"]
+    assert [name.split("/")[-2:] for name in names] == [[side, "000000.safetensors"] for side in ("before", "after")]
+    (tmp_path / "moved/traces/after/000001.safetensors").write_bytes(b"")
+    if "safetensors" not in given[-1]:
+        assert cli.main(["checkpoint", "view", *given]) == 2
+        assert "after contains 2 traces: 000000.safetensors to 000001.safetensors" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_trace_is_named(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["checkpoint", "view", str(tmp_path / "empty"), "x"]) == 2
+    assert "empty contains no traces" in capsys.readouterr().err

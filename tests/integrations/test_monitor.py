@@ -180,7 +180,7 @@ def row_of(model, rows, tokens):
         drift(model)
         with torch.no_grad(), replay_routing(model, recording.trace(tokens[rows], MASK[rows])):
             model(tokens[rows], attention_mask=MASK[rows])
-        monitor.engine(tokens[rows] / 50, tokens[rows] / 49, DECIDES[rows])
+        monitor.engine(-tokens[rows] / 50, -tokens[rows] / 49, DECIDES[rows])
     return monitor.row()
 
 
@@ -499,7 +499,71 @@ def test_log_probs_that_are_not_finite_are_refused(qwen, tokens, bad):
         inspect.unwrap(type(monitor).__init__)(monitor, qwen, every=1.5)
 
 
-def test_a_probe_with_padding_and_no_mask_is_said(qwen, tokens):
-    pad = qwen.config.pad_token_id = int(tokens[0, -1])
-    with pytest.warns(UserWarning, match=f"begins or ends with the padding token {pad}"):
-        moe_rl.monitor(qwen, probe={"input_ids": tokens})
+def counted(model, **probe):
+    """Which inputs of a probe count."""
+    monitor = moe_rl.monitor(model, probe=probe, since="start")
+    with monitor:
+        model(torch.tensor([[5, 6]]))
+    perturb(model)
+    monitor.row()
+    return monitor._before.routes.attention_mask.tolist()
+
+
+PADDED = torch.tensor([[5, 0, 6, 0, 0], [0, 7, 8, 9, 4]])
+REAL = [[True, True, True, False, False], [False, True, True, True, True]]
+"""A 0 between real tokens is one of them."""
+
+
+def test_padding_at_the_ends_of_a_probe_does_not_count_and_is_said(qwen):
+    assert qwen.config.pad_token_id == 0
+    with pytest.warns(UserWarning, match="3 inputs of the probe, at the ends of its rows, are the padding token 0"):
+        assert counted(qwen, input_ids=PADDED) == REAL
+    with pytest.warns(UserWarning, match="3 inputs of the probe"):
+        decides = torch.tensor([[0, 0, 1, 1, 0], [1, 1, 0, 0, 0]]).bool()
+        assert counted(qwen, input_ids=PADDED, decides=decides) == [[False, False, True, False, False],
+                                                                    [False, True, False, False, False]]
+    qwen.config.pad_token_id = None
+    assert counted(qwen, input_ids=PADDED) == [[True] * 5] * 2, "nobody knows"
+
+
+def test_padding_that_the_mask_of_a_probe_names_does_not_count(qwen):
+    mask = torch.tensor(REAL)
+    assert counted(qwen, input_ids=PADDED, attention_mask=mask) == REAL
+    assert counted(qwen, input_ids=PADDED, attention_mask=mask, decides=torch.ones_like(mask)) == REAL
+    assert counted(qwen, input_ids=PADDED, attention_mask=torch.ones_like(mask)) == [[True] * 5] * 2
+    with pytest.raises(ConfigError, match="no input of the probe counts"):
+        moe_rl.monitor(qwen, probe={"input_ids": PADDED, "attention_mask": mask, "decides": ~mask})
+
+
+def test_a_mask_that_does_not_say_what_is_padding_is_said(qwen):
+    causal = torch.zeros(2, 1, 5, 5).masked_fill(~torch.ones(5, 5).tril().bool(), float("-inf"))
+    with pytest.warns(UserWarning, match="does not say which inputs are padding, so all count"):
+        assert counted(qwen, input_ids=PADDED, attention_mask=causal) == [[True] * 5] * 2
+
+
+def test_the_load_of_a_padded_probe_is_that_of_its_tokens_alone(qwen):
+    """Right padding changes no real token, so the numbers are those of the rows without it."""
+    ids = torch.tensor([[5, 9, 6], [7, 8, 4]])
+    padded = torch.cat([ids, torch.zeros(2, 6, dtype=torch.long)], 1)
+    rows = []
+    for probe in (ids, padded):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            monitor = moe_rl.monitor(build("qwen3_moe"), probe={"input_ids": probe})
+        with monitor:
+            monitor.model(ids)
+        perturb(monitor.model)
+        rows.append(monitor.row())
+    assert rows[0]["expert_change_rate"] > 0
+    close(*rows)
+
+
+@pytest.mark.parametrize("change", [torch.exp, torch.neg])
+def test_what_is_no_log_probability_is_refused(qwen, tokens, change):
+    monitor, honest = moe_rl.monitor(qwen), -torch.rand(4, 9)
+    with monitor:
+        for give in (monitor.engine, monitor.ratios):
+            give(honest, honest, MASK)
+            for pair in ((change(honest), honest), (honest, change(honest))):
+                with pytest.raises(ConfigError, match="are above 0 at 29 of 29 response tokens"):
+                    give(*pair, MASK)

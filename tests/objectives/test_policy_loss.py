@@ -157,3 +157,43 @@ def test_advantages_that_are_not_finite_are_refused(bad):
 def test_a_component_is_a_loss_alone():
     """With everything else as in GRPO; the method has the aggregation of its paper."""
     assert loss(Component("cispo")) == loss("cispo+aggregate=seq_mean_token_mean") != loss("cispo")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
+def test_a_mask_of_numbers_is_refused(dtype):
+    """As an index it would take the rows 0 and 1, and as a factor it would count in no denominator."""
+    said = f"dtype {str(dtype).removeprefix('torch.')}. Give it as bool"
+    given = {"logprobs": NEW, "old_logprobs": OLD, "mask": MASK.to(dtype)}
+    with pytest.raises(ConfigError, match=f"the mask has {said}"):
+        inspect.unwrap(policy_loss)("grpo", advantages=torch.ones(2), **given)
+    inputs = {"rewards": torch.ones(2), "prompt": torch.zeros(2, dtype=torch.long)}
+    with pytest.raises(ConfigError, match=f"the mask has {said}"):
+        inspect.unwrap(compute_advantages)("grpo", mask=MASK.to(dtype), **inputs)
+    with pytest.raises(ConfigError, match=f"finished has {said}"):
+        inspect.unwrap(compute_advantages)("grpo", mask=MASK, finished=torch.ones(2).to(dtype), **inputs)
+    with pytest.raises(ConfigError, match=f"the mask has {said}"):
+        inspect.unwrap(correction_weights)("tis", old_logprobs=OLD, rollout_logprobs=ENGINE, mask=MASK.to(dtype),
+                                           advantages=OLD)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "rollout_logprobs"])
+@pytest.mark.parametrize("change", [torch.exp, torch.neg])
+def test_what_is_no_log_probability_is_refused(name, change):
+    """Probabilities, and what many losses return: −log p."""
+    honest = {key: -torch.rand(3, 4, dtype=torch.float64) - 0.1 for key in ("logprobs", "old_logprobs",
+                                                                          "rollout_logprobs")}
+    given = {"advantages": torch.ones(3), "mask": torch.ones(3, 4, dtype=torch.bool)}
+    assert torch.isfinite(policy_loss("tis", **honest, **given).loss)
+    with pytest.raises(ConfigError, match=f"{name} are above 0 at 12 of 12 response tokens"):
+        policy_loss("tis", **honest | {name: change(honest[name])}, **given)
+    if name != "logprobs":
+        del honest["logprobs"]
+        with pytest.raises(ConfigError, match=f"{name} are above 0"):
+            correction_weights("tis", **honest | {name: change(honest[name])}, mask=given["mask"],
+                               advantages=torch.ones(3, 4))
+
+
+def test_a_finished_response_too_few_is_refused():
+    with pytest.raises(ConfigError, match="2 rewards and 2 prompts for 2 rows"):
+        inspect.unwrap(compute_advantages)("grpo", rewards=torch.ones(2), prompt=torch.zeros(2, dtype=torch.long),
+                                           mask=MASK, finished=torch.ones(1, dtype=torch.bool))

@@ -1,0 +1,216 @@
+"""A checkpoint, a trace, rollouts or a log that somebody sent run no code, whatever they hold, unless
+--trust-remote-code is said."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import pickle
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import moe_rl
+from moe_rl import cli
+from moe_rl.config import ModelConfig
+from moe_rl.models.load import load, save_checkpoint
+from moe_rl.models.tokens import encode_prompts
+from moe_rl.routing.hooks import record_routing
+from moe_rl.storage.provenance import digest
+from moe_rl.types import Prompt
+
+PAYLOAD = """from pathlib import Path
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+Path("ran").touch()
+
+
+class Config(Qwen3MoeConfig):
+    model_type = "unheard_of"
+
+
+class Model(Qwen3MoeForCausalLM):
+    config_class = Config
+
+
+def generate(*arguments, **options):
+    Path("ran").touch()
+"""
+ESCAPES = "{{ cycler.__init__.__globals__.os.system('touch ran') }}{{ messages[0].content }}"
+
+
+class Boom:
+    def __reduce__(self):
+        return eval, ("__import__('pathlib').Path('ran').touch()",)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    made = load(ModelConfig(name="qwen3_moe-tiny", overrides={"num_hidden_layers": 1}), 0)
+    save_checkpoint(made.model, made.tokenizer, folder := tmp_path_factory.mktemp("sent") / "whole")
+    return folder
+
+
+@pytest.fixture
+def sent(whole, tmp_path, monkeypatch):
+    """A checkpoint that brings code in each way that transformers knows, beside modules of that name on the path."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(whole, folder := tmp_path / "sent")
+    for file in (folder / "payload.py", folder / "custom_generate" / "generate.py", tmp_path / "payload.py"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(PAYLOAD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    change(folder / "config.json", auto_map={"AutoConfig": "payload.Config", "AutoModelForCausalLM": "payload.Model"},
+           quantization_config={"quant_method": "payload"})
+    change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["payload.Config", "payload.Config"]})
+    change(folder / "generation_config.json", custom_generate="payload")
+    yield folder
+    sys.modules.pop("payload", None)
+
+
+def change(file: Path, **what) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | what))
+
+
+def own_class(folder: Path) -> None:
+    change(folder / "config.json", model_type="unheard_of")
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Boom()}, folder / "pytorch_model.bin")
+
+
+def another_format(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(pickle.dumps(Boom()))
+
+
+def kernel(folder: Path) -> None:
+    change(folder / "config.json", attn_implementation="payload/boom")
+
+
+SENT = {None: None, own_class: "contains c", pickled: "Weights only load failed", another_format: "damaged",
+        kernel: "kernel"}
+"""What is done to it, and what is said then; else the command runs."""
+COMMANDS = {
+    "diagnose rollouts.jsonl sent": 1,  # a fault: its log-probs are invented
+    "checkpoint compare {whole} sent --data texts.jsonl": 0,
+    "checkpoint evaluate sent --data questions.jsonl --match exact -k 1 --max-tokens 2": 0,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("made", SENT)
+def test_no_command_runs_what_a_checkpoint_brings(whole, sent, command, made, capsys):
+    for file, line in (("texts", {"prompt": "1+1=", "response": "2"}), ("questions", {"question": "1", "answer": "2"}),
+                       ("rollouts", {"tokens": [1, 2, 3, 4], "prompt_length": 2, "logprobs": [-1.0, -1.0],
+                                     "weight_version": "payload:boom"})):
+        Path(f"{file}.jsonl").write_text(json.dumps(line) + "\n")
+    if made is not None:
+        made(sent)
+    code = cli.main(command.format(whole=whole).split())
+    said = capsys.readouterr().err
+    assert not Path("ran").exists()
+    assert code == (COMMANDS[command] if made is None else 2) and (SENT[made] or "") in said, said
+
+
+def test_trusted_it_runs(sent, capsys):
+    own_class(sent)
+    Path("rollouts.jsonl").write_text('{"tokens": [1, 2, 3, 4], "prompt_length": 2, "logprobs": [-1.0, -1.0]}\n')
+    with contextlib.suppress(Exception):  # its code may fail, too
+        cli.main(["diagnose", "rollouts.jsonl", str(sent), "--trust-remote-code"])
+    assert Path("ran").exists()
+
+
+def test_a_chat_template_is_sandboxed_and_its_error_is_one_sentence(sent, capsys):
+    change(sent / "tokenizer_config.json", chat_template=ESCAPES)
+    Path("questions.jsonl").write_text('{"question": "1", "answer": "2"}\n')
+    assert cli.main(["checkpoint", "evaluate", str(sent), "--data", "questions.jsonl", "--match", "exact"]) == 2
+    assert "chat template fails" in capsys.readouterr().err and not Path("ran").exists()
+
+
+def trace(loaded, file: Path) -> None:
+    (prompt,) = encode_prompts([Prompt(text="1+1=2", answer="")], loaded.tokenizer)
+    tokens = torch.tensor([prompt.tokens])
+    with record_routing(loaded.model) as recording, torch.no_grad():
+        loaded.model(tokens)
+    recording.trace(tokens, torch.ones_like(tokens, dtype=torch.bool)).save(file)
+
+
+def test_no_trace_runs_code(sent, capsys):
+    """Nor the tokenizer that lies beside traces, or one that is named."""
+    shutil.copytree(sent, "tokenizer")
+    loaded = load(ModelConfig(name=str(sent)), 0)
+    for name in ("a", "b"):
+        trace(loaded, Path(f"{name}.safetensors"))
+    for more in ([], ["--tokenizer", str(sent)]):
+        assert cli.main(["checkpoint", "view", "a.safetensors", "b.safetensors", *more]) == 0
+    for damaged in (pickle.dumps(Boom()), b"PK\3\4" + pickle.dumps(Boom())):
+        Path("b.safetensors").write_bytes(damaged)
+        assert cli.main(["checkpoint", "view", "a.safetensors", "b.safetensors"]) == 2
+        assert "not a readable routing trace" in capsys.readouterr().err
+    assert not Path("ran").exists()
+
+
+def test_no_log_runs_code(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    call = "__import__('pathlib').Path('ran').touch()"
+    line = f"step:1 - critic/score/mean:np.float64({call}) - actor/grad_norm:{call}\n"
+    Path("log.txt").write_text(line + "step:1 - critic/score/mean:0.5 - actor/grad_norm:1.0\n"
+                               + json.dumps({"step": 2, "data": {"critic/score/mean": call, "payload:boom": 1}}) + "\n")
+    assert cli.main(["runs", "import", "log.txt", "--to", "runs/mine/gspo/base/seed=0"]) == 0
+    assert "2 steps" in capsys.readouterr().out and not Path("ran").exists()
+
+
+@pytest.mark.parametrize("routes", ["O", "object", "(2,)O", "__import__('pathlib').Path('ran').touch()"])
+def test_no_dtype_of_routes_runs_code(whole, tmp_path, monkeypatch, routes, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("rollouts.jsonl").write_text(json.dumps({
+        "tokens": [1, 2, 3, 4], "prompt_length": 2, "logprobs": [-1.0, -1.0], "routes": "AAAAAAAAAAAAAAAAAAAAAA==",
+        "routes_dtype": routes}) + "\n")
+    assert cli.main(["diagnose", "rollouts.jsonl", str(whole)]) == 2
+    assert "routing has the dtype" in capsys.readouterr().err and not Path("ran").exists()
+
+
+def test_nothing_in_the_package_unpickles_or_evaluates():
+    """Every `torch.load` reads weights only; there is no pickle, eval, exec or YAML."""
+    found = []
+    for file in Path(moe_rl.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True"
+                       for k in getattr(node, "keywords", ()))
+            imported = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if (called in ("eval", "exec", "np.load", "compile", "yaml.load") or called == "torch.load" and not safe
+                    or {"pickle", "marshal", "shelve", "yaml", "joblib", "dill"} & {*imported}):
+                found.append(f"{file}:{node.lineno}")
+    assert not found
+
+
+STUDY = """from moe_rl.config import Arm, ColdStart, ModelConfig, RunConfig
+from moe_rl.study import Study
+
+study = Study(name="sent", question="", hypothesis="", arms=(Arm(name="grpo"),), base=RunConfig(
+    arm=Arm(name="grpo"), model=ModelConfig(name="qwen3_moe-tiny", overrides={"num_hidden_layers": 1}), steps=1,
+    cold_start=ColdStart(target=0.0), group_size=2, prompts_per_step=2, mini_batches=1, max_new_tokens=2,
+    eval_prompts=2))
+"""
+
+
+def test_a_run_that_goes_on_unpickles_nothing_of_its_folder(tmp_path, monkeypatch, capsys, forked_workers):
+    """Nor of the cache of its warm-up: whoever sent the folder can make its digests fit."""
+    monkeypatch.chdir(tmp_path)
+    Path("sent.py").write_text(STUDY)
+    command = ["run", "sent.py", "--seeds", "1", "--mix-code"]
+    assert cli.main(command) == 0
+    run = next(Path("runs/sent").glob("*/*/seed=0"))
+    checkpoint = next(run.glob("commit/*/checkpoint"))
+    (checkpoint / "optimizer.pt").write_bytes(pickle.dumps(Boom()))
+    change(run / "manifest.json", checkpoint=digest(checkpoint))
+    (checkpoint.parent / "checkpoint.sha256").write_text(digest(checkpoint))
+    assert cli.main([*command, "--steps", "2"]) in (1, 2)
+    assert "Weights only load failed" in capsys.readouterr().err and not Path("ran").exists()
