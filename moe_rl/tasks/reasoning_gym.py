@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import inspect
+import keyword
+import re
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 from moe_rl.errors import ConfigError
@@ -10,12 +16,20 @@ from moe_rl.registry import unknown
 from moe_rl.seeds import derive
 from moe_rl.types import Prompt
 
+LITERAL = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
+"""Datasets whose scorers evaluate a completion as Python, to read lists."""
+SYMBOLIC = {"intermediate_integration", "polynomial_multiplication", "simple_integration"}
+"""Datasets whose scorers have sympy read a completion, which evaluates it as Python, too."""
+WORD = re.compile(r"[^\W\d]\w*")
+
 
 class ReasoningGym:
     """One reasoning-gym dataset; `options` are settings of its configuration, e.g. `max_word_len=5`.
 
     Many of its scorers give partial credit to wrong answers: only a reward of 1 says that an answer is right. Some
     datasets have no reference answer (`Prompt.answer` is None); a cold start cannot imitate those.
+
+    A completion is data, and runs no code: scorers that would evaluate it as Python read literals and formulas only.
     """
 
     def __init__(self, dataset: str, **options: Any) -> None:
@@ -34,6 +48,10 @@ class ReasoningGym:
         if reserved:
             raise ConfigError(f"reasoning_gym:{dataset}: {', '.join(sorted(reserved))} cannot be an option, because "
                               "the run sets it")
+        if dataset in SYMBOLIC:
+            _check_texts(dataset, options)
+        if dataset in LITERAL:  # lists and numbers are read as before, and anything else is no answer
+            vars(sys.modules[DATASETS[dataset][0].__module__])["eval"] = ast.literal_eval
         self.dataset = dataset
         self.options = options
         self._scorer = self._create(1, 0)
@@ -52,6 +70,8 @@ class ReasoningGym:
         Scorers that add up partial credit can come within rounding of 1 for a wrong answer (`spell_backward` does when
         the right one has something appended); such a score becomes 1 − 1e-5, so that it does not count as right.
         """
+        if self.dataset in SYMBOLIC and not is_formula(completion):
+            return 0.0
         score = float(self._scorer.score_answer(completion.strip(), dict(prompt.entry)))
         return score if score == 1 or abs(score - 1) > 1e-6 else 1 - 1e-5
 
@@ -63,3 +83,26 @@ class ReasoningGym:
         except (TypeError, ValueError, AssertionError) as error:
             raise ConfigError(f"reasoning_gym:{self.dataset} does not accept the options {self.options!r}: "
                               f"{error}") from error
+
+
+def is_formula(text: str) -> bool:
+    """Whether a text has only numbers, operators, brackets, unknowns and sympy's functions of numbers, so that reading
+    it as Python calls nothing else."""
+    import sympy
+
+    def known(word: str) -> bool:
+        found = getattr(sympy, word, None)
+        return (word in ("abs", "ln", "pi", "sqrt") or isinstance(found, type) and issubclass(found, sympy.Function)
+                or found is None and not hasattr(builtins, word) and not keyword.iskeyword(word) and "__" not in word)
+
+    return (re.fullmatch(r"[\w\s()+\-*/^.,=]*", text, re.ASCII) is not None and not re.search(r"\.\s*[A-Za-z_]", text)
+            and all(len(word) == 1 or known(word) for word in WORD.findall(text)))
+
+
+def _check_texts(dataset: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for names of unknowns that are none: the scorer would evaluate them."""
+    for name, value in options.items():
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(text, str) and re.fullmatch(r"[A-Za-z]\w*|[-+]", text, re.ASCII) is None:
+                raise ConfigError(f"reasoning_gym:{dataset}: {name} must contain letters, or the operators + and -, "
+                                  f"not {text!r}")
