@@ -171,7 +171,8 @@ def _require_whole(folder: Path, runs: pd.DataFrame, steps: pd.DataFrame) -> Non
             example = "/".join(map(str, next(iter(alone))))
             raise RunError(f"{folder / 'steps.parquet'} and runs.parquet contain different runs ({len(alone)} in "
                            f"{table} alone, e.g. {example}). Collect the study again, or restore them from a copy.")
-    rows = dict(tuple(steps.groupby(list(LABELS[:4]), sort=False)))
+    checked = steps[[column for column in (*LABELS[:4], "step", "reward") if column in steps]]
+    rows = dict(tuple(checked.groupby(list(LABELS[:4]), sort=False)))
     for run in ended.itertuples():
         key = tuple(getattr(run, label) for label in LABELS[:4])
         if key in rows:
