@@ -14,6 +14,7 @@ from moe_rl.analysis.diagnose.explanations import Explanation, Gap
 from moe_rl.analysis.diagnose.hypotheses import Hypothesis, list_hypotheses, set_values
 from moe_rl.analysis.diagnose.locations import locate_gap
 from moe_rl.analysis.diagnose.remedies import REMEDIES, list_remedies
+from moe_rl.analysis.diagnose.report import tabulate_fits
 from moe_rl.analysis.diagnose.responses import Rollouts, count_turns
 from moe_rl.analysis.diagnose.scoring import STATED, Fit, Scorer, compute_left
 from moe_rl.errors import ConfigError
@@ -300,6 +301,17 @@ def test_every_cause_has_a_remedy(bench):
     assert list_remedies(()) == ("Nothing.",)
     assert list_remedies(("bos", "special_tokens")) == ("Send token ids to the engine, not text, and store the ids "
                                                         "that it read.",)
+
+
+def test_leads_that_leave_more_than_70_percent_are_on_the_page_alone(bench):
+    engine = bench("qwen3_moe")
+    found = answer(engine, [{k: v for k, v in e.items() if k != "routes"} for e in engine.attention_warmer()])
+    rows = {most: {row[0]: row[2] for row in tabulate_fits(found, most).rows} for most in (12, None)}
+    assert found.causes == ("unexplained",) and len(rows[None]) == len(found.fits)
+    tested = {r.name for r in found.fits[3:]}
+    far = {name for name in tested if found.left[name][0] > 0.7}
+    assert len(far) > 20 and rows[12].keys() == rows[None].keys() - far
+    assert f"{len(far)} more hypotheses are on the page" in tabulate_fits(found, 12).note
 
 
 def test_a_forward_that_overflows_is_a_note(bench):
