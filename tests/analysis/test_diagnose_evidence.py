@@ -203,7 +203,8 @@ FORWARDS = {
     "swapped_layers": ("qwen3_moe", 1), "shared_expert": ("deepseek_v3", 1), "sigmoid": ("mixtral", 1),
     "rope_base": ("olmoe", 1), "attention_scale": ("glm4_moe", 1), "qk_norm": ("qwen3_moe", 1),
     "sinks": ("gpt_oss", 1), "window_lost": ("gpt_oss", 1), "visible_padding": ("mixtral", 1),
-    "positions_per_turn": ("qwen3_moe", 2)}  # fmt: skip
+    "positions_per_turn": ("qwen3_moe", 2), "rope_scaling": ("glm4_moe", 1), "window_size": ("mixtral", 2),
+    "softcap": ("olmoe", 2), "positions_of_padding": ("deepseek_v3", 1)}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FORWARDS)
