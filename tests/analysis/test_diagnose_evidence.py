@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from moe_rl import cli
 from moe_rl.analysis.diagnose import diagnose
@@ -224,6 +225,56 @@ def test_a_layer_of_another_checkpoint_is_named(bench):
     found = answer(engine, entries, also={"older": engine.older()})
     assert found.causes == ("layer_not_pushed",) and "layer 3 of older" in found.verdict
     assert "Compare the names" in " ".join(found.remedies)
+
+
+def test_a_model_with_a_soft_cap_may_meet_an_engine_without():
+    """Gemma's logits, about 15, are capped at 30."""
+    if "gemma4_text" not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no gemma4_text")
+    engine = Engine("gemma4_text", 8, 1, None, 1)
+    found = answer(engine, [{k: v for k, v in e.items() if k != "routes"} for e in engine.softcap_lost()])
+    assert found.causes == ("softcap",) and "leaves out the soft-cap" in found.verdict
+    assert found.remedies == ("Compare the engine's copy of the model's configuration with the trainer's: "
+                              "final_logit_softcapping.",)
+
+
+def test_a_window_of_another_size_is_named(bench):
+    engine = bench("gpt_oss")  # of 6, where the engine has one of 3
+    found = answer(engine, [{k: v for k, v in e.items() if k != "routes"} for e in engine.window_size()])
+    size = (3, 5, 7, 12)[engine.place % 4]
+    assert found.causes == ("window_size",) and f"window of {size} tokens, the trainer one of 6" in found.verdict
+
+
+def test_a_dtype_and_another_change_are_tried_together_in_either_order(bench):
+    """A dtype is tried on a copy of the model: what it is changed to beforehand goes with it."""
+    engine = bench("olmoe")
+    scorer = scorer_of(engine, engine.honest())
+    tried = list_hypotheses(scorer.model, scorer.responses, engine.tokenizer, {})
+    low, scale = (next(h for h in tried if h.name == name) for name in ("all in bfloat16", "attention without a scale"))
+    one, two = (scorer.score_under(pair).logprobs[STATED] for pair in ((low, scale), (scale, low)))
+    assert one.tolist() == two.tolist() != scorer.score_under([low]).logprobs[STATED].tolist()
+
+
+@pytest.mark.parametrize("fault", ["swapped_turns", "shifted_mask"])
+def test_a_mask_that_is_off_by_a_turn_is_named(bench, fault):
+    engine = bench("qwen3_moe", 2)
+    found = answer(engine, without_environment(getattr(engine, fault)()))
+    assert found.causes == ("response_mask",) and not found.equally
+
+
+def test_the_turn_beside_by_hand(bench):
+    """Of three turns the log-probs are each time those of the next one, of the last those of the first: 2, 3, 1."""
+    engine = bench("mixtral")
+    entries = [{k: v for k, v in e.items() if k != "routes"} for e in engine.honest() if len(e["logprobs"]) >= 8]
+    turns = [slice(0, 2), slice(3, 5), slice(6, 8)]
+    moved = []
+    for e in entries:
+        given = [None] * len(e["logprobs"])
+        for here, there in zip(turns, [*turns[1:], turns[0]], strict=True):
+            given[here] = e["logprobs"][there]
+        moved.append(e | {"logprobs": given})
+    scorer = scorer_of(engine, moved)
+    assert scorer.compare_turns(1).distance == pytest.approx(0, abs=1e-4) and (scorer.compare_turns(-1).kl > 1e-4).all()
 
 
 @pytest.mark.parametrize("fault", ["log_base", "greedy", "others_logprobs"])
