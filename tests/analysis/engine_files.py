@@ -104,11 +104,12 @@ class Engine(Bench):
 
     # -------------------------------------------------------------- its attention
     def rope_base(self):
+        """A base of 1e6; of 1e4 where the trainer's is 1e6."""
         def change(model):
             for module in model.modules():
                 if isinstance(getattr(module, "inv_freq", None), torch.Tensor):
-                    n = len(module.inv_freq)
-                    module.inv_freq.copy_(1e6 ** (-torch.arange(n) / n))
+                    x = torch.arange(len(module.inv_freq)) / len(module.inv_freq)
+                    module.inv_freq.copy_(1e4**-x if torch.allclose(module.inv_freq, 1e6**-x) else 1e6**-x)
 
         return self.honest(change=change)
 

@@ -11,6 +11,7 @@ import transformers
 
 from moe_rl import cli
 from moe_rl.analysis.diagnose import diagnose
+from moe_rl.analysis.diagnose.diagnosis import _Case
 from moe_rl.analysis.diagnose.explanations import Explanation, Gap
 from moe_rl.analysis.diagnose.hypotheses import Hypothesis, list_hypotheses, set_values
 from moe_rl.analysis.diagnose.locations import locate_gap
@@ -154,6 +155,17 @@ def test_a_quantised_router_has_to_beat_the_dtype():
     assert gap.find_explanations() == [router]
     gap.tried.append(tried(("dtype",), 0.45, 1.0, 0.5, fault=False))
     assert gap.find_explanations() == []
+
+
+@pytest.mark.parametrize("base, left, cause", [
+    (0.5, 0.2, "rounding"),  # KL a quarter of that of rounding, of which forced weights leave some
+    (0.5, 1e-3, "combine_weights"),  # ... and nothing
+    (5.0, 0.2, "combine_weights")])  # fmt: skip
+def test_combine_weights_within_rounding_are_not_accused(base, left, cause):
+    gap = gap_by_hand(base)
+    case = _Case(gap.scorer, gap, {"ids forced": fit(0.9 * base), "ids and combine weights forced": fit(left * base)})
+    causes, _, fault = case._conclude([], [])
+    assert causes == (cause,) and fault is (cause != "rounding")
 
 
 # ---------------------------------------------------------------------- the decision, on engines

@@ -43,6 +43,7 @@ def report(kind: str, seed: int, dtype: str, file: File, tables: dict[str, Count
     verdict = judge(found, file.cause)
     group = "honest" if not file.cause else "no hypothesis" if file.cause == UNKNOWN else "listed"
     tables[f"{group}, {dtype}"][verdict] += 1
+    tables[f"{kind}: {dtype}"][verdict] += 1
     fits = {f.name: f for f in found.fits}
     base, rounding = found.fits[0], found.fits[2]
     rungs = [f"{n[7:]} {f.distance.mean() / max(base.distance.mean(), 1e-12):.2f} {f.nearer.mean():+.2f}"
@@ -75,8 +76,9 @@ def main() -> None:
             report("honest", n, dtype if trainer is None else "both bfloat16", file, tables)
     columns = ("ok", "false alarm", "named", "near", UNKNOWN, "wrong", "nothing to mend", "hidden")
     print("\n| files |", " | ".join(columns), "|\n|" + "---|" * (1 + len(columns)))
-    for name, row in sorted(tables.items()):
-        print(f"| {name} |", " | ".join(str(row[c]) for c in columns), "|")
+    for name, row in sorted(tables.items(), key=lambda item: (":" in item[0], item[0])):
+        if ":" not in name or row.keys() - {"ok", "named"}:  # of single kinds those with something else
+            print(f"| {name} |", " | ".join(str(row[c]) for c in columns), "|")
     print(f"{time.process_time():.0f} s of CPU")
 
 
