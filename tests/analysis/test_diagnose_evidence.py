@@ -122,6 +122,16 @@ def test_one_score_explains_and_a_dtype_has_to_be_beaten():
     assert [e.causes for e in gap.find_explanations()] == [("dtype",)]
 
 
+@pytest.mark.parametrize("left_of_rest, explained", [(0.03, True), (0.05, False)])
+def test_one_token_alone_explains_nothing(left_of_rest, explained):
+    """A tie between experts, 1 nat in one token of a response, where the others have 0.1 and 0.03 or 0.05 is left."""
+    gap, one = gap_by_hand(5.0), np.arange(10) == 0
+    gap.scorer.base = replace(fit(1), distance=0.1 + 0.09 * one, peak=np.where(one, 0.1, 0.01))  # of ten tokens each
+    left = replace(fit(1), distance=np.full(10, left_of_rest), peak=np.full(10, left_of_rest / 10))
+    explanation = Explanation(("top_k",), "", left, (0.2, 0.1, 0.3), True)
+    assert gap.explains(explanation) is explained
+
+
 def test_a_pair_is_needed_only_where_its_fault_is():
     gap = gap_by_hand(5.0)
     both = tried(("top_k", "dtype"), 0.3, 5.0)

@@ -184,7 +184,7 @@ class Gap:
         # Where only some responses have the fault, the others are as they are.
         helped = fit.kl < base.kl
         mixed = replace(fit, **{name: np.where(helped, getattr(fit, name), getattr(base, name))
-                                for name in ("kl", "distance", "beyond_2", "flips", "squares", "products")})
+                                for name in ("kl", "distance", "beyond_2", "flips", "squares", "products", "peak")})
         whole = fit.mean <= mixed.mean * APART**2 or helped.all()
         kept = fit if whole else mixed
         left = compute_left(kept, base)
@@ -210,9 +210,13 @@ class Gap:
         return [e for e in found if self._measure(e) <= APART * self._measure(found[0])]
 
     def explains(self, e: Explanation) -> bool:
-        """Whether an explanation takes the gap away. What is to be mended has to do so better than any dtype."""
-        rungs = [self._measure(x) for x in self.dtypes]
-        return e.left[2] <= EXPLAINED and (not e.fault or APART * self._measure(e) <= min(rungs, default=math.inf))
+        """Whether an explanation takes the gap away, also without the token with the largest: a tie between experts may
+        be most of it. What is to be mended has to do so better than any dtype."""
+        rungs, base = [self._measure(x) for x in self.dtypes], self.scorer.base
+        most = np.arange(len(base.kl)) == np.argmax(base.peak)
+        rest, gap = (float((x.distance - x.peak * most).sum()) for x in (e.fit, base))
+        return (e.left[2] <= EXPLAINED and rest <= max(EXPLAINED * gap, len(base.kl) * math.sqrt(2 * self.noise))
+                and (not e.fault or APART * self._measure(e) <= min(rungs, default=math.inf)))
 
     def moves_nearer(self, e: Explanation) -> bool:
         """Whether a quantised router is what rounding hides: what it leaves is rounding, and it brings more tokens of a

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,8 @@ class Fit:
     squares: Float[NDArray, " response"] | float = field(default=0.0, kw_only=True)
     products: Float[NDArray, " response"] | float = field(default=0.0, kw_only=True)
     """Sums over tokens of |log r|², and of |log r| times that of the natural forward, by the square of their number."""
+    peak: Float[NDArray, " response"] | float = field(default=0.0, kw_only=True)
+    """|log r| of the token that has the largest in the natural forward, by the number of tokens."""
 
     @property
     def mean(self) -> float:
@@ -146,7 +149,13 @@ class Scorer:
         nearer = np.sign(natural - found[1])
         squares, products = (self.average_by_response(found[1] * x) / self.counts for x in (found[1], natural))
         return Fit(name, *(self.average_by_response(x) for x in (*found, flips, nearer)),
-                   squares=squares, products=products)
+                   squares=squares, products=products, peak=found[1][self.peaks] / self.counts)
+
+    @cached_property
+    def peaks(self) -> Int64[NDArray, " response"]:
+        """Of each response the token with the largest natural gap."""
+        gap = np.where(self.own, np.abs(self.natural.logprobs[STATED] - self.engine), -1)
+        return np.lexsort((gap, self.owner))[np.cumsum([len(r.logprobs) for r in self.responses]) - 1]
 
     def average_by_response(self, values: NDArray) -> NDArray:
         """Means over the engine's own tokens of each response."""
@@ -184,8 +193,8 @@ class Scorer:
             return np.bincount(self.owner[inside], values[inside], len(pairs)) / pairs
 
         kl, distance, beyond_2 = map(mean, compute_distances(apart))
-        squares = mean(np.abs(apart) ** 2) / pairs
-        return Fit(name, kl, distance, beyond_2, *np.zeros((2, len(pairs))), squares=squares)
+        return Fit(name, kl, distance, beyond_2, *np.zeros((2, len(pairs))), squares=mean(np.abs(apart) ** 2) / pairs,
+                   peak=np.abs(apart * inside)[self.peaks] / pairs)
 
     def compare_readings(self) -> Iterator[tuple[str, str, Fit]]:
         """What else the engine may call a log-prob of its natural forward: cause, sentence, fit."""
