@@ -132,6 +132,14 @@ def test_one_token_alone_explains_nothing(left_of_rest, explained):
     assert gap.explains(explanation) is explained
 
 
+def test_what_rounding_makes_equal_is_told_apart_in_its_dtype():
+    gap = gap_by_hand(5.0)
+    gap.tried = [tried(("softcap",), 0.2, 5.0), tried(("temperature",), 0.21, 5.0)]
+    assert len(gap.find_explanations()) == 2
+    gap.tried += [tried(("temperature", "dtype"), 0.15, 5.0), tried(("softcap", "dtype"), 0.05, 5.0)]
+    assert gap.find_explanations() == gap.tried[:1]
+
+
 def test_a_pair_is_needed_only_where_its_fault_is():
     gap = gap_by_hand(5.0)
     both = tried(("top_k", "dtype"), 0.3, 5.0)

@@ -146,6 +146,10 @@ class Gap:
             self._try((h,) for h in hypotheses if h.late)
         if self._is_open():
             self._try(self._list_pairs(single))
+        found, dtypes = self.find_explanations(), [e.hypotheses[0] for e in self.dtypes]
+        if len({e.causes for e in found}) > 1:  # rounding may hide which of them it is
+            self._try(product((h for e in found if len(e.hypotheses) == 1 for h in e.hypotheses if h not in dtypes),
+                              dtypes))
 
     def _is_open(self) -> bool:
         return not (self.few or self.small or self.find_explanations())
@@ -206,8 +210,8 @@ class Gap:
         enough = [e for e in self.tried if self.explains(e)]
         single = [e for e in enough if len(e.causes) == 1]
         found = single or [e for e in enough if self._needs_both(e)] or [e for e in self.tried if self.moves_nearer(e)]
-        found.sort(key=lambda e: (self._measure(e), len(e.hypotheses), e.fit.mean))
-        return [e for e in found if self._measure(e) <= APART * self._measure(found[0])]
+        found.sort(key=lambda e: (self._measure_best(e), len(e.hypotheses), e.fit.mean))
+        return [e for e in found if self._measure_best(e) <= APART * self._measure_best(found[0])]
 
     def explains(self, e: Explanation) -> bool:
         """Whether an explanation takes the gap away, also without the token with the largest: a tie between experts may
@@ -232,6 +236,10 @@ class Gap:
     def _measure(self, e: Explanation) -> float:
         """The mean |log r| that is left, at least that of noise."""
         return max(float(e.fit.distance.mean()), math.sqrt(2 * self.noise))
+
+    def _measure_best(self, e: Explanation) -> float:
+        """The same in the dtype, of those tried with it, that leaves least."""
+        return min(self._measure(x) for x in (e, *self.tried) if {*e.causes} <= {*x.causes} <= {*e.causes, "dtype"})
 
     def _needs_both(self, e: Explanation) -> bool:
         """Whether no part of it without one of its faults comes near it."""
