@@ -26,9 +26,9 @@ def answer(file):
 
 @pytest.mark.parametrize("dtype, kind", [(dtype, kind) for dtype, kinds in NAMED.items() for kind in kinds])
 def test_a_listed_fault_is_named(dtype, kind):
-    file = make_file(kind, SEED, dtype)
+    file = make_file(kind, SEED, dtype)  # of an engine in another dtype that may be told, too
     found = answer(file)
-    assert found.causes == (file.cause,) and not found.equally and found.fault, found.verdict
+    assert found.causes[:1] == (file.cause,) and not found.equally and found.fault, found.verdict
 
 
 @pytest.mark.parametrize("dtype", OTHER)
