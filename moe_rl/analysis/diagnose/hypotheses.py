@@ -220,7 +220,7 @@ def _attention(model: nn.Module) -> Iterator[Hypothesis]:
 def _windows(model: nn.Module, responses: Sequence[Response]) -> Iterator[Hypothesis]:
     """Sliding windows: lost, of another size, or in every layer of a model that has none."""
     config: Any = model.config
-    config, longest = config.get_text_config(), max(len(r.tokens) for r in responses)
+    config, longest = config.get_text_config(), max((len(r.tokens) for r in responses), default=0)
     own, attention = getattr(config, "sliding_window", None), [m for m in model.modules() if hasattr(m, "o_proj")]
     sizes = {2**n for n in range(2, (longest - 1).bit_length())[-4:]}
     if isinstance(own, int):
@@ -320,7 +320,7 @@ def _positions(responses: Sequence[Response]) -> Iterator[Hypothesis]:
                          "each further turn of a response from 0", positions=_restart)
 
 
-    longest = max(r.prompt for r in responses)
+    longest = max((r.prompt for r in responses), default=0)
     if any(r.prompt < longest for r in responses):
         yield Hypothesis("positions_of_padding", "positions of the response after padding", "the engine counts the "
                          "positions of a response from the end of the padded prompt",
