@@ -31,6 +31,12 @@ def test_a_listed_fault_is_named(dtype, kind):
     assert found.causes[:1] == (file.cause,) and not found.equally and found.fault, found.verdict
 
 
+def test_stale_routes_are_named_beside_a_dtype_that_explains_the_gap():
+    file = make_file("stale_routes", 4004, torch.float16)
+    found = answer(file)
+    assert found.causes[0] == "stale_routes" and found.fault, found.verdict
+
+
 @pytest.mark.parametrize("dtype", OTHER)
 def test_another_fault_is_unexplained(dtype):
     found = answer(make_file(OTHER[dtype], SEED, dtype))
