@@ -61,7 +61,7 @@ def build(family: str, seed: int = 0, **overrides):
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family], **overrides})
+        config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES.get(family, {}), **overrides})
         model = AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():

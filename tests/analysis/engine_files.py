@@ -20,6 +20,11 @@ from tests.analysis import broken_engines
 from tests.analysis.broken_engines import Bench, logits_of, picked, sampled, with_gates
 
 broken_engines.FAMILIES.setdefault("gpt_oss", {"num_hidden_layers": 4, "sliding_window": 6})
+broken_engines.FAMILIES.setdefault("gemma4_text", {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16,
+    "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 48, "global_head_dim": 8,
+    "tie_word_embeddings": False, "final_logit_softcapping": 30.0})
 FAMILIES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "gpt_oss")
 UNKNOWN = "unexplained"
 
@@ -99,11 +104,12 @@ class Engine(Bench):
 
     # -------------------------------------------------------------- its attention
     def rope_base(self):
+        """A base of 1e6; of 1e4 where the trainer's is 1e6."""
         def change(model):
             for module in model.modules():
                 if isinstance(getattr(module, "inv_freq", None), torch.Tensor):
-                    n = len(module.inv_freq)
-                    module.inv_freq.copy_(1e6 ** (-torch.arange(n) / n))
+                    x = torch.arange(len(module.inv_freq)) / len(module.inv_freq)
+                    module.inv_freq.copy_(1e4**-x if torch.allclose(module.inv_freq, 1e6**-x) else 1e6**-x)
 
         return self.honest(change=change)
 
@@ -132,6 +138,35 @@ class Engine(Bench):
     def window_lost(self):
         return self.honest(change=lambda m: setattr(m.config, "sliding_window", 10**6))
 
+    def rope_scaling(self):
+        """Positions as multiples of ½, ¼ or ⅛."""
+        def change(model):
+            for module in model.modules():
+                if isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+                    module.inv_freq.div_((2, 4, 8)[self.place % 3])
+
+        return self.honest(change=change)
+
+    def window_size(self):
+        """A window, as transformers makes it, of another size than the trainer's or where the trainer has none."""
+        size = (3, 5, 7, 12) if self.family == "gpt_oss" else (4, 8)
+        return self.honest(change=lambda m: setattr(m.config, "sliding_window", size[self.place % len(size)]))
+
+    # -------------------------------------------------------------- its head
+    def _enlarge(self):
+        """Logits about 15, some tokens likelier than others."""
+        draw = torch.Generator().manual_seed(self.place)
+        self.model.lm_head.bias = nn.Parameter(15 + 4 * torch.randn(broken_engines.VOCABULARY, generator=draw))
+
+    def softcap(self):
+        self._enlarge()
+        return self.honest(change=lambda m: m.lm_head.register_forward_hook(
+            lambda module, inputs, logits: 30 * torch.tanh(logits / 30)))
+
+    def softcap_lost(self):
+        self._enlarge()
+        return self.honest(change=lambda m: setattr(m.config, "final_logit_softcapping", None))
+
     # -------------------------------------------------------------- what it reads
     def visible_padding(self):
         """Prompts are padded on the left to the longest, and attention reads the padding."""
@@ -154,6 +189,28 @@ class Engine(Bench):
             return picked(logits_of(self.engine(), e, torch.where(t >= start, t - start, t)[None]), e)
 
         return [{k: v for k, v in e.items() if k != "routes"} for e in self._each(logprobs=moved)]
+
+    def positions_of_padding(self):
+        """The prompts are padded on the right to the longest, and the response counts on from there."""
+        longest = max(len(p.tokens) for p in self.asked)
+
+        def moved(e):
+            t = torch.arange(len(e["tokens"]))
+            t = torch.where(t < e["prompt_length"], t, t + longest - e["prompt_length"])
+            return picked(logits_of(self.engine(), e, t[None]), e)
+
+        return [{k: v for k, v in e.items() if k != "routes"} for e in self._each(logprobs=moved)]
+
+    def swapped_turns(self):
+        """The log-probs of each turn are beside the other, as many as both have; the rest is masked."""
+        def swapped(e):
+            first, words = e["said"]
+            one, two = e["logprobs"][:first], e["logprobs"][first + words :]
+            n = min(len(one), len(two))
+            masked = [None] * (len(one) - n), [None] * (len(two) - n)
+            return [*two[:n], *masked[0], *[None] * words, *one[:n], *masked[1]]
+
+        return self._each(logprobs=swapped)
 
     def shifted_mask(self):
         """The tokens of the environment count, with the zeros that engines write there; the second turn does not."""
@@ -216,7 +273,11 @@ FAULTS: dict[str, Kind] = {
     "weight_version": Kind("weight_version", also=True),
     "stale_layer": Kind("layer_not_pushed", also=True), "swapped_layers": Kind("swapped_layers"),
     "shared_expert": Kind("shared_expert", ("deepseek_v3", "glm4_moe")), "sigmoid": Kind("sigmoid", SOFTMAX),
-    "rope_base": Kind("rope_base", PLAIN), "attention_scale": Kind("attention_scale"),
+    "rope_base": Kind("rope_base", PLAIN), "rope_scaling": Kind("rope_scaling", PLAIN),
+    "window_size": Kind("window_size", ("gpt_oss", "mixtral", "qwen3_moe")),
+    "softcap": Kind("softcap", PLAIN), "softcap_lost": Kind("softcap", ("gemma4_text",)),
+    "positions_of_padding": Kind("positions_of_padding"), "swapped_turns": Kind("response_mask", turns=(2,)),
+    "shifted_mask": Kind("response_mask", turns=(2,)), "attention_scale": Kind("attention_scale"),
     "qk_norm": Kind("qk_norm", ("qwen3_moe", "olmoe")), "sinks": Kind("sinks", ("gpt_oss",)),
     "window_lost": Kind("window_lost", ("gpt_oss",)), "visible_padding": Kind("visible_padding"),
     "positions_per_turn": Kind("positions_per_turn", turns=(2,)), "others_logprobs": Kind("others_logprobs"),
@@ -226,7 +287,7 @@ FAULTS: dict[str, Kind] = {
 STRANGE: dict[str, Kind] = {
     **{name: Kind(UNKNOWN, ("qwen3_moe", "deepseek_v3", "glm4_moe", "olmoe")) for name in (
         "permuted_expert", "lost_expert")},
-    "router_int4": Kind(UNKNOWN, PLAIN), "shifted_mask": Kind(UNKNOWN, turns=(2,)),
+    "router_int4": Kind(UNKNOWN, PLAIN),
     **{name: Kind(UNKNOWN) for name in ("attention_warmer", "older_unknown", "stale_layer_unknown")}}
 """Faults without a hypothesis: to be called unexplained, never rounding."""
 

@@ -324,6 +324,13 @@ def test_the_command_prints_a_verdict_and_writes_a_page(there, capsys, monkeypat
     assert floor == row and float(limit) == max(1e-9, 4 * float(floor)), "that of the table"
 
 
+def test_an_unexplained_gap_ends_with_exit_code_1(there, bench, tmp_path, capsys):
+    file = tmp_path / "other.jsonl"
+    file.write_text("\n".join(lines_of(bench("qwen3_moe").weight_version())) + "\n")
+    assert cli.main(["diagnose", str(file), str(there / "step"), "--out", str(tmp_path / "page.html")]) == 1
+    assert "times the rounding" in " ".join(capsys.readouterr().out.split())
+
+
 def test_text_reaches_the_page_as_text(bench, tmp_path):
     found = answer(bench("qwen3_moe"), bench("qwen3_moe").honest())
     write_page(found, tmp_path / "x.html", rollouts="<script>alert(1)</script>", checkpoint="&")

@@ -7,13 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from moe_rl import cli
 from moe_rl.analysis.diagnose import diagnose
+from moe_rl.analysis.diagnose.diagnosis import _Case
 from moe_rl.analysis.diagnose.explanations import Explanation, Gap
 from moe_rl.analysis.diagnose.hypotheses import Hypothesis, list_hypotheses, set_values
 from moe_rl.analysis.diagnose.locations import locate_gap
 from moe_rl.analysis.diagnose.remedies import REMEDIES, list_remedies
+from moe_rl.analysis.diagnose.report import tabulate_fits
 from moe_rl.analysis.diagnose.responses import Rollouts, count_turns
 from moe_rl.analysis.diagnose.scoring import STATED, Fit, Scorer, compute_left
 from moe_rl.errors import ConfigError
@@ -119,6 +122,24 @@ def test_one_score_explains_and_a_dtype_has_to_be_beaten():
     assert [e.causes for e in gap.find_explanations()] == [("dtype",)]
 
 
+@pytest.mark.parametrize("left_of_rest, explained", [(0.03, True), (0.05, False)])
+def test_one_token_alone_explains_nothing(left_of_rest, explained):
+    """A tie between experts, 1 nat in one token of a response, where the others have 0.1 and 0.03 or 0.05 is left."""
+    gap, one = gap_by_hand(5.0), np.arange(10) == 0
+    gap.scorer.base = replace(fit(1), distance=0.1 + 0.09 * one, peak=np.where(one, 0.1, 0.01))  # of ten tokens each
+    left = replace(fit(1), distance=np.full(10, left_of_rest), peak=np.full(10, left_of_rest / 10))
+    explanation = Explanation(("top_k",), "", left, (0.2, 0.1, 0.3), True)
+    assert gap.explains(explanation) is explained
+
+
+def test_what_rounding_makes_equal_is_told_apart_in_its_dtype():
+    gap = gap_by_hand(5.0)
+    gap.tried = [tried(("softcap",), 0.2, 5.0), tried(("temperature",), 0.21, 5.0)]
+    assert len(gap.find_explanations()) == 2
+    gap.tried += [tried(("temperature", "dtype"), 0.15, 5.0), tried(("softcap", "dtype"), 0.05, 5.0)]
+    assert gap.find_explanations() == gap.tried[:1]
+
+
 def test_a_pair_is_needed_only_where_its_fault_is():
     gap = gap_by_hand(5.0)
     both = tried(("top_k", "dtype"), 0.3, 5.0)
@@ -152,6 +173,17 @@ def test_a_quantised_router_has_to_beat_the_dtype():
     assert gap.find_explanations() == [router]
     gap.tried.append(tried(("dtype",), 0.45, 1.0, 0.5, fault=False))
     assert gap.find_explanations() == []
+
+
+@pytest.mark.parametrize("base, left, cause", [
+    (0.5, 0.2, "rounding"),  # KL a quarter of that of rounding, of which forced weights leave some
+    (0.5, 1e-3, "combine_weights"),  # ... and nothing
+    (5.0, 0.2, "combine_weights")])  # fmt: skip
+def test_combine_weights_within_rounding_are_not_accused(base, left, cause):
+    gap = gap_by_hand(base)
+    case = _Case(gap.scorer, gap, {"ids forced": fit(0.9 * base), "ids and combine weights forced": fit(left * base)})
+    causes, _, fault = case._conclude([], [])
+    assert causes == (cause,) and fault is (cause != "rounding")
 
 
 # ---------------------------------------------------------------------- the decision, on engines
@@ -202,7 +234,8 @@ FORWARDS = {
     "swapped_layers": ("qwen3_moe", 1), "shared_expert": ("deepseek_v3", 1), "sigmoid": ("mixtral", 1),
     "rope_base": ("olmoe", 1), "attention_scale": ("glm4_moe", 1), "qk_norm": ("qwen3_moe", 1),
     "sinks": ("gpt_oss", 1), "window_lost": ("gpt_oss", 1), "visible_padding": ("mixtral", 1),
-    "positions_per_turn": ("qwen3_moe", 2)}  # fmt: skip
+    "positions_per_turn": ("qwen3_moe", 2), "rope_scaling": ("glm4_moe", 1), "window_size": ("mixtral", 2),
+    "softcap": ("olmoe", 2), "positions_of_padding": ("deepseek_v3", 1)}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FORWARDS)
@@ -222,6 +255,56 @@ def test_a_layer_of_another_checkpoint_is_named(bench):
     found = answer(engine, entries, also={"older": engine.older()})
     assert found.causes == ("layer_not_pushed",) and "layer 3 of older" in found.verdict
     assert "Compare the names" in " ".join(found.remedies)
+
+
+def test_a_model_with_a_soft_cap_may_meet_an_engine_without():
+    """Gemma's logits, about 15, are capped at 30."""
+    if "gemma4_text" not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no gemma4_text")
+    engine = Engine("gemma4_text", 8, 1, None, 1)
+    found = answer(engine, [{k: v for k, v in e.items() if k != "routes"} for e in engine.softcap_lost()])
+    assert found.causes == ("softcap",) and "leaves out the soft-cap" in found.verdict
+    assert found.remedies == ("Compare the engine's copy of the model's configuration with the trainer's: "
+                              "final_logit_softcapping.",)
+
+
+def test_a_window_of_another_size_is_named(bench):
+    engine = bench("gpt_oss")  # of 6, where the engine has one of 3
+    found = answer(engine, [{k: v for k, v in e.items() if k != "routes"} for e in engine.window_size()])
+    size = (3, 5, 7, 12)[engine.place % 4]
+    assert found.causes == ("window_size",) and f"window of {size} tokens, the trainer one of 6" in found.verdict
+
+
+def test_a_dtype_and_another_change_are_tried_together_in_either_order(bench):
+    """A dtype is tried on a copy of the model: what it is changed to beforehand goes with it."""
+    engine = bench("olmoe")
+    scorer = scorer_of(engine, engine.honest())
+    tried = list_hypotheses(scorer.model, scorer.responses, engine.tokenizer, {})
+    low, scale = (next(h for h in tried if h.name == name) for name in ("all in bfloat16", "attention without a scale"))
+    one, two = (scorer.score_under(pair).logprobs[STATED] for pair in ((low, scale), (scale, low)))
+    assert one.tolist() == two.tolist() != scorer.score_under([low]).logprobs[STATED].tolist()
+
+
+@pytest.mark.parametrize("fault", ["swapped_turns", "shifted_mask"])
+def test_a_mask_that_is_off_by_a_turn_is_named(bench, fault):
+    engine = bench("qwen3_moe", 2)
+    found = answer(engine, without_environment(getattr(engine, fault)()))
+    assert found.causes == ("response_mask",) and not found.equally
+
+
+def test_the_turn_beside_by_hand(bench):
+    """Of three turns the log-probs are each time those of the next one, of the last those of the first: 2, 3, 1."""
+    engine = bench("mixtral")
+    entries = [{k: v for k, v in e.items() if k != "routes"} for e in engine.honest() if len(e["logprobs"]) >= 8]
+    turns = [slice(0, 2), slice(3, 5), slice(6, 8)]
+    moved = []
+    for e in entries:
+        given = [None] * len(e["logprobs"])
+        for here, there in zip(turns, [*turns[1:], turns[0]], strict=True):
+            given[here] = e["logprobs"][there]
+        moved.append(e | {"logprobs": given})
+    scorer = scorer_of(engine, moved)
+    assert scorer.compare_turns(1).distance == pytest.approx(0, abs=1e-4) and (scorer.compare_turns(-1).kl > 1e-4).all()
 
 
 @pytest.mark.parametrize("fault", ["log_base", "greedy", "others_logprobs"])
@@ -300,6 +383,17 @@ def test_every_cause_has_a_remedy(bench):
     assert list_remedies(()) == ("Nothing.",)
     assert list_remedies(("bos", "special_tokens")) == ("Send token ids to the engine, not text, and store the ids "
                                                         "that it read.",)
+
+
+def test_leads_that_leave_more_than_70_percent_are_on_the_page_alone(bench):
+    engine = bench("qwen3_moe")
+    found = answer(engine, [{k: v for k, v in e.items() if k != "routes"} for e in engine.attention_warmer()])
+    rows = {most: {row[0]: row[2] for row in tabulate_fits(found, most).rows} for most in (12, None)}
+    assert found.causes == ("unexplained",) and len(rows[None]) == len(found.fits)
+    tested = {r.name for r in found.fits[3:]}
+    far = {name for name in tested if found.left[name][0] > 0.7}
+    assert len(far) > 20 and rows[12].keys() == rows[None].keys() - far
+    assert f"{len(far)} more hypotheses are on the page" in tabulate_fits(found, 12).note
 
 
 def test_a_forward_that_overflows_is_a_note(bench):

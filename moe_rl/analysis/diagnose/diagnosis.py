@@ -191,7 +191,7 @@ class _Case:
             gap.try_all(list_hypotheses(scorer.model, scorer.responses, tokenizer, also))
         found = [] if gap.agrees else gap.find_explanations()
         findings = self._find_faults(found[0] if found else None)
-        if not findings and not found and scorer.routed:
+        if not findings and not any(e.fault for e in found) and scorer.routed:
             findings = self._find_stale_routes(also)
         causes, says, fault = self._conclude(found, findings)
         where = list(locate_gap(scorer))

@@ -146,6 +146,10 @@ class Gap:
             self._try((h,) for h in hypotheses if h.late)
         if self._is_open():
             self._try(self._list_pairs(single))
+        found, dtypes = self.find_explanations(), [e.hypotheses[0] for e in self.dtypes]
+        if len({e.causes for e in found}) > 1:  # rounding may hide which of them it is
+            self._try(product((h for e in found if len(e.hypotheses) == 1 for h in e.hypotheses if h not in dtypes),
+                              dtypes))
 
     def _is_open(self) -> bool:
         return not (self.few or self.small or self.find_explanations())
@@ -184,7 +188,7 @@ class Gap:
         # Where only some responses have the fault, the others are as they are.
         helped = fit.kl < base.kl
         mixed = replace(fit, **{name: np.where(helped, getattr(fit, name), getattr(base, name))
-                                for name in ("kl", "distance", "beyond_2", "flips", "squares", "products")})
+                                for name in ("kl", "distance", "beyond_2", "flips", "squares", "products", "peak")})
         whole = fit.mean <= mixed.mean * APART**2 or helped.all()
         kept = fit if whole else mixed
         left = compute_left(kept, base)
@@ -206,13 +210,17 @@ class Gap:
         enough = [e for e in self.tried if self.explains(e)]
         single = [e for e in enough if len(e.causes) == 1]
         found = single or [e for e in enough if self._needs_both(e)] or [e for e in self.tried if self.moves_nearer(e)]
-        found.sort(key=lambda e: (self._measure(e), len(e.hypotheses), e.fit.mean))
-        return [e for e in found if self._measure(e) <= APART * self._measure(found[0])]
+        found.sort(key=lambda e: (self._measure_best(e), len(e.hypotheses), e.fit.mean))
+        return [e for e in found if self._measure_best(e) <= APART * self._measure_best(found[0])]
 
     def explains(self, e: Explanation) -> bool:
-        """Whether an explanation takes the gap away. What is to be mended has to do so better than any dtype."""
-        rungs = [self._measure(x) for x in self.dtypes]
-        return e.left[2] <= EXPLAINED and (not e.fault or APART * self._measure(e) <= min(rungs, default=math.inf))
+        """Whether an explanation takes the gap away, also without the token with the largest: a tie between experts may
+        be most of it. What is to be mended has to do so better than any dtype."""
+        rungs, base = [self._measure(x) for x in self.dtypes], self.scorer.base
+        most = np.arange(len(base.kl)) == np.argmax(base.peak)
+        rest, gap = (float((x.distance - x.peak * most).sum()) for x in (e.fit, base))
+        return (e.left[2] <= EXPLAINED and rest <= max(EXPLAINED * gap, len(base.kl) * math.sqrt(2 * self.noise))
+                and (not e.fault or APART * self._measure(e) <= min(rungs, default=math.inf)))
 
     def moves_nearer(self, e: Explanation) -> bool:
         """Whether a quantised router is what rounding hides: what it leaves is rounding, and it brings more tokens of a
@@ -228,6 +236,10 @@ class Gap:
     def _measure(self, e: Explanation) -> float:
         """The mean |log r| that is left, at least that of noise."""
         return max(float(e.fit.distance.mean()), math.sqrt(2 * self.noise))
+
+    def _measure_best(self, e: Explanation) -> float:
+        """The same in the dtype, of those tried with it, that leaves least."""
+        return min(self._measure(x) for x in (e, *self.tried) if {*e.causes} <= {*x.causes} <= {*e.causes, "dtype"})
 
     def _needs_both(self, e: Explanation) -> bool:
         """Whether no part of it without one of its faults comes near it."""

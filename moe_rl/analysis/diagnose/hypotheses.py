@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 Scope = Callable[[nn.Module], AbstractContextManager[nn.Module]]
 FP8_MAX = 448.0
 """Largest number of float8_e4m3fn."""
+SOFTCAP = 30.0
+"""Of the final logits of Gemma and Grok."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ def list_hypotheses(
     also: dict[str, nn.Module],
 ) -> list[Hypothesis]:
     """Every hypothesis that would change something about this model and these responses."""
-    return [*_routers(model), *_numerics(model), *_attention(model), *_versions(model, also), *_swapped_layers(model),
-            *_tokens(responses, tokenizer), *_positions(responses)]
+    return [*_routers(model), *_numerics(model), *_attention(model), *_windows(model, responses), *_softcap(model),
+            *_versions(model, also), *_swapped_layers(model), *_tokens(responses, tokenizer), *_positions(responses)]
 
 
 def _routers(model: nn.Module) -> Iterator[Hypothesis]:
@@ -213,9 +215,46 @@ def _attention(model: nn.Module) -> Iterator[Hypothesis]:
     if sinks := [x for n, x in model.named_parameters() if n.endswith(".sinks")]:
         yield Hypothesis("sinks", "without attention sinks", "the engine leaves out the sinks of attention",
                          set_values(sinks, [torch.full_like(x, -1e4) for x in sinks]))
-    if isinstance(getattr(config, "sliding_window", None), int):
+
+
+def _windows(model: nn.Module, responses: Sequence[Response]) -> Iterator[Hypothesis]:
+    """Sliding windows: lost, of another size, or in every layer of a model that has none."""
+    config: Any = model.config
+    config, longest = config.get_text_config(), max((len(r.tokens) for r in responses), default=0)
+    own, attention = getattr(config, "sliding_window", None), [m for m in model.modules() if hasattr(m, "o_proj")]
+    sizes = {2**n for n in range(2, (longest - 1).bit_length())[-4:]}
+    if isinstance(own, int):
         yield Hypothesis("window_lost", "without the sliding window", "the engine reads beyond the sliding window",
                          set_attributes([(config, "sliding_window", 2**30)]))
+        sizes = {own - 1, own + 1, own // 2, 2 * own}
+    for size in sorted(w for w in sizes if 0 < w < longest):
+        yield Hypothesis("window_size", f"a sliding window of {size}", f"the engine has a sliding window of {size} "
+                         f"tokens, the trainer {f'one of {own}' if isinstance(own, int) else 'none'}",
+                         set_attributes([(config, "sliding_window", size)]) if isinstance(own, int)
+                         else set_hooks(attention, partial(_narrow, size)), late=True)
+
+
+def _narrow(window: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of an attention without a cache, its mask cut to the last `window` tokens."""
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    t = torch.arange(hidden.shape[1], device=hidden.device)
+    seen, mask = ((t <= t[:, None]) & (t > t[:, None] - window))[None, None], kwargs["attention_mask"]
+    if mask is None or mask.dtype == torch.bool:
+        mask = seen if mask is None else mask & seen
+    else:
+        mask = mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+    return args, kwargs | {"attention_mask": mask}
+
+
+def _softcap(model: Any) -> Iterator[Hypothesis]:
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    if getattr(config, "final_logit_softcapping", None):
+        yield Hypothesis("softcap", "without the soft-cap of logits", "the engine leaves out the soft-cap of logits",
+                         set_attributes([(config, "final_logit_softcapping", None)]))
+    elif head is not None:
+        yield Hypothesis("softcap", f"logits soft-capped at {SOFTCAP:g}", f"the engine soft-caps logits at "
+                         f"{SOFTCAP:g}, the trainer does not",
+                         set_hooks([head], after=lambda m, args, x: SOFTCAP * (x / SOFTCAP).tanh()))
 
 
 def _is_router(name: str) -> bool:
@@ -279,6 +318,13 @@ def _positions(responses: Sequence[Response]) -> Iterator[Hypothesis]:
     if any((_restart(r) != np.arange(len(r.tokens))).any() for r in responses):
         yield Hypothesis("positions_per_turn", "positions from 0 in every turn", "the engine counts the positions of "
                          "each further turn of a response from 0", positions=_restart)
+
+
+    longest = max((r.prompt for r in responses), default=0)
+    if any(r.prompt < longest for r in responses):
+        yield Hypothesis("positions_of_padding", "positions of the response after padding", "the engine counts the "
+                         "positions of a response from the end of the padded prompt",
+                         positions=lambda r: _move(longest - r.prompt, r))
 
 
 def _move(by: int, response: Response) -> NDArray:
@@ -410,6 +456,23 @@ def set_attributes(changes: Sequence[tuple[Any, str, Any]]) -> Scope:
         finally:
             for (of, name, _), value in zip(changes, kept, strict=True):
                 setattr(of, name, value)
+
+    return scope
+
+
+def set_hooks(modules: Sequence[nn.Module], before: Callable[..., Any] | None = None,
+              after: Callable[..., Any] | None = None) -> Scope:
+    """Hooks of these modules: on their arguments, named ones too, or on what they return."""
+
+    @contextmanager
+    def scope(model: nn.Module) -> Iterator[nn.Module]:
+        handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in modules if before]
+        handles += [m.register_forward_hook(after) for m in modules if after]
+        try:
+            yield model
+        finally:
+            for handle in handles:
+                handle.remove()
 
     return scope
 

@@ -14,6 +14,7 @@ from jinja2 import Environment
 from rich.console import Console
 
 from moe_rl.analysis.diagnose.diagnosis import Diagnosis
+from moe_rl.analysis.diagnose.explanations import LEAD
 from moe_rl.analysis.diagnose.locations import Location, write_example
 from moe_rl.analysis.diagnose.scoring import Fit
 from moe_rl.results.printed import print_table
@@ -21,7 +22,7 @@ from moe_rl.results.tables import Shown
 from moe_rl.storage.terminal import say
 
 SHOWN = 12
-"""Hypotheses that a terminal shows; the page shows all."""
+"""Hypotheses that a terminal shows at most, none of which leaves more than LEAD; the page shows all."""
 LOCATED = {"unexplained", "routing", "combine_weights", "weight_version", "stale_cache", "overwritten_layer"}
 """Causes with which a terminal shows where the gap is; the page always does."""
 KINDS = {"turn": "by turn, from 1", "expert": "by expert that the token uses, the largest",
@@ -74,8 +75,9 @@ def tabulate_fits(found: Diagnosis, most: int | None = None) -> Shown:
     """A row per forward: natural, noise, rounding and forced routes first, then hypotheses, the best first."""
     known = [r for r in found.fits if r.name in ("natural", "noise floor", "rounding") or "forced" in r.name]
     rest = [r for r in found.fits if r not in known]
-    rows = [_row(r, found) for r in [*known, *rest[:most]]]
-    left = f" {len(rest) - most} more hypotheses are on the page." if most is not None and len(rest) > most else ""
+    shown = rest if most is None else [r for r in rest if found.left[r.name][0] <= LEAD][:most]
+    rows = [_row(r, found) for r in [*known, *shown]]
+    left = f" {len(rest) - len(shown)} more hypotheses are on the page." if len(rest) > len(shown) else ""
     return Shown(
         "The tests", ("forward", "KL to the engine,\nnats per token", "score", "beyond a\nfactor 2",
                       "top-1\nflips"), rows,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from moe_rl.analysis.diagnose.hypotheses import Hypothesis, cast_to
-from moe_rl.analysis.diagnose.responses import Response, has_routes, hash_sets, match_layers, select_ids
+from moe_rl.analysis.diagnose.responses import Response, count_turns, has_routes, hash_sets, match_layers, select_ids
 from moe_rl.errors import ConfigError, MoeRlError, RoutingError
 from moe_rl.metrics.rounding import rounding
 from moe_rl.models.vocabulary import kept
@@ -59,6 +60,8 @@ class Fit:
     squares: Float[NDArray, " response"] | float = field(default=0.0, kw_only=True)
     products: Float[NDArray, " response"] | float = field(default=0.0, kw_only=True)
     """Sums over tokens of |log r|², and of |log r| times that of the natural forward, by the square of their number."""
+    peak: Float[NDArray, " response"] | float = field(default=0.0, kw_only=True)
+    """|log r| of the token that has the largest in the natural forward, by the number of tokens."""
 
     @property
     def mean(self) -> float:
@@ -146,30 +149,52 @@ class Scorer:
         nearer = np.sign(natural - found[1])
         squares, products = (self.average_by_response(found[1] * x) / self.counts for x in (found[1], natural))
         return Fit(name, *(self.average_by_response(x) for x in (*found, flips, nearer)),
-                   squares=squares, products=products)
+                   squares=squares, products=products, peak=found[1][self.peaks] / self.counts)
+
+    @cached_property
+    def peaks(self) -> Int64[NDArray, " response"]:
+        """Of each response the token with the largest natural gap."""
+        gap = np.where(self.own, np.abs(self.natural.logprobs[STATED] - self.engine), -1)
+        return np.lexsort((gap, self.owner))[np.cumsum([len(r.logprobs) for r in self.responses]) - 1]
 
     def average_by_response(self, values: NDArray) -> NDArray:
         """Means over the engine's own tokens of each response."""
         return np.bincount(self.owner[self.own], values[self.own], len(self.responses)) / self.counts
 
     def compare_shifted(self, by: int) -> Fit:
-        """The engine's log-prob of a token beside the natural one of the token `by` later, where a response has both; a
+        """The engine's log-prob of a token beside the natural one of the token `by` later."""
+        return self._compare_beside(f"log-probs {by:+d} token", np.arange(len(self.engine)) + by)
+
+    def compare_turns(self, by: int) -> Fit:
+        """The engine's log-probs of a turn beside the natural ones `by` turns later, after the last turn the first."""
+        index, start = np.full(len(self.engine), -1), 0
+        for r in self.responses:
+            turn = np.where(np.isfinite(r.logprobs), count_turns(r.logprobs), 0)
+            places = [start + np.flatnonzero(turn == k) for k in range(1, int(turn.max()) + 1)]
+            for here, there in zip(places, [*places[by:], *places[:by]], strict=True):
+                both = min(len(here), len(there))
+                index[here[:both]] = there[:both]
+            start += len(turn)
+        return self._compare_beside(f"log-probs {by:+d} turn", index)
+
+    def _compare_beside(self, name: str, index: NDArray) -> Fit:
+        """The engine's log-prob of a token beside the natural one at `index`, where that is of the same response; a
         response that has no such pair is taken as it is."""
-        index = np.arange(len(self.engine)) + by
         inside = (index >= 0) & (index < len(self.engine)) & self.own
         index = index.clip(0, len(self.engine) - 1)
         inside &= self.owner[index] == self.owner
-        inside |= (np.bincount(self.owner[inside], minlength=len(self.counts))[self.owner] == 0) & self.own
-        pairs = np.bincount(self.owner[inside], minlength=len(self.counts))
+        alone = (np.bincount(self.owner[inside], minlength=len(self.counts))[self.owner] == 0) & self.own
         natural = self.natural.logprobs[STATED]
-        moved = np.where(self.owner[index] == self.owner, natural[index], natural)
+        apart = np.where(alone, natural, natural[index]) - self.engine
+        inside |= alone
+        pairs = np.bincount(self.owner[inside], minlength=len(self.counts))
 
         def mean(values: NDArray) -> NDArray:
             return np.bincount(self.owner[inside], values[inside], len(pairs)) / pairs
 
-        kl, distance, beyond_2 = map(mean, compute_distances(moved - self.engine))
-        squares = mean(np.abs(moved - self.engine) ** 2) / pairs
-        return Fit(f"log-probs {by:+d} token", kl, distance, beyond_2, *np.zeros((2, len(pairs))), squares=squares)
+        kl, distance, beyond_2 = map(mean, compute_distances(apart))
+        return Fit(name, kl, distance, beyond_2, *np.zeros((2, len(pairs))), squares=mean(np.abs(apart) ** 2) / pairs,
+                   peak=np.abs(apart * inside)[self.peaks] / pairs)
 
     def compare_readings(self) -> Iterator[tuple[str, str, Fit]]:
         """What else the engine may call a log-prob of its natural forward: cause, sentence, fit."""
@@ -177,6 +202,15 @@ class Scorer:
         for by in (1, -1):
             yield ("logprob_shift", f"the engine's log-probs are off by one: that of token t is token t{by:+d}'s",
                    self.compare_shifted(by))
+        turns = max(int(count_turns(r.logprobs).max()) for r in self.responses)
+        for by in (1, -1)[: turns - 1]:  # of two turns the next is the one before
+            yield ("response_mask", "the engine's log-probs are beside another turn: its mask of responses is off by "
+                   f"{by:+d}", self.compare_turns(by))
+        blank = (self.engine == 0) & (natural < -np.log(2))
+        if blank.any() and (self.engine[self.own] != 0).any():
+            yield ("response_mask", "the engine's log-probs are 0 where it sampled nothing: its mask of responses "
+                   "takes in tokens of an environment",
+                   self.compare("zeros where nothing was sampled", np.where(blank, 0.0, natural)))
         for base in (2, 10):
             yield ("log_base", f"the engine's log-probs are to base {base}, not natural",
                    self.compare(f"log-probs to base {base}", natural / np.log(base)))
@@ -201,7 +235,7 @@ class Scorer:
         try:
             with ExitStack() as stack:
                 model = self.model
-                for hypothesis in hypotheses:
+                for hypothesis in sorted(hypotheses, key=lambda h: h.cause == "dtype"):  # a copy, of what is changed
                     model = stack.enter_context(hypothesis.model(model))
                     positions = hypothesis.positions or positions
                     responses = [hypothesis.tokens(r) for r in responses] if hypothesis.tokens else responses
