@@ -59,4 +59,4 @@ def test_the_noise_changes_as_many_expert_slots_as_the_index_and_the_report_stat
         last = updates[(updates["arm"] == "grpo") & (updates["update"] == updates["update"].max())]
         shares.append(round(100 * last.groupby("seed")["fresh_expert_change_rate"].mean().mean()))
     for page in ("README.md", "report.md"):
-        assert re.findall(r"(\d+)\s% of the\sslots", (pages.HERE / page).read_text()) == [str(x) for x in shares]
+        assert re.findall(r"(\d+)\s% of the\s+slots", (pages.HERE / page).read_text()) == [str(x) for x in shares]
