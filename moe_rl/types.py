@@ -319,7 +319,7 @@ def require_logprobs(logprobs: Tensor, mask: Tensor, name: str) -> None:
     """Raise ConfigError where nine of ten numbers of eight response tokens or more are above 0: probabilities, or
     log-probs with the sign turned, whose ratios would be wrong without a word. Rounding alone makes few."""
     found = logprobs.detach()[mask]
-    if found.numel() >= 8 and int((found > 0).sum()) > 0.9 * found.numel():
+    if found.numel() >= 8 and int((found > 1e-4).sum()) > 0.9 * found.numel():
         raise ConfigError(f"{name} are above 0 at {int((found > 0).sum())} of {found.numel()} response tokens, so they "
                           "are no log-probabilities. Give log p: not p, and not −log p.")
 

@@ -18,6 +18,7 @@ from moe_rl import cli
 from moe_rl.errors import RunError
 from moe_rl.results import plots, study_page
 from moe_rl.storage import commits
+from moe_rl.storage.lock import Lock
 from moe_rl.study.declaration import read_declaration, write_declaration
 from tests import fake_study
 from tests.test_cli import fake_runs
@@ -189,6 +190,19 @@ def test_nothing_is_written_through_a_link_in_a_folder(folder, tmp_path, forked_
     assert cli.main(["report", str(folder)]) == 0 and cli.main(["plot", str(folder)]) == 0
     assert cli.main(["run", fake_study.__file__, "--arms", "gspo", "--seeds", "3", "--mix-code", "--out", "."]) == 0
     assert profile.read_text() == "mine" and "touch ran" in (folder / "report.html").read_text()
+
+
+def test_nothing_is_written_through_a_linked_folder_or_the_holder_of_a_lock(folder, tmp_path):
+    name(folder, verdict="", figures=["learning"], metrics=[], further_endpoints=[])
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    for inside in ("figures", "report_rollouts"):
+        (folder / inside).symlink_to(elsewhere)
+    (tmp_path / "profile").write_text("mine")
+    (folder / "lock.holder").symlink_to(tmp_path / "profile")
+    assert cli.main(["report", str(folder)]) == 0 and cli.main(["plot", str(folder)]) == 0
+    Lock(folder / "lock").release()
+    assert not [*elsewhere.iterdir()] and (tmp_path / "profile").read_text() == "mine"
+    assert (folder / "figures/learning.png").exists()
 
 
 def test_names_in_two_runs_do_not_steer_the_terminal(folder, capsys):

@@ -286,9 +286,10 @@ def _previewed(console: Console, study: Study, planned: Sequence[Planned], dry: 
 def _failed(failures: list[Failure]) -> int:
     """Say what failed, each message once; the exit code."""
     from moe_rl.results import printed
+    from moe_rl.storage.terminal import harmless
 
     for message, paths in printed.by_message(failures).items():
-        print(f"moe-rl: {message}\n  in {', '.join(map(str, paths))}", file=sys.stderr)
+        print(f"moe-rl: {harmless(message)}\n  in {harmless(', '.join(map(str, paths)))}", file=sys.stderr)
     return 0 if not failures else 2 if all(f.expected for f in failures) else 1
 
 

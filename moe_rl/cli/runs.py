@@ -165,13 +165,14 @@ def _submitted(folder: Path, found: Sequence[tuple[Path, dict[str, Any]]]) -> li
     """Runs that were submitted to a cluster and have not begun; those that are `found` get what its scheduler says."""
     from moe_rl.registry import import_optional
     from moe_rl.storage.folder import ENDED, state
+    from moe_rl.storage.terminal import harmless
 
     if (scheduled := import_optional("moe_rl.integrations.slurm:scheduled")) is None:
         return []
     try:
         waiting = scheduled(folder)
     except RunError as error:
-        print(f"moe-rl: {error}. The states of the scheduler are missing.", file=sys.stderr)
+        print(f"moe-rl: {harmless(str(error))}. The states of the scheduler are missing.", file=sys.stderr)
         return []
     for path, now in found:
         if (one := waiting.pop(path.absolute(), None)) and (one.live or now["state"] not in ENDED):

@@ -51,7 +51,7 @@ def plot(options: argparse.Namespace) -> int:
 def report(options: argparse.Namespace) -> int:
     """Write the page of a study."""
     from moe_rl.results.study_page import card_file, write_study_page
-    from moe_rl.storage.folder import replaced
+    from moe_rl.storage.commits import replaced
 
     _make_importable(options)
     out = options.out or replaced(options.folder / "report.html")
@@ -76,12 +76,13 @@ folder.""",
 )
 def collect(options: argparse.Namespace) -> int:
     """Write the compact tables, and say how large they are."""
+    from moe_rl.storage.terminal import harmless
     from moe_rl.study.collect import collect as write_tables
 
     written = write_tables(options.folder, options.out, also=options.also, without=options.without,
                            mix_code=options.mix_code)
     for file, size in written.items():
-        print(f"{file}: {size / 1024:.0f} KB")
+        print(harmless(f"{file}: {size / 1024:.0f} KB"))
     print(f"{sum(written.values()) / 1024:.0f} KB in all")
     return 0
 

@@ -463,7 +463,8 @@ class Forwards:
 
 def pad_of(readers: Iterable[nn.Module]) -> int | None:
     """The padding token in the configuration of a model."""
-    return next((c.pad_token_id for m in readers if (c := getattr(m, "config", None)) is not None), None)
+    found = (getattr(getattr(m, "config", None), "pad_token_id", None) for m in readers)
+    return next((pad for pad in found if pad is not None), None)
 
 
 def _real_inputs(ids: Tensor, mask: Any, pad: int | None) -> Mask | None:

@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike
 from moe_rl.errors import RunError
 from moe_rl.results.stats import Band, band, geometric_band
 from moe_rl.storage.columns import entry
-from moe_rl.storage.folder import replaced
+from moe_rl.storage.commits import replaced
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
            "#0000FF", "#66260D", "#B34DFF", "#B3B366", "#59004D", "#FF738C", "#33594D", "#A6008C", "#806633", "#001A8C")
@@ -122,7 +122,7 @@ def finish(figure: Figure, axes: list[Axes], note: str, legend: bool = True) -> 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write `<name>.png` and `<name>.svg`, the same bytes for the same tables; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
+    replaced(folder).mkdir(parents=True, exist_ok=True)
     paths = [replaced(folder / f"{name}.png"), replaced(folder / f"{name}.svg")]
     write(figure, paths[0], metadata={"Software": None})
     write(figure, paths[1], metadata={"Date": None, "Creator": None})

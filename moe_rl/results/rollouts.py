@@ -18,7 +18,8 @@ from rich.console import Console
 
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.metrics.rounding import number
-from moe_rl.storage.folder import read_manifest, replaced
+from moe_rl.storage.commits import replaced
+from moe_rl.storage.folder import read_manifest
 from moe_rl.storage.frames import read_table
 from moe_rl.storage.terminal import say, visible
 
@@ -109,7 +110,7 @@ def write_pages(runs: pd.DataFrame, report: Path) -> Iterator[tuple[str, str]]:
     for run in runs.itertuples():
         path = Path(run.path)
         if (path / "manifest.json").exists() and len(read_table(path, "rollouts")):
-            page = report.with_name(f"{report.stem}_rollouts").joinpath(
+            page = replaced(report.with_name(f"{report.stem}_rollouts")).joinpath(
                 *path.resolve().parts[1:][-3:]).with_suffix(".html")
             write_rollouts_page(path, replaced(page))
             yield f"{run.arm}, {run.factors}, seed {run.seed}", quote(page.relative_to(report.parent).as_posix())

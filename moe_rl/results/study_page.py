@@ -26,7 +26,7 @@ from moe_rl.results import figures, plots
 from moe_rl.results.rollouts import write_pages
 from moe_rl.results.summary import Metric, compare, configs_of, family, is_imported, metric, verdict_of
 from moe_rl.results.tables import Shown, arms_of, left_out, study_tables, untrained
-from moe_rl.storage.folder import replaced
+from moe_rl.storage.commits import replaced
 from moe_rl.storage.frames import Frames, load_study
 from moe_rl.storage.provenance import HARDWARE
 from moe_rl.study.declaration import read_declaration
@@ -85,8 +85,8 @@ def card(frames: Frames, declared: Mapping[str, Any]) -> str:
 
 
 def _row(*cells: str) -> str:
-    """A row of the card, which shows HTML in a name as text."""
-    return row(*(re.sub("<(?=[a-zA-Z/!?])", "&lt;", cell) for cell in cells))
+    """A row of the card, which shows HTML, links and images in a name as text."""
+    return row(*(re.sub("<(?=[a-zA-Z/!?])", "&lt;", cell).replace("](", "]\\(") for cell in cells))
 
 
 def _set_up(frames: Frames, declared: Mapping[str, Any], endpoints: Sequence[Metric]) -> Iterable[tuple[str, str]]:

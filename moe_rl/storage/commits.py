@@ -31,6 +31,14 @@ WRITTEN = ("steps", "updates", "layers")
 """Tables that every run which has finished has, with or without rows; others may be younger than it."""
 
 
+def replaced(file: Path) -> Path:
+    """A file that is about to be written in a folder that somebody may have sent: a link, which leads anywhere, is
+    removed."""
+    if file.is_symlink():
+        file.unlink()
+    return file
+
+
 def check_rows(name: str, rows: list[Row]) -> None:
     """Raise RunError for a table or a column that the data dictionary does not explain."""
     if name not in TABLES:

@@ -30,7 +30,7 @@ from moe_rl.errors import ConfigError, RunError, Stopped
 from moe_rl.ranks import from_rank_0
 from moe_rl.storage import commits
 from moe_rl.storage.columns import TABLES
-from moe_rl.storage.commits import Row, fsync, last_step, latest_commit
+from moe_rl.storage.commits import Row, fsync, last_step, latest_commit, replaced
 from moe_rl.storage.lock import Lock, is_held
 from moe_rl.storage.provenance import (
     code_version,
@@ -341,14 +341,6 @@ def read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
         raise RunError(f"{file} is damaged, or moe_rl did not write it. Nothing was changed; delete it, or choose "
                        "another folder.")
     return content
-
-
-def replaced(file: Path) -> Path:
-    """A file that is about to be written in a folder that somebody may have sent: a link, which leads anywhere, is
-    removed."""
-    if file.is_symlink():
-        file.unlink()
-    return file
 
 
 def write_json(file: Path, content: Mapping[str, Any], durable: bool = True) -> None:

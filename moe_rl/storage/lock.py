@@ -15,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from moe_rl.errors import RunError
+from moe_rl.storage.commits import replaced
 
 NOTICE = 2.0
 """Seconds that a worker whose parent was killed may take to notice."""
@@ -44,7 +45,7 @@ class Lock:
                 raise RunError(f"{file} cannot be locked, so two processes could write there at once. Choose an --out "
                                "on a file system with locks.") from error
         job = f", job {job}" if (job := os.environ.get("SLURM_JOB_ID")) else ""
-        file.with_suffix(".holder").write_text(f"process {os.getpid()} on {platform.node()}{job}")
+        replaced(file.with_suffix(".holder")).write_text(f"process {os.getpid()} on {platform.node()}{job}")
 
     def __enter__(self) -> Lock:
         return self

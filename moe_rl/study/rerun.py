@@ -74,9 +74,12 @@ def rerun(path: Path, out: Path, *, jobs: int | None, console: Console, steps: i
 
 def outside_code(configs: Iterable[RunConfig], trainer: str) -> list[str]:
     """Every `pkg.module:name` outside this package that these runs would import and call, in alphabetical order, and
-    a trainer that is not the package's, or has options, since these may reach the command line of another program."""
+    a trainer that is not the package's, or has options, since these may reach the command line of another program. An
+    engine on a server is one, too: prompts are sent to it."""
+    configs = list(configs)
     found = set().union(*(config.own_code() for config in configs))
     outside = {name for name in found if name.partition(":")[0].partition(".")[0] != "moe_rl"}
+    outside |= {str(config.engine) for config in configs if Component.of(config.engine).name == "server"}
     use = Component.read(trainer)
     return sorted(outside | ({trainer} if use.options or use.name not in OWN_TRAINERS else set()))
 

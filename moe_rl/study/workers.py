@@ -35,6 +35,7 @@ from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Diverged, MoeRlError, RunError, Stopped, name_full_disk
 from moe_rl.registry import Component, import_component
 from moe_rl.storage import folder as runs
+from moe_rl.storage.commits import replaced
 from moe_rl.storage.lock import Held
 from moe_rl.storage.provenance import INSTALLED, changed, code_version, inputs_of
 from moe_rl.storage.terminal import say
@@ -217,7 +218,7 @@ def environment() -> dict[str, str]:
 def start(planned: Planned, trainer: str, cache: Path, trackers: Sequence[str] = ()) -> subprocess.Popen:
     """Start the worker of one run; its output goes to `log.txt` in the run's folder."""
     planned.path.mkdir(parents=True, exist_ok=True)
-    with runs.replaced(planned.path / "log.txt").open("ab") as log:
+    with replaced(planned.path / "log.txt").open("ab") as log:
         process = subprocess.Popen([sys.executable, "-P", "-m", "moe_rl", "work", "-", "0"], env=environment(),
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
     assert process.stdin is not None, "it is a pipe"
@@ -427,7 +428,7 @@ def _carry_out_planned(source: str, number: int, stopping: Callable[[], bool]) -
     if ranks.from_rank_0(lambda: attached or unfinished([planned], plan["mix_code"])[0]):
         if not attached and not ranks.rank():
             planned.path.mkdir(parents=True, exist_ok=True)
-            log = os.open(runs.replaced(planned.path / "log.txt"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            log = os.open(replaced(planned.path / "log.txt"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             os.dup2(log, 1)
             os.dup2(log, 2)
         carry_out(planned, plan["trainer"], Path(plan["cache"]), plan["trackers"], stopping=stopping)

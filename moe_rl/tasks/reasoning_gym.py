@@ -19,7 +19,12 @@ from moe_rl.types import Prompt
 LITERAL = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
 """Datasets whose scorers evaluate a completion as Python, to read lists."""
 SYMBOLIC = {"intermediate_integration", "polynomial_multiplication", "simple_integration"}
-"""Datasets whose scorers have sympy read a completion, which evaluates it as Python, too."""
+"""Datasets with unknowns whose scorers have sympy read a completion, which evaluates it as Python, too."""
+FORMULAS = {"countdown", "puzzle24", *SYMBOLIC}
+"""The same, with or without unknowns."""
+POWER = r"(?:\*\*|\^)"
+HUGE = re.compile(rf"\d{{10}}|{POWER}\s*[-+]?\s*(?:\d{{4}}|[\w.]+\s*{POWER}|\([^+]*{POWER})|[A-Z]\s*\(")
+"""Numbers and powers that would take all memory or time, and calls of sympy's one-letter functions."""
 WORD = re.compile(r"[^\W\d]\w*")
 
 
@@ -70,7 +75,7 @@ class ReasoningGym:
         Scorers that add up partial credit can come within rounding of 1 for a wrong answer (`spell_backward` does when
         the right one has something appended); such a score becomes 1 − 1e-5, so that it does not count as right.
         """
-        if self.dataset in SYMBOLIC and not is_formula(completion):
+        if self.dataset in FORMULAS and not is_formula(completion):
             return 0.0
         score = float(self._scorer.score_answer(completion.strip(), dict(prompt.entry)))
         return score if score == 1 or abs(score - 1) > 1e-6 else 1 - 1e-5
@@ -86,16 +91,18 @@ class ReasoningGym:
 
 
 def is_formula(text: str) -> bool:
-    """Whether a text has only numbers, operators, brackets, unknowns and sympy's functions of numbers, so that reading
-    it as Python calls nothing else."""
+    """Whether a text has only numbers, operators, brackets, unknowns and sympy's elementary functions, so that reading
+    it as Python calls nothing else. Huge numbers and powers of powers are none."""
     import sympy
 
     def known(word: str) -> bool:
         found = getattr(sympy, word, None)
         return (word in ("abs", "ln", "pi", "sqrt") or isinstance(found, type) and issubclass(found, sympy.Function)
+                and found.__module__.startswith("sympy.functions.elementary")
                 or found is None and not hasattr(builtins, word) and not keyword.iskeyword(word) and "__" not in word)
 
-    return (re.fullmatch(r"[\w\s()+\-*/^.,=]*", text, re.ASCII) is not None and not re.search(r"\.\s*[A-Za-z_]", text)
+    return (re.fullmatch(r"[\w\s()+\-*/^.,=]{0,2000}", text, re.ASCII) is not None
+            and not re.search(r"\.\s*[A-Za-z_]", text) and HUGE.search(text) is None
             and all(len(word) == 1 or known(word) for word in WORD.findall(text)))
 
 

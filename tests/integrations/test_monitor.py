@@ -11,6 +11,7 @@ import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import moe_rl
 from moe_rl.build import build as build_run
 from moe_rl.errors import AuxLossSilentlyOn, ConfigError, RoutingError
-from moe_rl.integrations.monitor import probe_of
+from moe_rl.integrations.monitor import pad_of, probe_of
 from moe_rl.metrics.ratios import ratio_statistics
 from moe_rl.recorder import Recorder
 from moe_rl.routing import record_routing, replay_routing
@@ -512,6 +513,13 @@ def counted(model, **probe):
 PADDED = torch.tensor([[5, 0, 6, 0, 0], [0, 7, 8, 9, 4]])
 REAL = [[True, True, True, False, False], [False, True, True, True, True]]
 """A 0 between real tokens is one of them."""
+
+
+def test_a_configuration_may_have_no_padding_token():
+    """As of models that read images, too: their text configuration has it."""
+    without, other = torch.nn.Identity(), torch.nn.Identity()
+    without.config, other.config = SimpleNamespace(), SimpleNamespace(pad_token_id=3)
+    assert pad_of([without, without]) is None and pad_of([without, other]) == 3
 
 
 def test_padding_at_the_ends_of_a_probe_does_not_count_and_is_said(qwen):

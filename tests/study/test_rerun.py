@@ -16,6 +16,7 @@ from rich.console import Console
 from moe_rl import cli
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, RunError
+from moe_rl.registry import Component
 from moe_rl.storage import folder as runs
 from moe_rl.storage.folder import RunFolder
 from moe_rl.storage.frames import load_study, read_table
@@ -120,6 +121,8 @@ def test_every_place_that_can_name_code_is_looked_at():
     for task in ("jsonl:C:/data.jsonl", "reasoning_gym:spell_backward", "running_sums"):
         assert outside_code([base.replace(task=task)], "moe_rl.build:execute") == []
     assert outside_code([base.replace(task="moe_rl_evil:Task")], "moe_rl.build:execute") == ["moe_rl_evil:Task"]
+    server = base.replace(engine=Component("server", url="http://elsewhere"))  # prompts would be sent there
+    assert outside_code([server], "moe_rl.build:execute") == [str(server.engine)]
 
 
 @pytest.mark.parametrize("label, value", [

@@ -54,7 +54,7 @@ def test_without_the_package_the_message_says_how_to_install_it(monkeypatch):
 
 
 EVALUATING = ("binary_matrix", "intermediate_integration", "n_queens", "polynomial_multiplication",
-              "simple_integration", "spiral_matrix", "string_insertion")
+              "simple_integration", "spiral_matrix", "string_insertion", "countdown", "puzzle24")
 
 
 @pytest.mark.parametrize("dataset", EVALUATING)
@@ -79,7 +79,9 @@ def test_lists_and_formulas_are_read_as_before():
 
 
 @pytest.mark.parametrize("text", ["x.func", "exec(x)", "().y", "lambda: x", "sympify(x)", "x if x else y", "'x'",
-                                  "ｅｘｅｃ(x)", "x[0]", "__x", "breakpoint()", "preview(x)"])  # noqa: RUF001
+                                  "ｅｘｅｃ(x)", "x[0]", "__x", "breakpoint()", "preview(x)",
+                                  "9**9**9", "9**(9**9)", "2^9999",
+                                  "factorial(99999999)", "partition(9)", "N(pi, 10)", "9999999999"])  # noqa: RUF001
 def test_what_is_no_formula(text):
     assert not is_formula(text)
     assert is_formula("-2*(6*x - 9)**(3/2)/3 + C") and is_formula("1.5e3*exp(x) - log(abs(cos(x)))*pi")

@@ -318,8 +318,6 @@ def _positions(responses: Sequence[Response]) -> Iterator[Hypothesis]:
     if any((_restart(r) != np.arange(len(r.tokens))).any() for r in responses):
         yield Hypothesis("positions_per_turn", "positions from 0 in every turn", "the engine counts the positions of "
                          "each further turn of a response from 0", positions=_restart)
-
-
     longest = max((r.prompt for r in responses), default=0)
     if any(r.prompt < longest for r in responses):
         yield Hypothesis("positions_of_padding", "positions of the response after padding", "the engine counts the "

@@ -56,7 +56,7 @@ REMEDIES = {
                    "logprobs_mode=processed_logprobs), and write that temperature.",
     "kept_set": "Read log-probs over the whole vocabulary, or mask the trainer's logits, too.",
     "logprob_shift": "Align log-probs with the tokens that they belong to.",
-    "response_mask": "Build the mask of a response from the turns that its log-probs belong to.",
+    "response_mask": "Build the mask of a response from the tokens that were sampled, in the turns of its log-probs.",
     "log_base": "Convert log-probs to nats.",
     "greedy": "Read the log-prob of the sampled token, not of the first of the top list.",
     "others_logprobs": "Keep the request's id with its log-probs until both are stored.",

@@ -209,7 +209,7 @@ class Scorer:
         blank = (self.engine == 0) & (natural < -np.log(2))
         if blank.any() and (self.engine[self.own] != 0).any():
             yield ("response_mask", "the engine's log-probs are 0 where it sampled nothing: its mask of responses "
-                   "takes in tokens of an environment",
+                   "takes in tokens of an environment, or a grammar forced them",
                    self.compare("zeros where nothing was sampled", np.where(blank, 0.0, natural)))
         for base in (2, 10):
             yield ("log_base", f"the engine's log-probs are to base {base}, not natural",
