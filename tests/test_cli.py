@@ -25,6 +25,7 @@ from moe_rl.registry import Component
 from moe_rl.results import printed
 from moe_rl.results.tables import Shown
 from moe_rl.storage import folder as runs
+from moe_rl.storage import lock
 from moe_rl.storage.folder import RunFolder, run_folders
 from moe_rl.storage.frames import diff, load_study
 from moe_rl.study import workers
@@ -140,17 +141,15 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
     assert runs.state(path)["state"] == "interrupted"
 
 
-def test_a_full_disk_is_named_with_what_to_do_and_the_same_command_goes_on(tmp_path, command):
+def test_a_full_disk_is_named_with_what_to_do_and_the_same_command_goes_on(tmp_path, command, monkeypatch):
+    """A full device in place of the first file that a run writes."""
     run = tmp_path / "fake/grpo/base/seed=0"
-    run.mkdir(parents=True)
-    for name in ("lock.holder", "log.txt"):
-        (run / name).symlink_to("/dev/full")
     arguments = (*RUN, "--arms", "grpo", "--seeds", "1", "--steps", "3", "--out", str(tmp_path))
-    code, out, err = command(*arguments)
+    with monkeypatch.context() as full:
+        full.setattr(lock, "replaced", lambda file: Path("/dev/full"))
+        code, out, err = command(*arguments)
     assert (code, "Traceback" in out + err) == (2, False), err
     assert f"{run}: No space left on device. Free some space on the disk at /" in err and "repeat the command" in err
-    for name in ("lock.holder", "log.txt"):
-        (run / name).unlink()
     assert command(*arguments)[0] == 0
 
 
