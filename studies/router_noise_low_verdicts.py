@@ -71,8 +71,9 @@ def print_without_one(frames: Frames) -> None:
                           for place in (ROUTERS, OTHERS))
         failed = sum(abs(beside.drop(s).median() / inside.drop(s).median() - 1) > MATCHED for s in inside.index)
         print(f"Exploratory, σ = {scale:g}: without one of {failed} of the {len(inside)} seeds the gate of KL fails")
+    tables = changes(frames, ENDPOINTS[0], ROUTERS)
     for arm, chain in harms(frames).items():
-        gaps = changes(frames, ENDPOINTS[0], ROUTERS)[arm]
+        gaps = tables[arm]
         for scale, one in zip(SCALES, chain, strict=True):
             left = {seed: gaps[scale].drop(seed).dropna() for seed in gaps.index}
             if one.sign < 0:

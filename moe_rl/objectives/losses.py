@@ -387,8 +387,7 @@ def dppo(
         distance = torch.xlogy(old_other, old_other) - torch.xlogy(old_other, other) - old.exp() * log_ratio
     above = x.mask & (x.advantages > 0) & (log_ratio > 0) & (distance > high)
     below = x.mask & (x.advantages < 0) & (log_ratio < 0) & (distance > low)
-    weight = torch.where(above | below | (x.advantages == 0) | (x.weights == 0), 0, log_ratio.exp().clamp(max=cap))
-    return surrogate(x, weight * (1 + (x.log_ratio - log_ratio)), log_ratio, above, below)
+    return _weigh_kept(x, above, below, cap)
 
 
 def ipo(x: LossInputs, *, threshold: float = 0.1) -> LossOutput:
@@ -400,9 +399,7 @@ def ipo(x: LossInputs, *, threshold: float = 0.1) -> LossOutput:
     require(threshold >= 0, f"ipo(threshold={threshold:g}): the distance of probabilities must be from 0 to 1")
     log_ratio, old = x.log_ratio.detach(), torch.where(x.mask, x.old_logprobs, 0)
     far = x.mask & (x.advantages != 0) & (((old + log_ratio).exp() - old.exp()).abs() > threshold)
-    weight = torch.where(far | (x.advantages == 0) | (x.weights == 0), 0, log_ratio.exp())
-    lost = far & (log_ratio > 0), far & (log_ratio < 0)
-    return surrogate(x, weight * (1 + (x.log_ratio - log_ratio)), log_ratio, *lost)
+    return _weigh_kept(x, far & (log_ratio > 0), far & (log_ratio < 0))
 
 
 def cppo(x: LossInputs, *, threshold: float = 0.2, budget: float = 0.02, last: float = 0.8) -> LossOutput:
@@ -424,9 +421,7 @@ def cppo(x: LossInputs, *, threshold: float = 0.2, budget: float = 0.02, last: f
     spent = weights * distance.nan_to_num()
     left = bound * (weights.cumsum(-1) - weights) - (spent.cumsum(-1) - spent)
     far = x.mask & (x.advantages * log_ratio > 0) & (spent > threshold + left.clamp(max=0))
-    weight = torch.where(far | (x.advantages == 0) | (x.weights == 0), 0, log_ratio.exp())
-    lost = far & (log_ratio > 0), far & (log_ratio < 0)
-    return surrogate(x, weight * (1 + (x.log_ratio - log_ratio)), log_ratio, *lost)
+    return _weigh_kept(x, far & (log_ratio > 0), far & (log_ratio < 0))
 
 
 @needs("lag")
@@ -575,6 +570,13 @@ def high_entropy(
 def _covariance(x: LossInputs) -> PerToken:
     """(A − mean A) · (log π − mean log π), means over the response tokens; 0 elsewhere, without gradient."""
     return torch.mul(*(torch.where(x.mask, y - y[x.mask].mean(), 0) for y in (x.advantages, x.logprobs.detach())))
+
+
+def _weigh_kept(x: LossInputs, above: Mask, below: Mask, cap: float = math.inf) -> LossOutput:
+    """min(w, cap) · A, 0 where a bound took the token; the gradient is sg[min(w, cap)] · A · ∇ log π."""
+    log_ratio = x.log_ratio.detach()
+    weight = torch.where(above | below | (x.advantages == 0) | (x.weights == 0), 0, log_ratio.exp().clamp(max=cap))
+    return surrogate(x, weight * (1 + (x.log_ratio - log_ratio)), log_ratio, above, below)
 
 
 def _mark_first(x: LossInputs, order: Int[Tensor, " tokens"], share: float) -> PerToken:
