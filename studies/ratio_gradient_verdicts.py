@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from exploratory import print_doses
 from matplotlib.figure import Figure
-from per_seed import seed_by_arm, stored
+from per_seed import differences, seed_by_arm, stored
 from ratio_gradient import MARGIN, MOVED, NONE, SIGMAS, matched, moved, study
 from rule import NOTHING, VOID, Outcome, against_zero, outcomes, unfinished
 from volatility_dial_verdicts import void
@@ -40,18 +41,42 @@ def main() -> None:
     frames = stored(study.name)
     print("\n".join(verdict(frames)))
     for endpoint in ENDPOINTS:
+        none = seed_by_arm(frames, NONE, endpoint, ARMS)
+        print(f"{endpoint}, no noise: {gains(none)}")
         for sigmas in (SIGMAS, *((sigma,) for sigma in SIGMAS)):
             where = f"{endpoint}, σ = {' and '.join(f'{s:g}' for s in sigmas)}"
             for name, values in contrasts(frames, endpoint, sigmas).items():
                 print(f"{where}: {name} {interval(values.dropna()).printed('.3f')}")
             for part in MOVED:
                 harm = harms(frames, endpoint, part, sigmas)
-                print(f"{where}, harm of {part}: " + "; ".join(f"{arm} {interval(harm[arm].dropna())}" for arm in ARMS))
-    for name in ("token_kl_k3", "token_ess", "clip_tokens"):
-        for cell in study.cells:
+                print(f"{where}, harm of {part}: "
+                      + "; ".join(f"{arm} {interval(harm[arm].dropna()).printed('.3f')}" for arm in ARMS))
+                print(f"{where}, {part} moved: {gains(harm + none)}")
+    print_doses({cell: frames.cell(cell) for cell in study.cells})
+    for cell in study.cells:
+        print(f"KL k3, median over seeds, {cell}: " + ", ".join(
+            f"{arm} {value:.4f}" for arm, value in seed_by_arm(frames, cell, "token_kl_k3", ARMS).median().items()))
+        for name in ("token_ess", "clip_tokens"):
             print(f"{name}, {cell}: " + ", ".join(
-                f"{arm} {value:.3g}" for arm, value in seed_by_arm(frames, cell, name, ARMS).mean().items()))
+                f"{arm} {value:.3f}" for arm, value in seed_by_arm(frames, cell, name, ARMS).mean().items()))
+    print_without_one(frames)
     plots.save(draw(frames), FOLDER / "figures", study.name)
+
+
+def print_without_one(frames: Frames) -> None:
+    """For how many seeds the rule says another thing if that seed is left out."""
+    found = [contrasts(frames, endpoint) for endpoint in ENDPOINTS]
+    for names in (MEANS, [GAP]):
+        whole, left = without([], found, names), [without([seed], found, names) for seed in study.seeds]
+        for one, *others in zip(whole, *left, strict=True):
+            changed = sum((other.sign, other.said) != (one.sign, one.said) for other in others)
+            print(f"Exploratory, {one.name}: without one of {changed} of the {len(others)} seeds the rule says another "
+                  f"thing; 90 % interval beyond {MARGIN:g} without one of {sum(not o.equivalent for o in others)}")
+
+
+def gains(table: pd.DataFrame) -> str:
+    """Every arm − GRPO, from values by seed and arm."""
+    return "; ".join(f"{arm} − grpo {differences(table, arm, 'grpo').printed('.3f')}" for arm in ARMS[1:])
 
 
 def verdict(frames: Frames) -> list[str]:
@@ -89,8 +114,13 @@ def of_the_gap(frames: Frames, one: Outcome) -> str:
 
 def compared(frames: Frames, names: Iterable[str]) -> list[Outcome]:
     """Contrasts against 0, Holm over them, on the mean of both σ."""
-    found = [contrasts(frames, endpoint) for endpoint in ENDPOINTS]
-    return outcomes({name: against_zero([one[name].dropna().to_dict() for one in found]) for name in names}, MARGIN)
+    return without([], [contrasts(frames, endpoint) for endpoint in ENDPOINTS], names)
+
+
+def without(seeds: list[int], found: Sequence[Mapping[str, pd.Series]], names: Iterable[str]) -> list[Outcome]:
+    """The outcomes of contrasts, given by seed in each endpoint, if these seeds are left out."""
+    return outcomes({name: against_zero([one[name].drop(seeds, errors="ignore").dropna().to_dict() for one in found])
+                     for name in names}, MARGIN)
 
 
 def contrasts(frames: Frames, endpoint: str, sigmas: tuple[float, ...] = SIGMAS) -> dict[str, pd.Series]:
@@ -133,6 +163,7 @@ def draw(frames: Frames) -> Figure:
         ax.axvline(0, color="black", linewidth=1)
         ax.set(title=metric(endpoint).name, xlabel="difference within seeds, mean of both σ")
         ax.grid(axis="y", visible=False)
+        ax.locator_params(axis="x", nbins=5)
     for at, arm in enumerate(ARMS):
         bands = [interval(harms(frames, ENDPOINTS[0], part, SIGMAS)[arm].dropna()) for part in MOVED]
         middle, low, high = (np.array([getattr(one, part) for one in bands]) for part in ("mean", "low", "high"))
