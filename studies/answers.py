@@ -22,6 +22,7 @@ import irreversible_verdicts
 import lag_natural_verdicts
 import lengths_verdicts
 import open_side_verdicts
+import ratio_gradient_verdicts
 import regime_gate_verdicts
 import router_noise_low_verdicts
 import stabilisers_verdicts
@@ -56,6 +57,7 @@ ANSWERS: dict[str, Sequence[Callable[[], None]]] = {
     "lag": (lag, exploratory.lag),
     "lag_natural": (lag_natural_verdicts.main, exploratory.lag_natural),
     "router_noise_low": (router_noise_low_verdicts.main,),
+    "ratio_gradient": (ratio_gradient_verdicts.main,),
     "clip_fraction": (clip_fraction,),
     "engine_mismatch": (engine_mismatch, exploratory.engine_mismatch),
     "engine_vllm": (engine_vllm,),

@@ -20,6 +20,8 @@ from exploratory import ENDPOINTS, PUBLISHED, slots_changed, values
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from per_seed import stored
+from ratio_gradient import MOVED, SIGMAS, moved
+from ratio_gradient import NONE as QUIET
 from router_noise_low import NONE, ROUTERS
 from rule import Outcome, outcomes
 from volatility_dial import noise
@@ -53,11 +55,14 @@ class Place:
 
 
 WEIGHTS = {s: noise("weights", s) for s in (0, 0.4, 1, 2)}
+ALONE = {"ratio": "ratio alone", "gradient": "gradient alone", "both": "more seeds"}
+"""Part that has the noise → its words."""
 OLD = Place("no noise", "rollouts 1 and 2 steps old, mean", "lag_natural")
 """Decided by the study's own declaration of the rule, over its seven comparisons."""
 PLACES = (
     Place("no noise", "rate 2e-4", "volatility_dial", WEIGHTS[0]),
     Place("no noise", "rate 2e-4, other seeds", "router_noise_low", NONE),
+    Place("no noise", "rate 2e-4, more seeds", "ratio_gradient", QUIET),
     Place("no noise", "rate 4e-4", "confirmation"),
     OLD,
     *(Place("no noise", f"rollouts {lag} step{'s' * (lag > 1)} old", "lag", f"lag={lag}") for lag in (1, 2, 4, 8)),
@@ -68,6 +73,8 @@ PLACES = (
     Place("noise in routers", "σ = 0.4, other seeds", "volatility_dial", WEIGHTS[0.4]),
     *(Place("noise in routers", f"σ = {s:g}", "volatility_dial", WEIGHTS[s]) for s in (1, 2)),
     Place("noise in routers", "σ = 2, other seeds", "stabilisers", "dial"),
+    *(Place("noise in routers", f"σ = {s:g}, {ALONE[part]}", "ratio_gradient", moved(part, s))
+      for s in SIGMAS for part in MOVED),
     Place("noise in routers", "σ = 2, ratio alone", "volatility_controls", "applied_to=ratio"),
     Place("noise in routers", "σ = 2, gradient alone", "volatility_controls", "applied_to=gradient"),
     Place("noise elsewhere", "all weights but the routers", "volatility_controls", "beside"),

@@ -52,6 +52,11 @@ def main() -> None:
                 print(f"{where}, harm of {part}: "
                       + "; ".join(f"{arm} {interval(harm[arm].dropna()).printed('.3f')}" for arm in ARMS))
                 print(f"{where}, {part} moved: {gains(harm + none)}")
+        ratio, gradient, both = (harms(frames, endpoint, part, SIGMAS) for part in MOVED)
+        for what, table in {"ratio": both - ratio, "gradient": both - gradient,
+                            "ratio − of gradient": both - ratio - gradient}.items():
+            print(f"{endpoint}, harm of both − of {what}: "
+                  + "; ".join(f"{arm} {interval(table[arm].dropna()).printed('.3f')}" for arm in ARMS))
     print_doses({cell: frames.cell(cell) for cell in study.cells})
     for cell in study.cells:
         print(f"KL k3, median over seeds, {cell}: " + ", ".join(
