@@ -161,7 +161,7 @@ def draw(found: Sequence[Row]) -> Figure:
     """A forest of all comparisons in both endpoints, beside the dose that GRPO met."""
     title = "What replay and GSPO gain over GRPO, by condition"
     figure, axes = plots.new_figure(3, title, width=15, sharey=True)
-    figure.set_figheight(0.3 * len(found) + 2.2)
+    figure.set_figheight(0.25 * len(found) + 2.2)
     for ax, endpoint in zip(axes, (PRIMARY, SECONDARY), strict=False):
         forest(ax, found, endpoint)
     strip(axes[-1], found)
