@@ -49,14 +49,12 @@ def main() -> None:
                 print(f"{where}: {name} {interval(values.dropna()).printed('.3f')}")
             for part in MOVED:
                 harm = harms(frames, endpoint, part, sigmas)
-                print(f"{where}, harm of {part}: "
-                      + "; ".join(f"{arm} {interval(harm[arm].dropna()).printed('.3f')}" for arm in ARMS))
+                print(f"{where}, harm of {part}: {by_arm(harm)}")
                 print(f"{where}, {part} moved: {gains(harm + none)}")
         ratio, gradient, both = (harms(frames, endpoint, part, SIGMAS) for part in MOVED)
         for what, table in {"ratio": both - ratio, "gradient": both - gradient,
                             "ratio − of gradient": both - ratio - gradient}.items():
-            print(f"{endpoint}, harm of both − of {what}: "
-                  + "; ".join(f"{arm} {interval(table[arm].dropna()).printed('.3f')}" for arm in ARMS))
+            print(f"{endpoint}, harm of both − of {what}: {by_arm(table)}")
     print_doses({cell: frames.cell(cell) for cell in study.cells})
     for cell in study.cells:
         print(f"KL k3, median over seeds, {cell}: " + ", ".join(
@@ -77,6 +75,11 @@ def print_without_one(frames: Frames) -> None:
             changed = sum((other.sign, other.said) != (one.sign, one.said) for other in others)
             print(f"Exploratory, {one.name}: without one of {changed} of the {len(others)} seeds the rule says another "
                   f"thing; 90 % interval beyond {MARGIN:g} without one of {sum(not o.equivalent for o in others)}")
+
+
+def by_arm(table: pd.DataFrame) -> str:
+    """The mean of every arm with its interval, from values by seed and arm."""
+    return "; ".join(f"{arm} {interval(table[arm].dropna()).printed('.3f')}" for arm in ARMS)
 
 
 def gains(table: pd.DataFrame) -> str:
